@@ -98,11 +98,14 @@ def targets_table(targets: Sequence[Target]) -> list[dict[str, Any]]:
     """Return a table row for each target: verdict, name, limits, detail and value."""
     return [
         {
-            "": target.verdict, "target": target.name, "must be": _limits(target.low, target.high),
-            "where": target.detail, "measured": target.value,
+            "": target.verdict,
+            "target": target.name,
+            "must be": _limits(target.low, target.high),
+            "where": target.detail,
+            "measured": target.value,
         }
         for target in targets
-    ]  # fmt: skip
+    ]
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -137,10 +140,16 @@ def _limits(low: float | None, high: float | None) -> str:
 
 def _measure(benchmark: Benchmark, settings: argparse.Namespace, out: Path) -> None:
     values = {key: getattr(settings, key) for key in benchmark.OPTIONS}
-    record = Record(out, {
-        "date": now_utc(), "machine": describe_machine(), "versions": describe_versions(),
-        "settings": json.loads(json.dumps(values, default=str)), "samples": [],
-    })  # fmt: skip
+    record = Record(
+        out,
+        {
+            "date": now_utc(),
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+            "settings": json.loads(json.dumps(values, default=str)),
+            "samples": [],
+        },
+    )
     benchmark.measure(settings, record)
     record.save()
 

@@ -79,12 +79,16 @@ def server_config(checkpoint: Path, folder: Path, settings: argparse.Namespace) 
     return RunConfig(
         run=RunSection(dir=folder, run_id="bench"),
         reward=RewardSection(
-            checkpoint=checkpoint, workers=settings.workers, threads=1, token_budget=settings.token_budget,
-            forward_overhead_tokens=64, add_special_tokens=False,
+            checkpoint=checkpoint,
+            workers=settings.workers,
+            threads=1,
+            token_budget=settings.token_budget,
+            forward_overhead_tokens=64,
+            add_special_tokens=False,
         ),
         actor=ActorSection(algorithm=AlgorithmSection(name="reinforce++")),
         server=ServerSection(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1),
-    )  # fmt: skip
+    )
 
 
 async def take_turns(triton: str, gateway: str, peer: str, settings: argparse.Namespace, record: Record) -> None:
@@ -164,9 +168,13 @@ def serve_rm(ports: list[int], checkpoint: str, threads: int) -> None:
     @app.post("/get_reward")
     async def get_reward(body: dict[str, Any]) -> dict[str, Any]:
         inputs = tokenizer(
-            body["query"], return_tensors="pt", add_special_tokens=False, max_length=LONGEST, padding=True,
+            body["query"],
+            return_tensors="pt",
+            add_special_tokens=False,
+            max_length=LONGEST,
+            padding=True,
             truncation=True,
-        )  # fmt: skip
+        )
         mask = inputs["attention_mask"]
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():

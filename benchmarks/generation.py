@@ -57,11 +57,15 @@ def summarise(result: Result) -> list[dict[str, Any]]:
     rows = []
     for (model, workload, name), own in grouped(result["samples"], "model", "workload", "contender").items():
         matched = select(result["samples"], model=model, workload=workload)
-        rows.append({
-            "model": model, "workload": workload, "contender": name,
-            "tokens_per_s": median_of(sample["tokens"] / sample["seconds"] for sample in own),
-            "over_generate": ratio(matched, PLAIN, name, "seconds"),
-        })  # fmt: skip
+        rows.append(
+            {
+                "model": model,
+                "workload": workload,
+                "contender": name,
+                "tokens_per_s": median_of(sample["tokens"] / sample["seconds"] for sample in own),
+                "over_generate": ratio(matched, PLAIN, name, "seconds"),
+            }
+        )
     return rows
 
 
@@ -126,9 +130,10 @@ def ours(model: Any, prompts: list[np.ndarray], lengths: list[int], slots: int) 
     written: dict[int, list[int]] = {}
     draws = torch.rand(len(prompts), max(lengths), dtype=torch.float64)
     decoder_of(lengths)(model, Rules(max(lengths), [], [0, 1, 2]), slots=slots).run(
-        prompts, lambda index: iter(draws[index].tolist()),
+        prompts,
+        lambda index: iter(draws[index].tolist()),
         lambda index, response: written.update({index: response.tokens}),
-    )  # fmt: skip
+    )
     return written
 
 

@@ -74,11 +74,15 @@ def train(settings: argparse.Namespace, out: Path, algorithm: str, seed: int) ->
     shutil.rmtree(folder / "run" / "weights", ignore_errors=True)
     return [
         {
-            "algorithm": algorithm, "seed": seed, "step": line["step"], "reward": line["train_rollouts/rewards"],
-            "optimum": OPTIMUM, "kl": line["train_rollouts/init_policy_kl_per_sequence"],
+            "algorithm": algorithm,
+            "seed": seed,
+            "step": line["step"],
+            "reward": line["train_rollouts/rewards"],
+            "optimum": OPTIMUM,
+            "kl": line["train_rollouts/init_policy_kl_per_sequence"],
         }
         for line in lines
-    ]  # fmt: skip
+    ]
 
 
 def configuration(settings: argparse.Namespace, folder: Path, algorithm: str, seed: int) -> dict[str, Any]:
@@ -92,21 +96,30 @@ def configuration(settings: argparse.Namespace, folder: Path, algorithm: str, se
         "critic": served,
         "trainer": {
             "optimizer": {
-                "lr": 3e-3, "warmup_steps": 0, "constant_steps": 1000, "max_steps": 2000, "weight_decay": 0.0,
+                "lr": 3e-3,
+                "warmup_steps": 0,
+                "constant_steps": 1000,
+                "max_steps": 2000,
+                "weight_decay": 0.0,
                 "betas": [0.9, 0.95],
             },
-            "checkpoint_every": 1000, "reload_on_save": "none",
+            "checkpoint_every": 1000,
+            "reload_on_save": "none",
         },
         "actor": {
-            "steps": settings.steps, "rollout_size": settings.rollout_size, "checkpoint_every": 1000,
+            "steps": settings.steps,
+            "rollout_size": settings.rollout_size,
+            "checkpoint_every": 1000,
             "policy": {"checkpoint": str(folder / "policy")},
             "prompts": {"path": str(folder / "prompts.jsonl"), "max_tokens": 32},
             "generation": {"batch_size": settings.rollout_size, "max_new_tokens": 12},
             "algorithm": {"name": algorithm, "mask_unfinished": False, **ALGORITHMS[algorithm]},
-            "kl": {"coef": 0.0, "every": 1}, "update": {"minibatch_size": settings.rollout_size // 4},
-            "optimizer": {"lr": 3e-3, "weight_decay": 0.0, "betas": [0.9, 0.95]}, "validation": {"size": 0},
+            "kl": {"coef": 0.0, "every": 1},
+            "update": {"minibatch_size": settings.rollout_size // 4},
+            "optimizer": {"lr": 3e-3, "weight_decay": 0.0, "betas": [0.9, 0.95]},
+            "validation": {"size": 0},
         },
-    }  # fmt: skip
+    }
 
 
 def make_checkpoints(folder: Path, seed: int) -> None:

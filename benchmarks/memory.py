@@ -23,9 +23,13 @@ from python_backend.config import RunConfig
 from tools.demo.random_models import random_llama
 
 SHAPES = {  # layers, width, feed-forward size
-    "2m": (4, 192, 512), "5m": (4, 256, 896), "10m": (8, 256, 896), "20m": (8, 384, 1280), "60m": (12, 512, 2048),
+    "2m": (4, 192, 512),
+    "5m": (4, 256, 896),
+    "10m": (8, 256, 896),
+    "20m": (8, 384, 1280),
+    "60m": (12, 512, 2048),
     "125m": (12, 768, 3072),
-}  # fmt: skip
+}
 ROLES = ("actor", "generation", "trainer", "reward", "critic")
 WARM_UP = "warm-up"
 NEAR = 0.15
@@ -60,9 +64,16 @@ def make_checkpoints(model: str, folder: Path) -> None:
     layers, width, feed_forward = SHAPES.get(model, (1, 64, 64))
     for kind in ("policy", "reward"):
         random_llama(
-            kind, seed=0, vocab_size=4096, hidden_size=width, intermediate_size=feed_forward, num_hidden_layers=layers,
-            num_attention_heads=width // 64, num_key_value_heads=width // 64, max_position_embeddings=512,
-        ).save_pretrained(folder / kind)  # fmt: skip
+            kind,
+            seed=0,
+            vocab_size=4096,
+            hidden_size=width,
+            intermediate_size=feed_forward,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 64,
+            num_key_value_heads=width // 64,
+            max_position_embeddings=512,
+        ).save_pretrained(folder / kind)
         trace_tokenizer().save_pretrained(folder / kind)
     (folder / "critic").mkdir()
     save_critic(load_critic(folder / "reward"), folder / "critic")  # as its versions are stored
@@ -71,16 +82,23 @@ def make_checkpoints(model: str, folder: Path) -> None:
 def config_of(folder: Path, budget: int) -> RunConfig:
     """Return the run whose roles are measured."""
     served = {"workers": 1, "threads": 1, "token_budget": budget}
-    return RunConfig.model_validate({
-        "run": {"dir": folder / "run"}, "reward": {"checkpoint": folder / "reward", **served},
-        "critic": {"checkpoint": folder / "critic", **served},
-        "trainer": {"token_budget": budget, "global_batch_size": ROWS},
-        "actor": {
-            "rollout_size": ROWS, "policy": {"checkpoint": folder / "policy", "token_budget": budget},
-            "prompts": {"max_tokens": PROMPT}, "generation": {"max_new_tokens": RESPONSE, "batch_size": ROWS},
-            "kl": {"coef": 0.0}, "update": {"minibatch_size": ROWS}, "validation": {"size": 0},
-        },
-    })  # fmt: skip
+    return RunConfig.model_validate(
+        {
+            "run": {"dir": folder / "run"},
+            "reward": {"checkpoint": folder / "reward", **served},
+            "critic": {"checkpoint": folder / "critic", **served},
+            "trainer": {"token_budget": budget, "global_batch_size": ROWS},
+            "actor": {
+                "rollout_size": ROWS,
+                "policy": {"checkpoint": folder / "policy", "token_budget": budget},
+                "prompts": {"max_tokens": PROMPT},
+                "generation": {"max_new_tokens": RESPONSE, "batch_size": ROWS},
+                "kl": {"coef": 0.0},
+                "update": {"minibatch_size": ROWS},
+                "validation": {"size": 0},
+            },
+        }
+    )
 
 
 def summarise(result: Result) -> list[dict[str, Any]]:
@@ -157,9 +175,17 @@ def _run_policy(role: str, config: RunConfig, rows: list[np.ndarray]) -> None:
     weights[:, PROMPT - 1 :] = 1.0
     zeros = torch.zeros_like(weights)
     batch = PPOBatch(
-        torch.from_numpy(np.stack(rows)), torch.full((ROWS,), rows[0].size), weights, weights, zeros, None, weights,
-        zeros, zeros, None,
-    )  # fmt: skip
+        torch.from_numpy(np.stack(rows)),
+        torch.full((ROWS,), rows[0].size),
+        weights,
+        weights,
+        zeros,
+        None,
+        weights,
+        zeros,
+        zeros,
+        None,
+    )
     training = PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
     with ThreadPoolExecutor(1) as thread:
         for _ in range(2):

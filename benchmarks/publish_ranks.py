@@ -30,9 +30,13 @@ def main() -> int:
         critic = ShardedCritic(load_critic(folder / "critic"), ranks, "float32")
         memory = Memory(ranks)
         if ranks.rank:
-            ranks.operations.follow({
-                **critic_operations(lambda: critic), "reset": memory.reset, "extra": memory.extra,
-            })  # fmt: skip
+            ranks.operations.follow(
+                {
+                    **critic_operations(lambda: critic),
+                    "reset": memory.reset,
+                    "extra": memory.extra,
+                }
+            )
         else:
             samples = [_sample(critic, memory, folder) for _ in range(repeats + 1)]  # the first one is a warm-up
             (folder / "samples.json").write_text(json.dumps(samples[1:]))
@@ -71,9 +75,13 @@ def _sample(critic: ShardedCritic, memory: Memory, folder: Path) -> dict[str, An
     shutil.rmtree(store.folder(manifest.version))
     plain_s, _ = timed(lambda: _write_and_hash(data, folder / "plain"))
     return {
-        "bytes": sum(map(len, data)), "publish_s": write_s + verify_s, "write_s": write_s, "plain_s": plain_s,
-        "extra_bytes": extra, "files": manifest.files,
-    }  # fmt: skip
+        "bytes": sum(map(len, data)),
+        "publish_s": write_s + verify_s,
+        "write_s": write_s,
+        "plain_s": plain_s,
+        "extra_bytes": extra,
+        "files": manifest.files,
+    }
 
 
 def _write_and_hash(data: list[bytes], path: Path) -> None:

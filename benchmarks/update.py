@@ -93,11 +93,14 @@ def summarise(result: Result) -> list[dict[str, Any]]:
     rows = []
     for (model, name), own in grouped(result["samples"], "model", "contender").items():
         matched = select(result["samples"], model=model)
-        rows.append({
-            "model": model, "contender": name,
-            "tokens_per_s": median_of(result["tokens"] / sample["seconds"] for sample in own),
-            "ours_over_this": ratio(matched, name, matched[0]["contender"], "seconds"),
-        })  # fmt: skip
+        rows.append(
+            {
+                "model": model,
+                "contender": name,
+                "tokens_per_s": median_of(result["tokens"] / sample["seconds"] for sample in own),
+                "ours_over_this": ratio(matched, name, matched[0]["contender"], "seconds"),
+            }
+        )
     return rows
 
 

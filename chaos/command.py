@@ -143,9 +143,12 @@ def run_chaos(args: argparse.Namespace, enough: threading.Event, record: Record)
     totals = summary(requests, kills) | {"seconds": time.monotonic() - started}
     failures = [{"time_s": when, "who": who, "why": why} for when, who, why in requests.failures]
     record.result |= {
-        "summary": totals, "kills": kills, "outages": outages(requests), "failures": failures,
+        "summary": totals,
+        "kills": kills,
+        "outages": outages(requests),
+        "failures": failures,
         "verdicts": [asdict(item) for item in verdicts],
-    }  # fmt: skip
+    }
     record.save()
     draw(out / "chaos.png", requests, kills)
     for name, value in totals.items():

@@ -85,9 +85,14 @@ class Killer:
         if point == "reload":  # the reloaded model may have two processes by now
             processes = self._processes(victim)
         kill = {
-            "number": len(self.done) + 1, "time_s": round(self._traffic.record.now(), 3), "victim": victim,
-            "point": point, "way": way, "seen": seen, "step": self._traffic.last_step,
-        }  # fmt: skip
+            "number": len(self.done) + 1,
+            "time_s": round(self._traffic.record.now(), 3),
+            "victim": victim,
+            "point": point,
+            "way": way,
+            "seen": seen,
+            "step": self._traffic.last_step,
+        }
         ranks = self._system.ranks()
         kill["hit"] = hit = seen != NOTHING and self._hit(victim, self._random.choice(processes), way)
         if hit and way == "killed" and _trains(victim):

@@ -31,9 +31,14 @@ def _draw_kills(axes: Axes, kills: Sequence[dict[str, Any]]) -> None:
     for point, mark, colour in zip(POINTS, MARKS, COLOURS, strict=True):
         of_point = [kill for kill in kills if kill["hit"] and kill["point"] == point]
         axes.scatter(
-            [kill["time_s"] for kill in of_point], [victims.index(kill["victim"]) for kill in of_point],
-            marker=mark, color=colour, s=52, label=point, zorder=3,
-        )  # fmt: skip
+            [kill["time_s"] for kill in of_point],
+            [victims.index(kill["victim"]) for kill in of_point],
+            marker=mark,
+            color=colour,
+            s=52,
+            label=point,
+            zorder=3,
+        )
     axes.set_yticks(range(len(victims)), victims)
     axes.set(
         ylim=(len(victims) - 0.5, -0.5),
@@ -49,25 +54,39 @@ def _draw_latency(axes: Axes, record: RequestRecord, kills: Sequence[dict[str, A
         label = "no answer for more than 1 s" if i == 0 else None
         axes.axvspan(gap["time_s"], gap["time_s"] + gap["seconds"], color="#FBD9D3", lw=0, label=label)
     axes.scatter(
-        [when for when, _ in record.latencies], [seconds * 1e3 for _, seconds in record.latencies],
-        s=3, color="#0072B2", alpha=0.35, lw=0, label="an answer", rasterized=True,
-    )  # fmt: skip
-    axes.set(
-        yscale="log", ylabel="ms", title="scoring (critic_infer), from sending to the answer, retries included"
-    )  # fmt: skip
+        [when for when, _ in record.latencies],
+        [seconds * 1e3 for _, seconds in record.latencies],
+        s=3,
+        color="#0072B2",
+        alpha=0.35,
+        lw=0,
+        label="an answer",
+        rasterized=True,
+    )
+    axes.set(yscale="log", ylabel="ms", title="scoring (critic_infer), from sending to the answer, retries included")
     axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), markerscale=3)
 
 
 def _draw_steps(axes: Axes, record: RequestRecord, kills: Sequence[dict[str, Any]]) -> None:
     _lines(axes, kills)
     axes.plot(
-        [when for _, when, _ in record.trained], [step for step, _, _ in record.trained],
-        color="#009E73", marker=".", ms=4, lw=1.2, label="step acknowledged",
-    )  # fmt: skip
+        [when for _, when, _ in record.trained],
+        [step for step, _, _ in record.trained],
+        color="#009E73",
+        marker=".",
+        ms=4,
+        lw=1.2,
+        label="step acknowledged",
+    )
     axes.scatter(
-        [when for _, when, _ in record.saved], [step for step, _, _ in record.saved],
-        color="#D55E00", marker="|", s=70, zorder=3, label="critic_save acknowledged",
-    )  # fmt: skip
+        [when for _, when, _ in record.saved],
+        [step for step, _, _ in record.saved],
+        color="#D55E00",
+        marker="|",
+        s=70,
+        zorder=3,
+        label="critic_save acknowledged",
+    )
     axes.set(ylabel="step", title="training steps: each acknowledged once its version is served")
     axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0))
 

@@ -70,8 +70,6 @@ def run_reference(config: RunConfig, path: Path, seed: int, num_steps: int, fold
     return Reference(steps, rewards, folder / "checkpoint" / str(num_steps))
 
 
-def _padded_each(
-    rows: list[np.ndarray], values: Callable[[list[np.ndarray]], list[np.ndarray]]
-) -> np.ndarray:  # fmt: skip
+def _padded_each(rows: list[np.ndarray], values: Callable[[list[np.ndarray]], list[np.ndarray]]) -> np.ndarray:
     """Score each row in its own forward pass; return the values, padded as in the server's answers."""
     return padded_rows([values([row])[0] for row in rows], width=max(row.size for row in rows))

@@ -59,10 +59,15 @@ def write_config(folder: Path, ranks: int = 1) -> Path:
     data["server"] = {**free_ports(), "exit_timeout_s": 1}
     # All versions are kept: each one is compared with the reference.
     data["trainer"] = {
-        "optimizer": {"lr": 1e-3, "warmup_steps": 2, "constant_steps": 10, "max_steps": 1000}, "global_batch_size": 12,
-        "token_budget": 512, "checkpoint_every": 5, "keep_checkpoints": 3, "reload_on_save": "triton",
-        "publish": {"every": 1, "keep": 100_000}, "ranks": ranks,
-    }  # fmt: skip
+        "optimizer": {"lr": 1e-3, "warmup_steps": 2, "constant_steps": 10, "max_steps": 1000},
+        "global_batch_size": 12,
+        "token_budget": 512,
+        "checkpoint_every": 5,
+        "keep_checkpoints": 3,
+        "reload_on_save": "triton",
+        "publish": {"every": 1, "keep": 100_000},
+        "ranks": ranks,
+    }
     path = folder / "chaos.yaml"
     path.write_text(yaml.safe_dump(data, sort_keys=False))
     return path

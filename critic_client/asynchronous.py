@@ -65,9 +65,13 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
     """
 
     def __init__(
-        self, url: str | Sequence[str], *, run_id: str, training_key: str | None = None,
+        self,
+        url: str | Sequence[str],
+        *,
+        run_id: str,
+        training_key: str | None = None,
         settings: ClientSection | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Connect to nothing yet.
 
         Args:

@@ -27,9 +27,13 @@ class CriticClient(AbstractContextManager["CriticClient"]):
     """
 
     def __init__(
-        self, url: str | Sequence[str], *, run_id: str, training_key: str | None = None,
+        self,
+        url: str | Sequence[str],
+        *,
+        run_id: str,
+        training_key: str | None = None,
         settings: ClientSection | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Connect to nothing yet; arguments and errors as in `AsyncCriticClient`."""
         self._client = AsyncCriticClient(url, run_id=run_id, training_key=training_key, settings=settings)
         self._loop = asyncio.new_event_loop()

@@ -18,9 +18,12 @@ from matplotlib.axes import Axes
 ROOTS = ("python_backend", "trainer", "actor", "critic_client", "tools", "benchmarks", "chaos")
 COLOURS = dict(zip(ROOTS, ("#d6ebf7", "#e7f3d8", "#fde9cf", "#f9dcdc", "#efe3f5", "#eeeeee", "#eeeeee"), strict=True))
 BASE = (  # many packages import them
-    "python_backend.errors", "python_backend.long_lived", "python_backend.path_alias", "python_backend.stop_signal",
+    "python_backend.errors",
+    "python_backend.long_lived",
+    "python_backend.path_alias",
+    "python_backend.stop_signal",
     "tools.arguments",
-)  # fmt: skip
+)
 FLAT = ("chaos", "critic_client", "trainer")
 Graph = Mapping[str, set[str]]
 

@@ -200,13 +200,18 @@ def _critic_infer(config: RunConfig, render: Render) -> str:
     rewards, live = config.rewards or {}, reward_is_live(config)
     served = [config.critic, *([config.reward] if config.serves_rewards else [])]
     return render(
-        "ensemble.pbtxt.j2", name=contract.CRITIC_INFER, has_values=True,
-        num_rewards=_num_rewards(config) if config.serves_rewards else 0, process=process_of(config),
+        "ensemble.pbtxt.j2",
+        name=contract.CRITIC_INFER,
+        has_values=True,
+        num_rewards=_num_rewards(config) if config.serves_rewards else 0,
+        process=process_of(config),
         purpose="Critic and reward in one round trip; a request for `values` alone runs only the critic.",
-        num_components=len(rewards), has_reward_version=live, parameters={},
+        num_components=len(rewards),
+        has_reward_version=live,
+        parameters={},
         steps=critic_infer_steps(rewards if config.serves_rewards else None, live=live, process=process_of(config)),
         max_batch_size=min(section.max_batch_size for section in served),
-    )  # fmt: skip
+    )
 
 
 def _reference(config: RunConfig, place: Any, render: Render) -> dict[str, str]:

@@ -42,9 +42,11 @@ POLL_S = 0.25
 ACTOR_EXIT_S = 5.0  # added to actor.stop_grace_s, the time that the actor has to write a checkpoint
 SIDECAR_STOP_S = 90.0
 LIBRARY_ENV = {
-    "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_WAIT_POLICY": "PASSIVE",
     "TQDM_DISABLE": "1",  # a progress bar in a log file is noise
-}  # fmt: skip
+}
 
 
 class Run:
@@ -253,13 +255,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--fresh", action="store_true", help="move an earlier run to <dir>.previous instead of resuming it"
     )
     parser.add_argument(
-        "--accept-changes", action="store_true",
+        "--accept-changes",
+        action="store_true",
         help="resume although reward, algorithm or policy differ from those of the earlier start",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--dry-run", action="store_true",
+        "--dry-run",
+        action="store_true",
         help="print memory, traffic and ports of the run, start nothing; exit 1 if a device is too small",
-    )  # fmt: skip
+    )
     parser.add_argument("--device-gib", type=float, metavar="N", help="with --dry-run: plan for GPUs of N GiB")
     parser.add_argument("--host-gib", type=float, metavar="N", help="with --dry-run: plan for a host of N GiB")
     args = parse_or_complete(parser, argv)

@@ -136,9 +136,12 @@ def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int |
         manifest = verify_alone(store, target, load)
         publisher = Publisher.of(config, store, run_id=manifest.run_id, epoch=_epoch(store), model=model)
         reload = publisher.publish(
-            load(store.folder(target)), step=manifest.step, parent=target, beat=_Patience(store),
+            load(store.folder(target)),
+            step=manifest.step,
+            parent=target,
+            beat=_Patience(store),
             write=lambda folder: _copy(store.folder(target), folder),
-        )  # fmt: skip
+        )
     except VersionRejected as error:
         raise WeightsError(str(error)) from error
     print(f"version {reload.version} is served, with the weights of version {target} (step {manifest.step})")

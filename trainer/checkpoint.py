@@ -161,9 +161,7 @@ class CheckpointFolder:
         return read_state(self.root / str(step))
 
 
-def _check_adapters(
-    state: CheckpointState, folder: Path, settings: TrainerSection, *, has_adapters: bool
-) -> None:  # fmt: skip
+def _check_adapters(state: CheckpointState, folder: Path, settings: TrainerSection, *, has_adapters: bool) -> None:
     """Raise CheckpointError if the checkpoint's adapters, or their absence, do not fit the settings."""
     way_out = "restore it, or start a run in another folder (run.dir)"
     if has_adapters != bool(settings.lora_rank):

@@ -20,9 +20,14 @@ class CriticCheckpoints:
     """Writes the checkpoints of one critic; removes old ones, and the journal entries that they replace."""
 
     def __init__(
-        self, settings: TrainerSection, critic: CriticState, folder: CheckpointFolder, store: WeightsStore,
-        journal: Journal, progress: SidecarProgress,
-    ) -> None:  # fmt: skip
+        self,
+        settings: TrainerSection,
+        critic: CriticState,
+        folder: CheckpointFolder,
+        store: WeightsStore,
+        journal: Journal,
+        progress: SidecarProgress,
+    ) -> None:
         self._settings, self._critic, self._folder = settings, critic, folder
         self._store, self._journal, self._progress = store, journal, progress
 
@@ -86,19 +91,29 @@ class CriticCheckpoints:
         if known is not None and known.digest == digest:
             return known
         return Result(
-            entry.name, self._store.current() or 0, digest=digest,
+            entry.name,
+            self._store.current() or 0,
+            digest=digest,
             error=f"step {entry.step} was sent again after its result was lost, and the critic is at step "
             f"{self._critic.step}: resume the actor from its checkpoint, which rewinds the critic",
-        )  # fmt: skip
+        )
 
     def _write(self, *, asked: bool) -> None:
         self._progress.beat("writing a checkpoint")
         critic, settings = self._critic, self._critic.deciding_settings
         results = [asdict(result) for result in self._journal.results() if result.entry.endswith(".train")]
         state = CheckpointState(
-            self._journal.run_id, critic.step, critic.update.optimizer_step, self._store.current() or 0,
-            self._progress.epoch, asked, settings, fingerprint(settings), critic.base_sha256, results,
-        )  # fmt: skip
+            self._journal.run_id,
+            critic.step,
+            critic.update.optimizer_step,
+            self._store.current() or 0,
+            self._progress.epoch,
+            asked,
+            settings,
+            fingerprint(settings),
+            critic.base_sha256,
+            results,
+        )
 
         def write() -> None:
             self._folder.save(critic.update, state)

@@ -38,9 +38,16 @@ class CriticState:
     step: int
 
     def __init__(
-        self, settings: TrainerSection, store: WeightsStore, journal: Journal, checkpoints: CheckpointFolder,
-        progress: SidecarProgress, *, seed: int, load: LoadUpdate | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        settings: TrainerSection,
+        store: WeightsStore,
+        journal: Journal,
+        checkpoints: CheckpointFolder,
+        progress: SidecarProgress,
+        *,
+        seed: int,
+        load: LoadUpdate | None = None,
+    ) -> None:
         """Create the state; call `restore_at_start` before any other method.
 
         Args:
@@ -85,8 +92,9 @@ class CriticState:
         if state.fingerprint != fingerprint(self.deciding_settings):  # changing them between runs is allowed
             logger.warning(
                 "the critic was trained up to step %d under other settings (%s); the new ones apply from here on",
-                state.step, "; ".join(changes(state.settings, self.deciding_settings)) or "removed settings",
-            )  # fmt: skip
+                state.step,
+                "; ".join(changes(state.settings, self.deciding_settings)) or "removed settings",
+            )
         self._progress.persist("restoring results", lambda: self._journal.restore_results(state.results))
 
     def restore_newest(self, *, at_most: int | None = None) -> CheckpointState | None:

@@ -69,10 +69,13 @@ class CriticUpdate:
         self.settings = settings
         self.parameters = {n: p for n, p in critic.model.named_parameters() if p.requires_grad}
         self.optimizer = make_adamw(
-            self.parameters, lr=settings.optimizer.lr, betas=settings.optimizer.betas,
-            weight_decay=settings.optimizer.weight_decay, kind=settings.optimizer.kind,
+            self.parameters,
+            lr=settings.optimizer.lr,
+            betas=settings.optimizer.betas,
+            weight_decay=settings.optimizer.weight_decay,
+            kind=settings.optimizer.kind,
             fused=True if critic.model.device.type == "cuda" else None,
-        )  # fmt: skip
+        )
 
     def train(self, payload: TrainPayload, progress: Callable[[int], None]) -> UpdateReport:
         """Train on one payload: `epochs` passes over its global batches, in the order received.

@@ -22,9 +22,13 @@ class CriticVersions:
     """Publishes and reloads the critic in training."""
 
     def __init__(
-        self, settings: TrainerSection, critic: CriticState, publisher: Publisher, store: WeightsStore,
+        self,
+        settings: TrainerSection,
+        critic: CriticState,
+        publisher: Publisher,
+        store: WeightsStore,
         progress: SidecarProgress,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._settings, self._critic, self.publisher = settings, critic, publisher
         self._store, self._progress = store, progress
         self._reload: threading.Thread | None = None

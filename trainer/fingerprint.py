@@ -16,15 +16,34 @@ from typing import Any
 from python_backend.config import TrainerSection
 
 DECIDING = (
-    "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.constant_steps", "optimizer.max_steps",
-    "optimizer.betas", "optimizer.weight_decay", "optimizer.grad_clip", "clip_value", "global_batch_size", "epochs",
-    "optimizer.kind", "precision", "lora_rank", "lora_alpha", "lora_targets",
-)  # fmt: skip
+    "optimizer.lr",
+    "optimizer.min_lr",
+    "optimizer.warmup_steps",
+    "optimizer.constant_steps",
+    "optimizer.max_steps",
+    "optimizer.betas",
+    "optimizer.weight_decay",
+    "optimizer.grad_clip",
+    "clip_value",
+    "global_batch_size",
+    "epochs",
+    "optimizer.kind",
+    "precision",
+    "lora_rank",
+    "lora_alpha",
+    "lora_targets",
+)
 ROUNDING = ("token_budget", "threads", "device", "gradient_checkpointing", "attention", "ranks")
 UNLESS_DEFAULT = {  # included only if they differ from these values, which older checkpoints were trained with
-    "optimizer.kind": "adamw", "precision": "float32", "lora_rank": 0, "lora_alpha": 16, "lora_targets": "all-linear",
-    "gradient_checkpointing": False, "attention": "auto", "ranks": 1,
-}  # fmt: skip
+    "optimizer.kind": "adamw",
+    "precision": "float32",
+    "lora_rank": 0,
+    "lora_alpha": 16,
+    "lora_targets": "all-linear",
+    "gradient_checkpointing": False,
+    "attention": "auto",
+    "ranks": 1,
+}
 
 
 def deciding_settings(section: TrainerSection) -> dict[str, Any]:

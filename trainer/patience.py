@@ -16,10 +16,24 @@ T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 REMIND_EVERY_S = 60.0
 # Errors that may go away with time or when an operator acts; others, such as a missing file, are raised at once.
-CURABLE = frozenset({
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE, errno.ENODEV,
-    errno.ENXIO, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOTEMPTY, errno.ETIMEDOUT,
-})  # fmt: skip
+CURABLE = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EIO,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ESTALE,
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.EBUSY,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOTEMPTY,
+        errno.ETIMEDOUT,
+    }
+)
 
 
 class StoppedWaiting(RlhfError):

@@ -68,10 +68,15 @@ class SidecarMetrics:
         """Show an update, and the version that it put into service, if any."""
         self.exporter.count("updates")
         self.exporter.count("skipped_optimizer_steps", report.skipped_steps)
-        self.exporter.show({
-            "step": step, "loss": report.loss_mean, "grad_norm": report.grad_norm, "learning_rate": report.lr,
-            "update_seconds": report.seconds,
-        })  # fmt: skip
+        self.exporter.show(
+            {
+                "step": step,
+                "loss": report.loss_mean,
+                "grad_norm": report.grad_norm,
+                "learning_rate": report.lr,
+                "update_seconds": report.seconds,
+            }
+        )
         if reload is not None:
             phases = {"write": reload.publish_ms, "verify": reload.verify_ms, "reload": reload.reload_ms}
             self.exporter.show({"publish_seconds": {phase: ms / 1e3 for phase, ms in phases.items()}})
@@ -154,12 +159,20 @@ class SidecarProgress:
 
     def log_update(self, step: int, version: int, report: UpdateReport, reload: Reload | None) -> None:
         """Write one line for a critic update; `version` is the one served now."""
-        self._write({
-            "step": step, "loss_mean": report.loss_mean, "train/loss": report.loss_mean,
-            "train/grad_norm": report.grad_norm, "train/lr": report.lr, "train/step_time": report.seconds,
-            "optimizer_steps": report.optimizer_steps, "skipped_steps": report.skipped_steps, **_timing(reload),
-            "weights_version": version,
-        })  # fmt: skip
+        self._write(
+            {
+                "step": step,
+                "loss_mean": report.loss_mean,
+                "train/loss": report.loss_mean,
+                "train/grad_norm": report.grad_norm,
+                "train/lr": report.lr,
+                "train/step_time": report.seconds,
+                "optimizer_steps": report.optimizer_steps,
+                "skipped_steps": report.skipped_steps,
+                **_timing(reload),
+                "weights_version": version,
+            }
+        )
         self._exported.updated(step, report, reload)
 
     def log_failure(self, step: int, version: int, error: str, *, rejected: int) -> None:

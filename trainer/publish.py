@@ -90,16 +90,28 @@ class Publisher:
 
     @classmethod
     def of(
-        cls, config: RunConfig, store: WeightsStore, *, run_id: str, epoch: int, model: LiveModel | None = None,
+        cls,
+        config: RunConfig,
+        store: WeightsStore,
+        *,
+        run_id: str,
+        epoch: int,
+        model: LiveModel | None = None,
         show_trouble: Callable[[str, str], None] = lambda state, trouble: None,
-    ) -> Publisher:  # fmt: skip
+    ) -> Publisher:
         """Return a publisher with the settings of `config`, by default of the critic."""
         settings, model = config.trainer, model or live_model(config, "critic")
         return cls(
-            store, servers=settings.servers or [config.server.grpc_url], reload=model.reload,
-            timeout_s=settings.serve_timeout_s, keep=settings.publish.keep, run_id=run_id,
-            epoch=epoch, model=model.served_as, show_trouble=show_trouble,
-        )  # fmt: skip
+            store,
+            servers=settings.servers or [config.server.grpc_url],
+            reload=model.reload,
+            timeout_s=settings.serve_timeout_s,
+            keep=settings.publish.keep,
+            run_id=run_id,
+            epoch=epoch,
+            model=model.served_as,
+            show_trouble=show_trouble,
+        )
 
     def publish(
         self,
@@ -154,9 +166,13 @@ class Publisher:
         served = time.monotonic()
         self._store.prune(keep=self._keep)
         return Reload(
-            manifest.version, self._reload, (written - start) * 1e3, (verified - written) * 1e3,
-            (served - verified) * 1e3, served_by,
-        )  # fmt: skip
+            manifest.version,
+            self._reload,
+            (written - start) * 1e3,
+            (verified - written) * 1e3,
+            (served - verified) * 1e3,
+            served_by,
+        )
 
     def canary(self, expected: np.ndarray) -> list[float] | None:
         """Return the values of the canary row for the manifest; None if no instance has to reproduce them."""
@@ -185,9 +201,11 @@ class Publisher:
         if failed:
             raise ControlPlaneError("; ".join(f"{outcome.url}: {outcome.error}" for outcome in failed))
         return Reload(
-            self._store.current() or 0, "triton", reload_ms=(time.monotonic() - start) * 1e3,
+            self._store.current() or 0,
+            "triton",
+            reload_ms=(time.monotonic() - start) * 1e3,
             served_by={outcome.url: outcome.version or 0 for outcome in outcomes},
-        )  # fmt: skip
+        )
 
     def look(self, working: Working = contextlib.nullcontext) -> None:
         """Idle maintenance: roll CURRENT back if an instance rejects it, and replace instances that died.
@@ -302,9 +320,12 @@ def initialise_store(store: WeightsStore, section: CriticSection, *, run_id: str
 def reward_loader(section: RewardSection) -> Callable[..., RewardModel]:
     """Return `load_reward` with the settings that the served model has."""
     return functools.partial(
-        load_reward, pooling=section.pooling, attribute_weights=section.attribute_weights,
-        merge_attributes=section.merge_attributes, standardization=constants_of(section.standardization),
-    )  # fmt: skip
+        load_reward,
+        pooling=section.pooling,
+        attribute_weights=section.attribute_weights,
+        merge_attributes=section.merge_attributes,
+        standardization=constants_of(section.standardization),
+    )
 
 
 def initialise_stores(config: RunConfig) -> None:

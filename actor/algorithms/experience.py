@@ -35,11 +35,16 @@ def make_batch(
     learned = scores.scored & rollout.is_end if method.mask_unfinished else scores.scored
     penalty = torch.zeros_like(mask) if kl is None or method.kl_in_loss else kl_coef * kl
     episodes = Episodes(
-        rewards.outcome, penalty, prev_values, mask, rollout.lengths,
-        torch.arange(len(mask)) // responses_per_prompt, learned,
+        rewards.outcome,
+        penalty,
+        prev_values,
+        mask,
+        rollout.lengths,
+        torch.arange(len(mask)) // responses_per_prompt,
+        learned,
         None if rewards.steps is None else rewards.steps[:, 1:],  # index t is given for token t, position t - 1
         None if scores.process is None else scores.process.ends[:, 1:],
-    )  # fmt: skip
+    )
     advantages, returns = method.algorithm.advantages(episodes, method.gamma, method.lam)
     weights = learned_mask = mask * learned[:, None]
     if method.sequence_mean:
@@ -92,9 +97,10 @@ def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
     inside = torch.arange(batch.tokens.shape[1]) < ends
     targets = {RETURNS: batch.returns, PREV_VALUES: batch.prev_values, MASK: batch.mask}
     return {
-        TOKENS: batch.tokens[inside][None].numpy(), SEQUENCE_LENGTHS: batch.lengths[scored, None].numpy(),
+        TOKENS: batch.tokens[inside][None].numpy(),
+        SEQUENCE_LENGTHS: batch.lengths[scored, None].numpy(),
         **{name: tensor[inside[:, 1:]][None].numpy() for name, tensor in targets.items()},
-    }  # fmt: skip
+    }
 
 
 def check_failures(scores: Scores, max_failed_fraction: float) -> None:

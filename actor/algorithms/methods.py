@@ -139,10 +139,17 @@ class Method:
         whitens = algorithm.whitens if settings.whiten_advantages is None else settings.whiten_advantages
         high = settings.clip_ratio if settings.clip_ratio_high is None else settings.clip_ratio_high
         return cls(
-            algorithm, settings.gamma, settings.lam, whitens, kl_estimator,
-            kl_in == "loss", loss_mean == "sequence", settings.mask_unfinished,
-            ClipRange(settings.clip_ratio, high, settings.dual_clip), settings.entropy_bonus,
-        )  # fmt: skip
+            algorithm,
+            settings.gamma,
+            settings.lam,
+            whitens,
+            kl_estimator,
+            kl_in == "loss",
+            loss_mean == "sequence",
+            settings.mask_unfinished,
+            ClipRange(settings.clip_ratio, high, settings.dual_clip),
+            settings.entropy_bonus,
+        )
 
 
 def _token_rewards(episodes: Episodes) -> Tensor:

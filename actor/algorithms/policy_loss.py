@@ -35,9 +35,15 @@ def clipped_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute PPO's clipped loss; see `ppo_policy_loss`."""
     return ppo_policy_loss(
-        logprobs, old_logprobs, advantages, weights, clip_ratio_low=clip.low, clip_ratio_high=clip.high,
-        num_tokens=total, dual_clip=clip.dual,
-    )  # fmt: skip
+        logprobs,
+        old_logprobs,
+        advantages,
+        weights,
+        clip_ratio_low=clip.low,
+        clip_ratio_high=clip.high,
+        num_tokens=total,
+        dual_clip=clip.dual,
+    )
 
 
 def reinforce_loss(

@@ -62,9 +62,13 @@ class ShuffledFile:
             if str(self._num_long).strip("0") == "1":  # the first, 10th, 100th, …
                 logger.warning(
                     "%s: %d tokens, more than actor.prompts.max_tokens (%d); %d such prompts of this file were %s "
-                    "since the start", row.where, prompt.tokens.size, self._reader.max_tokens, self._num_long,
+                    "since the start",
+                    row.where,
+                    prompt.tokens.size,
+                    self._reader.max_tokens,
+                    self._num_long,
                     self._reader.long_prompt_action,
-                )  # fmt: skip
+                )
         return self._reader.fitted(prompt)
 
 
@@ -77,9 +81,7 @@ class PromptStream:
         paths = dict.fromkeys(source.path for source in sources)
         # The first file has the order of a run with this file alone.
         seeds = [[seed, number] if number else [seed] for number in range(len(paths))]
-        self._files = {
-            str(path): ShuffledFile(path, reader, own) for path, own in zip(paths, seeds, strict=True)
-        }  # fmt: skip
+        self._files = {str(path): ShuffledFile(path, reader, own) for path, own in zip(paths, seeds, strict=True)}
 
     def take(self, step: int, count: int, start: Positions) -> tuple[list[Prompt], Positions]:
         """Return `count` prompts for `step`, beginning at the positions `start`, and the positions after them.
@@ -119,11 +121,12 @@ class PromptStream:
         """Return the positions for a checkpoint: path -> position, credit and fingerprint of the file."""
         return {
             path: {
-                "rows": positions.rows.get(path, 0), "credit": positions.credits.get(path, 0.0),
+                "rows": positions.rows.get(path, 0),
+                "credit": positions.credits.get(path, 0.0),
                 "fingerprint": file.fingerprint,
             }
             for path, file in self._files.items()
-        }  # fmt: skip
+        }
 
     def restored(self, prompts: int, saved: Mapping[str, Any] | None) -> Positions:
         """Return the positions of a checkpoint after `prompts` prompts; warn about files that have changed since.
@@ -142,9 +145,10 @@ class PromptStream:
             elif known["fingerprint"] not in (None, file.fingerprint):
                 logger.warning(
                     "%s has changed since the checkpoint: after %d rows taken, the run continues in the order of the "
-                    "new file, so some of its prompts may be used twice in an epoch, and others not", path,
+                    "new file, so some of its prompts may be used twice in an epoch, and others not",
+                    path,
                     known["rows"],
-                )  # fmt: skip
+                )
         found = {path: saved[path] for path in self._files if path in saved}
         rows, credits = ({path: known[key] for path, known in found.items()} for key in ("rows", "credit"))
         return Positions(prompts, rows, credits)

@@ -78,8 +78,9 @@ class PromptReader:
             raise PromptError(f"{where}: {source}: must be a string, got {text!r}")
         before, ids = (
             encode_prompt(self.tokenizer, text)
-            if adds else ([], self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        )  # fmt: skip
+            if adds
+            else ([], self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        )
         tokens = np.asarray([*before, *ids], dtype=np.int64)
         return Prompt(str(columns.get("prompt_id", row.number)), text, tokens, metadata, len(before))
 
@@ -107,9 +108,13 @@ def read_prompts(path: Path, reader: PromptReader, *, limit: int | None = None) 
             break
     if long:
         logger.warning(
-            "%s: %d prompts of more than %d tokens were %s: rows %s", path, len(long), reader.max_tokens,
-            reader.long_prompt_action, ", ".join(long[:5]) + (", …" if len(long) > 5 else ""),
-        )  # fmt: skip
+            "%s: %d prompts of more than %d tokens were %s: rows %s",
+            path,
+            len(long),
+            reader.max_tokens,
+            reader.long_prompt_action,
+            ", ".join(long[:5]) + (", …" if len(long) > 5 else ""),
+        )
     if not prompts:
         raise PromptError(f"{path} has no prompts" + (f" of at most {reader.max_tokens} tokens" if long else ""))
     return prompts

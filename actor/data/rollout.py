@@ -49,9 +49,13 @@ class Rollout:
     def select(self, rows: Tensor) -> Rollout:
         """Return the given rows (int64 indices `[n]`), in that order."""
         return Rollout(
-            [self.prompts[i] for i in rows.tolist()], self.tokens[rows], self.lengths[rows], self.prompt_lengths[rows],
-            self.is_end[rows], None if self.logprobs is None else self.logprobs[rows],
-        )  # fmt: skip
+            [self.prompts[i] for i in rows.tolist()],
+            self.tokens[rows],
+            self.lengths[rows],
+            self.prompt_lengths[rows],
+            self.is_end[rows],
+            None if self.logprobs is None else self.logprobs[rows],
+        )
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,10 @@ class ProcessRewards:
     def replaced(self, rows: Tensor, by: ProcessRewards) -> ProcessRewards:
         """Return these rewards, with those of `by` in `rows` (int64 indices `[n]`)."""
         return ProcessRewards(
-            self.rewards.index_copy(0, rows, by.rewards), self.ends.index_copy(0, rows, by.ends),
+            self.rewards.index_copy(0, rows, by.rewards),
+            self.ends.index_copy(0, rows, by.ends),
             self.outcome.index_copy(0, rows, by.outcome),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -110,10 +115,15 @@ class Scores:
         """Return the scores of `rows` (int64 indices `[n]`), in that order."""
         components = {name: values[rows] for name, values in self.components.items()}
         return Scores(
-            self.rewards[rows], self.values[rows], self.versions[rows], self.scored[rows], self.failures, components,
+            self.rewards[rows],
+            self.values[rows],
+            self.versions[rows],
+            self.scored[rows],
+            self.failures,
+            components,
             None if self.reward_versions is None else self.reward_versions[rows],
             None if self.process is None else self.process.select(rows),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

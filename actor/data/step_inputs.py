@@ -53,9 +53,10 @@ class StepInputs:
         """Return what a checkpoint of `step` saves."""
         after = self.after(step)
         return {
-            "prompts_taken": after.prompts, "prompt_files": self.stream.state(after),
+            "prompts_taken": after.prompts,
+            "prompt_files": self.stream.state(after),
             "add_special_tokens": self.stream.reader.add_special_tokens,
-        }  # fmt: skip
+        }
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
         """Continue after `step`, from what `state` returned for it; warn if text prompts have other tokens now."""
@@ -63,8 +64,10 @@ class StepInputs:
         if added != adds:
             logger.warning(
                 "actor.prompts.add_special_tokens was %s up to the checkpoint and is %s now: text prompts have other "
-                "tokens", added, adds,
-            )  # fmt: skip
+                "tokens",
+                added,
+                adds,
+            )
         self.known.clear()
         self.known[step] = self.stream.restored(state["prompts_taken"], state.get("prompt_files"))
 

@@ -37,9 +37,16 @@ class Generation:
     """Whether the log-probs of its responses are the policy's, and not those of another engine."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, settings: GenerationSection, *, eos_ids: list[int], pad_id: int,
-        banned_ids: list[int], token_budget: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: GenerationSection,
+        *,
+        eos_ids: list[int],
+        pad_id: int,
+        banned_ids: list[int],
+        token_budget: int | None = None,
+    ) -> None:
         """
         Args:
             model: a causal LM, with its adapters if it has any.
@@ -90,9 +97,16 @@ class Generation:
     def _rules(self) -> Rules:
         s = self._settings
         return Rules(
-            s.max_new_tokens, self._eos_ids, self._banned_ids, s.min_new_tokens, s.temperature, s.top_k, s.top_p,
-            s.repetition_penalty, self._has_stop if s.stop_strings else None,
-        )  # fmt: skip
+            s.max_new_tokens,
+            self._eos_ids,
+            self._banned_ids,
+            s.min_new_tokens,
+            s.temperature,
+            s.top_k,
+            s.top_p,
+            s.repetition_penalty,
+            self._has_stop if s.stop_strings else None,
+        )
 
     def _has_stop(self, response: Sequence[int]) -> bool:
         """Return whether the last token completes a stop string; an earlier match would have ended the response.
@@ -165,10 +179,12 @@ class Generation:
             drawing = [] if draws is None else [_Draw(self._rules(), [draws(index) for index in batch])]
             with _no_defaults(self._model):
                 output = self._model.generate(
-                    ids.to(device), attention_mask=attention.to(device),
-                    generation_config=self._generation_config(), logits_processor=LogitsProcessorList(drawing),
+                    ids.to(device),
+                    attention_mask=attention.to(device),
+                    generation_config=self._generation_config(),
+                    logits_processor=LogitsProcessorList(drawing),
                     stopping_criteria=StoppingCriteriaList([stop] if self._settings.stop_strings else []),
-                ).cpu()  # fmt: skip
+                ).cpu()
             for i, (row, index) in enumerate(zip(output[:, width:], batch, strict=True)):
                 ends = (torch.isin(row, torch.tensor(self._eos_ids)).nonzero().flatten() + 1).tolist()
                 end = min([*ends, *([stop.ends[i]] if i in stop.ends else [])], default=None)

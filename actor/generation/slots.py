@@ -187,9 +187,12 @@ class Decoder:
         if "logits_to_keep" in self._takes:
             inputs["logits_to_keep"] = 1
         output = self._model(
-            input_ids=ids.to(device), attention_mask=attention.long().to(device), past_key_values=cache, use_cache=True,
+            input_ids=ids.to(device),
+            attention_mask=attention.long().to(device),
+            past_key_values=cache,
+            use_cache=True,
             **inputs,
-        )  # fmt: skip
+        )
         return output.logits[:, -1].float()
 
     def _append(self, cache: SlotCache, first: int, rows: list[_Row], logits: Tensor) -> None:

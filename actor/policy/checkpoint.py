@@ -74,11 +74,16 @@ def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep
     policy = run.policy
     world_size = {"world_size": policy.world_size} if policy.world_size > 1 else {}
     whole = {
-        **state, **world_size, **run.inputs.state(state["step"]), "optimizer_step": policy.optimizer_step,
-        "kl_coef": run.kl.coef, "reward_moments": run.shaper.moments.state(),
-        "start": str(policy.settings.checkpoint), "start_fingerprint": policy.fingerprint,
+        **state,
+        **world_size,
+        **run.inputs.state(state["step"]),
+        "optimizer_step": policy.optimizer_step,
+        "kl_coef": run.kl.coef,
+        "reward_moments": run.shaper.moments.state(),
+        "start": str(policy.settings.checkpoint),
+        "start_fingerprint": policy.fingerprint,
         **{name: getattr(policy.settings, name) for name in REBUILDS},
-    }  # fmt: skip
+    }
 
     def fill(folder: Path) -> None:
         policy.write_state(folder)
@@ -145,8 +150,9 @@ def restore(folder: Path, state: Mapping[str, Any], run: RunState) -> None:
     if (saved := state.get("world_size", 1)) != policy.world_size:
         logger.warning(
             "the checkpoint is from %d ranks, and the run continues on %d: its results will differ by rounding",
-            saved, policy.world_size,
-        )  # fmt: skip
+            saved,
+            policy.world_size,
+        )
     policy.read_state(folder)
     policy.optimizer_step = state["optimizer_step"]
     run.kl.coef = state["kl_coef"]

@@ -21,9 +21,12 @@ def load_model(settings: PolicySection) -> Any:
     Raises OSError or ValueError.
     """
     load = functools.partial(
-        AutoModelForCausalLM.from_pretrained, str(settings.checkpoint), local_files_only=True, trust_remote_code=False,
+        AutoModelForCausalLM.from_pretrained,
+        str(settings.checkpoint),
+        local_files_only=True,
+        trust_remote_code=False,
         use_safetensors=True,
-    )  # fmt: skip
+    )
     if settings.lora_rank and settings.precision == "bfloat16" and stored_dtypes(settings.checkpoint) == {"BF16"}:
         model = load(dtype=torch.bfloat16)
         # Some families compute tables in the dtype that they are loaded in; those would be less exact.

@@ -50,9 +50,15 @@ class Policy:
     rank, world_size = 0, 1
 
     def __init__(
-        self, settings: PolicySection, generation: GenerationSection, optimizer: OptimizerSection, *,
-        max_prompt_tokens: int, keeps_reference: bool = False, keeps_sampler: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        settings: PolicySection,
+        generation: GenerationSection,
+        optimizer: OptimizerSection,
+        *,
+        max_prompt_tokens: int,
+        keeps_reference: bool = False,
+        keeps_sampler: bool = False,
+    ) -> None:
         """
         Args:
             keeps_reference: keep a copy of the initial weights as the reference; LoRA needs no copy.
@@ -90,9 +96,14 @@ class Policy:
         special = special_tokens(self.tokenizer, causal.generation_config.eos_token_id, vocab_size=self.vocab_size)
         self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
         self.generation = Generation(
-            self._causal(self.sampler), self.tokenizer, generation, eos_ids=self.eos_ids, pad_id=self.pad_id,
-            banned_ids=self.banned_ids, token_budget=settings.token_budget,
-        )  # fmt: skip
+            self._causal(self.sampler),
+            self.tokenizer,
+            generation,
+            eos_ids=self.eos_ids,
+            pad_id=self.pad_id,
+            banned_ids=self.banned_ids,
+            token_budget=settings.token_budget,
+        )
         with in_float32(self._causal(self.sampler)):
             self._head_is_linear = linear_head(self._causal(self.sampler)) is not None
             # Shared prompts need a cache, which checkpointed layers do not take.
@@ -102,20 +113,26 @@ class Policy:
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
         self._distribute()
         self.optimizer = make_adamw(
-            dict(self.model.named_parameters()), lr=optimizer.lr, betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay, kind=optimizer.kind,
+            dict(self.model.named_parameters()),
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
+            kind=optimizer.kind,
             fused=True,  # one pass over the weights instead of one per operation
-        )  # fmt: skip
+        )
         self.optimizer_step = 0
 
     @classmethod
     def of(cls, actor: ActorSection, **others: Any) -> Policy:
         """Load the policy of a run; `others` are further arguments of the class. Raises CheckpointError."""
         return cls(
-            actor.policy, actor.generation, actor.optimizer, max_prompt_tokens=actor.prompts.max_tokens,
+            actor.policy,
+            actor.generation,
+            actor.optimizer,
+            max_prompt_tokens=actor.prompts.max_tokens,
             keeps_reference=actor.kl.uses_reference and actor.kl.reference == "actor",
             **{"keeps_sampler": actor.one_step_off_policy, **others},
-        )  # fmt: skip
+        )
 
     def _placed(self, model: Any) -> Any:
         """Return the trained model on the device where its copies are made."""
@@ -152,9 +169,13 @@ class Policy:
             prompt = prompts[index]
             tokens = torch.cat([torch.from_numpy(prompt.tokens), torch.tensor(response.tokens, dtype=torch.int64)])
             row = Rollout(
-                [prompt], tokens[None], torch.tensor([tokens.numel()]), torch.tensor([prompt.tokens.size]),
-                torch.tensor([response.ended]), _row_logprobs(prompt, response),
-            )  # fmt: skip
+                [prompt],
+                tokens[None],
+                torch.tensor([tokens.numel()]),
+                torch.tensor([prompt.tokens.size]),
+                torch.tensor([response.ended]),
+                _row_logprobs(prompt, response),
+            )
             rows[index] = row
             finished(index, row)
 
@@ -299,9 +320,15 @@ class Policy:
         return _scattered(logprobs, inside), None if entropies is None else _scattered(entropies, inside)
 
     def _response_logprobs(
-        self, causal: Any, tokens: Tensor, lengths: Tensor, inside: Tensor, with_entropy: bool,
-        *, shares_prompts: bool = True,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self,
+        causal: Any,
+        tokens: Tensor,
+        lengths: Tensor,
+        inside: Tensor,
+        with_entropy: bool,
+        *,
+        shares_prompts: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probs and entropies of `token_logprobs` `[N]` at the N positions that `inside` marks."""
         attention = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).long().to(tokens.device)
         inputs = {"input_ids": tokens, "attention_mask": attention, "use_cache": False}

@@ -68,9 +68,11 @@ class ShardedPolicy(Policy):
     def operations(self) -> dict[str, Callable[..., object]]:
         """The handlers of the operations that other ranks than 0 execute."""
         return {
-            "renew_sampler": self.renew_sampler, "write_state": self.write_state, "read_state": self.read_state,
+            "renew_sampler": self.renew_sampler,
+            "write_state": self.write_state,
+            "read_state": self.read_state,
             "write_weights": self._write_weights,
-        }  # fmt: skip
+        }
 
     def renew_sampler(self) -> None:
         """Copy the policy's weights into the samplers. Call only while all are idle."""
@@ -199,9 +201,11 @@ class ShardedPolicy(Policy):
         return range(count * rank // self.world_size, count * (rank + 1) // self.world_size)
 
     def _receive(
-        self, missing: dict[int, int], take: Callable[[int, dict[str, Tensor]], None],
+        self,
+        missing: dict[int, int],
+        take: Callable[[int, dict[str, Tensor]], None],
         abandoned: threading.Event | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Call `take` with each message of the other ranks, until each has sent its number of `missing` ones.
 
         Raises:

@@ -70,8 +70,10 @@ def _read_trained(policy: Policy, folder: Path, *, is_sliced: bool) -> None:
     source = folder / name if is_sliced else folder
     check_trained(
         {name: tensor.shape for name, tensor in own.items()},
-        {name: shape for name, shape in stored_shapes(source).items() if "/" not in name}, source, "actor.policy",
-    )  # fmt: skip
+        {name: shape for name, shape in stored_shapes(source).items() if "/" not in name},
+        source,
+        "actor.policy",
+    )
     read_tensors(own, source, no_dist=not dist.is_initialized())
 
 

@@ -26,9 +26,15 @@ class PolicyUpdate:
     """Trains a policy with one `Method`."""
 
     def __init__(
-        self, policy: Policy, method: Method, settings: UpdateSection, optimizer: OptimizerSection, *,
-        is_one_update: bool, total_steps: int,
-    ) -> None:  # fmt: skip
+        self,
+        policy: Policy,
+        method: Method,
+        settings: UpdateSection,
+        optimizer: OptimizerSection,
+        *,
+        is_one_update: bool,
+        total_steps: int,
+    ) -> None:
         """
         Args:
             is_one_update: each rollout is one minibatch, used once by the policy that sampled it.
@@ -45,9 +51,14 @@ class PolicyUpdate:
     def of(cls, actor: ActorSection, policy: Policy, method: Method, **others: Any) -> PolicyUpdate:
         """Create the policy update that the configuration describes; `others` are further arguments of the class."""
         return cls(
-            policy, method, actor.update, actor.optimizer, is_one_update=actor.is_one_update,
-            total_steps=actor.optimizer_steps, **others,
-        )  # fmt: skip
+            policy,
+            method,
+            actor.update,
+            actor.optimizer,
+            is_one_update=actor.is_one_update,
+            total_steps=actor.optimizer_steps,
+            **others,
+        )
 
     def run(self, batch: PPOBatch, *, seed: int, kl_coef: float) -> dict[str, float]:
         """Train on the batch for `epochs` passes; return `train_optim/…` metrics, mostly weighted means over tokens.
@@ -81,9 +92,11 @@ class PolicyUpdate:
         means = {name: value / max(1.0, seen) for name, value in totals.items()}
         means["loss"] = totals.get("loss", 0.0) / max(1.0, taken)
         means.update(
-            grad_norm=norms / max(1.0, taken), minibatches=taken, optim_step=float(self._policy.optimizer_step),
+            grad_norm=norms / max(1.0, taken),
+            minibatches=taken,
+            optim_step=float(self._policy.optimizer_step),
             lr=self._learning_rate(max(0, self._policy.optimizer_step - 1)),  # of the last optimizer step taken
-        )  # fmt: skip
+        )
         return {f"train_optim/{name}": value for name, value in means.items()}
 
     def _minibatches(self, count: int, generator: torch.Generator) -> list[Tensor]:

@@ -17,10 +17,21 @@ from actor.scoring.stream import ScoringStream
 
 
 async def collect(
-    policy: Policy, scorer: Scorer, reference: Reference, prompts: list[Prompt], *, seed: int,
-    ready: asyncio.Future[Any], in_thread: InThread, timers: Timers, greedy: bool = False, with_kl: bool = True,
-    with_logprobs: bool = True, group_size: int = 1, importance_cap: float | None = None,
-) -> ScoredRollout:  # fmt: skip
+    policy: Policy,
+    scorer: Scorer,
+    reference: Reference,
+    prompts: list[Prompt],
+    *,
+    seed: int,
+    ready: asyncio.Future[Any],
+    in_thread: InThread,
+    timers: Timers,
+    greedy: bool = False,
+    with_kl: bool = True,
+    with_logprobs: bool = True,
+    group_size: int = 1,
+    importance_cap: float | None = None,
+) -> ScoredRollout:
     """Generate responses, score each one as soon as it has ended and `ready` is done, and return the scored rollout.
 
     A served reference also receives each row as soon as it ends; the policy's own log-probs are computed while requests

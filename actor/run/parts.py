@@ -40,14 +40,18 @@ class RunParts:
         )
         self.reference = make_reference(config, client, self.policy)
         reader = PromptReader(
-            self.policy.tokenizer, actor.prompts.max_tokens, actor.prompts.too_long, self.policy.vocab_size,
+            self.policy.tokenizer,
+            actor.prompts.max_tokens,
+            actor.prompts.too_long,
+            self.policy.vocab_size,
             actor.prompts.add_special_tokens,
-        )  # fmt: skip
+        )
         stream = PromptStream(actor.prompts.sources, reader, seed=seed)
         held_out = (
             read_prompts(validation.prompts, reader, limit=validation.size)
-            if validation.prompts and validation.size else []
-        )  # fmt: skip
+            if validation.prompts and validation.size
+            else []
+        )
         self.inputs = StepInputs(stream, seed, actor.prompts_per_step, actor.algorithm.responses_per_prompt)
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
         self.books = Bookkeeper(config, state, client, has_critic=has_critic)
@@ -56,10 +60,22 @@ class RunParts:
         self.in_update_thread = in_a_thread_of(actor.threads) if actor.one_step_off_policy else self.in_thread
         self.critic = CriticUpdates(client, self.books, run_id=config.run.identity)
         self.rollouts = Rollouts(
-            actor, self.inputs, self.policy, self.scorer, self.reference, self.critic,
-            publish_every=config.trainer.publish.every, in_thread=self.in_thread,
-        )  # fmt: skip
+            actor,
+            self.inputs,
+            self.policy,
+            self.scorer,
+            self.reference,
+            self.critic,
+            publish_every=config.trainer.publish.every,
+            in_thread=self.in_thread,
+        )
         self.validator = Validator(
-            held_out, self.policy, self.scorer, self.reference, greedy=validation.greedy,
-            with_kl=actor.kl.uses_reference, seed=seed, in_thread=self.in_thread,
-        )  # fmt: skip
+            held_out,
+            self.policy,
+            self.scorer,
+            self.reference,
+            greedy=validation.greedy,
+            with_kl=actor.kl.uses_reference,
+            seed=seed,
+            in_thread=self.in_thread,
+        )

@@ -93,12 +93,16 @@ class Bookkeeper:
             if step >= self._settings.steps:
                 logger.warning(
                     "step %d is the last: raise actor.steps (%d) to continue training, or start over with --fresh",
-                    step, self._settings.steps,
-                )  # fmt: skip
+                    step,
+                    self._settings.steps,
+                )
         self.version_steps = VersionSteps(
-            self.weights_version, step, every=self._publish_every, save_every=self._settings.checkpoint_every,
+            self.weights_version,
+            step,
+            every=self._publish_every,
+            save_every=self._settings.checkpoint_every,
             manifest_step=self._manifest_step,
-        )  # fmt: skip
+        )
         trackers = await asyncio.to_thread(Trackers, self._settings.trackers, self._dir, self._run_id)
         self._log = await asyncio.to_thread(
             MetricsLog, self._dir, first_step=step + 1, trackers=trackers, exported=self._exported
@@ -120,9 +124,11 @@ class Bookkeeper:
         for step in reversed(steps):
             try:
                 state = await asyncio.to_thread(
-                    check_checkpoint_of, self._policy, self._checkpoints / str(step),
+                    check_checkpoint_of,
+                    self._policy,
+                    self._checkpoints / str(step),
                     reference=self._reference["reference_fingerprint"],
-                )  # fmt: skip
+                )
                 await self._rewind_critic(state["critic_step"])
             except DamagedCheckpoint as error:
                 if step == steps[0]:
@@ -171,10 +177,13 @@ class Bookkeeper:
         end_step(step)
         logger.info(
             "step %d/%d: reward %.3f%s%s, %.1f s",
-            step, self._settings.steps, metrics["train_rollouts/rewards"],
+            step,
+            self._settings.steps,
+            metrics["train_rollouts/rewards"],
             _in_nats(metrics.get("train_rollouts/init_policy_kl_per_sequence")),
-            f", scored by weights version {scores.versions.max()}" if self._has_critic else "", seconds,
-        )  # fmt: skip
+            f", scored by weights version {scores.versions.max()}" if self._has_critic else "",
+            seconds,
+        )
         _warn_of_failures(f"step {step}", scores)
         self._warn_of_excluded(step, await asyncio.to_thread(lambda: batch.policy_weights.any(-1).tolist()))
 
@@ -193,8 +202,11 @@ class Bookkeeper:
         logger.warning(
             "step %d: %s within actor.generation.max_new_tokens (%d); raise it, or set "
             "actor.algorithm.mask_unfinished to false (so far in %d steps of this start)",
-            step, what, self._settings.generation.max_new_tokens, self._num_mostly_excluded,
-        )  # fmt: skip
+            step,
+            what,
+            self._settings.generation.max_new_tokens,
+            self._num_mostly_excluded,
+        )
 
     def _texts(self, step: int, scored: ScoredRollout) -> list[Text]:
         texts, scores = list[Text](), scored.scores
@@ -296,9 +308,13 @@ class Bookkeeper:
     async def checkpoint(self, step: int) -> None:
         """Write the policy, which must not change meanwhile, and start the save of the critic's checkpoint."""
         state = {
-            "step": step, "run_id": self._run_id, "masked_samples": self._masked_samples,
-            "critic_step": step, "weights_version": self.weights_version, **self._reference,
-        }  # fmt: skip
+            "step": step,
+            "run_id": self._run_id,
+            "masked_samples": self._masked_samples,
+            "critic_step": step,
+            "weights_version": self.weights_version,
+            **self._reference,
+        }
         await asyncio.to_thread(
             save_checkpoint, self._checkpoints, self._state, state, keep=self._settings.keep_checkpoints
         )

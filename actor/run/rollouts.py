@@ -32,9 +32,17 @@ class Rollouts:
     """Collects the rollout of each step; at most one is in progress."""
 
     def __init__(
-        self, settings: ActorSection, inputs: StepInputs, policy: Policy, scorer: Scorer, reference: Reference,
-        critic: CriticUpdates, *, publish_every: int, in_thread: InThread,
-    ) -> None:  # fmt: skip
+        self,
+        settings: ActorSection,
+        inputs: StepInputs,
+        policy: Policy,
+        scorer: Scorer,
+        reference: Reference,
+        critic: CriticUpdates,
+        *,
+        publish_every: int,
+        in_thread: InThread,
+    ) -> None:
         self._settings, self.inputs, self._publish_every = settings, inputs, publish_every
         self._policy, self._scorer, self._reference, self._critic = policy, scorer, reference, critic
         self._in_thread = in_thread
@@ -66,12 +74,19 @@ class Rollouts:
         try:
             with timers.phase("rollout_time"):
                 scored = await collect(
-                    self._policy, self._scorer, self._reference, prompts,
-                    seed=self.inputs.seed_of(step), ready=ready, in_thread=self._in_thread, timers=timers,
-                    with_kl=settings.kl.measures(step), with_logprobs=not settings.is_one_update,
+                    self._policy,
+                    self._scorer,
+                    self._reference,
+                    prompts,
+                    seed=self.inputs.seed_of(step),
+                    ready=ready,
+                    in_thread=self._in_thread,
+                    timers=timers,
+                    with_kl=settings.kl.measures(step),
+                    with_logprobs=not settings.is_one_update,
                     group_size=settings.algorithm.responses_per_prompt,
                     importance_cap=settings.generation.vllm.importance_cap,
-                )  # fmt: skip
+                )
         finally:
             await cancelled([ready])
         return Collected(scored, timers, updated)

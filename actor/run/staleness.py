@@ -31,9 +31,14 @@ class VersionSteps:
     """Maps recent weights versions to the number of updates that they contain."""
 
     def __init__(
-        self, version: int, step: int, *, every: int, save_every: int,
+        self,
+        version: int,
+        step: int,
+        *,
+        every: int,
+        save_every: int,
         manifest_step: Callable[[int], int | None] = lambda version: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             version: weights version of `step`, as returned by the rewind at the start.

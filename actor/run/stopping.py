@@ -81,8 +81,10 @@ class TimeLimit:
             return False
         logger.warning(
             "actor.max_minutes (%g) reached at step %d of %d; the next start continues from here",
-            self._max_minutes, step, of,
-        )  # fmt: skip
+            self._max_minutes,
+            step,
+            of,
+        )
         return True
 
 

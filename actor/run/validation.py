@@ -40,9 +40,17 @@ class Validator:
     """Validates the policy on the held-out prompts; do not call `run` if there are none."""
 
     def __init__(
-        self, prompts: list[Prompt], policy: Policy, scorer: Scorer, reference: Reference, *, greedy: bool,
-        with_kl: bool, seed: int, in_thread: InThread,
-    ) -> None:  # fmt: skip
+        self,
+        prompts: list[Prompt],
+        policy: Policy,
+        scorer: Scorer,
+        reference: Reference,
+        *,
+        greedy: bool,
+        with_kl: bool,
+        seed: int,
+        in_thread: InThread,
+    ) -> None:
         """`seed`: the seed of the run; every validation uses it, so that validations are comparable."""
         self.prompts = prompts
         self._greedy, self._with_kl = greedy, with_kl
@@ -56,9 +64,18 @@ class Validator:
         ready.set_result(None)
         with span("validation"):
             scored = await collect(
-                self._policy, self._scorer, self._reference, self.prompts, seed=self._seed, greedy=self._greedy,
-                ready=ready, in_thread=self._in_thread, timers=Timers(), with_kl=self._with_kl, with_logprobs=False,
-            )  # fmt: skip
+                self._policy,
+                self._scorer,
+                self._reference,
+                self.prompts,
+                seed=self._seed,
+                greedy=self._greedy,
+                ready=ready,
+                in_thread=self._in_thread,
+                timers=Timers(),
+                with_kl=self._with_kl,
+                with_logprobs=False,
+            )
         return await self._in_thread(_measured, scored)
 
 

@@ -144,9 +144,14 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         return self._servers.outage
 
     async def score(
-        self, rows: list[np.ndarray], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None, *,
-        width: int = 0, prompt_lengths: list[int] | None = None,
-    ) -> dict[str, np.ndarray]:  # fmt: skip
+        self,
+        rows: list[np.ndarray],
+        outputs: tuple[str, ...],
+        metadata: list[dict[str, Any]] | None = None,
+        *,
+        width: int = 0,
+        prompt_lengths: list[int] | None = None,
+    ) -> dict[str, np.ndarray]:
         """Return outputs of critic_infer for n token rows, which are sent padded to S, the longest row or `width`.
 
         Args:
@@ -164,9 +169,14 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         return await self._infer(contract.CRITIC_INFER, _rows(rows, metadata, width, prompt_lengths), outputs)
 
     async def rewards(
-        self, rows: list[np.ndarray], outputs: tuple[str, ...] = (contract.REWARDS,),
-        metadata: list[dict[str, Any]] | None = None, *, width: int = 0, prompt_lengths: list[int] | None = None,
-    ) -> dict[str, np.ndarray]:  # fmt: skip
+        self,
+        rows: list[np.ndarray],
+        outputs: tuple[str, ...] = (contract.REWARDS,),
+        metadata: list[dict[str, Any]] | None = None,
+        *,
+        width: int = 0,
+        prompt_lengths: list[int] | None = None,
+    ) -> dict[str, np.ndarray]:
         """Like `score`, but return outputs of reward_model; the critic does not run.
 
         Raises RequestFailed.
@@ -174,9 +184,13 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         return await self._infer(contract.REWARD_MODEL, _rows(rows, metadata, width, prompt_lengths), outputs)
 
     async def score_sentences(
-        self, texts: list[str], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None, *,
+        self,
+        texts: list[str],
+        outputs: tuple[str, ...],
+        metadata: list[dict[str, Any]] | None = None,
+        *,
         pairs: list[str] | None = None,
-    ) -> dict[str, np.ndarray]:  # fmt: skip
+    ) -> dict[str, np.ndarray]:
         """Like `score`, but return outputs of reward_model for n texts, which it tokenises with its own tokenizer.
 
         `pairs`: the second text of each row, for a reward model of text pairs. Raises RequestFailed.
@@ -241,10 +255,13 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             arrays = {**arrays, contract.TOKENS: arrays[contract.TOKENS].astype(self._tokens_dtype, copy=False)}
         s = self._settings
         attempts = Attempts(
-            model, s, self._training_budget if writes else self._scoring_budget,
+            model,
+            s,
+            self._training_budget if writes else self._scoring_budget,
             retries=self._train_retries if writes else s.retries,
-            outlast_s=s.max_outage_s if writes and self._has_trained else 0.0, repeats_failures=not writes,
-        )  # fmt: skip
+            outlast_s=s.max_outage_s if writes and self._has_trained else 0.0,
+            repeats_failures=not writes,
+        )
         deadline_s = s.train_deadline_s if writes else s.deadline_s
         # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
         with span(model), self._calling(), self._turns.join() if writes else nullcontext() as turn:
@@ -272,9 +289,14 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             self._callers.discard(caller)
 
     async def _until_answered(
-        self, attempts: Attempts, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float, *,
-        turn: Turn | None = None, patient: bool = True,
-    ) -> T:  # fmt: skip
+        self,
+        attempts: Attempts,
+        ask: Callable[[HTTPConnection], Awaitable[T]],
+        deadline_s: float,
+        *,
+        turn: Turn | None = None,
+        patient: bool = True,
+    ) -> T:
         self.counters.requests += 1
         attempts.budget.earn()
         try:
@@ -307,9 +329,11 @@ def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:
 
 
 def _rows(
-    rows: list[np.ndarray], metadata: list[dict[str, Any]] | None = None, width: int = 0,
+    rows: list[np.ndarray],
+    metadata: list[dict[str, Any]] | None = None,
+    width: int = 0,
     prompt_lengths: list[int] | None = None,
-) -> dict[str, np.ndarray]:  # fmt: skip
+) -> dict[str, np.ndarray]:
     """Return `tokens` [n, S], `sequence_lengths` [n, 1] and, if given, `prompt_lengths` [n, 1] and `metadata` [n, 1].
 
     S is the longest row, and at least `width`.

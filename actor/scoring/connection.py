@@ -45,10 +45,27 @@ Expected = Mapping[str, str | None]  # parameters of a model; None: it has no su
 PROBE_TIMEOUT_S = 5.0
 MORE_CONNECTIONS = 8  # beyond the requests in flight, so that probes never wait for a connection
 SAME_ON_ALL_SERVERS = (
-    "tokenizer_fingerprint", "num_rewards", "dtype", REWARD_COMPONENTS, REWARD_WEIGHTS, TEMPERATURE,
-    BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, PROCESS, TEXTS_ONLY, "aggregate", "step_separator", "step_mark", "score",
-    "logit", "template", "generation_prompt", "text", "append_eos", GROUPWISE,
-)  # fmt: skip
+    "tokenizer_fingerprint",
+    "num_rewards",
+    "dtype",
+    REWARD_COMPONENTS,
+    REWARD_WEIGHTS,
+    TEMPERATURE,
+    BANNED_TOKEN_IDS,
+    CHECKPOINT_FINGERPRINT,
+    PROCESS,
+    TEXTS_ONLY,
+    "aggregate",
+    "step_separator",
+    "step_mark",
+    "score",
+    "logit",
+    "template",
+    "generation_prompt",
+    "text",
+    "append_eos",
+    GROUPWISE,
+)
 """Model parameters that the actor checks when it starts, or that change what a score means."""
 
 

@@ -37,9 +37,15 @@ class ServerPool(Generic[C]):
     """All servers that the actor may send requests to."""
 
     def __init__(
-        self, addresses: Sequence[str], connect: Callable[[str], C], settings: ClientSection, counters: RequestCounters,
-        *, hint: str = HINT, waits_for_same: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        addresses: Sequence[str],
+        connect: Callable[[str], C],
+        settings: ClientSection,
+        counters: RequestCounters,
+        *,
+        hint: str = HINT,
+        waits_for_same: bool = True,
+    ) -> None:
         """
         Args:
             hint: ends the message if no server is healthy for `max_outage_s`.

@@ -16,9 +16,12 @@ BLOCK = 32  # tokens decoded at once
 
 
 def ends_on_tokens(
-    answer: Mapping[str, np.ndarray], tokenizer: Any, rows: Sequence[np.ndarray], starts: Sequence[int],
+    answer: Mapping[str, np.ndarray],
+    tokenizer: Any,
+    rows: Sequence[np.ndarray],
+    starts: Sequence[int],
     firsts: Sequence[int],
-) -> dict[str, np.ndarray]:  # fmt: skip
+) -> dict[str, np.ndarray]:
     """Return the response to sentences with `step_ends` as indices of the tokens that contain them.
 
     Args:

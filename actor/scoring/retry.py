@@ -139,9 +139,15 @@ class Attempts:
     """
 
     def __init__(
-        self, model: str, settings: ClientSection, budget: RetryBudget, *, retries: int, outlast_s: float = 0.0,
+        self,
+        model: str,
+        settings: ClientSection,
+        budget: RetryBudget,
+        *,
+        retries: int,
+        outlast_s: float = 0.0,
         repeats_failures: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.budget = model, budget
         self._outlast_s, self._busy_since, self._pauses = outlast_s, 0.0, 0
         self.retried = 0  # attempts after the first

@@ -30,9 +30,13 @@ class RowStream(Generic[T]):
     """Sends requests for the rows of one rollout. Create it on the event loop."""
 
     def __init__(
-        self, ask: Callable[[Rollout], Awaitable[T]], *, rows_per_request: int, ready: Awaitable[object] | None = None,
+        self,
+        ask: Callable[[Rollout], Awaitable[T]],
+        *,
+        rows_per_request: int,
+        ready: Awaitable[object] | None = None,
         group_size: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             ask: sends one request for the rows of a rollout.

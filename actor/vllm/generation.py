@@ -34,9 +34,13 @@ class VllmGeneration(Generation):
         """Raise ConfigError if no server is configured."""
         actor = config.actor
         super().__init__(
-            policy.sampler, policy.tokenizer, actor.generation, pad_id=policy.pad_id, banned_ids=policy.banned_ids,
+            policy.sampler,
+            policy.tokenizer,
+            actor.generation,
+            pad_id=policy.pad_id,
+            banned_ids=policy.banned_ids,
             eos_ids=[token for token in policy.eos_ids if token < policy.vocab_size],  # vLLM refuses others
-        )  # fmt: skip
+        )
         self._vllm = actor.generation.vllm
         if not self._vllm.servers:
             raise ConfigError(
@@ -86,9 +90,13 @@ class VllmGeneration(Generation):
         assert task is not None
         limit = asyncio.Semaphore(self._settings.batch_size)
         connect = functools.partial(
-            VllmConnection, version=self._versions.current(), is_adapter=self._is_adapter,
-            limit=self._settings.batch_size, deadline_s=self._vllm.deadline_s, checked=self._checked,
-        )  # fmt: skip
+            VllmConnection,
+            version=self._versions.current(),
+            is_adapter=self._is_adapter,
+            limit=self._settings.batch_size,
+            deadline_s=self._vllm.deadline_s,
+            checked=self._checked,
+        )
         pool = ServerPool(self._vllm.servers, connect, self._client, RequestCounters(), hint=HINT)
 
         async def respond(row: int) -> None:
@@ -113,10 +121,16 @@ class VllmGeneration(Generation):
         s = self._settings
         own_seed = int(np.random.SeedSequence([seed, row]).generate_state(1)[0]) >> 1
         sampling: dict[str, Any] = {
-            "max_tokens": s.max_new_tokens, "min_tokens": s.min_new_tokens, "seed": own_seed, "logprobs": 0,
-            "repetition_penalty": s.repetition_penalty, "temperature": 0.0 if greedy else s.temperature,
-            "stop_token_ids": self._eos_ids, "ignore_eos": True, "skip_special_tokens": False,
-        }  # fmt: skip
+            "max_tokens": s.max_new_tokens,
+            "min_tokens": s.min_new_tokens,
+            "seed": own_seed,
+            "logprobs": 0,
+            "repetition_penalty": s.repetition_penalty,
+            "temperature": 0.0 if greedy else s.temperature,
+            "stop_token_ids": self._eos_ids,
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+        }
         if not greedy:
             sampling |= {"top_k": s.top_k, "top_p": s.top_p}
         if self._banned_ids:

@@ -48,8 +48,13 @@ def measure(setup: ReloadSetup) -> dict[str, Any]:
     model = under_load(settings.models)[0]
     update_s = _update_seconds(model, train_payload(arrays, limits))
     setup.say(f"e, {model}: an update with as many tokens took {update_s:.1f} s")
-    return {"samples": samples, "rows": settings.journal_rows, "tokens": settings.journal_tokens,
-            "update_s": update_s, "update_model": model}  # fmt: skip
+    return {
+        "samples": samples,
+        "rows": settings.journal_rows,
+        "tokens": settings.journal_tokens,
+        "update_s": update_s,
+        "update_model": model,
+    }
 
 
 def padded_arrays(payload: TrainPayload) -> dict[str, np.ndarray]:
@@ -72,9 +77,12 @@ def accept_once(
     written.write_bytes(b"")  # frees the disk; the following steps need only its name
     sync_directory(written.parent)  # so that the next write does not include freeing these blocks
     return {
-        "check_ms": (checked - start) * 1e3, "journal_ms": (accepted - checked) * 1e3,
-        "accept_ms": (accepted - start) * 1e3, "bare_ms": bare_ms, "bytes": len(data),
-    }  # fmt: skip
+        "check_ms": (checked - start) * 1e3,
+        "journal_ms": (accepted - checked) * 1e3,
+        "accept_ms": (accepted - start) * 1e3,
+        "bare_ms": bare_ms,
+        "bytes": len(data),
+    }
 
 
 def bare_write_ms(path: Path, data: bytes) -> float:
@@ -104,11 +112,15 @@ def summarise(part: dict[str, Any]) -> dict[str, Any]:
     """Return medians, the ratio of accepting to a bare write, and accepting as a share of an update."""
     found = medians(part["samples"], "check_ms", "journal_ms", "accept_ms", "bare_ms")
     return {
-        **found, "n": len(part["samples"]), "bytes": part["samples"][0]["bytes"],
-        "payload": f"{part['rows']} x {part['tokens']:,}", "update_s": part["update_s"], "model": part["update_model"],
+        **found,
+        "n": len(part["samples"]),
+        "bytes": part["samples"][0]["bytes"],
+        "payload": f"{part['rows']} x {part['tokens']:,}",
+        "update_s": part["update_s"],
+        "model": part["update_model"],
         "ratio": ratio(found["accept_ms"], found["bare_ms"]),
         "share": found["accept_ms"] / 1e3 / part["update_s"],
-    }  # fmt: skip
+    }
 
 
 def targets(summary: dict[str, Any]) -> list[Target]:

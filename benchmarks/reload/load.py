@@ -48,9 +48,12 @@ def _measure_model(setup: ReloadSetup, model: str) -> dict[str, Any]:
         samples = setup.clients.ask("/stop", {})
         failed = service.failed_requests() - before
     return {
-        "samples": samples, "reloads": reloads, "blocks": blocks,
-        "failed_by_server": failed, "clients": settings.clients,
-    }  # fmt: skip
+        "samples": samples,
+        "reloads": reloads,
+        "blocks": blocks,
+        "failed_by_server": failed,
+        "clients": settings.clients,
+    }
 
 
 def share_of_cycle(total: int, cycles: int, cycle: int) -> int:
@@ -97,13 +100,17 @@ def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
         "failed_by_server": found["failed_by_server"],
         "versions_seen": int(np.unique(samples.version).size),
         **{how: _latencies(samples, windows[how], quiet) for how in MOST_P99},
-        "silence_ms": {"swap_median": median_of(around), "swap_longest": max(around, default=None),
-                       "quiet_median": median_of(ms for draw in without for ms in draw),
-                       "quiet_longest": median_of(longest),
-                       "quiet_longest_95": [longest[int(share * (len(longest) - 1))] for share in (0.025, 0.975)]
-                       if longest else None},
+        "silence_ms": {
+            "swap_median": median_of(around),
+            "swap_longest": max(around, default=None),
+            "quiet_median": median_of(ms for draw in without for ms in draw),
+            "quiet_longest": median_of(longest),
+            "quiet_longest_95": [longest[int(share * (len(longest) - 1))] for share in (0.025, 0.975)]
+            if longest
+            else None,
+        },
         "pause_ms": max(0.0, max(around) - statistics.median(longest)) if around and longest else None,
-    }  # fmt: skip
+    }
 
 
 def _quiet(blocks: Sequence[dict[str, Any]]) -> list[Window]:
@@ -122,9 +129,13 @@ def _latencies(samples: Samples, windows: list[Window], quiet: list[Window]) -> 
     # Only requests that lie entirely in quiet blocks: one at the end of a block may wait for the following reload.
     without = samples.within(quiet).in_flight(quiet_windows(windows, quiet, margin_s=0.0) or quiet)
     return {
-        "reloads": len(windows), "requests": int(during.size), "p99_ms": p99(during), "quiet_p99_ms": p99(without),
-        "p99_ratio": ratio(p99(during), p99(without)), "reload_s": median_of(end - begin for begin, end in windows),
-    }  # fmt: skip
+        "reloads": len(windows),
+        "requests": int(during.size),
+        "p99_ms": p99(during),
+        "quiet_p99_ms": p99(without),
+        "p99_ratio": ratio(p99(during), p99(without)),
+        "reload_s": median_of(end - begin for begin, end in windows),
+    }
 
 
 def targets(summary: dict[str, Any]) -> list[Target]:

@@ -94,9 +94,10 @@ def _legend(axes: Axes, summary: dict[str, Any]) -> None:
         f"Triton loads; p99 {_number(triton['p99_ms'])} ms, {_number(triton['quiet_p99_ms'])} without",
     ]
     handles = [
-        Line2D([], [], color=OURS, marker="o", ms=4, lw=0), Line2D([], [], color=SWAP, lw=1.6),
+        Line2D([], [], color=OURS, marker="o", ms=4, lw=0),
+        Line2D([], [], color=SWAP, lw=1.6),
         Patch(color=TRITON, alpha=0.3),
-    ]  # fmt: skip
+    ]
     axes.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
 
 
@@ -127,8 +128,10 @@ def _draw_memory(axes: Axes, part: dict[str, Any], summary: dict[str, Any]) -> N
     from matplotlib.ticker import MaxNLocator
 
     looks = (
-        ("swap", "server", SWAP, "-"), ("swap", "stub", SWAP, (0, (3, 2))), ("triton", "server", TRITON, "-"),
-    )  # fmt: skip
+        ("swap", "server", SWAP, "-"),
+        ("swap", "stub", SWAP, (0, (3, 2))),
+        ("triton", "server", TRITON, "-"),
+    )
     for kind, who, colour, dashes in looks:
         samples = part[kind]["samples"]
         memory = np.asarray([sample[f"{who}_rss_kb"] for sample in samples]) / 1024
@@ -140,9 +143,11 @@ def _draw_memory(axes: Axes, part: dict[str, Any], summary: dict[str, Any]) -> N
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     low, high = axes.get_ylim()
     axes.set(
-        xlabel="reloads", ylabel="growth of resident memory (MB)", ylim=(min(low, -1.0), max(high, 1.0) * 1.5),
+        xlabel="reloads",
+        ylabel="growth of resident memory (MB)",
+        ylim=(min(low, -1.0), max(high, 1.0) * 1.5),
         title="Growth of memory over reloads",
-    )  # fmt: skip
+    )
     axes.axhline(0, color=QUIET, lw=0.8, zorder=1)
     axes.legend(loc="upper left", fontsize=9)
 

@@ -44,10 +44,13 @@ def measure(setup: ReloadSetup) -> list[dict[str, Any]]:
         with on_core(setup.cores.server):
             locked = running.enter_context(
                 running_child(
-                    "server with one lock", "support.pytriton:serve_critic", arguments, service.folder / "locked.log",
+                    "server with one lock",
+                    "support.pytriton:serve_critic",
+                    arguments,
+                    service.folder / "locked.log",
                     ready=f"/v2/models/{CRITIC_TRAIN}/ready",
                 )
-            )  # fmt: skip
+            )
         urls = {"ours": service.url, "one lock": locked.url}
         steps = dict.fromkeys(urls, 0)
         for repeat in range(settings.updates):
@@ -93,11 +96,12 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
             during = [Samples.of(run["samples"]).in_flight([run["window"]]) for run in chosen]
             latencies = np.concatenate(during) if during else np.zeros(0)
             found[server][f"x{size}"] = {
-                "updates": len(chosen), "requests": int(latencies.size),
+                "updates": len(chosen),
+                "requests": int(latencies.size),
                 "failed": sum(len(run["samples"]["failures"]) for run in chosen),
                 "p99_ms": p99(latencies),
                 "update_s": float(np.median([end - begin for begin, end in (run["window"] for run in chosen)])),
-            }  # fmt: skip
+            }
     return found
 
 

@@ -85,15 +85,21 @@ def native(name: str, setup: Setup, split: Split, *, kind: str = "CountedModel",
     # LateModel runs one forward pass at a time per process, as a plain Triton model does.
     instances, workers = (split.instances, 1) if kind == "LateModel" else (1, split.instances)
     reward = RewardSection(
-        checkpoint=setup.checkpoint, instances=instances, workers=workers, threads=split.threads,
-        token_budget=setup.token_budget, micro_batch_rows=MAX_ROWS, forward_overhead_tokens=setup.overhead_tokens,
+        checkpoint=setup.checkpoint,
+        instances=instances,
+        workers=workers,
+        threads=split.threads,
+        token_budget=setup.token_budget,
+        micro_batch_rows=MAX_ROWS,
+        forward_overhead_tokens=setup.overhead_tokens,
         queue_delay_us=QUEUE_DELAY_US,
-    )  # fmt: skip
+    )
     config = RunConfig(
-        run=RunSection(dir=folder, run_id="bench"), reward=reward,
+        run=RunSection(dir=folder, run_id="bench"),
+        reward=reward,
         actor=ActorSection(algorithm=AlgorithmSection(name="reinforce++")),
         server=ServerSection(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1),
-    )  # fmt: skip
+    )
 
     def change(repository: Path) -> None:
         replace_model(repository, REWARD_MODEL, kind, bench_counters=str(counters.absolute()))
@@ -115,10 +121,14 @@ def pytriton(name: str, setup: Setup, split: Split, *, strip_multiple: int) -> C
         try:
             child = started.enter_context(
                 running_child(
-                    name, "support.pytriton:serve_reward", arguments, folder / f"server-{attempt}.log",
-                    threads=split.threads, ready=f"/v2/models/{REWARD_MODEL}/ready",
+                    name,
+                    "support.pytriton:serve_reward",
+                    arguments,
+                    folder / f"server-{attempt}.log",
+                    threads=split.threads,
+                    ready=f"/v2/models/{REWARD_MODEL}/ready",
                 )
-            )  # fmt: skip
+            )
             break
         except BenchError:
             if attempt == START_ATTEMPTS:
@@ -147,9 +157,12 @@ def run_plan(ideal: Contender, num_rows: int, num_checked: int) -> dict[str, Any
     # Until `start_at` the instances have time to make their rows, so that all begin at the same moment.
     pool = {"token_budget": setup.token_budget, "max_rows": MAX_ROWS, "overhead_tokens": setup.overhead_tokens}
     job = {
-        "num_rows": num_rows, "num_checked": num_checked, "pool": pool, "claims": str(claims.absolute()),
+        "num_rows": num_rows,
+        "num_checked": num_checked,
+        "pool": pool,
+        "claims": str(claims.absolute()),
         "start_at": time.monotonic() + 0.1 + num_rows * 5e-5,
-    }  # fmt: skip
+    }
     before = snapshot(ideal.pids, ideal.counters)
     with ThreadPoolExecutor(len(ideal.children)) as executor:
         parts = list(executor.map(lambda child: child.ask("/run", job), ideal.children))

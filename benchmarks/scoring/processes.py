@@ -62,9 +62,18 @@ async def _plain(urls: list[str]) -> Any:
 
 
 async def measure(
-    *, urls: list[str], plain: bool, width: int, num_rows: int, rows: int, concurrency: int, num_warmup: int,
-    num_checked: int, pids: list[int], counters: str,
-) -> dict[str, Any]:  # fmt: skip
+    *,
+    urls: list[str],
+    plain: bool,
+    width: int,
+    num_rows: int,
+    rows: int,
+    concurrency: int,
+    num_warmup: int,
+    num_checked: int,
+    pids: list[int],
+    counters: str,
+) -> dict[str, Any]:
     """Measure one server with the first `num_rows` rows of the trace; return times, rewards and usage.
 
     Args:
@@ -88,9 +97,13 @@ async def measure(
         raise ValueError(f"{urls} returned {rewards.size} rewards for {num_rows} rows, or a reward that is not finite")
     p50, p99 = np.percentile(np.asarray(latencies) * 1000, [50, 99])
     return {
-        "seconds": seconds, "p50_ms": float(p50), "p99_ms": float(p99), "client_cpu_s": cpu_s,
-        "rewards": [float(reward) for reward in rewards[:num_checked]], **used,
-    }  # fmt: skip
+        "seconds": seconds,
+        "p50_ms": float(p50),
+        "p99_ms": float(p99),
+        "client_cpu_s": cpu_s,
+        "rewards": [float(reward) for reward in rewards[:num_checked]],
+        **used,
+    }
 
 
 def serve_load(ports: list[int]) -> None:

@@ -66,8 +66,12 @@ def summarise(result: Result) -> list[dict[str, Any]]:
     """Return medians for every contender at every point; within a point, the fastest contender comes first."""
     rows = [
         {
-            "model": point[0], "rows": point[1], "concurrency": point[2], "contender": name,
-            "split": own[-1]["split"], "rounds": len(own),
+            "model": point[0],
+            "rows": point[1],
+            "concurrency": point[2],
+            "contender": name,
+            "split": own[-1]["split"],
+            "rounds": len(own),
             "sequences_per_s": median_of(s["sequences"] / s["seconds"] for s in own),
             "tokens_per_s": statistics.median(map(throughput, own)),
             "ours_over_this": ratio(samples, name, OURS, "seconds"),
@@ -78,7 +82,7 @@ def summarise(result: Result) -> list[dict[str, Any]]:
         }
         for point, samples in points_of(result["samples"]).items()
         for (name,), own in grouped(samples, "contender").items()
-    ]  # fmt: skip
+    ]
     return sorted(rows, key=lambda r: (model_size(r["model"]), r["rows"], r["concurrency"], -r["tokens_per_s"]))
 
 

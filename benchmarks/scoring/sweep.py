@@ -75,9 +75,11 @@ class ModelBench:
     def run(self, checkpoint: Path, *, scaling: bool) -> None:
         """Start every contender with its best split, measure all of them, and stop them."""
         setup = Setup(
-            checkpoint=checkpoint, folder=checkpoint.parent / self.size.name,
-            token_budget=self.settings.token_budget[0], overhead_tokens=forward_overhead(checkpoint),
-        )  # fmt: skip
+            checkpoint=checkpoint,
+            folder=checkpoint.parent / self.size.name,
+            token_budget=self.settings.token_budget[0],
+            overhead_tokens=forward_overhead(checkpoint),
+        )
         paces: dict[str, Pace] = {}
         started: dict[str, Contender] = {}
         with contextlib.ExitStack() as stack:
@@ -151,17 +153,34 @@ class ModelBench:
         if contender.name == "ideal":
             answer = run_plan(contender, cell.num_rows, NUM_CHECKED)
         else:
-            answer = self.load.ask("/measure", {
-                "urls": contender.urls, "plain": bool(contender.children), "width": contender.width,
-                "pids": contender.pids, "counters": str(contender.counters), "num_rows": cell.num_rows,
-                "rows": cell.rows, "concurrency": cell.concurrency, "num_warmup": warmup, "num_checked": NUM_CHECKED,
-            })  # fmt: skip
+            answer = self.load.ask(
+                "/measure",
+                {
+                    "urls": contender.urls,
+                    "plain": bool(contender.children),
+                    "width": contender.width,
+                    "pids": contender.pids,
+                    "counters": str(contender.counters),
+                    "num_rows": cell.num_rows,
+                    "rows": cell.rows,
+                    "concurrency": cell.concurrency,
+                    "num_warmup": warmup,
+                    "num_checked": NUM_CHECKED,
+                },
+            )
         self.check_rewards(contender.name, answer.pop("rewards"))
         sample = {
-            "contender": contender.name, "model": self.size.name, "rows": cell.rows, "concurrency": cell.concurrency,
-            **labels, "split": str(contender.split), "token_budget": contender.setup.token_budget,
-            "sequences": cell.num_rows, "tokens": int(trace_lengths(cell.num_rows).sum()), **answer,
-        }  # fmt: skip
+            "contender": contender.name,
+            "model": self.size.name,
+            "rows": cell.rows,
+            "concurrency": cell.concurrency,
+            **labels,
+            "split": str(contender.split),
+            "token_budget": contender.setup.token_budget,
+            "sequences": cell.num_rows,
+            "tokens": int(trace_lengths(cell.num_rows).sum()),
+            **answer,
+        }
         if has_memory:
             sample["pss_mb"] = memory_mb(contender.pids)
         self.record.add(sample)

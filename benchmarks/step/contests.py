@@ -80,12 +80,16 @@ def configuration(folder: Path, checkpoints: Path, size: int, longest: int, port
         "critic": scoring,
         "trainer": {"token_budget": 2048, "reload_on_save": "none", "checkpoint_every": 100_000, "nice": 0},
         "actor": {
-            "steps": 100_000, "rollout_size": size, "checkpoint_every": 100_000,
+            "steps": 100_000,
+            "rollout_size": size,
+            "checkpoint_every": 100_000,
             "policy": {"checkpoint": str(checkpoints / "policy"), "token_budget": 2048},
-            "prompts": {"path": str(checkpoints / "prompts.jsonl")}, "generation": {"max_new_tokens": longest},
-            "optimizer": {"lr": 1e-12, "weight_decay": 0.0}, "validation": {"size": 0},
+            "prompts": {"path": str(checkpoints / "prompts.jsonl")},
+            "generation": {"max_new_tokens": longest},
+            "optimizer": {"lr": 1e-12, "weight_decay": 0.0},
+            "validation": {"size": 0},
         },
-    }  # fmt: skip
+    }
     (folder / "run.yaml").write_text(json.dumps(sections, indent=1))  # JSON is YAML
     return load_config(folder / "run.yaml", [])
 
@@ -118,28 +122,40 @@ def pytriton(config: RunConfig, checkpoints: Path) -> Iterator[list[str]]:
     folder = config.run.dir.parent / "pytriton"
     (folder / "counters").mkdir(parents=True, exist_ok=True)
     reward = {
-        "checkpoint": checkpoints / "scoring", "counters": folder / "counters", "instances": 1, "threads": 1,
+        "checkpoint": checkpoints / "scoring",
+        "counters": folder / "counters",
+        "instances": 1,
+        "threads": 1,
         "strip_multiple": 0,
-    }  # fmt: skip
+    }
     weights = WeightsStore(config.run.weights_dir).folder(0)
     critic = {"critic": weights, "trainer": config.trainer.model_dump(mode="json")}
     with contextlib.ExitStack() as stack:
         urls = []
         for target, last, arguments in (  # `last`: the model that PyTriton binds last
-            ("serve_reward", REWARD_MODEL, reward), ("serve_critic", CRITIC_TRAIN, critic),
-        ):  # fmt: skip
+            ("serve_reward", REWARD_MODEL, reward),
+            ("serve_critic", CRITIC_TRAIN, critic),
+        ):
             running = running_child(
-                f"PyTriton {target}", f"support.pytriton:{target}", arguments, folder / f"{target}.log",
+                f"PyTriton {target}",
+                f"support.pytriton:{target}",
+                arguments,
+                folder / f"{target}.log",
                 ready=f"/v2/models/{last}/ready",
-            )  # fmt: skip
+            )
             urls.append(stack.enter_context(running).url)
         yield urls
 
 
 async def measure_run(
-    record: Record, contest: str, config: RunConfig, modes: Sequence[str], steps: int, rounds: int,
+    record: Record,
+    contest: str,
+    config: RunConfig,
+    modes: Sequence[str],
+    steps: int,
+    rounds: int,
     padded_urls: Sequence[str] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run blocks of steps in each of `modes`, and record their samples."""
     import torch
 

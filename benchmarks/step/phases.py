@@ -60,13 +60,18 @@ def summarise(result: Result) -> list[dict[str, Any]]:
     """Return the seconds of a step and of its phases, for each contest and mode."""
     return [
         {
-            "contest": contest, "rollout": rollout, "longest": longest, "mode": mode, "s_a_step": median_step(own),
-            "cpu_s": median_step(own, "cpu_seconds"), **{phase: median_phase(own, phase) for phase in LANES},
+            "contest": contest,
+            "rollout": rollout,
+            "longest": longest,
+            "mode": mode,
+            "s_a_step": median_step(own),
+            "cpu_s": median_step(own, "cpu_seconds"),
+            **{phase: median_phase(own, phase) for phase in LANES},
         }
         for (contest, rollout, longest, mode), own in grouped(
             result["samples"], "contest", "rollout", "longest", "mode"
         ).items()
-    ]  # fmt: skip
+    ]
 
 
 def targets(result: Result) -> list[Target]:

@@ -48,20 +48,28 @@ def serve_critic(ports: Sequence[int], critic: str, trainer: Mapping[str, Any]) 
     """Serve `critic_infer` and `critic_train`; `critic`: folder of the weights, `trainer`: the trainer's section."""
     with serving(ports) as triton:
         locked = LockedCritic(Path(critic), TrainerSection.model_validate(trainer))
-        bind_batched(triton, contract.CRITIC_INFER, infer_callable(locked), [
-            Tensor(name=VALUES, dtype=np.float32, shape=(-1,)), _int64(WEIGHTS_VERSION, 1),
-        ])  # fmt: skip
+        bind_batched(
+            triton,
+            contract.CRITIC_INFER,
+            infer_callable(locked),
+            [
+                Tensor(name=VALUES, dtype=np.float32, shape=(-1,)),
+                _int64(WEIGHTS_VERSION, 1),
+            ],
+        )
         triton.bind(
             contract.CRITIC_TRAIN,
             train_callable(locked),
             inputs=[
-                _int64(TOKENS, -1, -1), _int64(SEQUENCE_LENGTHS, -1, -1),
+                _int64(TOKENS, -1, -1),
+                _int64(SEQUENCE_LENGTHS, -1, -1),
                 *(Tensor(name=name, dtype=np.float32, shape=(1, -1)) for name in PAYLOAD[2:]),
-                Tensor(name=contract.RUN_ID, dtype=np.bytes_, shape=(1,)), _int64(contract.STEP, 1),
+                Tensor(name=contract.RUN_ID, dtype=np.bytes_, shape=(1,)),
+                _int64(contract.STEP, 1),
             ],
             outputs=[Tensor(name=contract.LOSS_MEAN, dtype=np.float32, shape=(1,)), _int64(WEIGHTS_VERSION, 1)],
             config=ModelConfig(batching=False),
-        )  # fmt: skip
+        )
 
 
 @contextlib.contextmanager

@@ -19,8 +19,11 @@ from tools.server.child import Child
 from tools.server.tritonserver import TritonServer
 
 SERVED: dict[str, Any] = {
-    "workers": 1, "threads": 1, "token_budget": 256, "forward_overhead_tokens": 64,
-}  # fmt: skip
+    "workers": 1,
+    "threads": 1,
+    "token_budget": 256,
+    "forward_overhead_tokens": 64,
+}
 STOP_TIMEOUT_S = 60.0
 
 

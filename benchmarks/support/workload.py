@@ -112,10 +112,17 @@ def make_model(kind: str, size: ModelSize, max_positions: int) -> Any:
     """Return a `policy`, `reward` or `critic` of this size with random weights."""
     heads = max(1, size.width // 64)
     return random_llama(
-        kind, seed=SEED, vocab_size=VOCAB_SIZE, hidden_size=size.width, intermediate_size=size.feed_forward,
-        num_hidden_layers=size.layers, num_attention_heads=heads, num_key_value_heads=heads,
-        max_position_embeddings=max_positions, initializer_range=0.1,
-    )  # fmt: skip
+        kind,
+        seed=SEED,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=size.width,
+        intermediate_size=size.feed_forward,
+        num_hidden_layers=size.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=max_positions,
+        initializer_range=0.1,
+    )
 
 
 def make_checkpoint(size: ModelSize, folder: Path) -> int:

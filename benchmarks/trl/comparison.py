@@ -59,9 +59,11 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
 
 
 def take_turns(
-    contenders: dict[str, Steps], settings: argparse.Namespace, cell: dict[str, Any],
+    contenders: dict[str, Steps],
+    settings: argparse.Namespace,
+    cell: dict[str, Any],
     record: Record,
-) -> None:  # fmt: skip
+) -> None:
     """Warm up all contenders, then give each one turn per round, starting with a different one each time.
 
     Args:
@@ -86,12 +88,15 @@ def summarise(result: Result) -> list[dict[str, Any]]:
     rows = []
     for key, own in grouped(result["samples"], *CELL, "contender").items():
         phases = {phase: statistics.median(s["phases"].get(phase, 0.0) for s in own) for phase in own[0]["phases"]}
-        rows.append({
-            **dict(zip((*CELL, "contender"), key, strict=True)),
-            **medians(own, "seconds_per_step", "cpu_seconds_per_step"),
-            "peak_rss_mb": max(sample["peak_rss_mb"] for sample in own), "tokens": own[0]["tokens"],
-            "phases": ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in phases.items()),
-        })  # fmt: skip
+        rows.append(
+            {
+                **dict(zip((*CELL, "contender"), key, strict=True)),
+                **medians(own, "seconds_per_step", "cpu_seconds_per_step"),
+                "peak_rss_mb": max(sample["peak_rss_mb"] for sample in own),
+                "tokens": own[0]["tokens"],
+                "phases": ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in phases.items()),
+            }
+        )
     return rows
 
 

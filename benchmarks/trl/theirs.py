@@ -64,27 +64,49 @@ def make_trainer(settings: dict[str, Any], model: Any, tokenizer: Any, turns: Co
     lines = Path(settings["prompts"]).read_text().splitlines()
     prompts = [{"prompt": json.loads(line)["text"]} for line in lines]
     trainers: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "grpo": (GRPOTrainer, GRPOConfig, {"loss_type": "grpo"}), "rloo": (RLOOTrainer, RLOOConfig, {}),
-    }  # fmt: skip
+        "grpo": (GRPOTrainer, GRPOConfig, {"loss_type": "grpo"}),
+        "rloo": (RLOOTrainer, RLOOConfig, {}),
+    }
     kind, config, own = trainers[settings["algorithm"]]
     return kind(
-        model=model, reward_funcs=reward, args=config(**trl_arguments(settings), **own), processing_class=tokenizer,
-        train_dataset=Dataset.from_list(prompts * 1000), callbacks=[InTurns()],
-    )  # fmt: skip
+        model=model,
+        reward_funcs=reward,
+        args=config(**trl_arguments(settings), **own),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(prompts * 1000),
+        callbacks=[InTurns()],
+    )
 
 
 def trl_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments common to TRL's GRPO and RLOO configurations; all others keep TRL's defaults."""
     rows, micro_batch = settings["rows"], min(settings["rows"], settings["trl_micro_batch"])
     return {
-        "output_dir": settings["folder"], "max_steps": ENDLESS, "use_cpu": True, "bf16": False,
-        "per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": rows // micro_batch,
-        "gradient_checkpointing": False, "num_iterations": 1, "num_generations": settings["group"],
-        "max_completion_length": settings["new_tokens"], "beta": 0.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
-        "generation_kwargs": {"min_new_tokens": settings["new_tokens"]}, "learning_rate": settings["lr"],
-        "lr_scheduler_type": "constant", "weight_decay": 0.0, "shuffle_dataset": False, "report_to": "none",
-        "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False,
-    }  # fmt: skip
+        "output_dir": settings["folder"],
+        "max_steps": ENDLESS,
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": rows // micro_batch,
+        "gradient_checkpointing": False,
+        "num_iterations": 1,
+        "num_generations": settings["group"],
+        "max_completion_length": settings["new_tokens"],
+        "beta": 0.0,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "generation_kwargs": {"min_new_tokens": settings["new_tokens"]},
+        "learning_rate": settings["lr"],
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "shuffle_dataset": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
 
 
 def time_phases(trainer: Any, turns: ContenderTurns, torch: Any) -> None:

@@ -87,10 +87,15 @@ def prepare_cell(arguments: argparse.Namespace, out: Path, cell: dict[str, Any],
     prompts = prompts_for(cell["model"], cell["rows"] // GROUP)
     write_jsonl(folder / "prompts.jsonl", ({"text": text} for text in prompts))
     return {
-        **cell, "folder": str(folder), "prompts": str(folder / "prompts.jsonl"),
-        "checkpoint": str(checkpoint.absolute()), "group": GROUP, "lr": LEARNING_RATE, "threads": arguments.threads,
+        **cell,
+        "folder": str(folder),
+        "prompts": str(folder / "prompts.jsonl"),
+        "checkpoint": str(checkpoint.absolute()),
+        "group": GROUP,
+        "lr": LEARNING_RATE,
+        "threads": arguments.threads,
         "trl_micro_batch": arguments.trl_micro_batch,
-    }  # fmt: skip
+    }
 
 
 @contextlib.contextmanager
@@ -98,9 +103,10 @@ def running(name: str, settings: dict[str, Any], theirs: Path | None) -> Iterato
     """Run one side of the comparison: `trl` with the interpreter `theirs`, or ours; yield its trainer."""
     folder = Path(settings["folder"])
     env = {
-        **LIBRARY_ENV, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", LIBRARY_ENV["OMP_WAIT_POLICY"]),
+        **LIBRARY_ENV,
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", LIBRARY_ENV["OMP_WAIT_POLICY"]),
         "OMP_NUM_THREADS": str(settings["threads"]),
-    }  # fmt: skip
+    }
     with contextlib.ExitStack() as stack:
         servers: list[int] = []
         if theirs is not None and name == "trl":
@@ -126,16 +132,24 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
         "server": free_ports(),
         "rewards": {"variety": {"function": "benchmarks.support.reward_functions:variety"}},
         "actor": {
-            "steps": 1_000_000, "checkpoint_every": 1_000_000, "threads": settings["threads"],
-            "rollout_size": settings["rows"], "update": {"minibatch_size": settings["rows"]},
-            "policy": {"checkpoint": settings["checkpoint"]}, "prompts": {"path": settings["prompts"]},
-            "generation": {"max_new_tokens": tokens, "min_new_tokens": tokens}, "validation": {"size": 0},
+            "steps": 1_000_000,
+            "checkpoint_every": 1_000_000,
+            "threads": settings["threads"],
+            "rollout_size": settings["rows"],
+            "update": {"minibatch_size": settings["rows"]},
+            "policy": {"checkpoint": settings["checkpoint"]},
+            "prompts": {"path": settings["prompts"]},
+            "generation": {"max_new_tokens": tokens, "min_new_tokens": tokens},
+            "validation": {"size": 0},
             "algorithm": {
-                "name": settings["algorithm"], "responses_per_prompt": settings["group"], "mask_unfinished": False,
+                "name": settings["algorithm"],
+                "responses_per_prompt": settings["group"],
+                "mask_unfinished": False,
             },
-            "kl": {"coef": 0.0}, "optimizer": {"lr": settings["lr"], "weight_decay": 0.0},
+            "kl": {"coef": 0.0},
+            "optimizer": {"lr": settings["lr"], "weight_decay": 0.0},
         },
-    }  # fmt: skip
+    }
 
 
 class SteppedTrainer:
@@ -149,9 +163,14 @@ class SteppedTrainer:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
-                env={**os.environ, **env}, start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
         assert process.stdin is not None
         assert process.stdout is not None
         self._process, self._input, self._output = process, process.stdin, process.stdout
@@ -168,9 +187,12 @@ class SteppedTrainer:
         phases = {name: sum(a["phases"].get(name, 0.0) for a in answers) / count for name in answers[0]["phases"]}
         return {
             "seconds_per_step": sum(answer["seconds"] for answer in answers) / count,
-            "cpu_seconds_per_step": cpu / count, "steps": count, "tokens": answers[-1]["tokens"],
-            "peak_rss_mb": peak_rss_mb(self._pids), "phases": phases,
-        }  # fmt: skip
+            "cpu_seconds_per_step": cpu / count,
+            "steps": count,
+            "tokens": answers[-1]["tokens"],
+            "peak_rss_mb": peak_rss_mb(self._pids),
+            "phases": phases,
+        }
 
     def _step(self) -> dict[str, Any]:
         with contextlib.suppress(BrokenPipeError):

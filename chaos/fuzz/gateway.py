@@ -28,9 +28,12 @@ ROWS = (1, 2, 1500, 4096, 4097, 200_000)
 INVALID: tuple[Any, ...] = ({}, [], 5, {"text": 1}, {"tokens": ["a"] * 100}, {"messages": [{}] * 100})
 ITEMS: tuple[Any, ...] = ({}, [], "", "\u0101", {"a": 1}, 1000, 1.5)
 PLACES = (  # of many items; `**`: as fields, a quarter of them
-    b'{"inputs": [{"text": "a", "metadata": {"a": %s}}]}', b'{"inputs": [{"tokens": %s}]}', b'{"inputs": %s}',
-    b'{"inputs": [{"text": "a"}], **}', b'{"inputs": [{"text": "a", "metadata": {**}}]}',
-)  # fmt: skip
+    b'{"inputs": [{"text": "a", "metadata": {"a": %s}}]}',
+    b'{"inputs": [{"tokens": %s}]}',
+    b'{"inputs": %s}',
+    b'{"inputs": [{"text": "a"}], **}',
+    b'{"inputs": [{"text": "a", "metadata": {**}}]}',
+)
 MOST_OPEN = 2500  # connections left open: more than the gateway takes
 
 

@@ -31,9 +31,14 @@ class GoodClient:
     """Scores the same rows repeatedly in its `thread`; the first answer is the reference for all others."""
 
     def __init__(
-        self, outcome: StageOutcome, url: str, path: str, body: Any, read: Callable[[Any], dict[str, Any]],
+        self,
+        outcome: StageOutcome,
+        url: str,
+        path: str,
+        body: Any,
+        read: Callable[[Any], dict[str, Any]],
         headers: Mapping[str, str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Get the first answer.
 
         Args:

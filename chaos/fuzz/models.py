@@ -43,7 +43,7 @@ def write_config(out: Path, stage: str) -> RunConfig:
         **{name: {"checkpoint": str(checkpoints / name), **UNMEASURED} for name in ("reward", "critic")},
         "reference": dict(UNMEASURED),
         "actor": {"policy": {"checkpoint": str(checkpoints / "policy")}},
-    }  # fmt: skip
+    }
     for section, values in STAGES[stage].items():
         data[section] = {**data.get(section, {}), **values}
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,9 +59,12 @@ def make_models(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=train_bpe([]), bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        tokenizer_object=train_bpe([]),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
         chat_template="{% for m in messages %}{{ m.role }} {{ m.content }}</s>{% endfor %}",
-    )  # fmt: skip
+    )
     sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": POSITIONS, "initializer_range": 0.2}
     for name in ("reward", "critic", "policy"):
         if not (folder / name / "config.json").is_file():

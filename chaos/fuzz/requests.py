@@ -37,8 +37,20 @@ VOCAB_SIZE, POSITIONS = 300, 128
 KEY_HEADER = "x-triton-training-key"
 EDGES = (0, -1, 1, VOCAB_SIZE, 2**31, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63))
 DATATYPES = (
-    "BOOL", "UINT8", "INT8", "INT32", "INT64", "UINT64", "FP16", "BF16", "FP32", "FP64", "BYTES", "NONSENSE", "",
-)  # fmt: skip
+    "BOOL",
+    "UINT8",
+    "INT8",
+    "INT32",
+    "INT64",
+    "UINT64",
+    "FP16",
+    "BF16",
+    "FP32",
+    "FP64",
+    "BYTES",
+    "NONSENSE",
+    "",
+)
 NAMES = (
     TOKENS,
     SEQUENCE_LENGTHS,
@@ -53,21 +65,52 @@ NAMES = (
     "x" * 5000,
 )
 TEXTS = (
-    b"", b" ", b"A list of words", b"\x00", b"\xff\xfe", b"\x1b[2J\x1b]0;title\x07", b"\xed\xa0\x80", b"</s>" * 500,
-    "\u202e\U0001f600".encode() * 50, b"x" * 100_000, b"word " * 200_000, b"y" * 1_000_001,
-)  # fmt: skip
+    b"",
+    b" ",
+    b"A list of words",
+    b"\x00",
+    b"\xff\xfe",
+    b"\x1b[2J\x1b]0;title\x07",
+    b"\xed\xa0\x80",
+    b"</s>" * 500,
+    "\u202e\U0001f600".encode() * 50,
+    b"x" * 100_000,
+    b"word " * 200_000,
+    b"y" * 1_000_001,
+)
 METADATA_TEXTS = (
-    b"{}", b"", b"null", b"[]", b'"text"', b"{", b"\xff", b'{"a":' + b"[" * 5000, b'{"messages": "\\ud800"}',
-    b'{"messages": [{"role": "user", "content": "\\ud800 \\u001b[2J"}]}', b'{"messages": [{"role": 5}]}',
-    b'{"messages": [{"role": "user", "content": {"a": [1]}}]}', b'{"messages": []}', b'{"prompt": 5, "response": []}',
-    b'{"a":' + b"[" * 600 + b"]" * 600 + b"}", b'{"do": "raise"}', b'{"do": "fork"}',
-    b'{"a": NaN, "b": 1e999, "c": ' + b"9" * 5000 + b"}", b'{"messages": [' + b'{"role":"u","content":""},' * 20_000,
-)  # fmt: skip
+    b"{}",
+    b"",
+    b"null",
+    b"[]",
+    b'"text"',
+    b"{",
+    b"\xff",
+    b'{"a":' + b"[" * 5000,
+    b'{"messages": "\\ud800"}',
+    b'{"messages": [{"role": "user", "content": "\\ud800 \\u001b[2J"}]}',
+    b'{"messages": [{"role": 5}]}',
+    b'{"messages": [{"role": "user", "content": {"a": [1]}}]}',
+    b'{"messages": []}',
+    b'{"prompt": 5, "response": []}',
+    b'{"a":' + b"[" * 600 + b"]" * 600 + b"}",
+    b'{"do": "raise"}',
+    b'{"do": "fork"}',
+    b'{"a": NaN, "b": 1e999, "c": ' + b"9" * 5000 + b"}",
+    b'{"messages": [' + b'{"role":"u","content":""},' * 20_000,
+)
 PARAMETERS: tuple[dict[str, Any], ...] = (
-    {"priority": 2**63}, {"timeout": 1}, {"timeout": -1}, {"sequence_id": "x"}, {"sequence_start": True},
-    {"binary_data_output": "yes"}, {KEY_HEADER: 5}, {KEY_HEADER: [1]}, {"triton_enable_empty_final_response": True},
+    {"priority": 2**63},
+    {"timeout": 1},
+    {"timeout": -1},
+    {"sequence_id": "x"},
+    {"sequence_start": True},
+    {"binary_data_output": "yes"},
+    {KEY_HEADER: 5},
+    {KEY_HEADER: [1]},
+    {"triton_enable_empty_final_response": True},
     {"unknown": {"a": 1}},
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -226,9 +269,18 @@ def _add_tensor(make: Callable[[random.Random, int], Tensor], generator: random.
 
 def _odd_outputs(generator: random.Random, request: Request) -> None:
     known = (
-        "rewards", "values", "response_values", "weights_version", "after_critic", "nothing", "", "rewards",
-        "probabilities", "queue_us", "compute_us",
-    )  # fmt: skip
+        "rewards",
+        "values",
+        "response_values",
+        "weights_version",
+        "after_critic",
+        "nothing",
+        "",
+        "rewards",
+        "probabilities",
+        "queue_us",
+        "compute_us",
+    )
     request.outputs = generator.choices(known, k=generator.randint(1, 3))
 
 
@@ -242,8 +294,20 @@ def _odd_version(generator: random.Random, request: Request) -> None:
 
 def _as_json(generator: random.Random, request: Request) -> None:
     values: tuple[Any, ...] = (
-        [], [1], [[1, 2], [3]], [1.5], ["text"], [None], [{}], [2**70], "text", {"a": 1}, [True], ["\ud800\x1b"], 5,
-    )  # fmt: skip
+        [],
+        [1],
+        [[1, 2], [3]],
+        [1.5],
+        ["text"],
+        [None],
+        [{}],
+        [2**70],
+        "text",
+        {"a": 1},
+        [True],
+        ["\ud800\x1b"],
+        5,
+    )
     tensor = _pick(generator, request)
     tensor.values = generator.choice(values)
     if generator.random() < 0.5:
@@ -252,20 +316,39 @@ def _as_json(generator: random.Random, request: Request) -> None:
 
 def _odd_body(generator: random.Random, request: Request) -> None:
     bodies: tuple[bytes, ...] = (
-        b"", b"{}", b"null", b"[]", b'{"inputs": 5}', b'{"inputs": [{}]}', b'{"inputs": [5]}', b'{"inputs": []}',
-        b"\xff" * 100, b'{"inputs": [{"name": "tokens"', generator.randbytes(200), b"[" * 500,
-        b'{"inputs": [{"name": 5, "shape": "x", "datatype": [], "data": {}}]}', b'{"id": "' + b"i" * 10_000 + b'"}',
-    )  # fmt: skip
+        b"",
+        b"{}",
+        b"null",
+        b"[]",
+        b'{"inputs": 5}',
+        b'{"inputs": [{}]}',
+        b'{"inputs": [5]}',
+        b'{"inputs": []}',
+        b"\xff" * 100,
+        b'{"inputs": [{"name": "tokens"',
+        generator.randbytes(200),
+        b"[" * 500,
+        b'{"inputs": [{"name": 5, "shape": "x", "datatype": [], "data": {}}]}',
+        b'{"id": "' + b"i" * 10_000 + b'"}',
+    )
     request.body = generator.choice(bodies)
 
 
 def _odd_headers(generator: random.Random, request: Request) -> None:
-    request.headers |= generator.choice((
-        {"Inference-Header-Content-Length": "5"}, {"Inference-Header-Content-Length": "99999999"},
-        {"Inference-Header-Content-Length": "-1"}, {"Inference-Header-Content-Length": "x"},
-        {KEY_HEADER: "5"}, {KEY_HEADER: "\x7f"}, {"x-triton-odd": "a" * 4000}, {"Content-Encoding": "gzip"},
-        {"Content-Encoding": "odd"}, {"Accept-Encoding": "gzip"},
-    ))  # fmt: skip
+    request.headers |= generator.choice(
+        (
+            {"Inference-Header-Content-Length": "5"},
+            {"Inference-Header-Content-Length": "99999999"},
+            {"Inference-Header-Content-Length": "-1"},
+            {"Inference-Header-Content-Length": "x"},
+            {KEY_HEADER: "5"},
+            {KEY_HEADER: "\x7f"},
+            {"x-triton-odd": "a" * 4000},
+            {"Content-Encoding": "gzip"},
+            {"Content-Encoding": "odd"},
+            {"Accept-Encoding": "gzip"},
+        )
+    )
 
 
 def _kill_by_shape(generator: random.Random, request: Request) -> None:
@@ -304,12 +387,24 @@ MORE_TENSORS: dict[str, Callable[[random.Random, int], Tensor]] = {
     ),
 }
 CHANGES: dict[str, Callable[[random.Random, Request], None]] = {
-    "drop_tensor": _drop_tensor, "repeat_tensor": _repeat_tensor, "rename_tensor": _rename_tensor,
-    "change_datatype": _change_datatype, "change_shape": _change_shape, "empty": _empty, "cut_data": _cut_data,
-    "extend_data": _extend_data, "scramble_data": _scramble_data, "edge_values": _edge_values,
-    "bad_floats": _bad_floats, "odd_outputs": _odd_outputs, "odd_parameters": _odd_parameters,
-    "odd_version": _odd_version, "as_json": _as_json, "odd_body": _odd_body, "odd_headers": _odd_headers,
+    "drop_tensor": _drop_tensor,
+    "repeat_tensor": _repeat_tensor,
+    "rename_tensor": _rename_tensor,
+    "change_datatype": _change_datatype,
+    "change_shape": _change_shape,
+    "empty": _empty,
+    "cut_data": _cut_data,
+    "extend_data": _extend_data,
+    "scramble_data": _scramble_data,
+    "edge_values": _edge_values,
+    "bad_floats": _bad_floats,
+    "odd_outputs": _odd_outputs,
+    "odd_parameters": _odd_parameters,
+    "odd_version": _odd_version,
+    "as_json": _as_json,
+    "odd_body": _odd_body,
+    "odd_headers": _odd_headers,
     **{name: partial(_replace_tensors, make) for name, make in NEW_TENSORS.items()},
     **{name: partial(_add_tensor, make) for name, make in MORE_TENSORS.items()},
-}  # fmt: skip
+}
 KILLING = {"kill_by_shape": _kill_by_shape, "kill_by_brackets": _kill_by_brackets}

@@ -138,9 +138,11 @@ def run_soak(minutes: float, seed: int, enough: threading.Event, record: Record)
     ]
     totals = {"minutes": minutes, "steps": ended.actor["step"], "kills": len(soak.kills), "calm_samples": len(calm)}
     record.result |= {
-        "summary": totals, "kills": soak.kills, "samples": [asdict(sample) for sample in soak.samples],
+        "summary": totals,
+        "kills": soak.kills,
+        "samples": [asdict(sample) for sample in soak.samples],
         "verdicts": [asdict(item) for item in verdicts],
-    }  # fmt: skip
+    }
     record.save()
     draw(record.out / "soak.png", soak.samples, soak.kills, soak.calm_from_s)
     return verdicts

@@ -22,14 +22,19 @@ def write_soak_config(folder: Path, seed: int) -> Path:
     data["server"] |= free_ports()
     data["critic"] |= {"reload": "swap"}
     data["trainer"] |= {
-        "global_batch_size": ROWS, "checkpoint_every": 10, "keep_checkpoints": 3, "reload_on_save": "none",
+        "global_batch_size": ROWS,
+        "checkpoint_every": 10,
+        "keep_checkpoints": 3,
+        "reload_on_save": "none",
         "publish": {"every": 1, "keep": 4},
-    }  # fmt: skip
+    }
     data["trainer"]["optimizer"]["max_steps"] = 10**6
     data["actor"] |= {
-        "checkpoint_every": 20, "keep_checkpoints": 3, "stop_grace_s": 60,
+        "checkpoint_every": 20,
+        "keep_checkpoints": 3,
+        "stop_grace_s": 60,
         "client": {"max_in_flight": MOST_REQUESTS, "backoff_s": 0.1, "deadline_s": 20},
-    }  # fmt: skip
+    }
     path = folder / "soak.yaml"
     path.write_text(yaml.safe_dump(data, sort_keys=False))
     return path

@@ -74,9 +74,10 @@ def check_survival(kills: Sequence[Mapping[str, Any]], troubles: Sequence[str], 
     """Check that the run went on after each kill, and that no process ended that was not killed."""
     found = [f"no step within the time limit after the {k['victim']} was killed" for k in kills if k["until_s"] is None]
     return verdict(
-        "after each kill the run goes on; no other process ends, and none is left behind", len(kills),
+        "after each kill the run goes on; no other process ends, and none is left behind",
+        len(kills),
         [*found, *troubles, *leftovers],
-    )  # fmt: skip
+    )
 
 
 def check_processes(calm: Sequence[UsageSample]) -> list[Verdict]:
@@ -108,9 +109,12 @@ def check_processes(calm: Sequence[UsageSample]) -> list[Verdict]:
 def check_disk(calm: Sequence[UsageSample]) -> Verdict:
     """Check that shared memory, versions, journal and checkpoints stay flat."""
     limits = {
-        "shared_memory_mb": FLAT_MB, "versions": FLAT_FILES, "journal_entries": 2 * FLAT_FILES,
-        "checkpoints": FLAT_FILES, "disk_mb": None,
-    }  # fmt: skip
+        "shared_memory_mb": FLAT_MB,
+        "versions": FLAT_FILES,
+        "journal_entries": 2 * FLAT_FILES,
+        "checkpoints": FLAT_FILES,
+        "disk_mb": None,
+    }
     found = []
     for what, slack in limits.items():
         before, after = _ends(calm, attrgetter(what))

@@ -86,9 +86,16 @@ def encode_bare_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
 
 
 def encode_sentence(
-    tokenizer: Any, text: str, max_length: int, *, special_tokens: bool, skipped_pad_id: int | None, pair: str = "",
-    token_types: bool = False, append_eos: bool = False,
-) -> list[int]:  # fmt: skip
+    tokenizer: Any,
+    text: str,
+    max_length: int,
+    *,
+    special_tokens: bool,
+    skipped_pad_id: int | None,
+    pair: str = "",
+    token_types: bool = False,
+    append_eos: bool = False,
+) -> list[int]:
     """Return the ids of a sentence for a reward model.
 
     Args:

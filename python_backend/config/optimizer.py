@@ -40,9 +40,13 @@ class OptimizerSection(Section):
             total_steps: length of the schedule if `max_steps` is None.
         """
         return scheduled_lr(
-            step, lr=self.lr, min_lr=self.lr if self.min_lr is None else self.min_lr, warmup_steps=self.warmup_steps,
-            constant_steps=self.constant_steps, max_steps=self.max_steps or total_steps,
-        )  # fmt: skip
+            step,
+            lr=self.lr,
+            min_lr=self.lr if self.min_lr is None else self.min_lr,
+            warmup_steps=self.warmup_steps,
+            constant_steps=self.constant_steps,
+            max_steps=self.max_steps or total_steps,
+        )
 
 
 class CriticOptimizerSection(OptimizerSection):

@@ -82,13 +82,19 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
 }
 OTHER_NAMES = {name: key for key, names in _NAMES.items() for name in names.split()}
 _OF_CRITIC = {  # ours for a name under `trainer` or `critic`
-    "learning_rate": "trainer.optimizer.lr", "max_grad_norm": "trainer.optimizer.grad_clip",
-    "gradient_clip_val": "trainer.optimizer.grad_clip", "batch_size": "trainer.global_batch_size",
-    "train_batch_size": "trainer.global_batch_size", "micro_batch_size": "trainer.token_budget",
-    "micro_train_batch_size": "trainer.token_budget", "max_epochs": "trainer.epochs",
-    "weight_decay": "trainer.optimizer.weight_decay", "l2": "trainer.optimizer.weight_decay",
-    "max_norm": "trainer.optimizer.grad_clip", "cliprange": "trainer.clip_value",
-}  # fmt: skip
+    "learning_rate": "trainer.optimizer.lr",
+    "max_grad_norm": "trainer.optimizer.grad_clip",
+    "gradient_clip_val": "trainer.optimizer.grad_clip",
+    "batch_size": "trainer.global_batch_size",
+    "train_batch_size": "trainer.global_batch_size",
+    "micro_batch_size": "trainer.token_budget",
+    "micro_train_batch_size": "trainer.token_budget",
+    "max_epochs": "trainer.epochs",
+    "weight_decay": "trainer.optimizer.weight_decay",
+    "l2": "trainer.optimizer.weight_decay",
+    "max_norm": "trainer.optimizer.grad_clip",
+    "cliprange": "trainer.clip_value",
+}
 
 
 def key_of(section: str, name: str) -> str | None:

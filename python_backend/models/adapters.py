@@ -50,13 +50,18 @@ def with_adapters(model: Any, lora: Lora, output: nn.Module, *, task: str | None
     named = None if lora.targets == "all-linear" else _layers_named(model, lora, output)
     # Subclasses are excluded: routers of some mixtures of experts subclass Linear and return more than the product.
     others = [
-        path for path, module in model.named_modules()
+        path
+        for path, module in model.named_modules()
         if isinstance(module, LAYERS) and (module is output or type(module) not in LAYERS)
-    ]  # fmt: skip
+    ]
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=named or "all-linear",
-        exclude_modules=others or None, task_type=task,
-    )  # fmt: skip
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=named or "all-linear",
+        exclude_modules=others or None,
+        task_type=task,
+    )
     with (
         warnings.catch_warnings()
     ):  # peft warns about settings that it corrects (GPT-2's layers) or ignores (ranks of experts)
@@ -66,10 +71,7 @@ def with_adapters(model: Any, lora: Lora, output: nn.Module, *, task: str | None
 
 def _layers_named(model: Any, lora: Lora, output: nn.Module) -> list[str]:
     """Return the paths of the linear layers that match the targets; peft silently ignores a name without a match."""
-    linear = [
-        path for path, module in model.named_modules()
-        if type(module) in LAYERS and module is not output
-    ]  # fmt: skip
+    linear = [path for path, module in model.named_modules() if type(module) in LAYERS and module is not output]
     found: list[str] = []
     for target in lora.targets:
         paths = [path for path in linear if path == target or path.endswith(f".{target}")]

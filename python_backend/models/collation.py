@@ -85,8 +85,10 @@ def depends_on_padding(model: Any, forward: Forward) -> bool:
         return [each[: len(row)] if found.ndim == 3 else each for each, row in zip(found, rows, strict=True)]
 
     (alone,), (beside, longer), (changed, _) = (
-        outputs([short], SHORT), outputs([short, long], LONG), outputs([short, long], LONG, padding=1)
-    )  # fmt: skip
+        outputs([short], SHORT),
+        outputs([short, long], LONG),
+        outputs([short, long], LONG, padding=1),
+    )
     behind = outputs([long, short], min(WIDE, limits.max_length or WIDE))
 
     def difference(*pairs: tuple[Tensor, Tensor]) -> float:
@@ -103,8 +105,10 @@ def depends_on_padding(model: Any, forward: Forward) -> bool:
         return False
     logger.warning(
         "%s: padding changes the outputs of a row by %.2g of the largest, so that each row gets a forward pass of its "
-        "own", type(model).__name__, max(by_content, by_shape),
-    )  # fmt: skip
+        "own",
+        type(model).__name__,
+        max(by_content, by_shape),
+    )
     return True
 
 

@@ -103,9 +103,15 @@ class LanguageModel:
 
 
 def load_language_model(
-    folder: Path, *, device: str = "cpu", dtype: str = "float32", temperature: float = 1.0,
-    banned_token_ids: Sequence[int] = (), compile_forward: bool = False, group: RankGroup | None = None,
-) -> LanguageModel:  # fmt: skip
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    temperature: float = 1.0,
+    banned_token_ids: Sequence[int] = (),
+    compile_forward: bool = False,
+    group: RankGroup | None = None,
+) -> LanguageModel:
     """Load the causal LM in a checkpoint folder.
 
     Args:
@@ -122,6 +128,9 @@ def load_language_model(
     stored = dtype if set(info.dtypes) == {"BF16"} else "float32"  # without a conversion the file stays memory-mapped
     model = load_causal_model(info, stored, group).to(device if group is None else group.device)
     return LanguageModel(
-        model, temperature=temperature, banned_token_ids=banned_token_ids, precision=dtype,
+        model,
+        temperature=temperature,
+        banned_token_ids=banned_token_ids,
+        precision=dtype,
         compile_forward=compile_forward,
-    )  # fmt: skip
+    )

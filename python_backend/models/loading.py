@@ -46,9 +46,19 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OPENRLHF_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std")
 NOT_ARCHITECTURE = {  # keys of config.json that do not change the forward pass
-    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "reward_standardization",
-    "id2label", "label2id", "use_cache", "distributed_config", ADAPTERS_KEY, *OPENRLHF_KEYS,
-}  # fmt: skip
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "reward_standardization",
+    "id2label",
+    "label2id",
+    "use_cache",
+    "distributed_config",
+    ADAPTERS_KEY,
+    *OPENRLHF_KEYS,
+}
 
 
 @dataclass(frozen=True)
@@ -120,9 +130,11 @@ def _put_head(info: CheckpointInfo, model: Any, head: HeadWeights) -> None:
     linear = head_of(model)
     if info.head is not None and head.weight.shape[1] != linear.in_features:
         raise head_shape_error(
-            info.folder, info.head.weight_name, info.tensors[info.head.weight_name],
+            info.folder,
+            info.head.weight_name,
+            info.tensors[info.head.weight_name],
             f"[num_labels, {linear.in_features}], as wide as the body's hidden states",
-        )  # fmt: skip
+        )
     bias = head.bias if head.bias is not None or linear.bias is None else torch.zeros(head.weight.shape[0])
     linear.weight = torch.nn.Parameter(head.weight.clone())
     linear.bias = None if bias is None else torch.nn.Parameter(bias.clone())
@@ -142,9 +154,12 @@ def load_weights(model: Any, folder: Path) -> None:
     info = inspect_checkpoint(folder)
     with as_checkpoint_error(folder):
         saved, report = type(model).from_pretrained(
-            None, config=copy.deepcopy(model.config), state_dict=map_tensors(info.files), dtype=model.dtype,
+            None,
+            config=copy.deepcopy(model.config),
+            state_dict=map_tensors(info.files),
+            dtype=model.dtype,
             output_loading_info=True,
-        )  # fmt: skip
+        )
     differing = sorted({*report["missing_keys"], *report["unexpected_keys"]} - set(model.all_tied_weights_keys))
     if differing:
         raise CheckpointError(
@@ -321,8 +336,11 @@ def _keep_stable(model: Any, info: CheckpointInfo) -> None:
     if limit and positions and limit < positions:
         logger.warning(
             "%s: rows are limited to %d tokens, not max_position_embeddings (%d): a longer row would change the rotary "
-            "table or the attention of every row in its forward pass", info.folder, limit, positions,
-        )  # fmt: skip
+            "table or the attention of every row in its forward pass",
+            info.folder,
+            limit,
+            positions,
+        )
 
 
 def _read_one(info: CheckpointInfo, name: str) -> Tensor:

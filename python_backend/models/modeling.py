@@ -55,9 +55,16 @@ class RewardModel:
     """A reward model: the head's outputs, pooled, merged and standardised, in fp32."""
 
     def __init__(
-        self, outputs: TokenHead | PooledHead, *, pooling: str, weights: Tensor | None, num_outputs: int,
-        constants: Constants, skipped_pad_id: int | None = None, origin: CheckpointInfo | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        outputs: TokenHead | PooledHead,
+        *,
+        pooling: str,
+        weights: Tensor | None,
+        num_outputs: int,
+        constants: Constants,
+        skipped_pad_id: int | None = None,
+        origin: CheckpointInfo | None = None,
+    ) -> None:
         self.origin = origin  # checkpoint that it was loaded from
         self.reload: Callable[..., RewardModel] | None = None  # `load_reward` with the same settings
         self.model = outputs.model
@@ -127,9 +134,15 @@ class CriticModel:
     """A critic: one value per token, in fp32. The value at index t belongs to the state after token t."""
 
     def __init__(
-        self, model: Any, *, constants: Constants | None = None, compile_forward: bool = False, note: str = "",
-        like: CriticModel | None = None, group: RankGroup | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        *,
+        constants: Constants | None = None,
+        compile_forward: bool = False,
+        note: str = "",
+        like: CriticModel | None = None,
+        group: RankGroup | None = None,
+    ) -> None:
         self._group = group
         # What `with_weights` copies; the model itself unless it is one rank's part.
         self._template: Any = model if group is None else group.skeleton(model) if like is None else like._template
@@ -193,17 +206,28 @@ class CriticModel:
         """
         info = inspect_checkpoint(folder)
         return CriticModel(
-            twin(self._template, info, self._group), constants=info.constants, note=self.note, like=self,
-            compile_forward=self._token_head.is_compiled, group=self._group,
-        )  # fmt: skip
+            twin(self._template, info, self._group),
+            constants=info.constants,
+            note=self.note,
+            like=self,
+            compile_forward=self._token_head.is_compiled,
+            group=self._group,
+        )
 
 
 def load_reward(
-    folder: Path, *, device: str = "cpu", dtype: str = "float32", pooling: Pooling = "auto",
-    attribute_weights: Sequence[float] | None = None, merge_attributes: bool = True,
-    standardization: Standardization = "checkpoint", compile_forward: bool = False, group: RankGroup | None = None,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    pooling: Pooling = "auto",
+    attribute_weights: Sequence[float] | None = None,
+    merge_attributes: bool = True,
+    standardization: Standardization = "checkpoint",
+    compile_forward: bool = False,
+    group: RankGroup | None = None,
     like: RewardModel | None = None,
-) -> RewardModel:  # fmt: skip
+) -> RewardModel:
     """Load a reward model from a checkpoint with a trained head of one or more labels (attributes).
 
     Args:
@@ -221,10 +245,15 @@ def load_reward(
             architecture or head differs from that of `like`.
     """
     settings: dict[str, Any] = {
-        "device": device, "dtype": dtype, "pooling": pooling, "attribute_weights": attribute_weights,
-        "merge_attributes": merge_attributes, "standardization": standardization, "compile_forward": compile_forward,
+        "device": device,
+        "dtype": dtype,
+        "pooling": pooling,
+        "attribute_weights": attribute_weights,
+        "merge_attributes": merge_attributes,
+        "standardization": standardization,
+        "compile_forward": compile_forward,
         "group": group,
-    }  # fmt: skip
+    }
     info = inspect_checkpoint(folder)
     head = reward_head(info)
     copied = None if like is None or like.origin is None else twin_with_head(like.model, like.origin, info, group)
@@ -252,18 +281,28 @@ def load_reward(
             compile_body(model, outputs)
     merging = merge_attributes and (head.num_labels > 1 or attribute_weights is not None)
     reward = RewardModel(
-        outputs, pooling=pooling, weights=weights.to(device) if merging else None,
-        num_outputs=1 if merge_attributes else head.num_labels, constants=constants, skipped_pad_id=skipped_pad_id,
+        outputs,
+        pooling=pooling,
+        weights=weights.to(device) if merging else None,
+        num_outputs=1 if merge_attributes else head.num_labels,
+        constants=constants,
+        skipped_pad_id=skipped_pad_id,
         origin=info,
-    )  # fmt: skip
+    )
     reward.reload = functools.partial(load_reward, **settings)
     return reward
 
 
 def load_critic(
-    folder: Path, *, device: str = "cpu", dtype: str = "float32", standardization: Standardization = "checkpoint",
-    attribute_weights: Sequence[float] | None = None, compile_forward: bool = False, group: RankGroup | None = None,
-) -> CriticModel:  # fmt: skip
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    standardization: Standardization = "checkpoint",
+    attribute_weights: Sequence[float] | None = None,
+    compile_forward: bool = False,
+    group: RankGroup | None = None,
+) -> CriticModel:
     """Load a critic from a critic, reward model or base checkpoint; `note` says where its value head comes from.
 
     A linear head (token classification, value head, a decoder's `score`) becomes the value head; several attributes are

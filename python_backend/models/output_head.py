@@ -64,9 +64,14 @@ def keep_outputs(model: Any, ids: Sequence[int]) -> None:
 
 
 def head_logprobs(
-    hidden: Tensor, head: nn.Linear, targets: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = (),
+    hidden: Tensor,
+    head: nn.Linear,
+    targets: Tensor,
+    *,
+    temperature: float,
+    banned_token_ids: Sequence[int] = (),
     with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """Return `(logprobs, entropies)`, each `[N]`, as `target_logprobs` and `sampling_entropy` of `head(hidden)`.
 
     Differentiable with respect to `hidden` and the head. Logits are computed in the dtype of the head's weights.
@@ -96,9 +101,15 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
-        banned: list[int], with_entropy: bool,
-    ) -> Any:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        banned: list[int],
+        with_entropy: bool,
+    ) -> Any:
         logprobs, entropies = [], []
         for part, wanted in zip(*_parts(hidden, targets, weight), strict=True):
             logits = _logits(part, weight, bias)
@@ -119,8 +130,13 @@ class _HeadLogprobs(torch.autograd.Function):
         start = 0
         for part, wanted in zip(*_parts(hidden, targets, weight), strict=True):
             rows = slice(start, start := start + len(part))
-            grad = _grad_of_logits(ctx, _logits(part, weight, bias), wanted, [each[rows] for each in grads],
-                                   [each[rows] for each in entropies]).to(weight.dtype)  # fmt: skip
+            grad = _grad_of_logits(
+                ctx,
+                _logits(part, weight, bias),
+                wanted,
+                [each[rows] for each in grads],
+                [each[rows] for each in entropies],
+            ).to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
             if grad_weight is not None:

@@ -35,11 +35,14 @@ class JsonFormatter(logging.Formatter):
         """Return the line, in ASCII, so that it survives any encoding of stderr."""
         moment = datetime.fromtimestamp(record.created, timezone.utc)
         line = {
-            "time": moment.isoformat(timespec="milliseconds"), "level": record.levelname, **self._origin,
+            "time": moment.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            **self._origin,
             "step": getattr(record, "step", _position["step"]),
             "version": getattr(record, "version", _position["version"]),
-            "logger": record.name, "message": record.getMessage(),
-        }  # fmt: skip
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)

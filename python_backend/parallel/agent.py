@@ -37,10 +37,18 @@ def main(argv: Sequence[str]) -> int:
         from torch.distributed.run import main as torchrun
 
         with contextlib.suppress(ChildFailedError):  # torchrun has logged which rank failed
-            torchrun([
-                "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={MAX_RESTARTS}",
-                "--monitor-interval=0.2", "--signals-to-handle=SIGHUP,SIGQUIT", "--module", module, *arguments,
-            ])  # fmt: skip
+            torchrun(
+                [
+                    "--standalone",
+                    f"--nproc-per-node={ranks}",
+                    f"--max-restarts={MAX_RESTARTS}",
+                    "--monitor-interval=0.2",
+                    "--signals-to-handle=SIGHUP,SIGQUIT",
+                    "--module",
+                    module,
+                    *arguments,
+                ]
+            )
         code = folder.exit_code()
         return 1 if code is None else code
 

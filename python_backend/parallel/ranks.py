@@ -71,9 +71,12 @@ class Ranks:
             torch.cuda.set_device(own)
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun without our launcher
         store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None if agent_hosts else size,
-            is_master=rank == 0 and not agent_hosts, timeout=STORE_TIMEOUT,
-        )  # fmt: skip
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            None if agent_hosts else size,
+            is_master=rank == 0 and not agent_hosts,
+            timeout=STORE_TIMEOUT,
+        )
         # The store of torchrun's agent outlives a restart. The count may differ between hosts: only look at it there.
         attempt = (
             dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store) if agent_hosts else store

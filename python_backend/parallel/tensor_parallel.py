@@ -62,9 +62,12 @@ class RankGroup:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         dist.init_process_group(
-            "gloo" if self.device.type == "cpu" else "nccl", store=dist.FileStore(str(rendezvous), size), rank=rank,
-            world_size=size, timeout=FORWARD_TIMEOUT,
-        )  # fmt: skip
+            "gloo" if self.device.type == "cpu" else "nccl",
+            store=dist.FileStore(str(rendezvous), size),
+            rank=rank,
+            world_size=size,
+            timeout=FORWARD_TIMEOUT,
+        )
         # A group of its own: votes are taken in another thread than forward passes, and wait for slow loads.
         self._voters = dist.new_group(backend="gloo", timeout=VOTE_TIMEOUT)
         alone = dist.new_group([rank], use_local_synchronization=True)

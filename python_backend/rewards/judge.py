@@ -82,9 +82,11 @@ class Judge:
         _check_numbers(self)
         _check_texts(self)
         self._endpoint = ChatEndpoint(
-            self.base_url, _key(self.api_key_env), max_retries=self.max_retries,
+            self.base_url,
+            _key(self.api_key_env),
+            max_retries=self.max_retries,
             request_timeout_s=self.request_timeout_s or self.timeout_s / 2,
-        )  # fmt: skip
+        )
         pattern = None if self.pattern is None else re.compile(self.pattern)
         self._reader = VerdictReader(self.scale[0], self.scale[1], pattern, self.json_key)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
@@ -111,9 +113,12 @@ class Judge:
 
     def _ask(self, message: str, deadline: float) -> float:
         body = {
-            "model": self.model, "messages": [{"role": "user", "content": message}], "temperature": self.temperature,
-            "max_tokens": self.max_tokens, **self.body,
-        }  # fmt: skip
+            "model": self.model,
+            "messages": [{"role": "user", "content": message}],
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            **self.body,
+        }
         reply = self._endpoint.complete({name: value for name, value in body.items() if value is not None}, deadline)
         count("prompt_tokens", reply.prompt_tokens)
         count("completion_tokens", reply.completion_tokens)

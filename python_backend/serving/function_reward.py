@@ -45,10 +45,12 @@ class TritonPythonModel:
         self._texts = RoundRobin("texts")
         self._groupwise = parameters.optional(contract.GROUPWISE) == "true"
         call = FunctionCall(
-            os.fsdecode(parameters.text("function").encode()), float(parameters.text("timeout_s")), self._groupwise,
+            os.fsdecode(parameters.text("function").encode()),
+            float(parameters.text("timeout_s")),
+            self._groupwise,
             json.loads(parameters.optional("options") or "{}"),
             json.loads(parameters.optional("hidden_variables") or "[]"),
-        )  # fmt: skip
+        )
         workers, memory_mib = parameters.number("workers"), parameters.number("memory_mib")
         counters = NamedCounters(parameters.model, FUNCTION_COUNTER, "What the reward function counts", "counter")
         self._pool = WorkerPool(call, num_workers=workers, memory_mib=memory_mib, counted=counters.add)

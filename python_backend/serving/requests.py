@@ -42,10 +42,19 @@ class RowReader:
     """Reads requests for one model; `sentences` take precedence over `tokens`."""
 
     def __init__(
-        self, checkpoint: Path, limits: Limits, *, add_special_tokens: bool, skipped_pad_id: int | None = None,
-        takes_pairs: bool = False, has_token_types: bool = False, append_eos: bool = False,
-        template: RowTemplate | None = None, generation_prompt: bool = False, truncates: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        checkpoint: Path,
+        limits: Limits,
+        *,
+        add_special_tokens: bool,
+        skipped_pad_id: int | None = None,
+        takes_pairs: bool = False,
+        has_token_types: bool = False,
+        append_eos: bool = False,
+        template: RowTemplate | None = None,
+        generation_prompt: bool = False,
+        truncates: bool = True,
+    ) -> None:
         """Create a reader; the tokenizer is loaded when the first sentence arrives.
 
         Args:
@@ -154,9 +163,15 @@ class RowReader:
         # One token more than the limit is enough to see that a text is too long.
         max_length = (self._limits.max_length or LONGEST_ROW_TOKENS) + (not self._truncates)
         return encode_sentence(
-            self.tokenizer, text, max_length, special_tokens=self._adds_special_tokens,
-            skipped_pad_id=self._skipped_pad_id, pair=pair, token_types=self._has_token_types, append_eos=append_eos,
-        )  # fmt: skip
+            self.tokenizer,
+            text,
+            max_length,
+            special_tokens=self._adds_special_tokens,
+            skipped_pad_id=self._skipped_pad_id,
+            pair=pair,
+            token_types=self._has_token_types,
+            append_eos=append_eos,
+        )
 
     def _render(self, index: int, conversation: list[Any], *, generation_prompt: bool) -> str:
         """Render a conversation with the checkpoint's chat template."""

@@ -96,13 +96,17 @@ def make_reader(folder: Path, model: RewardModel, limits: Limits, parameters: Pa
         return StepReader(folder, limits, add_special_tokens=adds, rules=rules)
     template = parameters.optional("template")
     return RowReader(
-        folder, limits, add_special_tokens=adds, skipped_pad_id=model.skipped_pad_id,
-        append_eos=parameters.optional("append_eos") == "true", takes_pairs=parameters.optional("text") == "pair",
+        folder,
+        limits,
+        add_special_tokens=adds,
+        skipped_pad_id=model.skipped_pad_id,
+        append_eos=parameters.optional("append_eos") == "true",
+        takes_pairs=parameters.optional("text") == "pair",
         has_token_types=model.has_token_types,
         template=None if template is None else RowTemplate(template),
         generation_prompt=parameters.optional("generation_prompt") == "true",
         truncates=template is None and logit is None,
-    )  # fmt: skip
+    )
 
 
 def read_standardization(setting: str) -> Standardization:

@@ -156,10 +156,17 @@ class WeightsStore:
                 return existing
             adapters = stored_adapters(staging)
             manifest = Manifest(
-                self.next_version(), run_id, step, digest, self._tensor_types(staging), parent, epoch,
-                None if adapters is None else adapters.base, None if WEIGHTS_FILE in files else dict(files),
+                self.next_version(),
+                run_id,
+                step,
+                digest,
+                self._tensor_types(staging),
+                parent,
+                epoch,
+                None if adapters is None else adapters.base,
+                None if WEIGHTS_FILE in files else dict(files),
                 None if canary is None else list(canary),
-            )  # fmt: skip
+            )
             (staging / MANIFEST_FILE).write_text(json.dumps(manifest.to_json(), indent=1))
             for path in staging.iterdir():
                 path.chmod(READ_ONLY)  # instances mmap the file: truncating it in place would kill them (SIGBUS)

@@ -72,9 +72,10 @@ def save(root: Path, policy: Policy, step: int = 1) -> Path:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 @pytest.mark.parametrize(
-    "settings", [{}, {"lora_rank": 2}, {"lora_rank": 2, "lora_targets": ("q_proj",), "precision": "bfloat16"}],
+    "settings",
+    [{}, {"lora_rank": 2}, {"lora_rank": 2, "lora_targets": ("q_proj",), "precision": "bfloat16"}],
     ids=["full", "lora", "bfloat16"],
-)  # fmt: skip
+)
 def test_an_exported_checkpoint_loads_with_transformers_and_peft(
     llama: Path, tmp_path: Path, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ):

@@ -28,20 +28,37 @@ def test_a_step_is_shown_and_summed(tmp_path: Path) -> None:
 
     log = MetricsLog(tmp_path, first_step=1, exported=metrics)
     line: dict[str, Any] = {
-        "train_rollouts/rollout_size": 8.0, "train_rollouts/masked_samples": 1.0, "train_rollouts/rewards": 0.5,
-        "train_rollouts/staleness": 2.0, "train_rollouts/staleness_rows": {"0": 3, "2": 4}, "timers/step_time": 4.0,
-        "timers/generate": 3.0, "train_optim/grad_norm": 0.25, "tokens_per_s": 60.0,
-    }  # fmt: skip
+        "train_rollouts/rollout_size": 8.0,
+        "train_rollouts/masked_samples": 1.0,
+        "train_rollouts/rewards": 0.5,
+        "train_rollouts/staleness": 2.0,
+        "train_rollouts/staleness_rows": {"0": 3, "2": 4},
+        "timers/step_time": 4.0,
+        "timers/generate": 3.0,
+        "train_optim/grad_norm": 0.25,
+        "tokens_per_s": 60.0,
+    }
     log.write(1, line)
     log.write(2, {**line, "train_rollouts/rewards": 0.75, "timers/score_wait": 1.0})
     log.chart({"val_rollouts/rewards": 0.875}, 2)
     counters.retries += 1
     found = shown(metrics)
     expected = {
-        "step": 2, "rows_total": 16, "masked_rows_total": 2, "reward": 0.75, "staleness": 2, "step_seconds": 4,
-        "phase_secondsgenerate": 3, "phase_secondsscore_wait": 1, "grad_norm": 0.25, "tokens_per_second": 60,
-        "validation_reward": 0.875, "retries_total": 1, "requests_total": 5, "failed_critic_updates_total": 2,
-    }  # fmt: skip
+        "step": 2,
+        "rows_total": 16,
+        "masked_rows_total": 2,
+        "reward": 0.75,
+        "staleness": 2,
+        "step_seconds": 4,
+        "phase_secondsgenerate": 3,
+        "phase_secondsscore_wait": 1,
+        "grad_norm": 0.25,
+        "tokens_per_second": 60,
+        "validation_reward": 0.875,
+        "retries_total": 1,
+        "requests_total": 5,
+        "failed_critic_updates_total": 2,
+    }
     assert {name: found[name] for name in expected} == expected
     assert "phase_secondsstep_time" not in found
     assert "kl_nats" not in found  # this run has no reference

@@ -34,10 +34,15 @@ class Server:
         scored = known >= 0
         rewards = torch.where(scored, 100 * known + index, 0.0)
         return Scores(
-            rewards, torch.full((len(index), 3), 7.0), torch.full((len(index),), 5), scored,
-            [] if scored.all() else ["503"], {"model": rewards.clone()}, known,
+            rewards,
+            torch.full((len(index), 3), 7.0),
+            torch.full((len(index),), 5),
+            scored,
+            [] if scored.all() else ["503"],
+            {"model": rewards.clone()},
+            known,
             ProcessRewards(rewards[:, None] * torch.eye(3)[2], torch.eye(3).bool()[2].repeat(len(index), 1), rewards),
-        )  # fmt: skip
+        )
 
     async def __call__(self, rows: Rollout, group_size: int) -> Scores:
         assert group_size == GROUP

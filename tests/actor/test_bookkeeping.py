@@ -89,9 +89,11 @@ def books(folder: Path, server: Server, reference_folder: Path = Path("start"), 
         {"run": {"dir": folder}, "actor": nested(ActorSection, settings), "reference": reference}
     )
     state = RunState(
-        TinyPolicy(), RewardShaper(config.actor.rewards, max_new_tokens=9), KLControl(0.1, target=None, horizon=1),
+        TinyPolicy(),
+        RewardShaper(config.actor.rewards, max_new_tokens=9),
+        KLControl(0.1, target=None, horizon=1),
         one_prompt(),
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # type: ignore[arg-type]
     return Bookkeeper(config, state, server, has_critic=True)  # type: ignore[arg-type]
 
 

@@ -64,8 +64,15 @@ async def run(policy: Policy, server: Server, ready: asyncio.Future[Any], wrap: 
             return await asyncio.get_running_loop().run_in_executor(executor, lambda: call(*args, **kwargs))
 
         return await collect(
-            policy, server, OwnReference(policy), PROMPTS, seed=2, ready=ready, in_thread=in_thread, timers=Timers()  # type: ignore[arg-type]
-        )  # fmt: skip
+            policy,
+            server,
+            OwnReference(policy),
+            PROMPTS,
+            seed=2,
+            ready=ready,
+            in_thread=in_thread,
+            timers=Timers(),  # type: ignore[arg-type]
+        )
 
 
 def done() -> asyncio.Future[Any]:

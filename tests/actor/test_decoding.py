@@ -28,7 +28,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", WIDE),
     "grouped heads": ("Qwen2Config", {**WIDE, "num_key_value_heads": 2}),
     "learned positions": (
-        "GPT2Config", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
+        "GPT2Config",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
     ),
     "offset positions": (
         "OPTConfig",
@@ -38,9 +39,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "half rotated": ("GPTNeoXConfig", WIDE),
     "sliding window": ("MistralConfig", {**WIDE, "num_key_value_heads": 2, "sliding_window": 8}),
     "every other layer slides": (
-        "Gemma2Config", {**WIDE, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8},
+        "Gemma2Config",
+        {**WIDE, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8},
     ),
-}  # fmt: skip
+}
 
 
 def make_model(family: str, *, eos_bias: float = 0.0) -> Any:
@@ -172,7 +174,7 @@ def test_a_draw_never_takes_what_has_no_probability() -> None:
     "settings",
     [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.4}, {"temperature": 2.0, "top_k": 10, "top_p": 0.8}],
     ids=str,
-)  # fmt: skip
+)
 def test_first_tokens_have_the_distribution_of_generate(settings: dict[str, Any]) -> None:
     """One prompt 3,000 times: the shares of its first token, by both, within five standard deviations."""
     model = make_model("llama")
@@ -314,9 +316,10 @@ def test_prompts_of_a_group_go_through_one_forward(slots: int, token_budget: int
         found: dict[int, Response] = {}
         rules = Rules(16, [EOS], [0, 1], repetition_penalty=1.3)
         Watched(model, rules, slots=slots, token_budget=token_budget).run(
-            [prompts[i] for i in order], lambda i: iter(draws[order[i]].tolist()),
+            [prompts[i] for i in order],
+            lambda i: iter(draws[order[i]].tolist()),
             lambda i, response: found.update({i: response}),
-        )  # fmt: skip
+        )
         return [found[i].tokens for i in range(len(order))]
 
     together = written(list(range(len(prompts))))

@@ -55,9 +55,12 @@ def make_batch(scored: ScoredRollout, **settings: Any) -> PPOBatch:
     """The batch under these settings of the actor, of the bare scores."""
     actor = actor_section(**settings)
     return experience.make_batch(
-        scored, method_of(**settings), rewards=ShapedRewards(scored.scores.rewards), kl_coef=actor.kl.coef,
+        scored,
+        method_of(**settings),
+        rewards=ShapedRewards(scored.scores.rewards),
+        kl_coef=actor.kl.coef,
         responses_per_prompt=actor.algorithm.responses_per_prompt,
-    )  # fmt: skip
+    )
 
 
 def poison(scored: ScoredRollout, where: Tensor, **changes: float) -> ScoredRollout:
@@ -94,10 +97,12 @@ def test_the_critic_receives_the_scored_rows_without_padding():
     assert sent.lengths.tolist() == [5, 4, 3]
     rows = [0, 1, 3]
     padded = {
-        TOKENS: batch.tokens[rows].numpy(), SEQUENCE_LENGTHS: batch.lengths[rows, None].numpy(),
-        RETURNS: batch.returns[rows].numpy(), PREV_VALUES: batch.prev_values[rows].numpy(),
+        TOKENS: batch.tokens[rows].numpy(),
+        SEQUENCE_LENGTHS: batch.lengths[rows, None].numpy(),
+        RETURNS: batch.returns[rows].numpy(),
+        PREV_VALUES: batch.prev_values[rows].numpy(),
         MASK: batch.mask[rows].numpy(),
-    }  # fmt: skip
+    }
     assert sent.digest() == train_payload(padded, Limits(30)).digest()  # which other trainers may send
     alone = make_batch(scored_rollout(scored=[True, False, False, False]), **SETTINGS)
     assert train_payload(critic_payload(alone), Limits(30)).lengths.tolist() == [5]
@@ -190,12 +195,16 @@ def test_the_other_rows_are_as_if_the_failed_one_had_not_been():
     rollout, scores = scored.rollout, scored.scores
     without = ScoredRollout(
         Rollout(
-            [rollout.prompts[i] for i in keep], rollout.tokens[keep], rollout.lengths[keep],
-            rollout.prompt_lengths[keep], rollout.is_end[keep],
+            [rollout.prompts[i] for i in keep],
+            rollout.tokens[keep],
+            rollout.lengths[keep],
+            rollout.prompt_lengths[keep],
+            rollout.is_end[keep],
         ),
         Scores(scores.rewards[keep], scores.values[keep], scores.versions[keep], scores.scored[keep], []),
-        scored.logprobs[keep], scored.ref_logprobs[keep],
-    )  # fmt: skip
+        scored.logprobs[keep],
+        scored.ref_logprobs[keep],
+    )
     batch, expected = make_batch(scored, **SETTINGS), make_batch(without, **SETTINGS)
     torch.testing.assert_close({k: v[keep] for k, v in fields(batch).items()}, fields(expected))
     metrics, others = (rollout_metrics(s, b, kl_coef=0.1) for s, b in ((scored, batch), (without, expected)))
@@ -210,17 +219,33 @@ def test_metrics_have_the_names_that_people_chart():
     scored = scored_rollout()
     metrics = rollout_metrics(scored, make_batch(scored, **SETTINGS), kl_coef=0.1)
     names = {
-        "rollout_size", "response_lengths", "prompt_lengths", "generation_length", "rewards",
-        "fraction_of_samples_properly_ended", "init_policy_kl", "rewards_with_kl", "advantages_mean",
-        "advantages_std", "returns_mean", "returns_std", "values_mean", "values_std",
-    }  # fmt: skip
+        "rollout_size",
+        "response_lengths",
+        "prompt_lengths",
+        "generation_length",
+        "rewards",
+        "fraction_of_samples_properly_ended",
+        "init_policy_kl",
+        "rewards_with_kl",
+        "advantages_mean",
+        "advantages_std",
+        "returns_mean",
+        "returns_std",
+        "values_mean",
+        "values_std",
+    }
     assert {f"train_rollouts/{name}" for name in names} <= set(metrics)
     assert all(isinstance(value, float) for value in metrics.values())
     by_hand = {
-        "rollout_size": 4, "response_lengths": np.mean(LENGTHS), "prompt_lengths": np.mean(PROMPT_LENGTHS),
-        "generation_length": np.mean(LENGTHS) - np.mean(PROMPT_LENGTHS), "rewards": 0.625, "weights_version": 7,
-        "fraction_of_samples_properly_ended": 0.75, "masked_samples": 0,
-    }  # fmt: skip
+        "rollout_size": 4,
+        "response_lengths": np.mean(LENGTHS),
+        "prompt_lengths": np.mean(PROMPT_LENGTHS),
+        "generation_length": np.mean(LENGTHS) - np.mean(PROMPT_LENGTHS),
+        "rewards": 0.625,
+        "weights_version": 7,
+        "fraction_of_samples_properly_ended": 0.75,
+        "masked_samples": 0,
+    }
     assert {name: metrics[f"train_rollouts/{name}"] for name in by_hand} == pytest.approx(by_hand)
     kl = scored.logprobs - scored.ref_logprobs
     sums = [float(kl[i, p - 1 : n - 1].sum()) for i, (p, n) in enumerate(zip(PROMPT_LENGTHS, LENGTHS, strict=True))]
@@ -317,11 +342,13 @@ def test_grpo_by_hand():
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [
-        ({}, "abs"), ({"kl_penalty_in": "loss"}, "k3"), ({"algorithm_name": "grpo"}, "k3"),
+        ({}, "abs"),
+        ({"kl_penalty_in": "loss"}, "k3"),
+        ({"algorithm_name": "grpo"}, "k3"),
         ({"algorithm_name": "grpo", "kl_penalty_in": "reward"}, "abs"),
         ({"algorithm_name": "grpo", "kl_estimator": "k2"}, "k2"),
     ],
-)  # fmt: skip
+)
 def test_the_kl_estimate_where_nothing_is_set_depends_on_where_the_penalty_is(settings: dict[str, Any], kind: str):
     assert method_of(responses_per_prompt=4, **settings).kl_estimator == kind
 

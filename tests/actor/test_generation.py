@@ -153,11 +153,19 @@ class Letters:
 @pytest.mark.parametrize(
     ("written", "ends"),
     [
-        ("ab", False), ("xab", False), ("xabx", False), ("xabxxxxab", True), ("xxab", True), ("xxxab", True),
-        ("abab", True), ("xabyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy", False),
-        ("xéab", True), ("xxé", True), ("xé", False),
+        ("ab", False),
+        ("xab", False),
+        ("xabx", False),
+        ("xabxxxxab", True),
+        ("xxab", True),
+        ("xxxab", True),
+        ("abab", True),
+        ("xabyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy", False),
+        ("xéab", True),
+        ("xxé", True),
+        ("xé", False),
     ],
-)  # fmt: skip
+)
 def test_a_stop_string_that_ends_within_the_least_length_is_text(written: str, ends: bool):
     """As vLLM: of three tokens at least, `ab` may begin within them and must end after them."""
     settings = GenerationSection(min_new_tokens=3, stop_strings=("ab", "é"))

@@ -174,10 +174,19 @@ def test_recomputed_layers_drop_nothing(tmp_path: Path):
     """OPT's layers drop out by their own training flag, which says too whether a layer computes again."""
     tokenizer = make_tokenizer()
     config = OPTConfig(
-        vocab_size=len(tokenizer), hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2,
-        word_embed_proj_dim=32, max_position_embeddings=64, dropout=0.5, layerdrop=0.5, pad_token_id=2, bos_token_id=0,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        word_embed_proj_dim=32,
+        max_position_embeddings=64,
+        dropout=0.5,
+        layerdrop=0.5,
+        pad_token_id=2,
+        bos_token_id=0,
         eos_token_id=1,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     OPTForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -47,9 +47,15 @@ def scored(outcome: tuple[float, ...] = (0.0, 0.0), ok: tuple[bool, ...] = (True
 
 def batch(sample: ScoredRollout, name: str, **changes: Any) -> Any:
     actor = actor_section(
-        name=name, whiten_advantages=False, responses_per_prompt=2 if name == "grpo" else 1, mask_unfinished=False,
-        gamma=1.0, lam=1.0, kl_coef=0.0, **changes,
-    )  # fmt: skip
+        name=name,
+        whiten_advantages=False,
+        responses_per_prompt=2 if name == "grpo" else 1,
+        mask_unfinished=False,
+        gamma=1.0,
+        lam=1.0,
+        kl_coef=0.0,
+        **changes,
+    )
     rewards = RewardShaper(actor.rewards, max_new_tokens=8).shape_scores(sample.scores, sample.rollout)
     method = Method.of(actor.algorithm, actor.kl)
     return make_batch(
@@ -70,8 +76,9 @@ def test_ppo_and_reinforce_sum_the_steps_that_follow():
 
 def test_what_is_beyond_the_steps_is_given_at_the_end():
     assert batch(scored((10.0, 20.0)), "reinforce++").returns.tolist() == [
-        [0, 11.5, 11.5, 10.5, 10.5], [0, 23, 23, 23, 0],
-    ]  # fmt: skip
+        [0, 11.5, 11.5, 10.5, 10.5],
+        [0, 23, 23, 23, 0],
+    ]
 
 
 def test_grpo_with_process_supervision_by_hand():
@@ -110,9 +117,11 @@ def test_process_supervision_equals_a_loop(seed: int, count: int, num_groups: in
     for i in range(count):
         of_group = [
             float(rewards[j, t])
-            for j in range(count) if counted[j] and groups[j] == groups[i]
-            for t in range(7) if ends[j, t]
-        ]  # fmt: skip
+            for j in range(count)
+            if counted[j] and groups[j] == groups[i]
+            for t in range(7)
+            if ends[j, t]
+        ]
         for t in range(7):
             expected = 0.0
             for later in range(t, 7):
@@ -226,9 +235,12 @@ def written(tokenizer: Any, pairs: list[tuple[str, str]]) -> Rollout:
         Prompt(str(i), text, np.asarray(ids)) for i, (ids, (text, _)) in enumerate(zip(prompts, pairs, strict=True))
     ]
     return Rollout(
-        made, tokens, torch.tensor([len(row) for row in rows]), torch.tensor([len(ids) for ids in prompts]),
+        made,
+        tokens,
+        torch.tensor([len(row) for row in rows]),
+        torch.tensor([len(ids) for ids in prompts]),
         torch.ones(len(rows)).bool(),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -240,10 +252,12 @@ def test_rewards_of_tokens_are_placed_where_the_server_says(tokenizer: Any):
     rollout = written(tokenizer, [("Open it.", " A file. A day."), ("Open it.", " the")])
     first = int(rollout.prompt_lengths[0])
     answer = {
-        "rewards": [[0.25], [NAN]], "step_rewards": [[0.5, 0.25], [0.125, 0]],
+        "rewards": [[0.25], [NAN]],
+        "step_rewards": [[0.5, 0.25], [0.125, 0]],
         "step_ends": [[first + 1, int(rollout.lengths[0]) - 1], [first, -1]],
-        "reward_components": [[0.25, 2.0], [NAN, 1.0]], "reward_errors": [[b""], [b"why"]],
-    }  # fmt: skip
+        "reward_components": [[0.25, 2.0], [NAN, 1.0]],
+        "reward_errors": [[b""], [b"why"]],
+    }
     names = {"reward_components": '["model", "length"]', "reward_weights": "[2.0, 3.0]", "process": "step"}
     client = Client(answer, **names)
     scores = score(client, tokenizer, rollout, texts=False)

@@ -144,8 +144,9 @@ def test_rows_without_an_answer_are_rows_without_a_score(tmp_path: Path, checkpo
     assert scored.scores.scored.tolist() == [row.tobytes() not in without for row in scored.rollout.rows()]
     assert scored.scores.scored.sum() == 6
     assert scored.scores.failures == [
-        "reference at host refused: too late", "reference returned log-probs that are not finite for a response",
-    ]  # fmt: skip
+        "reference at host refused: too late",
+        "reference returned log-probs that are not finite for a response",
+    ]
     assert scored.scores.rewards.tolist() == scored.scores.scored.float().tolist()
     batch = run.make_batch(scored)
     masked = ~scored.scores.scored

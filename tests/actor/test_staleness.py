@@ -209,12 +209,18 @@ def test_no_row_is_staler_than_allowed(
 ) -> None:
     """The critic lags as far as it may; what the actor logs is what the critic saw."""
     run = make_run(
-        tmp_path, checkpoints, trainer={"publish": {"every": every}},
+        tmp_path,
+        checkpoints,
+        trainer={"publish": {"every": every}},
         actor={
-            "steps": STEPS, "max_staleness": max_staleness, "checkpoint_every": SAVE_EVERY, "validation_size": 0,
-            "rollout_size": 4, "max_new_tokens": 3,
+            "steps": STEPS,
+            "max_staleness": max_staleness,
+            "checkpoint_every": SAVE_EVERY,
+            "validation_size": 0,
+            "rollout_size": 4,
+            "max_new_tokens": 3,
         },
-    )  # fmt: skip
+    )
     critic = SlowCritic(load_tokenizer(checkpoints.policy), every=every)
     asyncio.run(asyncio.wait_for(watched_run(run.config, critic).run(), 60))
     seen = [dict(sorted(critic.scored[sent].items())) for sent in range(STEPS)]
@@ -244,12 +250,17 @@ class LateCritic(SlowCritic):
 def test_a_run_out_of_time_drops_a_rollout_and_no_update(tmp_path: Path, checkpoints: Checkpoints) -> None:
     """The rollout ahead waits for the last update when it is dropped: the checkpoint names that step."""
     run = make_run(
-        tmp_path, checkpoints,
+        tmp_path,
+        checkpoints,
         actor={
-            "max_minutes": 1e-6, "max_staleness": 0, "one_step_off_policy": True, "validation_size": 0,
-            "rollout_size": 4, "max_new_tokens": 3,
+            "max_minutes": 1e-6,
+            "max_staleness": 0,
+            "one_step_off_policy": True,
+            "validation_size": 0,
+            "rollout_size": 4,
+            "max_new_tokens": 3,
         },
-    )  # fmt: skip
+    )
     critic = LateCritic(load_tokenizer(checkpoints.policy), every=1)
 
     async def main() -> dict[str, Any]:
@@ -282,9 +293,10 @@ def test_a_failed_critic_update_is_told_and_the_run_goes_on(
 ) -> None:
     """4 is the last step: the run ends as well as goes on."""
     run = make_run(
-        tmp_path, checkpoints,
+        tmp_path,
+        checkpoints,
         actor={"steps": 4, "validation_size": 0, "rollout_size": 4, "max_new_tokens": 3, "checkpoint_every": 2},
-    )  # fmt: skip
+    )
     critic = FailingCritic(load_tokenizer(checkpoints.policy), every=1)
     critic.fails = fails
     summary = asyncio.run(asyncio.wait_for(watched_run(run.config, critic).run(), 60))

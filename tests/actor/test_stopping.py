@@ -62,8 +62,10 @@ def start() -> Any:
     def begin(grace_s: float, then: str, saved: int = 0) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(grace_s), then, str(saved)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -166,10 +168,19 @@ class Server:
 def make_ppo(folder: Path, checkpoints: Checkpoints, **settings: Any) -> PPORun:
     """Groups and adapters: everything that a checkpoint holds, but for a critic."""
     actor = {
-        "algorithm_name": "grpo", "responses_per_prompt": 2, "lora_rank": 2, "lora_dropout": 0.1, "warmup_steps": 5,
-        "min_lr": 1e-4, "steps": STEPS, "checkpoint_every": 100, "validation_size": 2,
-        "validation_every": 2, "lr": 1e-2, **settings,
-    }  # fmt: skip
+        "algorithm_name": "grpo",
+        "responses_per_prompt": 2,
+        "lora_rank": 2,
+        "lora_dropout": 0.1,
+        "warmup_steps": 5,
+        "min_lr": 1e-4,
+        "steps": STEPS,
+        "checkpoint_every": 100,
+        "validation_size": 2,
+        "validation_every": 2,
+        "lr": 1e-2,
+        **settings,
+    }
     server = Server()
     run = PPORun(make_run(folder, checkpoints, actor=actor).config, server)  # type: ignore[arg-type]
     server.tokenizer = run.policy.tokenizer

@@ -51,9 +51,14 @@ def test_both_are_told_what_the_files_hold(said: list[tuple[str, Any]], tmp_path
     settings = {"project": "rlhf-on-triton", "id": "my-run", "name": "my-run", "dir": str(tmp_path), "resume": "allow"}
     point = ({"train_rollouts/rewards": 0.5}, 1)  # a histogram is TensorBoard's alone
     assert said == [
-        ("wandb.init", settings), ("mlflow.set_experiment", "rlhf-on-triton"), ("mlflow.start_run", "my-run"),
-        ("wandb.log", point), ("mlflow.log", point), ("wandb.finish", None), ("mlflow.end_run", None),
-    ]  # fmt: skip
+        ("wandb.init", settings),
+        ("mlflow.set_experiment", "rlhf-on-triton"),
+        ("mlflow.start_run", "my-run"),
+        ("wandb.log", point),
+        ("mlflow.log", point),
+        ("wandb.finish", None),
+        ("mlflow.end_run", None),
+    ]
 
 
 def test_texts_are_a_table_everywhere(said: list[tuple[str, Any]], tmp_path: Path):

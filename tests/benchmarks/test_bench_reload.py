@@ -35,15 +35,17 @@ def test_a_core_is_for_what_is_started_within():
     with on_core(core):
         child = subprocess.run(
             [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     assert child.stdout.split() == [f"[{core}]"]
     assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.parametrize(
     ("cores", "expected"), [({5}, (5, 5, (5,))), ({2, 3}, (2, 3, (3,))), ({0, 1, 2, 3}, (0, 1, (2, 3)))]
-)  # fmt: skip
+)
 def test_cores_are_shared_only_where_they_are_few(
     cores: set[int], expected: tuple[int, int, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ):

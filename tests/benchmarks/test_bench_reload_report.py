@@ -93,9 +93,12 @@ def load_part(*, swap_gap_s: float = 0.0, failures: int = 0) -> dict[str, Any]:
     reloads = [timed("swap", at, at + 0.1, i + 1, reload_ms=50.0, publish_ms=50.0) for i, at in enumerate((11, 12.45))]
     reloads += [timed("triton", at, at + 4.5, 2) for at in (25.2, 30.2)]
     return {
-        "samples": samples, "reloads": reloads, "failed_by_server": 0, "clients": 4,
+        "samples": samples,
+        "reloads": reloads,
+        "failed_by_server": 0,
+        "clients": 4,
         "blocks": [{"kind": kind, "begin_s": begin, "end_s": end} for kind, begin, end in blocks],
-    }  # fmt: skip
+    }
 
 
 def target(targets: list[Target], words: str) -> Target:
@@ -128,8 +131,14 @@ def test_one_failed_request_is_a_miss():
 
 
 def publish_part() -> dict[str, Any]:
-    swap = {"publish_ms": 30.0, "to_served_ms": 24.0, "reload_ms": 9.0, "hash_ms": 5.0, "load_ms": 10.0,
-            "canary_ms": 5.0}  # fmt: skip
+    swap = {
+        "publish_ms": 30.0,
+        "to_served_ms": 24.0,
+        "reload_ms": 9.0,
+        "hash_ms": 5.0,
+        "load_ms": 10.0,
+        "canary_ms": 5.0,
+    }
     return {"1m": {"parameters": 1, "swaps": [swap] * 3, "loads": [{"reload_ms": 3000.0, "fresh_ms": 2000.0}] * 3}}
 
 
@@ -163,11 +172,16 @@ def leak_samples(*, slope_kb: float, handles: float = 0.0, last: int = 1000) -> 
     """A jump in the warm-up, then growth by `slope_kb` a reload; `handles` are left open by each."""
     return [
         {
-            "reloads": n, "server_rss_kb": 40_000 + (5_000 if n >= 50 else 0) + slope_kb * n, "stub_rss_kb": 300_000,
-            "handles": 100 + int(handles * n), "threads": 40, "shm_bytes": 1 << 20, "disk_bytes": 1 << 24,
+            "reloads": n,
+            "server_rss_kb": 40_000 + (5_000 if n >= 50 else 0) + slope_kb * n,
+            "stub_rss_kb": 300_000,
+            "handles": 100 + int(handles * n),
+            "threads": 40,
+            "shm_bytes": 1 << 20,
+            "disk_bytes": 1 << 24,
         }
         for n in range(0, last + 1, 10)
-    ]  # fmt: skip
+    ]
 
 
 def leak_part(**of_swaps: float) -> dict[str, Any]:
@@ -206,9 +220,12 @@ def test_journal_counts_checking_too():
 
 def whole_result() -> dict[str, Any]:
     parts = {
-        "load": {"1m": load_part()}, "publish": publish_part(), "training": training_part(),
-        "leak": leak_part(), "journal": journal_part(),
-    }  # fmt: skip
+        "load": {"1m": load_part()},
+        "publish": publish_part(),
+        "training": training_part(),
+        "leak": leak_part(),
+        "journal": journal_part(),
+    }
     return {"parts": parts}
 
 

@@ -21,10 +21,23 @@ from benchmarks.support.workload import model_size
 def sample(contender: str, seconds: float, **changes: Any) -> dict[str, Any]:
     """1000 tokens in 10 rows, one row a request, by the 7 M model at concurrency 64."""
     row = {
-        "contender": contender, "model": "7m", "rows": 1, "concurrency": 64, "round": 1, "purpose": "sweep",
-        "split": "2x1", "seconds": seconds, "sequences": 10, "tokens": 1000, "p50_ms": 100.0, "p99_ms": 200.0,
-        "server_cpu_s": 2.0, "client_cpu_s": 1.0, "forward_tokens": 900, "computed_tokens": 1200,
-    }  # fmt: skip
+        "contender": contender,
+        "model": "7m",
+        "rows": 1,
+        "concurrency": 64,
+        "round": 1,
+        "purpose": "sweep",
+        "split": "2x1",
+        "seconds": seconds,
+        "sequences": 10,
+        "tokens": 1000,
+        "p50_ms": 100.0,
+        "p99_ms": 200.0,
+        "server_cpu_s": 2.0,
+        "client_cpu_s": 1.0,
+        "forward_tokens": 900,
+        "computed_tokens": 1200,
+    }
     return {**row, **changes}
 
 
@@ -103,11 +116,15 @@ def test_what_was_not_measured_is_neither_pass_nor_miss():
 
 def test_never_slower_names_the_worst_point_and_leaves_out_ideal_late_and_low_concurrency():
     samples = [
-        *in_rounds("ours", 1.0), *in_rounds("ragged_off", 1.5), *in_rounds("ideal", 0.5),
-        *in_rounds("late_answers", 0.6), *in_rounds("ours", 1.0, concurrency=4),
-        *in_rounds("ragged_off", 0.1, concurrency=4), *in_rounds("ours", 1.0, concurrency=8),
+        *in_rounds("ours", 1.0),
+        *in_rounds("ragged_off", 1.5),
+        *in_rounds("ideal", 0.5),
+        *in_rounds("late_answers", 0.6),
+        *in_rounds("ours", 1.0, concurrency=4),
+        *in_rounds("ragged_off", 0.1, concurrency=4),
+        *in_rounds("ours", 1.0, concurrency=8),
         *in_rounds("ragged_off", 0.8, concurrency=8),
-    ]  # fmt: skip
+    ]
     found = target(samples, "any other server")
     assert found.value == pytest.approx(0.8)
     assert found.verdict == "miss"

@@ -17,8 +17,13 @@ from benchmarks.step.phases import cores_bound, critical_path, median_phase, mod
 def block(mode: str, number: int, seconds: float, **phases: float) -> dict[str, Any]:
     spans = [[name, 1.0, 1.0 + length] for name, length in phases.items()]
     return {
-        "mode": mode, "round": number, "steps": 2, "seconds": seconds, "cpu_seconds": 1.5 * seconds, "spans": spans,
-    }  # fmt: skip
+        "mode": mode,
+        "round": number,
+        "steps": 2,
+        "seconds": seconds,
+        "cpu_seconds": 1.5 * seconds,
+        "spans": spans,
+    }
 
 
 def test_what_the_figures_are_made_of() -> None:
@@ -45,9 +50,14 @@ def test_a_quick_run_measures_draws_and_reports(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     samples = json.loads((tmp_path / "result.json").read_text())["samples"]
     assert [(s["contest"], s["mode"]) for s in samples] == [
-        ("computed", "overlapped"), ("computed", "serial"), ("computed", "padded"), ("waited", "overlapped"),
-        ("waited", "serial"), ("scaling", "overlapped"), ("scaling", "serial"),
-    ]  # fmt: skip
+        ("computed", "overlapped"),
+        ("computed", "serial"),
+        ("computed", "padded"),
+        ("waited", "overlapped"),
+        ("waited", "serial"),
+        ("scaling", "overlapped"),
+        ("scaling", "serial"),
+    ]
     phases = {"generate", "scoring", "logprobs", "init_logprobs", "critic_update", "train_time"}
     for sample in samples:
         assert phases <= {name for name, _, _ in sample["spans"]}

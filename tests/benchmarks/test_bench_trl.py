@@ -39,9 +39,15 @@ def start(tmp_path: Path, steps: int) -> SteppedTrainer:
 
 def sample(contender: str, number: int, seconds: float, **phases: float) -> dict[str, Any]:
     return {
-        **CELL, "contender": contender, "round": number, "seconds_per_step": seconds,
-        "cpu_seconds_per_step": 2 * seconds, "peak_rss_mb": 100.0 + number, "tokens": 128, "phases": phases,
-    }  # fmt: skip
+        **CELL,
+        "contender": contender,
+        "round": number,
+        "seconds_per_step": seconds,
+        "cpu_seconds_per_step": 2 * seconds,
+        "peak_rss_mb": 100.0 + number,
+        "tokens": 128,
+        "phases": phases,
+    }
 
 
 def test_a_contender_steps_when_told_and_leaves_when_its_input_ends(tmp_path: Path) -> None:
@@ -86,10 +92,13 @@ def test_turns_alternate_after_the_warm_up(tmp_path: Path) -> None:
 
 def test_the_ratio_is_of_samples_of_one_round() -> None:
     samples = [
-        sample("trl", 0, 10.0, generate=4.0), sample("ours", 0, 9.0, generate=2.0),
-        sample("trl", 1, 20.0, generate=8.0), sample("ours", 1, 16.0, generate=4.0),
-        sample("trl", 2, 10.0, generate=4.0), sample("ours", 2, 8.4, generate=2.0),
-    ]  # fmt: skip
+        sample("trl", 0, 10.0, generate=4.0),
+        sample("ours", 0, 9.0, generate=2.0),
+        sample("trl", 1, 20.0, generate=8.0),
+        sample("ours", 1, 16.0, generate=4.0),
+        sample("trl", 2, 10.0, generate=4.0),
+        sample("ours", 2, 8.4, generate=2.0),
+    ]
     trl, ours = summarise({"samples": samples})
     assert ours["seconds_per_step"] == 9.0
     assert trl["phases"] == "generate 4.00"

@@ -38,8 +38,10 @@ def test_a_quick_run_measures_compares_and_reports(tmp_path: Path, capsys: pytes
     assert main(["update", "--out", str(tmp_path), "--quick", "--threads", "1"]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert [sample["contender"] for sample in result["samples"]] == [
-        "ours-4096", "ours-512", "padded-4096",
-    ]  # fmt: skip
+        "ours-4096",
+        "ours-512",
+        "padded-4096",
+    ]
     assert {sample["model"] for sample in result["samples"]} == {"tiny"}
     assert result["tokens"] == 1970
     assert "tiny: ours / padded to the longest, times as fast" in capsys.readouterr().out

@@ -291,8 +291,9 @@ def test_a_victim_that_was_missed_is_named():
     assert check_coverage(kills, plan).kept
     kills[1]["hit"] = False
     assert check_coverage(kills, plan).violations == [
-        "no kill hit the victim 'critic'", "no kill hit the point 'idle'",
-    ]  # fmt: skip
+        "no kill hit the victim 'critic'",
+        "no kill hit the point 'idle'",
+    ]
 
 
 def test_a_promise_about_nothing_is_not_kept(reference: Reference):

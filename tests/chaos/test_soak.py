@@ -110,8 +110,9 @@ def test_steps_that_are_missing_or_failed_are_violations(tmp_path: Path):
     write_jsonl(tmp_path / "metrics.jsonl", ({"step": step} for step in (1, 3)))
     write_jsonl(tmp_path / "critic.jsonl", [{"step": 2, "error": "not finite"}])
     assert check_updates(ended(), tmp_path / "metrics.jsonl", tmp_path / "critic.jsonl").violations == [
-        "metrics.jsonl has 2 steps from [1] to [3], expected 1 to 3", "step 2: not finite",
-    ]  # fmt: skip
+        "metrics.jsonl has 2 steps from [1] to [3], expected 1 to 3",
+        "step 2: not finite",
+    ]
 
 
 def test_masked_responses_and_processes_that_end_are_violations():

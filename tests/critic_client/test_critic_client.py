@@ -70,8 +70,10 @@ def test_ragged_rows_are_the_payload_that_padded_ones_are() -> None:
     padded = {
         "tokens": np.asarray([[1, 2, 3, 4], [5, 6, 0, 0], [7, 8, 9, 0]]),
         "sequence_lengths": np.asarray(sizes)[:, None],
-        "returns": numbers, "prev_values": numbers * 2, "mask": inside.astype(np.float32),
-    }  # fmt: skip
+        "returns": numbers,
+        "prev_values": numbers * 2,
+        "mask": inside.astype(np.float32),
+    }
     ours, theirs = (train_payload(arrays, Limits(10)) for arrays in (packed, padded))
     assert ours.digest() == theirs.digest()
 

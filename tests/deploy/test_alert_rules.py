@@ -90,9 +90,15 @@ def check(tmp_path: Path, series: dict[str, str], minute: int, expected: set[str
         ],
     }
     file = tmp_path / "case.yml"
-    file.write_text(yaml.safe_dump({
-        "rule_files": [str(MONITORING / "alerts.yml")], "evaluation_interval": "1m", "tests": [case],
-    }))  # fmt: skip
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "rule_files": [str(MONITORING / "alerts.yml")],
+                "evaluation_interval": "1m",
+                "tests": [case],
+            }
+        )
+    )
     done = subprocess.run([program("promtool"), "test", "rules", file], capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 

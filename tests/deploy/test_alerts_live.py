@@ -31,9 +31,14 @@ LIMITS = {
 }
 QUICK = quick(rules(), LIMITS)
 DIVERGED = {
-    "RlhfVersionRejected", "RlhfCriticUpdateFailed", "RlhfStale", "RlhfWeightsNotMoving", "RlhfRequestsFailed",
-    "RlhfRowsMasked", "RlhfKLHigh",
-}  # fmt: skip
+    "RlhfVersionRejected",
+    "RlhfCriticUpdateFailed",
+    "RlhfStale",
+    "RlhfWeightsNotMoving",
+    "RlhfRequestsFailed",
+    "RlhfRowsMasked",
+    "RlhfKLHigh",
+}
 SERVER_AWAY = {"RlhfServerDown", "RlhfActorStalled", "RlhfOutage", "RlhfRetries"}
 NOT_PUBLISHED = {"RlhfSidecarStalled", "RlhfJournalBacklog", "RlhfServerBehind"}
 DISK_FULL = {"RlhfSidecarBlocked", "RlhfError", "RlhfDiskLow"}
@@ -50,9 +55,10 @@ def test_training_that_diverges(tmp_path: Path, checkpoints: Checkpoints) -> Non
         "def score(sample):\n    if sum(sample.tokens) % 4 == 0:\n        raise ValueError('no')\n    return 1.0\n"
     )
     sections = {
-        "trainer": {"lr": 3e37}, "actor": {"lr": 0.02, "max_failed_fraction": 0.9},
+        "trainer": {"lr": 3e37},
+        "actor": {"lr": 0.02, "max_failed_fraction": 0.9},
         "rewards": {"model": {"weight": 1.0}, "fussy": {"function": f"{tmp_path / 'fussy.py'}:score"}},
-    }  # fmt: skip
+    }
     with monitored_run(tmp_path, checkpoints, QUICK, sees_the_start=True, **sections) as run:
         run.prometheus.wait_for_alerts(*DIVERGED)
 
@@ -115,8 +121,9 @@ def send(run: LiveRun, limits: Limits, **changes: np.ndarray) -> None:
 def test_processes_that_hang_and_die(tmp_path: Path, checkpoints: Checkpoints) -> None:
     """The server is suspended, the actor killed, the models of the server suspended, and the sidecar killed."""
     sections = {
-        "trainer": {"global_batch_size": 4, "serve_timeout_s": 600}, "actor": {"client": {"deadline_s": 3}},
-    }  # fmt: skip
+        "trainer": {"global_batch_size": 4, "serve_timeout_s": 600},
+        "actor": {"client": {"deadline_s": 3}},
+    }
     with monitored_run(tmp_path, checkpoints, QUICK, **sections) as run:
         prometheus, live = run.prometheus, run.system.run
         prometheus.wait(lambda: (prometheus.value("rlhf_actor_step") or 0) > 2)

@@ -40,12 +40,23 @@ class Job(subprocess.Popen[bytes]):
             (folder / name).chmod(0o755)
         first = consecutive_ports(4)
         environment = {
-            **os.environ, **ENVIRONMENT, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable,
-            "SLURM_JOB_NODELIST": "node[1-9]", "SLURM_JOB_NUM_NODES": str(1 + trainers + actors), "SLURM_JOB_ID": "7",
-            "SERVERS": "1", "TRAINERS": str(trainers), "ACTORS": str(actors), "GPUS": "1", "TMPDIR": str(folder),
-            "HTTP_PORT": str(first), "GRPC_PORT": str(first + 1), "RENDEZVOUS_PORT": str(first + 2),
+            **os.environ,
+            **ENVIRONMENT,
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "SLURM_JOB_NODELIST": "node[1-9]",
+            "SLURM_JOB_NUM_NODES": str(1 + trainers + actors),
+            "SLURM_JOB_ID": "7",
+            "SERVERS": "1",
+            "TRAINERS": str(trainers),
+            "ACTORS": str(actors),
+            "GPUS": "1",
+            "TMPDIR": str(folder),
+            "HTTP_PORT": str(first),
+            "GRPC_PORT": str(first + 1),
+            "RENDEZVOUS_PORT": str(first + 2),
             "PET_LOCAL_ADDR": "127.0.0.1",
-        }  # fmt: skip
+        }
         self._log = folder / "log"
         with self._log.open("wb") as log:
             super().__init__([SCRIPT, run.path], env=environment, stdout=log, stderr=log)

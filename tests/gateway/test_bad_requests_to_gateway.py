@@ -36,9 +36,10 @@ STRANGE: list[Any] = [None, True, -1, 2**64, 1.5, "", "refuse", "a" * 5000, "\ud
 
 
 def play(
-    scene: Callable[[Caller, FakeReward], Awaitable[None]], behaviour: Behaviour = lambda model, number: "ok",
+    scene: Callable[[Caller, FakeReward], Awaitable[None]],
+    behaviour: Behaviour = lambda model, number: "ok",
     **settings: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Run a scene, after which the gateway still answers a good request correctly."""
 
     async def run() -> None:
@@ -81,7 +82,7 @@ WRONG_BODIES = [
     ("/get_reward", b'{"query": ["abc"', "body"),
     ("/get_reward", b"[" * 100_000, "body"),
     ("/get_reward", b"", "body"),
-]  # fmt: skip
+]
 
 
 def test_a_wrong_body_is_named() -> None:

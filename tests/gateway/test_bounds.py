@@ -31,7 +31,7 @@ BOMBS: list[tuple[str, Any, int, str]] = [
     ("/remote_rm", {"prompt": [{"role": "user", "content": [1] * 200_000}], "response": ""}, 400, "content"),
     ("/classify", {"input": [[]] * 2000}, 400, "input.0"),
     ("/get_reward", {str(i): 1 for i in range(70_000)}, 400, "70000 fields"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("path", "body", "status", "told"), BOMBS)

@@ -72,10 +72,15 @@ def test_a_group_is_one_request_to_triton_and_no_two_callers_share_one() -> None
     async def scene(caller: Caller, server: FakeReward) -> None:
         chat = [*CHAT, {"role": "assistant", "content": "Hello"}]
         inputs = [
-            {"prompt": "a", "response": "1"}, {"prompt": "b", "response": "22"}, {"prompt": "a", "response": "333"},
-            {"messages": chat}, {"prompt": CHAT, "response": ""}, {"text": "alone"},
-            {"tokens": [1, 2], "metadata": {"group": 7}}, {"tokens": [5], "metadata": {"group": 7}},
-        ]  # fmt: skip
+            {"prompt": "a", "response": "1"},
+            {"prompt": "b", "response": "22"},
+            {"prompt": "a", "response": "333"},
+            {"messages": chat},
+            {"prompt": CHAT, "response": ""},
+            {"text": "alone"},
+            {"tokens": [1, 2], "metadata": {"group": 7}},
+            {"tokens": [5], "metadata": {"group": 7}},
+        ]
         replies = await asyncio.gather(*(caller.post("/v1/rewards", {"inputs": inputs}) for _ in range(2)))
         assert [reply["rewards"] for _, reply in replies] == [[2, 3, 4, 5, 0, 5, 3, 5]] * 2
         sent = sorted(map(str, map(rows_of, server.received)))
@@ -204,9 +209,13 @@ def test_prompt_and_response_are_sent_as_a_pair() -> None:
     async def scene(caller: Caller, server: FakeReward) -> None:
         reply = {"role": "assistant", "content": "Hello"}
         inputs = [
-            {"prompt": "1 + 1 =", "response": " 2"}, {"text": "alone"}, {"prompt": CHAT, "response": "Hello"},
-            {"messages": [*CHAT, reply]}, {"messages": CHAT}, {"prompt": "", "response": "x"},
-        ]  # fmt: skip
+            {"prompt": "1 + 1 =", "response": " 2"},
+            {"text": "alone"},
+            {"prompt": CHAT, "response": "Hello"},
+            {"messages": [*CHAT, reply]},
+            {"messages": CHAT},
+            {"prompt": "", "response": "x"},
+        ]
         await caller.post("/v1/rewards", {"inputs": inputs})
         assert rows_of(server.received[0]) == ["1 + 1 =| 2", "alone|", "|Hello", "|Hello", "|", "|x"]
         assert [row.get("messages") for row in metadata_of(server)] == [None, None, CHAT, CHAT, CHAT, None]
@@ -221,8 +230,11 @@ def test_vllm_scores_text_pairs() -> None:
     async def scene(caller: Caller, server: FakeReward) -> None:
         raw = {"use_activation": False}
         for first, second, scores in (
-            ("a", "b", [3]), ("ab", ["c", "de"], [4, 5]), (["a", "abc"], ["", "d"], [2, 5]), ("a", ["b"], [3]),
-        ):  # fmt: skip
+            ("a", "b", [3]),
+            ("ab", ["c", "de"], [4, 5]),
+            (["a", "abc"], ["", "d"], [2, 5]),
+            ("a", ["b"], [3]),
+        ):
             status, reply = await caller.post("/score", {"text_1": first, "text_2": second, **raw})
             assert (status, reply["object"]) == (200, "list")
             expected = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]

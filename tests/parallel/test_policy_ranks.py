@@ -52,9 +52,14 @@ def settings_of(folder: Path, case: str, **others: Any) -> Any:
     """The actor's section of a case."""
     name = "tied" if case == "tied" else "untied"
     given = {
-        "checkpoint": folder / name, "lr": 1e-2, "minibatch_size": 4, "token_budget": 24, "max_new_tokens": 6,
-        "prompts_max_tokens": 8, "rollout_size": 7,
-    }  # fmt: skip
+        "checkpoint": folder / name,
+        "lr": 1e-2,
+        "minibatch_size": 4,
+        "token_budget": 24,
+        "max_new_tokens": 6,
+        "prompts_max_tokens": 8,
+        "rollout_size": 7,
+    }
     return actor_section(**{**given, **CASES[case], **others})
 
 
@@ -77,9 +82,7 @@ def batch_of(seed: int) -> PPOBatch:
     positions = torch.arange(width - 1)
     mask = ((positions >= PROMPT - 1) & (positions < lengths[:, None] - 1)).float()
     logprobs, ref, advantages = torch.randn(3, len(LENGTHS), width - 1, generator=generator) * mask
-    return PPOBatch(
-        tokens, lengths, mask, mask, logprobs * 0.1 - 5, ref * 0.1 - 5, advantages, advantages, mask, mask
-    )  # fmt: skip
+    return PPOBatch(tokens, lengths, mask, mask, logprobs * 0.1 - 5, ref * 0.1 - 5, advantages, advantages, mask, mask)
 
 
 def gradients(policy: Policy, update: PolicyUpdate) -> list[np.ndarray]:

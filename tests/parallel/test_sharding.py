@@ -23,9 +23,14 @@ def a_model(seed: int, *, tied: bool = False) -> Any:
     """Return a random Llama with two layers."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=tied,
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -106,8 +111,10 @@ def test_a_checkpoint_of_two_ranks_is_an_ordinary_one_with_the_same_bytes_each_t
     loaded = LlamaForCausalLM(a_model(0).config)
     names = sorted(path.name for path in (written / "checkpoint").iterdir())
     assert names == [
-        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json",
-    ]  # fmt: skip
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
     for name in names:
         assert (written / "checkpoint" / name).read_bytes() == (written / "again" / name).read_bytes()
     a_model(0).config.save_pretrained(written / "checkpoint")

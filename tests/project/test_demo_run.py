@@ -19,15 +19,23 @@ HELD_OUT = 32
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     overrides = {
-        "demo.quick": "true", "demo.cache_dir": folder / "prepared", "run.dir": folder / "run",
-        "actor.steps": STEPS, "actor.rollout_size": 32, "actor.validation.size": HELD_OUT,
+        "demo.quick": "true",
+        "demo.cache_dir": folder / "prepared",
+        "run.dir": folder / "run",
+        "actor.steps": STEPS,
+        "actor.rollout_size": 32,
+        "actor.validation.size": HELD_OUT,
         "actor.checkpoint_every": 2,
-    }  # fmt: skip
+    }
     command = [sys.executable, "-m", "tools", "run", "--fresh", "--config", "configs/demo.yaml"]
     done = subprocess.run(
         [*command, *(f"{key}={value}" for key, value in overrides.items())],
-        cwd=ROOT, capture_output=True, text=True, timeout=540, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder / "run"
 

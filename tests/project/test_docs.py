@@ -32,9 +32,12 @@ PYTHONS = ("python", "python3", ".venv/bin/python")
 # Not ours, and not installed everywhere.
 OTHER_PROGRAMS = ("docker", "apt", "tritonserver", "kubectl", "sbatch", "echo", "prometheus")
 MODULES = {
-    "pytest": None, "torch.distributed.run": None, "actor": "actor/__main__.py", "trainer": "trainer/__main__.py",
+    "pytest": None,
+    "torch.distributed.run": None,
+    "actor": "actor/__main__.py",
+    "trainer": "trainer/__main__.py",
     "tools.server.drain": "tools/server/drain.py",
-}  # fmt: skip
+}
 OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)+=.*")
 KEY = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.(?:\w+|<name>))+")
 FILE_ENDINGS = (".py", ".yaml", ".jsonl", ".log", ".lock")
@@ -133,11 +136,18 @@ def options_in(file: Path) -> set[str]:
 
 
 CHEAP = [  # what answers in less than a second
-    ["-m", "tools", "--help"], ["-m", "tools", "run", "--help"], ["-m", "tools", "serve", "--help"],
-    ["-m", "tools", "import", "--help"], ["-m", "tools", "weights", "rollback", "--help"],
-    ["-m", "tools", "bench", "--help"], ["-m", "tools", "bench", "reload", "--help"], ["-m", "actor", "--help"],
-    ["-m", "trainer", "--help"], ["tools/render_configs.py", "--check"], ["tools/config_reference.py", "--check"],
-]  # fmt: skip
+    ["-m", "tools", "--help"],
+    ["-m", "tools", "run", "--help"],
+    ["-m", "tools", "serve", "--help"],
+    ["-m", "tools", "import", "--help"],
+    ["-m", "tools", "weights", "rollback", "--help"],
+    ["-m", "tools", "bench", "--help"],
+    ["-m", "tools", "bench", "reload", "--help"],
+    ["-m", "actor", "--help"],
+    ["-m", "trainer", "--help"],
+    ["tools/render_configs.py", "--check"],
+    ["tools/config_reference.py", "--check"],
+]
 
 
 @pytest.mark.slow

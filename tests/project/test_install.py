@@ -30,8 +30,11 @@ def test_script_installs_what_each_image_needs(tmp_path: Path) -> None:
         done = subprocess.run(
             [str(SCRIPT), extras],
             env={**os.environ, "PYTHON": str(python)},  # pip keeps the settings that it has here
-            capture_output=True, text=True, timeout=840, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=840,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         code = f"{imports}; import importlib.util as u; print([n for n in {sorted(absent)} if u.find_spec(n)])"
         ran = subprocess.run([str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)

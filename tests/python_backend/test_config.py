@@ -157,8 +157,10 @@ def test_all_problems_are_said_at_once(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "actor: {step: 3, optimizer: {lr: -1}}\nserver: {http_port: x}")
     assert [line.split("my.yaml: ")[1][:16] for line in str(caught.value).splitlines()] == [
-        "server.http_port", "actor.optimizer.", "unknown key acto",
-    ]  # fmt: skip
+        "server.http_port",
+        "actor.optimizer.",
+        "unknown key acto",
+    ]
 
 
 def test_a_missing_file_is_named(tmp_path: Path):
@@ -169,10 +171,15 @@ def test_a_missing_file_is_named(tmp_path: Path):
 
 def test_overrides_win_over_the_file(tmp_path: Path):
     config = load(
-        tmp_path, "actor: {steps: 3, optimizer: {lr: 0.1}}", "actor.steps=5", "actor.client.retries=0",
-        "run.dir=runs/a=b", "trainer.optimizer.betas=[0.5, 0.6]", "actor.validation.prompts=null",
+        tmp_path,
+        "actor: {steps: 3, optimizer: {lr: 0.1}}",
+        "actor.steps=5",
+        "actor.client.retries=0",
+        "run.dir=runs/a=b",
+        "trainer.optimizer.betas=[0.5, 0.6]",
+        "actor.validation.prompts=null",
         "reward.standardization={mean: 1, std: 2}",
-    )  # fmt: skip
+    )
     assert (config.actor.steps, config.actor.optimizer.lr, config.actor.client.retries) == (5, 0.1, 0)
     assert config.run.dir == Path("runs/a=b")
     assert config.trainer.optimizer.betas == (0.5, 0.6)
@@ -248,8 +255,9 @@ def test_what_is_wrong_in_the_file_is_not_blamed_on_an_override(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "actor: {step: 3}", "actor.steps=3", "actor.step_size=2")
     assert [line.rpartition(": unknown")[0].rpartition("/")[2] for line in str(caught.value).splitlines()] == [
-        "my.yaml", "override 'actor.step_size=2'"
-    ]  # fmt: skip
+        "my.yaml",
+        "override 'actor.step_size=2'",
+    ]
 
 
 def test_the_configuration_is_frozen():

@@ -23,8 +23,12 @@ def padded(**changes: np.ndarray | None) -> dict[str, np.ndarray | None]:
     targets = np.add.outer(10 * np.arange(3), np.arange(3)).astype(np.float32)
     mask = np.array([[0, 1, 1], [1, 0, 0], [0, 1, 0]], np.float32)
     arrays = {
-        "tokens": TOKENS, "sequence_lengths": LENGTHS, "returns": targets, "prev_values": -targets, "mask": mask,
-    }  # fmt: skip
+        "tokens": TOKENS,
+        "sequence_lengths": LENGTHS,
+        "returns": targets,
+        "prev_values": -targets,
+        "mask": mask,
+    }
     return {**arrays, **changes}
 
 

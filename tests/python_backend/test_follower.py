@@ -31,9 +31,13 @@ class Instance:
         self.logged: list[str] = []
         self.while_loading: Callable[[int], None] = lambda number: None
         self.follower = Follower(
-            store, "critic_0", load=self._load, swaps=swaps, log_error=self.logged.append,
+            store,
+            "critic_0",
+            load=self._load,
+            swaps=swaps,
+            log_error=self.logged.append,
             count=lambda number, rejected: self.counted.append((number, rejected)),
-        )  # fmt: skip
+        )
 
     def _load(self, folder: Path, served: Any) -> float:
         number = int(folder.name)

@@ -58,9 +58,13 @@ def test_entries_are_done_in_order(journal: Journal):
         journal.accept_rewind(run_id="run", target=1).name,
     ]
     assert names == [
-        "00000001.train", "00000002.train", "00000002.save.1", "00000002.save.2", "00000003.train",
+        "00000001.train",
+        "00000002.train",
+        "00000002.save.1",
+        "00000002.save.2",
+        "00000003.train",
         "00000003.rewind.1.1",
-    ]  # fmt: skip
+    ]
     assert [entry.name for entry in journal.entries()] == names
     assert [Entry.parse(name).name for name in names] == names
 

@@ -140,9 +140,12 @@ def test_a_sidecar_removes_what_a_killed_one_left(rig: Rig):
     rig.train(1)
     rig.stop()
     left = [
-        rig.journal.root / ".heartbeat.json.ab.tmp", rig.journal.root / "run" / "results" / ".cd.tmp",
-        rig.store.root / ".ef.tmp", rig.store.root / "serving" / ".gh.tmp", rig.checkpoints.root / ".ij.tmp",
-    ]  # fmt: skip
+        rig.journal.root / ".heartbeat.json.ab.tmp",
+        rig.journal.root / "run" / "results" / ".cd.tmp",
+        rig.store.root / ".ef.tmp",
+        rig.store.root / "serving" / ".gh.tmp",
+        rig.checkpoints.root / ".ij.tmp",
+    ]
     for path in left:
         path.touch()
     rig.start().train(2)

@@ -75,15 +75,31 @@ def test_the_linear_patterns_accept_what_the_short_ones_do(pattern: str) -> None
 @pytest.mark.parametrize(
     ("answer", "score"),
     [
-        ("7", 7), ("Score: 8/10", 8), ("**Score: 8**/10", 8), ("8.5 out of 10.", 8.5), ("8 points (out of 10)", 8),
-        ("1. Good. 2. Bad.\nGrade: 3", 3), ("10/10", 10), ("from 1 to 10: 4", 4), ("$\\boxed{9}$", 9), ("+5", 5),
-        ("no score", "has no number"), ("", "has no number"), ("11", "score 11 is outside 1 to 10"),
-        ("0", "score 0 is outside 1 to 10"), ("-3", "score -3 is outside"), ("4/5", "ends with '4/5'"),
-        ("7-8", "ends with '7-8'"), ("7 to 8", "ends with '7 to 8'"), ("1 (worst) to 10 (best)", "not one score"),
+        ("7", 7),
+        ("Score: 8/10", 8),
+        ("**Score: 8**/10", 8),
+        ("8.5 out of 10.", 8.5),
+        ("8 points (out of 10)", 8),
+        ("1. Good. 2. Bad.\nGrade: 3", 3),
+        ("10/10", 10),
+        ("from 1 to 10: 4", 4),
+        ("$\\boxed{9}$", 9),
+        ("+5", 5),
+        ("no score", "has no number"),
+        ("", "has no number"),
+        ("11", "score 11 is outside 1 to 10"),
+        ("0", "score 0 is outside 1 to 10"),
+        ("-3", "score -3 is outside"),
+        ("4/5", "ends with '4/5'"),
+        ("7-8", "ends with '7-8'"),
+        ("7 to 8", "ends with '7 to 8'"),
+        ("1 (worst) to 10 (best)", "not one score"),
         ("8,5", "score '8,5' is not a number"),
-        ("9 on a scale of 100", "not one score"), ("8/10 (80%)", "score 80 is outside"), ("9" * 400, "score inf"),
+        ("9 on a scale of 100", "not one score"),
+        ("8/10 (80%)", "score 80 is outside"),
+        ("9" * 400, "score inf"),
     ],
-)  # fmt: skip
+)
 def test_the_last_number_on_the_scale(answer: str, score: float | str) -> None:
     reader = VerdictReader(1, 10)
     if not isinstance(score, str):
@@ -97,12 +113,19 @@ def test_the_last_number_on_the_scale(answer: str, score: float | str) -> None:
 @pytest.mark.parametrize(
     ("answer", "score"),
     [
-        ('{"grade": 4}', 4), ('```json\n{"grade": "4.5", "why": "{x}"}\n```', 4.5), ('{"grade": 2} {"grade": 3}', 3),
-        ('{"a": {"b": 1}, "grade": 5} {"other": 1}', 5), ("4", "no JSON object with 'grade'"),
-        ('{"grade": null}', "score None is not"), ('{"grade": true}', "score True is not"), ('{"grade": NaN}', "nan"),
-        ('{"grade": ', "no JSON object"), ("{" * 9999, "no JSON object"), ('{"grade": [4]}', "score [4] is not"),
+        ('{"grade": 4}', 4),
+        ('```json\n{"grade": "4.5", "why": "{x}"}\n```', 4.5),
+        ('{"grade": 2} {"grade": 3}', 3),
+        ('{"a": {"b": 1}, "grade": 5} {"other": 1}', 5),
+        ("4", "no JSON object with 'grade'"),
+        ('{"grade": null}', "score None is not"),
+        ('{"grade": true}', "score True is not"),
+        ('{"grade": NaN}', "nan"),
+        ('{"grade": ', "no JSON object"),
+        ("{" * 9999, "no JSON object"),
+        ('{"grade": [4]}', "score [4] is not"),
     ],
-)  # fmt: skip
+)
 def test_a_score_in_json(answer: str, score: float | str) -> None:
     reader = VerdictReader(1, 10, json_key="grade")
     if not isinstance(score, str):
@@ -131,9 +154,12 @@ def test_what_is_sent(server: ChatServer) -> None:
     sent = server.requests[-1]
     message = "é|Why?|0-5\n{{ 7 * 7 }} Score: 5"
     assert sent == {
-        "model": "m", "messages": [{"role": "user", "content": message}], "temperature": 0.5, "top_p": 0.9,
+        "model": "m",
+        "messages": [{"role": "user", "content": message}],
+        "temperature": 0.5,
+        "top_p": 0.9,
         "max_completion_tokens": 7,
-    }  # fmt: skip
+    }
     assert "Authorization" not in server.headers
 
 

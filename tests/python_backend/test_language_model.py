@@ -56,9 +56,16 @@ def test_log_probs_are_those_of_each_row_alone(tmp_path: Path, family: str):
 
 def test_a_model_that_changes_its_logits_after_the_head(tmp_path: Path):
     config = GraniteConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=POSITIONS, pad_token_id=0, logits_scaling=0.25,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        pad_token_id=0,
+        logits_scaling=0.25,
+    )
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
@@ -132,9 +139,15 @@ def test_a_checkpoint_without_a_language_model_is_refused(tmp_path: Path):
 def test_it_can_be_measured(tmp_path: Path):
     save_tiny(tmp_path, "llama", "language")
     spec = {
-        "role": "reference", "checkpoint": str(tmp_path), "device": "cpu", "dtype": "float32", "threads": 1,
-        "workers": 1, "max_length": None, "options": {},
-    }  # fmt: skip
+        "role": "reference",
+        "checkpoint": str(tmp_path),
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+        "workers": 1,
+        "max_length": None,
+        "options": {},
+    }
     assert Measurement(spec).speeds([64])[64] > 0
 
 

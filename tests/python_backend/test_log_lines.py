@@ -38,9 +38,15 @@ def line(message: str = "hello", *args: Any, rank: int = 0, **attributes: Any) -
 
 def test_the_fields_of_a_line() -> None:
     assert line("%d of %d", 3, 8) == {
-        "time": "2023-11-14T22:13:20.250+00:00", "level": "WARNING", "process": "actor", "run": "my-run",
-        "step": None, "version": None, "logger": "actor.loop", "message": "3 of 8",
-    }  # fmt: skip
+        "time": "2023-11-14T22:13:20.250+00:00",
+        "level": "WARNING",
+        "process": "actor",
+        "run": "my-run",
+        "step": None,
+        "version": None,
+        "logger": "actor.loop",
+        "message": "3 of 8",
+    }
     assert line("zwei\nZeilen – \ud800")["message"] == "zwei\nZeilen – \ud800"
     assert line(rank=2)["rank"] == 2
 
@@ -106,13 +112,19 @@ def test_whatever_a_process_writes_is_json() -> None:
     assert code == 1
     assert {(each["process"], each["run"]) for each in found} == {("sidecar", "r1")}
     assert [(each["level"], each["message"].partition(" <")[0]) for each in found if "old" not in each["message"]] == [
-        ("INFO", "an info"), ("WARNING", "from the server"), ("INFO", "plain"), ("ERROR", "critic.checkpoint: missing"),
-        ("ERROR", "exception ignored in"), ("CRITICAL", "uncaught exception"), ("CRITICAL", "uncaught exception"),
-    ]  # fmt: skip
+        ("INFO", "an info"),
+        ("WARNING", "from the server"),
+        ("INFO", "plain"),
+        ("ERROR", "critic.checkpoint: missing"),
+        ("ERROR", "exception ignored in"),
+        ("CRITICAL", "uncaught exception"),
+        ("CRITICAL", "uncaught exception"),
+    ]
     assert [each["level"] for each in found if "old" in each["message"]] == ["WARNING"]
     assert [each["exception"].splitlines()[-1] for each in found[-2:]] == [
-        "ZeroDivisionError: division by zero", "RuntimeError: the end",
-    ]  # fmt: skip
+        "ZeroDivisionError: division by zero",
+        "RuntimeError: the end",
+    ]
 
 
 def test_text_stays_as_it_was() -> None:

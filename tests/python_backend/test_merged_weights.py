@@ -20,9 +20,13 @@ from tests.python_backend.test_precision import make_policy, save_policy
 def test_a_file_has_the_bytes_of_the_library(tmp_path: Path):
     torch.manual_seed(0)
     tensors = {
-        "b": torch.randn(3, 5), "a": torch.arange(3), "half.x": torch.randn(7).bfloat16(), "ä": torch.tensor(3.0),
-        "empty": torch.zeros(0, 4), "bool": torch.tensor([True, False, True]),
-    }  # fmt: skip
+        "b": torch.randn(3, 5),
+        "a": torch.arange(3),
+        "half.x": torch.randn(7).bfloat16(),
+        "ä": torch.tensor(3.0),
+        "empty": torch.zeros(0, 4),
+        "bool": torch.tensor([True, False, True]),
+    }
     save_file(tensors, tmp_path / "whole", metadata={"format": "pt"})
     write_tensors(tmp_path / "streamed", {n: (t.dtype, t.shape) for n, t in tensors.items()}, tensors.__getitem__)
     assert (tmp_path / "streamed").read_bytes() == (tmp_path / "whole").read_bytes()

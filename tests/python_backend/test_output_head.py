@@ -25,9 +25,17 @@ from python_backend.models.output_head import head_logprobs, linear_head
 VOCAB, WIDTH, POSITIONS = 11, 4, 7
 SAMPLING: dict[str, Any] = {"temperature": 0.7, "banned_token_ids": [3, 9]}
 SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def example(*, bias: bool) -> tuple[Tensor, nn.Linear, Tensor]:

@@ -32,9 +32,12 @@ from trainer.critic_update import CriticUpdate
 
 LIMIT = POSITIONS // 2  # of the rows that leave the rotary table as it is
 LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": LIMIT,
-    "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 5.0, 9.0],
-}  # fmt: skip
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": LIMIT,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 3.0, 5.0, 9.0],
+}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": LIMIT}),
@@ -121,12 +124,13 @@ def test_micro_batches_change_no_update_of_the_critic(tmp_path: Path, model: str
     folder = save(tmp_path, model, "critic")
     payload = train_payload(
         {
-            "tokens": np.concatenate(MIXED)[None], "sequence_lengths": np.array([row.size for row in MIXED])[:, None],
+            "tokens": np.concatenate(MIXED)[None],
+            "sequence_lengths": np.array([row.size for row in MIXED])[:, None],
             **{name: np.ones((1, sum(row.size - 1 for row in MIXED)), np.float32) for name in ("returns", "mask")},
             "prev_values": np.zeros((1, sum(row.size - 1 for row in MIXED)), np.float32),
         },
         Limits(VOCAB),
-    )  # fmt: skip
+    )
     losses = []
     for token_budget in (1, 40, 10_000):
         update = CriticUpdate(load_critic(folder), trainer_section(token_budget=token_budget, clip_value=0, lr=1e-2))
@@ -139,10 +143,17 @@ def test_micro_batches_change_no_update_of_the_critic(tmp_path: Path, model: str
 def test_a_table_for_each_kind_of_layer():
     kinds = ["full_attention", "sliding_attention"]
     config = Gemma3TextConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=LIMIT, layer_types=kinds,
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=LIMIT,
+        layer_types=kinds,
         rope_parameters={kinds[0]: DYNAMIC, kinds[1]: {"rope_type": "default", "rope_theta": 10000.0}},
-    )  # fmt: skip
+    )
     body = AutoModel.from_config(config).eval()
     fix_forward(body)
     row, longer = (torch.from_numpy(each)[None] for each in rows(LIMIT, POSITIONS))
@@ -176,20 +187,27 @@ def test_longer_rows_are_refused_and_padding_stops_before(tmp_path: Path, model:
     [
         (
             {
-                "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,  # Phi-3 128k on the hub
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,  # Phi-3 128k on the hub
                 "rope_scaling": {"type": "su", "short_factor": [1.05], "long_factor": [1.3]},
             },
-            4096, 4096,
+            4096,
+            4096,
         ),
         (
             {
-                "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,
                 "rope_parameters": {
-                    "rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0],
-                    "short_mscale": 1.1, "long_mscale": 1.2,  # Phi-3.5-MoE scales by length, too
+                    "rope_type": "longrope",
+                    "short_factor": [1.0],
+                    "long_factor": [1.0],
+                    "short_mscale": 1.1,
+                    "long_mscale": 1.2,  # Phi-3.5-MoE scales by length, too
                 },
             },
-            4096, 4096,
+            4096,
+            4096,
         ),
         ({"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rope_scaling": None}, None, 4096),
         ({"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 2048, 2048),
@@ -198,20 +216,22 @@ def test_longer_rows_are_refused_and_padding_stops_before(tmp_path: Path, model:
                 "max_position_embeddings": 64,
                 "rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}},
             },
-            LIMIT, LIMIT,
+            LIMIT,
+            LIMIT,
         ),
         (
             {
                 "max_position_embeddings": 131072,
                 "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
             },
-            None, 131072,
+            None,
+            131072,
         ),
         ({"text_config": {"max_position_embeddings": 64, "rope_parameters": LONGROPE}}, LIMIT, LIMIT),
         ({"n_positions": 1024}, None, 1024),
         ({}, None, None),
     ],
-)  # fmt: skip
+)
 def test_what_a_config_says(config: dict[str, Any], limit: int | None, positions: int | None):
     assert stable_length(config) == limit
     assert max_positions(config) == positions

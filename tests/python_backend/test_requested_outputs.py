@@ -46,9 +46,11 @@ INPUTS = {
     "critic_train": training_inputs(seed=2),
     "critic_save": {"dummy_var": np.zeros(1, np.int64)},
     "reward_mixture": {
-        "component_model": COLUMN, "component_length": COLUMN, "error_length": texts_array(["", "no score"]),
+        "component_model": COLUMN,
+        "component_length": COLUMN,
+        "error_length": texts_array(["", "no score"]),
     },
-}  # fmt: skip
+}
 PATIENCE_S = 60.0
 
 

@@ -43,12 +43,18 @@ HEADS: dict[str, tuple[Save, dict[str, Any]]] = {
     ),
     "OpenRLHF": (
         lambda folder, seed: save_with_value_head(
-            folder, "llama", prefix="my_head", seed=seed, value_head_prefix="my_head", normalize_reward=True,
-            mean=0.1 * seed, std=2.0,
+            folder,
+            "llama",
+            prefix="my_head",
+            seed=seed,
+            value_head_prefix="my_head",
+            normalize_reward=True,
+            mean=0.1 * seed,
+            std=2.0,
         ),
         {},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -69,8 +75,10 @@ def test_it_scores_as_a_fresh_load_does(tmp_path: Path, kind: str, monkeypatch: 
     other = served.with_weights(tmp_path / "2")
     assert np.array_equal(other.score(ROWS), fresh.score(ROWS))
     assert (other.skipped_pad_id, other.num_outputs, other.limits) == (
-        served.skipped_pad_id, served.num_outputs, served.limits,
-    )  # fmt: skip
+        served.skipped_pad_id,
+        served.num_outputs,
+        served.limits,
+    )
     assert np.array_equal(served.score(ROWS), before), "the served model keeps its weights"
     assert not np.allclose(other.score(ROWS), before)
     again = other.with_weights(tmp_path / "1")
@@ -86,7 +94,8 @@ MISFITS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another family": (lambda folder: save_tiny(folder, "qwen2", "reward"), "is a qwen2 model, but the served model"),
     "more labels": (lambda folder: save_tiny(folder, "llama", "reward", num_labels=2), "another head than the served"),
     "another size": (
-        lambda folder: save_tiny(folder, "llama", "reward", intermediate_size=32), "intermediate_size in config.json is"
+        lambda folder: save_tiny(folder, "llama", "reward", intermediate_size=32),
+        "intermediate_size in config.json is",
     ),
     "another padding": (lambda folder: change_config(folder, pad_token_id=3), "pad_token_id in config.json is 3"),
     "a shape of its own": (
@@ -95,7 +104,7 @@ MISFITS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a missing tensor": (lambda folder: rewrite(folder, lambda t: t.pop("model.norm.weight")), "the weights lack"),
     "cut short": (lambda folder: truncate(folder / "model.safetensors"), "is damaged"),
-}  # fmt: skip
+}
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

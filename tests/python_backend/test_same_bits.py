@@ -22,9 +22,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "0").mkdir()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=200, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=128, num_labels=1, initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=200,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        num_labels=1,
+        initializer_range=0.1,
+    )
     save_critic(CriticModel(LlamaForTokenClassification(config)), root / "0")
     return root / "0"
 

@@ -48,15 +48,26 @@ class Request:
 
 
 def serve(
-    folder: Path, texts: list[str], metadata: list[dict[str, Any]] | None = None, *, add_special_tokens: bool = True,
-    takes_pairs: bool = False, append_eos: bool = False, **arrays: np.ndarray | None,
-) -> tuple[list[list[int]], np.ndarray]:  # fmt: skip
+    folder: Path,
+    texts: list[str],
+    metadata: list[dict[str, Any]] | None = None,
+    *,
+    add_special_tokens: bool = True,
+    takes_pairs: bool = False,
+    append_eos: bool = False,
+    **arrays: np.ndarray | None,
+) -> tuple[list[list[int]], np.ndarray]:
     """Token rows and rewards `[B]` of one request, by what runs in the server."""
     model = load_reward(folder)
     reader = RowReader(
-        folder, model.limits, add_special_tokens=add_special_tokens, skipped_pad_id=model.skipped_pad_id,
-        takes_pairs=takes_pairs, has_token_types=model.has_token_types, append_eos=append_eos,
-    )  # fmt: skip
+        folder,
+        model.limits,
+        add_special_tokens=add_special_tokens,
+        skipped_pad_id=model.skipped_pad_id,
+        takes_pairs=takes_pairs,
+        has_token_types=model.has_token_types,
+        append_eos=append_eos,
+    )
     rows = run_to_end(reader.read(Request(texts, metadata, **arrays))).tokens  # type: ignore[arg-type]
     return [row.tolist() for row in rows], model.score(rows)[:, 0]
 
@@ -89,9 +100,16 @@ def test_a_text_scores_as_in_the_pipeline(tmp_path: Path, family: str):
 def test_a_pair_scores_as_in_the_pipeline(tmp_path: Path, family: str):
     tokenizer = save_text_reward(tmp_path, family)
     pairs = [
-        (TEXTS[0], TEXTS[1]), (TEXTS[2], "y"), ("", TEXTS[3]), (LONG, "y"), ("y", LONG), (LONG, LONG[5:]),
-        ("y [SEP] </s> y", "[SEP] y"), ("word " * 150, "one " * 160), ("y", "word " * 400),
-    ]  # fmt: skip
+        (TEXTS[0], TEXTS[1]),
+        (TEXTS[2], "y"),
+        ("", TEXTS[3]),
+        (LONG, "y"),
+        ("y", LONG),
+        (LONG, LONG[5:]),
+        ("y [SEP] </s> y", "[SEP] y"),
+        ("word " * 150, "one " * 160),
+        ("y", "word " * 400),
+    ]
     seconds = texts_array([second for _, second in pairs])
     rows, rewards = serve(tmp_path, [first for first, _ in pairs], takes_pairs=True, text_pairs=seconds)
     encoded = [tokenizer(*pair, truncation=True, max_length=POSITIONS) for pair in pairs]
@@ -171,10 +189,15 @@ def test_texts_end_with_eos_as_in_trl(tmp_path: Path):
 @pytest.mark.parametrize(
     ("num_labels", "problem"),
     [
-        (1, None), (1, "multi_label_classification"), (1, "regression"), (3, None), (3, "regression"),
-        (3, "single_label_classification"), (3, "multi_label_classification"),
+        (1, None),
+        (1, "multi_label_classification"),
+        (1, "regression"),
+        (3, None),
+        (3, "regression"),
+        (3, "single_label_classification"),
+        (3, "multi_label_classification"),
     ],
-)  # fmt: skip
+)
 def test_probabilities_are_those_of_the_pipeline(tmp_path: Path, num_labels: int, problem: str | None):
     save_text_reward(tmp_path, "bert", num_labels=num_labels, model={"problem_type": problem})
     classifier = pipeline("text-classification", model=str(tmp_path), device="cpu", top_k=None)

@@ -103,10 +103,19 @@ def test_a_step_that_never_ends_is_sent_at_the_end(received: Collector) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        None, "", "00", REMOTE[:-1], REMOTE + "0", REMOTE.upper(), "01" + REMOTE[2:], REMOTE + "\n",
-        "00-" + "0" * 32 + "-" + "b" * 16 + "-01", "00-" + "a" * 32 + "-" + "0" * 16 + "-01", "ä" * 55,
+        None,
+        "",
+        "00",
+        REMOTE[:-1],
+        REMOTE + "0",
+        REMOTE.upper(),
+        "01" + REMOTE[2:],
+        REMOTE + "\n",
+        "00-" + "0" * 32 + "-" + "b" * 16 + "-01",
+        "00-" + "a" * 32 + "-" + "0" * 16 + "-01",
+        "ä" * 55,
     ],
-)  # fmt: skip
+)
 def test_a_malformed_context_is_ignored(text: str | None) -> None:
     assert parsed_traceparent(text) is None
     assert parsed_traceparent(REMOTE) == REMOTE

@@ -164,10 +164,15 @@ def damage_one_bit(file: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        damage_truncated, damage_cut_in_the_header, damage_empty, damage_no_header, damage_no_offsets, damage_missing,
+        damage_truncated,
+        damage_cut_in_the_header,
+        damage_empty,
+        damage_no_header,
+        damage_no_offsets,
+        damage_missing,
         damage_one_bit,
     ],
-)  # fmt: skip
+)
 def test_damage_is_found(store: WeightsStore, damage: Callable[[Path], None]):
     add(store, 0)
     damage(store.folder(0) / "model.safetensors")

@@ -25,12 +25,21 @@ def ranked_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
     """Long responses and long updates, so that a kill hits one of them."""
     client = {"retries": 60, "train_retries": 60, "backoff_s": 0.2}
     return make_run(
-        folder, checkpoints, run={"deterministic": True},
+        folder,
+        checkpoints,
+        run={"deterministic": True},
         actor={
-            "ranks": 2, "steps": STEPS, "checkpoint_every": 2, "rollout_size": 12, "max_new_tokens": 48,
-            "update_epochs": 6, "token_budget": 128, "kl_coef": 0.1, "client": client,
+            "ranks": 2,
+            "steps": STEPS,
+            "checkpoint_every": 2,
+            "rollout_size": 12,
+            "max_new_tokens": 48,
+            "update_epochs": 6,
+            "token_budget": 128,
+            "kl_coef": 0.1,
+            "client": client,
         },
-    )  # fmt: skip
+    )
 
 
 def outcome(run: LiveRun) -> list[Any]:

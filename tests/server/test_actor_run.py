@@ -213,8 +213,11 @@ def command(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[Callable[[str]
         with (tmp_path / "output").open("w") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tools", "run", "--config", str(run.path)],
-                stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env={**os.environ, **ENVIRONMENT},
-            )  # fmt: skip
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **ENVIRONMENT},
+            )
         started.append(process)
         return process
 

@@ -17,9 +17,14 @@ from tools.server.child import Child
 from trainer.control_plane import ControlPlane
 
 SETTINGS = {
-    "actor.algorithm.responses_per_prompt": 2, "actor.kl.target": 0.001, "actor.kl.horizon": 100, "actor.kl.coef": 0.1,
-    "actor.rewards.normalization": "running", "actor.rewards.clip": 2, "actor.rewards.missing_eos_penalty": 0.5,
-}  # fmt: skip
+    "actor.algorithm.responses_per_prompt": 2,
+    "actor.kl.target": 0.001,
+    "actor.kl.horizon": 100,
+    "actor.kl.coef": 0.1,
+    "actor.rewards.normalization": "running",
+    "actor.rewards.clip": 2,
+    "actor.rewards.missing_eos_penalty": 0.5,
+}
 
 
 def run_actor(live: System, folder: Path, name: str, **overrides: Any) -> None:

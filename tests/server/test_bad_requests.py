@@ -98,7 +98,7 @@ BAD_SCORING = {
         {"sentences": np.asarray([[b"A \xff list"]], dtype=np.object_)},
         "sentences[0]: not UTF-8",
     ),
-}  # fmt: skip
+}
 
 REFUSED_BY_TRITON = {
     "wrong dtype": ({**ROW, "tokens": ROW["tokens"].astype(np.float32)}, ("tokens", "FP32", "INT64")),
@@ -174,7 +174,7 @@ TOO_MUCH = {
         {**sentences("A list"), "metadata": texts_array(["{}" + " " * 1_000_000])},
         "metadata[0]: 1000002 bytes, must be at most 1000000",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body")
@@ -235,7 +235,7 @@ BAD_TRAINING = {
         "run_id: '../other', use 1 to 64 letters",
     ),
     "step 0": ({**GOOD, "step": np.asarray([0])}, "step: 0, must be at least 1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_TRAINING)
@@ -322,9 +322,14 @@ def test_a_gap_is_refused(live: System) -> None:
 
 @pytest.mark.parametrize("model", [CRITIC_TRAIN, CRITIC_SAVE])
 def test_another_run_is_refused(live: System, model: str) -> None:
-    arrays = {**GOOD, **identity("other", 1)} if model == CRITIC_TRAIN else {
-        "dummy_var": np.zeros(1, np.int64), "run_id": np.asarray([b"other"], dtype=np.object_),
-    }  # fmt: skip
+    arrays = (
+        {**GOOD, **identity("other", 1)}
+        if model == CRITIC_TRAIN
+        else {
+            "dummy_var": np.zeros(1, np.int64),
+            "run_id": np.asarray([b"other"], dtype=np.object_),
+        }
+    )
     error = refusal(live, model, arrays)
     assert error.code == "400"
     assert "run_id: 'other', but this critic belongs to run 'test'" in error.message

@@ -55,16 +55,31 @@ def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
     """Few steps, several optimizer steps and micro-batches in each."""
     client = {"retries": 60, "train_retries": 60, "backoff_s": 0.2}
     return make_run(
-        folder, checkpoints, run={"deterministic": True},
+        folder,
+        checkpoints,
+        run={"deterministic": True},
         trainer={"global_batch_size": 3, "token_budget": 64},
         actor={
-            "steps": STEPS, "checkpoint_every": CHECKPOINT_EVERY, "rollout_size": 12, "generation_batch_size": 6,
-            "max_new_tokens": 24, "token_budget": 128, "update_epochs": 2, "client": client,
-            "kl_coef": 0.1, "kl_target": 0.01, "kl_horizon": 100, "rewards_normalization": "running", "rewards_clip": 2,
-            "missing_eos_penalty": 0.5, "entropy_bonus": 0.01, "clip_ratio_high": 0.28, "update_max_kl": 0.5,
+            "steps": STEPS,
+            "checkpoint_every": CHECKPOINT_EVERY,
+            "rollout_size": 12,
+            "generation_batch_size": 6,
+            "max_new_tokens": 24,
+            "token_budget": 128,
+            "update_epochs": 2,
+            "client": client,
+            "kl_coef": 0.1,
+            "kl_target": 0.01,
+            "kl_horizon": 100,
+            "rewards_normalization": "running",
+            "rewards_clip": 2,
+            "missing_eos_penalty": 0.5,
+            "entropy_bonus": 0.01,
+            "clip_ratio_high": 0.28,
+            "update_max_kl": 0.5,
             "validation_every": CHECKPOINT_EVERY,
         },
-    )  # fmt: skip
+    )
 
 
 def finish(actor: Child) -> None:
@@ -155,9 +170,12 @@ def test_a_killed_actor_without_a_critic_changes_no_bit(system: System, tmp_path
 
     def start(folder: str) -> Child:
         settings = {
-            "run.dir": tmp_path / folder, "actor.algorithm.name": "grpo", "actor.algorithm.responses_per_prompt": 2,
-            "actor.policy.lora_rank": 2, "actor.max_staleness": 0,
-        }  # fmt: skip
+            "run.dir": tmp_path / folder,
+            "actor.algorithm.name": "grpo",
+            "actor.algorithm.responses_per_prompt": 2,
+            "actor.policy.lora_rank": 2,
+            "actor.max_staleness": 0,
+        }
         return system.run.start(f"actor-{folder}", *(f"{k}={v}" for k, v in settings.items()), module="actor")
 
     def bits(folder: str) -> list[Any]:

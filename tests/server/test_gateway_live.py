@@ -77,9 +77,10 @@ def test_every_protocol_agrees_with_transformers(live: System, checkpoints: Chec
     chat = str(tokenizer.apply_chat_template([*CHAT, {"role": "assistant", "content": "Good day."}], tokenize=False))
     long = "bad weather " * 200
     inputs = [
-        *({"text": text} for text in (*TEXTS, long)), {"tokens": tokenizer(TEXTS[0])["input_ids"]},
+        *({"text": text} for text in (*TEXTS, long)),
+        {"tokens": tokenizer(TEXTS[0])["input_ids"]},
         {"prompt": CHAT, "response": "Good day."},
-    ]  # fmt: skip
+    ]
     check(peer.post("/v1/rewards", {"inputs": inputs})["rewards"], *TEXTS, long, TEXTS[0], chat)
     check(peer.post("/get_reward", {"query": [*TEXTS]})["rewards"], *TEXTS)
     found = peer.post("/remote_rm", {"prompt": "Open ", "response": "the file.", "label": None})

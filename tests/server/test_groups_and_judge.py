@@ -32,11 +32,14 @@ KEY = "sk-live-secret"
 
 def terms_of(endpoint: ChatServer) -> dict[str, Any]:
     options = {
-        "model": "m", "base_url": endpoint.url, "max_retries": 1,
+        "model": "m",
+        "base_url": endpoint.url,
+        "max_retries": 1,
         "rubric": "{{ response }}\n{{ metadata.say | default('Score: 7') }}",
-
-        "prompt_price": 1.0, "api_key_env": "JUDGE_KEY", "request_timeout_s": 0.3,
-    }  # fmt: skip
+        "prompt_price": 1.0,
+        "api_key_env": "JUDGE_KEY",
+        "request_timeout_s": 0.3,
+    }
     judge = {"function": "python_backend.rewards.judge:Judge", "options": options, "timeout_s": 10.0, "workers": 4}
     return {
         "peers": {"function": f"{FUNCTIONS}:by_group", "groupwise": True, "timeout_s": 2.0},
@@ -85,9 +88,19 @@ def answer_of(server: TritonServer, *metadata: Any) -> tuple[list[list[float]], 
 def test_rows_of_a_request_with_one_id_or_prompt_are_a_group(server: TritonServer) -> None:
     """Mixed, in any order, duplicates and groups of one included; a group that fails costs no other."""
     given = [
-        {"group": 1}, {"prompt": "p"}, {"group": 1}, {"group": "1"}, {"prompt": "p"}, {"group": 1},
-        {"group": 2, "do": "die"}, {"group": 2}, {}, {"group": 1.5}, {"group": 3, "do": "gaps"}, {"group": 3},
-    ]  # fmt: skip
+        {"group": 1},
+        {"prompt": "p"},
+        {"group": 1},
+        {"group": "1"},
+        {"prompt": "p"},
+        {"group": 1},
+        {"group": 2, "do": "die"},
+        {"group": 2},
+        {},
+        {"group": 1.5},
+        {"group": 3, "do": "gaps"},
+        {"group": 3},
+    ]
     components, errors = answer_of(server, *given)
     died = "peers: the worker process ended with exit code 3"
     np.testing.assert_equal(
@@ -120,19 +133,26 @@ def test_the_judge_and_its_counters(server: TritonServer) -> None:
     np.testing.assert_equal([row[1] for row in components], [3, math.nan, 7, *[math.nan] * 4])
     assert [row[0] for row in components] == [1] * len(says)
     patterns = [
-        "", "judge: the judge's answer has no number: 'no idea'", "",
+        "",
+        "judge: the judge's answer has no number: 'no idea'",
+        "",
         "judge: http://.*: HTTP 400: max_tokens is too large",
-        "judge: .*timed out; gave up after 2 attempts", "judge: .*HTTP 401: Incorrect API key: Bearer \\*\\*\\*",
+        "judge: .*timed out; gave up after 2 attempts",
+        "judge: .*HTTP 401: Incorrect API key: Bearer \\*\\*\\*",
         "judge: the judge's score 99 is outside 1 to 10: 'Score: 99'",
-    ]  # fmt: skip
+    ]
     for pattern, error in zip(patterns, errors, strict=True):
         assert re.fullmatch(pattern, error), error
     added = {name: value - before.get(name, 0.0) for name, value in counters(server).items()}
     assert added.pop("request_seconds") > 0.5
     assert added == {
-        "requests": 9, "retries": 2, "failures": 5, "prompt_tokens": 400, "completion_tokens": 40,
+        "requests": 9,
+        "retries": 2,
+        "failures": 5,
+        "prompt_tokens": 400,
+        "completion_tokens": 40,
         "cost": pytest.approx(4e-4),
-    }  # fmt: skip
+    }
 
 
 def counters(server: TritonServer) -> dict[str, float]:
@@ -161,10 +181,14 @@ def test_grpo_until_the_endpoint_dies(
     lines = [{"text": text, "say": say} for text, say in zip(("Return the", "A", "The", "Open the"), says, strict=True)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     actor = {
-        "prompts_path": str(prompts), "validation_size": 0, "rollout_size": 16, "max_failed_fraction": 0.25, "steps": 3,
+        "prompts_path": str(prompts),
+        "validation_size": 0,
+        "rollout_size": 16,
+        "max_failed_fraction": 0.25,
+        "steps": 3,
         "client": {"servers": [server.section.http_url], "rows_per_request": 3},
         "algorithm": {"name": "grpo", "responses_per_prompt": 4},
-    }  # fmt: skip
+    }
     run = make_run(tmp_path / "run", checkpoints, rewards=terms_of(endpoint), actor=actor)
     endpoint.stop_after = len(endpoint.requests) + 16 + 6
     code, log = run_actor(run, "actor")

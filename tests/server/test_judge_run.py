@@ -33,9 +33,13 @@ Answer: {{ response }}
 How good is the answer, from 1 to 10? Reply with one number, nothing else."""
 MAX_TOKENS = 16
 ROWS = [
-    ("What is the capital of France?", "Paris"), ("What is 2 + 2?", "Banana"), ("Name a color.", "Blue is a color."),
-    ("Name a color.", ""), ("Who wrote Hamlet?", "Shakespeare wrote it."), ("Open the", "w1 blah the the"),
-]  # fmt: skip
+    ("What is the capital of France?", "Paris"),
+    ("What is 2 + 2?", "Banana"),
+    ("Name a color.", "Blue is a color."),
+    ("Name a color.", ""),
+    ("Who wrote Hamlet?", "Shakespeare wrote it."),
+    ("Open the", "w1 blah the the"),
+]
 
 pytestmark = [
     pytest.mark.slow,
@@ -107,8 +111,12 @@ def endpoint(python: Path, model: Path, tmp_path: Path) -> Iterator[RealEndpoint
 
 def terms_of(endpoint: RealEndpoint, model: Path) -> dict[str, Any]:
     options = {
-        "model": str(model), "base_url": endpoint.url, "rubric": RUBRIC, "max_tokens": MAX_TOKENS, "max_retries": 1,
-    }  # fmt: skip
+        "model": str(model),
+        "base_url": endpoint.url,
+        "rubric": RUBRIC,
+        "max_tokens": MAX_TOKENS,
+        "max_retries": 1,
+    }
     judge = {"function": "python_backend.rewards.judge:Judge", "options": options, "timeout_s": 50.0, "workers": 4}
     return {"judge": {**judge, "weight": 0.5}}
 

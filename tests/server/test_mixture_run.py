@@ -26,9 +26,15 @@ def save(folder: Path, family: str, *, seed: int) -> Path:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = dict(TEMPLATES)
     save_tiny(
-        folder, family, "language", seed=seed, vocab_size=len(tokenizer), pad_token_id=2, eos_token_id=1,
+        folder,
+        family,
+        "language",
+        seed=seed,
+        vocab_size=len(tokenizer),
+        pad_token_id=2,
+        eos_token_id=1,
         max_position_embeddings=128,
-    )  # fmt: skip
+    )
     tokenizer.save_pretrained(folder)
     return folder
 

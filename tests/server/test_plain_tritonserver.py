@@ -67,8 +67,11 @@ def printed_lines(python: Path, folder: Path, *overrides: str) -> str:
     ports = [f"server.{name}_port=0" for name in ("http", "grpc", "metrics")]
     done = subprocess.run(
         [str(python), *command.split(), *settings, *ports, *overrides],
-        cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -79,9 +82,14 @@ def pasted(lines: str, log: Path) -> Iterator[tuple[psutil.Process, str]]:
     url = "127.0.0.1:" + re.findall(r"--http-port=(\d+)", lines)[0]
     with log.open("wb") as output:
         shell = subprocess.Popen(
-            ["bash", "--norc"], stdin=subprocess.PIPE, stdout=output, stderr=output, env={}, cwd="/",
+            ["bash", "--norc"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env={},
+            cwd="/",
             start_new_session=True,
-        )  # fmt: skip
+        )
     assert shell.stdin is not None
     try:
         shell.stdin.write(lines.encode())

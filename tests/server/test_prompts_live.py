@@ -21,20 +21,27 @@ def test_a_bad_row_in_the_middle_of_a_curriculum(live: System, tmp_path: Path, o
         for name, verb in (("one", "Open"), ("other", "Read"), ("late", "Return"))
     )
     files = [
-        PromptFileSection(path=one, weight=3), PromptFileSection(path=other, until_step=3),
+        PromptFileSection(path=one, weight=3),
+        PromptFileSection(path=other, until_step=3),
         PromptFileSection(path=late, weight=5, from_step=4),
-    ]  # fmt: skip
+    ]
     expected = inputs_of(*files, per_step=4, max_tokens=512)
     whole = late.read_text()
     late.write_text("".join(whole.splitlines(keepends=True)[:2]) + "{broken\n")  # a step reads two or three of its rows
     settings = {
-        "run.dir": tmp_path / "run", "actor.prompts.path": "data/prompts.jsonl", "actor.steps": 6,
+        "run.dir": tmp_path / "run",
+        "actor.prompts.path": "data/prompts.jsonl",
+        "actor.steps": 6,
         "actor.prompts.files": yaml.safe_dump(
             [file.model_dump(mode="json") for file in files], default_flow_style=True, width=10_000
         ).strip(),
-        "actor.algorithm.name": "grpo", "actor.algorithm.responses_per_prompt": 2, "actor.logged_texts": 8,
-        "actor.checkpoint_every": 50, "actor.validation.size": 0, "actor.one_step_off_policy": one_step_off_policy,
-    }  # fmt: skip
+        "actor.algorithm.name": "grpo",
+        "actor.algorithm.responses_per_prompt": 2,
+        "actor.logged_texts": 8,
+        "actor.checkpoint_every": 50,
+        "actor.validation.size": 0,
+        "actor.one_step_off_policy": one_step_off_policy,
+    }
     overrides = [f"{key}={value}" for key, value in settings.items()]
     code, log = run_actor(live.run, "actor-prompts", *overrides)
     assert code == 2

@@ -269,9 +269,7 @@ def test_a_killed_process_is_replaced_while_the_actor_waits(served: FinishedRun)
     rollout = rollout_of(random_rows([5, 50], seed=7))
     stub = process_of(served.run, REFERENCE)
     stub.kill()
-    found = with_reference(
-        served.run, lambda reference: all_of(reference, rollout), "actor.client.retries=60"
-    )  # fmt: skip
+    found = with_reference(served.run, lambda reference: all_of(reference, rollout), "actor.client.retries=60")
     assert found.known.all()
     assert process_of(served.run, REFERENCE).pid != stub.pid
     rows = [np.append(row, np.float32(0)) for row in found.logprobs.numpy()]

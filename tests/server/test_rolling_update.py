@@ -70,8 +70,11 @@ class Cluster:
 
     def _record(self, monkeypatch: pytest.MonkeyPatch) -> None:
         look_up, answered, failed, connect = (
-            socket.getaddrinfo, ServerPool.answered, ServerPool.failed, HTTPConnection.__init__,
-        )  # fmt: skip
+            socket.getaddrinfo,
+            ServerPool.answered,
+            ServerPool.failed,
+            HTTPConnection.__init__,
+        )
 
         def of_name(name: Any, port: Any, *args: Any, **options: Any) -> list[Any]:
             hosts = self.names if name == NAME else (name,)

@@ -217,8 +217,10 @@ def test_a_start_that_fails_is_tried_again(now: list[float]) -> None:
     assert supervisor.server is not first
     assert (first.killed, first.stopped, supervisor.failed_starts) == (True, True, 2)  # type: ignore[attr-defined]
     assert [line.splitlines()[-1] for line in lines[1:]] == [
-        "trying again in 1 s", "trying again in 2 s", "serving again after 3.0 s",
-    ]  # fmt: skip
+        "trying again in 1 s",
+        "trying again in 2 s",
+        "serving again after 3.0 s",
+    ]
     supervisor.stop()
 
 
@@ -226,9 +228,13 @@ def test_a_start_that_fails_is_tried_again(now: list[float]) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What hangs is noticed within seconds."""
     for name, value in {
-        "PROBE_EVERY_S": 0.2, "IDLE_PROBE_S": 0.2, "PROBE_TIMEOUT_S": 1.0, "SERVER_SILENT_S": 3.0, "SILENT_S": 3.0,
+        "PROBE_EVERY_S": 0.2,
+        "IDLE_PROBE_S": 0.2,
+        "PROBE_TIMEOUT_S": 1.0,
+        "SERVER_SILENT_S": 3.0,
+        "SILENT_S": 3.0,
         "STOPPED_S": 1.0,
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setattr(server_health, name, value)
 
 

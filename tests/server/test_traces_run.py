@@ -70,18 +70,24 @@ def test_one_trace_leads_from_the_step_to_the_reload(tmp_path: Path, checkpoints
     for step in (1, 2, 3):
         spans = of_step(received, step)
         parents = {span.id: (service, name) for (service, name), each in spans.items() for span in each}
-        ways = {
-            (*key, parents[span.parent][1]) for key, each in spans.items() for span in each if key[1] != "step"
-        }  # fmt: skip
+        ways = {(*key, parents[span.parent][1]) for key, each in spans.items() for span in each if key[1] != "step"}
         assert ways >= {
-            ("actor", "rollout_time", "rollout_wait"), ("actor", "generate", "rollout_time"),
-            ("actor", "critic_infer", "rollout_time"), ("actor", "train_time", "step"),
-            ("actor", "critic_update", "step"), ("actor", CRITIC_TRAIN, "critic_update"),
-            ("tritonserver", "InferRequest", "critic_infer"), ("tritonserver", "InferRequest", CRITIC_TRAIN),
-            ("tritonserver", "critic", "critic_infer"), ("tritonserver", "reward_model", "critic_infer"),
-            (CRITIC_TRAIN, "critic_train: journal", CRITIC_TRAIN), ("sidecar", "train", CRITIC_TRAIN),
-            ("sidecar", "publish", CRITIC_TRAIN), ("sidecar", "verify", "publish"), ("sidecar", "reload", "publish"),
-        }  # fmt: skip
+            ("actor", "rollout_time", "rollout_wait"),
+            ("actor", "generate", "rollout_time"),
+            ("actor", "critic_infer", "rollout_time"),
+            ("actor", "train_time", "step"),
+            ("actor", "critic_update", "step"),
+            ("actor", CRITIC_TRAIN, "critic_update"),
+            ("tritonserver", "InferRequest", "critic_infer"),
+            ("tritonserver", "InferRequest", CRITIC_TRAIN),
+            ("tritonserver", "critic", "critic_infer"),
+            ("tritonserver", "reward_model", "critic_infer"),
+            (CRITIC_TRAIN, "critic_train: journal", CRITIC_TRAIN),
+            ("sidecar", "train", CRITIC_TRAIN),
+            ("sidecar", "publish", CRITIC_TRAIN),
+            ("sidecar", "verify", "publish"),
+            ("sidecar", "reload", "publish"),
+        }
         assert {span.attributes["step"] for span in spans["sidecar", "train"]} == {step}
         assert [span.attributes["version"] for span in spans["sidecar", "reload"]] == [step]
         assert not any(span.failed for each in spans.values() for span in each)

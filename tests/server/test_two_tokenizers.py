@@ -161,7 +161,7 @@ def test_a_classifier_of_text_pairs(
         ({"sentences": one, "text_pairs": texts_array(["y", "y"])}, "batch size does not match"),
         ({"sentences": one, "text_pairs": np.asarray([[b"\xff"]], np.object_)}, "text_pairs[0]: not UTF-8"),
         ({"sentences": one, "text_pairs": texts_array(["y" * 10_000_000])}, "text_pairs[0]: 10000000 bytes"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(Refused) as refused:
             ask(url, REWARD_MODEL, wrong)
         assert refused.value.code == "400"

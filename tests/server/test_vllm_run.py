@@ -90,15 +90,22 @@ def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[
         "rewards": {"share": {"function": "benchmarks.support.reward_functions:share_of_word"}},
         "critic": served,
         "actor": {
-            "steps": STEPS, "rollout_size": 16, "checkpoint_every": 2, "prompts": {
-                "path": str(models / "prompts.jsonl"), "max_tokens": 20,
+            "steps": STEPS,
+            "rollout_size": 16,
+            "checkpoint_every": 2,
+            "prompts": {
+                "path": str(models / "prompts.jsonl"),
+                "max_tokens": 20,
             },
             "policy": {"checkpoint": str(models / "policy"), **actor.pop("policy", {})},
             "generation": {"engine": "vllm", "batch_size": 16, "max_new_tokens": 12, "vllm": generation},
             "algorithm": {"mask_unfinished": False, **actor.pop("algorithm", {})},
-            "update": {"minibatch_size": 16}, "optimizer": {"lr": 1e-2}, "validation": {"size": 0}, **actor,
+            "update": {"minibatch_size": 16},
+            "optimizer": {"lr": 1e-2},
+            "validation": {"size": 0},
+            **actor,
         },
-    }  # fmt: skip
+    }
 
 
 @contextlib.contextmanager

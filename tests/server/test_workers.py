@@ -74,9 +74,12 @@ def test_a_short_request_passes_a_long_one_that_came_before(finished: FinishedRu
 def test_forwards_and_padding_are_counted(finished: FinishedRun) -> None:
     with finished.without_probes():
         set_parameters(
-            finished, workers="1", token_budget="1000", forward_overhead_tokens="0",
+            finished,
+            workers="1",
+            token_budget="1000",
+            forward_overhead_tokens="0",
             strip_sequence_length_to_multiple="16",
-        )  # fmt: skip
+        )
         before = counts(finished)
         answers = ask_all(finished.run.url, [(REWARD_MODEL, scoring_inputs(random_rows([5, 9, 5, 9, 120], seed=3)))])
         assert isinstance(answers[0], dict)

@@ -26,23 +26,49 @@ _OF_16 = (
 )
 _OF_24 = ("intermediate_size", "d_ff", "ffn_dim", "n_inner", "hidden_dim", "d_inner")
 _OF_2 = (
-    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_attention_heads", "n_head", "n_heads", "num_heads",
-    "num_key_value_heads", "num_experts_per_tok", "type_vocab_size",
-)  # fmt: skip
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "num_key_value_heads",
+    "num_experts_per_tok",
+    "type_vocab_size",
+)
 _OF_8 = (
-    "head_dim", "kv_channels", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-    "linear_key_head_dim", "linear_value_head_dim",
-)  # fmt: skip
+    "head_dim",
+    "kv_channels",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
 _SIZES = {  # those that a configuration does not have are left out
-    **dict.fromkeys(_OF_16, 16), **dict.fromkeys(_OF_24, 24), **dict.fromkeys(_OF_2, 2), **dict.fromkeys(_OF_8, 8),
+    **dict.fromkeys(_OF_16, 16),
+    **dict.fromkeys(_OF_24, 24),
+    **dict.fromkeys(_OF_2, 2),
+    **dict.fromkeys(_OF_8, 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), POSITIONS),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "rotary_dim"), 4),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 12),
-    "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2, "linear_num_key_heads": 2,
-}  # fmt: skip
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+}
 _SETTINGS: dict[str, dict[str, Any]] = {
     "big_bird": {"block_size": 2, "num_random_blocks": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -57,11 +83,15 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _LINEAR,
     "qwen3_next": _LINEAR,
     "reformer": {
-        "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [8, 8], "is_decoder": False, "attn_layers": ["local", "lsh"],
-        "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4,
+        "axial_pos_shape": [8, 8],
+        "axial_pos_embds_dim": [8, 8],
+        "is_decoder": False,
+        "attn_layers": ["local", "lsh"],
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
     },
     "xmod": {"languages": ["en"], "default_language": "en"},
-}  # fmt: skip
+}
 
 
 def save_architecture(folder: Path, model_type: str, kind: str, *, seed: int = 0) -> Any:

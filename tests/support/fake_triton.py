@@ -68,11 +68,13 @@ class FakeTriton(FakeServer):
         while not self._is_stopped and (what == "hang" or (what == "wait" and not self.go.is_set())):
             await asyncio.sleep(0.001)
         errors = {
-            "busy": (503, "no room"), "dead": (500, DEAD), "wrong": (400, "tokens: missing"),
+            "busy": (503, "no room"),
+            "dead": (500, DEAD),
+            "wrong": (400, "tokens: missing"),
             "early": (400, f"step: 2, {STEP_AHEAD} 'r' is 0; send step 1 first"),
             "failed": (500, "the gradients are not finite"),
             "unloaded": (404, "Request for unknown model: 'critic' has no available versions"),
-        }  # fmt: skip
+        }
         if what in errors:
             return web.json_response({"error": errors[what][1]}, status=errors[what][0])
         return web.json_response({"model_name": "any", "outputs": OUTPUTS})

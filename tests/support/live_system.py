@@ -75,9 +75,13 @@ def make_tokenizer(
     if adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=POSITIONS,
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        model_max_length=POSITIONS,
         chat_template=CHAT_TEMPLATE,
-    )  # fmt: skip
+    )
 
 
 def make_checkpoint(folder: Path, kind: str, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Path:
@@ -234,17 +238,30 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
         "critic": {"checkpoint": str(checkpoints.critic), **UNMEASURED},
         "reference": {**UNMEASURED},
         "trainer": {
-            "lr": 1e-3, "warmup_steps": 0, "constant_steps": 10, "max_steps": 100, "checkpoint_every": 100,
+            "lr": 1e-3,
+            "warmup_steps": 0,
+            "constant_steps": 10,
+            "max_steps": 100,
+            "checkpoint_every": 100,
             "publish": {"keep": 12},
         },
         "actor": {
-            "checkpoint": str(checkpoints.policy), "prompts_path": str(checkpoints.prompts),
-            "validation_prompts": str(checkpoints.prompts), "validation_size": 8, "steps": 3, "rollout_size": 8,
-            "generation_batch_size": 4, "max_new_tokens": 8, "minibatch_size": 4, "checkpoint_every": 2, "lr": 1e-3,
-            "mask_unfinished": False, "prompts_max_tokens": 64,
+            "checkpoint": str(checkpoints.policy),
+            "prompts_path": str(checkpoints.prompts),
+            "validation_prompts": str(checkpoints.prompts),
+            "validation_size": 8,
+            "steps": 3,
+            "rollout_size": 8,
+            "generation_batch_size": 4,
+            "max_new_tokens": 8,
+            "minibatch_size": 4,
+            "checkpoint_every": 2,
+            "lr": 1e-3,
+            "mask_unfinished": False,
+            "prompts_max_tokens": 64,
             "client": {"retries": 2, "backoff_s": 0.1, "deadline_s": 20, "train_deadline_s": 60},
         },
-    }  # fmt: skip
+    }
     for name, section in sections.items():
         for key, value in section.items():
             old = data.setdefault(name, {}).get(key)

@@ -30,9 +30,14 @@ class MonitoredRun:
 
 @contextlib.contextmanager
 def monitored_run(
-    folder: Path, checkpoints: Checkpoints, rules: Sequence[Mapping[str, Any]], *, interval_s: int = 1,
-    sees_the_start: bool = False, **sections: Mapping[str, Any],
-) -> Iterator[MonitoredRun]:  # fmt: skip
+    folder: Path,
+    checkpoints: Checkpoints,
+    rules: Sequence[Mapping[str, Any]],
+    *,
+    interval_s: int = 1,
+    sees_the_start: bool = False,
+    **sections: Mapping[str, Any],
+) -> Iterator[MonitoredRun]:
     """Start everything; Prometheus begins when all three processes answer, and ends before they do.
 
     `sees_the_start`: it begins before the actor, which is down at first.

@@ -79,9 +79,11 @@ class Prometheus:
         self.url = f"http://127.0.0.1:{free_port()}"
         self._log = (folder / "log").open("w")
         command = [
-            program("prometheus"), f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder}/data",
+            program("prometheus"),
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder}/data",
             f"--web.listen-address={self.url.removeprefix('http://')}",
-        ]  # fmt: skip
+        ]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
         self.wait(self._is_ready)
 

@@ -57,18 +57,23 @@ class RecordedRun:
             "minibatch_size": 128,
             **actor,
         }
-        self.config = RunConfig.model_validate({
-            "run": {"dir": folder}, "rewards": {"verdict": {"function": "verdict.py:verdict"}},
-            "critic": {"checkpoint": "of another algorithm"},
-            "actor": nested(ActorSection, given),
-        })  # fmt: skip
+        self.config = RunConfig.model_validate(
+            {
+                "run": {"dir": folder},
+                "rewards": {"verdict": {"function": "verdict.py:verdict"}},
+                "critic": {"checkpoint": "of another algorithm"},
+                "actor": nested(ActorSection, given),
+            }
+        )
         settings = self.config.actor
         self._method = Method.of(settings.algorithm, settings.kl)
         policy: Any = UntrainedPolicy()
         state = RunState(
-            policy, RewardShaper(settings.rewards, max_new_tokens=9), KLControl(0.0, target=None, horizon=1),
+            policy,
+            RewardShaper(settings.rewards, max_new_tokens=9),
+            KLControl(0.0, target=None, horizon=1),
             one_prompt(),
-        )  # fmt: skip
+        )
         client: Any = Unreached()
         self._book = Bookkeeper(self.config, state, client, has_critic=False)
 

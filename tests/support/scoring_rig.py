@@ -22,9 +22,13 @@ def scoring() -> Iterator[Any]:
 def started(model: Any, *, token_budget: int) -> Any:
     """Start serving with `model`, a `ScoringModel`, and one worker; return the model."""
     values = {
-        "token_budget": token_budget, "micro_batch_rows": 64, "forward_overhead_tokens": 64, "workers": 1,
-        "strip_sequence_length_to_multiple": 1, "queue_timeout_s": "0",
-    }  # fmt: skip
+        "token_budget": token_budget,
+        "micro_batch_rows": 64,
+        "forward_overhead_tokens": 64,
+        "workers": 1,
+        "strip_sequence_length_to_multiple": 1,
+        "queue_timeout_s": "0",
+    }
     config = {"name": "m", "parameters": {key: {"string_value": str(value)} for key, value in values.items()}}
     model.set_up(sys.modules["python_backend.serving.triton"].Parameters({"model_config": json.dumps(config)}))
     model.start()

@@ -69,14 +69,23 @@ class Rig:
 
     def __init__(self, folder: Path, checkpoint: Path, **settings: Any) -> None:
         trainer = {
-            "lr": 1e-2, "warmup_steps": 2, "constant_steps": 0, "max_steps": 100, "global_batch_size": 4,
-            "checkpoint_every": 100, "reload_on_save": "none", **settings,
-        }  # fmt: skip
-        self.config = RunConfig.model_validate({
-            "run": {"dir": folder, "run_id": "run"}, "critic": {"checkpoint": checkpoint},
-            "trainer": nested(TrainerSection, trainer),
-            "server": {"grpc_port": 1},
-        })  # fmt: skip
+            "lr": 1e-2,
+            "warmup_steps": 2,
+            "constant_steps": 0,
+            "max_steps": 100,
+            "global_batch_size": 4,
+            "checkpoint_every": 100,
+            "reload_on_save": "none",
+            **settings,
+        }
+        self.config = RunConfig.model_validate(
+            {
+                "run": {"dir": folder, "run_id": "run"},
+                "critic": {"checkpoint": checkpoint},
+                "trainer": nested(TrainerSection, trainer),
+                "server": {"grpc_port": 1},
+            }
+        )
         self.journal = Journal(self.config.run.journal_dir, "run")
         self.store = WeightsStore(self.config.run.weights_dir)
         self.checkpoints = CheckpointFolder(folder / "checkpoints" / "critic")

@@ -17,8 +17,9 @@ def rows(kind: str) -> list[dict[str, Any]]:
     subjects = ("weather", "parser", "file", "morning", "word", "friend", "door", "list")
     texts = [
         (f"The {subject} is", " lovely" + " and good" * (i % 3), " bad" + " and late" * (i % 2))
-        for subject in subjects for i in range(5)
-    ]  # fmt: skip
+        for subject in subjects
+        for i in range(5)
+    ]
     texts = [(prompt, b, a) if i % 5 == 4 else (prompt, a, b) for i, (prompt, a, b) in enumerate(texts)]
     if kind == "text":
         return [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in texts]
@@ -41,15 +42,25 @@ def train(base: str, out: Path, name: str, kind: str, *, lora: bool) -> None:
 
     data = rows(kind)
     arguments = RewardConfig(
-        output_dir=str(out / name), max_steps=6, use_cpu=True, bf16=False, per_device_train_batch_size=8,
-        learning_rate=5e-3, report_to="none", save_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
+        output_dir=str(out / name),
+        max_steps=6,
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=8,
+        learning_rate=5e-3,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        gradient_checkpointing=False,
         max_length=64,
-    )  # fmt: skip
+    )
     trainer = RewardTrainer(
-        model=base, args=arguments, train_dataset=Dataset.from_list(data),
+        model=base,
+        args=arguments,
+        train_dataset=Dataset.from_list(data),
         eval_dataset=Dataset.from_list(data[:EVALUATED]),
         peft_config=LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear") if lora else None,
-    )  # fmt: skip
+    )
     trainer.train()
     accuracy = trainer.evaluate()["eval_accuracy"]
     trainer.save_model(str(out / name / "final"))

@@ -30,16 +30,30 @@ def main() -> None:
 
     prompts = [{"prompt": text, "answer": "5"} for text in ("Open the", "A lovely", "The parser", "Bad weather")]
     arguments = GRPOConfig(
-        output_dir=str(out / "trl"), max_steps=steps, use_cpu=True, bf16=False, per_device_train_batch_size=8,
-        num_generations=4, max_completion_length=8, learning_rate=1e-3, beta=0.0, report_to="none", save_strategy="no",
-        logging_steps=1, disable_tqdm=True, gradient_checkpointing=False,
-    )  # fmt: skip
+        output_dir=str(out / "trl"),
+        max_steps=steps,
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        learning_rate=1e-3,
+        beta=0.0,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+    )
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(policy, local_files_only=True)
     trainer = GRPOTrainer(
-        model=model, reward_funcs=recorded, args=arguments, processing_class=tokenizer,
+        model=model,
+        reward_funcs=recorded,
+        args=arguments,
+        processing_class=tokenizer,
         train_dataset=Dataset.from_list(prompts * 50),
-    )  # fmt: skip
+    )
     trainer.train()
     (out / "log.json").write_text(json.dumps(trainer.state.log_history))
 

@@ -35,9 +35,11 @@ class VllmSetup:
         generation = {"engine": "vllm", "max_new_tokens": 8, "vllm": {"servers": servers, "deadline_s": 20}}
         generation |= changes.pop("generation", {})
         actor = {
-            "policy": {"checkpoint": str(checkpoint), **changes.pop("policy", {})}, "generation": generation,
-            "prompts": {"max_tokens": 8}, "client": {"backoff_s": 0.001, "max_outage_s": 10, **changes},
-        }  # fmt: skip
+            "policy": {"checkpoint": str(checkpoint), **changes.pop("policy", {})},
+            "generation": generation,
+            "prompts": {"max_tokens": 8},
+            "client": {"backoff_s": 0.001, "max_outage_s": 10, **changes},
+        }
         self.config = RunConfig.model_validate({"run": {"dir": str(folder)}, "actor": actor})
         self.policy = Policy.of(self.config.actor)
         self.generation = self.policy.generation = VllmGeneration(self.config, self.policy)

@@ -27,12 +27,20 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "transformers", "matplotlib", "peft"}
 CONFIG = ["--config", "{folder}/none.yaml"]
 ERRORS = {  # a command that starts, and cannot do what it was started for
-    "run": CONFIG, "serve": CONFIG, "render": CONFIG, "weights": ["list", *CONFIG], "gateway": CONFIG, "status": CONFIG,
-    "import": ["--reward", "{folder}", "--no-load"], "prepare": ["--out", "{folder}/file/out"],
-    "chaos": ["--out", "{folder}"], "fuzz": ["--out", "{folder}/file/out"],
-    "bench": ["update", "--report-only", "{folder}"], "report": ["{folder}/none"],
+    "run": CONFIG,
+    "serve": CONFIG,
+    "render": CONFIG,
+    "weights": ["list", *CONFIG],
+    "gateway": CONFIG,
+    "status": CONFIG,
+    "import": ["--reward", "{folder}", "--no-load"],
+    "prepare": ["--out", "{folder}/file/out"],
+    "chaos": ["--out", "{folder}"],
+    "fuzz": ["--out", "{folder}/file/out"],
+    "bench": ["update", "--report-only", "{folder}"],
+    "report": ["{folder}/none"],
     "export": ["{folder}"],
-}  # fmt: skip
+}
 INTERRUPTED = ["run", "render", "weights list", "gateway", "status", "doctor"]
 BASH = """\
 eval "$REGISTRATION"
@@ -220,9 +228,12 @@ def test_exit_code_of_an_interrupted_command(command: str, code: int, program: P
     os.mkfifo(tmp_path / "my.yaml")
     arguments = [str(program), *command.split(), "--config", str(tmp_path / "my.yaml")]
     with subprocess.Popen(
-        arguments, env=environment_of(), stderr=subprocess.PIPE, text=True,
+        arguments,
+        env=environment_of(),
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in background jobs
-    ) as process:  # fmt: skip
+    ) as process:
         try:
             pipe = None
             while pipe is None:

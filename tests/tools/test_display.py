@@ -20,10 +20,17 @@ from tools.report.display import RunDisplay, sparkline
 
 def step_row(step: int, **more: float) -> dict[str, Any]:
     return {
-        "step": step, "time": 100.0 + 2 * step, "train_rollouts/rewards": 0.1 * step,
-        "train_rollouts/init_policy_kl_per_sequence": 0.5, "tokens_per_s": 1234.5,
-        "client/failed_requests": 0, "timers/generate": 1.0, "timers/train_time": 0.5, "timers/step_time": 2.0, **more,
-    }  # fmt: skip
+        "step": step,
+        "time": 100.0 + 2 * step,
+        "train_rollouts/rewards": 0.1 * step,
+        "train_rollouts/init_policy_kl_per_sequence": 0.5,
+        "tokens_per_s": 1234.5,
+        "client/failed_requests": 0,
+        "timers/generate": 1.0,
+        "timers/train_time": 0.5,
+        "timers/step_time": 2.0,
+        **more,
+    }
 
 
 def append(path: Path, *rows: dict[str, Any], torn: str = "") -> None:

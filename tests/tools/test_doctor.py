@@ -39,9 +39,14 @@ def doctor(
     """
     path = os.pathsep.join(map(str, [*([packages] if packages else []), ROOT]))
     done = subprocess.run(
-        [sys.executable, *python, "-m", "tools", "doctor", *arguments], preexec_fn=before,
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, cwd=ROOT, timeout=120,
-    )  # fmt: skip
+        [sys.executable, *python, "-m", "tools", "doctor", *arguments],
+        preexec_fn=before,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
     assert done.stderr == ""
     return done.returncode, done.stdout
 
@@ -198,8 +203,9 @@ def test_ports_of_prometheus(config: Path) -> None:
     assert (one.level, one.text[: len("monitoring.actor_port")]) == (Level.WARNING, "monitoring.actor_port")
     assert f"{port} is taken, so there would be no metrics" in one.text
     assert (both.level, both.text) == (
-        Level.FAILED, f"monitoring.trainer_port: {port} is monitoring.actor_port, too; choose another port",
-    )  # fmt: skip
+        Level.FAILED,
+        f"monitoring.trainer_port: {port} is monitoring.actor_port, too; choose another port",
+    )
 
 
 def test_a_folder_of_the_server_that_cannot_be_written(config: Path) -> None:
@@ -264,8 +270,9 @@ def test_what_is_missing_of_a_configuration_has_a_line_each(config: Path, tmp_pa
     code, found = doctor("--config", str(config), *overrides)
     assert code == 1
     assert [line.split()[1:3] for line in problems(found)] == [
-        ["files", "reward.checkpoint:"], ["files", "actor.prompts.path:"],
-    ]  # fmt: skip
+        ["files", "reward.checkpoint:"],
+        ["files", "actor.prompts.path:"],
+    ]
     (tmp_path / "empty.jsonl").touch()
     empty = findings(str(config), f"actor.prompts.path={tmp_path / 'empty.jsonl'}")["files"]
     assert empty.text == f"actor.prompts.path: {tmp_path / 'empty.jsonl'} has no prompts"

@@ -63,14 +63,22 @@ def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoin
     data: dict[str, Any] = {
         "run": {"dir": str(folder / "run")},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 0},
-        "actor": nested(ActorSection, {
-            "checkpoint": str(checkpoints.policy), "prompts_path": str(checkpoints.prompts),
-            "algorithm_name": algorithm,
-            "steps": 2, "rollout_size": 4, "responses_per_prompt": 2, "minibatch_size": 4, "max_new_tokens": 3,
-            "prompts_max_tokens": 64,
-            "mask_unfinished": False,
-        }),
-    }  # fmt: skip
+        "actor": nested(
+            ActorSection,
+            {
+                "checkpoint": str(checkpoints.policy),
+                "prompts_path": str(checkpoints.prompts),
+                "algorithm_name": algorithm,
+                "steps": 2,
+                "rollout_size": 4,
+                "responses_per_prompt": 2,
+                "minibatch_size": 4,
+                "max_new_tokens": 3,
+                "prompts_max_tokens": 64,
+                "mask_unfinished": False,
+            },
+        ),
+    }
     for section in checkpoints_of(algorithm, reward):
         data[section] = {"checkpoint": str(getattr(checkpoints, section)), **UNMEASURED}
     if algorithm == "ppo":
@@ -238,9 +246,12 @@ def test_functions_and_critic_alone_can_be_served_for_another_trainer(tmp_path: 
 
 @pytest.mark.parametrize("room", [actor.__main__, trainer.__main__, tools.serve])
 def test_each_command_says_what_it_misses(
-    room: Any, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str],
+    room: Any,
+    tmp_path: Path,
+    checkpoints: Checkpoints,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     path = write_yaml(tmp_path, "ppo", "model", checkpoints)
     missing = [f"{role}.checkpoint={tmp_path / 'none'}" for role in ("critic", "actor.policy")]
@@ -385,8 +396,12 @@ def test_a_run_without_a_critic_is_resumed(
     [*zip(ALGORITHMS, ("both", "model", "both", "model"), strict=True), ("ppo", "functions")],
 )
 def test_every_algorithm_and_reward_through_tools_run(
-    algorithm: str, reward: str, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str],
+    algorithm: str,
+    reward: str,
+    tmp_path: Path,
+    checkpoints: Checkpoints,
+    capsys: pytest.CaptureFixture[str],
     signals_kept: None,
-) -> None:  # fmt: skip
+) -> None:
     path = write_yaml(tmp_path, algorithm, reward, checkpoints)
     check_run(tmp_path / "run", run_to_the_end(path, capsys), algorithm, reward)

@@ -32,14 +32,22 @@ def config_of(tmp_path: Path, *, family: str = "llama", **actor: Any) -> RunConf
         if not (tmp_path / kind).exists():
             save_tiny(tmp_path / kind, family, kind)
     given = {
-        "rollout_size": ROWS, "minibatch_size": ROWS, "policy_token_budget": 16, "prompts_max_tokens": PROMPT,
-        "max_new_tokens": RESPONSE, "policy_checkpoint": tmp_path / "language", "generation_batch_size": ROWS, **actor,
-    }  # fmt: skip
+        "rollout_size": ROWS,
+        "minibatch_size": ROWS,
+        "policy_token_budget": 16,
+        "prompts_max_tokens": PROMPT,
+        "max_new_tokens": RESPONSE,
+        "policy_checkpoint": tmp_path / "language",
+        "generation_batch_size": ROWS,
+        **actor,
+    }
     sections = {
-        "run": {"dir": tmp_path / "run"}, "reward": {"checkpoint": tmp_path / "reward", **SERVED},
+        "run": {"dir": tmp_path / "run"},
+        "reward": {"checkpoint": tmp_path / "reward", **SERVED},
         "critic": {"checkpoint": tmp_path / "reward", **SERVED},
-        "trainer": {"token_budget": 16}, "actor": nested(ActorSection, given),
-    }  # fmt: skip
+        "trainer": {"token_budget": 16},
+        "actor": nested(ActorSection, given),
+    }
     (tmp_path / "run.yaml").write_text(json.dumps(sections, default=str))
     return load_config(tmp_path / "run.yaml")
 
@@ -90,10 +98,16 @@ def test_the_cache_is_the_slot_decoders(tmp_path: Path):
     assert generation_sizes(config.actor)[0].cache == real == 2 * 2 * 4 * ROWS * (span + span // 2) * 8
 
 
-@pytest.mark.parametrize(("settings", "copies"), [
-    ({}, 1), ({"one_step_off_policy": True}, 2), ({"lora_rank": 2}, 0), ({"kl_coef": 0.0}, 0),
-    ({"kl_reference": "triton"}, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ({}, 1),
+        ({"one_step_off_policy": True}, 2),
+        ({"lora_rank": 2}, 0),
+        ({"kl_coef": 0.0}, 0),
+        ({"kl_reference": "triton"}, 0),
+    ],
+)
 def test_copies_of_the_policy(tmp_path: Path, settings: dict[str, Any], copies: int):
     sizes = roles_of(config_of(tmp_path, **settings))["actor"].sizes
     assert sizes.copies == pytest.approx(copies * sizes.weights, abs=64)

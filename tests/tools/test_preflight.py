@@ -64,7 +64,7 @@ def trl(prompts, completions, **columns):
         (["critic.checkpoint={other_policy}"], "critic.checkpoint: the tokenizer of {other_policy} differs"),
         (["actor.trackers=[mlflow]"], "actor.trackers: mlflow is not installed; pip install mlflow, or remove it"),
     ],
-)  # fmt: skip
+)
 def test_a_run_is_refused_with_one_line_for_each_problem(
     settings: list[str], problem: str, tmp_path: Path, checkpoints: Checkpoints
 ) -> None:
@@ -99,12 +99,14 @@ def test_prompts_that_are_empty_are_named(
     prompts = tmp_path / "empty.jsonl"
     prompts.write_text(text)
     config: dict[str, Any] = {
-        "run": {"dir": str(tmp_path / "run")}, "rewards": {"length": {"function": "reward_functions:token_sum"}},
+        "run": {"dir": str(tmp_path / "run")},
+        "rewards": {"length": {"function": "reward_functions:token_sum"}},
         "actor": {
-            "policy": {"checkpoint": str(checkpoints.policy)}, "prompts": {"path": str(prompts)},
+            "policy": {"checkpoint": str(checkpoints.policy)},
+            "prompts": {"path": str(prompts)},
             "algorithm": {"name": "grpo", "responses_per_prompt": 2},
         },
-    }  # fmt: skip
+    }
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
     assert tools.run.main(["--config", str(tmp_path / "my.yaml")]) == 2
     assert capsys.readouterr().err == f"error: actor.prompts.path: {words.format(prompts)}\n"

@@ -80,16 +80,28 @@ def test_only_scoring_models_batch_and_their_tokens_are_ragged():
 def test_settings_reach_the_files():
     configs = parsed(
         critic={
-            "instances": 3, "device": "cuda:1", "queue_delay_us": 17, "preferred_batch_size": [4, 8], "threads": 5,
-            "token_budget": 99, "micro_batch_rows": 7, "max_length": 33, "dtype": "bfloat16", "reload": "triton",
-            "forward_overhead_tokens": 12, "max_sentence_bytes": 5000,
-            "max_request_tokens": 6000, "max_request_bytes": 7000,
-            "strip_sequence_length_to_multiple": 16, "max_queue_size": 31, "queue_timeout_s": 1.5,
+            "instances": 3,
+            "device": "cuda:1",
+            "queue_delay_us": 17,
+            "preferred_batch_size": [4, 8],
+            "threads": 5,
+            "token_budget": 99,
+            "micro_batch_rows": 7,
+            "max_length": 33,
+            "dtype": "bfloat16",
+            "reload": "triton",
+            "forward_overhead_tokens": 12,
+            "max_sentence_bytes": 5000,
+            "max_request_tokens": 6000,
+            "max_request_bytes": 7000,
+            "strip_sequence_length_to_multiple": 16,
+            "max_queue_size": 31,
+            "queue_timeout_s": 1.5,
         },
         reward={"preferred_batch_size": 4, "standardization": {"mean": 1.5, "std": 2}, "device": "cuda"},
         trainer={"heartbeat_timeout_s": 2.5},
         run={"dir": "runs/x", "run_id": "name"},
-    )  # fmt: skip
+    )
     critic, reward, train = configs["critic"], configs["reward_model"], configs["critic_train"]
     group = critic.instance_group[0]
     assert (group.count, group.kind, list(group.gpus)) == (3, group.KIND_GPU, [1])
@@ -106,15 +118,24 @@ def test_settings_reach_the_files():
     assert found.pop("checkpoint") == str(Path("checkpoints/critic").absolute())
     assert found.pop("store") == str(Path("runs/x/weights/critic").absolute()) == parameters(train)["store"]
     assert found == {
-        "device": "cuda:1", "dtype": "bfloat16", "threads": "5", "token_budget": "99", "micro_batch_rows": "7",
+        "device": "cuda:1",
+        "dtype": "bfloat16",
+        "threads": "5",
+        "token_budget": "99",
+        "micro_batch_rows": "7",
         "workers": "1",
-        "max_length": "33", "tokenizer_fingerprint": "", "reload": "triton",
-        "forward_overhead_tokens": "12", "max_sentence_bytes": "5000",
-        "strip_sequence_length_to_multiple": "16", "queue_timeout_s": "1.5",
-        "max_request_tokens": "6000", "max_request_bytes": "7000",
+        "max_length": "33",
+        "tokenizer_fingerprint": "",
+        "reload": "triton",
+        "forward_overhead_tokens": "12",
+        "max_sentence_bytes": "5000",
+        "strip_sequence_length_to_multiple": "16",
+        "queue_timeout_s": "1.5",
+        "max_request_tokens": "6000",
+        "max_request_bytes": "7000",
         "compile": "false",
         "tensor_parallel": "1",
-    }  # fmt: skip
+    }
     assert json.loads(parameters(reward)["standardization"]) == {"mean": 1.5, "std": 2.0}
     assert parameters(train)["heartbeat_timeout_s"] == "2.5"
     assert parameters(train)["run_id"] == parameters(configs["critic_save"])["run_id"] == "name"
@@ -168,15 +189,27 @@ def broken(model: str, old: str, new: str) -> dict:
         ("critic_train", 'backend: "python"', 'backand: "python"', "critic_train/config.pbtxt is not valid for Triton"),
         ("critic", 'name: "critic"', 'name: "kritic"', "critic/config.pbtxt: name is 'kritic'"),
         ("critic", 'name: "values" data_type: TYPE_FP32', 'name: "values" data_type: TYPE_FP16', "tensor values"),
-        ("critic_infer", 'name: "rewards" data_type: TYPE_FP32 dims: [ 1 ]',
-         'name: "rewards" data_type: TYPE_FP32 dims: [ 2 ]', "reward_model has no tensor rewards of this type"),
-        ("critic_infer", 'output_map { key: "response_values" value: "response_values" }', "",
-         "critic_infer/config.pbtxt: no step produces output response_values"),
+        (
+            "critic_infer",
+            'name: "rewards" data_type: TYPE_FP32 dims: [ 1 ]',
+            'name: "rewards" data_type: TYPE_FP32 dims: [ 2 ]',
+            "reward_model has no tensor rewards of this type",
+        ),
+        (
+            "critic_infer",
+            'output_map { key: "response_values" value: "response_values" }',
+            "",
+            "critic_infer/config.pbtxt: no step produces output response_values",
+        ),
         ("critic_infer", 'input_map { key: "tokens"', 'input_map { key: "ids"', "critic has no tensor ids of this"),
-        ("critic_infer", 'input { name: "metadata" data_type: TYPE_STRING dims: [ 1 ] optional: true }', "",
-         "critic takes metadata, which is neither an input nor an output of an earlier step"),
+        (
+            "critic_infer",
+            'input { name: "metadata" data_type: TYPE_STRING dims: [ 1 ] optional: true }',
+            "",
+            "critic takes metadata, which is neither an input nor an output of an earlier step",
+        ),
     ],
-)  # fmt: skip
+)
 def test_rules_that_the_protobuf_cannot_know(model: str, old: str, new: str, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         render.check_rules(broken(model, old, new))

@@ -123,8 +123,10 @@ def test_it_is_measured_only_where_it_is_served(tmp_path: Path, monkeypatch: pyt
 def test_it_is_probed_and_loaded_with_the_first() -> None:
     assert SCORING_OUTPUTS[contract.REFERENCE] == (contract.LOGPROBS,)
     assert load_order({"reward_model", "critic", "critic_infer", "reference"})[0] == {
-        "reward_model", "critic", "reference",
-    }  # fmt: skip
+        "reward_model",
+        "critic",
+        "reference",
+    }
 
 
 def test_a_deterministic_run_fixes_it_too(tmp_path: Path) -> None:

@@ -34,9 +34,14 @@ def test_model_and_functions() -> None:
     assert found.pop("tokenizer") == str(Path("checkpoints/reward").absolute())
     assert found == {
         "hidden_variables": '["TRAINING_KEY", "TRITON_CONTROL_KEY"]',
-        "timeout_s": "0.5", "workers": "3", "memory_mib": "99", "max_waiting_rows": "100000",
-        "max_sentence_bytes": "1000000", "max_request_tokens": "4000000", "max_request_bytes": "4000000",
-    }  # fmt: skip
+        "timeout_s": "0.5",
+        "workers": "3",
+        "memory_mib": "99",
+        "max_waiting_rows": "100000",
+        "max_sentence_bytes": "1000000",
+        "max_request_tokens": "4000000",
+        "max_request_bytes": "4000000",
+    }
     assert parameters(configs["reward_function_label"])["function"] == "package.verifiers:label"
     for model in ("reward_mixture", "reward_model"):
         assert json.loads(parameters(configs[model])["reward_components"]) == ["length", "model", "label"]
@@ -132,8 +137,11 @@ def test_the_tokenizer_of_functions_alone_has_a_fingerprint(tmp_path: Path) -> N
 
 def test_parts_are_loaded_before_their_sum() -> None:
     assert load_order(MODELS) == [
-        {"reward_model", "critic"}, {"critic_infer"}, {"critic_train"}, {"critic_save"},
-    ]  # fmt: skip
+        {"reward_model", "critic"},
+        {"critic_infer"},
+        {"critic_train"},
+        {"critic_save"},
+    ]
     parts = {"reward_checkpoint", "reward_mixture", "reward_function_a"}
     order = load_order(MODELS | parts | {"somebody_elses"})
     assert order[:3] == [parts | {"critic"}, {"reward_model"}, {"critic_infer"}]

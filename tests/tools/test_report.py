@@ -36,17 +36,28 @@ def write_run(run_dir: Path, *, gold: bool, validated: bool = True, critic: bool
     steps = range(1, num_steps + 1)
     metrics = [
         {
-            "step": k, "time": 100.0 + 2 * k, "train_rollouts/rewards": 0.1 * k,
-            "train_rollouts/rewards_with_kl": 0.08 * k, "train_rollouts/init_policy_kl_per_sequence": 0.2 * k,
-            "train_rollouts/distinct2": 0.05, "train_rollouts/fraction_of_samples_properly_ended": 0.9,
-            "timers/generate": 1.0, "timers/train_time": 0.5, "timers/step_time": 2.0,
-            **({
-                "train_rollouts/explained_variance": float("nan") if k == 1 else 0.04 * k,
-                "train_rollouts/weights_version": k - 1, "timers/critic_wait": 0.1,
-            } if critic else {}),
+            "step": k,
+            "time": 100.0 + 2 * k,
+            "train_rollouts/rewards": 0.1 * k,
+            "train_rollouts/rewards_with_kl": 0.08 * k,
+            "train_rollouts/init_policy_kl_per_sequence": 0.2 * k,
+            "train_rollouts/distinct2": 0.05,
+            "train_rollouts/fraction_of_samples_properly_ended": 0.9,
+            "timers/generate": 1.0,
+            "timers/train_time": 0.5,
+            "timers/step_time": 2.0,
+            **(
+                {
+                    "train_rollouts/explained_variance": float("nan") if k == 1 else 0.04 * k,
+                    "train_rollouts/weights_version": k - 1,
+                    "timers/critic_wait": 0.1,
+                }
+                if critic
+                else {}
+            ),
         }
         for k in steps
-    ]  # fmt: skip
+    ]
     swaps = [
         {"step": k, "time": 101.0 + 2 * k, "weights_version": k, "reload": "swap", "reload_ms": 5.0} for k in steps
     ]
@@ -285,9 +296,14 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path):
 def pair(gain: float | None, number: int) -> Pair:
     texts: dict[str, Any] = dict.fromkeys(("response_before", "response_after", "text_before", "text_after"), "x")
     return Pair(
-        prompt_id=str(number), prompt="p", **texts, reward_before=0.0, reward_after=gain,
-        gold_before=None, gold_after=None,
-    )  # fmt: skip
+        prompt_id=str(number),
+        prompt="p",
+        **texts,
+        reward_before=0.0,
+        reward_after=gain,
+        gold_before=None,
+        gold_after=None,
+    )
 
 
 @pytest.mark.parametrize(("num_pairs", "sizes"), [(100, [8, 8, 8]), (24, [8, 8, 8]), (7, [3, 2, 2]), (1, [1])])

@@ -13,10 +13,21 @@ from tools.report.data import read_steps
 from tools.report.summary import SUMMARY_KEYS, distinct2, read_pairs, word_gains, write_summary
 
 ACTOR = {
-    "steps": 2, "reward_before": 9.0, "reward_after": 9.0, "kl_final": 1.5, "ev_v0": -0.1, "ev_last": 0.5,
-    "weights_version": 2, "critic_updates": 2, "failed_critic_updates": 0, "failed_requests": 0, "masked_samples": 0,
-    "retries": 1, "seconds_total": 10.0, "seconds_per_step": 2.5,
-}  # fmt: skip
+    "steps": 2,
+    "reward_before": 9.0,
+    "reward_after": 9.0,
+    "kl_final": 1.5,
+    "ev_v0": -0.1,
+    "ev_last": 0.5,
+    "weights_version": 2,
+    "critic_updates": 2,
+    "failed_critic_updates": 0,
+    "failed_requests": 0,
+    "masked_samples": 0,
+    "retries": 1,
+    "seconds_total": 10.0,
+    "seconds_per_step": 2.5,
+}
 CRITIC = [
     {"step": 1, "time": 1.0, "weights_version": 1, "reload": "swap", "reload_ms": 4.0},
     {"step": 2, "time": 2.0, "weights_version": 2, "reload": "swap", "reload_ms": 8.0},

@@ -65,8 +65,11 @@ def test_backends_are_laid_out_again_and_again(
         monkeypatch.setattr("tools.server.triton_home._PACKAGE", package)
         folder = lay_out_backends(wheel, tmp_path / "backends") / "python"
         assert {path.name for path in folder.iterdir()} == {
-            "libtriton_python.so", "triton_python_backend_utils.py", STUB, *names,
-        }  # fmt: skip
+            "libtriton_python.so",
+            "triton_python_backend_utils.py",
+            STUB,
+            *names,
+        }
         assert (folder / STUB).resolve() == wheel.stub.resolve()
 
 

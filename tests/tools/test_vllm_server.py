@@ -53,9 +53,10 @@ def run_config(folder: Path, *, script: str = SCRIPT, max_tokens: int = 20, **po
         "vllm": {"command": str(command), "arguments": ["--seed", "3"]},
     }
     actor = {
-        "policy": {"checkpoint": str(folder / "policy"), **policy}, "prompts": {"max_tokens": max_tokens},
+        "policy": {"checkpoint": str(folder / "policy"), **policy},
+        "prompts": {"max_tokens": max_tokens},
         "generation": generation,
-    }  # fmt: skip
+    }
     return RunConfig.model_validate({"run": {"dir": str(folder / "run")}, "actor": actor})
 
 
@@ -68,8 +69,12 @@ def test_the_server_has_the_policy_its_dtype_and_its_lengths(tmp_path: Path):
     assert arguments[-2:] == ["--seed", "3"]
     pairs = dict(itertools.pairwise(arguments))
     assert [pairs[name] for name in ("--host", "--port", "--dtype", "--max-model-len", "--max-lora-rank")] == [
-        "127.0.0.1", "8123", "bfloat16", "32", "16",
-    ]  # fmt: skip
+        "127.0.0.1",
+        "8123",
+        "bfloat16",
+        "32",
+        "16",
+    ]
 
 
 @pytest.mark.parametrize(("rank", "limit"), [(4, "8"), (12, "16"), (48, "64"), (512, "512")])

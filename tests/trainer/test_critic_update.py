@@ -42,8 +42,12 @@ def arrays(num_rows: int = 12, seed: int = 0) -> dict[str, np.ndarray]:
     returns = (tokens[:, :-1] % 2 == 0).astype(np.float32)
     prev_values = rng.normal(size=returns.shape).astype(np.float32)
     return {
-        "tokens": tokens, "sequence_lengths": lengths, "returns": returns, "prev_values": prev_values, "mask": mask,
-    }  # fmt: skip
+        "tokens": tokens,
+        "sequence_lengths": lengths,
+        "returns": returns,
+        "prev_values": prev_values,
+        "mask": mask,
+    }
 
 
 def payload(num_rows: int = 12, seed: int = 0) -> TrainPayload:
@@ -74,9 +78,13 @@ def test_the_token_budget_never_changes_the_result(checkpoint: Path, global_batc
     results = []
     for token_budget in (1, 30, 100, 10_000):
         update, reports = trained(
-            checkpoint, [payload(), payload(seed=1)], double=True,
-            token_budget=token_budget, global_batch_size=global_batch_size, clip_value=clip_value,
-        )  # fmt: skip
+            checkpoint,
+            [payload(), payload(seed=1)],
+            double=True,
+            token_budget=token_budget,
+            global_batch_size=global_batch_size,
+            clip_value=clip_value,
+        )
         results.append((weights(update), [report.loss_mean for report in reports]))
     start = weights(CriticUpdate(CriticModel(load_critic(checkpoint).model.double()), settings()))
     assert (results[0][0] - start).abs().max() > 1e-3

@@ -154,13 +154,22 @@ def test_a_metrics_line_is_written_whole_or_dropped(disk: SmallDisk, tmp_path: P
 # ---- every write, refused once after it was done in part ----
 
 WRITES = [
-    (WeightsStore, "add", "before"), (WeightsStore, "add", "after"), (WeightsStore, "set_current", "before"),
-    (WeightsStore, "set_current", "after"), (WeightsStore, "prune", "before"), (WeightsStore, "prune", "after"),
-    (Journal, "finish", "before"), (Journal, "finish", "after"), (Journal, "drop", "before"),
-    (CheckpointFolder, "save", "before"), (CheckpointFolder, "save", "after"),
-    (Journal, "forget_covered", "before"), (Journal, "forget_covered", "after"),
-    (Journal, "set_aside_after", "after"), (CheckpointFolder, "drop_after", "after"),
-]  # fmt: skip
+    (WeightsStore, "add", "before"),
+    (WeightsStore, "add", "after"),
+    (WeightsStore, "set_current", "before"),
+    (WeightsStore, "set_current", "after"),
+    (WeightsStore, "prune", "before"),
+    (WeightsStore, "prune", "after"),
+    (Journal, "finish", "before"),
+    (Journal, "finish", "after"),
+    (Journal, "drop", "before"),
+    (CheckpointFolder, "save", "before"),
+    (CheckpointFolder, "save", "after"),
+    (Journal, "forget_covered", "before"),
+    (Journal, "forget_covered", "after"),
+    (Journal, "set_aside_after", "after"),
+    (CheckpointFolder, "drop_after", "after"),
+]
 
 
 def refuse(patch: pytest.MonkeyPatch, owner: type, name: str, when: str) -> list[str]:
@@ -227,9 +236,11 @@ def test_it_says_what_it_waits_for_and_when_that_is_over(caplog: pytest.LogCaptu
     patience = Patience(threading.Event(), lambda *item: shown.append(item))
     assert patience.until_done("writing", action) == "done"
     assert shown == [
-        ("writing", "[Errno 30] Read-only file system"), ("writing", "[Errno 110] Timed out"),
-        ("writing", "[Errno 39] Not empty"), ("writing", None),
-    ]  # fmt: skip
+        ("writing", "[Errno 30] Read-only file system"),
+        ("writing", "[Errno 110] Timed out"),
+        ("writing", "[Errno 39] Not empty"),
+        ("writing", None),
+    ]
     assert len(refusals(caplog)) == 1
 
 

@@ -13,14 +13,28 @@ from tests.support.settings import changed, trainer_section
 from trainer.fingerprint import DECIDING, ROUNDING, UNLESS_DEFAULT, changes, deciding, deciding_settings, fingerprint
 
 WITHOUT_EFFECT = {
-    "checkpoint_every", "keep_checkpoints", "keep_entries", "keep_set_aside", "reload_on_save", "serve_timeout_s",
-    "heartbeat_timeout_s", "publish", "servers", "nice",
-}  # fmt: skip
+    "checkpoint_every",
+    "keep_checkpoints",
+    "keep_entries",
+    "keep_set_aside",
+    "reload_on_save",
+    "serve_timeout_s",
+    "heartbeat_timeout_s",
+    "publish",
+    "servers",
+    "nice",
+}
 OTHER_VALUES: dict[str, Any] = {
-    "optimizer.betas": (0.5, 0.6), "device": "cuda", "optimizer.lr": 0.5, "optimizer.grad_clip": 2.0,
-    "optimizer.kind": "adamw_8bit", "precision": "bfloat16", "lora_targets": ["q_proj"], "attention": "eager",
+    "optimizer.betas": (0.5, 0.6),
+    "device": "cuda",
+    "optimizer.lr": 0.5,
+    "optimizer.grad_clip": 2.0,
+    "optimizer.kind": "adamw_8bit",
+    "precision": "bfloat16",
+    "lora_targets": ["q_proj"],
+    "attention": "eager",
     "gradient_checkpointing": True,
-}  # fmt: skip
+}
 
 
 def test_no_setting_is_forgotten():

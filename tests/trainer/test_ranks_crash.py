@@ -41,14 +41,25 @@ class Job:
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         schedule = {"lr": 1e-2, "warmup_steps": 2, "constant_steps": 0, "max_steps": 100}
         path = folder / "run.yaml"
-        path.write_text(yaml.safe_dump({
-            "run": {"dir": str(folder), "run_id": "run"}, "critic": {"checkpoint": str(checkpoint)},
-            "server": {"grpc_port": 1},
-            "trainer": {
-                "ranks": 2, "optimizer": schedule, "global_batch_size": 4, "token_budget": 20, "checkpoint_every": 3,
-                "reload_on_save": "none", "publish": {"keep": 100}, "nice": 0,
-            },
-        }))  # fmt: skip
+        path.write_text(
+            yaml.safe_dump(
+                {
+                    "run": {"dir": str(folder), "run_id": "run"},
+                    "critic": {"checkpoint": str(checkpoint)},
+                    "server": {"grpc_port": 1},
+                    "trainer": {
+                        "ranks": 2,
+                        "optimizer": schedule,
+                        "global_batch_size": 4,
+                        "token_budget": 20,
+                        "checkpoint_every": 3,
+                        "reload_on_save": "none",
+                        "publish": {"keep": 100},
+                        "nice": 0,
+                    },
+                }
+            )
+        )
         self.path, config = path, load_config(path)
         self.journal, self.store = Journal(config.run.journal_dir, "run"), WeightsStore(config.run.weights_dir)
         self.log, self.checkpoints = folder / "sidecar.log", config.run.dir / "checkpoints" / "critic"

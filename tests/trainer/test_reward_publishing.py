@@ -69,12 +69,14 @@ class Run:
 
     def __init__(self, folder: Path, checkpoint: Path, pairs: Path) -> None:
         self.folder = folder
-        self.config = RunConfig.model_validate({
-            "run": {"dir": folder / "run", "run_id": "run"},
-            "actor": {"algorithm": {"name": "grpo", "responses_per_prompt": 2}},
-            "reward": {"checkpoint": checkpoint, "store": True, "gate": {"pairs": pairs, "tolerance": 0.05}},
-            "server": {"grpc_port": 1},
-        })  # fmt: skip
+        self.config = RunConfig.model_validate(
+            {
+                "run": {"dir": folder / "run", "run_id": "run"},
+                "actor": {"algorithm": {"name": "grpo", "responses_per_prompt": 2}},
+                "reward": {"checkpoint": checkpoint, "store": True, "gate": {"pairs": pairs, "tolerance": 0.05}},
+                "server": {"grpc_port": 1},
+            }
+        )
         initialise_stores(self.config)
         self.store = WeightsStore(self.config.run.reward_weights_dir)
         self.instance = Instance(self.store, "reward_model_0")
@@ -234,11 +236,14 @@ def test_a_bad_line_of_the_gate_is_named(run: Run, tmp_path: Path, capsys: Outpu
 KILLS = [
     (owner, name, when)
     for owner, name in (
-        (WeightsStore, "add"), (WeightsStore, "announce"), (Publisher, "verify"), (WeightsStore, "set_current"),
+        (WeightsStore, "add"),
+        (WeightsStore, "announce"),
+        (Publisher, "verify"),
+        (WeightsStore, "set_current"),
         (WeightsStore, "prune"),
     )
     for when in ("before", "after")
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("owner", "name", "when"), KILLS, ids=lambda value: getattr(value, "__name__", value))

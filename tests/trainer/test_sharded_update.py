@@ -291,8 +291,10 @@ def test_versions_of_two_ranks_are_ordinary_checkpoints_and_are_verified(two_ran
     first, second = store.manifest(1), store.manifest(2)
     assert (first.sha256, first.files) == (second.sha256, second.files)
     assert sorted(first.files or {}) == [
-        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json",
-    ]  # fmt: skip
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
     store.verify_files(1)
     served = load_critic(root / "llama").with_weights(store.folder(1)).model.state_dict()
     assert same(served, {name: tensor for name, tensor in read_alone(root, 2).items() if name in served})

@@ -22,20 +22,32 @@ pytest_plugins = ["sidecar_fixtures"]
 # ---- killed ----
 
 KILLS = [
-    (WeightsStore, "add", "before"), (WeightsStore, "add", "after"), (Publisher, "verify", "after"),
-    (WeightsStore, "set_current", "before"), (WeightsStore, "set_current", "after"),
-    (WeightsStore, "prune", "before"), (WeightsStore, "prune", "after"),
-    (Journal, "finish", "before"), (Journal, "finish", "after"),
-    (CheckpointFolder, "save", "before"), (CheckpointFolder, "save", "after"),
-    (Journal, "forget_covered", "before"), (Journal, "forget_covered", "after"), (Journal, "drop", "before"),
-]  # fmt: skip
+    (WeightsStore, "add", "before"),
+    (WeightsStore, "add", "after"),
+    (Publisher, "verify", "after"),
+    (WeightsStore, "set_current", "before"),
+    (WeightsStore, "set_current", "after"),
+    (WeightsStore, "prune", "before"),
+    (WeightsStore, "prune", "after"),
+    (Journal, "finish", "before"),
+    (Journal, "finish", "after"),
+    (CheckpointFolder, "save", "before"),
+    (CheckpointFolder, "save", "after"),
+    (Journal, "forget_covered", "before"),
+    (Journal, "forget_covered", "after"),
+    (Journal, "drop", "before"),
+]
 
 
 @pytest.mark.parametrize(("owner", "name", "when"), KILLS, ids=lambda value: getattr(value, "__name__", value))
 def test_whatever_is_killed_when_the_bits_and_numbers_are_the_same(
-    make: Callable[..., Rig], straight: Rig, monkeypatch: pytest.MonkeyPatch,
-    owner: type, name: str, when: str,
-):  # fmt: skip
+    make: Callable[..., Rig],
+    straight: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    when: str,
+):
     rig = make()
     rig.serve()
     save = None
@@ -143,11 +155,14 @@ def test_a_rewind_out_of_reach_is_refused_and_training_goes_on(make: Callable[..
 @pytest.mark.parametrize(
     ("owner", "name", "when"),
     [
-        (Journal, "set_aside_after", "before"), (Journal, "set_aside_after", "after"),
-        (CheckpointFolder, "drop_after", "after"), (WeightsStore, "set_current", "after"), (Journal, "drop", "before"),
+        (Journal, "set_aside_after", "before"),
+        (Journal, "set_aside_after", "after"),
+        (CheckpointFolder, "drop_after", "after"),
+        (WeightsStore, "set_current", "after"),
+        (Journal, "drop", "before"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
-)  # fmt: skip
+)
 def test_a_rewind_that_is_killed_is_done_in_the_end(
     rig: Rig, straight: Rig, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: str
 ):

@@ -19,9 +19,12 @@ pytest_plugins = ["sidecar_fixtures"]
 SETTINGS: dict[str, Any] = {"lora_rank": 2, "precision": "bfloat16", "gradient_checkpointing": True}
 FORMATS = ["merged", "adapter"]
 KILLS = [
-    (WeightsStore, "add", "after"), (Publisher, "verify", "after"), (WeightsStore, "set_current", "after"),
-    (Journal, "finish", "before"), (CheckpointFolder, "save", "after"),
-]  # fmt: skip
+    (WeightsStore, "add", "after"),
+    (Publisher, "verify", "after"),
+    (WeightsStore, "set_current", "after"),
+    (Journal, "finish", "before"),
+    (CheckpointFolder, "save", "after"),
+]
 
 
 def lora_rig(make: Callable[..., Rig], name: str, **settings: Any) -> Rig:

@@ -35,8 +35,11 @@ def test_updates_failures_and_rejections_are_counted(make: Callable[..., Rig]) -
     found = scrape(port)
     counts = {name: value for name, value in found.items() if name.endswith("_total") and "log" not in name}
     assert {name: value for name, value in counts.items() if not name.startswith("process")} == {
-        "updates_total": 3, "failed_updates_total": 2, "rejected_versions_total": 1, "skipped_optimizer_steps_total": 0,
-    }  # fmt: skip
+        "updates_total": 3,
+        "failed_updates_total": 2,
+        "rejected_versions_total": 1,
+        "skipped_optimizer_steps_total": 0,
+    }
     assert (found["step"], found["weights_version"], found["journal_last_step"]) == (4, rig.store.current(), 4)
     assert (found["journal_pending_entries"], found["blocked"]) == (0, 0)
     assert found["loss"] > 0

@@ -144,12 +144,16 @@ def test_too_long_a_way_back_is_not_kept(make: Callable[..., Rig]):
 @pytest.mark.parametrize(
     ("owner", "name", "when"),
     [
-        (CheckpointFolder, "save", "after"), (CheckpointFolder, "keep_only", "before"),
-        (CheckpointFolder, "keep_only", "after"), (CheckpointFolder, "prune", "before"),
-        (Journal, "forget_covered", "before"), (Journal, "finish", "before"), (Journal, "drop", "before"),
+        (CheckpointFolder, "save", "after"),
+        (CheckpointFolder, "keep_only", "before"),
+        (CheckpointFolder, "keep_only", "after"),
+        (CheckpointFolder, "prune", "before"),
+        (Journal, "forget_covered", "before"),
+        (Journal, "finish", "before"),
+        (Journal, "drop", "before"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("late", [False, True])
 def test_a_save_that_is_killed_is_done_in_the_end(
     rig: Rig, straight: Rig, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: str, late: bool

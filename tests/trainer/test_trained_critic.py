@@ -169,8 +169,10 @@ def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path, changes: dict[st
     assert all(torch.equal(one[name], other[name]) for name in one)
     if "lora_rank" in changes:  # nothing of the base
         assert sorted(path.name for path in place.iterdir()) == [
-            "adapters.safetensors", "optimizer.safetensors", "state.json"
-        ]  # fmt: skip
+            "adapters.safetensors",
+            "optimizer.safetensors",
+            "state.json",
+        ]
         assert set(load_file(place / "adapters.safetensors")) == set(resumed.parameters)
 
 

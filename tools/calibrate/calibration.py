@@ -151,10 +151,16 @@ def _measure(
     """Run `tools.calibrate.worker` in its own process and return its result. Raises ConfigError."""
     kind, options = _loading(role, section)
     spec = {
-        "role": kind, "options": options, "checkpoint": str(section.checkpoint.absolute()), "device": section.device,
-        "dtype": section.dtype, "workers": workers, "threads": threads, "max_length": section.max_length,
+        "role": kind,
+        "options": options,
+        "checkpoint": str(section.checkpoint.absolute()),
+        "device": section.device,
+        "dtype": section.dtype,
+        "workers": workers,
+        "threads": threads,
+        "max_length": section.max_length,
         "budgets": budgets,
-    }  # fmt: skip
+    }
     command = [sys.executable, "-m", "tools.calibrate.worker", json.dumps(spec)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
     try:
@@ -188,9 +194,16 @@ def _identity(section: ModelSection, cores: int) -> str:
     parts = [
         (folder / "config.json").read_text(),
         sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors")),
-        section.device, section.dtype, section.max_length, section.workers, section.threads, cores, _processor(),
-        importlib.metadata.version("torch"), importlib.metadata.version("transformers"),
-    ]  # fmt: skip
+        section.device,
+        section.dtype,
+        section.max_length,
+        section.workers,
+        section.threads,
+        cores,
+        _processor(),
+        importlib.metadata.version("torch"),
+        importlib.metadata.version("transformers"),
+    ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
 
 

@@ -10,9 +10,28 @@ import numpy as np
 # Everyday words with a human rating that are programming terms here. If they were rated, PPO would earn
 # nearly its whole gain with the word "values".
 TECHNICAL_WORDS: tuple[str, ...] = (
-    "value", "values", "true", "like", "no", "number", "argument", "arguments", "error", "errors", "create",
-    "created", "creates", "creating", "empty", "block", "blocks", "string", "null", "top", "shared",
-)  # fmt: skip
+    "value",
+    "values",
+    "true",
+    "like",
+    "no",
+    "number",
+    "argument",
+    "arguments",
+    "error",
+    "errors",
+    "create",
+    "created",
+    "creates",
+    "creating",
+    "empty",
+    "block",
+    "blocks",
+    "string",
+    "null",
+    "top",
+    "shared",
+)
 
 
 def gold_scorer(dropped: Iterable[str] = TECHNICAL_WORDS, extra_dropped: Iterable[str] = ()) -> Callable[[str], float]:

@@ -102,9 +102,10 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRec
     from python_backend.config import GenerationSection, OptimizerSection, PolicySection, PromptsSection
 
     generation = GenerationSection(
-        max_new_tokens=recipe.new_tokens * recipe.pieces_per_reply, temperature=recipe.temperature,
+        max_new_tokens=recipe.new_tokens * recipe.pieces_per_reply,
+        temperature=recipe.temperature,
         batch_size=recipe.batch,
-    )  # fmt: skip
+    )
     longest = PromptsSection().max_tokens
     settings = PolicySection(checkpoint=policy_folder, lora_rank=1)
     policy = Policy(settings, generation, OptimizerSection(), max_prompt_tokens=longest)

@@ -153,10 +153,14 @@ def train_reward_model(
     torch.nn.init.zeros_(model.score.weight)
     optimizers = _optimizers(model, recipe.reward_muon_lr, recipe.reward_adamw_lr)
     train_on_pairs(
-        lambda batch: _last_logits(model, [rows[i] for i in batch], chunk=16), gold,
+        lambda batch: _last_logits(model, [rows[i] for i in batch], chunk=16),
+        gold,
         lambda num_steps: stepper(model, optimizers, recipe.warmup_steps, num_steps),
-        epochs=recipe.reward_epochs, batch_size=recipe.reward_batch, seed=seed, log=log,
-    )  # fmt: skip
+        epochs=recipe.reward_epochs,
+        batch_size=recipe.reward_batch,
+        seed=seed,
+        log=log,
+    )
     return model.eval()
 
 

@@ -111,11 +111,16 @@ def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> dict[s
     reward.config.reward_standardization = {"mean": mean, "std": std}
     m.save_checkpoint(reward, tokenizer, root / "reward")
     figures = {
-        "perplexity": perplexity, "pair_accuracy_real": accuracies[0], "pair_accuracy_samples": accuracies[1],
-        "reward_mean": mean, "reward_std": std, "num_train_sentences": len(train_rows),
-        "num_train_prompts": len(prompts), "num_validation_prompts": len(validation),
+        "perplexity": perplexity,
+        "pair_accuracy_real": accuracies[0],
+        "pair_accuracy_samples": accuracies[1],
+        "reward_mean": mean,
+        "reward_std": std,
+        "num_train_sentences": len(train_rows),
+        "num_train_prompts": len(prompts),
+        "num_validation_prompts": len(validation),
         "seconds": time.monotonic() - start,
-    }  # fmt: skip
+    }
     log(f"reward model: pairwise accuracy {accuracies[0]:.3f} (real), {accuracies[1]:.3f} (samples)")
     log(f"prepared in {figures['seconds']:.0f} s")
     return figures

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 SMALL = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "num_labels": 1, "pad_token_id": 2, "bos_token_id": 0,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "num_labels": 1,
+    "pad_token_id": 2,
+    "bos_token_id": 0,
     "eos_token_id": 1,
-}  # fmt: skip
+}
 
 
 def random_llama(kind: str, *, seed: int, **settings: Any) -> Any:
@@ -22,15 +29,20 @@ def random_llama(kind: str, *, seed: int, **settings: Any) -> Any:
     quiet_transformers()
     torch.manual_seed(seed)
     kinds = {
-        "policy": LlamaForCausalLM, "reward": LlamaForSequenceClassification, "critic": LlamaForTokenClassification,
-    }  # fmt: skip
+        "policy": LlamaForCausalLM,
+        "reward": LlamaForSequenceClassification,
+        "critic": LlamaForTokenClassification,
+    }
     return kinds[kind](LlamaConfig(**{**SMALL, **settings}))
 
 
 def train_bpe(
-    texts: Sequence[str], *, alphabet: Sequence[str] | None = None, vocab_size: int = 30_000,
+    texts: Sequence[str],
+    *,
+    alphabet: Sequence[str] | None = None,
+    vocab_size: int = 30_000,
     special: Sequence[str] = ("<s>", "</s>", "<pad>"),
-) -> Any:  # fmt: skip
+) -> Any:
     """Return a byte-level BPE `Tokenizer` learned from `texts`; the first ids are those of `special`, in this order.
 
     Args:
@@ -42,8 +54,10 @@ def train_bpe(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(special), show_progress=False,
+        vocab_size=vocab_size,
+        special_tokens=list(special),
+        show_progress=False,
         initial_alphabet=alphabet or sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

@@ -49,10 +49,14 @@ def train_reward(
     ]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
     train_on_pairs(
-        lambda batch: _scores(model, tokenizer, [texts[i] for i in batch]), gold,
+        lambda batch: _scores(model, tokenizer, [texts[i] for i in batch]),
+        gold,
         lambda num_steps: stepper(model, [optimizer], max(1, num_steps // 10), num_steps),
-        epochs=epochs, batch_size=BATCH, seed=seed, log=log,
-    )  # fmt: skip
+        epochs=epochs,
+        batch_size=BATCH,
+        seed=seed,
+        log=log,
+    )
 
 
 @torch.no_grad()

@@ -54,9 +54,10 @@ def _text_prompts(config: RunConfig) -> Finding:
     before = tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, "text")[0])
     if before and not config.actor.prompts.add_special_tokens:
         return warning(
-            "prompts", f"text prompts lack {' '.join(before)}, with which the policy's tokenizer begins a text; set "
+            "prompts",
+            f"text prompts lack {' '.join(before)}, with which the policy's tokenizer begins a text; set "
             "actor.prompts.add_special_tokens to true, unless the policy was trained without",
-        )  # fmt: skip
+        )
     return Finding("prompts", f"text prompts begin with {' '.join(before) or 'no special token'}")
 
 

@@ -20,11 +20,20 @@ from tools.server.triton_home import find_tritonserver, libpython_dir, usage
 
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"  # not in a wheel
 PACKAGES = {  # what every run needs: distribution -> module
-    "numpy": "numpy", "torch": "torch", "transformers": "transformers", "safetensors": "safetensors",
+    "numpy": "numpy",
+    "torch": "torch",
+    "transformers": "transformers",
+    "safetensors": "safetensors",
     "tokenizers": "tokenizers",
-    "tritonclient": "tritonclient.http", "pydantic": "pydantic", "PyYAML": "yaml", "Jinja2": "jinja2",
-    "psutil": "psutil", "rich": "rich", "matplotlib": "matplotlib", "tensorboard": "tensorboard",
-}  # fmt: skip
+    "tritonclient": "tritonclient.http",
+    "pydantic": "pydantic",
+    "PyYAML": "yaml",
+    "Jinja2": "jinja2",
+    "psutil": "psutil",
+    "rich": "rich",
+    "matplotlib": "matplotlib",
+    "tensorboard": "tensorboard",
+}
 OPTIONAL = ("nvidia-pytriton", "peft", "fastapi", "pyarrow", "prometheus-client")
 MIB, GIB = 1 << 20, 1 << 30
 MIN_SHM, ENOUGH_SHM = 64 * MIB, 512 * MIB

@@ -62,12 +62,17 @@ def create_app(client: TritonClient, settings: GatewaySection, key: str | None =
 
     source = RewardSource(client, settings)
     app = FastAPI(
-        title="Reward gateway", description=DESCRIPTION, lifespan=lifespan, redoc_url=None,
+        title="Reward gateway",
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redoc_url=None,
         middleware=[Middleware(RequestGuard, settings=settings, key=key)],
         exception_handlers={
-            GatewayError: _gateway_error, StarletteHTTPException: _http_error, RequestValidationError: _invalid_body,
+            GatewayError: _gateway_error,
+            StarletteHTTPException: _http_error,
+            RequestValidationError: _invalid_body,
         },
-    )  # fmt: skip
+    )
     for router in (
         json_router(source),
         openrlhf_router(source),

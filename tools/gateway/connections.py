@@ -56,7 +56,15 @@ def bounded(app: ASGIApp, settings: GatewaySection, **options: Any) -> uvicorn.C
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     most = min(MAX_CONNECTIONS, hard // 2) if hard > 0 else MAX_CONNECTIONS  # the others are for Triton
     return uvicorn.Config(
-        app, settings.host, settings.port, log_level="warning", http=BoundedProtocol,
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES, timeout_keep_alive=KEEP_ALIVE_S, limit_concurrency=most,
-        ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, **options,
-    )  # fmt: skip
+        app,
+        settings.host,
+        settings.port,
+        log_level="warning",
+        http=BoundedProtocol,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        limit_concurrency=most,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        **options,
+    )

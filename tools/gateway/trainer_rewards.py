@@ -59,9 +59,15 @@ def trl_reward(
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, *,
-    prompt_key: str = "question", url: str | None = None, **_: Any,
-) -> float:  # fmt: skip
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    prompt_key: str = "question",
+    url: str | None = None,
+    **_: Any,
+) -> float:
     """Return the reward of one response: verl's custom reward function.
 
     Args:

@@ -35,7 +35,7 @@ REMEDIES = {  # section -> {largest part: settings that make it smaller}
         "optimizer": "trainer.lora_rank or trainer.ranks",
         "activations": "trainer.gradient_checkpointing or trainer.token_budget",
     },
-}  # fmt: skip
+}
 
 
 class PlanError(RlhfError):

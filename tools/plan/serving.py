@@ -49,9 +49,16 @@ def served_role(config: RunConfig, key: str) -> Role:
     if shared and section.instances > 1:
         notes += (f"{section.instances} instances share the weights",)
     return Role(
-        key, sizes, model.config.model_type, parameters, 0, section.dtype, devices, processes,
+        key,
+        sizes,
+        model.config.model_type,
+        parameters,
+        0,
+        section.dtype,
+        devices,
+        processes,
         (f"forward passes of {ids_shape[0]} rows x {longest} tokens, {workers} at a time", *notes),
-    )  # fmt: skip
+    )
 
 
 def _batching(config: RunConfig, key: str, section: ModelSection) -> tuple[int, int, tuple[str, ...]]:

@@ -58,20 +58,33 @@ def policy_training(actor: ActorSection) -> Role:
 
         def loss() -> Tensor:
             return logprobs_of(
-                causal, ids, actor.generation.max_new_tokens, settings.precision, is_linear=is_linear,
+                causal,
+                ids,
+                actor.generation.max_new_tokens,
+                settings.precision,
+                is_linear=is_linear,
                 with_entropy=actor.algorithm.entropy_bonus > 0,
-            ).sum()  # fmt: skip
+            ).sum()
 
         sizes = _trained(
-            live, trained, loss, kind=actor.optimizer.kind,
+            live,
+            trained,
+            loss,
+            kind=actor.optimizer.kind,
             accumulates=rows < min(actor.update.minibatch_size, actor.rollout_size),
-        )  # fmt: skip
+        )
         gathered, num_trained, ranks = _gathered_bytes(causal), _num_trained(trained), actor.ranks
     return Role(
-        "actor", on_heap(_sharded(sizes, ranks, gathered), settings.device), causal.config.model_type, parameters,
-        num_trained, settings.precision, devices_of(settings.device, ranks), ranks,
+        "actor",
+        on_heap(_sharded(sizes, ranks, gathered), settings.device),
+        causal.config.model_type,
+        parameters,
+        num_trained,
+        settings.precision,
+        devices_of(settings.device, ranks),
+        ranks,
         (f"update of {rows} rows x {longest} tokens",),
-    )  # fmt: skip
+    )
 
 
 def _policy_model(causal: Any, settings: PolicySection) -> Any:
@@ -105,17 +118,26 @@ def trainer_role(config: RunConfig) -> Role:
                 return values_of(model, ids).float().sum()
 
         sizes = _trained(
-            live, model, loss, kind=settings.optimizer.kind,
+            live,
+            model,
+            loss,
+            kind=settings.optimizer.kind,
             accumulates=rows < min(settings.global_batch_size, config.actor.rollout_size),
-        )  # fmt: skip
+        )
         gathered, num_trained, ranks = _gathered_bytes(model), _num_trained(model), settings.ranks
     copies = _verified_bytes(settings, parameters, sizes)
     sizes = _sharded(dataclasses.replace(sizes, copies=copies), ranks, gathered)
     return Role(
-        "trainer", on_heap(sizes, settings.device), model.config.model_type, parameters, num_trained,
-        settings.precision, devices_of(settings.device, ranks), ranks,
+        "trainer",
+        on_heap(sizes, settings.device),
+        model.config.model_type,
+        parameters,
+        num_trained,
+        settings.precision,
+        devices_of(settings.device, ranks),
+        ranks,
         (f"update of {rows} rows x {longest} tokens",),
-    )  # fmt: skip
+    )
 
 
 def _trained(live: LiveBytes, model: Any, loss: Callable[[], Tensor], *, kind: str, accumulates: bool) -> Sizes:

@@ -57,9 +57,13 @@ def process_tensors(process: str | None) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def mixture_steps(
-    rewards: Iterable[str], inputs: Sequence[str] = SCORED, *,
-    after: dict[str, str] | None = None, live: bool = False, process: str | None = None,
-) -> list[Step]:  # fmt: skip
+    rewards: Iterable[str],
+    inputs: Sequence[str] = SCORED,
+    *,
+    after: dict[str, str] | None = None,
+    live: bool = False,
+    process: str | None = None,
+) -> list[Step]:
     """Return a step for each reward, the checkpoint first, and a last step for their weighted sum.
 
     Args:

@@ -31,9 +31,13 @@ Render = Callable[..., str]
 
 
 def render_rewards(
-    config: RunConfig, place: Callable[[Path], Path], *, render: Render, checkpoint: Callable[[str], str],
+    config: RunConfig,
+    place: Callable[[Path], Path],
+    *,
+    render: Render,
+    checkpoint: Callable[[str], str],
     fingerprint: Callable[[Path], str],
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """Return `{model: config.pbtxt}` of the reward models of a configuration whose `rewards` are set.
 
     Args:
@@ -66,11 +70,18 @@ def render_rewards(
         "reward_mixture.pbtxt.j2", name=REWARD_MIXTURE, terms=terms, max_batch_size=batch, parameters=sums
     )
     texts[REWARD_MODEL] = render(
-        "ensemble.pbtxt.j2", name=REWARD_MODEL, purpose="The weighted sum of several rewards.", has_values=False,
-        num_rewards=1, num_components=len(config.rewards), max_batch_size=batch, has_reward_version=live,
-        process=process_of(config), parameters=whole,
+        "ensemble.pbtxt.j2",
+        name=REWARD_MODEL,
+        purpose="The weighted sum of several rewards.",
+        has_values=False,
+        num_rewards=1,
+        num_components=len(config.rewards),
+        max_batch_size=batch,
+        has_reward_version=live,
+        process=process_of(config),
+        parameters=whole,
         steps=mixture_steps(config.rewards, (*SCORED, TEXT_PAIRS), live=live, process=process_of(config)),
-    )  # fmt: skip
+    )
     return texts
 
 

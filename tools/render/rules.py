@@ -23,8 +23,10 @@ def check_rules(configs: Mapping[str, Any]) -> None:
 def _check_batching(model: str, config: Any) -> None:
     for tensor in config.input:
         if tensor.name == TOKENS and not tensor.allow_ragged_batch:
-            raise ConfigError(f"{model}/config.pbtxt: input {tensor.name} needs allow_ragged_batch: true, or requests "
-                              "of different lengths never share a batch")  # fmt: skip
+            raise ConfigError(
+                f"{model}/config.pbtxt: input {tensor.name} needs allow_ragged_batch: true, or requests "
+                "of different lengths never share a batch"
+            )
     if not config.HasField("dynamic_batching"):
         raise ConfigError(f"{model}/config.pbtxt: dynamic_batching is missing; add it to the template")
     too_large = [size for size in config.dynamic_batching.preferred_batch_size if size > config.max_batch_size]

@@ -64,9 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the page of a run, or one that compares several runs.")
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run (run.dir)")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE",
+        "--out",
+        type=Path,
+        metavar="FILE",
         help="the page; default: report.html, or comparison.html, in the (first) run's folder",
-    )  # fmt: skip
+    )
     parser.add_argument("--follow", action="store_true", help="rewrite the page until the runs end, or until Ctrl-C")
     parser.add_argument("--every", type=seconds, default=5.0, metavar="SECONDS", help="with --follow; default: 5")
     arguments = parse_or_complete(parser, argv)

@@ -15,8 +15,15 @@ from tools.report.summary import SUMMARY_KEYS
 Points = tuple[Sequence[float], Sequence[float]]
 REWARD, KL = "train_rollouts/rewards", "train_rollouts/init_policy_kl_per_sequence"
 COLOURS = (  # distinguishable on a screen and in print; more runs than colours get other dashes
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5F6368", "#7A3E9D",
-)  # fmt: skip
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#5F6368",
+    "#7A3E9D",
+)
 DASHES = ("solid", "dashed", "dotted")
 FEW = 5  # more runs have no legend within the pictures, and no unsmoothed lines: they would hide the curves
 ENDS = {  # figures from the curves, since a run without validation has no reward in its summary
@@ -51,16 +58,24 @@ def _frontier(run: RunRecord) -> Points:
 OVERLAYS = (
     Overlay(title="Reward", caption="Mean reward per batch, smoothed.", points=_metric(REWARD)),
     Overlay(
-        title="Reward on held-out prompts", caption="Mean reward of each validation.", is_smooth=False,
+        title="Reward on held-out prompts",
+        caption="Mean reward of each validation.",
+        is_smooth=False,
         points=lambda run: series(run.validations, "reward"),
     ),
     Overlay(title="KL to the initial policy (nats per sequence)", caption="Training batches.", points=_metric(KL)),
     Overlay(
-        title="Reward against KL", caption="Reward at equal KL; smoothed.", is_smooth=False,
-        points=_frontier, xlabel="KL to the initial policy (nats per sequence)",
+        title="Reward against KL",
+        caption="Reward at equal KL; smoothed.",
+        is_smooth=False,
+        points=_frontier,
+        xlabel="KL to the initial policy (nats per sequence)",
     ),
     Overlay(
-        title="Critic: explained variance of the returns", caption="Cut off below -1.", low=-1.0, high=1.0,
+        title="Critic: explained variance of the returns",
+        caption="Cut off below -1.",
+        low=-1.0,
+        high=1.0,
         points=_metric("train_rollouts/explained_variance"),
     ),
     Overlay(
@@ -69,10 +84,11 @@ OVERLAYS = (
     Overlay(title="Seconds per step", caption="All phases together.", points=_metric("timers/step_time"), low=0.0),
     Overlay(title="Distinct bigrams (share of all)", caption="Repetition shows here first.", points=_metric(DISTINCT)),
     Overlay(
-        title="Responses that ended on their own (share)", caption="The others reached their length limit.",
+        title="Responses that ended on their own (share)",
+        caption="The others reached their length limit.",
         points=_metric(ENDED),
     ),
-)  # fmt: skip
+)
 
 
 def write_comparison(run_dirs: Sequence[Path], out: Path, *, refresh_s: float | None = None) -> Path:

@@ -12,17 +12,33 @@ from tools.report.data import PHASES, SHOWN_S, RunRecord, formatted, load_run, n
 Axes = Any  # matplotlib is imported only by the functions that draw
 Draw = Callable[[Axes, RunRecord], None]
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8A8F98",
-)  # fmt: skip
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#8A8F98",
+)
 PHASE_COLOURS = dict(zip(PHASES.values(), (BLUE, SKY, GREEN, PURPLE, RED, ORANGE, "#C9CDD3"), strict=True))
 DISTINCT, ENDED = "train_rollouts/distinct2", "train_rollouts/fraction_of_samples_properly_ended"
 RELOADS = (("swap", BLUE, "o", 14), ("triton", RED, "D", 46))
 STYLE = {
-    "font.size": 10, "axes.titlesize": 11.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#E8EAED",
-    "axes.edgecolor": "#9AA0A6", "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 9,
-    "svg.fonttype": "path", "svg.hashsalt": "report",
-}  # fmt: skip
+    "font.size": 10,
+    "axes.titlesize": 11.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#E8EAED",
+    "axes.edgecolor": "#9AA0A6",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "report",
+}
 
 
 def panels(run: RunRecord) -> list[tuple[str, str]]:
@@ -96,9 +112,14 @@ def _mark_versions(axes: Axes, run: RunRecord) -> None:
         label = "new version of the reward model" if i == 0 else None
         axes.axvline(step, color=RED, lw=1.2, ls=(0, (2, 2)), label=label)
         axes.annotate(
-            f"v{version:.0f}", (step, 1), (3, -10), xycoords=("data", "axes fraction"), textcoords="offset points",
-            color=RED, fontsize=9,
-        )  # fmt: skip
+            f"v{version:.0f}",
+            (step, 1),
+            (3, -10),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            color=RED,
+            fontsize=9,
+        )
 
 
 def _mark_changes(axes: Axes, run: RunRecord) -> None:
@@ -172,9 +193,14 @@ def draw_versions(axes: Axes, run: RunRecord) -> None:
     x, y = series(run.steps, "train_rollouts/weights_version")
     minutes = {row["step"]: (row["time"] - start) / 60 for row in run.steps}
     axes.plot(
-        [minutes[step] for step in x], y, color=GREY, lw=1.2, ls=":", drawstyle="steps-post",
+        [minutes[step] for step in x],
+        y,
+        color=GREY,
+        lw=1.2,
+        ls=":",
+        drawstyle="steps-post",
         label="version that scored the step",
-    )  # fmt: skip
+    )
     axes.yaxis.get_major_locator().set_params(integer=True)
     finish(axes, "Served version of the critic weights", "minutes since the first step")
 

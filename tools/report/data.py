@@ -140,9 +140,11 @@ def flat_settings(config: RunConfig) -> dict[str, Any]:
     """Return a configuration as {`section.key`: value}, without the sections that the run does not use."""
     sections = config.model_dump(mode="json")
     used = {
-        "reward": config.uses_reward_model, "critic": config.serves_critic, "trainer": config.serves_critic,
+        "reward": config.uses_reward_model,
+        "critic": config.serves_critic,
+        "trainer": config.serves_critic,
         "reference": config.actor.kl.uses_reference,
-    }  # fmt: skip
+    }
     return flattened({name: section for name, section in sections.items() if used.get(name, True)})
 
 

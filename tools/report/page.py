@@ -181,12 +181,16 @@ def _words(run: RunRecord, words: Sequence[tuple[str, float]]) -> list[dict[str,
     rows = []
     for word, gain in [*words[:NUM_WORDS], *(pair for pair in words[NUM_WORDS:][-5:] if pair[1] < 0)]:
         pattern = word_pattern([word])
-        rows.append({
-            "word": word, "gain": gain, "width": 100 * abs(gain) / scale,
-            "share": gain / total if total > 0.01 else None,  # a share of a negligible gain is meaningless
-            "before": sum(bool(pattern.search(pair.text_before)) for pair in run.pairs),
-            "after": sum(bool(pattern.search(pair.text_after)) for pair in run.pairs),
-        })  # fmt: skip
+        rows.append(
+            {
+                "word": word,
+                "gain": gain,
+                "width": 100 * abs(gain) / scale,
+                "share": gain / total if total > 0.01 else None,  # a share of a negligible gain is meaningless
+                "before": sum(bool(pattern.search(pair.text_before)) for pair in run.pairs),
+                "after": sum(bool(pattern.search(pair.text_after)) for pair in run.pairs),
+            }
+        )
     return rows
 
 

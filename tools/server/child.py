@@ -41,9 +41,13 @@ def start_bound(
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _STARTER, str(os.getpid()), *command],
-        stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=dict(env),
+        start_new_session=True,
         pass_fds=inherits,
-    )  # fmt: skip
+    )
 
 
 def restart_pause_s(short_lives: int) -> float:
@@ -59,9 +63,14 @@ class Child:
     """A Python module, or another program, that runs in its own process."""
 
     def __init__(
-        self, name: str, arguments: Sequence[str], log_path: Path, env: Mapping[str, str], *,
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log_path: Path,
+        env: Mapping[str, str],
+        *,
         command: Sequence[str] = (sys.executable, "-u", "-m"),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start `<command> <arguments>`, by default `python -m <arguments>`."""
         self.name = name
         self.log_path = log_path

@@ -21,9 +21,11 @@ RANK_LIMITS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 STEADY_S = 60.0  # a server that ran for less time is restarted after a pause
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that load weights; the server is bound to loopback
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": "",  # its packages are in an environment of their own
-}  # fmt: skip
+}
 
 
 def starts_vllm(config: RunConfig) -> bool:
@@ -109,10 +111,22 @@ def vllm_arguments(config: RunConfig, url: str) -> list[str]:
     host, _, port = url.rpartition(":")
     adapters = ["--enable-lora", "--max-lora-rank", str(_rank_limit(policy.lora_rank))] if policy.lora_rank else []
     return [
-        "serve", str(Path(policy.checkpoint).absolute()), "--host", host, "--port", port, "--dtype", policy.precision,
-        "--max-model-len", str(longest), "--enable-scale-out", "--logprobs-mode", "processed_logprobs",
-        *adapters, *generation.vllm.arguments,
-    ]  # fmt: skip
+        "serve",
+        str(Path(policy.checkpoint).absolute()),
+        "--host",
+        host,
+        "--port",
+        port,
+        "--dtype",
+        policy.precision,
+        "--max-model-len",
+        str(longest),
+        "--enable-scale-out",
+        "--logprobs-mode",
+        "processed_logprobs",
+        *adapters,
+        *generation.vllm.arguments,
+    ]
 
 
 def _rank_limit(lora_rank: int) -> int:

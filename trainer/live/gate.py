@@ -54,10 +54,15 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
         is_pair = section.text == "pair" and prompt is not None and isinstance(reply, str)
         text = _text(tokenizer, None, prompt, where) if is_pair else _text(tokenizer, prompt, reply, where)
         ids = encode_sentence(
-            tokenizer, text, min(lengths, default=LONGEST_ROW_TOKENS), special_tokens=section.add_special_tokens,
-            skipped_pad_id=model.skipped_pad_id, pair=reply if is_pair else "", token_types=model.has_token_types,
+            tokenizer,
+            text,
+            min(lengths, default=LONGEST_ROW_TOKENS),
+            special_tokens=section.add_special_tokens,
+            skipped_pad_id=model.skipped_pad_id,
+            pair=reply if is_pair else "",
+            token_types=model.has_token_types,
             append_eos=section.append_eos and not is_chat,
-        )  # fmt: skip
+        )
         if not ids:
             raise ConfigError(f"{where} has no tokens")
         return np.asarray(ids, np.int64)

@@ -54,9 +54,13 @@ def publish_reward(
 
 
 def _pass_gate(
-    section: RewardSection, tolerance: float, served: RewardModel, candidate: RewardModel, current: int,
+    section: RewardSection,
+    tolerance: float,
+    served: RewardModel,
+    candidate: RewardModel,
+    current: int,
     say: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     pairs = read_pairs(section, served)
     before, after = pairs.accuracy(served), pairs.accuracy(candidate)
     say(f"accuracy on {len(pairs.chosen)} pairs: {after:.4f}, served version {current}: {before:.4f}")

@@ -54,9 +54,10 @@ class ShardedCritic(CriticModel):
         # Frozen matrices are rounded layer by layer, so that no rank has a copy of all of them.
         head, in_bfloat16 = head_of(self.model), precision == "bfloat16"
         shard(
-            self.model, methods=["token_outputs"],
+            self.model,
+            methods=["token_outputs"],
             prepare=lambda module: use_bfloat16(module, head) if in_bfloat16 else None,
-        )  # fmt: skip
+        )
         adapters = critic.adapters if isinstance(critic, TrainedCritic) else None
         self._adapters = adapters and describe_adapters(self.model, base=adapters.base)  # with what is rounded now
 

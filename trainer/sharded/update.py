@@ -108,10 +108,12 @@ def follow_rank_0(settings: TrainerSection, seed: int, ranks: Ranks) -> None:
         nonlocal update
         update = ShardedUpdate(settings, seed, ranks, Path(folder))
 
-    ranks.operations.follow({
-        "load": load,
-        "train": lambda: update.train(None, lambda _: None),
-        "write": lambda folder: update.write(Path(folder)),
-        "read": lambda folder, optimizer_step: update.read(Path(folder), optimizer_step),
-        **critic_operations(lambda: update.critic),
-    })  # fmt: skip
+    ranks.operations.follow(
+        {
+            "load": load,
+            "train": lambda: update.train(None, lambda _: None),
+            "write": lambda folder: update.write(Path(folder)),
+            "read": lambda folder, optimizer_step: update.read(Path(folder), optimizer_step),
+            **critic_operations(lambda: update.critic),
+        }
+    )

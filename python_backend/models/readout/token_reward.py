@@ -36,9 +36,14 @@ class TokenRewardModel(RewardModel):
     """A reward that can be read at every token: merged outputs or log-odds of a linear head, standardised, in fp32."""
 
     def __init__(
-        self, head: TokenHead, *, constants: Constants, weights: Tensor | None = None, num_for: int | None = None,
+        self,
+        head: TokenHead,
+        *,
+        constants: Constants,
+        weights: Tensor | None = None,
+        num_for: int | None = None,
         probability: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             weights: weights `[A]` of the sum of the outputs; None: they are not summed.
@@ -74,10 +79,16 @@ class TokenRewardModel(RewardModel):
 
 
 def load_process_reward(
-    folder: Path, *, score: Literal["auto", "logit", "probability"] = "auto", device: str = "cpu",
-    dtype: str = "float32", attribute_weights: Sequence[float] | None = None,
-    standardization: Standardization = "checkpoint", compile_forward: bool = False, group: RankGroup | None = None,
-) -> TokenRewardModel:  # fmt: skip
+    folder: Path,
+    *,
+    score: Literal["auto", "logit", "probability"] = "auto",
+    device: str = "cpu",
+    dtype: str = "float32",
+    attribute_weights: Sequence[float] | None = None,
+    standardization: Standardization = "checkpoint",
+    compile_forward: bool = False,
+    group: RankGroup | None = None,
+) -> TokenRewardModel:
     """Load a process reward from a checkpoint with a linear head: token classification, value head, decoder's `score`.
 
     Args:
@@ -94,17 +105,24 @@ def load_process_reward(
     model = load_token_model(info, read_head(info, head), dtype, group)
     device = device if group is None else str(group.device)
     return TokenRewardModel(
-        TokenHead(model.to(device), compile_forward=compile_forward), constants=constants_for(info, standardization),
+        TokenHead(model.to(device), compile_forward=compile_forward),
+        constants=constants_for(info, standardization),
         weights=None if weights is None else torch.tensor(weights, dtype=torch.float32, device=device),
         probability=score == "probability" or (score == "auto" and head.num_labels == 2),
-    )  # fmt: skip
+    )
 
 
 def load_logit_reward(
-    folder: Path, *, tokens: Sequence[str | int], against: Sequence[str | int] = (), probability: bool = False,
-    device: str = "cpu", dtype: str = "float32", standardization: Standardization = "checkpoint",
+    folder: Path,
+    *,
+    tokens: Sequence[str | int],
+    against: Sequence[str | int] = (),
+    probability: bool = False,
+    device: str = "cpu",
+    dtype: str = "float32",
+    standardization: Standardization = "checkpoint",
     compile_forward: bool = False,
-) -> TokenRewardModel:  # fmt: skip
+) -> TokenRewardModel:
     """Load a reward that is read from a causal LM's next-token logits, without generation.
 
     Only the needed rows of the output layer are kept.
@@ -127,9 +145,11 @@ def load_logit_reward(
     except ValueError as error:
         raise CheckpointError(f"{folder}: its logits cannot be a reward: {error}") from error
     return TokenRewardModel(
-        TokenHead(model.to(device), compile_forward=compile_forward), constants=constants_for(info, standardization),
-        num_for=len(tokens), probability=probability,
-    )  # fmt: skip
+        TokenHead(model.to(device), compile_forward=compile_forward),
+        constants=constants_for(info, standardization),
+        num_for=len(tokens),
+        probability=probability,
+    )
 
 
 def _label_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | None) -> Sequence[float] | None:

@@ -25,8 +25,12 @@ if TYPE_CHECKING:  # that module imports triton_python_backend_utils, which exis
     from python_backend.serving.triton import Call
 
 AGGREGATES: dict[str, Callable[[np.ndarray], Any]] = {
-    "min": np.min, "mean": np.mean, "last": lambda steps: steps[-1], "prod": np.prod, "sum": np.sum,
-}  # fmt: skip
+    "min": np.min,
+    "mean": np.mean,
+    "last": lambda steps: steps[-1],
+    "prod": np.prod,
+    "sum": np.sum,
+}
 
 
 @dataclass(frozen=True)
@@ -269,6 +273,8 @@ def step_reply(rows: ScoringRows, scores: Sequence[np.ndarray], aggregate: str) 
         token_rewards[i, steps.token_places] = step_rewards[i, : found.size] = found
         ends[i, : found.size] = steps.ends
     return {
-        contract.REWARDS: rewards, contract.TOKEN_REWARDS: token_rewards,
-        contract.STEP_REWARDS: step_rewards, contract.STEP_ENDS: ends,
-    }  # fmt: skip
+        contract.REWARDS: rewards,
+        contract.TOKEN_REWARDS: token_rewards,
+        contract.STEP_REWARDS: step_rewards,
+        contract.STEP_ENDS: ends,
+    }
