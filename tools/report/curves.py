@@ -137,7 +137,10 @@ def draw_gold(axes: Axes, run: RunRecord) -> None:
         error = [[gain.mean - gain.low], [gain.high - gain.mean]]
         axes.errorbar([gain.mean], [y], xerr=error, fmt="o", color=colour, ms=8, lw=2.5, capsize=6)
         text = f"{gain.mean:+.3f}  [{gain.low:.3f}, {gain.high:.3f}]"
-        axes.annotate(text, (gain.mean, y), (0, 12), textcoords="offset points", ha="center", color=colour)
+        over_the_line = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+        axes.annotate(
+            text, (gain.mean, y), (0, 12), textcoords="offset points", ha="center", color=colour, bbox=over_the_line
+        )
     axes.axvline(0, color="#3C4043", lw=1)
     axes.set_yticks(range(len(rows)), [gain.label for gain in rows])
     axes.set_ylim(-0.6, len(rows) - 0.3)
