@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import interrupt_on_signals, limit_access, log_to_stderr, report, run_parser
+from python_backend.config.command_line import (
+    add_accept_changes,
+    interrupt_on_signals,
+    limit_access,
+    log_to_stderr,
+    report,
+    run_parser,
+)
 from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
 from python_backend.long_lived import long_lived_imports
@@ -27,7 +34,9 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run the loop to its end and return the exit code."""
-    args = run_parser("Train the policy.", prog="python -m actor").parse_intermixed_args(argv)
+    parser = run_parser("Train the policy.", prog="python -m actor")
+    add_accept_changes(parser)
+    args = parser.parse_intermixed_args(argv)
     try:
         config = load_config(args.config, args.overrides)
         limit_access(config.run)
@@ -37,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             interrupt_on_signals(stop_signals())
             with tracing("actor", config.run.trace_endpoint, config.run.identity):
-                return ended(_run(config))
+                return ended(_run(config, accepts_changes=args.accept_changes))
         return ended(_run(config))
     except REPORTED as error:
         return ended(report(error))
@@ -46,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended(130)
 
 
-def _run(config: RunConfig) -> int:
+def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
     with long_lived_imports():  # deferred, so that --help and configuration errors do not wait for them
         import torch
 
@@ -58,18 +67,19 @@ def _run(config: RunConfig) -> int:
     torch.use_deterministic_algorithms(config.run.deterministic)
     quiet_transformers()
     if config.actor.ranks == 1:
-        return _train(config)
+        return _train(config, accepts_changes=accepts_changes)
     with Ranks.joined(config.actor.policy.device) as ranks:
         if ranks.rank == 0:
-            return _train(config, ranks)
+            return _train(config, ranks, accepts_changes=accepts_changes)
         follow(config, ranks)
     os._exit(0)  # at once: its sampling thread may still be at work
 
 
-def _train(config: RunConfig, ranks: Ranks | None = None) -> int:
+def _train(config: RunConfig, ranks: Ranks | None = None, *, accepts_changes: bool) -> int:
     with long_lived_imports():
         from actor.loop import PPORun
         from actor.run.lock import only_actor
+        from actor.run.settings import describe_changes, find_changes, write_settings
         from actor.run.stopping import INTERRUPTED, Stopped, stop_on_signals
         from actor.scoring.client import TritonClient
         from python_backend.wire.contract import REWARD_MODEL
@@ -85,6 +95,10 @@ def _train(config: RunConfig, ranks: Ranks | None = None) -> int:
 
     try:
         with only_actor(config.run.dir):
+            changed = find_changes(config, accepted=accepts_changes)
+            for change in describe_changes(changed):
+                say(f"resuming with another setting: {change}", sys.stderr)
+            write_settings(config, changed)
             asyncio.run(ppo())
     except Stopped as stopped:
         say(str(stopped), sys.stderr)

@@ -19,8 +19,9 @@ from pathlib import Path
 import psutil
 
 from actor.run.lock import only_actor, only_run
+from actor.run.settings import describe_changes, find_changes, write_settings
 from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import limit_access, report, reporting, run_parser
+from python_backend.config.command_line import add_accept_changes, limit_access, report, reporting, run_parser
 from python_backend.errors import REPORTED
 from python_backend.stop_signal import StopSignals
 from python_backend.store.durable import numbers_in
@@ -30,7 +31,6 @@ from tools.calibrate.calibration import settle
 from tools.preflight import check_run
 from tools.report.data import loading_line
 from tools.report.display import RunDisplay
-from tools.resume_changes import check_changes, write_settings
 from tools.serve import demo_preparation, ensure_first_version, start_server
 from tools.server.child import Child, ChildDied
 from tools.server.health import get_page
@@ -83,12 +83,13 @@ class Run:
         self._override(*(f"server.{key}={getattr(section, key)}" for key in PORT_KEYS))
         check_ports(self.config.server)
         self._display.phase("choosing serving settings")
-        for change in check_changes(self.config, accepted=self._accepts_changes):
+        changed = find_changes(self.config, accepted=self._accepts_changes)
+        for change in describe_changes(changed):
             self._display.log(f"resuming with another setting: {change}")
         with self._signals.raising():
             self._override(*settle(self.config, self._display.log))
         self.config.run.dir.mkdir(parents=True, exist_ok=True)
-        write_settings(self.config)
+        write_settings(self.config, changed)
         self._display.phase("starting tritonserver")
         with self._signals.raising():
             ensure_first_version(self.config, self._path, self._overrides)
@@ -254,11 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--fresh", action="store_true", help="move an earlier run to <dir>.previous instead of resuming it"
     )
-    parser.add_argument(
-        "--accept-changes",
-        action="store_true",
-        help="resume although reward, algorithm or policy differ from those of the earlier start",
-    )
+    add_accept_changes(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",

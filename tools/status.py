@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actor.run.lock import RUN_LOCK_FILE, in_progress
+from actor.run.settings import SETTINGS_FILE
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_run_arguments, interrupt_on_signals, reporting
 from python_backend.config.live_models import live_models
@@ -21,7 +22,6 @@ from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
 from python_backend.store.weights import WeightsStore
 from tools.arguments import parse_or_complete, seconds
-from tools.report.data import SETTINGS_FILE
 from tools.server.health import is_triton
 from tools.server.log import is_noise, last_lines
 
@@ -64,8 +64,9 @@ def status(config: RunConfig) -> Iterator[str]:
     """Yield the lines of the state, read from the run's folder; only the server's port is tried."""
     yield f"run       {config.run.identity} in {config.run.dir}" + (f": {_state(config)}" if config.has_actor else "")
     yield f"server    {_server(config)}"
-    if (config.run.dir / SETTINGS_FILE).is_file():  # has what was measured for `auto`
-        for role, section in config.served_sections.items():
+    has_begun = (config.run.dir / SETTINGS_FILE).is_file()  # has what `tools run` measured for `auto`
+    for role, section in config.served_sections.items():
+        if has_begun and section.workers != "auto":
             size = f"{section.workers} workers x {section.threads} threads, token budget {section.token_budget}"
             yield f"          {role}: {size}"
     if config.has_actor:

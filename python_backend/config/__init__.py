@@ -91,7 +91,7 @@ class RunConfig(Section):
     run: RunSection = RunSection()
     """Settings shared by all processes."""
     server: ServerSection = ServerSection()
-    """The tritonserver process. A port of 0 selects a free one (`tools run` only)."""
+    """The tritonserver process. A port of 0 selects a free one (`tools run`, `tools serve`)."""
     reward: RewardSection = RewardSection()
     """The reward model; its checkpoint is not needed if `rewards` contains only functions."""
     rewards: Terms | None = None

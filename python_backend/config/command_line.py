@@ -36,6 +36,15 @@ def add_run_arguments(parser: argparse.ArgumentParser, default: Path | None = No
     return parser
 
 
+def add_accept_changes(parser: argparse.ArgumentParser) -> None:
+    """Add `--accept-changes` to `parser`."""
+    parser.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="resume although reward, algorithm or policy differ from those of the earlier start",
+    )
+
+
 def log_to_stderr(process: str, run: RunSection) -> None:
     """Log INFO and above to stderr, one line each, as text or JSON; `tools run` parses both.
 

@@ -99,7 +99,7 @@ class RunSection(Section):
 
 
 class ServerSection(Section):
-    """The tritonserver process. A port of 0 selects a free one (`tools run` only)."""
+    """The tritonserver process. A port of 0 selects a free one (`tools run`, `tools serve`)."""
 
     host: str = "127.0.0.1"
     """Address to bind. Keep it on loopback unless the server is behind a proxy with TLS and authentication."""

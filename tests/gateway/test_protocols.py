@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from fake_reward import Caller, FakeReward, gateway, rows_of
 
-from python_backend.config import ConfigError, GatewaySection
+from python_backend.config import ConfigError, GatewaySection, RunConfig
+from tools.gateway import command
 from tools.gateway.command import check_key
 from tools.gateway.vllm import activated
 
@@ -361,6 +362,23 @@ def test_keys_that_no_header_can_carry_are_refused(key: str, told: str, monkeypa
     monkeypatch.setenv("A_KEY", key)
     with pytest.raises(ConfigError, match=f"gateway.key_env: .*A_KEY.*{told}"):
         check_key(GatewaySection(key_env="A_KEY"))
+
+
+def test_the_command_expects_the_rewards_of_its_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Connected(Exception):
+        pass
+
+    given: dict[str, Any] = {}
+
+    def connect(*_: Any, expected: dict[str, Any]) -> None:
+        given.update(expected)
+        raise Connected
+
+    monkeypatch.setattr(command, "TritonClient", connect)
+    config = RunConfig.model_validate({"rewards": {"verdict": {"function": "mine:verify"}}})
+    with pytest.raises(Connected):
+        asyncio.run(command.serve(config))
+    assert json.loads(given["reward_model"]["reward_components"]) == ["verdict"]
 
 
 def test_a_key_is_a_bearer_token_or_a_password() -> None:

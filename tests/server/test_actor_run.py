@@ -84,13 +84,13 @@ def test_a_short_run_ends_well(finished: FinishedRun) -> None:
 
 
 def test_the_report_of_an_actor_that_tools_run_did_not_start(finished: FinishedRun, tmp_path: Path) -> None:
-    """It has neither settings.json nor summary.json."""
+    """It has no summary.json."""
     folder = finished.run.config.run.dir
     assert not (folder / "summary.json").exists()
     page = write_report(folder, tmp_path / "page.html").read_text()
-    assert "<p>After 3 steps, on " in page
+    assert "<p>After 3 steps of PPO, starting from policy, on " in page
     assert "On the same held-out rollouts critic version 3 explains" in page
-    assert "<h2>Settings</h2>" not in page
+    assert "<h2>Settings</h2>" in page
     assert "The run stopped" not in page
 
 

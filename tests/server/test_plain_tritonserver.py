@@ -124,7 +124,11 @@ def test_what_is_printed_serves_and_the_example_gets_rewards(
     (folder / "path" / "to" / "reward").symlink_to(checkpoints.reward)
     overrides = [f"server.tritonserver={image_below(tmp_path / 'tritonserver')}"] if installed == "image" else []
     lines = printed_lines(
-        python, folder, "rewards={model: {}, verdict: {function: 'my_rewards.py:verify', workers: 1}}", *overrides
+        python,
+        folder,
+        "rewards={model: {}, verdict: {function: 'my_rewards.py:verify', workers: 1}}",
+        f"critic.checkpoint={checkpoints.critic}",  # its version 0 is published by what is printed
+        *overrides,
     )
     assert (folder / "runs" / "mine" / "weights" / "control.key").read_text() not in lines
     with pasted(lines, tmp_path / "log") as (server, url):
@@ -135,6 +139,7 @@ def test_what_is_printed_serves_and_the_example_gets_rewards(
         sockets = [at for at in server.net_connections() if at.status == psutil.CONN_LISTEN]
         assert {at.laddr.ip.removeprefix("::ffff:") for at in sockets} == {"127.0.0.1"}
         assert server.environ().items() >= SETTINGS.items()
+        assert urllib.request.urlopen(f"http://{url}/v2/models/critic/ready", timeout=10).status == 200
     assert done.returncode == 0, done.stderr
     scores = np.array(re.findall(r"-?\d+\.\d*(?:e-?\d+)?", done.stdout), np.float64)
     rows = [np.array([5, 6, 7]), np.array([8, 9])]

@@ -17,13 +17,13 @@ from actor.algorithms.shaping import RewardShaper
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
 from actor.policy.checkpoint import RunState
 from actor.run.recorder import Bookkeeper
+from actor.run.settings import SETTINGS_FILE
 from actor.run.validation import Validation
 from actor.scoring.client import RequestCounters
 from python_backend.config import ActorSection, RunConfig
 from python_backend.store.durable import write_json
 from tests.support.prompts import one_prompt
 from tests.support.settings import nested
-from tools.report.data import SETTINGS_FILE
 
 NUM_ROWS, WIDTH = 4, 8
 TOKENIZER = make_tokenizer()

@@ -40,6 +40,7 @@ def test_both_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         "value head `v_head.summary`: 1 output(s), with bias, linear, on each token",
         "(score - 0.5) / 2",
         "fast (tokenizer.json)",
+        "none: chats cannot be scored until chat_template.jinja is saved there",
         "suggested: float32",
         "the value head is v_head.summary",
         "tokenizers: reward and critic DIFFER",

@@ -367,6 +367,7 @@ def check_run(folder: Path, output: str, algorithm: str, reward: str) -> None:
     assert not re.search("null|NaN|held-out", words)
     assert (folder / "curves.png").is_file()
     assert (folder / "policy" / "model.safetensors").is_file()
+    assert f"policy: {folder / 'policy'}, which AutoModelForCausalLM.from_pretrained(" in output
 
 
 def test_grpo_with_a_function_needs_neither_critic_nor_reward_model(

@@ -16,6 +16,7 @@ from tools.report.curves import (
     CAPTIONS,
     draw_distinct,
     draw_ended,
+    draw_explained_variance,
     draw_kl,
     draw_reward,
     draw_step_time,
@@ -25,7 +26,7 @@ from tools.report.curves import (
     write_curves,
 )
 from tools.report.data import Gain, UnreadableRun, formatted, load_run, phase_seconds, series
-from tools.report.page import highlight, pick_texts, verdict, word_pattern, write_report
+from tools.report.page import highlight, pick_texts, shown, verdict, word_pattern, write_report
 from tools.report.summary import SUMMARY_KEYS, Pair, write_summary
 
 EVIL = " <script>alert('x')</script> & great"
@@ -233,6 +234,26 @@ def test_each_change_of_a_live_reward_model_is_marked(tmp_path: Path):
     assert marks == [4, 8, 11]
     assert [text.get_text() for text in axes.texts] == ["v1", "v3", "v2"]
     write_curves(folder, folder / "curves.png")
+
+
+def test_what_an_axis_leaves_out_and_a_resume_with_other_settings_are_marked(tmp_path: Path):
+    folder = write_run(tmp_path / "new", gold=False)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:12]]
+    lines[1]["train_rollouts/explained_variance"] = -1234.5
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "changes.jsonl").write_text('{"step": 7, "changed": {"actor.kl.coef": [0.5, 0]}}\n')
+    labels = {}
+    for draw in (draw_explained_variance, draw_reward):
+        axes = Figure().subplots()
+        draw(axes, load_run(folder))
+        labels |= {line.get_label(): line.get_xdata()[0] for line in axes.lines}
+    assert "training batch, served version, lowest -1,234" in labels
+    assert labels["resumed with other settings"] == 7.5
+    assert "the estimate of a batch can be negative" in CAPTIONS[draw_kl]
+
+
+def test_figures_of_a_table_are_rounded():
+    assert shown([1.1695196736250069, -250.4, 3]) == "[1.170, -250, 3]"
 
 
 def test_a_report_of_an_older_run_is_read(full_run: Path, tmp_path: Path):

@@ -45,15 +45,17 @@ def test_a_run_whose_server_is_up(finished: FinishedRun, capsys: pytest.CaptureF
     lines = lines_of(run.path, capsys)
     assert lines[1] == f"server    http://{run.url} is up"
     last = json.loads((config.run.dir / "metrics.jsonl").read_text().splitlines()[-1])
-    assert lines[2].startswith(f"actor     step {last['step']} of 3 ended ")
-    assert f"reward {last['train_rollouts/rewards']:.3g}, KL " in lines[2]
-    reported = re.search(r"; 0 of the journal's entries pending, last step (\d+)$", lines[3])
+    assert [line.split(":")[0].strip() for line in lines[2:4]] == ["reward", "critic"]
+    lines = lines[4:]
+    assert lines[0].startswith(f"actor     step {last['step']} of 3 ended ")
+    assert f"reward {last['train_rollouts/rewards']:.3g}, KL " in lines[0]
+    reported = re.search(r"; 0 of the journal's entries pending, last step (\d+)$", lines[1])
     assert reported is not None
     assert int(reported[1]) >= 3  # more if other tests trained the critic of this run
     current = run.store.current()
     assert current is not None
-    assert lines[4] == f"critic    CURRENT is version {current} (step {run.store.manifest(current).step})"
-    assert any(f"serves version {current}" in line for line in lines[5:])
+    assert lines[2] == f"critic    CURRENT is version {current} (step {run.store.manifest(current).step})"
+    assert any(f"serves version {current}" in line for line in lines[3:])
 
 
 def test_what_blocks_a_sidecar_and_what_a_log_complains_of(

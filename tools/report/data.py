@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from actor.run.lock import LOCK_FILE, RUN_LOCK_FILE, in_progress
-from python_backend.config import RunConfig
+from actor.run.settings import CHANGES_FILE, SETTINGS_FILE, read_settings
 from python_backend.errors import RlhfError
-from python_backend.store.durable import read_json
 from python_backend.store.jsonl import each_line
 from tools.demo.gold import paired_ci95
 from tools.report.summary import Pair, current_summary, gold_gains, has_samples, read_pairs
 
 Row = TypeVar("Row")
-SETTINGS_FILE = "settings.json"
-CHANGES_FILE = "changes.jsonl"  # a line for each resume with other settings: {"step": …, "changed": {key: [old, new]}}
 RUN_FILES = (SETTINGS_FILE, "metrics.jsonl", RUN_LOCK_FILE, LOCK_FILE)  # every run has one of these
 ALL_WORDS = "all words"
 MOST_DRAWN = 2000  # plotted steps, and critic updates: more look the same, but make a page of many megabytes
@@ -121,39 +118,6 @@ def loading_line(run_dir: Path) -> str | None:
     """Return the line of Python that loads the policy that the run left; None if it has left none yet."""
     folder = run_dir / "policy"
     return f"AutoModelForCausalLM.from_pretrained({str(folder)!r})" if folder.is_dir() else None
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return settings.json as {`section.key`: value}, without the sections that the run does not use."""
-    try:
-        sections = read_json(path) or {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    try:
-        config = RunConfig.model_validate(sections)
-    except (ValueError, RlhfError):  # written by a version with other keys
-        return flattened(sections)
-    return flat_settings(config) if sections else {}
-
-
-def flat_settings(config: RunConfig) -> dict[str, Any]:
-    """Return a configuration as {`section.key`: value}, without the sections that the run does not use."""
-    sections = config.model_dump(mode="json")
-    used = {
-        "reward": config.uses_reward_model,
-        "critic": config.serves_critic,
-        "trainer": config.serves_critic,
-        "reference": config.actor.kl.uses_reference,
-    }
-    return flattened({name: section for name, section in sections.items() if used.get(name, True)})
-
-
-def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested objects as one flat object, with keys joined by dots."""
-    flat: dict[str, Any] = {}
-    for key, value in sections.items():
-        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:

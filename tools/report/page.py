@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from actor.run.settings import SETTINGS_FILE, flattened
 from python_backend.config import RewardTerm, RunConfig
 from python_backend.errors import RlhfError
 from python_backend.store.durable import replace_file
@@ -17,10 +18,8 @@ from tools.report.curves import panels
 from tools.report.data import (
     ALL_WORDS,
     MOST_TEXTS,
-    SETTINGS_FILE,
     Gain,
     RunRecord,
-    flattened,
     formatted,
     load_run,
     loading_line,

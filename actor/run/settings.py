@@ -1,0 +1,150 @@
+"""The settings that a run was started with: written into its folder, and compared when the run resumes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
+from python_backend.config import ConfigError, RunConfig
+from python_backend.config.sections import UNMEASURED, ModelSection
+from python_backend.errors import RlhfError
+from python_backend.rewards.function import FILE_SPEC
+from python_backend.store.durable import numbers_in, read_json, write_json
+from python_backend.store.jsonl import append_jsonl
+
+SETTINGS_FILE = "settings.json"
+CHANGES_FILE = "changes.jsonl"  # a line for each resume with other settings: {"step": …, "changed": {key: [old, new]}}
+CONTENTS_FILE = "contents.json"  # {setting: hash of the file or folder that it names}
+GUARDED = ("reward", "actor.algorithm.", "actor.rewards.", "actor.policy.checkpoint", "actor.policy.lora_")
+# Settings of a guarded section that change how fast a reward is computed, or which one later, but not its value.
+MECHANICS = set(ModelSection.model_fields) - {"checkpoint", "dtype", "max_length"}
+MECHANICS |= {"timeout_s", "workers", "memory_mib", "store", "reload"}
+PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
+OPERATION = (*PROCESSES, "actor.steps", "actor.max_minutes", "actor.client.", "actor.generation.vllm.servers")
+CONTENT = "its content"  # in the place of a value, where the file that a setting names has changed
+
+
+def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
+    """Return what changed since the earlier start of a run that resumes, as {`section.key`: [old, new]}.
+
+    A run without a checkpoint has no earlier start. Settings of its operation, such as ports, are not compared.
+
+    Args:
+        accepted: whether reward, algorithm and policy may change.
+
+    Raises:
+        ConfigError: one of these changed, and this was not accepted; or the settings of the earlier start are damaged.
+    """
+    folder, now = config.run.dir, flat_settings(config)
+    step = last_step(folder)
+    try:
+        before = read_settings(folder / SETTINGS_FILE) if step else {}
+        known = (read_json(folder / CONTENTS_FILE) or {}) if before else {}
+    except ValueError as error:
+        raise ConfigError(f"{error}; delete the file to resume without comparing the settings") from error
+    if not before:
+        return {}
+    changed = {
+        key: [before.get(key), now.get(key)]
+        for key in {**before, **now}
+        if _differs(key, before.get(key), now.get(key))
+    }
+    contents = read_contents(config)
+    changed |= {key: ["", CONTENT] for key in contents if key in known and known[key] != contents[key]}
+    guarded = describe_changes({key: values for key, values in changed.items() if _is_guarded(key)})
+    if guarded and not accepted:
+        raise ConfigError(
+            f"{folder} would resume after step {step} with other settings than it was trained with:\n  "
+            + "\n  ".join(guarded)
+            + "\npass --accept-changes to go on with these, or set them back; `tools run --fresh` starts over"
+        )
+    return changed
+
+
+def describe_changes(changed: Mapping[str, list[Any]]) -> list[str]:
+    """Return one line per setting that changed."""
+    return [
+        f"{key}: the file's content" if new == CONTENT else f"{key}: {was} -> {new}"
+        for key, (was, new) in changed.items()
+    ]
+
+
+def write_settings(config: RunConfig, changed: Mapping[str, list[Any]]) -> None:
+    """Write the settings of a run, and hashes of the reward that they name, into its folder; record what changed."""
+    folder = config.run.dir
+    if changed:
+        append_jsonl(folder / CHANGES_FILE, [{"step": last_step(folder), "changed": changed}])
+    write_json(folder / SETTINGS_FILE, config.model_dump(mode="json"), durable=False)
+    write_json(folder / CONTENTS_FILE, read_contents(config), durable=False)
+
+
+def read_contents(config: RunConfig) -> dict[str, str]:
+    """Return a hash of each file of reward functions and of the reward model, by setting.
+
+    What this machine does not have, because the server runs on another, is left out.
+    """
+    specs = {f"rewards.{name}.function": FILE_SPEC.fullmatch(str(t.function)) for name, t in config.functions.items()}
+    contents: dict[str, str] = {}
+    for key, found in specs.items():
+        if found:
+            with contextlib.suppress(OSError):
+                contents[key] = hashlib.sha256(Path(found["file"]).read_bytes()).hexdigest()
+    if config.uses_reward_model:
+        with contextlib.suppress(OSError, CheckpointError):
+            contents["reward.checkpoint"] = fingerprint_weights(config.reward.checkpoint)
+    return contents
+
+
+def last_step(run_dir: Path) -> int:
+    """Return the step of the actor's newest checkpoint; 0 if there is none."""
+    return max(numbers_in(run_dir / "checkpoints" / "actor"), default=0)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return settings.json as {`section.key`: value}, without the sections that the run does not use."""
+    try:
+        sections = read_json(path) or {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    try:
+        config = RunConfig.model_validate(sections)
+    except (ValueError, RlhfError):  # written by a version with other keys
+        return flattened(sections)
+    return flat_settings(config) if sections else {}
+
+
+def flat_settings(config: RunConfig) -> dict[str, Any]:
+    """Return a configuration as {`section.key`: value}, without the sections that the run does not use."""
+    sections = config.model_dump(mode="json")
+    used = {
+        "reward": config.uses_reward_model,
+        "critic": config.serves_critic,
+        "trainer": config.serves_critic,
+        "reference": config.actor.kl.uses_reference,
+    }
+    return flattened({name: section for name, section in sections.items() if used.get(name, True)})
+
+
+def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested objects as one flat object, with keys joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in sections.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _differs(key: str, was: Any, new: Any) -> bool:
+    is_measured = new == "auto" and _name(key) in UNMEASURED  # settings.json has what was measured
+    return was != new and not is_measured and not key.startswith(OPERATION)
+
+
+def _is_guarded(key: str) -> bool:
+    return key.startswith(GUARDED) and (".options." in key or _name(key) not in MECHANICS)
+
+
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]
