@@ -22,7 +22,7 @@ CONTENTS_FILE = "contents.json"  # {setting: hash of the file or folder that it 
 GUARDED = ("reward", "actor.algorithm.", "actor.rewards.", "actor.policy.checkpoint", "actor.policy.lora_")
 # Settings of a guarded section that change how fast a reward is computed, or which one later, but not its value.
 MECHANICS = set(ModelSection.model_fields) - {"checkpoint", "dtype", "max_length"}
-MECHANICS |= {"timeout_s", "workers", "memory_mib", "store", "reload"}
+MECHANICS |= {"timeout_s", "workers", "memory_mib", "store", "reload", "max_failed_fraction"}
 PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
 OPERATION = (*PROCESSES, "actor.steps", "actor.max_minutes", "actor.client.", "actor.generation.vllm.servers")
 CONTENT = "its content"  # in the place of a value, where the file that a setting names has changed
