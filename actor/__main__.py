@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from actor.run.row_limits import check_lengths
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import (
     add_accept_changes,
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit_access(config.run)
         log_to_stderr("actor", config.run)
         check_files(config, actor=True)
+        check_lengths(config)
         launch_ranks(config.actor.ranks, "actor", sys.argv[1:] if argv is None else argv, key="actor.ranks")
         if os.environ.get("RANK", "0") == "0":
             interrupt_on_signals(stop_signals())

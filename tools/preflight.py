@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from actor.data.prompt_files import PromptError, read_rows, source_of
+from actor.run.row_limits import check_lengths, receives_texts
 from python_backend.checkpoints.inspection import stored_dtypes
-from python_backend.checkpoints.positions import max_positions, stable_length
-from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, load_tokenizer, same_tokenizer
+from python_backend.checkpoints.tokenization import load_tokenizer, same_tokenizer
 from python_backend.config import ConfigError, RewardTerm, RunConfig
 from python_backend.config.required_files import check_files, has_chat_template, tokenizer_folder
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
-from python_backend.store.durable import read_json
 from tools.server.vllm import check_vllm, starts_vllm
 
 CHECKED_ROWS = 1000  # of each prompt file
@@ -44,7 +43,7 @@ def check_run(config: RunConfig) -> None:
 
 def check_prompts(config: RunConfig) -> None:
     """Check the prompt files' first rows, and that all models take the longest rows. Raises ConfigError if not."""
-    _check_lengths(config)
+    check_lengths(config)
     prompts, validation = config.actor.prompts, config.actor.validation
     held_out = {"actor.validation.prompts": validation.prompts} if validation.size else {}
     for key, path in {**prompts.paths, **held_out}.items():
@@ -54,31 +53,6 @@ def check_prompts(config: RunConfig) -> None:
                 _check_templates(config, key)
         except PromptError as error:
             raise ConfigError(f"{key}: {error}") from error
-
-
-def _check_lengths(config: RunConfig) -> None:
-    """Check that no model refuses the longest rows of the run, so that no response is masked for its length.
-
-    Of the policy, only a rotary table that depends on the length can be known here, unless vLLM serves it; the actor
-    checks the rest.
-    """
-    prompt, new = config.actor.prompts.max_tokens, config.actor.generation.max_new_tokens
-    limit_of = max_positions if starts_vllm(config) else stable_length
-    limits = {"actor.policy.checkpoint": limit_of(_settings(config.actor.policy.checkpoint)) or prompt + new}
-    for role, section in config.served_sections.items():
-        known = (section.max_length, max_positions(_settings(section.checkpoint)))
-        limits[f"{role}.checkpoint"] = min(filter(None, known), default=LONGEST_ROW_TOKENS)
-    short = {key: limit for key, limit in limits.items() if limit < prompt + new}
-    if "reward.checkpoint" in short and _receives_texts(config):  # which the server truncates
-        del short["reward.checkpoint"]
-    if short:
-        raise ConfigError(
-            "\n".join(
-                f"{key}: takes rows of at most {limit} tokens, but actor.prompts.max_tokens ({prompt}) + "
-                f"actor.generation.max_new_tokens ({new}) is {prompt + new}; lower them"
-                for key, limit in short.items()
-            )
-        )
 
 
 def _first_contents(path: Path) -> list[Any]:
@@ -109,26 +83,13 @@ def _check_templates(config: RunConfig, prompts: str) -> None:
             "template there as chat_template.jinja, or give the prompts as plain texts"
         )
     renders = config.uses_reward_model and config.reward.template is None and not has_chat_template(reward)
-    if renders and _receives_texts(config):
+    if renders and receives_texts(config):
         raise ConfigError(
             f"reward.checkpoint: {reward} has no chat template, but must render the conversations in {prompts}, "
             "because it receives texts (reward.text: pair, reward.process.mark, or another tokenizer than the "
             "policy's); save the template that the reward model was trained with there as chat_template.jinja "
             "(`{{ messages[-1]['content'] }}` scores only the reply), or give the prompts as plain texts"
         )
-
-
-def _receives_texts(config: RunConfig) -> bool:
-    """Return whether the actor sends the reward model texts instead of token ids."""
-    reward = config.reward
-    marks = reward.process is not None and reward.process.mark is not None
-    if marks or reward.text == "pair" or reward.template is not None:
-        return True
-    return not same_tokenizer(config.actor.policy.checkpoint, reward.checkpoint)
-
-
-def _settings(checkpoint: Path) -> dict[str, Any]:
-    return read_json(checkpoint / "config.json") or {}
 
 
 def _missing_trackers(config: RunConfig) -> Iterator[str]:

@@ -155,6 +155,7 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
         (["actor.generation.max_new_tokens=9", "critic.max_length=108"], "critic 108"),
         (["actor.generation.max_new_tokens=29", "reward.checkpoint={other_reward}"], "critic 128"),  # receives texts
         (["actor.generation.max_new_tokens=29", "reward.text=pair"], "critic 128"),
+        (["actor.generation.max_new_tokens=29", "reward.template='{{{{ response }}}}'"], "reward 128 critic 128"),
         (["actor.generation.max_new_tokens=29", "actor.kl.reference=triton"], "reward 128 critic 128 reference 128"),
     ],
 )

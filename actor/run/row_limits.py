@@ -1,0 +1,66 @@
+"""Compares the longest rows of a run with what policy, reward model, critic and reference take, before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from python_backend.checkpoints.positions import max_positions, stable_length
+from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, same_tokenizer
+from python_backend.config import ConfigError, RunConfig
+from python_backend.store.durable import read_json
+
+
+def check_lengths(config: RunConfig) -> None:
+    """Check that no model refuses the longest rows of the run, so that no response is masked for its length.
+
+    Of the policy, only a rotary table that depends on the length can be known here, unless vLLM serves it; the actor
+    checks the rest. A model whose checkpoint is not on this machine is compared by its `max_length` alone.
+
+    Raises:
+        ConfigError: one line for each model that takes shorter rows only.
+    """
+    prompt, new = config.actor.prompts.max_tokens, config.actor.generation.max_new_tokens
+    limit_of = max_positions if config.actor.generation.engine == "vllm" else stable_length
+    limits = {"actor.policy.checkpoint": limit_of(_settings(config.actor.policy.checkpoint)) or prompt + new}
+    for role, section in config.served_sections.items():
+        known = (section.max_length, max_positions(_settings(section.checkpoint)))
+        limits[f"{role}.checkpoint"] = min(filter(None, known), default=LONGEST_ROW_TOKENS)
+    short = {key: limit for key, limit in limits.items() if limit < prompt + new}
+    if "reward.checkpoint" in short and not _reward_refuses(config):
+        del short["reward.checkpoint"]
+    if short:
+        raise ConfigError(
+            "\n".join(
+                f"{key}: takes rows of at most {limit} tokens, but actor.prompts.max_tokens ({prompt}) + "
+                f"actor.generation.max_new_tokens ({new}) is {prompt + new}; lower them"
+                for key, limit in short.items()
+            )
+        )
+
+
+def receives_texts(config: RunConfig) -> bool:
+    """Return whether the actor sends the reward model texts instead of token ids."""
+    reward = config.reward
+    marks = reward.process is not None and reward.process.mark is not None
+    if marks or reward.text == "pair" or reward.template is not None:
+        return True
+    return not same_tokenizer(config.actor.policy.checkpoint, reward.checkpoint)
+
+
+def _reward_refuses(config: RunConfig) -> bool:
+    """Return whether the reward model refuses rows above its limit, counted in the policy's tokens.
+
+    It truncates texts, except where the end of a row must be there. Texts in another model's tokens are not counted.
+    """
+    reward = config.reward
+    if not reward.checkpoint.is_dir():
+        return False
+    needs_end = reward.process or reward.template or reward.logit
+    return (
+        same_tokenizer(config.actor.policy.checkpoint, reward.checkpoint) if needs_end else not receives_texts(config)
+    )
+
+
+def _settings(checkpoint: Path) -> dict[str, Any]:
+    return read_json(checkpoint / "config.json") or {}
