@@ -140,7 +140,9 @@ def _versions(name: str, store: WeightsStore) -> Iterator[str]:
     for record in records:
         swap = "" if record.swap_ms is None else f", swapped in {record.swap_ms:.0f} ms"
         refused = "" if record.rejected is None else f"; refused version {record.rejected}: {record.error}"
-        yield f"          {record.name} serves version {record.version}{swap}{refused}"
+        heard = store.records.last_sign(record)
+        silent = "" if heard is None else f"; last sign of life {_ago(time.time() - heard)}"
+        yield f"          {record.name} serves version {record.version}{swap}{refused}{silent}"
     if not records:
         yield "          no instance is alive"
 

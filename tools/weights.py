@@ -90,7 +90,11 @@ def show(store: WeightsStore) -> None:
             continue
         size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MANIFEST_FILE).stat().st_mtime))
-        serving = [record.name for record in records if record.version == version]
+        serving = [
+            record.name + " (silent)" * (store.records.last_sign(record) is not None)
+            for record in records
+            if record.version == version
+        ]
         marks = ["CURRENT"] * (version == current) + serving
         parent = "-" if manifest.parent is None else str(manifest.parent)
         print(

@@ -88,6 +88,20 @@ class ServingRecords:
         """
         return [record for record, silence_s in self._all() if _is_alive(record, silence_s)]
 
+    def last_sign(self, record: ServingRecord) -> float | None:
+        """Return when an instance elsewhere last gave a sign of life, if that was not within `REMOTE_SILENCE_S`.
+
+        For readers that look only once, as `alive` cannot tell them. In unix seconds of the file server's clock; None
+        of an instance that is not silent, whose process is visible here, or whose record was removed meanwhile.
+        """
+        if record.place == this_place():
+            return None
+        try:
+            renewed = (self._folder / record.file_name).stat().st_mtime
+        except FileNotFoundError:
+            return None
+        return renewed if time.time() - renewed > REMOTE_SILENCE_S else None
+
     def died(self) -> list[ServingRecord]:
         """Return the records of dead instances whose process belongs to `this_place`."""
         return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import signal
 import subprocess
@@ -19,7 +20,8 @@ from python_backend.config import load_config
 from python_backend.store.durable import write_json
 from python_backend.store.heartbeat import Heartbeat
 from python_backend.store.journal import Journal
-from tools import status
+from python_backend.store.serving_records import ServingRecord
+from tools import status, weights
 from tools.report.display import RunDisplay
 from tools.server.log import readable
 
@@ -56,6 +58,24 @@ def test_a_run_whose_server_is_up(finished: FinishedRun, capsys: pytest.CaptureF
     assert current is not None
     assert lines[2] == f"critic    CURRENT is version {current} (step {run.store.manifest(current).step})"
     assert any(f"serves version {current}" in line for line in lines[3:])
+
+
+def test_an_instance_of_another_host_that_is_silent_is_marked(
+    finished: FinishedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records, current = finished.run.store.records, finished.run.store.current()
+    elsewhere = ServingRecord.of_this_process("critic_9", current)
+    silent = dataclasses.replace(elsewhere, place="cafe0123", host="far")
+    records.put(silent)
+    hours_ago = time.time() - 3 * 3600
+    os.utime(finished.run.store.root / "serving" / silent.file_name, (hours_ago, hours_ago))
+    try:
+        (line,) = [line for line in lines_of(finished.run.path, capsys) if "critic_9" in line]
+        assert line.strip() == f"{silent.name} serves version {current}; last sign of life 3 h ago"
+        weights.show(finished.run.store)
+        assert f"{silent.name} (silent)" in capsys.readouterr().out
+    finally:
+        records.withdraw(silent)
 
 
 def test_what_blocks_a_sidecar_and_what_a_log_complains_of(
