@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from python_backend.checkpoints.inspection import CheckpointError
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def plan_key(name: str) -> str:
+    """Return the name of a module or parameter as a tensor-parallel plan of transformers has it, e.g. `layers.*.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def check_tensor_parallel(folder: Path, size: int) -> None:

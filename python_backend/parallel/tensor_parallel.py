@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
-from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.distributed.utils import TransformersDeviceMesh
 
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.tensor_parallel import plan_key
 from python_backend.errors import RlhfError
 
 # All ranks start a forward pass together, so waiting this long means that one of them hangs.
@@ -151,7 +151,7 @@ class RankGroup:
         """
         for each in module.modules():
             each.__dict__.pop("forward", None)
-        names = {name: replace_layer_number_by_wildcard(name) for name, _ in module.named_modules()}
+        names = {name: plan_key(name) for name, _ in module.named_modules()}
         plan = {name: self._plan[rule] for name, rule in names.items() if rule in self._plan}
         apply_tensor_parallelism(module, self._mesh.get_mesh("tp"), plan)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
+from python_backend.checkpoints.tensor_parallel import plan_key
 from python_backend.config import ModelSection, RunConfig
 from python_backend.config.live_models import live_models
 from python_backend.models.collation import limits_of
@@ -92,10 +93,8 @@ def _part_bytes(model: Any, ranks: int) -> int:
     """Return the bytes of one rank's weights: tensor parallelism splits layers, not embeddings and heads."""
     if ranks == 1:
         return model_bytes(model)
-    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard  # not in every release
-
     layers = {name for name in model.tp_plan if ".*." in name}
-    paths = {name: replace_layer_number_by_wildcard(name) for name, _ in model.named_parameters()}
+    paths = {name: plan_key(name) for name, _ in model.named_parameters()}
     split = [p for name, p in model.named_parameters() if {paths[name], paths[name].rpartition(".")[0]} & layers]
     return model_bytes(model) - num_bytes(split) * (ranks - 1) // ranks
 
