@@ -11,7 +11,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def plan_key(name: str) -> str:
-    """Return the name of a module or parameter as a tensor-parallel plan of transformers has it, e.g. `layers.*.mlp`."""
+    """Return the name of a module or parameter as in a tensor-parallel plan of transformers: `layers.*.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.distributed.utils import TransformersDeviceMesh
 
 from python_backend.checkpoints.inspection import CheckpointError
@@ -149,11 +149,10 @@ class RankGroup:
 
         `copy.deepcopy` copies functions by reference, and those of the layers use the original's weights.
         """
-        for each in module.modules():
+        for name, each in module.named_modules():
             each.__dict__.pop("forward", None)
-        names = {name: plan_key(name) for name, _ in module.named_modules()}
-        plan = {name: self._plan[rule] for name, rule in names.items() if rule in self._plan}
-        apply_tensor_parallelism(module, self._mesh.get_mesh("tp"), plan)
+            if style := self._plan.get(plan_key(name)):
+                ALL_PARALLEL_STYLES[style].install_forward(each, self._mesh.get_mesh("tp"))
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's part of the parameter `name` on its device."""
