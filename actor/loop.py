@@ -32,6 +32,7 @@ class PPORun(RunParts):
                 step has been written.
             RlhfError: the run failed, e.g. with RequestFailed, TooManyFailed or NotFinite.
         """
+        self.stop.saved = lambda: self.done * self.books.has_checkpoint(self.done)
         try:
             return await self.all_steps()
         except (Stopped, PromptError) as error:  # a prompt is refused before its step begins
@@ -62,7 +63,7 @@ class PPORun(RunParts):
             if is_last or self.done % settings.checkpoint_every == 0:
                 await self.books.checkpoint(self.done)
         await self.rollouts.cancel()  # `actor.max_minutes` may end the run after the next rollout was begun
-        await self.critic.served(self.done)
+        await self.stop.or_done(self.critic.served(self.done))
         await self.validate("after")
         return await self.books.finish(self.scorer, limit.seconds, steps=self.done)
 
@@ -113,7 +114,6 @@ class PPORun(RunParts):
         end_forwards(*(model for model in models if model is not None))
         await self.rollouts.cancel()
         await self.in_thread(lambda: None)  # wait until the thread is idle: it may have adapters disabled
-        self.stop.saved = lambda: self.done * self.books.has_checkpoint(self.done)
         if self.done:
             await self.books.keep(self.done)
         await self.critic.served(self.done)

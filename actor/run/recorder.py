@@ -107,11 +107,14 @@ class Bookkeeper:
         self._log = await asyncio.to_thread(
             MetricsLog, self._dir, first_step=step + 1, trackers=trackers, exported=self._exported
         )
-        drop_steps_from(step + 1, self._dir / TIMELINE_FILE)
-        if (path := self._dir / VALIDATIONS_FILE).is_file():
-            drop_steps_from(step + 1, path)
-            self._validated = {line["step"] for line in each_line(path)}
+        await asyncio.to_thread(self._drop_lines_from, step + 1)
         return step
+
+    def _drop_lines_from(self, step: int) -> None:
+        drop_steps_from(step, self._dir / TIMELINE_FILE)
+        if (path := self._dir / VALIDATIONS_FILE).is_file():
+            drop_steps_from(step, path)
+            self._validated = {line["step"] for line in each_line(path)}
 
     async def _newest_usable(self) -> tuple[int, dict[str, Any]]:
         """Find the newest intact checkpoint that the critic can rewind to; return its step and state, or (0, {}).
@@ -249,20 +252,23 @@ class Bookkeeper:
         line = finite(line | process_metrics(result.scores))
         if when != "between":
             self._validations[when] = result
-            path = self._dir / "samples.jsonl"  # "before" overwrites the file
-            kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
-            await asyncio.to_thread(lambda: write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)]))
-            write_json(self._dir / f"validation_{when}.json", line)
+            await asyncio.to_thread(self._write_samples, when, result)
+            await asyncio.to_thread(write_json, self._dir / f"validation_{when}.json", line)
         await asyncio.to_thread(self._keep_if_best, step, result.reward, result.scores.reward_version)
         path = self._dir / VALIDATIONS_FILE
         if step in self._validated:  # a start repeats the validation before the first step, and the one after the last
-            drop_steps_from(step, path)
+            await asyncio.to_thread(drop_steps_from, step, path)
         self._validated.add(step)
         append_jsonl(path, [{"step": step, "timers/validation_time": seconds, **line}])
         described = {**(await asyncio.to_thread(text_metrics, result.rollout, result.scores)), **line}
         charted = {f"val_rollouts/{name}": value for name, value in described.items() if value is not None}
         self._log.chart(charted, step)
         logger.info("validation at step %d: reward %.3f%s", step, result.reward, _in_nats(result.kl))
+
+    def _write_samples(self, when: str, result: Validation) -> None:
+        path = self._dir / "samples.jsonl"  # "before" overwrites the file
+        kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
+        write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
 
     def _keep_if_best(self, step: int, reward: float, version: int | None) -> None:
         """Write the policy to `best/`, with its score, if it has the highest validation reward so far.
@@ -352,9 +358,9 @@ class Bookkeeper:
             "outage_seconds": self._client.counters.outage_seconds,
             "masked_samples": self._masked_samples,
             "seconds_total": seconds,
-            "seconds_per_step": self._seconds_per_step(),
+            "seconds_per_step": await asyncio.to_thread(self._seconds_per_step),
         }
-        write_json(self._dir / "actor_summary.json", finite(summary))
+        await asyncio.to_thread(write_json, self._dir / "actor_summary.json", finite(summary))
         return summary
 
     def _validated_figures(self) -> dict[str, float]:

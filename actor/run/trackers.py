@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from python_backend.errors import RlhfError
 logger = logging.getLogger(__name__)
 PROJECT = "rlhf-on-triton"
 TABLE = "train_rollouts/table"
+FINISH_S = 120.0  # for what is still queued when a run ends
 MOST_PENDING = 1000  # calls that wait for a slow tracker; later ones are dropped
 
 
@@ -79,7 +80,8 @@ class Trackers:
     def __init__(self, names: Sequence[str], run_dir: Path, run_id: str) -> None:
         """Start each tracker. Raises TrackerMissing if one is not installed."""
         self._open: dict[str, WandbTracker | MlflowTracker] = {}
-        self._thread, self._room = ThreadPoolExecutor(1, "trackers"), threading.Semaphore(MOST_PENDING)
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(MOST_PENDING)
         self._has_dropped = False
         for name in names:
             try:
@@ -88,7 +90,11 @@ class Trackers:
                 raise TrackerMissing(
                     f"actor.trackers: {name} is not installed ({error}); pip install {name}, or remove it"
                 ) from error
-            self._thread.submit(self._try, name, functools.partial(self._start, name, module, run_dir, run_id))
+            start = functools.partial(self._start, name, module, run_dir, run_id)
+            self._calls.put(functools.partial(self._try, name, start))
+        # A daemon: a tracker that hangs must not keep a run that has failed from ending.
+        self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
+        self._thread.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log scalars of `step` to every tracker."""
@@ -99,16 +105,23 @@ class Trackers:
         self._each(lambda tracker: tracker.add_texts(rows))
 
     def finish(self) -> None:
-        """Close every tracker, after all calls before."""
-        self._thread.submit(self._call, lambda tracker: tracker.finish())
-        self._thread.shutdown()
+        """Close every tracker, after all calls before; wait at most `FINISH_S` for that."""
+        self._calls.put(functools.partial(self._call, lambda tracker: tracker.finish()))
+        self._calls.put(None)
+        self._thread.join(FINISH_S)
+        if self._thread.is_alive():
+            logger.warning("trackers have not taken everything after %g s: the rest is in metrics.jsonl only", FINISH_S)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
 
     def _start(self, name: str, module: Any, run_dir: Path, run_id: str) -> None:
         self._open[name] = KINDS[name](module, run_dir, run_id)
 
     def _each(self, do: Callable[[WandbTracker | MlflowTracker], None]) -> None:
         if self._room.acquire(blocking=False):
-            self._thread.submit(self._call, do)
+            self._calls.put(functools.partial(self._call, do))
         elif not self._has_dropped:
             self._has_dropped = True
             logger.warning("trackers are %d calls behind: some metrics are in metrics.jsonl only", MOST_PENDING)

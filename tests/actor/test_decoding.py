@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from actor.generation import engine
+from actor.generation import engine, slots
 from actor.generation.cache import SlotCache, cache_layers
 from actor.generation.engine import Generation, uniform_draws
 from actor.generation.slots import Decoder, Response, Rules, draw
@@ -203,6 +203,24 @@ def test_a_penalty_counts_each_token_once_and_no_padding() -> None:
                 logits[token] = logits[token] * 3.0 if logits[token] < 0 else logits[token] / 3.0
             logits[[0, 1]] = -torch.inf
             assert chosen == int(logits.argmax())
+
+
+def test_a_penalty_does_not_read_a_rows_tokens_again_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    class Counted(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            read.append(len(self))
+            return super().__iter__()
+
+    def counted(index: int, start: int, tokens: list[int], *more: Any) -> Any:
+        return row(index, start, Counted(tokens), *more)
+
+    row = slots._Row
+    monkeypatch.setattr(slots, "_Row", counted)
+    prompts = make_prompts(5)
+    texts(generation(make_model("llama"), repetition_penalty=3.0), prompts, greedy=True)
+    assert len(read) <= len(prompts)
 
 
 def test_draws_depend_on_seed_and_prompt_alone_and_are_made_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,11 @@ Calls, names, dtypes and shapes: reference/nemo_aligner.md section 1.
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import stat
 import time
-import urllib.error
-import urllib.request
 from typing import Any
 
 import numpy as np
@@ -101,7 +101,7 @@ def test_no_other_user_can_read_requests_in_shared_memory_or_what_actor_and_side
 
 
 @pytest.mark.parametrize("hiding", [{}, {"Origin": 5}, {"origin": ""}])
-@pytest.mark.parametrize("name", ["Origin", "ORIGIN"])
+@pytest.mark.parametrize("name", ["Origin", "origin"])
 def test_a_web_page_can_neither_train_nor_save(finished: FinishedRun, name: str, hiding: dict[str, Any]) -> None:
     """As a browser sends it without asking the server first; parameters in the body do not hide the header."""
     before = finished.run.journal.last_step()
@@ -118,10 +118,11 @@ def test_a_web_page_can_neither_train_nor_save(finished: FinishedRun, name: str,
             ],
         }
         headers = {"Content-Type": "text/plain", name: "http://elsewhere.example"}
-        url = f"http://{finished.run.config.server.http_url}/v2/models/{model}/infer"
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=TIMEOUT_S)
-        assert (refused.value.code, "header origin: web pages" in refused.value.read().decode()) == (400, True)
+        connection = http.client.HTTPConnection(finished.run.config.server.http_url, timeout=TIMEOUT_S)
+        with contextlib.closing(connection):  # urllib would capitalise the header's name
+            connection.request("POST", f"/v2/models/{model}/infer", json.dumps(body), headers)
+            refused = connection.getresponse()
+            assert (refused.status, "header origin: web pages" in refused.read().decode()) == (400, True)
     assert finished.run.journal.last_step() == before
 
 
