@@ -286,6 +286,23 @@ def test_a_stopped_run_goes_on_after_the_last_whole_step(
     assert ends(tmp_path) == whole
 
 
+def test_a_stop_is_heard_while_the_last_update_of_the_critic_is_awaited(
+    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+):
+    run = make_ppo(tmp_path, checkpoints)
+    calls: list[int] = []
+
+    async def served(step: int) -> None:
+        calls.append(step)
+        if len(calls) == 1:  # the server is away
+            run.stop.request()
+            await asyncio.sleep(600)
+
+    monkeypatch.setattr(run.critic, "served", served)
+    with pytest.raises(Stopped, match=f"after step {STEPS}, whose checkpoint is written"):
+        go(run)
+
+
 @pytest.mark.parametrize("name", ["generate", "save"])
 def test_a_validation_that_a_crash_interrupted_is_repeated(
     tmp_path: Path, checkpoints: Checkpoints, whole: list[Any], name: str
