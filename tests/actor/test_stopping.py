@@ -290,11 +290,11 @@ def test_a_stop_is_heard_while_the_last_update_of_the_critic_is_awaited(
     tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ):
     run = make_ppo(tmp_path, checkpoints)
-    calls: list[int] = []
+    awaited: list[int] = []
 
     async def served(step: int) -> None:
-        calls.append(step)
-        if len(calls) == 1:  # the server is away
+        awaited.append(step)
+        if awaited.count(STEPS) == 1:  # the server is away
             run.stop.request()
             await asyncio.sleep(600)
 
