@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,12 +120,15 @@ class Worker:
 
         Raises:
             TimeoutError: scoring took longer than the limit.
-            WorkerDied: the process ended.
+            WorkerDied: the process ended, or sent a wrong reply.
             PoolClosed: the pool was closed while the worker was scoring.
         """
         try:
             answer = self._ask({"samples": [vars(sample) for sample in group]}, self._limit_s)
-            return [ScoreOutcome(**result) for result in answer["results"]], answer["counts"]
+            outcomes = [ScoreOutcome(**result) for result in answer["results"]]
+            if len(outcomes) != len(group):
+                raise WorkerDied(f"the worker process sent {len(outcomes)} results for {len(group)} samples")
+            return outcomes, answer["counts"]
         except BaseException as error:
             self.kill()
             if isinstance(error, TimeoutError):
@@ -304,7 +308,10 @@ class WorkerPool:
                     return
                 except Exception as error:  # thread edge: if the thread died, its group would have no outcome
                     outcomes = [ScoreOutcome(error=str(error) or type(error).__name__)] * len(group)
-                done(outcomes)
+                try:
+                    done(outcomes)
+                except Exception:  # thread edge: if the thread died, the pool would have one worker less
+                    traceback.print_exc()
         finally:
             worker.kill()
 

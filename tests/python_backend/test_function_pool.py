@@ -192,6 +192,21 @@ def test_after_a_sample_that_breaks_the_protocol_the_next_is_scored() -> None:
     pool.close()
 
 
+def test_a_reply_with_a_wrong_number_of_results_is_a_broken_one() -> None:
+    pool = make_pool(num_workers=1)
+    before, failed, after = outcomes(pool, doing("pid", "two results", "pid"))
+    pool.close()
+    assert failed.error == "the worker process sent 2 results for 1 samples"
+    assert before.score != after.score, "it has been killed"
+
+
+def test_a_callback_that_raises_costs_no_thread() -> None:
+    pool = make_pool(num_workers=1)
+    pool.submit([(doing(None), lambda _: [][0])])
+    assert outcomes(pool, doing("pid"))[0].error == ""
+    pool.close()
+
+
 def test_hidden_variables_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["KEY_OF_ANOTHER", "KEY_OF_ITS_OWN", "KEY_FOR_TRAINING"]
     for name in names:
