@@ -14,7 +14,7 @@ from tiny_tokenizers import make_text_tokenizer
 from triton_python_backend_utils import Request
 
 from python_backend.rewards.pool import ScoreOutcome
-from python_backend.wire.contract import REWARD_COMPONENT, REWARD_ERROR
+from python_backend.wire.contract import PROBE_HEADER, REWARD_COMPONENT, REWARD_ERROR
 
 PARAMETERS = {
     "function": "rewards.py:score",
@@ -68,6 +68,14 @@ def ask(pool: Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
 
     yield ask
     model.finalize()
+
+
+def test_a_health_check_never_calls_the_function(ask: Callable[..., Any], pool: Pool) -> None:
+    outputs = ask(**{PROBE_HEADER: "1"}).outputs
+    assert (np.isnan(outputs[REWARD_COMPONENT]).all(), outputs[REWARD_ERROR].tolist()) == (True, [[b""], [b""]])
+    assert pool.num_scored == 0
+    assert ask().outputs[REWARD_COMPONENT].tolist() == [[1.0], [1.0]]
+    assert pool.num_scored == 2
 
 
 def test_scores_that_could_not_be_sent_become_errors(ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
