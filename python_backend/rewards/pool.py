@@ -28,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.errors import RlhfError
-from python_backend.rewards.function import FunctionError, Sample
+from python_backend.rewards.function import KEY_OPTION, FunctionError, Sample
 from python_backend.rewards.worker import receive_frame, send_frame
 from python_backend.stop_signal import how_ended
 
 MEMORY_MIB = 4096
+SECRETS = ("_KEY", "_TOKEN", "_PASSWORD", "_SECRET")  # how the names of variables end that a function must ask for
 START_LIMIT_S = 60.0  # for the interpreter and the function's imports
 KILL_LIMIT_S = 10.0  # for the watcher of a worker; programs that fork faster than it kills them could keep it busy
 LOOK_INTERVAL_S = 0.1  # how often to check that the worker is alive and the pool is not closed
@@ -60,7 +61,7 @@ class FunctionCall:
     """Whether it receives all samples of a group as one list."""
     options: Mapping[str, Any] = field(default_factory=dict)
     hidden_variables: Sequence[str] = ()
-    """Environment variables that its processes do not inherit."""
+    """Environment variables that its processes do not inherit, besides those that `SECRETS` recognises."""
 
 
 class WorkerDied(RlhfError):
@@ -95,7 +96,7 @@ class Worker:
                 [interpreter(), "-m", "python_backend.rewards.worker", spec, str(theirs.fileno()), str(memory_mib)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={name: value for name, value in os.environ.items() if name not in call.hidden_variables},
+                env=_environment(call),
                 start_new_session=True,  # a process group of its own, for `kill`
             )
         try:
@@ -314,6 +315,16 @@ class WorkerPool:
                     traceback.print_exc()
         finally:
             worker.kill()
+
+
+def _environment(call: FunctionCall) -> dict[str, str]:
+    """Return this process's environment without secrets; a function sees only the one that its `KEY_OPTION` names."""
+    own = call.options.get(KEY_OPTION)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name == own or not (name in call.hidden_variables or name.endswith(SECRETS))
+    }
 
 
 def interpreter() -> str:

@@ -218,6 +218,18 @@ def test_hidden_variables_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> 
     assert found == [ScoreOutcome(1.0), ScoreOutcome(1.0)]
 
 
+def test_secrets_are_not_inherited_but_for_the_functions_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = ["WANDB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY", "CLIENT_SECRET"]
+    inherited = ["OWN_API_KEY", "TOKENIZERS_PARALLELISM", "KEY_OF_ANOTHER"]
+    for name in (*hidden, *inherited):
+        monkeypatch.setenv(name, "secret")
+    call = FunctionCall(f"{FILE}:Keyed", PATIENT_S, options={"api_key_env": "OWN_API_KEY"})
+    pool = WorkerPool(call, num_workers=1)
+    found = outcomes(pool, [Sample("", [], {"do": "inherited", "names": names}) for names in (hidden, inherited)])
+    pool.close()
+    assert found == [ScoreOutcome(0.0), ScoreOutcome(3.0)]
+
+
 def test_a_sample_larger_than_any_buffer(pool: WorkerPool) -> None:
     (outcome,) = outcomes(pool, [Sample("é" * 10**6, [], {"do": "huge", "blob": "x" * 10**7})])
     assert outcome == ScoreOutcome(1e7)

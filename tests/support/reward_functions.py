@@ -76,6 +76,18 @@ class Scaled:
         return by_row(sample) * self.factor + self.timeout_s
 
 
+class Keyed:
+    """Does what `by_row` does, and needs a key."""
+
+    def __init__(self, api_key_env: str) -> None:
+        if api_key_env not in os.environ:
+            raise BadOption(f"api_key_env: {api_key_env} is not set")
+
+    def __call__(self, sample: Sample) -> Any:
+        """Score one sample."""
+        return by_row(sample)
+
+
 def by_row(sample: Sample) -> Any:
     """Do what `metadata["do"]` says; without it, return the number of tokens."""
     action = sample.metadata.get("do")
