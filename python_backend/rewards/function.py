@@ -30,6 +30,7 @@ MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>
 LONGEST_ERROR = 500  # in characters; longer messages are truncated before they are sent
 COMPLETIONS = "completions"  # parameter by which a function with TRL's signature is recognised
 TIMEOUT_OPTION = "timeout_s"  # parameter by which a class receives the time limit of its calls
+KEY_OPTION = "api_key_env"  # option of a judge, and of any function that needs a key: the variable that has it
 
 
 NOT_APPLICABLE = object()  # a function's score of a sample that it leaves out of the sum

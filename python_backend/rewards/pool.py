@@ -21,17 +21,19 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from python_backend.errors import RlhfError
-from python_backend.rewards.function import FunctionError, Sample
+from python_backend.rewards.function import KEY_OPTION, FunctionError, Sample
 from python_backend.rewards.worker import receive_frame, send_frame
 from python_backend.stop_signal import how_ended
 
 MEMORY_MIB = 4096
+SECRETS = ("_KEY", "_TOKEN", "_PASSWORD", "_SECRET")  # how the names of variables end that a function must ask for
 START_LIMIT_S = 60.0  # for the interpreter and the function's imports
 KILL_LIMIT_S = 10.0  # for the watcher of a worker; programs that fork faster than it kills them could keep it busy
 LOOK_INTERVAL_S = 0.1  # how often to check that the worker is alive and the pool is not closed
@@ -59,7 +61,7 @@ class FunctionCall:
     """Whether it receives all samples of a group as one list."""
     options: Mapping[str, Any] = field(default_factory=dict)
     hidden_variables: Sequence[str] = ()
-    """Environment variables that its processes do not inherit."""
+    """Environment variables that its processes do not inherit, besides those that `SECRETS` recognises."""
 
 
 class WorkerDied(RlhfError):
@@ -94,7 +96,7 @@ class Worker:
                 [interpreter(), "-m", "python_backend.rewards.worker", spec, str(theirs.fileno()), str(memory_mib)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={name: value for name, value in os.environ.items() if name not in call.hidden_variables},
+                env=_environment(call),
                 start_new_session=True,  # a process group of its own, for `kill`
             )
         try:
@@ -119,12 +121,15 @@ class Worker:
 
         Raises:
             TimeoutError: scoring took longer than the limit.
-            WorkerDied: the process ended.
+            WorkerDied: the process ended, or sent a wrong reply.
             PoolClosed: the pool was closed while the worker was scoring.
         """
         try:
             answer = self._ask({"samples": [vars(sample) for sample in group]}, self._limit_s)
-            return [ScoreOutcome(**result) for result in answer["results"]], answer["counts"]
+            outcomes = [ScoreOutcome(**result) for result in answer["results"]]
+            if len(outcomes) != len(group):
+                raise WorkerDied(f"the worker process sent {len(outcomes)} results for {len(group)} samples")
+            return outcomes, answer["counts"]
         except BaseException as error:
             self.kill()
             if isinstance(error, TimeoutError):
@@ -304,9 +309,22 @@ class WorkerPool:
                     return
                 except Exception as error:  # thread edge: if the thread died, its group would have no outcome
                     outcomes = [ScoreOutcome(error=str(error) or type(error).__name__)] * len(group)
-                done(outcomes)
+                try:
+                    done(outcomes)
+                except Exception:  # thread edge: if the thread died, the pool would have one worker less
+                    traceback.print_exc()
         finally:
             worker.kill()
+
+
+def _environment(call: FunctionCall) -> dict[str, str]:
+    """Return this process's environment without secrets; a function sees only the one that its `KEY_OPTION` names."""
+    own = call.options.get(KEY_OPTION)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name == own or not (name in call.hidden_variables or name.endswith(SECRETS))
+    }
 
 
 def interpreter() -> str:

@@ -143,8 +143,9 @@ class PendingCall:
                 return
         try:
             _answer(self._call, self._outcomes)
-        except Exception as error:  # thread edge: a caller that has disconnected must not end the pool's thread
+        except Exception as error:  # thread edge: every request must get a response
             log_error(f"a response could not be sent: {type(error).__name__}: {error}")
+            _refuse(self._call, error)
 
 
 def _answer(call: Call, outcomes: Sequence[ScoreOutcome]) -> None:
@@ -170,6 +171,6 @@ def _refuse(call: Call, error: Exception) -> None:
         num_rows = next((len(array) for array in arrays if array is not None), 0)
         if num_rows == 0:
             raise contract.ContractError(f"{contract.TOKENS}: missing; send {contract.TOKENS} or {contract.SENTENCES}")
-        _answer(call, [ScoreOutcome(error=str(error))] * num_rows)
+        _answer(call, [ScoreOutcome(error=str(error) or type(error).__name__)] * num_rows)
     except Exception as trouble:  # thread edge: every request must get a response
         call.fail(trouble)

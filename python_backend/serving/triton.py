@@ -139,9 +139,11 @@ class Call:
         # This frame keeps `response` referenced until `send` has returned, so that its arrays are freed with the GIL
         # held (see `answer`).
         with self._lock:  # one thread may send the answer while another sends an error
-            answered, self.answered = self.answered, True
-        if not answered:
-            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            if not self.answered:
+                self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                # Not before: if `send` raises, an error may be sent instead. (Triton refuses that, too, if `send` ran
+                # out of shared memory: its sender counts the attempt.)
+                self.answered = True
 
 
 def answer_each(requests: Sequence[Any], handle: Callable[[Call], None]) -> None:

@@ -79,6 +79,20 @@ def test_a_sender_that_fails_raises_nothing(serving: Any, monkeypatch: pytest.Mo
     serving.answer_each([Request({}, ())], lambda call: call.answer({}))
 
 
+def test_an_answer_that_could_not_be_sent_becomes_an_error(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Request.send
+
+    def once(*_: object, **__: object) -> None:
+        monkeypatch.setattr(Request, "send", send)
+        raise MemoryError("/dev/shm is full")
+
+    monkeypatch.setattr(Request, "send", once)
+    request = Request({}, ())
+    serving.answer_each([request], lambda call: call.answer({}))
+    assert request.responses.get_nowait().error == "INTERNAL: MemoryError: /dev/shm is full"
+    assert request.responses.empty()
+
+
 def test_control_sequences_in_text_outputs_are_escaped(serving: Any) -> None:
     request = Request({}, ("reward_errors",))
     errors = texts_array(["\x1b[31mred", "", f"{LONE}"])

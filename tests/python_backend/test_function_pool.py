@@ -192,6 +192,21 @@ def test_after_a_sample_that_breaks_the_protocol_the_next_is_scored() -> None:
     pool.close()
 
 
+def test_a_reply_with_a_wrong_number_of_results_is_a_broken_one() -> None:
+    pool = make_pool(num_workers=1)
+    before, failed, after = outcomes(pool, doing("pid", "two results", "pid"))
+    pool.close()
+    assert failed.error == "the worker process sent 2 results for 1 samples"
+    assert before.score != after.score, "it has been killed"
+
+
+def test_a_callback_that_raises_costs_no_thread() -> None:
+    pool = make_pool(num_workers=1)
+    pool.submit([(doing(None), lambda _: [][0])])
+    assert outcomes(pool, doing("pid"))[0].error == ""
+    pool.close()
+
+
 def test_hidden_variables_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["KEY_OF_ANOTHER", "KEY_OF_ITS_OWN", "KEY_FOR_TRAINING"]
     for name in names:
@@ -201,6 +216,18 @@ def test_hidden_variables_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> 
     found = outcomes(pool, [Sample("", [], {"do": "inherited", "names": part}) for part in (names, names[1:2])])
     pool.close()
     assert found == [ScoreOutcome(1.0), ScoreOutcome(1.0)]
+
+
+def test_secrets_are_not_inherited_but_for_the_functions_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = ["WANDB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY", "CLIENT_SECRET"]
+    inherited = ["OWN_API_KEY", "TOKENIZERS_PARALLELISM", "KEY_OF_ANOTHER"]
+    for name in (*hidden, *inherited):
+        monkeypatch.setenv(name, "secret")
+    call = FunctionCall(f"{FILE}:Keyed", PATIENT_S, options={"api_key_env": "OWN_API_KEY"})
+    pool = WorkerPool(call, num_workers=1)
+    found = outcomes(pool, [Sample("", [], {"do": "inherited", "names": names}) for names in (hidden, inherited)])
+    pool.close()
+    assert found == [ScoreOutcome(0.0), ScoreOutcome(3.0)]
 
 
 def test_a_sample_larger_than_any_buffer(pool: WorkerPool) -> None:

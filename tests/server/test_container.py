@@ -6,9 +6,12 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from email.message import Message
@@ -83,6 +86,19 @@ def test_a_stopped_container_and_the_drain_command_unload_every_model(
         assert not any(control.is_ready(model) for model in server.models())
         assert drain(repository, url) == 0
     assert drain(repository, server.section.http_url) == 1, "it does not run"
+
+
+def test_a_drain_ends_soon_after_the_last_process_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model stays in the index until its requests are answered, which those of a dead process never are."""
+    name = f"stub-of-{tmp_path.name}-{os.getpid()}"
+    monkeypatch.setattr("tools.server.drain.STUB", name)
+    monkeypatch.setattr("tools.server.drain._post", lambda *_: b'[{"name": "critic", "state": "UNLOADING"}]')
+    monkeypatch.setenv(VARIABLE, "any")
+    begin = time.monotonic()
+    with subprocess.Popen([f"/somewhere/{name}", "600"], executable=shutil.which("sleep")) as stub:
+        threading.Timer(1.5, stub.kill).start()
+        assert drain(tmp_path, "nowhere") == 1
+    assert 1.5 < time.monotonic() - begin < 10
 
 
 def test_everything_that_is_not_needed_is_closed(tmp_path: Path) -> None:

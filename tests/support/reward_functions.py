@@ -76,6 +76,18 @@ class Scaled:
         return by_row(sample) * self.factor + self.timeout_s
 
 
+class Keyed:
+    """Does what `by_row` does, and needs a key."""
+
+    def __init__(self, api_key_env: str) -> None:
+        if api_key_env not in os.environ:
+            raise BadOption(f"api_key_env: {api_key_env} is not set")
+
+    def __call__(self, sample: Sample) -> Any:
+        """Score one sample."""
+        return by_row(sample)
+
+
 def by_row(sample: Sample) -> Any:
     """Do what `metadata["do"]` says; without it, return the number of tokens."""
     action = sample.metadata.get("do")
@@ -125,10 +137,17 @@ def _write_to_the_pool(data: bytes) -> float:
     return float(os.write(int(sys.argv[2]), data))
 
 
+def _two_results(_: Sample) -> float:
+    """Reply as the worker does, but with one result too many; the number is that of the third message."""
+    reply = b'{"number": 3, "results": [{"score": 1.0}, {"score": 2.0}], "counts": {}}'
+    return _write_to_the_pool(len(reply).to_bytes(4, "big") + reply)
+
+
 _ACTIONS: dict[str, Any] = {
     "fork": _fork,
     "garbled frame": lambda _: _write_to_the_pool(b"\0\0\0\1x"),
     "foreign frame": lambda _: _write_to_the_pool(b"\0\0\0\2{}"),
+    "two results": _two_results,
     "raise": _raise,
     "exit": lambda _: sys.exit("enough"),
     "die": lambda _: os._exit(3),

@@ -10,7 +10,7 @@ from python_backend.config import RunConfig
 from python_backend.config.live_models import reward_is_live
 from python_backend.config.required_files import tokenizer_folder
 from python_backend.config.reward_terms import MODEL_TERM, RewardTerm
-from python_backend.rewards.function import with_absolute_path
+from python_backend.rewards.function import KEY_OPTION, with_absolute_path
 from python_backend.store import control_key
 from python_backend.wire.contract import (
     GROUPWISE,
@@ -26,7 +26,6 @@ from tools.render.ensembles import SCORED, mixture_steps, model_of
 from tools.render.token_rewards import client_parameters, process_of
 
 MAX_WAITING_ROWS = 100_000  # backlog of a reward function; beyond it requests are refused, to bound the memory
-KEY_OPTION = "api_key_env"  # option of a judge, and of any function that needs a key: the variable that has it
 Render = Callable[..., str]
 
 

@@ -11,6 +11,7 @@ stall it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -25,10 +26,12 @@ from python_backend.store.control_key import HEADER, control_key
 from python_backend.wire.contract import CRITIC_INFER, REWARD_MODEL
 from tools.server.container import REPOSITORY, weights_dir
 from tools.server.healthcheck import LOCAL
+from tools.server.triton_home import STUB
 
 DRAIN_S = 20.0
 CALL_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 0.05
+ORPHANED_S = 1.0  # without any process of a model, before unanswered requests count as lost with one that has died
 ENSEMBLES_FIRST = (CRITIC_INFER, REWARD_MODEL)  # so that none is left without its models
 
 
@@ -36,29 +39,32 @@ def main(repository: Path = REPOSITORY, url: str | None = None, *, give_up: Call
     """Drain the image's server, see `drain`; return 0 if all requests were answered, else 1."""
     address = os.environ.get("TRITON_ADDRESS", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
     try:
-        is_idle = drain(url or f"{address}:8000", control_key(weights_dir(repository)), DRAIN_S, give_up)
+        is_idle = drain(url or f"{address}:8000", control_key(weights_dir(repository)), DRAIN_S, _has_stub, give_up)
     except (OSError, ValueError, HTTPException) as error:
         print(f"the server does not answer: {error}", file=sys.stderr)
         return 1
     return 0 if is_idle else 1
 
 
-def drain(url: str, key: str, timeout_s: float, give_up: Callable[[], bool] = lambda: False) -> bool:
+def drain(url: str, key: str, timeout_s: float, has_stub: Callable[[], bool], give_up: Callable[[], bool]) -> bool:
     """Unload all models of the server at `url` (`host:port`) and wait until their requests in flight are answered.
 
     Args:
         key: the key for model control.
+        has_stub: returns whether the server has a process of any model; none for a second ends the wait, because Triton
+            never answers what a process had taken over when it died.
         give_up: checked while waiting; True ends the wait.
 
     Returns:
-        Whether all requests were answered; False: they were not within `timeout_s`, a model is being loaded, or
-        `give_up` returned True.
+        Whether all requests were answered; False: they were not within `timeout_s` or never will be, a model is being
+        loaded, or `give_up` returned True.
 
     Raises:
         OSError: the server cannot be reached, or refuses the key.
         ValueError: the response is not Triton's.
     """
-    deadline = time.monotonic() + timeout_s
+    last_alive = time.monotonic()
+    deadline = last_alive + timeout_s
     loading: set[str] = set()
     while loaded := {model: state for model, state in _loaded(url, key).items() if model not in loading}:
         for model in sorted(loaded, key=lambda model: (model not in ENSEMBLES_FIRST, model)):
@@ -67,7 +73,10 @@ def drain(url: str, key: str, timeout_s: float, give_up: Callable[[], bool] = la
                     _post(url, key, f"models/{model}/unload")
                 except TimeoutError:  # it is being loaded, which Triton finishes first: drain the others
                     loading.add(model)
-        if time.monotonic() > deadline or give_up():
+        now = time.monotonic()
+        if has_stub():
+            last_alive = now
+        if now > deadline or now - last_alive > ORPHANED_S or give_up():
             return False
         time.sleep(POLL_INTERVAL_S)
     return not loading
@@ -77,6 +86,15 @@ def _loaded(url: str, key: str) -> dict[str, str]:
     """Return the state of each model that is loaded or still answers requests."""
     states = {model["name"]: model.get("state", "UNAVAILABLE") for model in json.loads(_post(url, key, "index"))}
     return {model: state for model, state in states.items() if state != "UNAVAILABLE"}
+
+
+def _has_stub() -> bool:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            command, _, _ = path.read_bytes().partition(b"\0")  # empty once it is a zombie
+            if command.endswith(f"/{STUB}".encode()):
+                return True
+    return False
 
 
 def _post(url: str, key: str, path: str) -> Any:

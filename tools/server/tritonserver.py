@@ -30,7 +30,6 @@ from tools.server.triton_home import ServerAborted, ServerStartError, TritonHome
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 KILL_AFTER_S = 10.0
-ORPHANED_S = 1.0  # without any process of a model, before unanswered requests count as lost with one that has died
 FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
 POLL_INTERVAL_S = 0.1
 UNTRACED = 1_000_000_000  # of as many requests without a trace context, Triton traces one; those with one, always
@@ -182,20 +181,11 @@ class TritonServer:
         set_aside_if_large(self.log_path)
 
     def drain(self, give_up: Callable[[], bool]) -> None:
-        """Refuse further requests and wait up to `drain_s` for those in flight; return early if `give_up()` is true.
-
-        Also return early if no process is left: Triton never answers what a process had taken over when it died.
-        """
-        begin = last_alive = time.monotonic()
-
-        def is_over() -> bool:
-            nonlocal last_alive
-            if self._stubs():
-                last_alive = time.monotonic()
-            return give_up() or time.monotonic() - last_alive > ORPHANED_S
-
+        """Refuse further requests and wait up to `drain_s` for those in flight; see `drain` for what ends the wait."""
+        begin = time.monotonic()
+        url, drain_s = self.section.http_url, self.section.drain_s
         try:
-            is_idle = drain(self.section.http_url, self._control_key, self.section.drain_s, is_over)
+            is_idle = drain(url, self._control_key, drain_s, lambda: bool(self._stubs()), give_up)
         except (OSError, ValueError, HTTPException) as error:  # it is dead or hangs, so there is nothing to wait for
             self._log(f"tritonserver cannot be drained: {error}")
             return
