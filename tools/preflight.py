@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from python_backend.config import ConfigError, RewardTerm, RunConfig
 from python_backend.config.required_files import check_files, has_chat_template, tokenizer_folder
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
+from tools.render.rewards import hidden_variables
 from tools.server.vllm import check_vllm, starts_vllm
 
 CHECKED_ROWS = 1000  # of each prompt file
@@ -119,13 +120,14 @@ def _functions(config: RunConfig) -> Iterator[str]:
     tokenizer = load_tokenizer(tokenizer_folder(config).absolute())
     for name, term in config.functions.items():
         size = config.actor.algorithm.responses_per_prompt if term.groupwise else 1
-        if error := trial(term, [_sample(row.columns, content, tokenizer)] * size):
+        group = [_sample(row.columns, content, tokenizer)] * size
+        if error := trial(term, group, hidden_variables=hidden_variables(term, config)):
             yield f"rewards.{name}.function: {term.function} fails on the first prompt ({row.where}): {error}"
 
 
-def trial(term: RewardTerm, group: list[Sample]) -> str:
+def trial(term: RewardTerm, group: list[Sample], *, hidden_variables: Sequence[str]) -> str:
     """Call a reward function once, in a worker of its own; return what went wrong, "" for nothing."""
-    call = FunctionCall(str(term.function), term.timeout_s, term.groupwise, term.options)
+    call = FunctionCall(str(term.function), term.timeout_s, term.groupwise, term.options, hidden_variables)
     outcomes: queue.SimpleQueue[list[ScoreOutcome]] = queue.SimpleQueue()
     try:
         pool = WorkerPool(call, num_workers=1, memory_mib=term.memory_mib)

@@ -33,7 +33,12 @@ from python_backend.rewards.worker import receive_frame, send_frame
 from python_backend.stop_signal import how_ended
 
 MEMORY_MIB = 4096
-SECRETS = ("_KEY", "_TOKEN", "_PASSWORD", "_SECRET")  # how the names of variables end that a function must ask for
+SECRETS = (
+    "WANDB_API_KEY",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+    "HF_TOKEN",
+)  # of the run, not of rewards
 START_LIMIT_S = 60.0  # for the interpreter and the function's imports
 KILL_LIMIT_S = 10.0  # for the watcher of a worker; programs that fork faster than it kills them could keep it busy
 LOOK_INTERVAL_S = 0.1  # how often to check that the worker is alive and the pool is not closed
@@ -61,7 +66,7 @@ class FunctionCall:
     """Whether it receives all samples of a group as one list."""
     options: Mapping[str, Any] = field(default_factory=dict)
     hidden_variables: Sequence[str] = ()
-    """Environment variables that its processes do not inherit, besides those that `SECRETS` recognises."""
+    """Environment variables that its processes do not inherit, besides `SECRETS`."""
 
 
 class WorkerDied(RlhfError):
@@ -318,13 +323,9 @@ class WorkerPool:
 
 
 def _environment(call: FunctionCall) -> dict[str, str]:
-    """Return this process's environment without secrets; a function sees only the one that its `KEY_OPTION` names."""
-    own = call.options.get(KEY_OPTION)
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name == own or not (name in call.hidden_variables or name.endswith(SECRETS))
-    }
+    """Return this process's environment without secrets that are no business of the function."""
+    hidden = {*call.hidden_variables, *SECRETS} - {call.options.get(KEY_OPTION)}
+    return {name: value for name, value in os.environ.items() if name not in hidden}
 
 
 def interpreter() -> str:

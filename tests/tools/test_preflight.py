@@ -32,6 +32,11 @@ def text(sample):
     return "very good"
 
 
+def peeks(sample):
+    import os
+    raise OSError([name for name in ("TRAINING_KEY", "WANDB_API_KEY", "SOME_SETTING") if name in os.environ])
+
+
 def nan(sample):
     return float("nan")
 
@@ -56,6 +61,7 @@ def trl(prompts, completions, **columns):
         (["rewards.mine.groupwise=true", "rewards.mine.function={file}:group"], ""),
         (["rewards.mine.function={file}:trl"], ""),
         (["rewards.mine.function={file}:raises"], "ZeroDivisionError: division by zero"),
+        (["rewards.mine.function={file}:peeks"], "OSError: ['SOME_SETTING']"),
         (["rewards.mine.function={file}:text"], "the function returned 'very good', but it must return a number"),
         (["rewards.mine.function={file}:nan"], "returned nan, must be finite"),
         (["rewards.mine.function={file}:slow", "rewards.mine.timeout_s=0.1"], "took longer than 0.1 s and was killed"),
@@ -66,8 +72,10 @@ def trl(prompts, completions, **columns):
     ],
 )
 def test_a_run_is_refused_with_one_line_for_each_problem(
-    settings: list[str], problem: str, tmp_path: Path, checkpoints: Checkpoints
+    settings: list[str], problem: str, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("TRAINING_KEY", "WANDB_API_KEY", "SOME_SETTING"):
+        monkeypatch.setenv(name, "1")
     file = tmp_path / "mine.py"
     file.write_text(FUNCTIONS)
     names = {**vars(checkpoints), "file": file}

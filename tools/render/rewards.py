@@ -84,7 +84,7 @@ def render_rewards(
     return texts
 
 
-def _hidden_variables(term: RewardTerm, config: RunConfig) -> list[str]:
+def hidden_variables(term: RewardTerm, config: RunConfig) -> list[str]:
     """Return the environment variables with keys that are no business of this term: a judge sees only its own key."""
     judges = [each.options.get(KEY_OPTION) for each in config.functions.values()]
     keys = [
@@ -114,7 +114,7 @@ def _function_parameters(term: RewardTerm, config: RunConfig, place: Callable[[P
         "function": with_absolute_path(str(term.function), place),
         **({"options": json.dumps(term.options)} if term.options else {}),
         **({GROUPWISE: "true"} if term.groupwise else {}),
-        "hidden_variables": json.dumps(_hidden_variables(term, config)),
+        "hidden_variables": json.dumps(hidden_variables(term, config)),
         "timeout_s": f"{term.timeout_s:g}",
         "workers": str(term.workers),
         "memory_mib": str(term.memory_mib),
