@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import resource
 import ssl
 from asyncio import sslproto
@@ -32,20 +33,25 @@ class BoundedProtocol(H11Protocol):
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Make room for an accepted connection; TLS calls this again after the handshake, with its own transport."""
+        """Accept the connection; TLS calls this again after the handshake, with its own transport."""
         is_accepted = self.transport is None
         super().connection_made(transport)
         if is_accepted:
-            self._make_room()
-            self.timeout_keep_alive_task = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
+            self._accept()
 
-    def _make_room(self) -> None:
+    def _accept(self) -> None:
         if len(self.connections) >= (self.limit_concurrency or MAX_CONNECTIONS):
-            ours = [one for one in self.connections if isinstance(one, BoundedProtocol)]
-            silent = [(one.timeout_keep_alive_task.when(), id(one), one) for one in ours if one.timeout_keep_alive_task]
-            for _, _, first in sorted(silent)[: 1 + len(silent) // 20]:  # several, as sorting takes a millisecond
+            others = [one for one in self.connections if isinstance(one, BoundedProtocol) and one is not self]
+            silent = sorted((one for one in others if one._closes_at() < math.inf), key=BoundedProtocol._closes_at)
+            for first in silent[: 1 + len(silent) // 20]:  # several, as sorting takes a millisecond
                 self.connections.discard(first)  # at once, as uvicorn counts them
                 first.transport.abort()
+        self.timeout_keep_alive_task = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
+
+    def _closes_at(self) -> float:
+        if self.transport.is_closing():  # with TLS, until the client confirms that
+            return 0.0
+        return self.timeout_keep_alive_task.when() if self.timeout_keep_alive_task else math.inf
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection; uvicorn would keep the timer of one that broke."""
@@ -62,12 +68,12 @@ class Tls(sslproto.SSLProtocol):
 
     max_size = TLS_BUFFER_BYTES
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: BaseException | None) -> None:
         """Tell HTTP."""
-        http: BoundedTlsProtocol = self._app_protocol
+        http = self._app_protocol
         super().connection_lost(exc)
-        if http.scheme == "http":
-            http.connection_lost(exc)
+        if isinstance(http, BoundedProtocol) and http.scheme == "http":
+            http.connection_lost(None)
 
 
 class BoundedTlsProtocol(BoundedProtocol):
@@ -80,16 +86,14 @@ class BoundedTlsProtocol(BoundedProtocol):
         super().__init__(**options)
         self.context = context
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Make room for an accepted connection and start its handshake; or go on after the handshake."""
-        is_accepted = self.transport is None
-        super().connection_made(transport)
-        if is_accepted:
-            self.loop.call_soon(self._start_handshake)  # after all that are accepted at once have made room
+    def _accept(self) -> None:
+        super()._accept()
+        self.loop.call_soon(self._start_handshake)  # after all that are accepted at once have made room
 
     def _start_handshake(self) -> None:
         if not self.transport.is_closing():
-            tls = Tls(self.loop, self, self.context, waiter=None, server_side=True)
+            no_waiter: Any = None  # asyncio's own type allows none
+            tls = Tls(self.loop, self, self.context, no_waiter, server_side=True)
             self.transport.set_protocol(tls)
             tls.connection_made(self.transport)
 
