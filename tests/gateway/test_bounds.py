@@ -6,10 +6,14 @@ import asyncio
 import contextlib
 import gc
 import json
+import socket
+import ssl
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
+from certificate import make_certificate
 from fake_reward import Caller, FakeReward, gateway
 
 from actor.scoring.connection import Message
@@ -144,9 +148,9 @@ def test_only_what_is_parsed_counts_as_items(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(play())
 
 
-async def answer(caller: Caller, *parts: bytes) -> bytes:
+async def answer(caller: Caller, *parts: bytes, tls: ssl.SSLContext | None = None) -> bytes:
     """Return what the gateway sends until it closes the connection; b"" if it sends nothing or resets it."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(caller.url.rpartition(":")[2]))
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(caller.url.rpartition(":")[2]), ssl=tls)
     try:
         for part in parts:
             writer.write(part)
@@ -159,6 +163,8 @@ async def answer(caller: Caller, *parts: bytes) -> bytes:
 
 
 POST = b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n"
+CLOSING = b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+HELLO = b"\x16\x03\x01\x40\x00\x01\x01\xff\x00" + b"a" * 8000  # of a greeting of 130 kB, in records of 16 KiB
 LATE = [(b"",), (b"GET /hea",), (b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /hea"), (POST + b"\r\n", b'{"que')]
 
 
@@ -178,11 +184,39 @@ def test_a_connection_on_which_no_request_arrives_is_closed(
     asyncio.run(play())
 
 
-def test_silent_connections_keep_no_client_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
+@pytest.mark.parametrize("part", [b"", HELLO[:9], HELLO], ids=["silent", "a length", "half a greeting"])
+def test_a_connection_without_a_handshake_is_closed(
+    part: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.05)
 
     async def play() -> None:
-        async with FakeReward() as server, gateway(server.url) as caller:
+        async with FakeReward() as server, gateway(server.url, **make_certificate(tmp_path)) as caller:
+            assert await answer(caller, part) == b""
+
+    asyncio.run(play())
+
+
+def test_the_time_for_a_head_includes_the_handshake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 1.0)
+    files = make_certificate(tmp_path)
+    tls = ssl.create_default_context(cafile=files["tls_certificate"])
+
+    async def play() -> None:
+        async with FakeReward() as server, gateway(server.url, **files) as caller:
+            assert await answer(caller, b"GET /hea", tls=tls) == b""
+            assert b" 200 " in await answer(caller, CLOSING, tls=tls)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
+def test_silent_connections_keep_no_client_out(secure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_TLS_CONNECTIONS" if secure else "MAX_CONNECTIONS", 8)
+    files = make_certificate(tmp_path) if secure else {}
+
+    async def play() -> None:
+        async with FakeReward() as server, gateway(server.url, **files) as caller:
             port = int(caller.url.rpartition(":")[2])
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
             for _ in range(5):
@@ -191,6 +225,31 @@ def test_silent_connections_keep_no_client_out(monkeypatch: pytest.MonkeyPatch) 
                 assert await asyncio.wait_for(silent[0][0].read(), DEADLINE_S) == b""
             for _, writer in silent:
                 writer.close()
+
+    asyncio.run(play())
+
+
+def test_closed_connections_whose_clients_keep_them_keep_no_client_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TLS waits 30 s for their answer to its end."""
+    monkeypatch.setattr(connections, "MAX_TLS_CONNECTIONS", 8)
+    files = make_certificate(tmp_path)
+    tls = ssl.create_default_context(cafile=files["tls_certificate"])
+
+    def keep(port: int) -> ssl.SSLSocket:
+        kept = tls.wrap_socket(socket.create_connection(("127.0.0.1", port)), server_hostname="127.0.0.1")
+        kept.sendall(CLOSING)
+        return kept
+
+    async def play() -> None:
+        async with FakeReward() as server, gateway(server.url, **files) as caller:
+            port = int(caller.url.rpartition(":")[2])
+            kept = [await asyncio.to_thread(keep, port) for _ in range(20)]
+            for _ in range(5):
+                assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
+            for one in kept:
+                one.close()
 
     asyncio.run(play())
 

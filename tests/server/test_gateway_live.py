@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 import ssl
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from certificate import make_certificate
 from live_system import POSITIONS, TEXTS, Checkpoints, System, direct_rewards
 from transformers import AutoTokenizer
 
@@ -41,13 +41,8 @@ class Peer:
 @pytest.fixture
 def peer(live: System, tmp_path: Path) -> Iterator[Peer]:
     """The command with a key and TLS, stopped by SIGTERM."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificate")
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "private.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True)
-    overrides = ["port=0", "key_env=GATEWAY_TEST_KEY", f"tls_certificate={certificate}", f"tls_key={key}"]
+    tls = make_certificate(tmp_path)
+    overrides = ["port=0", "key_env=GATEWAY_TEST_KEY", *(f"{name}={path}" for name, path in tls.items())]
     command = [sys.executable, "-m", "tools", "gateway", "--config", str(live.run.path)]
     command += [f"gateway.{override}" for override in overrides]
     environment = {**os.environ, "GATEWAY_TEST_KEY": KEY}
@@ -56,7 +51,7 @@ def peer(live: System, tmp_path: Path) -> Iterator[Peer]:
         try:
             line = process.stdout.readline()
             assert live.run.url in line
-            yield Peer(line.partition("gateway: ")[2].partition(",")[0], certificate)
+            yield Peer(line.partition("gateway: ")[2].partition(",")[0], tls["tls_certificate"])
         finally:
             process.send_signal(signal.SIGTERM)
             code = process.wait(120)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -166,8 +167,10 @@ async def gateway(
         while not server.started:
             assert not task.done(), task.result()
             await asyncio.sleep(0.001)
-        async with aiohttp.ClientSession() as session:
-            yield Caller(f"http://127.0.0.1:{bound.getsockname()[1]}", session)
+        scheme = "https" if section.tls_certificate else "http"
+        context = ssl.create_default_context(cafile=section.tls_certificate)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as session:
+            yield Caller(f"{scheme}://127.0.0.1:{bound.getsockname()[1]}", session)
     finally:
         server.should_exit = True
         await task
