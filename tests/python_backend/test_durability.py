@@ -91,7 +91,8 @@ def test_a_checkpoint_that_a_rewind_took_out_does_not_come_back(rig: Rig, synced
     rig.save()
     synced.clear()
     rig.checkpoints.drop_after(1)
-    assert synced[-1] == rig.checkpoints.root
+    here = [folder for folder in synced if folder.is_relative_to(rig.checkpoints.root)]  # the sidecar writes elsewhere
+    assert here[-1] == rig.checkpoints.root
 
 
 # ---- a folder that replaces another ----
