@@ -33,12 +33,8 @@ from python_backend.rewards.worker import receive_frame, send_frame
 from python_backend.stop_signal import how_ended
 
 MEMORY_MIB = 4096
-SECRETS = (
-    "WANDB_API_KEY",
-    "MLFLOW_TRACKING_PASSWORD",
-    "MLFLOW_TRACKING_TOKEN",
-    "HF_TOKEN",
-)  # of the run, not of rewards
+# Of the run itself, so that a function inherits them only if its own option names them.
+SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")
 START_LIMIT_S = 60.0  # for the interpreter and the function's imports
 KILL_LIMIT_S = 10.0  # for the watcher of a worker; programs that fork faster than it kills them could keep it busy
 LOOK_INTERVAL_S = 0.1  # how often to check that the worker is alive and the pool is not closed

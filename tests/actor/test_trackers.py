@@ -125,3 +125,23 @@ def test_one_that_hangs_holds_nobody_up_and_gets_everything_in_order(
     assert said[-1] == ("mlflow.end_run", None)
     assert len(threads) == 1
     assert caplog.messages == ["trackers are 4 calls behind: some metrics are in metrics.jsonl only"]
+
+
+def test_one_that_hangs_does_not_keep_a_run_from_ending(
+    said: list[tuple[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Neither one that ends as planned, nor a failed one, whose interpreter waits for no daemon."""
+    monkeypatch.setattr("actor.run.trackers.FINISH_S", 0.1)
+    answer, threads = threading.Event(), []
+
+    def hang(metrics: dict[str, float], step: int) -> None:
+        threads.append(threading.current_thread())
+        answer.wait()
+
+    sys.modules["mlflow"].log_metrics = hang  # type: ignore[attr-defined]
+    trackers = Trackers(["mlflow"], tmp_path, "run")
+    trackers.log({"x": 1.0}, 1)
+    trackers.finish()
+    assert caplog.messages == ["trackers have not taken everything after 0.1 s: the rest is in metrics.jsonl only"]
+    assert all(thread.daemon for thread in threads)
+    answer.set()
