@@ -24,7 +24,7 @@ from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_accept_changes, limit_access, report, reporting, run_parser
 from python_backend.errors import REPORTED
 from python_backend.stop_signal import StopSignals
-from python_backend.store.durable import numbers_in
+from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
 from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
@@ -306,6 +306,8 @@ def _supervise(
                 display.phase(f"stopping {run.parts}{why}")
                 with signals.raising():  # the second signal: the kernel then stops what is left, all at once
                     run.stop()
+                if why:
+                    _print_policy(config.run.dir)
                 raise
     except KeyboardInterrupt:
         again = shlex.join(["python", "-m", "tools", "run", "--config", str(path), *overrides])
@@ -334,5 +336,10 @@ def _print_outcome(run_dir: Path) -> None:
 
 
 def _print_policy(run_dir: Path) -> None:
-    if line := loading_line(run_dir):
+    """Print how to load the newest policy of the run; after an error it is only in a checkpoint."""
+    newest = max(numbers_in(run_dir / "checkpoints" / "actor"), default=0)
+    if newest > (read_json(run_dir / "policy" / "policy.json") or {}).get("step", 0):
+        export = shlex.join(["python", "-m", "tools", "export", str(run_dir)])
+        print(f"policy: {export} writes that of step {newest} as a Hugging Face folder")
+    elif line := loading_line(run_dir):
         print(f"policy: {run_dir / 'policy'}, which {line} loads")

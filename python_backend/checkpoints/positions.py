@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # the first that a model has counts
 BY_LENGTH = ("dynamic", "longrope")  # rope types that transformers' `dynamic_rope_update` updates
 FIXED = "fixed"  # a rope type that `dynamic_rope_update` leaves alone
 
@@ -19,7 +20,7 @@ FIXED = "fixed"  # a rope type that `dynamic_rope_update` leaves alone
 def max_positions(config: Mapping[str, Any]) -> int | None:
     """Return the maximum row length of a model: its number of positions, or `stable_length` if that is smaller."""
     text = config.get("text_config") or config
-    limits = (text.get("max_position_embeddings") or text.get("n_positions"), stable_length(config))
+    limits = (next((found for name in POSITIONS if (found := text.get(name))), None), stable_length(config))
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 

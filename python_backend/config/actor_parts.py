@@ -28,8 +28,8 @@ class PolicySection(Section):
     checkpoint: Path = Path("checkpoints/policy")
     """Hugging Face causal LM folder: the initial policy and, by default, the frozen reference."""
     token_budget: Count = 4096
-    """Maximum tokens in one forward pass of an update, or over the prompts of generation, padding included; does not
-    change the result."""
+    """Maximum tokens in one forward pass of an update, or over the prompts of generation (but not with the engine
+    `transformers`), padding included; does not change the result."""
     device: Device = "cpu"
     """Device of the policy."""
     attention: Attention = "auto"

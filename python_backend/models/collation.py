@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.checkpoints.positions import stable_length
+from python_backend.checkpoints.positions import POSITIONS, stable_length
 from python_backend.models.batching import padded_rows
 from python_backend.wire.contract import Limits
 
@@ -52,7 +52,7 @@ def limits_of(model: Any) -> Limits:
 
     Rows are also limited to `stable_length`: a longer row would change the forward pass of others.
     """
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = next((found for name in POSITIONS if (found := getattr(model.config, name, None))), None)
     for name, module in model.named_modules():  # RoBERTa's position ids start after its padding index
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             positions = module.num_embeddings - module.padding_idx - 1
@@ -62,13 +62,15 @@ def limits_of(model: Any) -> Limits:
 
 
 @torch.no_grad()
-def depends_on_padding(model: Any, forward: Forward) -> bool:
+def depends_on_padding(model: Any, forward: Forward, *, is_masked: bool = True) -> bool:
     """Return whether the outputs of `forward` for a row depend on its padding, and log by how much.
 
     Compares a short row alone, beside a longer one, with another padding id, and behind it in a wider batch.
 
     Args:
         forward: maps ids and attention mask `[B, S]` to outputs `[B, S, H]` or `[B, A]`.
+        is_masked: `forward` uses the mask. Without it, padding is computed like tokens, and its experts, in a mixture
+            of them, change the shapes in which those of the others compute.
 
     Raises:
         CheckpointError: the forward pass draws random numbers (Reformer), so that nothing could be reproduced.
@@ -101,7 +103,8 @@ def depends_on_padding(model: Any, forward: Forward) -> bool:
         )
     by_content = difference((changed, beside))
     by_shape = difference((beside, alone), (behind[0], longer), (behind[1], alone))
-    if by_content <= SAME_SHAPE and by_shape <= ANOTHER_SHAPE[model.dtype]:
+    tolerance = ANOTHER_SHAPE[model.dtype]
+    if by_content <= (SAME_SHAPE if is_masked else tolerance) and by_shape <= tolerance:
         return False
     logger.warning(
         "%s: padding changes the outputs of a row by %.2g of the largest, so that each row gets a forward pass of its "

@@ -25,7 +25,7 @@ class TokenHead:
 
     The constructor measures whether the body is causal. A causal body gets no attention mask: padding on the right
     cannot influence earlier tokens; this saves building masks and lets attention use its causal kernel. If padding
-    influences the tokens of another body in spite of its mask, rows run one by one (`one_by_one`).
+    influences the tokens of a body all the same, rows run one by one (`one_by_one`).
     """
 
     def __init__(self, model: Any, *, compile_forward: bool = False, like: TokenHead | None = None) -> None:
@@ -37,8 +37,6 @@ class TokenHead:
         for parameter in self.head.parameters():
             parameter.data = parameter.data.clone()
         self.is_causal: bool = measure_causality(model) if like is None else like.is_causal
-        measures = like is None and not self.is_causal
-        self.one_by_one: bool = depends_on_padding(model, self._hidden) if measures else bool(like and like.one_by_one)
         self.is_compiled = compile_forward
         self._layered = _has_layers_of_its_own(model, self.head)
         self.lean: LeanDecoder | None = None
@@ -46,6 +44,11 @@ class TokenHead:
             self.lean = None if like.lean is None else LeanDecoder(model.base_model)
         elif self.is_causal and not self._layered and not compile_forward:
             self.lean = lean_decoder(model)
+        if like is not None:
+            self.one_by_one: bool = like.one_by_one
+        else:  # the lean pass is causal by construction
+            masks = not self.is_causal
+            self.one_by_one = self.lean is None and depends_on_padding(model, self._hidden, is_masked=masks)
         if compile_forward:
             compile_body(model, self)
 

@@ -229,6 +229,7 @@ def test_longer_rows_are_refused_and_padding_stops_before(tmp_path: Path, model:
         ),
         ({"text_config": {"max_position_embeddings": 64, "rope_parameters": LONGROPE}}, LIMIT, LIMIT),
         ({"n_positions": 1024}, None, 1024),
+        ({"max_seq_len": 2048}, None, 2048),  # MPT
         ({}, None, None),
     ],
 )
