@@ -26,7 +26,7 @@ from tools.demo.pretrained import PRETRAINED
 from tools.server.ports import with_free_ports
 from tools.server.shell_command import shell_command
 from tools.server.supervisor import Supervisor
-from tools.server.triton_home import ServerAborted, ServerStartError, find_tritonserver, lay_out_backends
+from tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from tools.server.tritonserver import TritonServer
 
 WATCH_INTERVAL_S = 0.2
@@ -177,22 +177,13 @@ def serve_rendered(
 ) -> TritonServer:
     """Start a server on the rendered repository and return it once every model has answered a request.
 
-    A server that aborts while it starts is started once more: rarely, server 2.51 does so on a busy machine, because of
-    a fault in its shared memory. The caller must stop the server. `section` of the server has the actual ports where
-    the configuration has 0. `log` receives progress messages and the readable lines of the server's log; the full log
-    is in `logs/` of the server's folder. `check` is called repeatedly; an exception that it raises ends the start.
+    The caller must stop the server. `section` of the server has the actual ports where the configuration has 0. `log`
+    receives progress messages and the readable lines of the server's log; the full log is in `logs/` of the server's
+    folder. `check` is called repeatedly; an exception that it raises ends the start.
 
     Raises:
         ServerStartError: the server cannot start; nothing is left running.
     """
-    try:
-        return _serve_rendered(config, log, check)
-    except ServerAborted as fault:
-        log(f"{fault}\nstarting it once more")
-        return _serve_rendered(config, log, check)
-
-
-def _serve_rendered(config: RunConfig, log: Callable[[str], None], check: Callable[[], None]) -> TritonServer:
     home = find_tritonserver(config.server.tritonserver)
     server = TritonServer(
         home,

@@ -113,6 +113,9 @@ class TritonServer:
     def wait_ready(self, state_file: Path | None = None, check: Callable[[], None] = lambda: None) -> None:
         """Return when the server is up, its models are loaded, and each of them has answered a real request.
 
+        A server that aborts meanwhile is started once more: rarely, server 2.51 does so on a busy machine, because of a
+        fault in its shared memory.
+
         Args:
             state_file: JSON file for `{pid, http, grpc, metrics}`, written when all is ready; `stop` removes it.
             check: called repeatedly; raises an exception to abort.
@@ -121,6 +124,21 @@ class TritonServer:
             ServerStartError: the server died, a model did not load or answer, or `start_timeout_s` has expired.
         """
 
+        try:
+            self._wait_ready(check)
+        except ServerAborted as fault:
+            self._log(f"{fault}\nstarting it once more")
+            self.stop()
+            self._process, self._stopping, self._regions = None, False, Regions()
+            self.start()
+            self._wait_ready(check)
+        if state_file is not None:
+            self._state_file = state_file
+            at = self.section
+            state = {"pid": self.pid, "http": at.http_url, "grpc": at.grpc_url, "metrics": at.metrics_url}
+            write_json(state_file, state, durable=False)
+
+    def _wait_ready(self, check: Callable[[], None]) -> None:
         def look() -> None:
             check()
             if failure := stub_failure(self.log_path):
@@ -143,11 +161,6 @@ class TritonServer:
             # Triton's answer does not say why it cannot read a configuration; only its log does.
             reason = f" ({poll_failure(self.log_path)})" if "failed to poll" in str(error) else ""
             raise ServerStartError(f"{error}{reason}; the whole log is in {self.log_path}") from error
-        if state_file is not None:
-            self._state_file = state_file
-            at = self.section
-            state = {"pid": self.pid, "http": at.http_url, "grpc": at.grpc_url, "metrics": at.metrics_url}
-            write_json(state_file, state, durable=False)
 
     def control(self) -> ControlPlane:
         """Return a control-plane client with the key that loading models requires."""
