@@ -25,6 +25,12 @@ LONG = "x" * 200_000
 BOMBS: list[tuple[str, Any, int, str]] = [
     ("/score", {"text_1": LONG, "text_2": ["a"] * 5000}, 413, "5000 rows, must be 1 to 2000 (gateway.max_rows)"),
     ("/score", {"text_1": [LONG], "text_2": ["a"] * 1500}, 413, "300001500 characters in all rows, must be at most"),
+    (
+        "/score",
+        {"text_1": "\u00e4" * 600_000, "text_2": ["b", "b"]},
+        400,
+        "text: 1200001 bytes, must be at most 1000000",
+    ),
     ("/v1/rewards", {"inputs": [{}] * 2000}, 400, "inputs.0: has no content"),
     ("/v1/rewards", {"inputs": [{}] * 100_000}, 413, "100000 rows, must be 1 to 2000"),
     ("/v1/rewards", {"inputs": [{"tokens": ["a"] * 200_000}]}, 400, "inputs.0.tokens.0"),
@@ -73,6 +79,21 @@ def test_large_bodies_wait_for_each_other_and_small_ones_for_none() -> None:
             assert server.in_flight == 2
             server.go.set()
             assert [reply["rewards"] for _, reply in await asyncio.gather(*posts)] == [[len(text)] for text in texts]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("terms", [(), ("length",)], ids=["shared requests", "reward functions"])
+def test_no_request_has_more_text_than_a_server_takes(terms: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be refused, and sent again in halves."""
+    monkeypatch.setattr(scoring.Limits, "max_request_bytes", 4000)
+
+    async def play() -> None:
+        async with FakeReward(terms=terms) as server, gateway(server.url, rows_per_request=8) as caller:
+            query = ["x" * 900] * 6 + ["y"]
+            _, reply = await caller.post("/get_reward", {"query": query})
+            assert reply["rewards"] == [900] * 6 + [1]
+            assert sorted(inputs["sentences"].size for inputs in server.received) == [3, 4]
 
     asyncio.run(play())
 

@@ -36,6 +36,11 @@ class Row:
     """Leading `tokens` that belong to the prompt, in which a process reward looks for no steps."""
 
     @property
+    def num_characters(self) -> int:
+        """Length of the text."""
+        return sum(map(len, self.parts))
+
+    @property
     def text(self) -> str:
         """The whole text."""
         return "".join(self.parts)

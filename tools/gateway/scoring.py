@@ -41,6 +41,7 @@ from python_backend.wire.contract import (
     TEXT_PAIRS,
     TEXTS_ONLY,
     TOKENS,
+    Limits,
     sentence_texts,
 )
 from tools.gateway.room import Room
@@ -153,7 +154,7 @@ class RewardSource:
         Raises GatewayError if there is no row or too many, or if no server has answered yet.
         """
         check_number(len(rows), self._max_rows)
-        size = sum(len(part) for row in rows for part in row.parts)  # of /score, far more than its body
+        size = sum(row.num_characters for row in rows)  # of /score, far more than its body
         if size > self._max_bytes:
             raise GatewayError(
                 413, f"{size} characters in all rows, must be at most gateway.max_body_bytes: send fewer"
@@ -183,7 +184,10 @@ class RewardSource:
     async def _shared(self, row: Row, extra: frozenset[str]) -> RowResult:
         """Score a row in a request that rows of other callers may join."""
         kind = (row.tokens is not None, extra)
-        if kind not in self._open:
+        size = (
+            row.num_characters + sum(other.num_characters for other in self._open[kind][0]) if kind in self._open else 0
+        )
+        if kind not in self._open or size > Limits.max_request_bytes:
             new: list[Row] = []
             self._open[kind] = new, asyncio.create_task(self._send(new, extra))
         rows, task = self._open[kind]
@@ -265,11 +269,21 @@ def _failure(status: HTTPStatus, message: str) -> RowResult:
 
 
 def _requests(rows: Sequence[Row], failures: Sequence[RowResult | None], most: int) -> list[list[int]]:
-    """Return the indices of the rows of each request: of one kind, at most `most`. Failures are alone."""
+    """Return the indices of the rows of each request: of one kind, at most `most`, with no more text than servers take.
+
+    Failures are alone.
+    """
     parts = [[i] for i, failure in enumerate(failures) if failure]
     for are_tokens in (False, True):
-        found = [i for i, row in enumerate(rows) if (row.tokens is not None) == are_tokens and not failures[i]]
-        parts += [found[start : start + most] for start in range(0, len(found), most)]
+        size, part = 0, list[int]()
+        for i, row in enumerate(rows):
+            if (row.tokens is not None) != are_tokens or failures[i]:
+                continue
+            size += row.num_characters
+            if len(part) in (0, most) or size > Limits.max_request_bytes:
+                size, part = row.num_characters, []
+                parts.append(part)
+            part.append(i)
     return parts
 
 
@@ -285,9 +299,18 @@ def _groups(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def _unscorable(row: Row) -> RowResult | None:
-    """Return the failure of a row that must not be sent: on the wire, a lone surrogate would become another text."""
+    """Return the failure of a row that must not be sent.
+
+    On the wire, a lone surrogate would become another text. A text that no server takes would cost ten times its size.
+    """
     if row.tokens == []:
         return _failure(HTTPStatus.BAD_REQUEST, "tokens: empty, an empty sequence cannot be scored")
+    most = Limits.max_sentence_bytes
+    if 4 * row.num_characters > most:  # UTF-8 takes at most four bytes for each
+        size = sum(len(part.encode(errors="surrogatepass")) for part in row.parts)
+        if size > most:
+            cause = f"text: {size} bytes, must be at most {most} (max_sentence_bytes)"
+            return _failure(HTTPStatus.BAD_REQUEST, cause)
     messages = row.metadata.get(MESSAGES) or []
     for text in (*row.parts, *(str(message.get("content") or "") for message in messages)):
         if found := re.search("[\ud800-\udfff]", text):
