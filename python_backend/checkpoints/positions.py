@@ -9,18 +9,26 @@ that is too short for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # the first that a model has counts
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # in the order in which they count
 BY_LENGTH = ("dynamic", "longrope")  # rope types that transformers' `dynamic_rope_update` updates
 FIXED = "fixed"  # a rope type that `dynamic_rope_update` leaves alone
+
+
+def num_positions(get: Callable[[str], Any]) -> Any:
+    """Return a model's number of positions, under whatever name `get` finds it in its configuration; None if nowhere.
+
+    It is no limit if it is not above 0: XLNet's is -1.
+    """
+    return next((found for name in POSITIONS if (found := get(name))), None)
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
     """Return the maximum row length of a model: its number of positions, or `stable_length` if that is smaller."""
     text = config.get("text_config") or config
-    limits = (next((found for name in POSITIONS if (found := text.get(name))), None), stable_length(config))
+    limits = (num_positions(text.get), stable_length(config))
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.checkpoints.positions import POSITIONS, stable_length
+from python_backend.checkpoints.positions import num_positions, stable_length
 from python_backend.models.batching import padded_rows
 from python_backend.wire.contract import Limits
 
@@ -52,12 +52,12 @@ def limits_of(model: Any) -> Limits:
 
     Rows are also limited to `stable_length`: a longer row would change the forward pass of others.
     """
-    positions = next((found for name in POSITIONS if (found := getattr(model.config, name, None))), None)
+    positions = num_positions(lambda name: getattr(model.config, name, None))  # it knows further names for the first
     for name, module in model.named_modules():  # RoBERTa's position ids start after its padding index
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             positions = module.num_embeddings - module.padding_idx - 1
     limits = positions, stable_length(model.config.to_dict())
-    known = [int(limit) for limit in limits if limit and limit > 0]  # XLNet's positions are -1: it has no limit
+    known = [int(limit) for limit in limits if limit and limit > 0]
     return Limits(model.get_input_embeddings().num_embeddings, min(known, default=None))
 
 

@@ -40,14 +40,14 @@ class TokenHead:
         self.is_compiled = compile_forward
         self._layered = _has_layers_of_its_own(model, self.head)
         self.lean: LeanDecoder | None = None
-        if like is not None:  # the lean pass was checked for `like`; the check depends only on the architecture
+        if like is not None:  # the checks depend only on the architecture
             self.lean = None if like.lean is None else LeanDecoder(model.base_model)
-        elif self.is_causal and not self._layered and not compile_forward:
-            self.lean = lean_decoder(model)
-        if like is not None:
             self.one_by_one: bool = like.one_by_one
-        else:  # the lean pass is causal by construction
+        else:
+            if self.is_causal and not self._layered and not compile_forward:
+                self.lean = lean_decoder(model)
             masks = not self.is_causal
+            # The lean pass is causal by construction.
             self.one_by_one = self.lean is None and depends_on_padding(model, self._hidden, is_masked=masks)
         if compile_forward:
             compile_body(model, self)

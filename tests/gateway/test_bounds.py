@@ -84,12 +84,12 @@ def test_large_bodies_wait_for_each_other_and_small_ones_for_none() -> None:
 
 
 @pytest.mark.parametrize("terms", [(), ("length",)], ids=["shared requests", "reward functions"])
-def test_no_request_has_more_text_than_a_server_takes(terms: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_has_more_text_than_a_server_takes(terms: tuple[str, ...]) -> None:
     """It would be refused, and sent again in halves."""
-    monkeypatch.setattr(scoring.Limits, "max_request_bytes", 4000)
 
     async def play() -> None:
         async with FakeReward(terms=terms) as server, gateway(server.url, rows_per_request=8) as caller:
+            server.parameters["max_request_bytes"] = "4000"
             query = ["x" * 900] * 6 + ["y"]
             _, reply = await caller.post("/get_reward", {"query": query})
             assert reply["rewards"] == [900] * 6 + [1]

@@ -61,7 +61,15 @@ OUR_NAMES = {
 }
 ROW_IN_MESSAGE = re.compile(rf"({'|'.join(OUR_NAMES)})\[0(?:, (\d+))?\]")
 Answer = dict[str, np.ndarray]
-_Batch = tuple[list[Row], asyncio.Task[list[RowResult]]]
+
+
+@dataclass
+class _Batch:
+    """Rows that share a request to Triton, which `task` sends."""
+
+    rows: list[Row]
+    task: asyncio.Task[list[RowResult]]
+    size: int = 0  # characters
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,8 @@ class ServedReward:
     """Whether a reward function receives all responses to a prompt at once."""
     is_process: bool
     """Whether the reward model scores the steps or tokens of responses."""
+    max_request_bytes: int
+    """Of the texts of a request; more are refused."""
     reads_metadata: bool
     """Whether a reward function, a template or a process reward reads the metadata; a chat's is always sent."""
 
@@ -123,6 +133,7 @@ class RewardSource:
                     timed=QUEUE_US in outputs,
                     groupwise=parameters.get(GROUPWISE) == "true",
                     is_process=bool(parameters.get(PROCESS)),
+                    max_request_bytes=int(parameters.get("max_request_bytes") or Limits.max_request_bytes),
                     reads_metadata=bool(names) or any(parameters.get(name) for name in (TEXTS_ONLY, PROCESS)),
                 )
         return self._served
@@ -164,7 +175,8 @@ class RewardSource:
         deadline = asyncio.get_running_loop().time() + self._deadline_s
         room = Room(ROWS_IN_FLIGHT * self._client.num_servers)
         failures = [_unscorable(row) for row in rows]
-        parts = _groups(rows) if served.groupwise else _requests(rows, failures, self._rows_per_request)
+        limits = self._rows_per_request, served.max_request_bytes
+        parts = _groups(rows) if served.groupwise else _requests(rows, failures, *limits)
 
         async def score_part(part: list[int]) -> list[RowResult]:
             failed = next((failures[i] for i in part if failures[i]), None)
@@ -173,7 +185,7 @@ class RewardSource:
             if failed:
                 return [failed] * len(part)
             if not (served.groupwise or served.components) and len(part) < self._rows_per_request:
-                return await asyncio.gather(*(self._shared(rows[i], extra) for i in part))
+                return await asyncio.gather(*(self._shared(rows[i], extra, served.max_request_bytes) for i in part))
             async with room.reserved(len(part)):
                 return await self._results([rows[i] for i in part], extra, deadline, divisible=not served.groupwise)
 
@@ -181,25 +193,23 @@ class RewardSource:
         results = dict(zip(itertools.chain(*parts), itertools.chain(*scored), strict=True))
         return [results[i] for i in range(len(rows))]
 
-    async def _shared(self, row: Row, extra: frozenset[str]) -> RowResult:
-        """Score a row in a request that rows of other callers may join."""
+    async def _shared(self, row: Row, extra: frozenset[str], most: int) -> RowResult:
+        """Score a row in a request that rows of other callers may join, up to `most` characters."""
         kind = (row.tokens is not None, extra)
-        size = (
-            row.num_characters + sum(other.num_characters for other in self._open[kind][0]) if kind in self._open else 0
-        )
-        if kind not in self._open or size > Limits.max_request_bytes:
-            new: list[Row] = []
-            self._open[kind] = new, asyncio.create_task(self._send(new, extra))
-        rows, task = self._open[kind]
-        rows.append(row)
-        index = len(rows) - 1
-        if len(rows) == self._rows_per_request:
+        batch = self._open.get(kind)
+        if batch is None or batch.size + row.num_characters > most:
+            rows: list[Row] = []
+            batch = self._open[kind] = _Batch(rows, asyncio.create_task(self._send(rows, extra)))
+        batch.rows.append(row)
+        batch.size += row.num_characters
+        index = len(batch.rows) - 1
+        if len(batch.rows) == self._rows_per_request:
             del self._open[kind]
-        return (await asyncio.shield(task))[index]  # shared: one caller that leaves must not cancel it
+        return (await asyncio.shield(batch.task))[index]  # shared: one caller that leaves must not cancel it
 
     async def _send(self, rows: list[Row], extra: frozenset[str]) -> list[RowResult]:
         await asyncio.sleep(GATHER_S)
-        self._open = {kind: batch for kind, batch in self._open.items() if batch[0] is not rows}
+        self._open = {kind: batch for kind, batch in self._open.items() if batch.rows is not rows}
         return await self._results(rows, extra, asyncio.get_running_loop().time() + self._deadline_s)
 
     async def _results(
@@ -268,11 +278,10 @@ def _failure(status: HTTPStatus, message: str) -> RowResult:
     return RowResult(error=message, status=status)
 
 
-def _requests(rows: Sequence[Row], failures: Sequence[RowResult | None], most: int) -> list[list[int]]:
-    """Return the indices of the rows of each request: of one kind, at most `most`, with no more text than servers take.
-
-    Failures are alone.
-    """
+def _requests(
+    rows: Sequence[Row], failures: Sequence[RowResult | None], most: int, most_characters: int
+) -> list[list[int]]:
+    """Return the indices of the rows of each request: of one kind, at most `most`. Failures are alone."""
     parts = [[i] for i, failure in enumerate(failures) if failure]
     for are_tokens in (False, True):
         size, part = 0, list[int]()
@@ -280,7 +289,7 @@ def _requests(rows: Sequence[Row], failures: Sequence[RowResult | None], most: i
             if (row.tokens is not None) != are_tokens or failures[i]:
                 continue
             size += row.num_characters
-            if len(part) in (0, most) or size > Limits.max_request_bytes:
+            if len(part) in (0, most) or size > most_characters:
                 size, part = row.num_characters, []
                 parts.append(part)
             part.append(i)

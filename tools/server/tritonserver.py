@@ -57,7 +57,7 @@ class TritonServer:
         """
         self.home = home
         self.repository = repository
-        self.section = with_free_ports(section)
+        self._given, self.section = section, with_free_ports(section)
         self.log_path = log_path
         self._backends = backends
         self._control_key = control_key
@@ -123,13 +123,13 @@ class TritonServer:
         Raises:
             ServerStartError: the server died, a model did not load or answer, or `start_timeout_s` has expired.
         """
-
         try:
             self._wait_ready(check)
         except ServerAborted as fault:
             self._log(f"{fault}\nstarting it once more")
             self.stop()
             self._process, self._stopping, self._regions = None, False, Regions()
+            self.section = with_free_ports(self._given)
             self.start()
             self._wait_ready(check)
         if state_file is not None:
