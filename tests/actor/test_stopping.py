@@ -59,9 +59,10 @@ asyncio.run(main())
 def start() -> Any:
     started = []
 
-    def begin(grace_s: float, then: str, saved: int = 0) -> subprocess.Popen[str]:
+    def begin(grace_s: float, then: str, saved: int = 0, program: str = PROGRAM) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(grace_s), then, str(saved)],
+            [sys.executable, "-c", program, str(grace_s), then, str(saved)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -90,20 +91,19 @@ def test_the_first_signal_asks_and_the_second_ends_at_once(start: Callable[..., 
     assert process.wait(PATIENCE_S) == -number
 
 
-def test_a_signal_that_does_not_interrupt_the_wait_ends_it():
+def test_a_signal_that_does_not_interrupt_the_wait_ends_it(start: Callable[..., Any]):
     """It came just before the event loop began to wait; here: another thread of the process takes it."""
     elsewhere = """
-import os, signal, threading
+import os, signal, sys, threading
 def send():
+    sys.stdin.readline()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.kill(os.getpid(), signal.SIGTERM)
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-threading.Timer(1, send).start()
+threading.Thread(target=send).start()
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", elsewhere + PROGRAM, "600", "leave"], capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert ended.stdout == "ready\nleaving\n"
+    process = start(600, "leave", program=elsewhere + PROGRAM)
+    assert process.communicate("go\n", timeout=PATIENCE_S)[0] == "leaving\n"
 
 
 @pytest.mark.parametrize(
