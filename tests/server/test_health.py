@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ class Rig:
         self.grpc = True
         self.probe_s = 0.0
         self.start_process()
+        self.beside: list[psutil.Process] = []
         monkeypatch.setattr(server_health, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
         monkeypatch.setattr(server_health, "_switches", lambda processes: [str(0 if self.held() else self.now)])
         monkeypatch.setattr(server_health, "get_page", lambda url, path: "OK")
@@ -74,7 +76,7 @@ class Rig:
         pass
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        return {"critic": [self.process] if self.child.poll() is None else []}
+        return {"critic": [self.process, *self.beside] if self.child.poll() is None else []}
 
     def poll(self) -> None:
         pass
@@ -111,10 +113,14 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig.end_process()
 
 
-def stop(rig: Rig) -> None:
-    rig.process.suspend()
-    while rig.process.status() != psutil.STATUS_STOPPED:  # the signal is on its way
+def suspend(process: psutil.Process) -> None:
+    process.suspend()
+    while process.status() != psutil.STATUS_STOPPED:  # the signal is on its way
         pass
+
+
+def stop(rig: Rig) -> None:
+    suspend(rig.process)
 
 
 def freeze(rig: Rig) -> None:
@@ -169,6 +175,36 @@ def test_one_missed_probe_after_a_long_round_is_no_hang_of_the_server(rig: Rig):
         yield 1.0
 
     assert rig.run(script()) == "tritonserver has not answered over gRPC for 21 s"
+
+
+def test_a_stopped_process_beside_one_that_answers_is_killed(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """During a reload: the process that is loading would keep the reload waiting, the one that ends its requests."""
+    page = lambda *_: f'{server_health.FORWARDS}{{model="critic"}} {rig.now}'  # noqa: E731
+    monkeypatch.setattr(server_health, "get_page", page)
+    monkeypatch.setattr(rig, "statistics", lambda _: SimpleNamespace(success_count=rig.now, failure_count=0))
+
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as second:
+        process = psutil.Process(second.pid)
+        rig.beside = [process]
+
+        def script() -> Script:
+            for seconds in (1.0, STOPPED_S - 1.0):
+                suspend(process)
+                yield from (1.0, seconds)
+                process.resume()
+                while process.status() == psutil.STATUS_STOPPED:
+                    pass
+                yield 1.0
+            assert second.poll() is None
+            suspend(process)
+            yield from (1.0, STOPPED_S + 1.0)
+
+        try:
+            assert rig.run(script()) is None
+            assert second.wait(20) == -signal.SIGKILL
+        finally:
+            second.kill()
+    assert (rig.loads, rig.child.poll()) == ([], None)
 
 
 def test_checks_stop_during_a_reload(rig: Rig, monkeypatch: pytest.MonkeyPatch):
