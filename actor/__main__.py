@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(args.config, args.overrides)
         limit_access(config.run)
-        log_to_stderr("actor", config.run)
+        log_to_stderr("actor", config.run, gpus=config.gpu_precisions)
         check_files(config, actor=True)
         check_lengths(config)
         launch_ranks(config.actor.ranks, "actor", sys.argv[1:] if argv is None else argv, key="actor.ranks")

@@ -263,7 +263,9 @@ def _render_scoring(
     name: str, model: ModelSection, render: Render, parameters: Mapping[str, str], *, num_rewards: int = 1
 ) -> str:
     kind, _, index = model.device.partition(":")
-    # With KIND_GPU, Triton would make one instance per device; with KIND_MODEL, the model itself chooses its devices.
+    # With KIND_GPU, Triton makes `instances` of the model on each of `gpus` (none named: on every GPU that the server
+    # sees, whose number is not known here), gives each its device, and lets them share one queue. With KIND_MODEL, all
+    # instances would get the same device; tensor parallelism chooses its own. Inputs stay on the CPU with both kinds.
     on_devices = ("KIND_GPU", [index] if index else []) if model.tensor_parallel == 1 else ("KIND_MODEL", [])
     instance_kind, gpus = ("KIND_CPU", []) if kind == "cpu" else on_devices
     preferred = model.preferred_batch_size

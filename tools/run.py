@@ -82,6 +82,8 @@ class Run:
         section = with_free_ports(self.config.server)
         self._override(*(f"server.{key}={getattr(section, key)}" for key in PORT_KEYS))
         check_ports(self.config.server)
+        if gpus := self.config.gpu_precisions:
+            self._display.log(f"on GPUs: {gpus}")
         self._display.phase("choosing serving settings")
         changed = find_changes(self.config, accepted=self._accepts_changes)
         for change in describe_changes(changed):

@@ -88,6 +88,8 @@ def _prepared(path: Path, overrides: list[str]) -> RunConfig:
         overrides = [*made, *overrides]
         config = load_config(path, overrides)
     check_files(config, server=True)
+    if config.gpu_precisions:
+        say(f"on GPUs: {config.gpu_precisions}")
     overrides = [*overrides, *settle(config, say)]
     config = load_config(path, overrides)
     ensure_first_version(config, path, overrides)

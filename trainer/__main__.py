@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(args.config, args.overrides)
         limit_access(config.run)
-        log_to_stderr("sidecar", config.run)
+        log_to_stderr("sidecar", config.run, gpus=config.gpu_precisions)
         if not args.init_only or config.serves_critic:
             check_critic(config)
         if not args.init_only:

@@ -186,6 +186,16 @@ class RunConfig(Section):
         }
         return {name: section for name, (is_served, section) in sections.items() if is_served}
 
+    @property
+    def gpu_precisions(self) -> str:
+        """Device and precision of every model on a GPU, as text for a log line; "" if all models are on the CPU."""
+        used = {key: (section.device, section.dtype) for key, section in self.served_sections.items()}
+        if self.serves_critic:
+            used["trainer"] = (self.trainer.device, self.trainer.precision)
+        if self.has_actor:
+            used["actor.policy"] = (self.actor.policy.device, self.actor.policy.precision)
+        return ", ".join(f"{key} {device} in {how}" for key, (device, how) in used.items() if device != "cpu")
+
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply `section.key=value` overrides (values are YAML) and validate.

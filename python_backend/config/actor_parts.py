@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from python_backend.config.addresses import Address
 from python_backend.config.fields import (
+    AUTO_PRECISION,
     Attention,
     Count,
     CountOrZero,
@@ -35,8 +36,9 @@ class PolicySection(Section):
     attention: Attention = "auto"
     """Attention implementation: `auto` is transformers' choice. `flash_attention_2` needs CUDA, `precision: bfloat16`
     and the package flash-attn."""
-    precision: Precision = "float32"
-    """Compute type of forward passes (autocast); weights, log-probs and the optimizer stay in float32."""
+    precision: Precision = AUTO_PRECISION
+    """Compute type of forward passes (autocast); trained weights, log-probs and the optimizer stay in float32. `auto`:
+    bfloat16 on a GPU, float32 on a CPU."""
     lora_rank: CountOrZero = 0
     """Train only LoRA adapters of this rank, on `lora_targets`; 0: train all weights."""
     lora_alpha: Count = 16

@@ -45,10 +45,13 @@ def add_accept_changes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def log_to_stderr(process: str, run: RunSection) -> None:
+def log_to_stderr(process: str, run: RunSection, *, gpus: str = "") -> None:
     """Log INFO and above to stderr, one line each, as text or JSON; `tools run` parses both.
 
     Of several ranks of one job, those after the first log only warnings and errors, with their number.
+
+    Args:
+        gpus: `RunConfig.gpu_precisions`, logged at the start.
     """
     rank = int(os.environ.get("RANK", "0"))
     level, name = (logging.WARNING, f"rank {rank}: ") if rank else (logging.INFO, "")
@@ -57,6 +60,8 @@ def log_to_stderr(process: str, run: RunSection) -> None:
     else:
         logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {name}%(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at INFO
+    if gpus:
+        logging.getLogger(process).info("on GPUs: %s", gpus)
 
 
 def limit_access(run: RunSection) -> None:

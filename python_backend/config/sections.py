@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from python_backend.config.addresses import Address
 from python_backend.config.fields import (
+    AUTO_PRECISION,
     Attention,
     Count,
     CountOrZero,
@@ -156,9 +157,11 @@ class ModelSection(Section):
     checkpoint: Path
     """Hugging Face checkpoint folder (safetensors)."""
     device: Device = "cpu"
-    """Device of the model: `cpu`, `cuda` or `cuda:N`."""
+    """Device of the model: `cpu`; `cuda`, every GPU that the server sees, with a copy of the model on each, which take
+    requests from one queue; or `cuda:N`, one GPU."""
     instances: Count = 1
-    """Number of processes that serve the model. On a CPU they share the weights' memory; each has its own row queue."""
+    """Number of processes that serve the model, on each of its GPUs. On a CPU they share the weights' memory; each has
+    its own row queue."""
     tensor_parallel: Count = 1
     """Number of devices that the layers of one instance are split over, for a model that does not fit one device. The
     device is the first of them; on a CPU it is a number of processes. Needs `instances: 1` and `workers: 1`."""
@@ -193,8 +196,9 @@ class ModelSection(Section):
     """Maximum tokens of one request, padding included; a larger one is rejected. It also limits a critic's response."""
     max_request_bytes: Count = 4_000_000
     """Maximum bytes of the sentences and metadata of one request; a larger one is rejected."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the body in the forward pass. The head computes in fp32, from the checkpoint's own fp32 values."""
+    dtype: Precision = AUTO_PRECISION
+    """Data type of the body in the forward pass; `auto`: bfloat16 on a GPU, float32 on a CPU. The head computes in
+    fp32, from the checkpoint's own fp32 values."""
     compile: bool = False
     """Compile the body with torch.compile. Adds seconds to minutes to every load and needs a C++ compiler."""
 
@@ -294,7 +298,7 @@ class ReferenceSection(ModelSection):
 
     checkpoint: Path = Path("checkpoints/policy")
     """Hugging Face causal LM folder; default: `actor.policy.checkpoint`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Precision = AUTO_PRECISION
     """Compute type of forward passes; default: `actor.policy.precision`, from which it must not differ. Log-probs are
     computed in float32."""
 
@@ -332,9 +336,10 @@ class TrainerSection(Section):
     """Torch threads."""
     device: Device = "cpu"
     """Device that the critic trains on."""
-    precision: Precision = "float32"
+    precision: Precision = AUTO_PRECISION
     """Compute type of forward passes (autocast); trained weights, the value head, the loss and the optimizer stay in
-    float32. With LoRA, the frozen matrices are held in bfloat16, and published with these values."""
+    float32. `auto`: bfloat16 on a GPU, float32 on a CPU. With LoRA in bfloat16, the frozen matrices are held in
+    bfloat16, and published with these values."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time, the same result."""
     attention: Attention = "auto"

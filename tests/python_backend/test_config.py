@@ -66,7 +66,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "trainer.attention: flash_attention_2 needs CUDA, and trainer.device is cpu; set it to sdpa",
         ),
         (
-            "actor: {policy: {attention: flash_attention_2, device: cuda}}",
+            "actor: {policy: {attention: flash_attention_2, device: cuda, precision: float32}}",
             "actor.policy.attention: flash_attention_2 needs actor.policy.precision: bfloat16, not float32",
         ),
         (
@@ -274,6 +274,36 @@ def test_an_override_of_one_section_leaves_its_alias_alone(tmp_path: Path):
 
 
 # ---- run.deterministic ----
+
+
+@pytest.mark.parametrize(
+    ("overrides", "precisions"),  # of reward, critic, reference, trainer and policy
+    [
+        ((), ["float32"] * 5),
+        (("reward.device=cuda", "trainer.device=cuda:1"), ["bfloat16", "float32", "float32", "bfloat16", "float32"]),
+        (
+            ("actor.policy.device=cuda:3", "actor.kl.reference=triton", "critic.device=cuda", "critic.dtype=float32"),
+            ["float32", "float32", "bfloat16", "float32", "bfloat16"],
+        ),
+        (
+            ("trainer={device: cuda, precision: auto}", "actor.policy={device: cuda, precision: float32}"),
+            ["float32", "float32", "float32", "bfloat16", "float32"],
+        ),
+    ],
+)
+def test_the_default_precision_is_bfloat16_on_gpus_alone(
+    tmp_path: Path, overrides: tuple[str, ...], precisions: list[str]
+):
+    config = load(tmp_path, "{}", *overrides)
+    served = [section.dtype for section in (config.reward, config.critic, config.reference)]
+    assert [*served, config.trainer.precision, config.actor.policy.precision] == precisions
+    assert ("bfloat16" in config.gpu_precisions) == ("bfloat16" in precisions)
+
+
+def test_the_precision_of_models_on_gpus_is_printed_at_the_start(tmp_path: Path):
+    config = load(tmp_path, "{}", "critic.device=cuda:2", "actor.policy={device: cuda, precision: float32}")
+    assert config.gpu_precisions == "critic cuda:2 in bfloat16, actor.policy cuda in float32"
+    assert load(tmp_path, "{}").gpu_precisions == ""
 
 
 def test_a_deterministic_run_has_its_values_settled(tmp_path: Path):

@@ -113,7 +113,8 @@ def test_settings_reach_the_files():
     # A policy that is not configured costs much: with a default timeout, requests that cannot merge trickle.
     assert not reward.dynamic_batching.HasField("default_queue_policy")
     assert list(reward.dynamic_batching.preferred_batch_size) == [4]
-    assert list(reward.instance_group[0].gpus) == []
+    everywhere = reward.instance_group[0]  # on every GPU that the server sees
+    assert (everywhere.count, everywhere.kind, list(everywhere.gpus)) == (1, everywhere.KIND_GPU, [])
     found = parameters(critic)
     assert found.pop("checkpoint") == str(Path("checkpoints/critic").absolute())
     assert found.pop("store") == str(Path("runs/x/weights/critic").absolute()) == parameters(train)["store"]

@@ -1,0 +1,1 @@
+"""What a model needs of the card (GPU) that it runs on: errors, memory, copies."""

@@ -1,0 +1,89 @@
+"""Repeats work that ran out of a card's memory with half as much at a time.
+
+Only the out-of-memory error is handled here. Halving a micro-batch changes no result beyond rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from python_backend.errors import RlhfError
+from python_backend.models.card.errors import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class OutOfMemory(RlhfError):
+    """The card's memory is too small even for the smallest part of the work."""
+
+
+class Halving:
+    """How much one model does at a time on its card, and how often that had to be halved."""
+
+    def __init__(self, setting: str, size: int = 0) -> None:
+        """
+        Args:
+            setting: the configuration key to lower, for the log and for errors.
+            size: how much is done at a time (tokens, rows or slots), for `repeat`.
+        """
+        self.setting, self.size = setting, size
+        self.count = 0
+
+    def repeat(self, work: Callable[[int], T], *, least: int, most: int) -> T:
+        """Return `work(size)`; whenever memory does not suffice, halve `size`, for good, and call `work` again.
+
+        Args:
+            work: does everything anew when it is called again.
+            least: the smallest size of use, e.g. the tokens of the longest row.
+            most: the size from which on everything is done at once.
+
+        Raises:
+            OutOfMemory: `work(least)` does not fit either.
+        """
+        while True:
+            try:
+                return work(self.size)
+            except RuntimeError as error:
+                reason = _reason_of(error)
+            now = min(self.size, most)
+            self._halve(reason, now, now > least)
+            self.size = max(least, now // 2)
+
+    def in_parts(self, work: Callable[[Sequence[R]], T], rows: Sequence[R]) -> list[T]:
+        """Return the results of `work` on all rows, or, where memory does not suffice, on each half of them in turn.
+
+        Raises:
+            OutOfMemory: one row alone does not fit.
+        """
+        try:
+            return [work(rows)]
+        except RuntimeError as error:
+            reason = _reason_of(error)
+        self._halve(reason, len(rows), len(rows) > 1)
+        half = len(rows) // 2
+        return self.in_parts(work, rows[:half]) + self.in_parts(work, rows[half:])
+
+    def _halve(self, reason: str, size: int, can_halve: bool) -> None:
+        # Not inside `except`: its error holds the frames, and with them the tensors, of the pass that failed.
+        torch.cuda.empty_cache()
+        if not can_halve:
+            raise OutOfMemory(
+                f"not even the smallest part fits into the card's memory ({reason}); lower {self.setting}"
+            )
+        self.count += 1
+        logger.warning(
+            "%s; repeating with half of %d at a time (%s), as %d times so far", reason, size, self.setting, self.count
+        )
+
+
+def _reason_of(error: RuntimeError) -> str:
+    """Return the first sentence of an out-of-memory error; raise any other error again."""
+    if not is_out_of_memory(error):
+        raise error
+    return str(error).splitlines()[0].split(". ")[0]
