@@ -85,7 +85,9 @@ def test_ranks_are_spread_over_nodes(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert set(needs["actor cuda:7"]) == {"actor", "contexts", "fragmentation"}
     assert (needs["actor cpu"]["processes"], needs["trainer cpu"]["processes"]) == (8, 4)
     dry_run(config, num_devices=8, device_gib=80, host_gib=64)
-    assert "actor cuda:7: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "actor cuda:0-7: " in out
+    assert out.count("of 80 GiB each") == 3
 
 
 def test_named_servers_are_on_nodes_of_their_own(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -91,8 +92,10 @@ def dry_run(
     capacities = {device: _capacity(device, host_gib if device.endswith("cpu") else device_gib) for device in needs}
     for device in vllm_devices:
         needs[device][VLLM] = int(vllm_share(config) * capacities[device])
-    for device, parts in needs.items():
-        say(f"{device}: {shown(sum(parts.values()))} of {shown(capacities[device])}")
+    for line in device_lines(
+        {device: f"{shown(sum(needs[device].values()))} of {shown(capacities[device])}" for device in needs}
+    ):
+        say(line)
     check(needs, capacities, roles)
 
 
@@ -158,6 +161,17 @@ def needs_of(roles: Iterable[Role], interpreter: int) -> dict[str, dict[str, int
                 parts["contexts"] += role.contexts * CONTEXT + role.has_group * NCCL_BUFFERS
                 parts["fragmentation"] += round(FRAGMENTATION * role.sizes.total)
     return {device: dict(parts) for device, parts in needs.items()}
+
+
+def device_lines(texts: Mapping[str, str]) -> list[str]:
+    """Return a line for each device, and one for consecutive GPUs of a node with equal texts."""
+    lines = []
+    devices = sorted(texts, key=lambda device: (device.partition(":")[0], int(device.partition(":")[2] or 0)))
+    for text, group in itertools.groupby(devices, key=lambda device: (device.partition(":")[0], texts[device])):
+        first, *others = group
+        last = f"-{others[-1].rpartition(':')[2]}" if others else ""
+        lines.append(f"{first}{last}: {text[1]}{' each' if others else ''}")
+    return lines
 
 
 def check(needs: Mapping[str, Mapping[str, int]], capacities: Mapping[str, int], roles: Mapping[str, Role]) -> None:
