@@ -14,6 +14,8 @@ from tools.plan.role import CONTEXT, FRAGMENTATION, GIB, NCCL_BUFFERS, Role, Siz
 
 SMALL = ["actor.prompts.max_tokens=4", "actor.generation.max_new_tokens=4", "actor.policy.token_budget=16"]
 
+SERVERS = 'actor.client.servers=["host:8000"]'
+
 
 def config_of(tmp_path: Path, *overrides: str) -> RunConfig:
     """Return a run of tiny models, all of them on `cuda`, with these overrides."""
@@ -55,7 +57,7 @@ def test_a_model_served_on_every_gpu_has_a_copy_on_each(tmp_path: Path):
 
 
 def test_tensor_parallel_ranks_have_buffers(tmp_path: Path):
-    config = config_of(tmp_path, "critic.device=cuda:1", "critic.tensor_parallel=2")
+    config = config_of(tmp_path, "critic.device=cuda:1", "critic.tensor_parallel=2", "run.share_cards=true")
     role = roles_of(config, num_devices=4)["critic"]
     assert (role.devices, role.has_group) == (("cuda:1", "cuda:2"), True)
 
@@ -77,7 +79,7 @@ def test_copies_of_the_critic_while_a_version_is_loaded(
 
 
 def test_ranks_are_spread_over_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    config = config_of(tmp_path, "actor.ranks=16", "trainer.ranks=4")
+    config = config_of(tmp_path, "actor.ranks=16", "trainer.ranks=4", SERVERS)
     roles = roles_of(config, num_devices=8)
     assert (roles["actor"].nodes, len(roles["actor"].devices), roles["actor"].node) == (2, 8, "actor")
     assert (roles["trainer"].nodes, len(roles["trainer"].devices), roles["reward"].node) == (1, 4, "server")
@@ -92,8 +94,7 @@ def test_ranks_are_spread_over_nodes(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_named_servers_are_on_nodes_of_their_own(tmp_path: Path):
     together, apart = (
-        needs_of(roles_of(config_of(tmp_path, *overrides)).values(), interpreter=0)
-        for overrides in ((), ('actor.client.servers=["host:8000"]',))
+        needs_of(roles_of(config_of(tmp_path, *overrides)).values(), interpreter=0) for overrides in ((), (SERVERS,))
     )
     assert set(together) == {"cpu", "cuda:0"}
     assert {device.partition(" ")[0] for device in apart} == {"server", "trainer", "actor"}

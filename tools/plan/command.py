@@ -13,13 +13,12 @@ import psutil
 
 from python_backend.config import ConfigError, RunConfig
 from python_backend.errors import RlhfError
-from tools.plan.nodes import placed_on_nodes
+from tools.plan.nodes import placed_on_nodes, vllm_devices
 from tools.plan.role import CONTEXT, FRAGMENTATION, GIB, NCCL_BUFFERS, Role, Sizes
 from tools.plan.serving import served_role
 from tools.plan.traffic import shown, traffic_lines
 from tools.plan.training import policy_role, trainer_role
-from tools.server.vllm import cuda_devices_of
-from tools.server.vllm import memory_share as vllm_share
+from tools.server.vllm import memory_share
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CATEGORIES = [field.name for field in fields(Sizes)]
@@ -82,19 +81,16 @@ def dry_run(
     say(f"ports on {server.host}: {', '.join(ports)}")
     say("")
     needs = needs_of(roles.values(), interpreter)
-    vllm_devices = [f"cuda:{index}" for index in cuda_devices_of(config)]
-    for device in vllm_devices:
-        needs.setdefault(device, {})
-    if num_devices is not None and (
-        beyond := [d for d in needs if "cuda:" in d and int(d.rpartition(":")[2]) >= num_devices]
-    ):
-        raise PlanError(f"{beyond[0]} is not on a machine with {num_devices} GPUs; change the device, or --num-devices")
+    for device in vllm_devices(config):
+        needs.setdefault(device, {})[VLLM] = 0
+    for device in needs:
+        if num_devices is not None and int(device.partition(":")[2] or 0) >= num_devices:
+            raise PlanError(f"{device} is not on a machine with {num_devices} GPUs; change it, or --num-devices")
     capacities = {device: _capacity(device, host_gib if device.endswith("cpu") else device_gib) for device in needs}
-    for device in vllm_devices:
-        needs[device][VLLM] = int(vllm_share(config) * capacities[device])
-    for line in device_lines(
-        {device: f"{shown(sum(needs[device].values()))} of {shown(capacities[device])}" for device in needs}
-    ):
+    for device in vllm_devices(config):
+        needs[device][VLLM] = int(memory_share(config) * capacities[device])
+    fill = {device: f"{shown(sum(parts.values()))} of {shown(capacities[device])}" for device, parts in needs.items()}
+    for line in device_lines(fill):
         say(line)
     check(needs, capacities, roles)
 

@@ -36,12 +36,6 @@ def starts_vllm(config: RunConfig) -> bool:
     return generation.engine == "vllm" and not generation.vllm.servers
 
 
-def cuda_devices_of(config: RunConfig) -> list[str]:
-    """Return the indices of the GPUs of the vLLM server that `tools run` starts; [] without one, or if it has names."""
-    devices = config.actor.generation.vllm.cuda_devices
-    return re.findall(r"(?<![^,])\d+(?![^,])", devices) if devices and starts_vllm(config) else []
-
-
 def memory_share(config: RunConfig) -> float:
     """Return the part of the memory of its GPUs that vLLM takes when it starts."""
     given = re.search(r"--gpu-memory-utilization[ =](\S+)", " ".join(config.actor.generation.vllm.arguments))
