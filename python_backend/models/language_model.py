@@ -6,7 +6,7 @@ Shared by the server, the calibration and the tests.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
+from python_backend.models.card.copies import to_host
 from python_backend.models.collation import collate, limits_of
 from python_backend.models.lean_decoder import lean_decoder
 from python_backend.models.loading import load_causal_model
@@ -70,29 +71,37 @@ class LanguageModel:
         Runs one forward pass, padded to `width`. Index t is the log-prob of token t+1: -inf if that token is banned,
         and 0 at the row's last index, which has no next token.
         """
-        ids, attention, lengths = collate(rows, self.model.device, width)
-        steps = torch.arange(ids.shape[1] - 1, device=ids.device)
-        predicts = steps[None] < lengths[:, None] - 1  # [n, S-1]
-        found = torch.zeros(ids.shape, dtype=torch.float32)
-        found[:, :-1][predicts.cpu()] = self._of(ids, attention, predicts).cpu()
-        return [row[:length].numpy() for row, length in zip(found, lengths.tolist(), strict=True)]
+        return self.launch_logprobs(rows, width)()
 
-    def _of(self, ids: Tensor, attention: Tensor, predicts: Tensor) -> Tensor:
-        """Return log-probs `[N]` at the N positions that `predicts` `[n, S-1]` marks.
+    @torch.no_grad()
+    def launch_logprobs(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], list[np.ndarray]]:
+        """Launch the forward pass of `logprobs`; return a function that waits for its results."""
+        width = width or max(row.size for row in rows)
+        # Computed on the host: a mask on a card would have to be read back to know how many positions it marks.
+        before_last = np.concatenate([np.arange(row.size - 1) + i * width for i, row in enumerate(rows)])
+        targets = np.concatenate([row[1:] for row in rows])
+        ids, attention, _, *indices = collate(rows, self.model.device, width, before_last, targets)
+        # Causal, and padded on the right: without a mask, a card computes the same with its fast kernels.
+        found = to_host(self._of(ids, None if ids.is_cuda else attention, *indices).float())
+        ends = np.cumsum([row.size - 1 for row in rows])[:-1]
+        return lambda: [np.append(part, np.float32(0.0)) for part in np.split(found(), ends)]
+
+    def _of(self, ids: Tensor, attention: Tensor | None, predicting: Tensor, targets: Tensor) -> Tensor:
+        """Return log-probs `[N]` of `targets` `[N]`, predicted at `predicting` `[N]` of the flattened `ids` `[n, S]`.
 
         If the model's output layer can be called separately, logits are computed for these positions only, in chunks.
         """
-        targets = ids[:, 1:][predicts]
         if self._head is None:
             with self._computing():
-                logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1][predicts]
+                logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits
+            logits = logits.flatten(0, 1)[predicting]
             return target_logprobs(logits, targets, temperature=self._temperature, banned_token_ids=self._banned)
-        hidden = self._hidden(ids, attention)[:, :-1][predicts]
+        hidden = self._hidden(ids, attention).flatten(0, 1)[predicting]
         return head_logprobs(hidden, self._head, targets, temperature=self._temperature, banned_token_ids=self._banned)[
             0
         ]
 
-    def _hidden(self, ids: Tensor, attention: Tensor) -> Tensor:
+    def _hidden(self, ids: Tensor, attention: Tensor | None) -> Tensor:
         if self._lean is not None:
             return self._lean.hidden(ids)
         with self._computing():
