@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.checkpoints.positions import num_positions, stable_length
 from python_backend.models.batching import padded_rows
-from python_backend.models.card.copies import to_device
+from python_backend.models.card.copies import Array, to_device
 from python_backend.wire.contract import Limits
 
 logger = logging.getLogger(__name__)
@@ -34,21 +34,19 @@ ANOTHER_SHAPE = {
 
 
 def collate(
-    rows: Sequence[np.ndarray], device: torch.device | str, width: int | None = None, *more: np.ndarray
+    rows: Sequence[np.ndarray], device: torch.device | str, width: int | None = None, *others: Array
 ) -> tuple[Tensor, ...]:
     """Return token ids `[n, S]` padded on the right with 0, their attention mask `[n, S]`, and the row lengths `[n]`.
-
-    All are on `device`. A card gets them in one copy that the host does not wait for.
 
     Args:
         rows: n rows of token ids, each int64 `[length_i]`.
         width: S in tokens, at least the length of the longest row, which is the default.
-        more: further arrays to return as tensors on `device`.
+        others: further arrays for the device, which are returned behind the three, in the same copy.
     """
     lengths = torch.tensor([row.size for row in rows], dtype=torch.int64)
     ids = torch.from_numpy(padded_rows(rows, width or int(lengths.max()), np.int64))
     attention = (torch.arange(ids.shape[1])[None] < lengths[:, None]).long()
-    return to_device(torch.device(device), ids, attention, lengths, *more)
+    return to_device(torch.device(device), ids, attention, lengths, *others)
 
 
 def limits_of(model: Any) -> Limits:

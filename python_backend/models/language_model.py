@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
-from python_backend.models.card.copies import to_host
-from python_backend.models.collation import collate, limits_of
+from python_backend.models.batching import padded_rows
+from python_backend.models.card.copies import to_device, to_host
+from python_backend.models.collation import limits_of
 from python_backend.models.lean_decoder import lean_decoder
 from python_backend.models.loading import load_causal_model
 from python_backend.models.logprobs import target_logprobs
@@ -64,7 +65,6 @@ class LanguageModel:
             with self._computing():
                 compile_body(model, lambda ids, attention: model(input_ids=ids, attention_mask=attention))
 
-    @torch.no_grad()
     def logprobs(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
         """Return log-probs float32 `[length_i]` of each token row (int64 `[length_i]`).
 
@@ -76,36 +76,40 @@ class LanguageModel:
     @torch.no_grad()
     def launch_logprobs(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], list[np.ndarray]]:
         """Launch the forward pass of `logprobs`; return a function that waits for its results."""
-        width = width or max(row.size for row in rows)
-        # Computed on the host: a mask on a card would have to be read back to know how many positions it marks.
-        before_last = np.concatenate([np.arange(row.size - 1) + i * width for i, row in enumerate(rows)])
-        targets = np.concatenate([row[1:] for row in rows])
-        ids, attention, _, *indices = collate(rows, self.model.device, width, before_last, targets)
-        # Causal, and padded on the right: without a mask, a card computes the same with its fast kernels.
-        found = to_host(self._of(ids, None if ids.is_cuda else attention, *indices).float())
-        ends = np.cumsum([row.size - 1 for row in rows])[:-1]
-        return lambda: [np.append(part, np.float32(0.0)) for part in np.split(found(), ends)]
+        lengths = np.array([row.size for row in rows])
+        ids = padded_rows(rows, width or int(lengths.max()), np.int64)
+        inside = np.arange(ids.shape[1])[None] < lengths[:, None]
+        places = inside[:, 1:].nonzero()  # of the N positions that predict a token of their row
+        found = to_host(self._of(inside, *to_device(self.model.device, ids, *places, ids[:, 1:][places])))
 
-    def _of(self, ids: Tensor, attention: Tensor | None, predicting: Tensor, targets: Tensor) -> Tensor:
-        """Return log-probs `[N]` of `targets` `[N]`, predicted at `predicting` `[N]` of the flattened `ids` `[n, S]`.
+        def wait() -> list[np.ndarray]:
+            parts = np.split(found(), np.cumsum(lengths - 1)[:-1])
+            return [np.append(part, np.float32(0)) for part in parts]
 
-        If the model's output layer can be called separately, logits are computed for these positions only, in chunks.
+        return wait
+
+    def _of(self, inside: np.ndarray, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> Tensor:
+        """Return log-probs `[N]` of `targets` `[N]`, the tokens behind N places in `ids` `[n, S]`.
+
+        `inside`: bool `[n, S]`, False at padding. On a card no mask is passed: it would switch off the fast kernels of
+        attention, and the hidden states of a causal model do not depend on the padding on the right.
+
+        If the model's output layer can be called separately, logits are computed for these places only, in chunks.
         """
+        sampling: dict[str, Any] = {"temperature": self._temperature, "banned_token_ids": self._banned}
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        if ids.device.type == "cpu":
+            inputs["attention_mask"] = torch.from_numpy(inside).long()
         if self._head is None:
             with self._computing():
-                logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits
-            logits = logits.flatten(0, 1)[predicting]
-            return target_logprobs(logits, targets, temperature=self._temperature, banned_token_ids=self._banned)
-        hidden = self._hidden(ids, attention).flatten(0, 1)[predicting]
-        return head_logprobs(hidden, self._head, targets, temperature=self._temperature, banned_token_ids=self._banned)[
-            0
-        ]
-
-    def _hidden(self, ids: Tensor, attention: Tensor | None) -> Tensor:
+                logits = self.model(**inputs).logits[rows, columns]
+            return target_logprobs(logits, targets, **sampling)
         if self._lean is not None:
-            return self._lean.hidden(ids)
-        with self._computing():
-            return self.model.base_model(input_ids=ids, attention_mask=attention, use_cache=False)[0]
+            hidden = self._lean.hidden(ids)
+        else:
+            with self._computing():
+                hidden = self.model.base_model(**inputs)[0]
+        return head_logprobs(hidden[rows, columns], self._head, targets, **sampling)[0]
 
     def _computing(self) -> contextlib.AbstractContextManager[Any]:
         return computing(self.model.device, self._precision)

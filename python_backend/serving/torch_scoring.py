@@ -20,6 +20,7 @@ import torch
 
 from python_backend.models.card.errors import is_device_error
 from python_backend.models.card.memory import Halving
+from python_backend.models.card.placement import device_of
 from python_backend.models.card.streams import staging, use_own_stream
 from python_backend.models.modeling import quiet_transformers
 from python_backend.serving.allocator import keep_freed_memory
@@ -59,8 +60,8 @@ class TorchScoringModel(ScoringModel):
         keep_freed_memory()
         device, size = self.parameters.text("device"), self.parameters.number("tensor_parallel")
         if device == "cuda" and size == 1:  # Triton has chosen a card for each instance
-            device += f":{args.get('model_instance_device_id', '0')}"
-        self.device = torch.device(device if ":" in device or device == "cpu" else f"{device}:0")
+            device = device_of(device, int(args.get("model_instance_device_id", "0")))
+        self.device = torch.device(device_of(device, 0))
         self.prepare_worker()
         self._memory = Halving(f"token_budget of {self.parameters.model}")
         self._troubles = MetricCounters(self.parameters.model, TROUBLES)
