@@ -32,7 +32,7 @@ class PolicySection(Section):
     """Maximum tokens in one forward pass of an update, or over the prompts of generation (but not with the engine
     `transformers`), padding included; does not change the result."""
     device: Device = "cpu"
-    """Device of the policy."""
+    """Device of the policy; with several ranks the first one's, and each further rank takes the next GPU."""
     attention: Attention = "auto"
     """Attention implementation: `auto` is transformers' choice. `flash_attention_2` needs CUDA, `precision: bfloat16`
     and the package flash-attn."""

@@ -49,14 +49,6 @@ class Role:
     """Why nothing is known about the role; empty: everything is."""
 
 
-def devices_of(device: str, count: int = 1) -> tuple[str, ...]:
-    """Return the device of each of `count` processes that start at `device`: one GPU each, or all on the CPU."""
-    if device == "cpu":
-        return ("cpu",) * count
-    first = int(device.partition(":")[2] or 0)
-    return tuple(f"cuda:{first + i}" for i in range(count))
-
-
 def on_heap(sizes: Sizes, device: str) -> Sizes:
     """Return `sizes` with the memory that activations occupy on this device."""
     return replace(sizes, activations=int(sizes.activations * CPU_HEAP)) if device == "cpu" else sizes

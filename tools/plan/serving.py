@@ -12,12 +12,13 @@ from python_backend.checkpoints.inspection import CheckpointError, inspect_check
 from python_backend.checkpoints.tensor_parallel import plan_key
 from python_backend.config import ModelSection, RunConfig
 from python_backend.config.live_models import live_models
+from python_backend.models.card.placement import devices_of
 from python_backend.models.collation import limits_of
 from python_backend.models.precision import use_bfloat16
 from tools.calibrate.calibration import cached
 from tools.plan.live_bytes import counting, model_bytes, num_bytes
 from tools.plan.models import causal_model, logprobs_of, placed, token_model, values_of
-from tools.plan.role import Role, Sizes, devices_of, on_heap
+from tools.plan.role import Role, Sizes, on_heap
 
 STORED = {"float32": "F32", "bfloat16": "BF16"}
 

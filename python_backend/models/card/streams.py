@@ -18,7 +18,7 @@ def use_card(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-class OwnStream:
+class CardStream:
     """A stream for one kind of work of a process, so that it does not wait for what other threads compute."""
 
     def __init__(self, device: torch.device, *, priority: int = 0) -> None:

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from python_backend.parallel.tensor_parallel import OtherRankLost, RankGroup, rank_device, release
+from python_backend.models.card.placement import device_of
+from python_backend.parallel.tensor_parallel import OtherRankLost, RankGroup, existing, release
 from python_backend.rewards.pool import interpreter
 from python_backend.serving.ranks.loaders import Model
 from python_backend.serving.ranks.process import load_part
@@ -42,14 +43,14 @@ class ServingRanks:
         """Start the other ranks and return once they have joined. Call in the main thread, which must outlive them.
 
         Args:
-            device: device of rank 0, as in `RankGroup`.
+            device: of the model; see `python_backend.models.card.placement`.
             threads: torch threads of each rank.
             lost: called in any thread with the reason, once, if a rank ends or a forward pass fails.
 
         Raises:
             CheckpointError: there are not enough devices.
         """
-        rank_device(device, size - 1)
+        existing(device_of(device, size - 1))
         self._lost = lost
         self._closing = threading.Lock()  # held for ever by the first of `close` and `_end`
         self._closed = threading.Event()
@@ -63,8 +64,8 @@ class ServingRanks:
         self._processes: list[subprocess.Popen[bytes]] = []
         rendezvous = self._folder / "rendezvous"
         for rank in range(1, size):
-            self._start(rank, [str(size), str(threads), device, str(rendezvous)])
-        self._group = RankGroup(0, size, device, rendezvous)
+            self._start(rank, [str(size), str(threads), device_of(device, rank), str(rendezvous)])
+        self._group = RankGroup(0, size, device_of(device, 0), rendezvous)
 
     @property
     def pids(self) -> list[int]:
