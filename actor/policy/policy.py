@@ -95,7 +95,7 @@ class Policy:
         self.sampler = self._frozen_copy() if keeps_sampler else self.model
         # Only a copy works beside an update; otherwise both share the memory that a stream keeps for its next tensors.
         beside = torch.device("cpu") if self.sampler is self.model else self.sampler.device
-        self._stream = CardStream(beside, priority=-1)
+        self._stream = CardStream(beside)
         if settings.gradient_checkpointing:
             checkpoint_gradients(self.model, "actor.policy.gradient_checkpointing")
         causal = self._causal(self.model)
