@@ -112,6 +112,8 @@ class Policy:
             banned_ids=self.banned_ids,
             token_budget=settings.token_budget,
         )
+        self.halvings = [self.generation.memory]
+        """What has been done in smaller parts because the card's memory did not suffice."""
         with in_float32(self._causal(self.sampler)):
             self._head_is_linear = linear_head(self._causal(self.sampler)) is not None
             # Shared prompts need a cache, which checkpointed layers do not take.

@@ -234,14 +234,6 @@ def test_a_copy_generates_on_a_stream_of_its_own(checkpoint: Path):
         assert (1, 0) in trace.streams  # the update's
 
 
-def test_flash_attention_is_not_used_for_slots(checkpoint: Path, caplog: pytest.LogCaptureFixture):
-    policy = make_policy(checkpoint)
-    policy._causal(policy.sampler).config._attn_implementation_internal = "flash_attention_2"
-    with torch.no_grad():
-        assert not policy.generation._is_proven([prompt.tokens for prompt in PROMPTS])
-    assert "set actor.policy.attention to auto" in caplog.text
-
-
 def test_threads_of_the_actor_use_the_card_of_the_policy(checkpoint: Path):
     policy = make_policy(checkpoint)
     in_thread = in_a_thread_of(1, policy.sampler.device)
