@@ -100,7 +100,7 @@ def trained(ranks: Ranks | None, folder: Path, case: str, dtype: torch.dtype) ->
     torch.use_deterministic_algorithms(True)
     if dtype == torch.float64:
         load = policy_module.load_model
-        policy_module.load_model = lambda settings: load(settings).double()
+        policy_module.load_model = lambda settings, **how: load(settings, **how).double()
     try:
         policy, update = make(settings_of(folder, case), ranks)
     finally:
