@@ -118,7 +118,7 @@ class VllmSection(Section):
     command: str = "vllm"
     """Executable of the server that `tools run` starts: `vllm`, or its path in an environment of its own."""
     cuda_devices: str | None = None
-    """CUDA_VISIBLE_DEVICES of that server, such as `1` or `2,3`; default: all."""
+    """CUDA_VISIBLE_DEVICES of that server, such as `1` or `2,3`; required if the policy is on a GPU."""
     arguments: tuple[str, ...] = ()
     """Further arguments of that server, such as [--tensor-parallel-size, "2"]."""
     deadline_s: Seconds = 600.0

@@ -32,6 +32,8 @@ def policy_role(config: RunConfig) -> Role:
     actor = config.actor
     trained = policy_training(actor)
     generating, whole = generation_sizes(actor)
+    if actor.generation.engine == "vllm":
+        generating = Sizes()
     update = trained.sizes
     # Update and generation take turns, unless one_step_off_policy lets them overlap.
     needs = (update.gradients + update.activations, generating.cache + generating.activations)
@@ -84,7 +86,8 @@ def policy_training(actor: ActorSection) -> Role:
         settings.precision,
         devices_of(settings.device, ranks),
         ranks,
-        (f"update of {rows} rows x {longest} tokens",),
+        has_group=ranks > 1,
+        notes=(f"update of {rows} rows x {longest} tokens",),
     )
 
 
@@ -137,7 +140,8 @@ def trainer_role(config: RunConfig) -> Role:
         settings.precision,
         devices_of(settings.device, ranks),
         ranks,
-        (f"update of {rows} rows x {longest} tokens",),
+        has_group=ranks > 1,
+        notes=(f"update of {rows} rows x {longest} tokens",),
     )
 
 

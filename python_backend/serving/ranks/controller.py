@@ -94,7 +94,9 @@ class ServingRanks:
         """Run the block, which is rank 0's forward pass, while the other ranks run theirs. One at a time."""
         with self._forwards:
             try:
-                self._send(op="forward", key=self._keys[model], rows=[row.tolist() for row in rows], width=width)
+                lengths = [row.size for row in rows]
+                tokens = np.concatenate(rows).astype(np.int64).tobytes()
+                self._send(tokens, op="forward", key=self._keys[model], lengths=lengths, width=width)
                 yield
             except Exception as error:  # the ranks are out of step now, whatever the cause
                 self._closed.wait(WATCHER_S)
@@ -127,13 +129,15 @@ class ServingRanks:
         self._processes.append(process)
         threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
 
-    def _send(self, **message: Any) -> None:
+    def _send(self, *payload: bytes, **message: Any) -> None:
+        """Send a message to the other ranks, as JSON, and the payload after it."""
         unused = [self._unused.popleft() for _ in range(len(self._unused))]
         data = json.dumps({**message, "unused": unused}).encode()
         with self._sending:  # loads and forward passes are announced by different threads
             for connection in self._connections:
                 try:
-                    connection.send_bytes(data)
+                    for each in (data, *payload):
+                        connection.send_bytes(each)
                 except OSError as error:
                     raise OtherRankLost(str(error)) from error
 
