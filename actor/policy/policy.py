@@ -31,6 +31,7 @@ from python_backend.models.adapters import Lora, MergedWeights, with_adapters
 from python_backend.models.attention import use_attention
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.card.copies import to_device
+from python_backend.models.card.inspections import skip_inspections
 from python_backend.models.gradient_checkpointing import checkpoint_gradients
 from python_backend.models.loading import load_weights, map_tensors
 from python_backend.models.logprobs import sampling_entropy, target_logprobs
@@ -94,6 +95,7 @@ class Policy:
         if settings.gradient_checkpointing:
             checkpoint_gradients(self.model, "actor.policy.gradient_checkpointing")
         self._distribute()
+        skip_inspections(self.sampler)
         causal = self._causal(self.model)
         special = special_tokens(self.tokenizer, causal.generation_config.eos_token_id, vocab_size=self.vocab_size)
         self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids

@@ -90,7 +90,7 @@ def gradients(policy: Policy, update: PolicyUpdate) -> list[np.ndarray]:
     batch = batch_of(100)
     rows = torch.arange(len(LENGTHS))
     update._gradients(batch, rows, float(batch.policy_weights.sum()), 0.1)
-    found = [whole(p.grad).clone().numpy() for p in policy.model.parameters() if p.grad is not None]
+    found = [whole(p.grad).cpu().clone().numpy() for p in policy.model.parameters() if p.grad is not None]
     policy.optimizer.zero_grad()
     return found
 
