@@ -32,6 +32,7 @@ from python_backend.models.attention import use_attention
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.card.copies import to_device
 from python_backend.models.card.inspections import skip_inspections
+from python_backend.models.card.streams import CardStream
 from python_backend.models.gradient_checkpointing import checkpoint_gradients
 from python_backend.models.loading import load_weights, map_tensors
 from python_backend.models.logprobs import sampling_entropy, target_logprobs
@@ -92,6 +93,9 @@ class Policy:
         # With LoRA, the reference is the policy with its adapters disabled: no second copy needed.
         self.reference = self._frozen_copy() if keeps_reference and not settings.lora_rank else None
         self.sampler = self._frozen_copy() if keeps_sampler else self.model
+        # Only a copy works beside an update; otherwise both share the memory that a stream keeps for its next tensors.
+        beside = torch.device("cpu") if self.sampler is self.model else self.sampler.device
+        self._stream = CardStream(beside)
         if settings.gradient_checkpointing:
             checkpoint_gradients(self.model, "actor.policy.gradient_checkpointing")
         self._distribute()
@@ -191,7 +195,7 @@ class Policy:
             rows[index] = row
             finished(index, row)
 
-        with self.computing():
+        with self.computing(), self._stream.running():
             self._respond([prompt.tokens for prompt in prompts], keep, seed=seed, greedy=greedy)
         return join_rollouts([row for row in rows if row is not None], self.pad_id)
 
@@ -206,7 +210,7 @@ class Policy:
         """
         out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
         mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
-        with torch.no_grad(), self._weights_of(reference) as model:
+        with torch.no_grad(), self._stream.running(), self._weights_of(reference) as model:
             for rows in self.plan(rollout.lengths):
                 lengths = rollout.lengths[rows]
                 tokens = rollout.tokens[rows, : int(lengths.max())]

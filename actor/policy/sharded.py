@@ -206,7 +206,7 @@ class ShardedPolicy(Policy):
             self._mail.send(0, {name: torch.tensor(value) for name, value in row.items() if value is not None})
 
         rows = self._rows_of(self.rank, len(prompts))
-        with self._reported(), self.computing():
+        with self._reported(), self.computing(), self._stream.running():
             self.generation.run_rows(rows, prompts, finished, seed=seed, greedy=greedy)
 
     def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:

@@ -211,7 +211,7 @@ def generation_sizes(actor: ActorSection) -> tuple[Sizes, int]:
         if cache is not None:
             cache.look_at(0, slots, 0, span - 1)
             logits = _next_logits(model, torch.zeros(slots, 1, dtype=torch.int64), span, cache)
-        draw(logits, [iter([0.0]) for _ in logits])
+        draw(logits, torch.zeros(len(logits), dtype=torch.float64))
         stored = num_bytes(t for layer in cache.layers for t in layer.tensors()) if cache is not None else 0
         sizes = Sizes(cache=stored, activations=live.peak - before - stored)
         return on_heap(sizes, settings.device), weights
