@@ -77,7 +77,7 @@ class Policy:
         self.temperature = generation.temperature
         try:
             self.tokenizer = load_tokenizer(folder)
-            model = load_model(settings)
+            model = load_model(settings, as_stored=self.world_size > 1)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
         check_positions(model, folder, max_prompt_tokens, generation.max_new_tokens)
@@ -89,7 +89,6 @@ class Policy:
             )
             model = with_adapters(model, lora, model.get_output_embeddings(), task="CAUSAL_LM")
         use_attention(self._causal(model), settings.attention, "actor.policy.attention")
-        self._prepare(model)  # on the CPU, so that the device holds frozen matrices in bfloat16 only
         self.model = self._placed(model.eval())
         # With LoRA, the reference is the policy with its adapters disabled: no second copy needed.
         self.reference = self._frozen_copy() if keeps_reference and not settings.lora_rank else None
@@ -99,6 +98,7 @@ class Policy:
         self._stream = CardStream(beside)
         if settings.gradient_checkpointing:
             checkpoint_gradients(self.model, "actor.policy.gradient_checkpointing")
+        self._distribute()
         skip_inspections(self.sampler)
         causal = self._causal(self.model)
         special = special_tokens(self.tokenizer, causal.generation_config.eos_token_id, vocab_size=self.vocab_size)
@@ -122,7 +122,6 @@ class Policy:
         # Whether generation's log-probs match those of a forward pass. None: checked on the first rollout. In bfloat16
         # rounding differs, so they are assumed not to match.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
-        self._distribute()
         self.optimizer = make_adamw(
             dict(self.model.named_parameters()),
             lr=optimizer.lr,
@@ -145,12 +144,18 @@ class Policy:
             **{"keeps_sampler": actor.one_step_off_policy, **others},
         )
 
+    @property
+    def device(self) -> torch.device:
+        """The device of this process's models."""
+        return torch.device(self.settings.device)
+
     def _placed(self, model: Any) -> Any:
-        """Return the trained model on the device where its copies are made."""
-        return model.to(self.settings.device)
+        """Return the trained model, prepared, on the device where its copies are made."""
+        self._prepare(model)  # on the CPU, so that the device holds frozen matrices in bfloat16 only
+        return model.to(self.device)
 
     def _distribute(self) -> None:
-        """Shard the trained model if there are several ranks; called before its optimizer is created."""
+        """Shard the trained model and fill its copies if there are several ranks; called before they are used."""
 
     def _causal(self, model: Any) -> Any:
         """Return the causal LM itself, without the adapters' wrapper if there is one."""
@@ -164,7 +169,7 @@ class Policy:
     def _frozen_copy(self) -> Any:
         model = copy.deepcopy(self.model).requires_grad_(False)
         self._prepare(model)
-        return model.to(self.settings.device)
+        return model.to(self.device)
 
     @torch.no_grad()
     def generate(
