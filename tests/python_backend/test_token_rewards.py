@@ -51,7 +51,10 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ask]]:
     monkeypatch.setattr(importlib.import_module("python_backend.serving.torch_scoring"), "keep_freed_memory", lambda: 0)
 
     def load(folder: Path, **reward: Any) -> Ask:
-        data = {"reward": {"checkpoint": str(folder), **reward}, "actor": {"algorithm": {"name": "reinforce++"}}}
+        data = {
+            "reward": {"checkpoint": str(folder), "dtype": "float32", **reward},
+            "actor": {"algorithm": {"name": "reinforce++"}},
+        }
         config = parse_config(REWARD_MODEL, render_configs(RunConfig.model_validate(data))[REWARD_MODEL])
         parameters = {key: {"string_value": item.string_value} for key, item in config.parameters.items()}
         model = module.TritonPythonModel()
