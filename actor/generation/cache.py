@@ -43,7 +43,7 @@ class SlotCache(Cache):
                 whole[target, :, begin:end] = whole[source, :, begin:end]
 
     def copy_rows(self, sources: Tensor, first: int, begin: int, end: int) -> None:
-        """Copy columns `begin:end` of rows `sources`, int64 `[n]`, to the rows from `first` on, and what they have seen.
+        """Copy columns `begin:end` of rows `sources`, int64 `[n]`, and what they have seen, to rows from `first` on.
 
         All at once: a card would take longer to start a copy of each row than to do them all.
         """
