@@ -132,11 +132,13 @@ class GenerationSection(Section):
     """How responses are generated."""
 
     batch_size: Count = 64
-    """Responses generated at the same time. When one ends, it is scored and the next prompt takes its slot."""
+    """Responses generated at the same time. When one ends, it is scored and the next prompt takes its slot. Halved when
+    a GPU runs out of memory."""
     engine: Literal["slots", "transformers", "vllm"] = "slots"
     """How responses are generated. `slots`: continuous batching over `batch_size` slots; `transformers`: plain
     `generate()` for `batch_size` prompts at a time, which is slower; `vllm`: by vLLM servers, see docs/vllm.md. Without
-    vLLM, recurrent models, whose state is not only keys and values, always use `transformers`."""
+    vLLM, recurrent models, whose state is not only keys and values, and `flash_attention_2`, which copies the whole
+    cache for each token, always use `transformers`."""
     vllm: VllmSection = VllmSection()
     max_new_tokens: Count = 128
     """Maximum response length."""

@@ -32,6 +32,7 @@ from python_backend.models.adapters import MergedWeights, with_merged_layers
 from python_backend.models.card.memory import OutOfMemory
 from python_backend.parallel.ranks import RankLost
 from tests.support.policy_training import TrainablePolicy, train, trainable_policy
+from tools.plan.training import generation_sizes
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((4, 6, 5, 7, 4, 9))]
 MOST_WAITS = 2  # a decoding step: one copy to the card, one to the host
@@ -226,6 +227,23 @@ def test_generation_that_runs_out_of_memory_goes_on_with_fewer_slots_and_the_sam
     assert "actor.generation.batch_size" in caplog.text
     with memory_limit(card, before + 1), pytest.raises(OutOfMemory, match=r"lower actor\.generation\.batch_size"):
         generate(policy)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}, {"lora_rank": 2, "lora_targets": ("q_proj",)}], ids=str)
+def test_the_plan_knows_the_memory_of_generation(checkpoint: Path, settings: dict[str, Any]):
+    """In float32: the simulated card widens all bfloat16 keys and values for its attention, which no real one does."""
+    policy = make_policy(
+        checkpoint, precision="float32", max_new_tokens=60, prompts_max_tokens=40, rollout_size=4, **settings
+    )
+    card = torch.device(DEVICE).index
+    prompts = [Prompt(str(i), "", np.arange(5, 45) + i) for i in range(4)]
+    policy.generate(prompts, seed=1)  # proven
+    before = simcuda.allocated(card)
+    simcuda.reset_peak(card)
+    policy.generate(prompts, seed=1)
+    planned = generation_sizes(policy.actor)[0]
+    peak = simcuda.peak(card) - before
+    assert abs(planned.cache + planned.activations - peak) <= 0.1 * peak
 
 
 def test_lack_of_memory_in_the_proof_does_not_choose_the_slower_engine(checkpoint: Path):
