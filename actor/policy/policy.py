@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from actor.algorithms.advantages import response_mask
-from actor.data.rollout import Prompt, Rollout, joined
+from actor.data.rollout import Prompt, Rollout, join_rollouts
 from actor.generation.engine import Generation
 from actor.generation.shared_prompts import can_share, response_hidden, shared_passes
 from actor.generation.slots import Finished, Response
@@ -112,6 +112,8 @@ class Policy:
             banned_ids=self.banned_ids,
             token_budget=settings.token_budget,
         )
+        self.halvings = [self.generation.memory]
+        """What has been done in smaller parts because the card's memory did not suffice."""
         with in_float32(self._causal(self.sampler)):
             self._head_is_linear = linear_head(self._causal(self.sampler)) is not None
             # Shared prompts need a cache, which checkpointed layers do not take.
@@ -400,21 +402,3 @@ def _row_logprobs(prompt: Prompt, response: Response) -> Tensor | None:
     if response.logprobs is None:
         return None
     return torch.tensor([[0.0] * (prompt.tokens.size - 1) + response.logprobs], dtype=torch.float32)
-
-
-def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
-    """Concatenate rollouts, padded to the longest row."""
-    width = max(part.tokens.shape[1] for part in parts)
-    return Rollout(
-        [prompt for part in parts for prompt in part.prompts],
-        joined([part.tokens for part in parts], width, padding=pad_id),
-        torch.cat([part.lengths for part in parts]),
-        torch.cat([part.prompt_lengths for part in parts]),
-        torch.cat([part.is_end for part in parts]),
-        _joined_logprobs(parts, width),
-    )
-
-
-def _joined_logprobs(parts: Sequence[Rollout], width: int) -> Tensor | None:
-    known = [part.logprobs for part in parts if part.logprobs is not None]
-    return joined(known, width - 1) if len(known) == len(parts) else None
