@@ -27,11 +27,14 @@ test: $(INSTALLED)
 test-all: $(INSTALLED_RLVR)
 	$(PYTEST) -n 2
 
-# The code for GPUs on simulated cards (tests/support/simulated_cuda): `cuda` is the default device. Needs g++.
+# The code for GPUs on simulated cards (tests/support/simulated_cuda): `cuda` is the default device, which is why the
+# tests of the defaults themselves are left out. Needs g++.
 test-device: $(INSTALLED)
 	PYTHONPATH=tests/support $(BIN)/python -m simulated_cuda.build
 	PYTHONPATH=$(CURDIR)/tests/support/simulated_cuda/startup:$(CURDIR)/tests/support \
-		$(PYTEST) -n 2 -p simulated_cuda.plugin -m "not slow" $(DEVICE_TESTS)
+		$(PYTEST) -n 2 -p simulated_cuda.plugin -m "not slow" \
+		--ignore tests/python_backend/test_config.py \
+		--ignore tests/python_backend/test_card_placement.py $(DEVICE_TESTS)
 
 # Hours: five runs of each Python in a fresh clone, two of them beside busy loops; PYTHONS="python3.11 ...": only those.
 test-repeated:

@@ -81,7 +81,7 @@ class InstantPolicy(TinyPolicy):
     """Generates prepared responses at once."""
 
     loop: asyncio.AbstractEventLoop
-    sampler = reference = None
+    sampler, reference = types.SimpleNamespace(device=torch.device("cpu")), None
     vocab_size = 160
     kept = tokenizer = make_text_tokenizer("qwen2")
 
