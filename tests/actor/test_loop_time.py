@@ -82,7 +82,7 @@ class InstantPolicy(TinyPolicy):
 
     loop: asyncio.AbstractEventLoop
     sampler, reference = types.SimpleNamespace(device=torch.device("cpu")), None
-    vocab_size = 160
+    vocab_size, halvings = 160, ()
     kept = tokenizer = make_text_tokenizer("qwen2")
 
     def __init__(self, width: int) -> None:
