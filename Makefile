@@ -24,7 +24,7 @@ test: $(INSTALLED)
 	$(PYTEST) -n 3 -m "not slow"
 
 # Fewer at a time: on a starved machine server 2.51 takes a model that is loading for a dead one.
-test-all: $(INSTALLED_RLVR)
+test-all: $(INSTALLED_RLVR) test-device
 	$(PYTEST) -n 2
 
 # The code for GPUs on simulated cards (tests/support/simulated_cuda): `cuda` is the default device, which is why the
