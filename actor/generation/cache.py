@@ -42,6 +42,18 @@ class SlotCache(Cache):
             for whole in layer.tensors():
                 whole[target, :, begin:end] = whole[source, :, begin:end]
 
+    def copy_rows(self, sources: Tensor, first: int, begin: int, end: int) -> None:
+        """Copy columns `begin:end` of rows `sources`, int64 `[n]`, and what they have seen, to rows from `first` on.
+
+        All at once: a card would take longer to start a copy of each row than to do them all.
+        """
+        last = first + len(sources)
+        if self.seen is not None:
+            self.seen[first:last] = self.seen[sources]
+        for layer in self.layers:
+            for whole in layer.tensors():
+                whole[first:last, :, begin:end] = whole[:, :, begin:end][sources]
+
     def see(self, first: int, ids: Tensor, starts: Tensor, vocabulary: int) -> None:
         """Set what the rows from `first` on have seen: their `ids` `[rows, T]` from column `starts` `[rows, 1]` on."""
         if self.seen is None:

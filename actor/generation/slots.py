@@ -175,8 +175,9 @@ class Decoder:
         logits = self._logits(cache, inputs.ids, inputs.starts[: len(distinct)], end - width, end)
         if self._rules.repetition_penalty != 1.0:
             cache.see(first, inputs.ids, inputs.starts[: len(distinct)] - (end - width), logits.shape[-1])
-        for slot in range(len(distinct), len(order)):
-            cache.copy_row(first + sources[order[slot]], first + slot, rows[slot].start, end)
+        if sharing := rows[len(distinct) :]:
+            begin = min(row.start for row in sharing)
+            cache.copy_rows(first + inputs.sources[len(distinct) :], first + len(distinct), begin, end)
         self._append(cache, first, rows, logits[inputs.sources], inputs)
         return rows
 

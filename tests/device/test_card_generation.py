@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import simcuda
 import torch
 from live_system import make_checkpoint, make_tokenizer
 from simulated_cuda.device import memory_limit
+from simulated_cuda.streams import Stream
 from simulated_cuda.threads import recorded_launches
 from simulated_cuda.trace import Trace
 from torch import Tensor
@@ -24,8 +27,10 @@ from actor.data.rollout import Prompt, Rollout
 from actor.generation.cache import SlotCache
 from actor.generation.slots import Decoder
 from actor.policy.policy import Policy
+from actor.run.policies import _sample
 from python_backend.models.adapters import MergedWeights, with_merged_layers
 from python_backend.models.card.memory import OutOfMemory
+from python_backend.parallel.ranks import RankLost
 from tests.support.policy_training import TrainablePolicy, train, trainable_policy
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((4, 6, 5, 7, 4, 9))]
@@ -88,6 +93,25 @@ def test_a_decoding_step_waits_for_the_card_twice_at_most(checkpoint: Path, sett
     assert max(waits for waits, _ in found) <= MOST_WAITS, found[0][1]
 
 
+def test_rows_of_a_group_are_copied_all_at_once(checkpoint: Path):
+    policy, counts = make_policy(checkpoint, generation_batch_size=16, repetition_penalty=1.3), []
+    generate(policy)
+    take_in = Decoder._take_in
+
+    def traced(*args: Any) -> Any:
+        with Trace(places=False) as trace:
+            rows = take_in(*args)
+        counts.append((trace.num_waits, trace.kernels))
+        return rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "_take_in", traced)
+        for size in (2, 8):
+            policy.generate([prompt for prompt in PROMPTS[:2] for _ in range(size)], seed=1)
+    assert len(counts) == 2
+    assert counts[0] == counts[1]
+
+
 def test_keys_are_cached_in_the_precision_of_the_computation(checkpoint: Path):
     for precision, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
         caches: list[SlotCache] = []
@@ -126,7 +150,6 @@ def test_merged_adapters_cost_no_kernels_in_decoding(checkpoint: Path, precision
             causal.config.num_hidden_layers -= 1
             generate(policy)
         numbers[lora_rank] = whole - max(counts)
-    print("kernels a layer and token:", numbers)
     assert 20 < numbers[2] <= MOST_KERNELS
     assert numbers[2] == numbers[0]
 
@@ -232,6 +255,32 @@ def test_a_copy_generates_on_a_stream_of_its_own(checkpoint: Path):
             train(policy, generate(policy))
             policy.renew_sampler()
         assert (1, 0) in trace.streams  # the update's
+
+
+def test_the_own_stream_waits_for_what_was_queued_before_and_is_waited_for(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    policy, waits = make_policy(checkpoint, one_step_off_policy=True), []
+    monkeypatch.setattr(Stream, "wait_stream", lambda self, other: waits.append((self.stream_id, other.stream_id)))
+    generate(policy)
+    own = policy._stream._stream.stream_id
+    assert waits == [(own, 0), (0, own)]
+
+
+def test_the_thread_that_samples_for_other_ranks_uses_their_card():
+    class Sampling:
+        """Stands in for the policy of a rank; what its thread does first ends it."""
+
+        sampler, found = SimpleNamespace(device=torch.device("cuda:2")), list[int]()
+
+        def follow_sampling(self) -> None:
+            self.found.append(torch.cuda.current_device())
+            raise RankLost
+
+    thread = threading.Thread(target=_sample, args=(Sampling(), 1))
+    thread.start()
+    thread.join()
+    assert Sampling.found == [2]
 
 
 def test_threads_of_the_actor_use_the_card_of_the_policy(checkpoint: Path):

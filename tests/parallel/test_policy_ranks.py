@@ -117,7 +117,7 @@ def trained(ranks: Ranks | None, folder: Path, case: str, dtype: torch.dtype) ->
                 policy.token_logprobs(m, tokens, lengths, everywhere)[0] for m in (policy.model, policy.sampler)
             )
         found["distance"] = max(found["distance"], float((ours - theirs).abs().max()))
-    found["weights"] = [whole(p.detach()).clone().numpy() for p in policy.model.parameters()]
+    found["weights"] = [whole(p.detach()).cpu().clone().numpy() for p in policy.model.parameters()]
     return found
 
 

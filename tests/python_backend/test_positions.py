@@ -22,10 +22,10 @@ from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
 from python_backend.checkpoints.positions import fix_forward, max_positions, stable_length
 from python_backend.models.batching import padded_width
-from python_backend.models.language_model import load_language_model
-from python_backend.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
+from python_backend.models.modeling import quiet_transformers, save_critic
 from python_backend.wire.contract import ContractError, Limits, scoring_rows
 from python_backend.wire.training_payload import train_payload
+from tests.support.loaders import load_critic, load_language_model, load_reward
 from tests.support.settings import actor_section, trainer_section
 from tools.render import reference as render_reference
 from trainer.critic_update import CriticUpdate

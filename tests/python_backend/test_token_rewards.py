@@ -23,8 +23,8 @@ from triton_python_backend_utils import InferenceResponse, Request
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.checkpoints.tokenization import single_tokens
 from python_backend.config import RunConfig
-from python_backend.models.readout.token_reward import load_logit_reward, load_process_reward
 from python_backend.wire.contract import REWARD_MODEL, texts_array
+from tests.support.loaders import load_logit_reward, load_process_reward
 from tools.render_configs import parse_config, render_configs
 
 TOLERANCE = 1e-5

@@ -12,9 +12,10 @@ import torch
 from tiny_checkpoints import VOCAB, save_tiny
 
 from python_backend.config import TrainerSection
-from python_backend.models.modeling import CriticModel, load_critic
+from python_backend.models.modeling import CriticModel
 from python_backend.wire.contract import Limits
 from python_backend.wire.training_payload import TrainPayload, train_payload
+from tests.support.loaders import load_critic
 from tests.support.settings import trainer_section
 from trainer.critic_update import CriticUpdate, UpdateReport, split_rows
 
@@ -65,14 +66,10 @@ def silent(_: int) -> None:
     pass
 
 
-def loaded(checkpoint: Path) -> CriticModel:
-    return load_critic(checkpoint, device=settings().device)
-
-
 def trained(
     checkpoint: Path, payloads: list[TrainPayload], *, double: bool = False, **changes: object
 ) -> tuple[CriticUpdate, list[UpdateReport]]:
-    critic = loaded(checkpoint)
+    critic = load_critic(checkpoint)
     if double:  # noise of float32 sums would hide a mistake
         critic = CriticModel(critic.model.double())
     update = CriticUpdate(critic, settings(**changes))
@@ -97,7 +94,7 @@ def test_the_token_budget_never_changes_the_result(checkpoint: Path, global_batc
             clip_value=clip_value,
         )
         results.append((weights(update), [report.loss_mean for report in reports]))
-    start = weights(CriticUpdate(CriticModel(loaded(checkpoint).model.double()), settings()))
+    start = weights(CriticUpdate(CriticModel(load_critic(checkpoint).model.double()), settings()))
     assert (results[0][0] - start).abs().max() > 1e-3
     for after, losses in results[1:]:
         assert (after - results[0][0]).abs().max() < 1e-7
@@ -142,7 +139,7 @@ def test_what_lies_outside_the_mask_trains_nothing(checkpoint: Path):
 
 def test_the_loss_is_the_reference_formula_over_the_whole_payload(checkpoint: Path):
     """One row at a time, one token at a time, no batching: 0.5 * mean of max(clipped, plain) squared error."""
-    critic, total, count = loaded(checkpoint), 0.0, 0.0
+    critic, total, count = load_critic(checkpoint), 0.0, 0.0
     for row in split_rows(payload()):
         values = critic.values([row.tokens])[0][:-1]
         for v, old, target, weight in zip(values, row.prev_values, row.returns, row.mask, strict=True):
@@ -184,13 +181,13 @@ def test_a_global_batch_without_a_mask_takes_no_step(checkpoint: Path):
 
 def test_progress_counts_micro_batches(checkpoint: Path):
     seen: list[int] = []
-    update = CriticUpdate(loaded(checkpoint), settings(token_budget=1, global_batch_size=5))
+    update = CriticUpdate(load_critic(checkpoint), settings(token_budget=1, global_batch_size=5))
     update.train(payload(12), seen.append)
     assert seen == list(range(1, 13))
 
 
 def test_a_gradient_that_is_not_finite_is_skipped(checkpoint: Path):
-    update = CriticUpdate(loaded(checkpoint), settings(global_batch_size=6))
+    update = CriticUpdate(load_critic(checkpoint), settings(global_batch_size=6))
     calls = []
 
     def poison(gradient: torch.Tensor) -> torch.Tensor:
@@ -205,7 +202,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(checkpoint: Path):
 
 
 def test_only_bad_gradients_leave_everything_as_it_was(checkpoint: Path):
-    update = CriticUpdate(loaded(checkpoint), settings())
+    update = CriticUpdate(load_critic(checkpoint), settings())
     update.train(payload(), silent)
     before, moments = weights(update), copy.deepcopy(update.optimizer.state_dict()["state"])
     hook = update.critic.model.score.weight.register_hook(lambda gradient: gradient * math.inf)
@@ -227,7 +224,7 @@ def test_the_learning_rate_follows_the_schedule(checkpoint: Path):
 
 
 def test_weight_decay_is_on_matrices_only(checkpoint: Path):
-    groups = CriticUpdate(loaded(checkpoint), settings(weight_decay=0.3)).optimizer.param_groups
+    groups = CriticUpdate(load_critic(checkpoint), settings(weight_decay=0.3)).optimizer.param_groups
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     assert {p.ndim for p in groups[1]["params"]} == {1}
     assert min(p.ndim for p in groups[0]["params"]) == 2

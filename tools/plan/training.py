@@ -194,7 +194,7 @@ def generation_sizes(actor: ActorSection) -> tuple[Sizes, int]:
     """Return the cache and the working memory of generation, and the bytes of the model when it is frozen."""
     settings, generation, width = actor.policy, actor.generation, actor.prompts.max_tokens
     slots = min(generation.batch_size, -(-max(actor.rollout_size, actor.validation.size) // actor.ranks))
-    distinct = -(-slots // actor.algorithm.responses_per_prompt)
+    distinct = min(-(-slots // actor.algorithm.responses_per_prompt), max(1, settings.token_budget // width))
     span = width + generation.max_new_tokens
     with counting() as live, torch.no_grad(), computing(CPU, settings.precision):
         model = placed(causal_model(settings.checkpoint)).requires_grad_(False)
