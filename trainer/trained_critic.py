@@ -7,7 +7,7 @@ attention implementation.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from python_backend.checkpoints.inspection import ADAPTERS_KEY, CONFIG_FILE, WEIGHTS_FILE, Constants, StoredAdapters
 from python_backend.config import TrainerSection
-from python_backend.models.adapters import Lora, MergedWeights, describe_adapters, trained_tensors, with_adapters
+from python_backend.models.adapters import Lora, describe_adapters, trained_tensors, with_adapters
 from python_backend.models.attention import use_attention
 from python_backend.models.gradient_checkpointing import checkpoint_gradients
-from python_backend.models.modeling import CriticModel, load_critic, save_critic, write_config
+from python_backend.models.modeling import CriticModel, load_critic, write_config
 from python_backend.models.precision import in_float32, use_bfloat16
 from python_backend.models.token_head import head_of
 from python_backend.store.durable import disk_errors
@@ -49,18 +49,11 @@ class TrainedCritic(CriticModel):
         with in_float32(self.model):
             return super().values(rows, width)
 
-    def weights(self) -> MergedWeights:
-        return MergedWeights(self.model)
-
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path) -> Mapping[str, str] | None:
         if self.adapters is None:
-            save_critic(self, folder)
-        else:
-            write_adapters(self, trained_tensors(self.model), self.adapters, folder)
-
-    def dtypes(self) -> dict[str, torch.dtype]:
-        merged = self.weights()
-        return {name: merged.dtype(name) for name in merged}
+            return super().write(folder)
+        write_adapters(self, trained_tensors(self.model), self.adapters, folder)
+        return None
 
     def with_weights(self, folder: Path) -> CriticModel:
         return self._plain.with_weights(folder)
@@ -83,13 +76,18 @@ def build_critic(folder: Path, settings: TrainerSection, *, seed: int) -> Critic
     Raises:
         CheckpointError: the model does not support one of the settings.
     """
+    stored_as = torch.bfloat16 if settings.publish.dtype == "bfloat16" else None
     if not settings.changes_the_model:
-        return load_critic(folder, device=settings.device)
+        critic = load_critic(folder, device=settings.device)
+        critic.stored_as = stored_as
+        return critic
     plain = load_critic(folder)  # stays mapped from the file, on the CPU
     torch.manual_seed(seed)
     model = prepare_for_training(plain.with_weights(folder).model, settings)
     adapters = describe_adapters(model, base=BASE_VERSION) if settings.publish.format == "adapter" else None
-    return TrainedCritic(model.to(settings.device), plain, adapters=adapters)
+    critic = TrainedCritic(model.to(settings.device), plain, adapters=adapters)
+    critic.stored_as = stored_as
+    return critic
 
 
 def prepare_for_training(model: Any, settings: TrainerSection) -> Any:

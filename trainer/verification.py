@@ -12,7 +12,7 @@ import torch
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.checkpoints.tensor_file import STORED_AS
 from python_backend.errors import RlhfError
-from python_backend.models.canary import canary_difference, canary_outputs
+from python_backend.models.canary import SERVED_TOLERANCE, canary_difference, canary_outputs
 from python_backend.models.modeling import CriticModel, RewardModel, load_critic
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore
 
@@ -48,6 +48,8 @@ def verify_version(
                 staged.check_finite()
                 served = canary_outputs(staged)
                 tolerance = CANARY_TOLERANCE if staged.model.device == model.model.device else CROSS_DEVICE_TOLERANCE
+                if isinstance(model, CriticModel) and model.stored_as is not None:
+                    tolerance = SERVED_TOLERANCE[model.stored_as]
             finally:
                 manifest = whole.result()  # a damaged file's own error replaces the errors that it caused above
     except (WeightsError, CheckpointError) as error:
@@ -86,12 +88,12 @@ def verify_alone(
 
 
 def holds_weights(store: WeightsStore, version: int, critic: CriticModel) -> bool:
-    """Return whether `version` has the critic's weights, bit for bit."""
+    """Return whether `version` has the critic's weights, bit for bit in the dtype that versions have."""
     try:
         stored = critic.with_weights(store.folder(version)).model.state_dict()
     except CheckpointError:
         return False
-    return all(torch.equal(tensor, stored[name]) for name, tensor in critic.weights().items())
+    return all(torch.equal(tensor, stored[name].to(tensor)) for name, tensor in critic.weights().items())
 
 
 def rejected(version: int, error: Exception) -> VersionRejected:

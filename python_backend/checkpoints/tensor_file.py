@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -31,18 +33,23 @@ STORED_AS = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 def write_tensors(
     file: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], tensor_of: Callable[[str], Tensor]
-) -> None:
-    """Write a safetensors file with the same bytes that `safetensors.torch.save_file` writes.
+) -> str:
+    """Write a safetensors file with the same bytes that `safetensors.torch.save_file` writes; return its sha256.
 
     Args:
         shapes: dtype and shape of each tensor, by name.
         tensor_of: returns a tensor on the CPU by its name.
     """
     header, starts = layout(shapes)
-    with file.open("wb") as stream:
+    state = hashlib.sha256(header)
+    with file.open("wb") as stream, ThreadPoolExecutor(1, "hash") as beside:
         stream.write(header)
         for name in starts:
-            stream.write(raw_bytes(tensor_of(name)))
+            block = raw_bytes(tensor_of(name))
+            hashed = beside.submit(state.update, block)
+            stream.write(block)
+            hashed.result()
+    return state.hexdigest()
 
 
 def layout(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, int]]:

@@ -251,7 +251,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply_override(data, override)
     try:
-        config = _with_reference(RunConfig.model_validate(data))
+        config = _with_dtypes(_with_reference(RunConfig.model_validate(data)))
         return with_fixed_values(config) if config.run.deterministic else config
     except ValidationError as error:
         problems = [(".".join(map(str, item["loc"])), _describe(item)) for item in error.errors()]
@@ -275,6 +275,15 @@ def _with_reference(config: RunConfig) -> RunConfig:
             "the KL would not start at 0; remove reference.dtype"
         )
     return config.model_copy(update={"reference": reference})
+
+
+def _with_dtypes(config: RunConfig) -> RunConfig:
+    """Return `config` with bfloat16 as the default dtype of the critic's versions if they are served in it."""
+    publish = config.trainer.publish
+    if publish.dtype is not None or config.critic.dtype == "float32":
+        return config
+    publish = publish.model_copy(update={"dtype": config.critic.dtype})
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"publish": publish})})
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

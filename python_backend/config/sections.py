@@ -317,6 +317,9 @@ class PublishSection(Section):
     format: Literal["merged", "adapter"] = "merged"
     """Content of a version trained with LoRA. `merged`: all weights; `adapter`: the adapters and the value head, a few
     MB, which every instance merges into version 0 when it loads the version."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Data type of all weights in a version but the head's, which is float32, with `format: merged`. Default:
+    `critic.dtype`, in which they are served. Version 0, from which training starts, has float32."""
 
 
 class TrainerSection(Section):

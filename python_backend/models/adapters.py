@@ -105,14 +105,24 @@ def _plain(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != "base_layer")
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in at least float32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 class MergedWeights(Mapping[str, Tensor]):
-    """The weights of a model by plain name, with its adapters merged in: at least float32, on the CPU.
+    """The weights of a model by plain name, with its adapters merged in, on the CPU.
 
     Each tensor is computed when it is read, so that merging needs the memory of one tensor only. If the model is
     sharded, reading is collective.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype | None = None, head: nn.Module | None = None) -> None:
+        """
+        Args:
+            dtype: of all tensors of floating-point numbers but those of `head`; default: at least float32, as the head.
+        """
+        self._dtype, self._head = dtype, set() if head is None else {id(parameter) for parameter in head.parameters()}
         self.plain = plain_tensors(model)
         self.adapted = {  # peft adapts the experts of a mixture by parameter, other layers by module
             f"{_plain(path)}.{getattr(layer, 'parameter_name', 'weight')}": layer
@@ -124,10 +134,10 @@ class MergedWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         from python_backend.parallel.sharding import whole  # adds seconds to the start of a serving process
 
-        tensor = self.plain[name].detach().to(self.dtype(name))
+        tensor = self.plain[name].detach()
         if name in self.adapted:
-            tensor = tensor + self.adapted[name].get_delta_weight("default")
-        return whole(tensor).cpu().contiguous()
+            tensor = wide(tensor) + self.adapted[name].get_delta_weight("default")
+        return whole(tensor.to(self.dtype(name))).cpu().contiguous()
 
     def __contains__(self, name: object) -> bool:
         return name in self.plain  # that of `Mapping` would compute the tensor
@@ -140,16 +150,20 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor, without computing it."""
-        own = self.plain[name].dtype
-        return torch.promote_types(own, torch.float32) if own.is_floating_point else own
+        own = self.plain[name]
+        if not own.is_floating_point():
+            return own.dtype
+        if self._dtype is None or id(own) in self._head:
+            return torch.promote_types(own.dtype, torch.float32)
+        return self._dtype
 
     def shapes(self) -> dict[str, tuple[torch.dtype, Size]]:
         """Return the dtype and the whole shape of each tensor, without computing it."""
         return {name: (self.dtype(name), tensor.shape) for name, tensor in self.plain.items()}
 
-    def write(self, file: Path) -> None:
-        """Write all tensors to a safetensors file."""
-        write_tensors(file, self.shapes(), self.__getitem__)
+    def write(self, file: Path) -> str:
+        """Write all tensors to a safetensors file; return its sha256."""
+        return write_tensors(file, self.shapes(), self.__getitem__)
 
 
 @contextlib.contextmanager

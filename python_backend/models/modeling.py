@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
@@ -41,7 +40,6 @@ from python_backend.models.loading import (
     twin_with_head,
 )
 from python_backend.models.token_head import PooledHead, TokenHead, compile_body, head_of, measure_causality
-from python_backend.store.durable import disk_errors
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from python_backend.parallel.tensor_parallel import RankGroup
@@ -135,6 +133,9 @@ class RewardModel:
 class CriticModel:
     """A critic: one value per token, in fp32. The value at index t belongs to the state after token t."""
 
+    stored_as: torch.dtype | None = None
+    """Data type of the body in versions; None: float32. The head is always in float32."""
+
     def __init__(
         self,
         model: Any,
@@ -190,18 +191,18 @@ class CriticModel:
             if parameter.requires_grad:
                 parameter.data = parameter.data.clone()
 
-    def weights(self) -> Mapping[str, Tensor]:
+    def weights(self) -> MergedWeights:
         """Return the weights as a version stores them, by name."""
-        return {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
+        return MergedWeights(self.model, self.stored_as, head_of(self.model))
 
     def write(self, folder: Path) -> Mapping[str, str] | None:
         """Write a weights version to `folder`; return the sha256 of each weights file if it was computed."""
-        save_critic(self, folder)
-        return None
+        return save_critic(self, folder, dtype=self.stored_as)
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtypes of `weights`, without computing these."""
-        return {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
+        weights = self.weights()
+        return {name: weights.dtype(name) for name in weights}
 
     def with_weights(self, folder: Path) -> CriticModel:
         """Return a second critic of the same architecture and dtypes with the weights and constants in `folder`.
@@ -337,23 +338,15 @@ def load_critic(
     return CriticModel(model, constants=constants, compile_forward=compile_forward, note=note, group=group)
 
 
-def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None = None) -> dict[str, str]:
     """Save the critic's weights, configuration and constants to `folder` (model.safetensors, config.json).
 
-    If `dtype` is given, the body is converted to it; the head always keeps its own dtype, fp32.
+    If `dtype` is given, the body is converted to it; the head is always stored in fp32. Returns the sha256 of the
+    weights file, by its name.
     """
-    weights = critic.weights()
-    with disk_errors(folder / WEIGHTS_FILE):
-        if isinstance(weights, MergedWeights):
-            weights.write(folder / WEIGHTS_FILE)
-        else:
-            heads = {id(parameter) for parameter in head_of(critic.model).parameters()}
-            tensors = {
-                name: tensor.detach().to("cpu", tensor.dtype if id(tensor) in heads else dtype or tensor.dtype)
-                for name, tensor in critic.model.state_dict(keep_vars=True).items()
-            }
-            save_file({n: t.contiguous() for n, t in tensors.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    digest = MergedWeights(critic.model, dtype, head_of(critic.model)).write(folder / WEIGHTS_FILE)
     write_config(critic, folder)
+    return {WEIGHTS_FILE: digest}
 
 
 def write_config(critic: CriticModel, folder: Path) -> Path:

@@ -50,7 +50,8 @@ def _publish(config: RunConfig, trainer: Role, critic: Role) -> list[str]:
     if trainer.unknown:
         return []
     publish = config.trainer.publish
-    size = FLOAT * (trainer.trained if publish.format == "adapter" else trainer.parameters)
+    width = FLOAT if publish.dtype != "bfloat16" else FLOAT // 2
+    size = FLOAT * trainer.trained if publish.format == "adapter" else width * trainer.parameters
     return [
         f"each publish (every {publish.every} steps): {shown(size)} written to the weights store, read once to verify "
         f"it and once by each of {critic.processes} serving processes; {publish.keep} versions stay on disk"

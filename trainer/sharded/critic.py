@@ -44,7 +44,7 @@ class ShardedCritic(CriticModel):
                 f"each row needs a forward pass of its own in {type(self.model).__name__}, which several ranks do not "
                 "support; set trainer.ranks: 1"
             )
-        self.ranks = ranks
+        self.ranks, self.stored_as = ranks, critic.stored_as
         self._token_head.lean = None  # it reads the weights of the layers, which are not gathered for it
         outputs = self._token_head
         self.model.token_outputs = types.MethodType(
@@ -85,7 +85,7 @@ class ShardedCritic(CriticModel):
         if self._adapters is not None:
             self._write_adapters(folder, self._adapters)
             return None
-        weights = MergedSlices(self.model)
+        weights = MergedSlices(self.model, self.stored_as, head_of(self.model))
         digests = write_checkpoint(weights.shapes(), weights.__getitem__, folder, self.ranks)
         if self.ranks.rank == 0:
             write_config(self, folder)
@@ -102,7 +102,7 @@ class ShardedCritic(CriticModel):
             WeightsError, CheckpointError, RankFailed: a check failed on this or another rank.
         """
         self.ranks.announce("verify", root=str(store.root), version=version)
-        weights = MergedSlices(self.model)
+        weights = MergedSlices(self.model, self.stored_as, head_of(self.model))
 
         def verify() -> None:
             if self._adapters is not None:
@@ -117,7 +117,7 @@ class ShardedCritic(CriticModel):
     def holds(self, store: WeightsStore, version: int) -> bool:
         """Return whether a version has the weights of this critic, bit for bit."""
         self.ranks.announce("holds", root=str(store.root), version=version)
-        weights = MergedSlices(self.model)
+        weights = MergedSlices(self.model, self.stored_as, head_of(self.model))
         try:
             same = self.ranks.together(lambda: not self._differing(weights, store.folder(version)))
             return all(self.ranks.gather(same))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from python_backend.models.adapters import MergedWeights
+from python_backend.models.adapters import MergedWeights, wide
 from python_backend.parallel.sharding import sharded_like, whole
 
 
@@ -19,9 +19,9 @@ class MergedSlices(MergedWeights):
     communication, so that ranks may read in any order.
     """
 
-    def __init__(self, model: Any) -> None:
-        """Gather the adapters of all layers, which are small; collective."""
-        super().__init__(model)
+    def __init__(self, *args: Any) -> None:
+        """Gather the adapters of all layers, which are small; collective. Arguments as of `MergedWeights`."""
+        super().__init__(*args)
         self._gathered = {
             name: {path: whole(p.detach()) for path, p in layer.named_parameters() if path.startswith("lora_")}
             for name, layer in self.adapted.items()
@@ -29,12 +29,13 @@ class MergedSlices(MergedWeights):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self.plain[name].detach().to(self.dtype(name))
+        tensor = self.plain[name].detach()
         if name not in self.adapted:
-            return tensor
+            return tensor.to(self.dtype(name))
         adapters = {f"layer.{path}": adapter for path, adapter in self._gathered[name].items()}
         # Rows of the whole product rather than a product of rows, whose rounding would depend on the number of ranks.
-        return tensor + sharded_like(functional_call(_Delta(self.adapted[name]), adapters, ()), tensor)
+        delta = functional_call(_Delta(self.adapted[name]), adapters, ())
+        return (wide(tensor) + sharded_like(delta, tensor)).to(self.dtype(name))
 
 
 class _Delta(nn.Module):

@@ -45,7 +45,7 @@ def default_to_cards() -> None:
                 field.default = type(field.default)()
             elif name == "device":
                 field.default = "cuda"
-            elif name in ("precision", "dtype"):
+            elif name in ("precision", "dtype") and field.default is not None:
                 field.default = "float32"  # not `auto`: tests that name none compare closer than bfloat16 allows
         section.model_rebuild(force=True)
 
