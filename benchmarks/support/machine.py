@@ -30,9 +30,10 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Return the versions of Python and packages, and the commit of this checkout."""
+    """Return the versions of Python and of the packages that are installed, and the commit of this checkout."""
     versions = {"python": platform.python_version()}
-    versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
+    installed = {found.name: found.version for found in importlib.metadata.distributions()}
+    versions |= {name: installed[name] for name in PACKAGES if name in installed}
     root = Path(__file__).resolve().parent
     done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
     return {**versions, "commit": done.stdout.strip() or "unknown"}
