@@ -2,12 +2,13 @@
 # constraints.txt or pyproject.toml changed.
 PYTHON ?= python3
 SEED ?= 0
+DEVICE_TESTS ?= tests/device tests/actor tests/python_backend tests/trainer tests/parallel
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr test test-all test-repeated test-trl test-judge test-vllm test-monitoring check format docs clean
+.PHONY: demo demo-llm demo-rlvr test test-all test-device test-repeated test-trl test-judge test-vllm test-monitoring check format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/demo.yaml run.seed=$(SEED)
@@ -25,6 +26,12 @@ test: $(INSTALLED)
 # Fewer at a time: on a starved machine server 2.51 takes a model that is loading for a dead one.
 test-all: $(INSTALLED_RLVR)
 	$(PYTEST) -n 2
+
+# The code for GPUs on simulated cards (tests/support/simulated_cuda): `cuda` is the default device. Needs g++.
+test-device: $(INSTALLED)
+	PYTHONPATH=tests/support $(BIN)/python -m simulated_cuda.build
+	PYTHONPATH=$(CURDIR)/tests/support/simulated_cuda/startup:$(CURDIR)/tests/support \
+		$(PYTEST) -n 2 -p simulated_cuda.plugin -m "not slow" $(DEVICE_TESTS)
 
 # Hours: five runs of each Python in a fresh clone, two of them beside busy loops; PYTHONS="python3.11 ...": only those.
 test-repeated:

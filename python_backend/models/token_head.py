@@ -41,7 +41,8 @@ class TokenHead:
         self._layered = _has_layers_of_its_own(model, self.head)
         self.lean: LeanDecoder | None = None
         if like is not None:  # the checks depend only on the architecture
-            self.lean = None if like.lean is None else LeanDecoder(model.base_model)
+            on_host = model.device.type == "cpu"  # `like` may be: a trained critic's first version is
+            self.lean = LeanDecoder(model.base_model) if like.lean is not None and on_host else None
             self.one_by_one: bool = like.one_by_one
         else:
             if self.is_causal and not self._layered and not compile_forward:

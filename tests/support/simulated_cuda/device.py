@@ -1,0 +1,141 @@
+"""`torch.cuda` of the simulated cards, and what a test sets: memory limits, broken cards.
+
+`install` is called by `hook` when torch has been imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import simcuda
+import torch
+
+from simulated_cuda import streams
+from simulated_cuda.extension import NUM_CARDS
+from simulated_cuda.nccl import install_nccl
+from simulated_cuda.storages import install_storages
+from simulated_cuda.streams import index_of
+from simulated_cuda.trace import host_waits
+
+TOTAL_MEMORY = 80 << 30  # bytes of a card without a limit
+
+
+class Properties(NamedTuple):
+    """What `torch.cuda.get_device_properties` returns."""
+
+    name: str
+    total_memory: int
+    major: int = 9
+    minor: int = 0
+    multi_processor_count: int = 132
+    uuid: str = "00000000-0000-0000-0000-000000000000"
+
+
+@contextlib.contextmanager
+def memory_limit(card: int, num_bytes: int) -> Iterator[None]:
+    """Let a card have `num_bytes`, what is allocated included: beyond, an allocation raises torch.OutOfMemoryError."""
+    before = simcuda.limit(card)
+    set_limit(card, num_bytes)
+    try:
+        yield
+    finally:
+        simcuda.set_limit(card, before)
+
+
+def set_limit(card: int, num_bytes: int | None) -> None:
+    """Set the memory of a card; None: `TOTAL_MEMORY` is reported, and nothing is refused."""
+    simcuda.set_limit(card, num_bytes or 0)
+
+
+@contextlib.contextmanager
+def broken(card: int) -> Iterator[None]:
+    """Let each kernel on a card raise torch.AcceleratorError, as after an illegal access in its CUDA context."""
+    simcuda.set_broken(card, True)
+    try:
+        yield
+    finally:
+        simcuda.set_broken(card, False)
+
+
+def total_memory(device: Any = None) -> int:
+    return simcuda.limit(index_of(device)) or TOTAL_MEMORY
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    total = total_memory(device)
+    return max(0, total - simcuda.allocated(index_of(device))), total
+
+
+class DeviceContext:
+    """`torch.cuda.device(...)`."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = index_of(device)
+
+    def __enter__(self) -> None:
+        self.prev_idx = simcuda.current_device()
+        simcuda.set_device(self.idx)
+
+    def __exit__(self, *error: Any) -> None:
+        simcuda.set_device(self.prev_idx)
+
+
+def exchange_device(card: int) -> int:
+    before: int = simcuda.current_device()
+    simcuda.set_device(card)
+    return before
+
+
+def install() -> None:
+    """Make `torch.cuda` and storages work on the simulated cards."""
+    functions = {
+        "_lazy_init": lambda: None,
+        "_is_compiled": lambda: True,
+        "_exchange_device": exchange_device,
+        "_maybe_exchange_device": exchange_device,
+        "init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "device_count": lambda: NUM_CARDS,
+        "current_device": simcuda.current_device,
+        "set_device": lambda device: simcuda.set_device(index_of(device)),
+        "device": DeviceContext,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: "Simulated H100",
+        "get_device_properties": lambda device=None: Properties("Simulated H100", total_memory(device)),
+        "synchronize": lambda device=None: host_waits("cuda.synchronize"),
+        "Stream": streams.Stream,
+        "Event": streams.Event,
+        "StreamContext": streams.StreamContext,
+        "stream": streams.StreamContext,
+        "set_stream": streams.set_stream,
+        "current_stream": streams.current_stream,
+        "default_stream": streams.default_stream,
+        "mem_get_info": mem_get_info,
+        "memory_allocated": lambda device=None: simcuda.allocated(index_of(device)),
+        "memory_reserved": lambda device=None: simcuda.allocated(index_of(device)),
+        "max_memory_allocated": lambda device=None: simcuda.peak(index_of(device)),
+        "max_memory_reserved": lambda device=None: simcuda.peak(index_of(device)),
+        "reset_peak_memory_stats": lambda device=None: simcuda.reset_peak(index_of(device)),
+        "empty_cache": lambda: None,
+        "default_generators": tuple(simcuda.default_generator(card) for card in range(NUM_CARDS)),
+    }  # fmt: skip
+    for name, function in functions.items():
+        _replace(name, function)
+    torch.Tensor.record_stream = lambda tensor, stream: None
+    torch.backends.cuda.is_built = lambda: True
+    torch._C._cuda_getCurrentRawStream = simcuda.current_stream
+    install_storages()
+    install_nccl()
+
+
+def _replace(name: str, new: Any) -> None:
+    """Replace a name of `torch.cuda`, also where its submodules have imported it."""
+    old = getattr(torch.cuda, name)
+    for module in [module for path, module in sys.modules.items() if f"{path}.".startswith("torch.cuda.")]:
+        if vars(module).get(name) is old:
+            setattr(module, name, new)

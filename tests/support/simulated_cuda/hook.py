@@ -1,0 +1,58 @@
+"""Loads the simulated cards when torch is imported: the extension before it, `torch.cuda` after it.
+
+A process that never imports torch pays for one entry in `sys.meta_path`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def simulate_on_import() -> None:
+    """Give this process the simulated cards once it imports torch; torch must not be imported yet."""
+    if any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
+        return
+    if "torch" in sys.modules:
+        if "simulated_cuda.device" not in sys.modules:
+            raise ImportError("torch is imported already: load the simulated device before it")
+        return
+    sys.meta_path.insert(0, _TorchFinder())
+
+
+class _TorchFinder(MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        from simulated_cuda import build
+
+        sys.meta_path.remove(self)  # torch's own spec, from the other finders
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None and not build.has_real_cuda():
+            spec.loader = _TorchLoader(spec.loader)
+        return spec
+
+
+class _TorchLoader(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        from simulated_cuda import extension
+
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        extension.load()
+        self._loader.exec_module(module)
+        from simulated_cuda import device
+
+        device.install()

@@ -1,0 +1,41 @@
+"""`nccl` as a backend for tensors of the simulated cards: gloo over their memory; tensors of the CPU are refused."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import simcuda
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+NAME = "simnccl"
+
+
+def install_nccl() -> None:
+    """Register the backend, and make `torch.distributed` choose it where `nccl` is named."""
+    dist.Backend.register_backend(NAME, _create, devices=["cuda"])
+    join, new_group = c10d.init_process_group, c10d.new_group
+
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("device_id", None)  # joins NCCL's communicator early, and gloo has none
+        join(_renamed(backend), *args, **kwargs)
+
+    def new_simulated_group(
+        ranks: Any = None, timeout: timedelta | None = None, backend: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        kwargs.pop("device_id", None)
+        return new_group(ranks, timeout, _renamed(backend), *args, **kwargs)
+
+    for module in (dist, c10d):
+        module.init_process_group = init_process_group
+        module.new_group = new_simulated_group
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore(NAME, store), rank, size, timeout=timeout)
+    return simcuda.make_nccl(gloo)
+
+
+def _renamed(backend: str | None) -> str | None:
+    return backend if backend is None else str(backend).replace("nccl", NAME)

@@ -1,0 +1,51 @@
+"""pytest plugin (`-p simulated_cuda.plugin`): the simulated cards, and `cuda` as the device that sections default to.
+
+Only the defaults of the configuration's sections change. A loader that is called without a device still loads on the
+CPU, as it does for a user: giving it the card here would hide code that forgets to name one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from simulated_cuda.hook import simulate_on_import
+
+STARTUP = str(Path(__file__).resolve().parent / "startup")
+
+simulate_on_import()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if STARTUP not in [str(Path(path).resolve()) for path in paths]:
+        raise pytest.UsageError(
+            f"PYTHONPATH must have {STARTUP}, so that processes of tests have the simulated cards, too"
+        )
+    default_to_cards()
+    config.addinivalue_line("filterwarnings", "ignore:CUDA reports")
+
+
+def default_to_cards() -> None:
+    """Make `cuda` the default of each `device` in the configuration, in this process."""
+    from python_backend.config import RunConfig
+    from python_backend.config.sections import Section
+
+    done: set[type[Section]] = set()
+
+    def change(section: type[Section]) -> None:
+        if section in done:
+            return
+        done.add(section)
+        for name, field in section.model_fields.items():
+            if isinstance(field.default, Section):
+                change(type(field.default))
+                field.default = type(field.default)()
+            elif name == "device":
+                field.default = "cuda"
+        section.model_rebuild(force=True)
+
+    change(RunConfig)
+    assert RunConfig().actor.policy.device == RunConfig.model_validate({"trainer": {}}).trainer.device == "cuda"

@@ -1,0 +1,31 @@
+"""`torch.UntypedStorage` of the simulated cards: the methods whose CUDA code a CPU build lacks."""
+
+from __future__ import annotations
+
+import simcuda
+import torch
+from torch import Tensor
+from torch.storage import UntypedStorage
+
+
+def install_storages() -> None:
+    """Let `clone`, `cpu` and `resize_` work on storages of the cards."""
+    clone, cpu, resize = UntypedStorage.clone, UntypedStorage.cpu, UntypedStorage.resize_
+
+    def cloned(storage: UntypedStorage) -> UntypedStorage:
+        return _bytes_of(storage).clone().untyped_storage() if storage.is_cuda else clone(storage)
+
+    def on_host(storage: UntypedStorage) -> UntypedStorage:
+        return _bytes_of(storage).cpu().untyped_storage() if storage.is_cuda else cpu(storage)
+
+    def resized(storage: UntypedStorage, num_bytes: int) -> UntypedStorage:
+        if not storage.is_cuda:
+            return resize(storage, num_bytes)
+        simcuda.resize_storage(_bytes_of(storage), num_bytes)
+        return storage
+
+    UntypedStorage.clone, UntypedStorage.cpu, UntypedStorage.resize_ = cloned, on_host, resized
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,60 @@
+"""Records which card was the current one of each thread when it launched a kernel.
+
+A thread starts with `cuda:0` as its current card. ATen launches a kernel on the card of its tensors all the same, but
+`"cuda"` without an index, new streams, `torch.cuda.synchronize` and kernels of others use the current one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import simcuda
+
+
+class Launches(NamedTuple):
+    """Kernels of one thread on `card` while `current` was its current card. Copies to and from the host count, too."""
+
+    thread: str
+    current: int
+    card: int
+    kernels: int
+
+
+class LaunchRecord:
+    """What the threads of this process launched in the block of `recorded_launches`; filled at its end."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launches] = []
+
+    @property
+    def strays(self) -> list[Launches]:
+        """Kernels on another card than the thread's current one."""
+        return [each for each in self.launches if each.current != each.card]
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[LaunchRecord]:
+    """Record the kernels of all threads of this process in the block; then `assert record.strays == []`."""
+    names: dict[int, str] = {}
+    run = threading.Thread.run
+
+    def named(thread: threading.Thread) -> None:
+        names[threading.get_native_id()] = thread.name
+        run(thread)
+
+    names |= {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
+    record = LaunchRecord()
+    threading.Thread.run = named  # type: ignore[method-assign]
+    simcuda.record_launches(True)
+    try:
+        yield record
+    finally:
+        threading.Thread.run = run  # type: ignore[method-assign]
+        simcuda.record_launches(False)
+        for (thread_id, current, card), kernels in simcuda.launches().items():
+            record.launches.append(
+                Launches(names.get(thread_id, f"thread {thread_id} of torch"), current, card, kernels)
+            )

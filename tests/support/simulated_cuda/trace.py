@@ -1,0 +1,145 @@
+"""Counts kernels on the simulated cards, and the places where the host waits for a card."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import simcuda
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PROJECT = Path(__file__).resolve().parents[3]
+SOURCES = tuple(str(PROJECT / folder) for folder in ("actor", "trainer", "python_backend", "tools"))
+# Operators that launch nothing.
+VIEWS = {
+    "view", "as_strided", "slice", "select", "transpose", "t", "permute", "expand", "unsqueeze", "squeeze", "detach",
+    "alias", "_unsafe_view", "split", "split_with_sizes", "unbind", "_reshape_alias", "unfold", "empty", "empty_like",
+    "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_", "is_same_size", "diagonal", "chunk",
+    "_has_compatible_shallow_copy_type", "view_as_real", "record_stream", "_pin_memory", "is_pinned",
+}  # fmt: skip
+# Operators whose result has a size that depends on the data, which the host must know.
+SIZED_BY_DATA = {
+    "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "equal", "bincount",
+}  # fmt: skip
+INDEXING = {"index", "index_put_", "index_put", "_unsafe_index", "_index_put_impl_"}
+
+_active = threading.local()
+
+
+def host_waits(why: str) -> None:
+    """Count a wait of this thread's host code in each active `Trace`."""
+    for trace in getattr(_active, "traces", ()):
+        trace.count_wait(why)
+
+
+class Trace(TorchDispatchMode):
+    """Kernels and host waits of the code in its block, on this thread and in backward passes that it starts.
+
+    Args:
+        places: find the line of the project that waits or launches; takes time.
+
+    Attributes:
+        kernels: number of kernels.
+        ops: kernels by operator.
+        streams: kernels by (card, id of the current stream); id 0 is the default stream.
+        waits: host waits by their cause.
+        where: host waits by (cause, line of the project).
+    """
+
+    def __init__(self, *, places: bool = True) -> None:
+        super().__init__()
+        self._places = places
+        self.kernels = 0
+        self.ops: Counter[str] = Counter()
+        self.streams: Counter[tuple[int, int]] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.where: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def num_waits(self) -> int:
+        return self.waits.total()
+
+    def count_wait(self, why: str) -> None:
+        self.waits[why] += 1
+        if self._places:
+            self.where[why, _place()] += 1
+
+    def __enter__(self) -> Trace:
+        _active.traces = [*getattr(_active, "traces", ()), self]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _active.traces = [trace for trace in _active.traces if trace is not self]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        out = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        card = next((tensor.device.index for tensor in (*given, *made) if tensor.is_cuda), None)
+        if card is None:
+            return out
+        if why := _cause(name, args, kwargs, given, made):
+            self.count_wait(why)
+        if name not in VIEWS:
+            self.kernels += 1
+            self.ops[name] += 1
+            self.streams[card, simcuda.current_stream(card)] += 1
+        return out
+
+
+def _cause(name: str, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> str | None:
+    """Return why the host waits in this operator, or None if it does not."""
+    if name == "_to_copy":
+        return _copy_cause(args[0], made[0], kwargs.get("non_blocking"))
+    if name == "copy_":
+        return _copy_cause(args[1], args[0], kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+    if not any(tensor.is_cuda for tensor in given):
+        return None
+    if name == "lift_fresh":  # all that is seen of `torch.tensor(..., device="cuda")`
+        return "torch.tensor() on the device"
+    if name == "_local_scalar_dense":
+        return "item()/float()/bool()"
+    if name in SIZED_BY_DATA or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+        return name
+    if name in INDEXING:
+        return _index_cause(name, args)
+    return None
+
+
+def _copy_cause(source: Tensor, target: Tensor, non_blocking: Any) -> str | None:
+    """Return why a copy waits: all but non-blocking ones from or into pinned memory of the host do."""
+    if source.is_cuda == target.is_cuda:
+        return None
+    on_host = target if source.is_cuda else source
+    way = "copy to the host" if source.is_cuda else "copy to the device"
+    if not non_blocking:
+        return way
+    return None if on_host.is_pinned() else f"{way}, pageable memory"
+
+
+def _index_cause(name: str, args: Any) -> str | None:
+    for index in args[1]:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            return f"{name} with a mask"
+        if index is not None and not index.is_cuda and args[0].is_cuda:
+            return f"{name} with an index on the host"
+    return None
+
+
+def _place() -> str:
+    """Return the innermost line of the project, or of transformers if there is none."""
+    stack = traceback.extract_stack()
+    for start in (SOURCES, None):
+        for frame in reversed(stack):
+            if frame.filename.startswith(start) if start else "/transformers/" in frame.filename:
+                return f"{frame.filename.removeprefix(f'{PROJECT}/')}:{frame.lineno}: {frame.line}"
+    return "?"
