@@ -100,7 +100,7 @@ def make_checkpoints(model: str, folder: Path, *, device: str = "cpu", kinds: Se
             random.save_pretrained(folder / kind)
             trace_tokenizer().save_pretrained(folder / kind)
     if "critic" in kinds:
-        (folder / "critic").mkdir()
+        (folder / "critic").mkdir(exist_ok=True)
         save_critic(load_critic(folder / "reward"), folder / "critic")  # as its versions are stored
         trace_tokenizer().save_pretrained(folder / "critic")
 
@@ -205,34 +205,38 @@ def _run_policy(role: str, config: RunConfig, rows: list[np.ndarray]) -> None:
     """Generate, or train as the actor does: in a thread."""
     import torch
 
-    from actor.algorithms.methods import Method
-    from actor.data.rollout import PPOBatch, Prompt
+    from actor.data.rollout import Prompt
     from actor.policy.policy import Policy
-    from actor.policy.update import PolicyUpdate
 
     policy = Policy.of(config.actor)
     if role == "generation":
         policy.generate([Prompt(str(i), "", row[:PROMPT]) for i, row in enumerate(rows)], seed=0)
         return
-    weights = torch.zeros(ROWS, rows[0].size - 1)
-    weights[:, PROMPT - 1 :] = 1.0
-    zeros = torch.zeros_like(weights)
-    batch = PPOBatch(
-        torch.from_numpy(np.stack(rows)),
-        torch.full((ROWS,), rows[0].size),
-        weights,
-        weights,
-        zeros,
-        None,
-        weights,
-        zeros,
-        zeros,
-        None,
-    )
-    training = PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
+    batch = batch_of(torch.from_numpy(np.stack(rows)), torch.full((ROWS,), rows[0].size))
+    training = policy_update(config, policy)
     with ThreadPoolExecutor(1) as thread:
         for _ in range(2):
             thread.submit(training.run, batch, seed=0, kl_coef=0.0).result()
+
+
+def policy_update(config: RunConfig, policy: Any) -> Any:
+    """Return the policy's update as the run makes it."""
+    from actor.algorithms.methods import Method
+    from actor.policy.update import PolicyUpdate
+
+    return PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
+
+
+def batch_of(tokens: Any, lengths: Any) -> Any:
+    """Return a training batch of `tokens` `[B, S]` whose rows have prompts of `PROMPT` tokens; all advantages are 1."""
+    import torch
+
+    from actor.data.rollout import PPOBatch
+
+    weights = torch.zeros(tokens.shape[0], tokens.shape[1] - 1)
+    weights[:, PROMPT - 1 :] = 1.0
+    zeros = torch.zeros_like(weights)
+    return PPOBatch(tokens, lengths, weights, weights, zeros, None, weights, zeros, zeros, None)
 
 
 def main() -> None:

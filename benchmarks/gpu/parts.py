@@ -1,189 +1,193 @@
-"""Parts of the GPU check that serve and score. Each yields its numbers as soon as it has them."""
+"""The parts of the GPU check. Each yields its numbers as soon as it has them."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import functools
+import importlib.util
 import json
-import re
-import shlex
-import shutil
+import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from actor.data.rollout import Prompt
+from actor.policy.policy import Policy
 from benchmarks import memory
-from benchmarks.gpu.job import HUGE, Found, Job, Skipped, main
-from benchmarks.gpu.serving import Served, token_inputs
-from benchmarks.support.benchmark import Record, Target
+from benchmarks.support.benchmark import Target
 from benchmarks.support.usage import timed
-from benchmarks.support.workload import closed_loop
-from python_backend.config import ClientSection, RunConfig
+from benchmarks.support.workload import make_trace, noise_payload, trace_lengths
+from python_backend.config import RunConfig
+from python_backend.models.batching import padded_rows
+from python_backend.models.modeling import load_reward, quiet_transformers
+from python_backend.store.jsonl import append_jsonl
 from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import CRITIC, REWARD_MODEL, REWARDS, SENTENCES, SEQUENCE_LENGTHS, TOKENS
+from python_backend.wire import contract
+from tools.render_configs import MODULES, parse_config, render_configs
+from trainer.critic_update import CriticUpdate
 from trainer.publish import copy_checkpoint, initialise_store
+from trainer.trained_critic import build_critic
 
+ROOT = Path(__file__).resolve().parents[2]
+HUGE = "8b"
+HUGE_GIB = 40  # of the card's memory, and of disk space, with which the largest model is measured
 IN_FLIGHT = 64
-ROUNDS = 8  # of as many requests, in a measurement of throughput
-HUGE_GIB = 40  # of GPU memory, and of disk space, with which the largest model is measured
+ROUNDS = 16  # of as many requests, to measure throughput
+REPLY_S = 60.0
 FP32_ERROR = 1e-3  # standard deviations of the scores
 MOST_BF16_ERROR = 2.0  # times transformers' own
 MOST_SWAP_MEMORY = 1.2  # times the weights, beside those that are served
-QUIET_S = 2.0  # of requests before a swap
 BAD_EVERY = 8  # requests
+LORA = {"lora_rank": 16, "gradient_checkpointing": True}
+Found = Iterator[Target]
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a part is to run."""
+
+    device: str
+    """`cpu` or `cuda`."""
+    small: bool
+    """Whether to use tiny models."""
+    scratch: str
+    """Folder for checkpoints, which all parts share."""
+    tests: str
+    """Arguments of pytest."""
+
+    def config(self, model: str = "", *, dtype: str = "bfloat16", **others: Any) -> RunConfig:
+        """Return a run with models of this size on the device, after making their checkpoints if they are missing.
+
+        Reward, critic, policy and trainer compute in `dtype`; `others`: further arguments of `memory.config_of`.
+        """
+        folder = Path(self.scratch) / (model or ("tiny" if self.small else "1b"))
+        if not folder.is_dir():
+            kinds = ("reward",) if model == HUGE else memory.KINDS
+            memory.make_checkpoints(folder.name, folder.with_suffix(".new"), device=self.device, kinds=kinds)
+            folder.with_suffix(".new").rename(folder)
+        served = {"device": self.device, "dtype": dtype, "micro_batch_rows": 512}
+        trained = {"device": self.device, "precision": dtype, **others.pop("trained", {})}
+        budget = 1024 if self.small else 16_384
+        return memory.config_of(folder, budget, served=served, trained=trained, **others)
+
+    @property
+    def num_scored(self) -> int:
+        """Number of requests with which scoring is measured."""
+        return IN_FLIGHT * (2 if self.small else ROUNDS)
+
+    def dense_rate(self) -> float:
+        """Return the operations per second of a large bfloat16 matrix product of random numbers."""
+        size = 256 if self.small else 16_384
+        one, other = (torch.randn(size, size, device=self.device).bfloat16() for _ in range(2))
+        return 2.0 * size**3 / min(timed(lambda: (one @ other)[0, 0].item())[0] for _ in range(4))
 
 
 def environment(job: Job) -> Found:
-    """Card, driver and versions, and its rates at best."""
-    yield {"Python": sys.version.split()[0], "PyTorch": f"{torch.__version__}, CUDA {torch.version.cuda}"}
+    """The device's rates at best."""
+    yield Target("GPUs", torch.cuda.device_count())
     if job.device == "cuda":
         card = torch.cuda.get_device_properties(0)
-        query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,persistence_mode", "--format=csv,noheader"]
-        with contextlib.suppress(OSError):  # as on a simulated device
-            yield {"Driver, power limit, persistence": subprocess.check_output(query, text=True).strip()}
-        yield {
-            "card": f"{card.name}, {card.total_memory / 2**30:.1f} GiB, compute capability {card.major}.{card.minor}"
-        }
-    yield Target("bfloat16 matrix product, TFLOP/s", _dense_rate(job) / 1e12)
-    block = torch.zeros((1 << 20 if job.small else 1 << 28), device=job.device)
-    yield Target("copy within the device, GB/s, read and written", 2 * block.nbytes / _seconds(job, block.clone) / 1e9)
-    if job.device == "cuda":
-        host = torch.zeros(block.numel() // 8, pin_memory=True)
-        rate = host.nbytes / _seconds(job, lambda: host.to(job.device, non_blocking=True)) / 1e9
-        yield Target("copy from pinned host memory, GB/s", rate)
+        yield Target("memory, GiB", card.total_memory / 2**30, detail=f"{card.name}, CUDA {torch.version.cuda}")
+    yield Target("bfloat16 matrix product, TFLOP/s", job.dense_rate() / 1e12)
     one = torch.zeros(1, device=job.device)
-    yield Target(
-        "a small kernel, launched 1,000 times, us", 1e3 * _seconds(job, lambda: [one.add_(1) for _ in range(1000)])
-    )
+    kernels = min(timed(lambda: [one.add_(1) for _ in range(1000)][-1].item())[0] for _ in range(3))
+    yield Target("a small kernel, mean of 1,000, us", kernels * 1e3)
 
 
 def device_tests(job: Job) -> Found:
     """The tests of the device code."""
     if job.device == "cpu":
-        raise Skipped("there is no GPU")
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *shlex.split(job.tests)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        yield Target("skipped", None, detail="there is no GPU")
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *job.tests.split()]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     print(done.stdout)
-    counts = {
-        what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout.splitlines()[-1])
-    }
-    yield Target("tests passed", counts.get("passed", 0), 1)
-    yield Target("tests failed", counts.get("failed", 0) + counts.get("error", 0) + (done.returncode > 1), None, 0)
-    yield Target("tests skipped", counts.get("skipped", 0), detail="device_tests.log names them and the reasons")
+    yield Target("exit status of pytest", done.returncode, None, 0, done.stdout.splitlines()[-1])
 
 
 def served_score(job: Job) -> Found:
     """Served scores against transformers' own."""
-    rows = job.rows(IN_FLIGHT)
-    exact = _direct(job, rows, torch.float32)
-
-    def error(scores: np.ndarray) -> float:
-        return float(np.abs(scores - exact).max() / exact.std())
-
-    served = {dtype: error(_served(job.config(dtype=dtype), rows)) for dtype in ("float32", "bfloat16")}
-    yield Target("float32: error of served scores", served["float32"], None, FP32_ERROR)
-    own = error(_direct(job, rows, torch.bfloat16))
-    yield Target("bfloat16: error of transformers' own scores", own)
-    yield Target("bfloat16: error of served scores, times that", served["bfloat16"] / own, None, MOST_BF16_ERROR)
-
-
-@torch.no_grad()
-def _direct(job: Job, rows: list[np.ndarray], dtype: torch.dtype) -> np.ndarray:
-    """Return transformers' scores of each row alone, float64 `[n]`."""
     from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(job.config().reward.checkpoint, dtype=dtype)
-    model = model.to(job.device).eval()
-    return np.asarray([float(model(torch.from_numpy(row)[None].to(job.device)).logits[0, 0]) for row in rows])
+    rows, folder = make_trace(IN_FLIGHT), job.config().reward.checkpoint
+
+    @torch.no_grad()
+    def direct(dtype: torch.dtype) -> np.ndarray:
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype).to(job.device).eval()
+        return np.asarray([[float(model(torch.from_numpy(row)[None].to(job.device)).logits)] for row in rows])
+
+    exact = direct(torch.float32)
+    scores = [direct(torch.bfloat16)]
+    for dtype in ("bfloat16", "float32"):
+        with served(job.config(dtype=dtype), contract.REWARD_MODEL) as send:
+            scores.append(send(rows)[contract.REWARDS])
+    own, bf16, fp32 = (float(np.abs(found - exact).max() / exact.std()) for found in scores)
+    yield Target("float32: error of served scores", fp32, None, FP32_ERROR)
+    yield Target("bfloat16: error of transformers' own scores", own)
+    yield Target("bfloat16: error of served scores, times that", bf16 / own, None, MOST_BF16_ERROR)
 
 
-def _served(config: RunConfig, rows: list[np.ndarray]) -> np.ndarray:
-    with Served(config, REWARD_MODEL) as served:
-        return served.score(rows)[REWARDS][:, 0].astype(float)
+def scoring(job: Job) -> Found:
+    """Scoring by the serving code in this process, for each model."""
+    rows = make_trace(job.num_scored)
+    for model in ["tiny"] if job.small else ["1b", HUGE]:
+        if model == HUGE and torch.cuda.mem_get_info()[0] < HUGE_GIB << 30:
+            yield Target(model, None, detail=f"skipped: needs {HUGE_GIB} GiB of the card's memory")
+            continue
+        config = job.config(model, algorithm="reinforce++")
+        with served(config, contract.REWARD_MODEL) as send, ThreadPoolExecutor(IN_FLIGHT) as threads:
+            one_each = partial(threads.map, lambda row, send=send: send([row]))
+            list(one_each(rows[:IN_FLIGHT]))
+            seconds, _ = timed(partial(lambda replies: list(replies(rows)), one_each))
+        yield from _speed(job, model, seconds)
 
 
-def throughput(job: Job) -> Found:
-    """Scoring of 64 requests in flight, for each model, without and with a server."""
-    rate = _dense_rate(job)
-    models = [job.model]
-    if not job.small:
-        if min(torch.cuda.mem_get_info()[0], shutil.disk_usage(job.scratch).free) < HUGE_GIB << 30:
-            yield Target(HUGE, None, detail=f"skipped: needs {HUGE_GIB} GiB of the card's memory and of disk space")
-        else:
-            models.append(HUGE)
-    rows = job.rows(IN_FLIGHT * (2 if job.small else ROUNDS))
-    for model in models:
-        config = job.config(model=model, algorithm="reinforce++")
-        for place, open_client in {"in process": _in_process, "tritonserver": _with_tritonserver}.items():
-            try:
-                seconds = asyncio.run(_score_all(open_client(config), rows))
-            except Skipped as why:
-                yield Target(f"{model}, {place}: tokens/s", None, detail=f"skipped: {why}")
-                continue
-            yield Target(f"{model}, {place}: tokens/s", sum(row.size for row in rows) / seconds)
-            if job.device == "cuda":
-                share = _operations(config, rows) / seconds / rate
-                yield Target(f"{model}, {place}: share of the dense rate", share, detail=f"{rate / 1e12:.3g} TFLOP/s")
-
-
-async def _score_all(opening: Any, rows: list[np.ndarray]) -> float:
-    """Return the seconds in which a client scores all rows, one a request."""
-    async with opening as send:
-        await closed_loop(send, rows[:IN_FLIGHT], IN_FLIGHT)
-        seconds, _, answers = await closed_loop(send, rows, IN_FLIGHT)
-        assert np.isfinite(np.concatenate(answers)).all()
-        return seconds
-
-
-@contextlib.asynccontextmanager
-async def _in_process(config: RunConfig) -> Any:
-    loop = asyncio.get_running_loop()
-    with Served(config, REWARD_MODEL) as served, ThreadPoolExecutor(IN_FLIGHT) as threads:
-        yield lambda row: loop.run_in_executor(threads, lambda: served.score([row])[REWARDS])
-
-
-@contextlib.asynccontextmanager
-async def _with_tritonserver(config: RunConfig) -> Any:
-    from tools.server.triton_home import ServerStartError, find_tritonserver
-
-    try:
-        home = find_tritonserver()
-    except ServerStartError as error:
-        raise Skipped(f"no tritonserver ({error})") from error
-    if home.from_wheel and np.lib.NumpyVersion(np.__version__) >= "2.0.0":
-        raise Skipped(f"NumPy {np.__version__} is installed, and the wheel's tritonserver needs numpy<2")
-    from actor.scoring.client import TritonClient
+def tritonserver(job: Job) -> Found:
+    """Scoring by a real tritonserver."""
+    if importlib.util.find_spec("pytriton") is None or np.lib.NumpyVersion(np.__version__) >= "2.0.0":
+        yield Target("skipped", None, detail="needs nvidia-pytriton, whose wheel has a tritonserver, and numpy<2")
+        return
+    from benchmarks.scoring.processes import measure
     from benchmarks.support.servers import start_triton
 
-    with contextlib.ExitStack() as running:
-        server = start_triton(config)
-        running.callback(server.stop)
-        settings = ClientSection(deadline_s=60, retries=0, max_outage_s=0, max_in_flight=IN_FLIGHT)
-        async with TritonClient(server.section.http_url, settings) as client:
+    config = job.config(algorithm="reinforce++")
+    server = start_triton(config)
+    try:
+        measured = measure(
+            urls=[server.section.http_url],
+            plain=False,
+            width=0,
+            num_rows=job.num_scored,
+            rows=1,
+            concurrency=IN_FLIGHT,
+            num_warmup=IN_FLIGHT,
+            num_checked=0,
+            pids=[],
+            counters=job.scratch,
+        )
+        yield from _speed(job, config.reward.checkpoint.parent.name, asyncio.run(measured)["seconds"])
+    finally:
+        server.stop()
 
-            async def send(row: np.ndarray) -> np.ndarray:
-                return (await client.rewards([row]))[REWARDS]
 
-            yield send
-
-
-def _operations(config: RunConfig, rows: list[np.ndarray]) -> float:
-    """Return the operations of a forward pass over these rows, without padding: causal attention counts half."""
-    shape = json.loads((config.reward.checkpoint / "config.json").read_text())
-    width, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    attention = width * (2 + 2 * shape["num_key_value_heads"] / shape["num_attention_heads"])
-    weights = layers * width * (attention + 3 * shape["intermediate_size"])
-    return sum(2.0 * weights * row.size + 2.0 * layers * width * row.size**2 for row in rows)
+def _speed(job: Job, model: str, seconds: float) -> Found:
+    """Yield tokens/s and, on a GPU, the share of its dense rate that is useful; half of causal attention is."""
+    lengths = trace_lengths(job.num_scored)
+    yield Target(f"{model}: tokens/s", lengths.sum() / seconds)
+    if job.device == "cuda":
+        layers, width, feed_forward = memory.SHAPES.get(model, (1, 64, 64))
+        weights = layers * width * (2.5 * width + 3 * feed_forward)  # a quarter as many heads for keys and values
+        operations = 2.0 * weights * lengths.sum() + 2.0 * layers * width * (lengths**2).sum()
+        yield Target(f"{model}: share of the dense rate", operations / seconds / job.dense_rate())
 
 
 def swap(job: Job) -> Found:
@@ -191,124 +195,152 @@ def swap(job: Job) -> Found:
     config = job.config()
     store = WeightsStore(config.run.weights_dir)
     initialise_store(store, config.critic, run_id="check")
-    with Served(config, CRITIC) as served:
-        weights = sum(p.nbytes for p in served.model.current_model().model.model.parameters())
-        replies: list[tuple[float, int]] = []
-        stop = threading.Event()
-        row = job.rows(1)[0]
+    write = partial(copy_checkpoint, store.folder(0))
+    version = store.add(write, run_id="check", step=1, parent=0, epoch=0, reuse=False).version
+    with served(config, contract.CRITIC) as send, ThreadPoolExecutor(8) as threads:
 
-        def request() -> None:
-            while not stop.is_set():
-                version = int(served.score([row])["weights_version"][0, 0])
-                replies.append((time.monotonic(), version))
+        def replies() -> list[tuple[float, Any]]:
+            return list(threads.map(lambda row: timed(lambda: send([row])), make_trace(32)))
 
-        with ThreadPoolExecutor(8) as threads:
-            clients = [threads.submit(request) for _ in range(8)]
-            try:
-                write = functools.partial(copy_checkpoint, store.folder(0))
-                manifest = store.add(write, run_id="check", step=1, parent=0, epoch=0, reuse=False)
-                quiet = time.monotonic()
-                time.sleep(QUIET_S)
-                before = memory.reset_peak(job.device)
-                published = time.monotonic()
-                store.set_current(manifest.version)
-                while replies[-1][1] != manifest.version and not any(client.done() for client in clients):
-                    time.sleep(0.01)
-                time.sleep(QUIET_S / 2)
-                peak = memory.peak_bytes(job.device)
-            finally:
-                stop.set()
-            for client in clients:
-                client.result()
-    served_at = next(at for at, version in replies if version == manifest.version)
-    yield Target("published to served, s", served_at - published, detail=f"weights of {weights / 1e9:.2f} GB")
-    for name, begin, end in (("as long before it", quiet, published), ("the swap", published, served_at + QUIET_S / 2)):
-        times = [begin, *sorted(at for at, _ in replies if begin < at < end)]
-        yield Target(f"longest time without a reply, {name}, ms", 1e3 * float(np.diff(times).max()))
+        replies()
+        quiet, before = replies(), memory.reset_peak(job.device)
+        start = time.perf_counter()
+        store.set_current(version)
+        during = replies()
+        while during[-1][1][contract.WEIGHTS_VERSION][0, 0] != version:
+            during += replies()
+        yield Target("published to served, s", time.perf_counter() - start)
+    yield Target("slowest request before it, ms", 1e3 * max(seconds for seconds, _ in quiet))
+    yield Target("slowest request during the swap, ms", 1e3 * max(seconds for seconds, _ in during))
     if job.device == "cuda":
-        more = (peak - before) / weights
-        yield Target("most memory beside the served version, times the weights", more, None, MOST_SWAP_MEMORY)
+        weights = (config.critic.checkpoint / "model.safetensors").stat().st_size / 2  # bfloat16 of float32
+        more = (memory.peak_bytes(job.device) - before) / weights
+        limit = None if job.small else MOST_SWAP_MEMORY  # beside a tiny model, requests need more
+        yield Target("most memory beside the served version, times its weights", more, None, limit)
+
+
+def ppo_step(job: Job) -> Found:
+    """What a PPO step computes, phase by phase; the second time, when all kernels are known."""
+    num_rows, longest = (8, 24) if job.small else (64, 256)
+    config = job.config(trained=LORA, rows=num_rows, max_new_tokens=longest)
+    torch.manual_seed(0)
+    policy = Policy.of(config.actor)
+    policy_update = memory.policy_update(config, policy)
+    reward = load_reward(config.reward.checkpoint, device=job.device, dtype=config.reward.dtype)
+    critic_update = CriticUpdate(build_critic(config.critic.checkpoint, config.trainer, seed=0), config.trainer)
+    prompts = [Prompt(str(i), "", np.full(memory.PROMPT, 5 + i)) for i in range(num_rows)]
+    found: dict[str, Target] = {}
+
+    def phase(name: str, do: Callable[..., Any], *arguments: Any, **others: Any) -> Any:
+        memory.reset_peak(job.device)
+        seconds, result = timed(partial(do, *arguments, **others))  # its result waits for the device
+        found[name] = Target(f"{name}, s", seconds, detail=f"peak {memory.peak_bytes(job.device) / 2**30:.1f} GiB")
+        return result
+
+    for _ in range(2):
+        rollout = phase("generation", policy.generate, prompts, seed=0)
+        rows = rollout.rows()
+        phase("rewards", reward.score, rows)
+        phase("values", critic_update.critic.values, rows)
+        phase("log-probs", policy.logprobs, rollout)
+        phase("log-probs of the reference", policy.logprobs, rollout, reference=True)
+        report = phase("critic's update", critic_update.train, noise_payload(rows), lambda _: None)
+        batch = memory.batch_of(rollout.tokens, rollout.lengths)
+        metrics = phase("policy's update", policy_update.run, batch, seed=0, kl_coef=0.0)
+    yield from found.values()
+    tokens, new = int(rollout.lengths.sum()), int((rollout.lengths - rollout.prompt_lengths).sum())
+    whole = sum(target.value or 0.0 for target in found.values())
+    yield Target("all of them, s", whole, detail=f"{num_rows} rows, {tokens} tokens, {new} of them generated")
+    yield Target("decoding, tokens/s", new / (found["generation"].value or 1.0), detail=f"{num_rows} responses at once")
+    yield Target("critic's loss", report.loss_mean, 1e-6)
+    yield Target("norm of the policy's gradient", metrics["train_optim/grad_norm"], 1e-6)
 
 
 def planner(job: Job) -> Found:
     """The dry run's memory against the peak."""
-    settings = argparse.Namespace(models=[job.model], roles=list(memory.ROLES), budget=1024, device=job.device)
-    record = Record(Path(job.scratch) / "planner", {"samples": []})
-    memory.measure(settings, record)
-    limited = not job.small
-    for sample in memory.summarise(record.result):
-        yield Target(
-            f"{sample['role']}: planned / peak",
-            sample["planned / peak"],
-            1 - memory.NEAR if limited else None,
-            1 + memory.NEAR if limited else None,
-            f"{sample['planned_mb'] / 1e3:.3g} / {sample['peak_mb'] / 1e3:.3g} GB",
-        )
+    out = Path(job.scratch) / "planner"
+    options = ["--models", "2m" if job.small else "1b", "--device", job.device]
+    subprocess.run(
+        [sys.executable, "-m", "tools", "bench", "memory", "--out", str(out), *options], cwd=ROOT, check=True
+    )
+    low, high = (None, None) if job.small else (1 - memory.NEAR, 1 + memory.NEAR)
+    for row in json.loads((out / "result.json").read_text())["summary"]:
+        detail = f"{row['planned_mb'] / 1e3:.3g} / {row['peak_mb'] / 1e3:.3g} GB"
+        yield Target(f"{row['role']}: planned / peak", row["planned / peak"], low, high, detail)
 
 
 def mixed_requests(job: Job) -> Found:
     """Good and bad requests, many at a time."""
-    count = 200 if job.small else 1000
-    config = job.config(dtype="float32")
-    pool, generator = job.rows(IN_FLIGHT), np.random.default_rng(1)
-    chosen = [generator.integers(0, len(pool), 1 + i % 4) for i in range(count)]
-    with Served(config, REWARD_MODEL) as served, ThreadPoolExecutor(16) as threads:
-        alone = np.concatenate([served.score([row])[REWARDS] for row in pool])
-
-        def send(i: int) -> Any:
-            if i % BAD_EVERY == 0:
-                bad = _bad_requests(pool[chosen[i][0]])
-                return served.ask(**bad[i // BAD_EVERY % len(bad)])
-            if i % 5 == 0:
-                texts = [" ".join(f"w{token}" for token in pool[k]).encode() for k in chosen[i]]
-                return served.ask(**{SENTENCES: np.asarray(texts, np.object_)[:, None]})
-            return served.ask(**token_inputs([pool[k] for k in chosen[i]]))
-
-        seconds, replies = timed(lambda: list(threads.map(send, range(count))))
-    good = [i for i in range(count) if i % BAD_EVERY]
-    answered = [i for i in good if replies[i].error is None]
-    errors = [np.abs(replies[i].outputs[REWARDS] - alone[chosen[i]]).max() / alone.std() for i in answered]
-    taken = [i for i in range(0, count, BAD_EVERY) if "INVALID_ARG" not in (replies[i].error or "")]
-    refusals = {replies[i].error for i in good if replies[i].error is not None}
-    yield Target("requests with a reply", len(replies), count, detail=f"in {seconds:.1f} s")
-    yield Target("good requests refused", len(good) - len(answered), None, 0, "; ".join(sorted(refusals))[:200])
-    yield Target("bad requests not refused as invalid", len(taken), None, 0)
-    yield Target("largest difference from the row scored alone", float(max(errors)), None, FP32_ERROR)
+    pool, count = make_trace(IN_FLIGHT), 200 if job.small else 1000
+    chosen = [[i * 7 % IN_FLIGHT, *range(i % 4)] for i in range(count)]  # rows of each request
+    requests = [inputs_of([pool[k] for k in rows]) for rows in chosen]
+    for i in range(0, count, 5):
+        texts = [" ".join(f"w{token}" for token in pool[k]).encode() for k in chosen[i]]
+        requests[i] = {contract.SENTENCES: np.asarray(texts, np.object_)[:, None]}
+    for i in range(0, count, BAD_EVERY):
+        bad = bad_requests(pool[chosen[i][0]])
+        requests[i] = bad[i // BAD_EVERY % len(bad)]
+    with served(job.config(dtype="float32"), contract.REWARD_MODEL) as send, ThreadPoolExecutor(16) as threads:
+        alone = np.concatenate([send([row])[contract.REWARDS] for row in pool])
+        replies = list(threads.map(send, requests))
+    good = {i: reply for i, reply in enumerate(replies) if i % BAD_EVERY and isinstance(reply, dict)}
+    refused = sum("INVALID_ARG" in reply for reply in replies[::BAD_EVERY])
+    yield Target("good requests with scores", len(good), sum(i % BAD_EVERY > 0 for i in range(count)))
+    yield Target("bad requests refused as invalid", refused, len(replies[::BAD_EVERY]))
+    error = max(np.abs(reply[contract.REWARDS] - alone[chosen[i]]).max() for i, reply in good.items()) / alone.std()
+    yield Target("largest difference from the row scored alone", float(error), None, FP32_ERROR)
 
 
-def _bad_requests(row: np.ndarray) -> list[dict[str, np.ndarray]]:
+def bad_requests(row: np.ndarray) -> list[dict[str, np.ndarray]]:
     """Return requests that a server must refuse, made of a good row."""
     tokens = row[None]
     return [
-        token_inputs([np.append(row, 10_000_000)]),  # outside the vocabulary
-        token_inputs([np.append(row, -1)]),
-        token_inputs([np.full(100_000, 3)]),  # more than the model's positions
-        {TOKENS: tokens, SEQUENCE_LENGTHS: np.asarray([[0]])},
-        {TOKENS: tokens, SEQUENCE_LENGTHS: np.asarray([[row.size + 1]])},
-        {TOKENS: tokens.astype(np.float32)},
-        {TOKENS: tokens[:0]},
-        {SENTENCES: np.asarray([[b"\xff"]], np.object_)},
+        inputs_of([np.append(row, 10_000_000)]),  # outside the vocabulary
+        inputs_of([np.append(row, -1)]),
+        inputs_of([np.full(100_000, 3)]),  # more than the model's positions
+        {contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: np.asarray([[0]])},
+        {contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: np.asarray([[row.size + 1]])},
+        {contract.TOKENS: tokens.astype(np.float32)},
+        {contract.TOKENS: tokens[:0]},
+        {contract.SENTENCES: np.asarray([[b"\xff"]], np.object_)},
     ]
 
 
-def _seconds(job: Job, do: Callable[[], Any]) -> float:
-    """Return the shortest of three times of `do`, after a first one that warms up."""
-
-    def run() -> None:
-        do()
-        job.synchronise()
-
-    run()
-    return min(timed(run)[0] for _ in range(3))
+def inputs_of(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the inputs of a request with these token rows."""
+    lengths = np.asarray([[row.size] for row in rows])
+    tokens = padded_rows(rows, int(lengths.max()), np.int64)
+    return {contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: lengths}
 
 
-def _dense_rate(job: Job) -> float:
-    """Return the operations per second of a large bfloat16 matrix product of random numbers."""
-    size = 256 if job.small else 8192
-    one, other = (torch.randn(size, size, device=job.device).bfloat16() for _ in range(2))
-    return 2.0 * size**3 / _seconds(job, lambda: one @ other)
+@contextlib.contextmanager
+def served(config: RunConfig, name: str) -> Iterator[Callable[[Any], Any]]:
+    """Load a served model into this process, from its rendered configuration, with the tests' stand-in for Triton.
+
+    Yields a function that sends a request, given as token rows or inputs by name, and returns the outputs by name, or
+    the error of a request that was refused. It may be called from any thread.
+    """
+    os.environ.setdefault("TRITON_SERVER_VERSION", "none")  # the wheel's tritonserver refuses NumPy 2, the stand-in not
+    sys.path.append(str(ROOT / "tests" / "support" / "stub"))
+    rendered = parse_config(name, render_configs(config)[name])
+    parameters = {key: {"string_value": item.string_value} for key, item in rendered.parameters.items()}
+    outputs = [output.name for output in rendered.output]
+    make = importlib.import_module("triton_python_backend_utils").Request
+    model = importlib.import_module(MODULES[name]).TritonPythonModel()
+    instance = {"model_instance_name": f"{name}_0", "model_instance_device_id": "0"}
+    model.initialize({"model_config": json.dumps({"name": name, "parameters": parameters}), **instance})
+
+    def send(sent: Any) -> Any:
+        request = make(sent if isinstance(sent, dict) else inputs_of(sent), outputs)
+        model.execute([request])
+        reply = request.responses.get(timeout=REPLY_S)
+        return reply.outputs if reply.error is None else reply.error
+
+    yield send
+    model.finalize()
 
 
-if __name__ == "__main__":
-    parts = (environment, device_tests, served_score, throughput, swap, planner, mixed_requests)
-    main({part.__name__: part for part in parts})
+if __name__ == "__main__":  # the part, its job, and the file to which each number is appended as a line of JSON
+    quiet_transformers()
+    for number in globals()[sys.argv[1]](Job(**json.loads(sys.argv[2]))):
+        append_jsonl(Path(sys.argv[3]), [vars(number)])

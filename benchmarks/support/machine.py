@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,7 +18,7 @@ PACKAGES = ("torch", "transformers", "numpy", "tritonclient", "nvidia-pytriton",
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return processor, cores, memory, system and load."""
+    """Return processor, cores, memory, system, load and GPUs."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
     return {
@@ -26,6 +27,7 @@ def describe_machine() -> dict[str, Any]:
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "load_at_start": os.getloadavg()[0],
+        "gpus": _describe_gpus(),
     }
 
 
@@ -37,6 +39,14 @@ def describe_versions() -> dict[str, str]:
     root = Path(__file__).resolve().parent
     done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
     return {**versions, "commit": done.stdout.strip() or "unknown"}
+
+
+def _describe_gpus() -> list[str]:
+    """Return name, memory, driver and power limit of each GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,power.limit", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
 
 
 def now_utc() -> str:
