@@ -62,6 +62,7 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
         import torch
 
         from actor.run.policies import follow
+        from python_backend.models.card.placement import own_device
         from python_backend.models.modeling import quiet_transformers
         from python_backend.parallel.ranks import Ranks
 
@@ -70,7 +71,7 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
     quiet_transformers()
     if config.actor.ranks == 1:
         return _train(config, accepts_changes=accepts_changes)
-    with Ranks.joined(config.actor.policy.device) as ranks:
+    with Ranks.joined(own_device(config.actor.policy.device)) as ranks:
         if ranks.rank == 0:
             return _train(config, ranks, accepts_changes=accepts_changes)
         follow(config, ranks)

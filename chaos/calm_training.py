@@ -13,6 +13,7 @@ import torch
 
 from chaos.traffic import batch
 from python_backend.config import load_config
+from python_backend.models.card.placement import own_device
 from python_backend.models.modeling import load_critic, quiet_transformers
 from python_backend.parallel.launch import ended, launch_ranks
 from python_backend.parallel.ranks import Ranks
@@ -36,7 +37,7 @@ def main() -> int:
         torch.manual_seed(config.run.seed)  # as the sidecar does when it starts
         _train(update, int(seed), int(num_steps), Path(out))
         return 0
-    with Ranks.joined(settings.device) as ranks:
+    with Ranks.joined(own_device(settings.device)) as ranks:
         if ranks.rank:
             follow_rank_0(settings, config.run.seed, ranks)
         else:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -263,17 +264,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="print memory, traffic and ports of the run, start nothing; exit 1 if a device is too small",
     )
+    parser.add_argument("--num-devices", type=int, metavar="N", help="with --dry-run: plan for N GPUs in each machine")
     parser.add_argument("--device-gib", type=float, metavar="N", help="with --dry-run: plan for GPUs of N GiB")
     parser.add_argument("--host-gib", type=float, metavar="N", help="with --dry-run: plan for a host of N GiB")
     args = parse_or_complete(parser, argv)
-    if not args.dry_run and (args.device_gib is not None or args.host_gib is not None):
-        parser.error("--device-gib and --host-gib need --dry-run")
+    machine = {"num_devices": args.num_devices, "device_gib": args.device_gib, "host_gib": args.host_gib}
+    if not args.dry_run and any(value is not None for value in machine.values()):
+        parser.error("--num-devices, --device-gib and --host-gib need --dry-run")
     signals = StopSignals()
     with signals.raising():
         config = load_config(args.config, args.overrides)
         limit_access(config.run)
         if args.dry_run:
-            return _plan(args.config, config, args.overrides, device_gib=args.device_gib, host_gib=args.host_gib)
+            return _plan(args.config, config, args.overrides, machine)
         if config.demo is None:  # a demo's files do not exist yet
             check_run(config)
         if args.fresh and config.run.dir.exists():
@@ -282,14 +285,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _supervise(args.config, config, args.overrides, signals, accepts_changes=args.accept_changes)
 
 
-def _plan(
-    path: Path, config: RunConfig, overrides: Sequence[str], *, device_gib: float | None, host_gib: float | None
-) -> int:
+def _plan(path: Path, config: RunConfig, overrides: Sequence[str], machine: dict[str, Any]) -> int:
     from tools.plan.command import PlanError, dry_run  # torch: slow to import
 
     config = load_config(path, [*overrides, *demo_preparation(config)[1]])
     try:
-        dry_run(config, device_gib=device_gib, host_gib=host_gib)
+        dry_run(config, **machine)
     except PlanError as error:
         return report(error, 1)
     return 0

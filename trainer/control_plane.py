@@ -25,11 +25,11 @@ from python_backend.wire.contract import (
     CRITIC_SAVE,
     CRITIC_TRAIN,
     DUMMY_VAR,
-    LOST_RANK,
     NEEDS_MORE,
     PROBE_HEADER,
     SEQUENCE_LENGTHS,
     TOKENS,
+    UNTIL_LOADED,
 )
 
 CALL_TIMEOUT_S = 10.0
@@ -69,8 +69,12 @@ class ModelProcessDied(ControlPlaneError):
     """The process that runs the model has crashed or was killed: every request fails until the model is reloaded."""
 
 
-class ModelLostRank(ModelProcessDied):
-    """The model is split over several ranks and has lost one; its process refuses every request."""
+class ModelUnusable(ModelProcessDied):
+    """The model has lost its device, or one of its ranks; its process refuses every request."""
+
+
+class ModelFailed(ControlPlaneError):
+    """The model answered the request with an error of its own (INTERNAL)."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +198,11 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         config = self._call(model, self._client.get_model_config, model).config
         return {key: value.string_value for key, value in config.parameters.items()}
 
+    def num_instances(self, model: str) -> int:
+        """Return how many instances of the model Triton runs, each in its own process, on all devices together."""
+        groups = self._call(model, self._client.get_model_config, model).config.instance_group
+        return sum(group.count * max(1, len(group.gpus)) for group in groups)
+
     def statistics(self, model: str) -> ModelStatistics:
         """Return the model's counters from Triton's statistics API, summed over its versions."""
         versions = self._call(model, self._client.get_inference_statistics, model).model_stats
@@ -267,10 +276,12 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
 
     def _error(self, subject: str, error: InferenceServerException, timeout_s: float) -> ControlPlaneError:
         kind, message = ControlPlaneError, str(error.message())
-        if LOST_RANK in message:
-            kind = ModelLostRank
+        if UNTIL_LOADED in message:
+            kind = ModelUnusable
         elif _DEAD_PROCESS.search(message):
             kind = ModelProcessDied
+        elif str(error.status()).endswith("INTERNAL"):
+            kind = ModelFailed
         return kind(self._sentence(subject, error, timeout_s))
 
     def _sentence(self, subject: str, error: InferenceServerException, timeout_s: float) -> str:

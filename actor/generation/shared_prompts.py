@@ -15,43 +15,62 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from actor.generation.cache import cache_layers
+from python_backend.models.card.copies import to_device
 
 WORTH_IT = 0.9  # share of a plain pass's tokens, above which a second forward pass costs more than the tokens saved
 TOLERANCE = 1e-4  # relative to the largest absolute hidden state
 
 
-def response_hidden(body: Any, tokens: Tensor, lengths: Tensor, inside: Tensor) -> Tensor | None:
-    """Return the hidden states `[N, H]` at the N positions that `inside` marks, row by row; differentiable.
+def shared_passes(tokens: Tensor, lengths: Tensor, inside: Tensor) -> tuple[Tensor, ...] | None:
+    """Return the inputs of `response_hidden`, or None if sharing saves too few tokens (`WORTH_IT`).
+
+    All tensors are on the host; those returned can be copied to the model's device.
 
     Args:
-        body: a causal transformer that caches keys and values; `can_share` must be true for its model.
         tokens: int64 `[B, S]`, padded on the right.
         lengths: int64 `[B]`.
         inside: bool `[B, S-1]`; the tokens before a row's first marked position are its prompt.
-
-    Returns: the hidden states, or None if sharing saves too few tokens (`WORTH_IT`) and a plain pass is cheaper.
     """
     # The last prompt token. Its hidden state predicts the first response token, so it belongs to the second pass.
-    starts = torch.where(inside.any(-1), inside.int().argmax(-1), lengths.to(inside.device) - 1)
+    starts = torch.where(inside.any(-1), inside.int().argmax(-1), lengths - 1)
     prompts = [tuple(row[:start]) for row, start in zip(tokens.tolist(), starts.tolist(), strict=True)]
     sources, distinct = find_distinct(prompts)
-    before, after = int(starts.max()), int((lengths.to(starts.device) - 1 - starts).max())
+    before, after = int(starts.max()), int((lengths - 1 - starts).max())
     if before == 0 or len(distinct) * before + len(tokens) * after > WORTH_IT * tokens.numel():
         return None
-    device, cache = tokens.device, DynamicCache(config=body.config.get_text_config(decoder=True))
-    columns = torch.arange(before + after, device=device)
+    columns = torch.arange(before + after)
     # Prompts are padded on the left, so that they end in one column and responses begin in the next: without padding
     # inside a row, sliding windows cover the same tokens as in a plain forward pass.
     left = tokens.gather(1, (columns[None, :before] - before + starts[:, None]).clamp(min=0))
     attention = columns[None] >= before - starts[:, None]
-    chosen = torch.tensor(distinct, device=device)
-    _forward(body, left[chosen], attention[chosen, :before], cache)
-    cache.batch_select_indices(torch.tensor(sources, device=device))
+    prompts_of_cache = left[distinct], attention[distinct, :before].long()
     places = (starts[:, None] + columns[None, :after]).clamp(max=inside.shape[1] - 1)
-    is_response = starts[:, None] + columns[None, :after] < (lengths.to(device) - 1)[:, None]
-    attention = torch.cat([attention[:, :before], is_response], dim=1)
-    hidden = _forward(body, tokens.gather(1, places), attention, cache)
-    return hidden[inside.gather(1, places) & is_response]
+    is_response = starts[:, None] + columns[None, :after] < (lengths - 1)[:, None]
+    attention = torch.cat([attention[:, :before], is_response], dim=1).long()
+    marked = (inside.gather(1, places) & is_response).nonzero(as_tuple=True)
+    return *prompts_of_cache, torch.tensor(sources), tokens.gather(1, places), attention, *marked
+
+
+def response_hidden(
+    body: Any,
+    prompts: Tensor,
+    prompt_mask: Tensor,
+    sources: Tensor,
+    responses: Tensor,
+    attention: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+) -> Tensor:
+    """Return the hidden states `[N, H]` at the N positions that `inside` marks, row by row; differentiable.
+
+    Args:
+        body: a causal transformer that caches keys and values; `can_share` must be true for its model.
+        prompts, ...: what `shared_passes` returned, on the body's device.
+    """
+    cache = DynamicCache(config=body.config.get_text_config(decoder=True))
+    _forward(body, prompts, prompt_mask, cache)
+    cache.batch_select_indices(sources)
+    return _forward(body, responses, attention, cache)[rows, columns]
 
 
 @torch.no_grad()
@@ -59,28 +78,31 @@ def can_share(model: Any) -> bool:
     """Return whether `response_hidden` matches a plain forward pass of this causal LM, on a small test batch."""
     if not cache_layers(model):
         return False
-    body, device = model.base_model, model.device
-    vocabulary = model.get_input_embeddings().num_embeddings
-    tokens = (torch.arange(3 * 12, device=device).view(3, 12) * 7 + 1) % vocabulary
+    body, vocabulary = model.base_model, model.get_input_embeddings().num_embeddings
+    tokens = (torch.arange(3 * 12).view(3, 12) * 7 + 1) % vocabulary
     tokens[1, :6] = tokens[0, :6]
-    lengths = torch.tensor([12, 9, 11], device=device)
-    positions = torch.arange(11, device=device)[None]
-    inside = (positions >= torch.tensor([5, 5, 3], device=device)[:, None]) & (positions < lengths[:, None] - 1)
-    attention = (torch.arange(12, device=device)[None] < lengths[:, None]).long()
-    plain = body(input_ids=tokens, attention_mask=attention, use_cache=False)[0][:, :-1][inside]
+    lengths, positions = torch.tensor([12, 9, 11]), torch.arange(11)[None]
+    inside = (positions >= torch.tensor([5, 5, 3])[:, None]) & (positions < lengths[:, None] - 1)
+    attention = (torch.arange(12)[None] < lengths[:, None]).long()
+    passes = shared_passes(tokens, lengths, inside)
+    assert passes is not None
+    ids, mask, rows, columns, *passes_there = to_device(
+        model.device, tokens, attention, *inside.nonzero(as_tuple=True), *passes
+    )
+    plain = body(input_ids=ids, attention_mask=mask, use_cache=False)[0][rows, columns]
     try:
-        shared = response_hidden(body, tokens, lengths, inside)
+        shared = response_hidden(body, *passes_there)
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # raised by a model's own code
         return False
-    return shared is not None and float((shared - plain).abs().max()) <= TOLERANCE * max(1.0, float(plain.abs().max()))
+    return float((shared - plain).abs().max()) <= TOLERANCE * max(1.0, float(plain.abs().max()))
 
 
 def _forward(body: Any, ids: Tensor, attention: Tensor, cache: DynamicCache) -> Tensor:
     """Return hidden states `[B, T, H]` for `ids` `[B, T]`; `attention` also covers the cached tokens."""
     inputs: dict[str, Any] = {}
     if "position_ids" in inspect.signature(body.forward).parameters:
-        inputs["position_ids"] = (attention.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    return body(input_ids=ids, attention_mask=attention.long(), past_key_values=cache, use_cache=True, **inputs)[0]
+        inputs["position_ids"] = (attention.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return body(input_ids=ids, attention_mask=attention, past_key_values=cache, use_cache=True, **inputs)[0]
 
 
 def find_distinct(prompts: Sequence[Hashable]) -> tuple[list[int], list[int]]:

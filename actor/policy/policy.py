@@ -19,7 +19,7 @@ from torch import Tensor
 from actor.algorithms.advantages import response_mask
 from actor.data.rollout import Prompt, Rollout, joined
 from actor.generation.engine import Generation
-from actor.generation.shared_prompts import can_share, response_hidden
+from actor.generation.shared_prompts import can_share, response_hidden, shared_passes
 from actor.generation.slots import Finished, Response
 from actor.policy.loading import check_positions, load_model
 from actor.policy.state_files import read_state, write_state
@@ -30,11 +30,13 @@ from python_backend.models.adamw import make_adamw
 from python_backend.models.adapters import Lora, MergedWeights, with_adapters
 from python_backend.models.attention import use_attention
 from python_backend.models.batching import plan_micro_batches
+from python_backend.models.card.copies import to_device
 from python_backend.models.gradient_checkpointing import checkpoint_gradients
 from python_backend.models.loading import load_weights, map_tensors
 from python_backend.models.logprobs import sampling_entropy, target_logprobs
 from python_backend.models.output_head import head_logprobs, linear_head
 from python_backend.models.precision import computing, in_float32, use_bfloat16
+from python_backend.models.token_head import measure_causality
 from python_backend.parallel.sharding import whole
 
 logger = logging.getLogger(__name__)
@@ -108,6 +110,9 @@ class Policy:
             self._head_is_linear = linear_head(self._causal(self.sampler)) is not None
             # Shared prompts need a cache, which checkpointed layers do not take.
             self._shares_prompts = not settings.gradient_checkpointing and can_share(self._causal(self.sampler))
+            # On a card a mask would switch off the fast kernels of attention; padding on the right does not need one.
+            on_cpu = self.sampler.device.type == "cpu"
+            self._masks = on_cpu or not measure_causality(self._causal(self.sampler), use_cache=False)
         # Whether generation's log-probs match those of a forward pass. None: checked on the first rollout. In bfloat16
         # rounding differs, so they are assumed not to match.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
@@ -313,38 +318,65 @@ class Policy:
 
         Index t holds the log-prob of token t+1. The second result is the entropies `[B, S-1]` of the distributions that
         these tokens are sampled from, or None without `with_entropy`. Both are differentiable. Logits are computed only
-        for positions inside the mask.
+        for positions inside the mask. The arguments are on the host, the results on the model's device.
         """
-        tokens, inside = tokens.to(model.device), mask.to(model.device) != 0
-        logprobs, entropies = self._response_logprobs(self._causal(model), tokens, lengths, inside, with_entropy)
-        return _scattered(logprobs, inside), None if entropies is None else _scattered(entropies, inside)
+        inputs, _ = self.placed(model, tokens, lengths, mask)
+        return self.logprobs_of(model, inputs, with_entropy=with_entropy)
+
+    def placed(
+        self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *others: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return the inputs of `logprobs_of` and `others` on the device of `model`, from one copy."""
+        inside = mask != 0
+        passes = shared_passes(tokens, lengths, inside) if self._shares_prompts_of(model) else None
+        inputs = tokens, lengths, *inside.nonzero(as_tuple=True), *(passes or ())
+        placed = to_device(model.device, *inputs, *others)
+        return placed[: len(inputs)], placed[len(inputs) :]
+
+    def logprobs_of(
+        self, model: Any, inputs: Sequence[Tensor], *, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the results of `token_logprobs` for inputs that `placed` returned, without waiting for the device."""
+        tokens, _, *places = inputs[:4]
+
+        def scattered(values: Tensor) -> Tensor:
+            # At indices: for a mask, the host would wait until the card has counted its places.
+            nothing = values.new_zeros(tokens.shape[0], tokens.shape[1] - 1)
+            return nothing.index_put(tuple(places), values)
+
+        logprobs, entropies = self._response_logprobs(self._causal(model), with_entropy, *inputs)
+        return scattered(logprobs), None if entropies is None else scattered(entropies)
+
+    def _shares_prompts_of(self, model: Any) -> bool:
+        return self._head_is_linear and self._shares_prompts
 
     def _response_logprobs(
         self,
         causal: Any,
+        with_entropy: bool,
         tokens: Tensor,
         lengths: Tensor,
-        inside: Tensor,
-        with_entropy: bool,
-        *,
-        shares_prompts: bool = True,
+        rows: Tensor,
+        columns: Tensor,
+        *passes: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probs and entropies of `token_logprobs` `[N]` at the N positions that `inside` marks."""
-        attention = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).long().to(tokens.device)
-        inputs = {"input_ids": tokens, "attention_mask": attention, "use_cache": False}
-        targets = tokens[:, 1:][inside]
+        """Return the log-probs and entropies of `token_logprobs` `[N]` at N places in `tokens`; all on one device."""
+        inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+        if self._masks:
+            columns_of_tokens = torch.arange(tokens.shape[1], device=tokens.device)
+            inputs["attention_mask"] = (columns_of_tokens[None] < lengths[:, None]).long()
+        targets = tokens[rows, columns + 1]
         sampling: dict[str, Any] = {"temperature": self.temperature, "banned_token_ids": self.banned_ids}
         if self._head_is_linear:
             with self.computing():
-                hidden = None
-                if self._shares_prompts and shares_prompts:
-                    hidden = response_hidden(causal.base_model, tokens, lengths, inside)
-                if hidden is None:
-                    hidden = causal.base_model(**inputs)[0][:, :-1][inside]
+                if passes:
+                    hidden = response_hidden(causal.base_model, *passes)
+                else:
+                    hidden = causal.base_model(**inputs)[0][rows, columns]
             head = causal.get_output_embeddings()
             return head_logprobs(hidden, head, targets, with_entropy=with_entropy, **sampling)
         with self.computing():
-            logits = causal(**inputs).logits[:, :-1][inside]
+            logits = causal(**inputs).logits[rows, columns]
         logprobs = target_logprobs(logits, targets, **sampling)
         return logprobs, sampling_entropy(logits, **sampling) if with_entropy else None
 
@@ -357,11 +389,6 @@ def _row_logprobs(prompt: Prompt, response: Response) -> Tensor | None:
     if response.logprobs is None:
         return None
     return torch.tensor([[0.0] * (prompt.tokens.size - 1) + response.logprobs], dtype=torch.float32)
-
-
-def _scattered(values: Tensor, inside: Tensor) -> Tensor:
-    """Scatter `values` `[N]` to the N positions that `inside` `[B, S-1]` marks; 0 elsewhere."""
-    return torch.zeros(inside.shape, dtype=values.dtype, device=values.device).masked_scatter(inside, values)
 
 
 def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:

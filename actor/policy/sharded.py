@@ -53,14 +53,17 @@ class ShardedPolicy(Policy):
 
     def _distribute(self) -> None:
         causal = self._causal(self.model)
-        # Prompts are not shared: the number of forward passes would depend on the rows, and thus on the rank.
-        causal.response_logprobs = functools.partial(super()._response_logprobs, causal, shares_prompts=False)
+        causal.response_logprobs = functools.partial(super()._response_logprobs, causal)
         shard(causal, methods=["response_logprobs"])
 
-    def _response_logprobs(self, causal: Any, *args: Any, **others: Any) -> tuple[Tensor, Tensor | None]:
+    def _shares_prompts_of(self, model: Any) -> bool:
+        # Not with sharded weights: the number of forward passes would depend on the rows, and thus on the rank.
+        return model is not self.model and super()._shares_prompts_of(model)
+
+    def _response_logprobs(self, causal: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
         if causal is self._causal(self.model):
             return causal.response_logprobs(*args)
-        return super()._response_logprobs(causal, *args, **others)
+        return super()._response_logprobs(causal, *args)
 
     # ---- announced by rank 0, executed by all ranks; collective ----
 

@@ -6,6 +6,9 @@ The split into micro-batches does not change the result.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import operator
 from typing import Any
 
 import torch
@@ -105,15 +108,18 @@ class PolicyUpdate:
 
     def _gradients(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> dict[str, float]:
         """Accumulate the gradients of a minibatch; return its loss and its statistics as sums over tokens."""
-        sums: dict[str, float] = {}
+        parts: list[dict[str, Tensor]] = []
         for chunk in self._policy.share(batch.lengths[rows]):
             part = batch if chunk else _unweighted(batch)
             with recomputing(self._policy.model), in_training(self._dropouts):
                 loss, stats = self._loss(part, rows[chunk or [0]], total, kl_coef)
                 self._policy.backward(loss)
-            for name, value in {**stats, "loss": loss.detach()}.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        return self._policy.summed(sums)
+            parts.append({**stats, "loss": loss.detach()})
+        # One copy from the device for the whole minibatch: each would wait until the device is idle.
+        values = torch.stack([torch.stack([*part.values()]) for part in parts]).tolist()
+        return self._policy.summed(
+            {name: functools.reduce(operator.add, column) for name, *column in zip(parts[0], *values, strict=True)}
+        )
 
     def _loss(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the share of a micro-batch in the minibatch loss, and the statistics of the micro-batch."""
@@ -121,23 +127,23 @@ class PolicyUpdate:
         lengths = batch.lengths[rows]
         tokens = batch.tokens[rows, : int(lengths.max())]
 
-        def part(tensor: Tensor) -> Tensor:
-            return tensor[rows, : tokens.shape[1] - 1].to(policy.model.device)
-
-        advantages, weights = part(batch.advantages), part(batch.policy_weights)
-        logprobs, entropies = policy.token_logprobs(
-            policy.model, tokens, lengths, weights, with_entropy=method.entropy_bonus > 0
-        )
+        names = ("advantages", "policy_weights", "logprobs", "ref_logprobs", "importance")
+        given = {name: tensor for name in names if (tensor := getattr(batch, name)) is not None}
+        parts = {name: tensor[rows, : tokens.shape[1] - 1] for name, tensor in given.items()}
+        inputs, placed = policy.placed(policy.model, tokens, lengths, parts["policy_weights"], *parts.values())
+        part = dict(zip(parts, placed, strict=True))
+        advantages, weights = part["advantages"], part["policy_weights"]
+        logprobs, entropies = policy.logprobs_of(policy.model, inputs, with_entropy=method.entropy_bonus > 0)
         # If the rollout is a single minibatch, the policy is still the one that sampled it, so the ratio is exactly 1.
         # Log-probs that were computed for the KL are not used here, so that measuring it does not change the update.
-        old = logprobs.detach() if batch.logprobs is None or self._is_one_update else part(batch.logprobs)
-        if batch.importance is not None:
+        old = logprobs.detach() if self._is_one_update else part.get("logprobs", logprobs.detach())
+        if "importance" in part:
             # As weights they would cancel in the mean, and would also weight the KL, the entropy and `max_kl`.
-            advantages = advantages * part(batch.importance)
+            advantages = advantages * part["importance"]
         loss, stats = method.algorithm.loss(logprobs, old, advantages, weights, total, method.clip)
         if method.kl_in_loss and kl_coef:
-            assert batch.ref_logprobs is not None, "a KL penalty needs the reference"
-            ref = part(batch.ref_logprobs)
+            assert "ref_logprobs" in part, "a KL penalty needs the reference"
+            ref = part["ref_logprobs"]
             penalty = kl_coef * kl_loss(logprobs, ref, weights, kind=method.kl_estimator, total=total)
             loss = loss + penalty
             stats["scaled_kl"] = penalty.detach() * total
@@ -150,9 +156,10 @@ class PolicyUpdate:
     def _step(self) -> float:
         policy = self._policy
         parameters = [parameter for parameter in policy.model.parameters() if parameter.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
-        torch.nn.utils.clip_grads_with_norm_(parameters, self._optimizer.grad_clip, norm)
-        if not torch.isfinite(norm):
+        total = whole(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._optimizer.grad_clip, total)
+        norm = float(total)
+        if not math.isfinite(norm):
             policy.optimizer.zero_grad(set_to_none=True)
             raise NotFinite(
                 f"the policy's gradient is not finite at optimizer step {policy.optimizer_step}; lower "
@@ -163,7 +170,7 @@ class PolicyUpdate:
         policy.optimizer.step()
         policy.optimizer.zero_grad(set_to_none=True)
         policy.optimizer_step += 1
-        return float(norm)
+        return norm
 
     def _learning_rate(self, step: int) -> float:
         return self._optimizer.learning_rate(step, total_steps=self._total_steps)

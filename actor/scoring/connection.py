@@ -25,12 +25,12 @@ from python_backend.wire.contract import (
     BANNED_TOKEN_IDS,
     CHECKPOINT_FINGERPRINT,
     GROUPWISE,
-    LOST_RANK,
     PROCESS,
     REWARD_COMPONENTS,
     REWARD_WEIGHTS,
     TEMPERATURE,
     TEXTS_ONLY,
+    UNTIL_LOADED,
 )
 
 if sys.version_info >= (3, 11):
@@ -55,6 +55,7 @@ SAME_ON_ALL_SERVERS = (
     CHECKPOINT_FINGERPRINT,
     PROCESS,
     TEXTS_ONLY,
+    UNTIL_LOADED,
     "aggregate",
     "step_separator",
     "step_mark",
@@ -183,7 +184,7 @@ def trouble_of(error: Exception, deadline_s: float, *, hint: str = HINT) -> Trou
         if "has no available versions" in message:  # 404; a model that was never there "is not found"
             kind = Kind.UNLOADED
         # Triton reports a dead Python backend as "Stub process '…' is not healthy.", whatever the status.
-        is_dead = "not healthy" in message or LOST_RANK in message
+        is_dead = any(text in message for text in ("not healthy", UNTIL_LOADED, "CUDA error"))
         return Trouble(Kind.DEAD if is_dead else kind, "refused", message)
     if isinstance(error, asyncio.TimeoutError):
         return Trouble(Kind.LOST, f"did not respond within {deadline_s:g} s")

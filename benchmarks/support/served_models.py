@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,9 @@ class CountedModel(reward.TritonPythonModel):
         self._computed = ForwardCounters(Parameters(args).path("bench_counters"))
         super().initialize(args)
 
-    def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+    def launch(self, model: Any, rows: list[np.ndarray], width: int) -> Callable[[], list[np.ndarray]]:
         self._computed.add([row.size for row in rows], width)
-        return super().forward(model, rows, width)
+        return super().launch(model, rows, width)
 
 
 class LateModel(CountedModel):
@@ -49,7 +49,7 @@ class LateModel(CountedModel):
         model = self.current_model()
         for batch in plan_micro_batches(lengths, token_budget=self._late_budget, max_rows=self._late_rows):
             width = max(lengths[i] for i in batch)
-            scores[batch] = np.stack(self.forward(model, [rows[i] for i in batch], width))[:, :1]
+            scores[batch] = np.stack(self.launch(model, [rows[i] for i in batch], width)())[:, :1]
         ends = np.cumsum([len(request) for request in read])[:-1]
         for call, part in zip(calls, np.split(scores, ends), strict=True):
             call.answer({REWARDS: part})
@@ -63,16 +63,17 @@ class Waiting:
         self._pause = float(Parameters(args).text("bench_seconds_per_token"))
         super().initialize(args)  # type: ignore[misc]
 
-    def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+    def launch(self, model: Any, rows: list[np.ndarray], width: int) -> Callable[[], list[np.ndarray]]:
         time.sleep(self._pause * len(rows) * width)
-        return [np.zeros(row.size, np.float32) for row in rows]
+        return lambda: [np.zeros(row.size, np.float32) for row in rows]
 
 
 class WaitingReward(Waiting, reward.TritonPythonModel):
     """The reward model with a forward pass that sleeps."""
 
-    def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
-        return [outputs[:1] for outputs in super().forward(model, rows, width)]
+    def launch(self, model: Any, rows: list[np.ndarray], width: int) -> Callable[[], list[np.ndarray]]:
+        outputs = super().launch(model, rows, width)
+        return lambda: [each[:1] for each in outputs()]
 
 
 class WaitingCritic(Waiting, critic.TritonPythonModel):

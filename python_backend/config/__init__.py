@@ -49,6 +49,7 @@ from python_backend.config.sections import (
 from python_backend.config.token_rewards import check_token_rewards
 from python_backend.config.training import check_trainer, check_training
 from python_backend.errors import RlhfError
+from python_backend.models.card.placement import Place, check_cards, devices_of, ranks_here
 
 __all__ = [
     "ActorSection",
@@ -144,6 +145,8 @@ class RunConfig(Section):
             "trainer", self.trainer, "trainer.optimizer", self.trainer.optimizer.kind, ranks=self.trainer.ranks
         )
         check_trainer(self.trainer)
+        if not self.run.share_cards:
+            check_cards(self.places)
         return self
 
     @property
@@ -185,6 +188,35 @@ class RunConfig(Section):
             "reference": (self.actor.kl.serves_reference, self.reference),
         }
         return {name: section for name, (is_served, section) in sections.items() if is_served}
+
+    @property
+    def places(self) -> list[Place]:
+        """The devices of every model, and of a vLLM server that `tools run` starts on named GPUs.
+
+        Server, trainer and actor are on one machine unless `actor.client.servers` names the servers.
+        """
+        vllm, apart = self.actor.generation.vllm, bool(self.actor.client.servers)
+        server, trainer, actor = ("server", "trainer", "actor") if apart else ("", "", "")
+        found = [
+            Place(
+                f"{key}.device",
+                devices_of(section.device, section.tensor_parallel),
+                server,
+                every=section.device == "cuda" and section.tensor_parallel == 1,
+            )
+            for key, section in self.served_sections.items()
+        ]
+        if self.serves_critic:
+            ranks = ranks_here(self.trainer.ranks)
+            found.append(Place("trainer.device", devices_of(self.trainer.device, ranks), trainer))
+        if self.has_actor:
+            ranks = ranks_here(self.actor.ranks)
+            found.append(Place("actor.policy.device", devices_of(self.actor.policy.device, ranks), actor))
+            if self.actor.generation.engine == "vllm" and not vllm.servers:
+                named = (vllm.cuda_devices or "").split(",")
+                cards = tuple(f"cuda:{index.strip()}" for index in named if index.strip().isdigit())
+                found.append(Place("actor.generation.vllm.cuda_devices", cards, actor))
+        return found
 
     @property
     def gpu_precisions(self) -> str:

@@ -111,7 +111,7 @@ def check_actor(actor: ActorSection) -> None:
         )
     if algorithm.name == "rloo":
         _check_on_policy(actor)
-    _check_vllm(generation)
+    _check_vllm(generation, actor.policy.device)
     if algorithm.critic_warmup_steps and not algorithm.uses_critic:
         raise ValueError(
             f"actor.algorithm.critic_warmup_steps ({algorithm.critic_warmup_steps}): {algorithm.name} has no critic; "
@@ -169,8 +169,17 @@ def _check_active_files(files: Sequence[PromptFileSection], steps: int) -> None:
             )
 
 
-def _check_vllm(generation: GenerationSection) -> None:
-    """Reject importance weights where vLLM's log-probs are not comparable, or are not used."""
+def _check_vllm(generation: GenerationSection, device: str) -> None:
+    """Reject a vLLM server on GPUs that are not named, and importance weights without use or comparable log-probs."""
+    if (
+        generation.engine == "vllm"
+        and device != "cpu"
+        and not (generation.vllm.servers or generation.vllm.cuda_devices)
+    ):
+        raise ValueError(
+            "actor.generation.vllm.cuda_devices is not set, so vLLM would take most of the first GPU; name its GPUs, "
+            "such as '1', or running servers in actor.generation.vllm.servers"
+        )
     cap, settings = generation.vllm.importance_cap, ("top_k", "top_p", "repetition_penalty", "min_new_tokens")
     if cap is None:
         return

@@ -32,7 +32,7 @@ class PolicySection(Section):
     """Maximum tokens in one forward pass of an update, or over the prompts of generation (but not with the engine
     `transformers`), padding included; does not change the result."""
     device: Device = "cpu"
-    """Device of the policy."""
+    """Device of the policy; with several ranks the first one's, and each further rank takes the next GPU."""
     attention: Attention = "auto"
     """Attention implementation: `auto` is transformers' choice. `flash_attention_2` needs CUDA, `precision: bfloat16`
     and the package flash-attn."""
@@ -118,7 +118,7 @@ class VllmSection(Section):
     command: str = "vllm"
     """Executable of the server that `tools run` starts: `vllm`, or its path in an environment of its own."""
     cuda_devices: str | None = None
-    """CUDA_VISIBLE_DEVICES of that server, such as `1` or `2,3`; default: all."""
+    """CUDA_VISIBLE_DEVICES of that server, such as `1` or `2,3`; required if the policy is on a GPU."""
     arguments: tuple[str, ...] = ()
     """Further arguments of that server, such as [--tensor-parallel-size, "2"]."""
     deadline_s: Seconds = 600.0

@@ -46,6 +46,10 @@ class RunSection(Section):
     trace_endpoint: str | None = None
     """Base URL of an OpenTelemetry collector, such as `http://localhost:4318`: actor, critic_train and sidecar send it
     the spans of each step, as OTLP over HTTP with JSON. Needs the extra `tracing`; default: no tracing."""
+    share_cards: bool = False
+    """Allow a role with several GPUs (`actor.ranks`, `trainer.ranks`, `tensor_parallel`) to share one of them with
+    another role of the same machine, as on a machine with two GPUs that all roles use. Roles with one GPU each may
+    always share it. See docs/scaling.md."""
     seed: Seed = 0
     """Seed for prompts, sampling and initial weights."""
     deterministic: bool = False
@@ -335,7 +339,8 @@ class TrainerSection(Section):
     threads: Count = 1
     """Torch threads."""
     device: Device = "cpu"
-    """Device that the critic trains on."""
+    """Device that the critic trains on; with several ranks the first one's, and each further rank takes the next
+    GPU."""
     precision: Precision = AUTO_PRECISION
     """Compute type of forward passes (autocast); trained weights, the value head, the loss and the optimizer stay in
     float32. `auto`: bfloat16 on a GPU, float32 on a CPU. With LoRA in bfloat16, the frozen matrices are held in

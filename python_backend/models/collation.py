@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.checkpoints.positions import num_positions, stable_length
 from python_backend.models.batching import padded_rows
+from python_backend.models.card.copies import Array, to_device
 from python_backend.wire.contract import Limits
 
 logger = logging.getLogger(__name__)
@@ -33,18 +34,19 @@ ANOTHER_SHAPE = {
 
 
 def collate(
-    rows: Sequence[np.ndarray], device: torch.device | str, width: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    rows: Sequence[np.ndarray], device: torch.device | str, width: int | None = None, *others: Array
+) -> tuple[Tensor, ...]:
     """Return token ids `[n, S]` padded on the right with 0, their attention mask `[n, S]`, and the row lengths `[n]`.
 
     Args:
         rows: n rows of token ids, each int64 `[length_i]`.
         width: S in tokens, at least the length of the longest row, which is the default.
+        others: further arrays for the device, which are returned behind the three, in the same copy.
     """
     lengths = torch.tensor([row.size for row in rows], dtype=torch.int64)
     ids = torch.from_numpy(padded_rows(rows, width or int(lengths.max()), np.int64))
     attention = (torch.arange(ids.shape[1])[None] < lengths[:, None]).long()
-    return ids.to(device), attention.to(device), lengths.to(device)
+    return to_device(torch.device(device), ids, attention, lengths, *others)
 
 
 def limits_of(model: Any) -> Limits:

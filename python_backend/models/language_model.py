@@ -6,7 +6,7 @@ Shared by the server, the calibration and the tests.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
-from python_backend.models.collation import collate, limits_of
+from python_backend.models.batching import padded_rows
+from python_backend.models.card.copies import to_device, to_host
+from python_backend.models.collation import limits_of
 from python_backend.models.lean_decoder import lean_decoder
 from python_backend.models.loading import load_causal_model
 from python_backend.models.logprobs import target_logprobs
@@ -63,40 +65,51 @@ class LanguageModel:
             with self._computing():
                 compile_body(model, lambda ids, attention: model(input_ids=ids, attention_mask=attention))
 
-    @torch.no_grad()
     def logprobs(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
         """Return log-probs float32 `[length_i]` of each token row (int64 `[length_i]`).
 
         Runs one forward pass, padded to `width`. Index t is the log-prob of token t+1: -inf if that token is banned,
         and 0 at the row's last index, which has no next token.
         """
-        ids, attention, lengths = collate(rows, self.model.device, width)
-        steps = torch.arange(ids.shape[1] - 1, device=ids.device)
-        predicts = steps[None] < lengths[:, None] - 1  # [n, S-1]
-        found = torch.zeros(ids.shape, dtype=torch.float32)
-        found[:, :-1][predicts.cpu()] = self._of(ids, attention, predicts).cpu()
-        return [row[:length].numpy() for row, length in zip(found, lengths.tolist(), strict=True)]
+        return self.launch_logprobs(rows, width)()
 
-    def _of(self, ids: Tensor, attention: Tensor, predicts: Tensor) -> Tensor:
-        """Return log-probs `[N]` at the N positions that `predicts` `[n, S-1]` marks.
+    @torch.no_grad()
+    def launch_logprobs(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], list[np.ndarray]]:
+        """Launch the forward pass of `logprobs`; return a function that waits for its results."""
+        lengths = np.array([row.size for row in rows])
+        ids = padded_rows(rows, width or int(lengths.max()), np.int64)
+        inside = np.arange(ids.shape[1])[None] < lengths[:, None]
+        places = inside[:, 1:].nonzero()  # of the N positions that predict a token of their row
+        found = to_host(self._of(inside, *to_device(self.model.device, ids, *places, ids[:, 1:][places])))
 
-        If the model's output layer can be called separately, logits are computed for these positions only, in chunks.
+        def wait() -> list[np.ndarray]:
+            parts = np.split(found(), np.cumsum(lengths - 1)[:-1])
+            return [np.append(part, np.float32(0)) for part in parts]
+
+        return wait
+
+    def _of(self, inside: np.ndarray, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> Tensor:
+        """Return log-probs `[N]` of `targets` `[N]`, the tokens behind N places in `ids` `[n, S]`.
+
+        `inside`: bool `[n, S]`, False at padding. On a card no mask is passed: it would switch off the fast kernels of
+        attention, and the hidden states of a causal model do not depend on the padding on the right.
+
+        If the model's output layer can be called separately, logits are computed for these places only, in chunks.
         """
-        targets = ids[:, 1:][predicts]
+        sampling: dict[str, Any] = {"temperature": self._temperature, "banned_token_ids": self._banned}
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        if ids.device.type == "cpu":
+            inputs["attention_mask"] = torch.from_numpy(inside).long()
         if self._head is None:
             with self._computing():
-                logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1][predicts]
-            return target_logprobs(logits, targets, temperature=self._temperature, banned_token_ids=self._banned)
-        hidden = self._hidden(ids, attention)[:, :-1][predicts]
-        return head_logprobs(hidden, self._head, targets, temperature=self._temperature, banned_token_ids=self._banned)[
-            0
-        ]
-
-    def _hidden(self, ids: Tensor, attention: Tensor) -> Tensor:
+                logits = self.model(**inputs).logits[rows, columns]
+            return target_logprobs(logits, targets, **sampling)
         if self._lean is not None:
-            return self._lean.hidden(ids)
-        with self._computing():
-            return self.model.base_model(input_ids=ids, attention_mask=attention, use_cache=False)[0]
+            hidden = self._lean.hidden(ids)
+        else:
+            with self._computing():
+                hidden = self.model.base_model(**inputs)[0]
+        return head_logprobs(hidden[rows, columns], self._head, targets, **sampling)[0]
 
     def _computing(self) -> contextlib.AbstractContextManager[Any]:
         return computing(self.model.device, self._precision)

@@ -228,9 +228,10 @@ def _with_tensors(model: Any, tensors: dict[str, Tensor], folder: Path, group: R
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     if group is not None:
         group.attach(module)
-        tensors = {name: group.part(name, tensor) for name, tensor in tensors.items()}
-    _assign(module, {name: tensor.to(dtypes.get(name)) for name, tensor in tensors.items()}, folder)
-    return module if group is not None else module.to(model.device)
+    # Each tensor is converted before it goes to the card, which so holds no more than the new version beside the old.
+    place = (lambda name, tensor: tensor.to(model.device)) if group is None else group.part
+    _assign(module, {name: place(name, tensor.to(dtypes.get(name))) for name, tensor in tensors.items()}, folder)
+    return module
 
 
 def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:

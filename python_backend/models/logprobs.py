@@ -6,6 +6,7 @@ as KL.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -68,13 +69,19 @@ def sampling_logits(logits: Tensor, temperature: float, banned_token_ids: Sequen
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be a positive number, got {temperature}")
     num_symbols = logits.shape[-1]
-    banned = sorted(set(banned_token_ids))
+    banned = tuple(sorted(set(banned_token_ids)))
     if banned and not (banned[0] >= 0 and banned[-1] < num_symbols and len(banned) < num_symbols):
-        raise ValueError(f"banned_token_ids must be some, not all, of [0, {num_symbols}), got {banned}")
+        raise ValueError(f"banned_token_ids must be some, not all, of [0, {num_symbols}), got {list(banned)}")
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     if temperature != 1:
         logits = logits / temperature
     if banned:
-        logits = logits.index_fill(-1, torch.tensor(banned, device=logits.device), -math.inf)
+        logits = logits.index_fill(-1, ids_on(logits.device, banned), -math.inf)
     return logits
+
+
+@functools.lru_cache(maxsize=64)
+def ids_on(device: torch.device, ids: tuple[int, ...]) -> Tensor:
+    """Return token ids int64 `[N]` on a device, copied there once: a copy makes the host wait for the device."""
+    return torch.tensor(ids, device=device)

@@ -29,6 +29,7 @@ from python_backend.checkpoints.inspection import (
 )
 from python_backend.checkpoints.tokenization import TYPE_SHIFT
 from python_backend.models.adapters import MergedWeights
+from python_backend.models.card.copies import to_host
 from python_backend.models.collation import collate, limits_of
 from python_backend.models.heads import label_probabilities, merge_attributes, pool_last, pool_mean, standardise
 from python_backend.models.loading import (
@@ -88,17 +89,18 @@ class RewardModel:
 
         Runs one forward pass, padded to `width`.
         """
-        return self.rewards_and_scores(rows, width)[:, : self.num_outputs]
+        return self.launch_rewards(rows, width)()[:, : self.num_outputs]
 
     @torch.no_grad()
-    def rewards_and_scores(self, rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
-        """Return float32 `[n, num_outputs + A]`: rewards as `score`, then the head's A own outputs.
+    def launch_rewards(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], np.ndarray]:
+        """Launch a forward pass; return a function that waits for its results.
 
-        The ids of a text pair may carry token types (`tokenization.TYPE_SHIFT`) if the model `has_token_types`.
+        These are float32 `[n, num_outputs + A]`: rewards as `score`, then the head's A own outputs. The ids of a text
+        pair may carry token types (`tokenization.TYPE_SHIFT`) if the model `has_token_types`.
         """
         ids, attention, lengths = collate(rows, self.model.device, width)
         types: dict[str, Tensor] = {}
-        if self.has_token_types and int(ids.max()) >> TYPE_SHIFT:
+        if self.has_token_types and max(int(row.max()) for row in rows) >> TYPE_SHIFT:
             types, ids = {"token_type_ids": ids >> TYPE_SHIFT}, ids % (1 << TYPE_SHIFT)
         if isinstance(self._outputs, TokenHead) and self._pool is pool_last:
             scores = self._outputs.at_last(ids, attention, lengths, **types)
@@ -106,7 +108,7 @@ class RewardModel:
             scores = self._outputs(ids, attention, **types)
             scores = scores if self._pool is None else self._pool(scores, lengths)
         merged = scores if self._weights is None else merge_attributes(scores, self._weights)
-        return torch.cat([standardise(merged, self.mean, self.std), scores], dim=1).cpu().numpy()
+        return to_host(torch.cat([standardise(merged, self.mean, self.std), scores], dim=1))
 
     def probabilities(self, scores: np.ndarray) -> np.ndarray:
         """Return the labels' probabilities float32 `[n, A]` of the head's outputs `[n, A]`."""
@@ -159,9 +161,14 @@ class CriticModel:
 
         Runs one forward pass, padded to `width`.
         """
+        return self.launch_values(rows, width)()
+
+    @torch.no_grad()
+    def launch_values(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], list[np.ndarray]]:
+        """Launch the forward pass of `values`; return a function that waits for its results."""
         ids, attention, _ = collate(rows, self.model.device, width)
-        values = self.forward(ids, attention).cpu().numpy()
-        return [values[i, : row.size] for i, row in enumerate(rows)]
+        values = to_host(self.forward(ids, attention))
+        return lambda: [row_values[: row.size] for row_values, row in zip(values(), rows, strict=True)]
 
     def forward(self, ids: Tensor, attention: Tensor) -> Tensor:
         """Return standardised values `[B, S]` of `ids` `[B, S]` with attention mask `[B, S]`; differentiable."""

@@ -61,13 +61,12 @@ class Ranks:
         """Join the process group that the launcher's environment variables describe.
 
         Args:
-            device: `cpu`, or `cuda` for the GPU with this process's number on its machine (`LOCAL_RANK`).
+            device: of this process, `cpu` or `cuda:N`; it becomes the current one of this thread.
             timeout: of one collective.
         """
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         own = torch.device(device)
         if own.type == "cuda":
-            own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(own)
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun without our launcher
         store = dist.TCPStore(
@@ -83,7 +82,12 @@ class Ranks:
         )
         backend = "gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(
-            backend, store=dist.PrefixStore("group", attempt), rank=rank, world_size=size, timeout=timeout
+            backend,
+            store=dist.PrefixStore("group", attempt),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=own if own.type == "cuda" else None,  # otherwise NCCL guesses it from the rank
         )
         return cls(rank, size, attempt, own)
 

@@ -49,14 +49,14 @@ class RankGroup:
         """Join the group; returns once all ranks have joined.
 
         Args:
-            device: `cpu`, or the device of rank 0, `cuda` or `cuda:K`; rank r uses device K + r.
+            device: of this rank, `cpu` or `cuda:N`.
             rendezvous: a file in a private folder, the same for all ranks; it must exist as long as the group.
 
         Raises:
             CheckpointError: this host has no such device.
         """
         self.size = size
-        self.device = rank_device(device, rank)
+        self.device = existing(device)
         for backend in ("GLOO", "NCCL"):  # all ranks are on this host
             os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
         if self.device.type == "cuda":
@@ -67,6 +67,7 @@ class RankGroup:
             rank=rank,
             world_size=size,
             timeout=FORWARD_TIMEOUT,
+            device_id=self.device if self.device.type == "cuda" else None,  # connects now, on this card
         )
         # A group of its own: votes are taken in another thread than forward passes, and wait for slow loads.
         self._voters = dist.new_group(backend="gloo", timeout=VOTE_TIMEOUT)
@@ -183,18 +184,15 @@ class RankGroup:
         return {rank: text for rank, text in enumerate(texts) if text}
 
 
-def rank_device(device: str, rank: int) -> torch.device:
-    """Return the device of a rank, given that of rank 0. Raises CheckpointError if this host has no such device."""
-    kind, _, first = device.partition(":")
-    if kind == "cpu":
-        return torch.device("cpu")
-    index = int(first or 0) + rank
-    if index >= torch.cuda.device_count():
+def existing(device: str) -> torch.device:
+    """Return the device. Raises CheckpointError if this host has no such one."""
+    found = torch.device(device)
+    if found.type == "cuda" and found.index >= torch.cuda.device_count():
         raise CheckpointError(
-            f"rank {rank} needs the device cuda:{index}, but there are {torch.cuda.device_count()}; lower "
-            "tensor_parallel, or change device"
+            f"a rank needs the device {device}, but there are {torch.cuda.device_count()}; lower tensor_parallel, or "
+            "change device"
         )
-    return torch.device("cuda", index)
+    return found
 
 
 def release(model: nn.Module) -> None:

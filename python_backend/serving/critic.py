@@ -14,6 +14,7 @@ from python_backend.models.batching import padded_rows
 from python_backend.models.modeling import CriticModel
 from python_backend.serving.requests import RowReader, read_limits
 from python_backend.serving.scoring import Scoring
+from python_backend.serving.torch_scoring import Launch
 from python_backend.serving.triton import Call
 from python_backend.serving.versions.follower import Version
 from python_backend.serving.versions.stored_model import StoredModel, version_column
@@ -61,9 +62,8 @@ class TritonPythonModel(StoredModel):
         # that output needs no forward pass.
         return not call.wanted.isdisjoint((VALUES, RESPONSE_VALUES, QUEUE_US, COMPUTE_US))
 
-    def forward(self, model: Version, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
-        with self.on_all_ranks(model.model, rows, width):
-            return model.model.values(rows, width)
+    def forward_of(self, model: Version) -> Launch:
+        return model.model.launch_values
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         wanted, rows = scoring.call.wanted, scoring.rows

@@ -15,7 +15,7 @@ from python_backend.models.batching import padded_rows
 from python_backend.models.language_model import LanguageModel
 from python_backend.serving.requests import read_limits
 from python_backend.serving.scoring import Scoring
-from python_backend.serving.torch_scoring import TorchScoringModel
+from python_backend.serving.torch_scoring import Launch, TorchScoringModel
 from python_backend.serving.triton import Call, log
 from python_backend.wire import contract
 from python_backend.wire.contract import ContractError, ScoringRows, scoring_rows
@@ -47,9 +47,8 @@ class TritonPythonModel(TorchScoringModel):
             raise ContractError(f"{contract.TOKENS}: missing")
         return scoring_rows(tokens, call.array(contract.SEQUENCE_LENGTHS), limits=self.limits)
 
-    def forward(self, model: LanguageModel, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
-        with self.on_all_ranks(model, rows, width):
-            return model.logprobs(rows, width)
+    def forward_of(self, model: LanguageModel) -> Launch:
+        return model.launch_logprobs
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         return {contract.LOGPROBS: padded_rows(scoring.outputs, scoring.rows.width)}

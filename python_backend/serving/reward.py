@@ -19,6 +19,7 @@ from python_backend.serving.requests import RowReader, read_limits
 from python_backend.serving.rows.steps import StepReader, StepRules, step_reply
 from python_backend.serving.rows.templates import RowTemplate
 from python_backend.serving.scoring import Scoring
+from python_backend.serving.torch_scoring import Launch
 from python_backend.serving.triton import Call, Parameters, log
 from python_backend.serving.versions.follower import Version
 from python_backend.serving.versions.stored_model import StoredModel, version_column
@@ -48,11 +49,8 @@ class TritonPythonModel(StoredModel):
     def read(self, call: Call) -> Generator[int, None, ScoringRows]:
         return self._reader.read(call)
 
-    def forward(self, model: Version, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
-        with self.on_all_ranks(model.model, rows, width):
-            if self._is_process:
-                return model.model.token_scores(rows, width)
-            return list(model.model.rewards_and_scores(rows, width))
+    def forward_of(self, model: Version) -> Launch:
+        return model.model.launch_token_scores if self._is_process else model.model.launch_rewards
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         if self._is_process:

@@ -99,6 +99,7 @@ class RowPool(Generic[Owner]):
                 width = max(width, row.length)
         self._remove(chosen)
         self._taken.discard(first.number)  # popped from the heap above, so `oldest` will not meet it again
+        self.oldest()  # drops the removed rows from the heap: their owners keep a weights version alive
         return [(row.owner, row.index) for row in sorted(chosen)]
 
     def discard(self, owner: Owner) -> None:

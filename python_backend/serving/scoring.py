@@ -13,7 +13,8 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +63,17 @@ class Scoring:
         return {QUEUE_US: microseconds[:, :1], COMPUTE_US: microseconds[:, 1:]}
 
 
+@dataclass(eq=False)
+class _Pass:
+    """A forward pass that was launched. Keeps its model, whose memory must not be freed before the pass has ended."""
+
+    model: Any
+    batch: list[tuple[Scoring, int]]
+    width: int
+    begin: float
+    outputs: Callable[[], list[np.ndarray]]
+
+
 class ScoringModel(ABC):
     """Base class of the Triton models reward, critic and reference.
 
@@ -70,6 +82,8 @@ class ScoringModel(ABC):
     """
 
     limits: Limits
+    passes_in_flight = 1
+    """Forward passes that a worker has launched at most when it waits for the results of the first one."""
 
     def set_up(self, parameters: Parameters) -> None:
         """Read the parameters that all scoring models share."""
@@ -125,8 +139,19 @@ class ScoringModel(ABC):
         return True
 
     @abstractmethod
-    def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
-        """Return one output array per row, from one forward pass with rows padded to `width` tokens."""
+    def launch(self, model: Any, rows: list[np.ndarray], width: int) -> Callable[[], list[np.ndarray]]:
+        """Launch a forward pass with rows padded to `width` tokens; return a function that waits for its results.
+
+        The results are one output array per row.
+        """
+
+    def failed(self, error: Exception) -> None:  # noqa: B027 - a hook, which a subclass need not define
+        """Hook that receives the error of a forward pass before its requests fail."""
+
+    def publish(self) -> None:
+        """Send metrics to the server, a few times a second."""
+        with self._changed:  # the workers add to the counters
+            self._counters.publish()
 
     @abstractmethod
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
@@ -215,22 +240,44 @@ class ScoringModel(ABC):
 
     def _work(self) -> None:
         self.prepare_worker()
-        while (taken := self._next_forward()) is not None:
-            model, batch = taken
-            try:
-                self._run(model, batch)
-            except Exception as error:  # thread edge: if the thread died, its requests would never be scored
-                log_error(f"scoring: {type(error).__name__}: {error}")
-                self._fail(batch, error)
+        launched: deque[_Pass] = deque()
+        while True:
+            # No local variable may keep a pass while this waits for rows: its weights version could not be freed.
+            is_last = not self._launch_next(launched)
+            if is_last and not launched:
+                return
+            if is_last or len(launched) == self.passes_in_flight:
+                self._finish(launched.popleft())
 
-    def _next_forward(self) -> tuple[Any, list[tuple[Scoring, int]]] | None:
-        """Wait for rows; return the next forward pass as (model, rows), or None when stopping and no rows are left.
+    def _launch_next(self, launched: deque[_Pass]) -> bool:
+        """Launch the next forward pass and append it to `launched`; wait for its rows only if there is nothing else.
+
+        Returns False if there are no rows.
+        """
+        taken = self._next_forward(waits=not launched)
+        if taken is None:
+            return False
+        model, batch = taken
+        if not batch:
+            return True
+        rows = [scoring.rows.tokens[i] for scoring, i in batch]
+        width = padded_width(max(row.size for row in rows), self._multiple, self.limits.max_length)
+        begin = time.monotonic()
+        try:
+            launched.append(_Pass(model, batch, width, begin, self.launch(model, rows, width)))
+        except Exception as error:  # process edge: only the requests in this forward pass fail
+            self.failed(error)
+            self._fail(batch, error)
+        return True
+
+    def _next_forward(self, *, waits: bool) -> tuple[Any, list[tuple[Scoring, int]]] | None:
+        """Return the next forward pass as (model, rows), or None: if there are no rows, and it stops or must not wait.
 
         A request that has started keeps its model; the others get the current one. Rows share a forward pass only if
         their model is the same.
         """
         with self._changed:
-            self._changed.wait_for(lambda: len(self._pool) > 0 or self._stopping)
+            self._changed.wait_for(lambda: len(self._pool) > 0 or self._stopping or not waits)
             oldest = self._pool.oldest()
             if oldest is None:
                 return None
@@ -251,25 +298,24 @@ class ScoringModel(ABC):
         if late:
             self._fail(late, Unavailable("deadline passed: the request waited too long for its first forward pass"))
 
-    def _run(self, model: Any, batch: list[tuple[Scoring, int]]) -> None:
-        if not batch:
-            return
-        rows = [scoring.rows.tokens[i] for scoring, i in batch]
-        width = padded_width(max(row.size for row in rows), self._multiple, self.limits.max_length)
-        begin = time.monotonic()
+    def _finish(self, launched: _Pass) -> None:
+        """Wait for the results of a forward pass, and hand over the requests whose rows are all done."""
+        batch = launched.batch
         try:
-            outputs = self.forward(model, rows, width)
+            outputs = launched.outputs()
+            assert len(outputs) == len(batch), (len(outputs), len(batch))
         except Exception as error:  # process edge: only the requests in this forward pass fail
+            self.failed(error)
             self._fail(batch, error)
             return
-        duration = time.monotonic() - begin
-        tokens = sum(row.size for row in rows)
+        duration = time.monotonic() - launched.begin
+        tokens = sum(scoring.rows.tokens[i].size for scoring, i in batch)
         with self._changed:
-            self._counters.add((1, len(rows), tokens, len(rows) * width - tokens))
+            self._counters.add((1, len(batch), tokens, len(batch) * launched.width - tokens))
             for (scoring, i), output in zip(batch, outputs, strict=True):
                 scoring.outputs[i] = output
                 if scoring.times is not None:
-                    scoring.times[i] = begin - scoring.received, duration
+                    scoring.times[i] = launched.begin - scoring.received, duration
                 scoring.done += 1
                 if scoring.done == len(scoring.outputs):
                     self._done.put(scoring)
@@ -287,10 +333,10 @@ class ScoringModel(ABC):
                 except Exception as error:  # thread edge: if the thread died, no request would ever get a reply
                     log_error(f"scoring: {type(error).__name__}: {error}")
                     scoring.call.fail(error)
+                del scoring  # it keeps a weights version alive
             if time.monotonic() - published > PUBLISH_EVERY_S:
                 published = time.monotonic()
-                with self._changed:  # the workers add to the counters
-                    self._counters.publish()
+                self.publish()
 
     def _fail(self, batch: list[tuple[Scoring, int]], error: Exception) -> None:
         with self._changed:

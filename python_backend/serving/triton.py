@@ -226,8 +226,9 @@ class NamedCounters:
 class Gauge:
     """A gauge in the server's Prometheus metrics."""
 
-    def __init__(self, model: str, name: str, description: str) -> None:
-        self._metric = _metric(model, name, description, pb_utils.MetricFamily.GAUGE)
+    def __init__(self, model: str, name: str, description: str, **labels: str) -> None:
+        """Register the gauge; `labels` are those besides the model's name."""
+        self._metric = _metric(model, name, description, pb_utils.MetricFamily.GAUGE, **labels)
 
     def show(self, value: float) -> None:
         """Set the value: one round trip to the server. Never raises."""
@@ -244,8 +245,8 @@ def _raising_nothing() -> Iterator[None]:
         log_error(f"metrics: {type(error).__name__}: {error}")
 
 
-def _metric(model: str, name: str, description: str, kind: Any) -> Any:
-    return _family(name, description, kind).Metric(labels={"model": model})
+def _metric(model: str, name: str, description: str, kind: Any, **labels: str) -> Any:
+    return _family(name, description, kind).Metric(labels={"model": model, **labels})
 
 
 def _family(name: str, description: str, kind: Any) -> Any:

@@ -84,7 +84,7 @@ RUN_ID = "run_id"  # BYTES [1], optional
 STEP = "step"  # INT64 [1], optional; in critic_save: the step to checkpoint
 LOSS_MEAN = "loss_mean"  # FP32 [1]
 
-LOST_RANK = "has lost a rank"  # in the error message of a model that answers nothing until it is loaded again
+UNTIL_LOADED = "refuses requests until it is loaded again"  # in the error of a model that lost a rank or its device
 
 DUMMY_VAR = "dummy_var"  # INT64 [1], in critic_save: placeholder input, any value >= 0
 KEEP_STEPS = "keep_steps"  # INT64 [K], optional, in critic_save: which checkpoints up to `step` to keep

@@ -284,11 +284,11 @@ def test_rows_without_weight_cost_no_forward(checkpoint: Path, monkeypatch: pyte
     weights = batch.policy_weights.clone()
     weights[[1, 3]] = 0
     rows: list[int] = []
-    forward = policy.token_logprobs
+    forward = policy.logprobs_of
     monkeypatch.setattr(
         policy,
-        "token_logprobs",
-        lambda model, tokens, *a, **k: (rows.append(len(tokens)), forward(model, tokens, *a, **k))[1],
+        "logprobs_of",
+        lambda model, inputs, **k: (rows.append(len(inputs[0])), forward(model, inputs, **k))[1],
     )
     updated(policy, dataclasses.replace(batch, policy_weights=weights))
     assert sum(rows) == len(LENGTHS) - 2

@@ -10,7 +10,7 @@ from test_decoding import FAMILIES, make_model
 from torch import Tensor
 
 from actor.generation import shared_prompts
-from actor.generation.shared_prompts import can_share, response_hidden
+from actor.generation.shared_prompts import can_share, response_hidden, shared_passes
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [5, 6, 7]]
 
@@ -38,13 +38,18 @@ def plain(body: Any, tokens: Tensor, lengths: Tensor, inside: Tensor) -> Tensor:
     return body(input_ids=tokens, attention_mask=attention, use_cache=False)[0][:, :-1][inside]
 
 
+def shared(body: Any, tokens: Tensor, lengths: Tensor, inside: Tensor) -> Tensor | None:
+    passes = shared_passes(tokens, lengths, inside)
+    return None if passes is None else response_hidden(body, *passes)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_a_plain_forward_and_its_gradients(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prompts, "WORTH_IT", 10.0)
     model = make_model(family)
     assert can_share(model)
     results = []
-    for function in (plain, response_hidden):
+    for function in (plain, shared):
         model.zero_grad()
         hidden = function(model.base_model, *batch())
         assert hidden is not None
@@ -60,14 +65,14 @@ def test_each_prompt_goes_through_once() -> None:
     model = make_model("llama")
     sizes: list[tuple[int, ...]] = []
     model.model.embed_tokens.register_forward_hook(lambda _, inputs, __: sizes.append(tuple(inputs[0].shape)))
-    assert response_hidden(model.model, *batch()) is not None
+    assert shared(model.model, *batch()) is not None
     assert sizes == [(3, 5), (12, 6)]  # a prompt's last token predicts the response's first: it is in the rows
 
 
 def test_prompts_of_their_own_take_a_plain_forward() -> None:
     tokens, lengths, inside = batch()
     tokens[:, 0] = torch.arange(len(tokens)) + 5
-    assert response_hidden(make_model("llama").model, tokens, lengths, inside) is None
+    assert shared(make_model("llama").model, tokens, lengths, inside) is None
 
 
 def test_a_model_whose_cache_changes_its_answers_is_found_out() -> None:

@@ -138,7 +138,7 @@ def test_the_critic_runs_for_values_alone(
     def fail(*_: object) -> None:
         raise AssertionError("no forward is needed")
 
-    monkeypatch.setattr(models["critic"], "forward", fail)
+    monkeypatch.setattr(models["critic"], "launch", fail)
     response = answer_to(models["critic"], Request(SCORING, requested), run)
     assert {name: array.tolist() for name, array in response.outputs.items()} == {requested[0]: [[0], [0]]}
     refused = answer_to(models["critic"], Request(SCORING, ["values"]), run)

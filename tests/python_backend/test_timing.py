@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 import types
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -36,10 +36,10 @@ def model(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             yield from ()
             return ScoringRows([np.zeros(10, np.int64)] * 3, 10)
 
-        def forward(self, model: None, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+        def launch(self, model: None, rows: list[np.ndarray], width: int) -> Callable[[], list[np.ndarray]]:
             assert self.go.wait(PATIENCE_S)
             clock.now += FORWARD_S
-            return [np.zeros(1)] * len(rows)
+            return lambda: [np.zeros(1)] * len(rows)
 
         def reply(self, done: Any) -> dict[str, np.ndarray]:
             return {"rewards": np.zeros((3, 1), np.float32)}

@@ -89,6 +89,9 @@ class Rig:
     def answers_inference(self, timeout_s: float) -> bool:
         return self.grpc
 
+    def num_instances(self, model: str) -> int:
+        return 1
+
     def statistics(self, model: str) -> Any:
         return SimpleNamespace(success_count=0, failure_count=self.failures)
 

@@ -63,27 +63,24 @@ def _text_prompts(config: RunConfig) -> Finding:
 
 def devices(config: RunConfig) -> Iterator[Finding]:
     """Check that torch can use the GPUs that the configuration names."""
-    served = config.served_sections.items()
-    named = {f"{key}.device": (section.device, section.tensor_parallel) for key, section in served}
-    if config.serves_critic:
-        named["trainer.device"] = (config.trainer.device, 1)
-    if config.has_actor:
-        named["actor.policy.device"] = (config.actor.policy.device, 1)
-    gpus = {key: (device, count) for key, (device, count) in named.items() if device != "cpu"}
-    if not gpus:
+    on_gpus = [place for place in config.places if place.cards]
+    if not on_gpus:
         return
     torch = importlib.import_module("torch")
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     cuda = torch.version.cuda
-    for key, (device, count) in gpus.items():
-        needed = int(device.partition(":")[2] or 0) + count
+    for place in on_gpus:
+        last = place.cards[-1]
+        needed = int(last.partition(":")[2]) + 1
         if needed > usable:
             found = (
                 f"torch, built for CUDA {cuda}, can use {usable}: update the driver if nvidia-smi shows a lower version"
                 if cuda
                 else "this torch is built for the CPU: install one that is built for CUDA"
             )
-            yield failed("devices", f"{key}: {device} needs {needed} GPU{'s'[: needed > 1]}; {found}, or set it to cpu")
+            yield failed(
+                "devices", f"{place.key}: {last} needs {needed} GPU{'s'[: needed > 1]}; {found}, or set it to cpu"
+            )
 
 
 def rendering(config: RunConfig) -> Iterator[Finding]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -11,13 +13,16 @@ import psutil
 
 from python_backend.config import ConfigError, RunConfig
 from python_backend.errors import RlhfError
-from tools.plan.role import GIB, Role, Sizes
+from tools.plan.nodes import placed_on_nodes, vllm_devices
+from tools.plan.role import CONTEXT, FRAGMENTATION, GIB, NCCL_BUFFERS, Role, Sizes
 from tools.plan.serving import served_role
 from tools.plan.traffic import shown, traffic_lines
 from tools.plan.training import policy_role, trainer_role
+from tools.server.vllm import memory_share
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CATEGORIES = [field.name for field in fields(Sizes)]
+VLLM = "vLLM"
 HEADINGS = {"cache": "KV cache"}
 REMEDIES = {  # section -> {largest part: settings that make it smaller}
     "actor": {
@@ -43,12 +48,19 @@ class PlanError(RlhfError):
 
 
 def dry_run(
-    config: RunConfig, *, device_gib: float | None, host_gib: float | None, say: Callable[[str], None] = print
+    config: RunConfig,
+    *,
+    num_devices: int | None = None,
+    device_gib: float | None,
+    host_gib: float | None,
+    say: Callable[[str], None] = print,
 ) -> None:
     """Print the memory and traffic of a run, and check that it fits. Starts and writes nothing.
 
     Args:
-        device_gib: memory of each GPU of the machine to plan for; None: that of this machine.
+        num_devices: GPUs of each machine to plan for; None: those of this machine, or with `device_gib` as many as the
+            run needs.
+        device_gib: memory of each of them; None: that of this machine's.
         host_gib: memory of its CPU; None: that of this machine.
 
     Raises:
@@ -56,7 +68,11 @@ def dry_run(
         ConfigError: a checkpoint has no usable config.json.
     """
     interpreter = psutil.Process().memory_info().rss  # torch and transformers are loaded: as large as each process
-    roles = roles_of(config)
+    if num_devices is None and device_gib is None:
+        import torch
+
+        num_devices = torch.cuda.device_count() or None
+    roles = roles_of(config, num_devices)
     for line in [*table(list(roles.values())), "", *traffic_lines(config, roles)]:
         say(line)
     server = config.server
@@ -65,14 +81,26 @@ def dry_run(
     say(f"ports on {server.host}: {', '.join(ports)}")
     say("")
     needs = needs_of(roles.values(), interpreter)
-    capacities = {device: _capacity(device, host_gib if device == "cpu" else device_gib) for device in needs}
-    for device, parts in needs.items():
-        say(f"{device}: {shown(sum(parts.values()))} of {shown(capacities[device])}")
+    for device in vllm_devices(config):
+        needs.setdefault(device, {})[VLLM] = 0
+    for device in needs:
+        if num_devices is not None and int(device.partition(":")[2] or 0) >= num_devices:
+            raise PlanError(f"{device} is not on a machine with {num_devices} GPUs; change it, or --num-devices")
+    capacities = {device: _capacity(device, host_gib if device.endswith("cpu") else device_gib) for device in needs}
+    for device in vllm_devices(config):
+        needs[device][VLLM] = int(memory_share(config) * capacities[device])
+    fill = {device: f"{shown(sum(parts.values()))} of {shown(capacities[device])}" for device, parts in needs.items()}
+    for line in device_lines(fill):
+        say(line)
     check(needs, capacities, roles)
 
 
-def roles_of(config: RunConfig) -> dict[str, Role]:
-    """Return every role of the run by its section; one whose checkpoint is missing says so in `unknown`."""
+def roles_of(config: RunConfig, num_devices: int | None = None) -> dict[str, Role]:
+    """Return every role of the run by its section; one whose checkpoint is missing says so in `unknown`.
+
+    Args:
+        num_devices: GPUs of each machine; None: as many as the run needs.
+    """
     makers: dict[str, tuple[Path, Callable[[], Role]]] = {
         "actor": (config.actor.policy.checkpoint, lambda: policy_role(config))
     }
@@ -80,7 +108,7 @@ def roles_of(config: RunConfig) -> dict[str, Role]:
         makers["trainer"] = (config.critic.checkpoint, lambda: trainer_role(config))
     for key, section in config.served_sections.items():
         makers[key] = (section.checkpoint, functools.partial(served_role, config, key))
-    return {key: _role(config, key, *maker) for key, maker in makers.items()}
+    return placed_on_nodes(config, {key: _role(config, key, *maker) for key, maker in makers.items()}, num_devices)
 
 
 def _role(config: RunConfig, key: str, folder: Path, make: Callable[[], Role]) -> Role:
@@ -100,6 +128,7 @@ def table(roles: Sequence[Role]) -> list[str]:
     for role in roles:
         if role.unknown:
             rows.append([role.key, "unknown"])
+        if not role.model:
             continue
         model = [role.key, role.model, f"{role.parameters / 1e6:,.1f} M", role.precision, _places(role)]
         sizes = [getattr(role.sizes, category) for category in CATEGORIES]
@@ -117,15 +146,28 @@ def _places(role: Role) -> str:
 
 def needs_of(roles: Iterable[Role], interpreter: int) -> dict[str, dict[str, int]]:
     """Return the bytes that each role needs on each device; `interpreter`: of each process itself, on the CPU."""
-    needs: dict[str, dict[str, int]] = {"cpu": {}}
-    processes = 0
+    needs: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for role in roles:
-        processes += role.processes
+        needs[role.at("cpu")]["processes"] += -(-role.processes // role.nodes) * interpreter
         for device in role.devices:
-            parts = needs.setdefault(device, {})
-            parts[role.key] = parts.get(role.key, 0) + role.sizes.total
-    needs["cpu"]["processes"] = processes * interpreter
-    return needs
+            parts = needs[role.at(device)]
+            if role.processes:
+                parts[role.key] += role.sizes.total
+            if device != "cpu":
+                parts["contexts"] += role.contexts * CONTEXT + role.has_group * NCCL_BUFFERS
+                parts["fragmentation"] += round(FRAGMENTATION * role.sizes.total)
+    return {device: dict(parts) for device, parts in needs.items()}
+
+
+def device_lines(texts: Mapping[str, str]) -> list[str]:
+    """Return a line for each device, and one for consecutive GPUs of a node with equal texts."""
+    lines = []
+    devices = sorted(texts, key=lambda device: (device.partition(":")[0], int(device.partition(":")[2] or 0)))
+    for text, group in itertools.groupby(devices, key=lambda device: (device.partition(":")[0], texts[device])):
+        first, *others = group
+        last = f"-{others[-1].rpartition(':')[2]}" if others else ""
+        lines.append(f"{first}{last}: {text[1]}{' each' if others else ''}")
+    return lines
 
 
 def check(needs: Mapping[str, Mapping[str, int]], capacities: Mapping[str, int], roles: Mapping[str, Role]) -> None:
@@ -134,7 +176,7 @@ def check(needs: Mapping[str, Mapping[str, int]], capacities: Mapping[str, int],
     for device, parts in needs.items():
         need = sum(parts.values())
         if need > capacities[device]:
-            key = max((key for key in parts if key in roles), key=lambda key: parts[key], default="")
+            key = max((key for key in parts if key in roles or key == VLLM), key=lambda key: parts[key], default="")
             problems.append(
                 f"{device} needs {shown(need)} of {shown(capacities[device])}: "
                 f"{', '.join(f'{k} {shown(v)}' for k, v in sorted(parts.items(), key=lambda part: -part[1]))}; "
@@ -147,6 +189,11 @@ def check(needs: Mapping[str, Mapping[str, int]], capacities: Mapping[str, int],
 def _remedy(key: str, roles: Mapping[str, Role]) -> str:
     if not key:
         return "use a larger machine"
+    if key == VLLM:
+        return (
+            f"most of it is that of {VLLM}: change actor.generation.vllm.cuda_devices, or add --gpu-memory-utilization "
+            "to actor.generation.vllm.arguments"
+        )
     largest = max(CATEGORIES, key=lambda category: getattr(roles[key].sizes, category))
     served = {
         "weights": f"{key}.dtype: bfloat16, {key}.tensor_parallel or another {key}.device",
@@ -160,7 +207,7 @@ def _capacity(device: str, given_gib: float | None) -> int:
     """Return the memory of a device in bytes. Raises PlanError if it is not on this machine."""
     if given_gib is not None:
         return int(given_gib * GIB)
-    if device == "cpu":
+    if device.endswith("cpu"):
         total = psutil.virtual_memory().total
         limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
         return total if limit == "max" else min(total, int(limit))

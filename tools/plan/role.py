@@ -8,6 +8,10 @@ GIB = 1 << 30
 # glibc's heap keeps gaps between the blocks of a forward and backward pass, and kernels use scratch memory. Measured
 # on a policy and a critic of 10 million parameters; docs/benchmarks.md has the ratios of other sizes.
 CPU_HEAP = 1.45
+# Estimates for a GPU, beside the tensors: none of them was measured on one.
+CONTEXT = int(0.6 * GIB)  # of each process on each GPU: the CUDA context, kernels and cuBLAS's workspaces
+NCCL_BUFFERS = GIB // 2  # of each rank of a group
+FRAGMENTATION = 0.05  # of the tensors: gaps between the allocator's blocks
 
 
 @dataclass(frozen=True)
@@ -42,19 +46,23 @@ class Role:
     """Number of parameters that are trained."""
     precision: str = ""
     devices: tuple[str, ...] = ("cpu",)
-    """Each of them needs `sizes`; `cpu` may occur several times."""
+    """Those of one node. Each of them needs `sizes`; `cpu` may occur several times."""
     processes: int = 1
+    """On all nodes."""
+    nodes: int = 1
+    node: str = ""
+    """Name of its nodes, if the roles of the run have nodes of their own."""
+    contexts: int = 1
+    """Most processes at the same time that use each device."""
+    has_group: bool = False
+    """Its processes exchange tensors."""
     notes: tuple[str, ...] = ()
     unknown: str = ""
     """Why nothing is known about the role; empty: everything is."""
 
-
-def devices_of(device: str, count: int = 1) -> tuple[str, ...]:
-    """Return the device of each of `count` processes that start at `device`: one GPU each, or all on the CPU."""
-    if device == "cpu":
-        return ("cpu",) * count
-    first = int(device.partition(":")[2] or 0)
-    return tuple(f"cuda:{first + i}" for i in range(count))
+    def at(self, device: str) -> str:
+        """Return the name of a device of its node in the whole plan."""
+        return f"{self.node} {device}".strip()
 
 
 def on_heap(sizes: Sizes, device: str) -> Sizes:

@@ -12,12 +12,13 @@ from python_backend.checkpoints.inspection import CheckpointError, inspect_check
 from python_backend.checkpoints.tensor_parallel import plan_key
 from python_backend.config import ModelSection, RunConfig
 from python_backend.config.live_models import live_models
+from python_backend.models.card.placement import devices_of
 from python_backend.models.collation import limits_of
 from python_backend.models.precision import use_bfloat16
 from tools.calibrate.calibration import cached
 from tools.plan.live_bytes import counting, model_bytes, num_bytes
 from tools.plan.models import causal_model, logprobs_of, placed, token_model, values_of
-from tools.plan.role import Role, Sizes, devices_of, on_heap
+from tools.plan.role import Role, Sizes, on_heap
 
 STORED = {"float32": "F32", "bfloat16": "BF16"}
 
@@ -45,8 +46,16 @@ def served_role(config: RunConfig, key: str) -> Role:
     shared = section.device == "cpu" and _is_mapped(key, section)
     weights = weights * (1 if shared else section.instances)
     sizes = on_heap(Sizes(weights=weights, activations=working * workers * section.instances), section.device)
-    if any(live.name == key for live in live_models(config)):  # the next version is loaded beside the served one
-        sizes = dataclasses.replace(sizes, copies=weights)
+    contexts = section.instances
+    if (versions := {model.name: model for model in live_models(config)}.get(key)) is not None:
+        swaps, reloads = versions.reload == "swap", key == "critic" and config.trainer.reload_on_save == "triton"
+        reloads = section.device != "cpu" and (reloads or not swaps)
+        # The next version is loaded beside the served one, or by a second process. If both happen, the allocator of the
+        # first process still has the memory of the version before.
+        sizes = dataclasses.replace(sizes, copies=weights * max(1, swaps + reloads))
+        contexts *= 1 + reloads
+        if swaps and reloads:
+            notes += ("trainer.reload_on_save: triton loads a third copy; `none` saves it",)
     if shared and section.instances > 1:
         notes += (f"{section.instances} instances share the weights",)
     return Role(
@@ -58,7 +67,9 @@ def served_role(config: RunConfig, key: str) -> Role:
         section.dtype,
         devices,
         processes,
-        (f"forward passes of {ids_shape[0]} rows x {longest} tokens, {workers} at a time", *notes),
+        contexts=contexts,
+        has_group=section.tensor_parallel > 1,
+        notes=(f"forward passes of {ids_shape[0]} rows x {longest} tokens, {workers} at a time", *notes),
     )
 
 

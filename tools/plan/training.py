@@ -16,11 +16,12 @@ from python_backend.config import ActorSection, PolicySection, RunConfig, Traine
 from python_backend.models.adamw import make_adamw
 from python_backend.models.adapters import Lora, with_adapters
 from python_backend.models.attention import use_attention
+from python_backend.models.card.placement import devices_of
 from python_backend.models.gradient_checkpointing import checkpoint_gradients, recomputing
 from python_backend.models.precision import FLASH_ATTENTION, computing, use_bfloat16
 from tools.plan.live_bytes import LiveBytes, counting, model_bytes, num_bytes
 from tools.plan.models import CPU, causal_model, has_linear_head, logprobs_of, placed, token_model, values_of
-from tools.plan.role import Role, Sizes, devices_of, on_heap
+from tools.plan.role import Role, Sizes, on_heap
 from trainer.trained_critic import prepare_for_training
 
 SMALLEST_8BIT, BLOCK_8BIT = 4096, 256  # defaults of bitsandbytes, in elements
@@ -31,6 +32,8 @@ def policy_role(config: RunConfig) -> Role:
     actor = config.actor
     trained = policy_training(actor)
     generating, whole = generation_sizes(actor)
+    if actor.generation.engine == "vllm":
+        generating = Sizes()
     update = trained.sizes
     # Update and generation take turns, unless one_step_off_policy lets them overlap.
     needs = (update.gradients + update.activations, generating.cache + generating.activations)
@@ -83,7 +86,8 @@ def policy_training(actor: ActorSection) -> Role:
         settings.precision,
         devices_of(settings.device, ranks),
         ranks,
-        (f"update of {rows} rows x {longest} tokens",),
+        has_group=ranks > 1,
+        notes=(f"update of {rows} rows x {longest} tokens",),
     )
 
 
@@ -136,7 +140,8 @@ def trainer_role(config: RunConfig) -> Role:
         settings.precision,
         devices_of(settings.device, ranks),
         ranks,
-        (f"update of {rows} rows x {longest} tokens",),
+        has_group=ranks > 1,
+        notes=(f"update of {rows} rows x {longest} tokens",),
     )
 
 

@@ -2,6 +2,8 @@
 
 Triton does neither: it continues to report ready, and answers every request to a dead model with an error. A model
 that works on a long request does not count as hung: its forward-pass counter increases, or its process uses the CPU.
+On a card only the counter says so: a process that waits for a card that hangs uses the CPU, too. Answers are no sign of
+life, since a model whose device is broken answers every request with an error at once.
 
 A process that is not scheduled for a few seconds (a busy or paused machine) is kept, unless a request waited for it
 meanwhile. After a second, server 2.51 fails that request and frees its memory without telling the process: when the
@@ -25,11 +27,12 @@ import psutil
 from tools.server.child import restart_pause_s
 from tools.server.model_loading import SCORING_OUTPUTS, probe
 from tools.server.tritonserver import TritonServer
-from trainer.control_plane import ControlPlaneError, LoadRefused, ModelLostRank, ModelProcessDied
+from trainer.control_plane import ControlPlaneError, LoadRefused, ModelFailed, ModelProcessDied, ModelUnusable
 
 PROBE_EVERY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
 IDLE_PROBE_S = 10.0  # between probes of a model that receives no requests
+FAILED_PROBES = 3  # in succession that the model answered with an error of its own, without a forward pass meanwhile
 MISSED_PROBES = 3  # in succession; fewer are no silence, however long the checks between them took
 SERVER_SILENT_S = 20.0  # no answer over HTTP, or none over gRPC: the server hangs
 STOPPED_S = 10.0  # no answer, and its process is stopped (SIGSTOP) or not scheduled: the model hangs
@@ -41,7 +44,9 @@ COMPUTING_CPU_SHARE = 0.2  # of one core, since the model stopped answering; abo
 STOP_S = 1.0  # longest wait for the thread of the checks to end
 WAITING = "nv_inference_pending_request_count"
 FORWARDS = "rlhf_forwards_total"
-PROGRESS = (FORWARDS, "nv_inference_exec_count", "nv_inference_request_success")
+LOST = "rlhf_lost_processes_total"
+CARD = "rlhf_card_bytes"  # only models on a card have it
+PROGRESS = ("nv_inference_exec_count", "nv_inference_request_success")  # of a model that counts no forward passes
 _SWITCHES = re.compile(r"ctxt_switches:\s*(\d+)")
 _METRIC = re.compile(r'^(\w+)\{[^}]*model="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
 
@@ -76,6 +81,13 @@ class _Watched:
     failures: int = 0
     """Requests that failed in Triton; it counts an error that the model itself sends as a success."""
     forwards: float | None = None
+    lost: float | None = None
+    """Processes of the model that had lost their device or a rank at the last load or before."""
+    num_instances: int = 0
+    """Processes that the model should have; 0: not known yet."""
+    errors: int = 0
+    """Probes in succession that were answered with an error."""
+    on_card: bool = False
     progress: tuple[float, ...] = ()
     silence: _Silence = field(default_factory=_Silence)
     cpu_s: float = 0.0
@@ -166,7 +178,7 @@ class ServerHealth:
     def _look_at(self, model: str, watched: _Watched, processes: Sequence[psutil.Process]) -> None:
         try:
             answers = self._answers(model, watched, processes)
-        except ModelLostRank as loss:  # its process holds memory that the next one may need, so it has to end first
+        except ModelUnusable as loss:  # its process holds memory that the next one may need, so it has to end first
             self._replace(model, watched, str(loss), unload=True)
             return
         except ModelProcessDied:
@@ -175,11 +187,15 @@ class ServerHealth:
             _kill(processes)  # if it runs again, a late answer ends the server, or it never answers again
             self._replace(model, watched, f"the process of {model} {why}")
             return
-        except ControlPlaneError:  # busy, being reloaded, or hung
-            answers = self._progresses(model, watched)
+        except ControlPlaneError as error:  # busy, being reloaded, failing, or hung
+            answers = self._progresses(watched, self._metrics(model), scores=model in SCORING_OUTPUTS)
+            watched.errors = 0 if answers or not isinstance(error, ModelFailed) else watched.errors + 1
+            if watched.errors >= FAILED_PROBES:
+                self._replace(model, watched, f"{model} answers with errors only ({error})", unload=True)
+                return
         watched.silence.record(answered=answers)
         if answers:
-            watched.replacements = 0
+            watched.replacements = watched.errors = 0
         elif watched.silence.missed == 1:
             watched.cpu_s = _cpu_s(processes)
         silent_s = watched.silence.seconds
@@ -197,12 +213,21 @@ class ServerHealth:
         Raises:
             ControlPlaneError: it does not answer the probe.
             ModelProcessDied: its process has ended, or Triton has given it up because it was not scheduled.
+            ModelUnusable: one of its processes has lost its device or a rank, or it has fewer processes than instances.
         """
         if not processes:
             raise ModelProcessDied(f"{model}: its process is gone")
+        found = self._metrics(model)
         if model not in SCORING_OUTPUTS:
-            return not _is_stopped(processes) and self._progresses(model, watched)
-        counts, forwards = self._control.statistics(model), self._metrics(model).get(FORWARDS)
+            return not _is_stopped(processes) and self._progresses(watched, found, scores=False)
+        watched.num_instances = watched.num_instances or self._control.num_instances(model)
+        if len(processes) < watched.num_instances:
+            raise ModelUnusable(f"{model} has {len(processes)} processes left of {watched.num_instances}")
+        lost, watched.on_card = found.get(LOST, 0.0), CARD in found
+        watched.lost = lost if watched.lost is None else watched.lost
+        if lost > watched.lost:
+            raise ModelUnusable(f"a process of {model} has lost its device or a rank")
+        counts, forwards = self._control.statistics(model), found.get(FORWARDS)
         before, failed = watched.successes, counts.failure_count > watched.failures
         moved = counts.success_count != before and forwards != watched.forwards
         watched.successes, watched.failures, watched.forwards = counts.success_count, counts.failure_count, forwards
@@ -216,12 +241,14 @@ class ServerHealth:
             watched.probe_at = time.monotonic() + IDLE_PROBE_S
         return True
 
-    def _progresses(self, model: str, watched: _Watched) -> bool:
-        """Return whether the model has made progress since the last check, or has nothing to do."""
-        found = self._metrics(model)
-        progress = tuple(found.get(name, 0.0) for name in PROGRESS)
+    def _progresses(self, watched: _Watched, found: Mapping[str, float], *, scores: bool) -> bool:
+        """Return whether a model with the metrics `found` has made progress since the last check.
+
+        If it does not score rows, also return True if it has nothing to do.
+        """
+        progress = tuple(found.get(name, 0.0) for name in ((FORWARDS,) if FORWARDS in found else PROGRESS))
         moved, watched.progress = progress != watched.progress, progress
-        return moved or (model not in SCORING_OUTPUTS and not found.get(WAITING))
+        return moved or (not scores and not found.get(WAITING))
 
     def _metrics(self, model: str) -> dict[str, float]:
         page = _METRIC.findall(get_page(self._server.section.metrics_url, "/metrics"))
@@ -234,6 +261,7 @@ class ServerHealth:
             return
         self._log(f"{reason}: reloading the model")
         watched.replacements += 1
+        watched.errors, watched.lost, watched.num_instances = 0, None, 0
         pause_s = restart_pause_s(watched.replacements + 1)
         try:
             timeout_s = self._server.section.load_timeout_s
@@ -252,7 +280,7 @@ class ServerHealth:
 def _longest_silence_s(processes: Sequence[psutil.Process], watched: _Watched, silent_s: float) -> float:
     if _is_stopped(processes):
         return STOPPED_S
-    computes = _cpu_s(processes) - watched.cpu_s > COMPUTING_CPU_SHARE * silent_s
+    computes = not watched.on_card and _cpu_s(processes) - watched.cpu_s > COMPUTING_CPU_SHARE * silent_s
     return COMPUTING_SILENT_S if computes else SILENT_S
 
 

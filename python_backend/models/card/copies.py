@@ -1,7 +1,8 @@
-"""Copies to a card that the host does not wait for."""
+"""Copies to and from a card that the host does not wait for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,6 +28,25 @@ def to_device(device: torch.device, *arrays: Array) -> tuple[Tensor, ...]:
         _view(part, tensor).copy_(tensor)
     copied = packed.to(device, non_blocking=True)
     return tuple(_view(part, tensor) for part, tensor in zip(copied.split(sizes), tensors, strict=True))
+
+
+def to_host(tensor: Tensor) -> Callable[[], np.ndarray[Any, Any]]:
+    """Start copying a tensor to the host; return a function that waits for the copy and returns it as an array.
+
+    The array shares memory with a tensor on the CPU.
+    """
+    if tensor.device.type == "cpu":
+        return tensor.numpy
+    array = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    array.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event(blocking=True)  # the wait uses no CPU time
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def wait() -> np.ndarray[Any, Any]:
+        copied.synchronize()
+        return array.numpy()
+
+    return wait
 
 
 def _view(part: Tensor, like: Tensor) -> Tensor:

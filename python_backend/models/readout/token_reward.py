@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +19,7 @@ from python_backend.checkpoints.inspection import (
     reward_head,
 )
 from python_backend.checkpoints.tokenization import load_tokenizer, single_tokens
+from python_backend.models.card.copies import to_host
 from python_backend.models.collation import collate
 from python_backend.models.heads import log_odds, merge_attributes, standardise
 from python_backend.models.loading import load_causal_model, load_token_model, read_head
@@ -54,20 +55,27 @@ class TokenRewardModel(RewardModel):
         self._head, self._merged, self._num_for, self._probability = head, weights, num_for, probability
 
     @torch.no_grad()
-    def rewards_and_scores(self, rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
-        """Return float32 `[n, 1 + A]`: the scores at the last token of each row, then the head's A own outputs."""
-        outputs = self._head.at_last(*collate(rows, self.model.device, width))
-        return torch.cat([self._scores(outputs), outputs], dim=1).cpu().numpy()
+    def launch_rewards(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], np.ndarray]:
+        """Launch a forward pass; return a function that waits for its results.
 
-    @torch.no_grad()
+        These are float32 `[n, 1 + A]`: the scores at the last token of each row, then the head's A own outputs.
+        """
+        outputs = self._head.at_last(*collate(rows, self.model.device, width))
+        return to_host(torch.cat([self._scores(outputs), outputs], dim=1))
+
     def token_scores(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
         """Return a score float32 `[length_i]` at every token of each row (int64 `[length_i]`).
 
         Runs one forward pass, padded to `width`.
         """
+        return self.launch_token_scores(rows, width)()
+
+    @torch.no_grad()
+    def launch_token_scores(self, rows: Sequence[np.ndarray], width: int | None) -> Callable[[], list[np.ndarray]]:
+        """Launch the forward pass of `token_scores`; return a function that waits for its results."""
         ids, attention, _ = collate(rows, self.model.device, width)
-        scores = self._scores(self._head(ids, attention)).squeeze(-1).cpu().numpy()
-        return [scores[i, : row.size] for i, row in enumerate(rows)]
+        scores = to_host(self._scores(self._head(ids, attention)).squeeze(-1))
+        return lambda: [row_scores[: row.size] for row_scores, row in zip(scores(), rows, strict=True)]
 
     def _scores(self, outputs: Tensor) -> Tensor:
         """Return the scores `[..., 1]` of the head's outputs `[..., A]`."""

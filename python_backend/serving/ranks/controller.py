@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from python_backend.parallel.tensor_parallel import OtherRankLost, RankGroup, rank_device, release
+from python_backend.models.card.placement import device_of
+from python_backend.parallel.tensor_parallel import OtherRankLost, RankGroup, existing, release
 from python_backend.rewards.pool import interpreter
 from python_backend.serving.ranks.loaders import Model
 from python_backend.serving.ranks.process import load_part
@@ -42,14 +43,14 @@ class ServingRanks:
         """Start the other ranks and return once they have joined. Call in the main thread, which must outlive them.
 
         Args:
-            device: device of rank 0, as in `RankGroup`.
+            device: of the model; see `python_backend.models.card.placement`.
             threads: torch threads of each rank.
             lost: called in any thread with the reason, once, if a rank ends or a forward pass fails.
 
         Raises:
             CheckpointError: there are not enough devices.
         """
-        rank_device(device, size - 1)
+        existing(device_of(device, size - 1))
         self._lost = lost
         self._closing = threading.Lock()  # held for ever by the first of `close` and `_end`
         self._closed = threading.Event()
@@ -63,8 +64,8 @@ class ServingRanks:
         self._processes: list[subprocess.Popen[bytes]] = []
         rendezvous = self._folder / "rendezvous"
         for rank in range(1, size):
-            self._start(rank, [str(size), str(threads), device, str(rendezvous)])
-        self._group = RankGroup(0, size, device, rendezvous)
+            self._start(rank, [str(size), str(threads), device_of(device, rank), str(rendezvous)])
+        self._group = RankGroup(0, size, device_of(device, 0), rendezvous)
 
     @property
     def pids(self) -> list[int]:
@@ -93,7 +94,9 @@ class ServingRanks:
         """Run the block, which is rank 0's forward pass, while the other ranks run theirs. One at a time."""
         with self._forwards:
             try:
-                self._send(op="forward", key=self._keys[model], rows=[row.tolist() for row in rows], width=width)
+                lengths = [row.size for row in rows]
+                tokens = np.concatenate(rows).astype(np.int64).tobytes()
+                self._send(tokens, op="forward", key=self._keys[model], lengths=lengths, width=width)
                 yield
             except Exception as error:  # the ranks are out of step now, whatever the cause
                 self._closed.wait(WATCHER_S)
@@ -126,13 +129,15 @@ class ServingRanks:
         self._processes.append(process)
         threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
 
-    def _send(self, **message: Any) -> None:
+    def _send(self, *payload: bytes, **message: Any) -> None:
+        """Send a message to the other ranks, as JSON, and the payload after it."""
         unused = [self._unused.popleft() for _ in range(len(self._unused))]
         data = json.dumps({**message, "unused": unused}).encode()
         with self._sending:  # loads and forward passes are announced by different threads
             for connection in self._connections:
                 try:
-                    connection.send_bytes(data)
+                    for each in (data, *payload):
+                        connection.send_bytes(each)
                 except OSError as error:
                     raise OtherRankLost(str(error)) from error
 

@@ -12,7 +12,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from python_backend.models.card.streams import staging
 from python_backend.models.modeling import CriticModel, RewardModel, quiet_transformers
 from python_backend.parallel.tensor_parallel import RankGroup, release
 from python_backend.serving.allocator import keep_freed_memory
@@ -38,7 +39,7 @@ def load_part(group: RankGroup, loader: str, folder: Path, served: Model | None,
     """
     model: Any = None
     try:
-        with group.together():
+        with group.together(), staging(group.device):  # a new thread would start on the first card
             model = load_model(loader, folder, served, {**options, "group": group})
     except Exception:
         if model is not None:
@@ -65,8 +66,11 @@ class Rank:
         self._models: dict[int, Model] = {}
         self._loaded = threading.Condition()
 
-    def execute(self, message: dict[str, Any]) -> None:
-        """Execute one message. Raises an exception if this rank is then out of step with the others."""
+    def execute(self, message: dict[str, Any], payload: Callable[[], bytes]) -> None:
+        """Execute one message. Raises an exception if this rank is then out of step with the others.
+
+        `payload`: reads the tokens of all rows, int64, which follow the message of a forward pass.
+        """
         for key in message["unused"]:
             model = self._models.pop(key, None)
             if model is not None:  # None: this rank had refused it
@@ -74,9 +78,8 @@ class Rank:
         if message["op"] == "load":
             threading.Thread(target=self._load, args=(message,), name="load", daemon=True).start()
         else:
-            forward(
-                self._model(message["key"]), [np.asarray(row, np.int64) for row in message["rows"]], message["width"]
-            )
+            rows = np.split(np.frombuffer(payload(), np.int64), np.cumsum(message["lengths"])[:-1])
+            forward(self._model(message["key"]), rows, message["width"])
 
     def _load(self, message: dict[str, Any]) -> None:
         served = None if message["served"] is None else self._model(message["served"])
@@ -116,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             message = json.loads(connection.recv_bytes())
         except EOFError:
             return 0
-        rank.execute(message)
+        rank.execute(message, connection.recv_bytes)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +53,7 @@ class Follower:
         name: str = "critic",
         log_error: Callable[[str], None],
         count: Callable[[int, bool], None] = lambda number, rejected: None,
+        freed: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -60,6 +62,7 @@ class Follower:
             name: name of the model in `tools weights --model`.
             count: called with (version number, whether it was rejected), for the first version and for each later
                 version that was swapped in or rejected.
+            freed: called once the model of a version that is no longer served was freed.
         """
         self._store = store
         self._instance = instance
@@ -67,7 +70,8 @@ class Follower:
         self._rollback = f"`python -m tools weights rollback --model {name}` serves an older version"
         self._swaps = swaps
         self._log_error = log_error
-        self._count = count
+        self._count, self._freed = count, freed
+        self._replaced: weakref.ref[Version] | None = None  # the version that was served before, until it is freed
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="weights-watcher", daemon=True)
         self._staged: Version | None = None
@@ -129,6 +133,9 @@ class Follower:
                     self._look()
                 if self._untold is not None:
                     self._tell(self._untold)
+                if self._replaced is not None and self._replaced() is None:
+                    self._replaced = None
+                    self._freed()
                 if time.monotonic() - touched > TOUCH_INTERVAL_S:
                     touched = time.monotonic()
                     self._store.records.touch(self._record)
@@ -193,6 +200,7 @@ class Follower:
                 ServingRecord.of_this_process(self._instance, previous, previous=previous, rejected=number, error=error)
             )
         else:
+            self._replaced = weakref.ref(self.version)
             self.version = staged
             swap_ms = (time.monotonic() - start) * 1000
             self._tell(ServingRecord.of_this_process(self._instance, number, previous=previous, swap_ms=swap_ms))

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from python_backend.models.canary import canary_outputs, canary_row, check_canary
+from python_backend.models.card.streams import staging
 from python_backend.serving.torch_scoring import TorchScoringModel
 from python_backend.serving.triton import Gauge, MetricCounters, log, log_error
 from python_backend.serving.versions.follower import Follower, Version
@@ -48,6 +50,7 @@ class StoredModel(TorchScoringModel):
             name=name,
             log_error=log_error,
             count=self._count,
+            freed=torch.cuda.empty_cache if self.device.type == "cuda" else lambda: None,
         )
         follower.start()
         version = follower.version
@@ -71,13 +74,14 @@ class StoredModel(TorchScoringModel):
         return self._fixed if self._follower is None else self._follower.version
 
     def _load(self, folder: Path, served: Any) -> Any:
-        model = self.load_version(folder, served)
-        canary = self._store.manifest(int(folder.name)).canary
-        if canary is not None:  # several ranks wrote the version, and none of them has loaded it whole
-            row = canary_row(model)
-            with self.on_all_ranks(model, [row], row.size):
-                values = canary_outputs(model)
-            check_canary(model, values, canary)
+        with self.blaming_the_device(), staging(self.device):
+            model = self.load_version(folder, served)
+            canary = self._store.manifest(int(folder.name)).canary
+            if canary is not None:  # several ranks wrote the version, and none of them has loaded it whole
+                row = canary_row(model)
+                with self.on_all_ranks(model, [row], row.size):
+                    values = canary_outputs(model)
+                check_canary(model, values, canary)
         return model
 
     def _count(self, number: int, rejected: bool) -> None:

@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def default_to_cards() -> None:
-    """Make `cuda` the default of each `device` in the configuration, in this process."""
+    """Make `cuda` the default of each `device` in the configuration, and float32 that of each precision."""
     from python_backend.config import RunConfig
     from python_backend.config.sections import Section
 
@@ -45,6 +45,8 @@ def default_to_cards() -> None:
                 field.default = type(field.default)()
             elif name == "device":
                 field.default = "cuda"
+            elif name in ("precision", "dtype"):
+                field.default = "float32"  # not `auto`: tests that name none compare closer than bfloat16 allows
         section.model_rebuild(force=True)
 
     change(RunConfig)

@@ -1,0 +1,38 @@
+"""Loads a served model from its rendered configuration into the test's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from python_backend.config import RunConfig
+from tools.render_configs import MODULES, parse_config, render_configs
+
+
+@contextlib.contextmanager
+def served_model(config: RunConfig, model: str, **args: str) -> Iterator[Any]:
+    """Serve `model` until the block ends; `args` are further arguments that Triton passes to `initialize`."""
+    interval = sys.getswitchinterval()
+    rendered = parse_config(model, render_configs(config)[model])
+    parameters = {key: {"string_value": item.string_value} for key, item in rendered.parameters.items()}
+    served = importlib.import_module(MODULES[model]).TritonPythonModel()
+    with pytest.MonkeyPatch.context() as patch:
+        torch_scoring = importlib.import_module("python_backend.serving.torch_scoring")
+        patch.setattr(torch_scoring, "keep_freed_memory", lambda: None)  # it cannot be taken back
+        patch.setattr(torch_scoring.signal, "alarm", lambda seconds: None)  # after the device was lost
+        served.initialize(
+            {
+                "model_config": json.dumps({"name": model, "parameters": parameters}),
+                "model_instance_name": f"{model}_0_0",
+                **args,
+            }
+        )
+        yield served
+        served.finalize()
+    sys.setswitchinterval(interval)
