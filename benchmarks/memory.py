@@ -125,7 +125,7 @@ def config_of(
     scoring = {"workers": 1, "threads": 1, "token_budget": budget, **served}
     return RunConfig.model_validate(
         {
-            "run": {"dir": folder / "run"},
+            "run": {"dir": folder / "run", "share_cards": True},
             "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
             "reward": {"checkpoint": folder / "reward", **scoring},
             "critic": {"checkpoint": folder / "critic", **scoring},

@@ -32,7 +32,6 @@ from python_backend.models.modeling import load_reward, quiet_transformers
 from python_backend.store.jsonl import append_jsonl
 from python_backend.store.weights import WeightsStore
 from python_backend.wire import contract
-from tools.render_configs import MODULES, parse_config, render_configs
 from trainer.critic_update import CriticUpdate
 from trainer.publish import copy_checkpoint, initialise_store
 from trainer.trained_critic import build_critic
@@ -128,7 +127,7 @@ def served_score(job: Job) -> Found:
     exact = direct(torch.float32)
     scores = [direct(torch.bfloat16)]
     for dtype in ("bfloat16", "float32"):
-        with served(job.config(dtype=dtype), contract.REWARD_MODEL) as send:
+        with served(job.config(dtype=dtype), contract.REWARD_MODEL, contract.REWARDS) as send:
             scores.append(send(rows)[contract.REWARDS])
     own, bf16, fp32 = (float(np.abs(found - exact).max() / exact.std()) for found in scores)
     yield Target("float32: error of served scores", fp32, None, FP32_ERROR)
@@ -144,7 +143,7 @@ def scoring(job: Job) -> Found:
             yield Target(model, None, detail=f"skipped: needs {HUGE_GIB} GiB of the card's memory")
             continue
         config = job.config(model, algorithm="reinforce++")
-        with served(config, contract.REWARD_MODEL) as send, ThreadPoolExecutor(IN_FLIGHT) as threads:
+        with served(config, contract.REWARD_MODEL, contract.REWARDS) as send, ThreadPoolExecutor(IN_FLIGHT) as threads:
             one_each = partial(threads.map, lambda row, send=send: send([row]))
             list(one_each(rows[:IN_FLIGHT]))
             seconds, _ = timed(partial(lambda replies: list(replies(rows)), one_each))
@@ -197,7 +196,10 @@ def swap(job: Job) -> Found:
     initialise_store(store, config.critic, run_id="check")
     write = partial(copy_checkpoint, store.folder(0))
     version = store.add(write, run_id="check", step=1, parent=0, epoch=0, reuse=False).version
-    with served(config, contract.CRITIC) as send, ThreadPoolExecutor(8) as threads:
+    with (
+        served(config, contract.CRITIC, contract.VALUES, contract.WEIGHTS_VERSION) as send,
+        ThreadPoolExecutor(8) as threads,
+    ):
 
         def replies() -> list[tuple[float, Any]]:
             return list(threads.map(lambda row: timed(lambda: send([row])), make_trace(32)))
@@ -280,7 +282,10 @@ def mixed_requests(job: Job) -> Found:
     for i in range(0, count, BAD_EVERY):
         bad = bad_requests(pool[chosen[i][0]])
         requests[i] = bad[i // BAD_EVERY % len(bad)]
-    with served(job.config(dtype="float32"), contract.REWARD_MODEL) as send, ThreadPoolExecutor(16) as threads:
+    with (
+        served(job.config(dtype="float32"), contract.REWARD_MODEL, contract.REWARDS) as send,
+        ThreadPoolExecutor(16) as threads,
+    ):
         alone = np.concatenate([send([row])[contract.REWARDS] for row in pool])
         replies = list(threads.map(send, requests))
     good = {i: reply for i, reply in enumerate(replies) if i % BAD_EVERY and isinstance(reply, dict)}
@@ -314,30 +319,24 @@ def inputs_of(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @contextlib.contextmanager
-def served(config: RunConfig, name: str) -> Iterator[Callable[[Any], Any]]:
-    """Load a served model into this process, from its rendered configuration, with the tests' stand-in for Triton.
+def served(config: RunConfig, name: str, *outputs: str) -> Iterator[Callable[[Any], Any]]:
+    """Load a served model into this process as the project's tests do, with their stand-in for Triton's module.
 
     Yields a function that sends a request, given as token rows or inputs by name, and returns the outputs by name, or
     the error of a request that was refused. It may be called from any thread.
     """
     os.environ.setdefault("TRITON_SERVER_VERSION", "none")  # the wheel's tritonserver refuses NumPy 2, the stand-in not
-    sys.path.append(str(ROOT / "tests" / "support" / "stub"))
-    rendered = parse_config(name, render_configs(config)[name])
-    parameters = {key: {"string_value": item.string_value} for key, item in rendered.parameters.items()}
-    outputs = [output.name for output in rendered.output]
+    sys.path += [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "support" / "stub")]
     make = importlib.import_module("triton_python_backend_utils").Request
-    model = importlib.import_module(MODULES[name]).TritonPythonModel()
-    instance = {"model_instance_name": f"{name}_0", "model_instance_device_id": "0"}
-    model.initialize({"model_config": json.dumps({"name": name, "parameters": parameters}), **instance})
+    with importlib.import_module("served_model").served_model(config, name, model_instance_device_id="0") as model:
 
-    def send(sent: Any) -> Any:
-        request = make(sent if isinstance(sent, dict) else inputs_of(sent), outputs)
-        model.execute([request])
-        reply = request.responses.get(timeout=REPLY_S)
-        return reply.outputs if reply.error is None else reply.error
+        def send(sent: Any) -> Any:
+            request = make(sent if isinstance(sent, dict) else inputs_of(sent), outputs)
+            model.execute([request])
+            reply = request.responses.get(timeout=REPLY_S)
+            return reply.outputs if reply.error is None else reply.error
 
-    yield send
-    model.finalize()
+        yield send
 
 
 if __name__ == "__main__":  # the part, its job, and the file to which each number is appended as a line of JSON
