@@ -1,4 +1,4 @@
-"""`make test-device` runs this folder on simulated cards; on a real one, what does not need the simulation's counters."""
+"""`make test-device` runs this folder on simulated cards; on a real one, those files run that need no simulation."""
 
 import sys
 from pathlib import Path
