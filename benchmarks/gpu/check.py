@@ -70,7 +70,7 @@ OPTIONS = {
     "device": Option("auto", "cuda, cpu, or auto: cuda if there is a GPU", known=("auto", "cuda", "cpu")),
     "parts": Option(list(PARTS), f"any of {', '.join(PARTS)}", known=PARTS),
     "minutes": Option(8.0, "time for all parts together; what is left then is skipped"),
-    "patience": Option(1.0, "factor on the time limit of each part"),
+    "patience": Option(1.0, "factor on the time limit of each part", quick=3.0),
     "tests": Option("tests/device", "arguments of pytest for device_tests"),
 }
 
