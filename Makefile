@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr test test-all test-device test-repeated test-trl test-judge test-vllm test-monitoring check format docs clean
+.PHONY: demo demo-llm demo-rlvr test test-all test-device gpu-check test-repeated test-trl test-judge test-vllm test-monitoring check format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/demo.yaml run.seed=$(SEED)
@@ -35,6 +35,11 @@ test-device: $(INSTALLED)
 		$(PYTEST) -n 2 -p simulated_cuda.plugin -m "not slow" \
 		--ignore tests/python_backend/test_config.py \
 		--ignore tests/python_backend/test_card_placement.py $(DEVICE_TESTS)
+
+# A real GPU: whether everything works there, and how fast, in at most eight minutes; without one, tiny models on the
+# CPU. Uses the environment of PYTHON as it is, because its torch must be one for the card.
+gpu-check:
+	$(PYTHON) -m tools bench gpu --out runs/gpu-check
 
 # Hours: five runs of each Python in a fresh clone, two of them beside busy loops; PYTHONS="python3.11 ...": only those.
 test-repeated:

@@ -30,6 +30,7 @@ BENCHMARKS = {
     "publish": ("benchmarks.publish", "memory and time of publishing a critic that is sharded over several ranks"),
     "memory": ("benchmarks.memory", "memory that the dry run predicts, compared with the measured peak"),
     "update": ("benchmarks.update", "throughput of the critic update, compared with the same update on padded rows"),
+    "gpu": ("benchmarks.gpu.check", "whether everything works on this machine's GPU, and how fast it is there"),
 }
 
 
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
     """Measure and report, or only report with `--report-only`.
 
-    Return 0 even if targets are missed, 2 on errors, 130 after SIGINT or SIGTERM.
+    Return 0 even if targets are missed, unless the benchmark itself says that it failed; 2 on errors, 130 after SIGINT
+    or SIGTERM.
     """
     settings = parse_arguments(name, benchmark, argv)
     out = settings.report_only or settings.out
@@ -62,11 +64,12 @@ def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
     try:
         if settings.report_only is None:
             _measure(benchmark, settings, out)
-        print(report(benchmark, json.loads((out / "result.json").read_text()), out))
+        result = json.loads((out / "result.json").read_text())
+        print(report(benchmark, result, out))
     except KeyboardInterrupt:
         print(f"stopped; `--report-only {out}` reports on the samples in {out}/result.json so far", file=sys.stderr)
         return 130
-    return 0
+    return int(getattr(benchmark, "has_failed", lambda _: False)(result))
 
 
 def parse_arguments(name: str, benchmark: Benchmark, argv: Sequence[str]) -> argparse.Namespace:
@@ -88,7 +91,8 @@ def report(benchmark: Benchmark, result: Result, out: Path) -> str:
     result["targets"] = [{**dataclasses.asdict(target), "verdict": target.verdict} for target in judged]
     Record(out, result).save()
     tables = [result["summary"]] if isinstance(result["summary"], list) else []
-    text = "\n\n".join(markdown(rows) for rows in [*tables, targets_table(judged)] if rows)
+    pieces = getattr(benchmark, "sections", lambda _: [*tables, targets_table(judged)])(result)
+    text = "\n\n".join(piece if isinstance(piece, str) else markdown(piece) for piece in pieces if piece)
     (out / "report.md").write_text(text + "\n")
     getattr(benchmark, "draw", lambda *_: None)(result, out)
     return text
@@ -100,7 +104,7 @@ def targets_table(targets: Sequence[Target]) -> list[dict[str, Any]]:
         {
             "": target.verdict,
             "target": target.name,
-            "must be": _limits(target.low, target.high),
+            "must be": target.limits,
             "where": target.detail,
             "measured": target.value,
         }
@@ -130,12 +134,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _limits(low: float | None, high: float | None) -> str:
-    if low is not None and high is not None:
-        return f"{low:g} to {high:g}"
-    return f">= {low:g}" if low is not None else f"<= {high:g}" if high is not None else ""
 
 
 def _measure(benchmark: Benchmark, settings: argparse.Namespace, out: Path) -> None:

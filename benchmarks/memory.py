@@ -1,4 +1,4 @@
-"""Benchmark of the dry run: the memory that it predicts for each role against the measured peak, on the CPU.
+"""Benchmark of the dry run: the memory that it predicts for each role against the measured peak.
 
 Each role runs in a process of its own, with rows of the longest length, so that it does what the plan counts.
 """
@@ -10,6 +10,7 @@ import gc
 import json
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,18 @@ SHAPES = {  # layers, width, feed-forward size
     "20m": (8, 384, 1280),
     "60m": (12, 512, 2048),
     "125m": (12, 768, 3072),
+    "1b": (16, 2048, 8192),
+    "8b": (32, 4096, 14336),
 }
+LLAMA_3 = {
+    "vocab_size": 128_256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+}
+LARGE: dict[str, dict[str, Any]] = {"1b": {**LLAMA_3, "tie_word_embeddings": True}, "8b": LLAMA_3}
+"""What the models of Llama 3's shape have besides their entry in `SHAPES`."""
+KINDS = ("policy", "reward", "critic")
 ROLES = ("actor", "generation", "trainer", "reward", "critic")
 WARM_UP = "warm-up"
 NEAR = 0.15
@@ -38,6 +50,7 @@ OPTIONS = {
     "models": Option(["5m", "20m", "60m"], f"any of {', '.join(SHAPES)}", quick=["2m"], known=SHAPES),
     "roles": Option(list(ROLES), f"any of {', '.join(ROLES)}", known=ROLES),
     "budget": Option(1024, "tokens in one forward pass"),
+    "device": Option("cpu", "device of the roles, in bfloat16 unless it is the CPU"),
 }
 
 
@@ -46,55 +59,85 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
     from benchmarks.support.children import output_of  # aiohttp: not in the processes that are measured
 
     with tempfile.TemporaryDirectory() as scratch:
-        make_checkpoints(WARM_UP, Path(scratch) / WARM_UP)
+        make_checkpoints(WARM_UP, Path(scratch) / WARM_UP, device=settings.device)
         for model in settings.models:
             folder = Path(scratch) / model
-            make_checkpoints(model, folder)
+            make_checkpoints(model, folder, device=settings.device)
             for role in settings.roles:
-                command = [sys.executable, "-m", "benchmarks.memory", role, str(folder), str(settings.budget)]
+                arguments = [role, str(folder), str(settings.budget), settings.device]
+                command = [sys.executable, "-m", "benchmarks.memory", *arguments]
                 sample = json.loads(output_of(f"{role} of {model}", command).splitlines()[-1])
                 record.add({"model": model, "role": role, **sample})
                 record.say(f"{model}  {role}: planned {sample['planned_mb']:.0f}, peak {sample['peak_mb']:.0f} MB")
 
 
-def make_checkpoints(model: str, folder: Path) -> None:
-    """Write a policy, a reward model and a critic with random weights."""
+def make_checkpoints(model: str, folder: Path, *, device: str = "cpu", kinds: Sequence[str] = KINDS) -> None:
+    """Write a policy, a reward model and a critic of the reward's weights, or those in `kinds`, with random weights.
+
+    Policy and reward model are made on the device, and stored in bfloat16 unless it is the CPU.
+    """
+    import torch
+
     from python_backend.models.modeling import load_critic, save_critic
 
     layers, width, feed_forward = SHAPES.get(model, (1, 64, 64))
+    shape = {
+        "vocab_size": 4096,
+        "hidden_size": width,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+        "num_key_value_heads": width // 64,
+        "max_position_embeddings": 512,
+        **LARGE.get(model, {}),
+    }
     for kind in ("policy", "reward"):
-        random_llama(
-            kind,
-            seed=0,
-            vocab_size=4096,
-            hidden_size=width,
-            intermediate_size=feed_forward,
-            num_hidden_layers=layers,
-            num_attention_heads=width // 64,
-            num_key_value_heads=width // 64,
-            max_position_embeddings=512,
-        ).save_pretrained(folder / kind)
-        trace_tokenizer().save_pretrained(folder / kind)
-    (folder / "critic").mkdir()
-    save_critic(load_critic(folder / "reward"), folder / "critic")  # as its versions are stored
+        if kind in kinds:
+            torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
+            with torch.device(device):
+                random = random_llama(kind, seed=0, **shape)
+            torch.set_default_dtype(torch.float32)
+            random.save_pretrained(folder / kind)
+            trace_tokenizer().save_pretrained(folder / kind)
+    if "critic" in kinds:
+        (folder / "critic").mkdir(exist_ok=True)
+        save_critic(load_critic(folder / "reward"), folder / "critic")  # as its versions are stored
+        trace_tokenizer().save_pretrained(folder / "critic")
 
 
-def config_of(folder: Path, budget: int) -> RunConfig:
-    """Return the run whose roles are measured."""
-    served = {"workers": 1, "threads": 1, "token_budget": budget}
+def config_of(
+    folder: Path,
+    budget: int,
+    *,
+    served: Mapping[str, Any] = {},
+    trained: Mapping[str, Any] = {},
+    rows: int = ROWS,
+    max_new_tokens: int = RESPONSE,
+    algorithm: str = "ppo",
+) -> RunConfig:
+    """Return the run whose roles are measured.
+
+    Args:
+        served: further settings of reward and critic.
+        trained: further settings of policy and critic trainer.
+        rows: responses of a rollout, all generated at once, and all in one minibatch.
+    """
+    scoring = {"workers": 1, "threads": 1, "token_budget": budget, **served}
     return RunConfig.model_validate(
         {
-            "run": {"dir": folder / "run"},
-            "reward": {"checkpoint": folder / "reward", **served},
-            "critic": {"checkpoint": folder / "critic", **served},
-            "trainer": {"token_budget": budget, "global_batch_size": ROWS},
+            "run": {"dir": folder / "run", "share_cards": True},
+            "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
+            "reward": {"checkpoint": folder / "reward", **scoring},
+            "critic": {"checkpoint": folder / "critic", **scoring},
+            "trainer": {"token_budget": budget, "global_batch_size": rows, **trained},
             "actor": {
-                "rollout_size": ROWS,
-                "policy": {"checkpoint": folder / "policy", "token_budget": budget},
+                "rollout_size": rows,
+                "algorithm": {"name": algorithm},
+                "policy": {"checkpoint": folder / "policy", "token_budget": budget, **trained},
                 "prompts": {"max_tokens": PROMPT},
-                "generation": {"max_new_tokens": RESPONSE, "batch_size": ROWS},
+                "generation": {"max_new_tokens": max_new_tokens, "batch_size": rows},
                 "kl": {"coef": 0.0},
-                "update": {"minibatch_size": ROWS},
+                "update": {"minibatch_size": rows},
                 "validation": {"size": 0},
             },
         }
@@ -146,11 +189,11 @@ def _serve(role: str, config: RunConfig, rows: list[np.ndarray]) -> None:
 
     keep_freed_memory()
     if role == "reward":
-        reward = load_reward(config.reward.checkpoint)
+        reward = load_reward(config.reward.checkpoint, device=config.reward.device, dtype=config.reward.dtype)
         for _ in range(3):
             reward.score(rows)
         return
-    critic = load_critic(config.critic.checkpoint)
+    critic = load_critic(config.critic.checkpoint, device=config.critic.device, dtype=config.critic.dtype)
     critic.values(rows)
     following = critic.with_weights(config.critic.checkpoint)
     following.check_finite()
@@ -162,53 +205,77 @@ def _run_policy(role: str, config: RunConfig, rows: list[np.ndarray]) -> None:
     """Generate, or train as the actor does: in a thread."""
     import torch
 
-    from actor.algorithms.methods import Method
-    from actor.data.rollout import PPOBatch, Prompt
+    from actor.data.rollout import Prompt
     from actor.policy.policy import Policy
-    from actor.policy.update import PolicyUpdate
 
     policy = Policy.of(config.actor)
     if role == "generation":
         policy.generate([Prompt(str(i), "", row[:PROMPT]) for i, row in enumerate(rows)], seed=0)
         return
-    weights = torch.zeros(ROWS, rows[0].size - 1)
-    weights[:, PROMPT - 1 :] = 1.0
-    zeros = torch.zeros_like(weights)
-    batch = PPOBatch(
-        torch.from_numpy(np.stack(rows)),
-        torch.full((ROWS,), rows[0].size),
-        weights,
-        weights,
-        zeros,
-        None,
-        weights,
-        zeros,
-        zeros,
-        None,
-    )
-    training = PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
+    batch = batch_of(torch.from_numpy(np.stack(rows)), torch.full((ROWS,), rows[0].size))
+    training = policy_update(config, policy)
     with ThreadPoolExecutor(1) as thread:
         for _ in range(2):
             thread.submit(training.run, batch, seed=0, kl_coef=0.0).result()
 
 
+def policy_update(config: RunConfig, policy: Any) -> Any:
+    """Return the policy's update as the run makes it."""
+    from actor.algorithms.methods import Method
+    from actor.policy.update import PolicyUpdate
+
+    return PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
+
+
+def batch_of(tokens: Any, lengths: Any) -> Any:
+    """Return a training batch of `tokens` `[B, S]` whose rows have prompts of `PROMPT` tokens; all advantages are 1."""
+    import torch
+
+    from actor.data.rollout import PPOBatch
+
+    weights = torch.zeros(tokens.shape[0], tokens.shape[1] - 1)
+    weights[:, PROMPT - 1 :] = 1.0
+    zeros = torch.zeros_like(weights)
+    return PPOBatch(tokens, lengths, weights, weights, zeros, None, weights, zeros, zeros, None)
+
+
 def main() -> None:
-    """Run the role, folder and token budget in `sys.argv`; print its planned and measured megabytes as JSON."""
+    """Run the role, folder, token budget and device in `sys.argv`; print planned and measured megabytes as JSON."""
     import torch
 
     from python_backend.models.modeling import quiet_transformers
 
-    role, folder, budget = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    role, folder, budget, device = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     quiet_transformers()
     torch.set_num_threads(1)
-    config = config_of(folder, budget)
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    served, trained = {"device": device, "dtype": dtype}, {"device": device, "precision": dtype}
+    config = config_of(folder, budget, served=served, trained=trained)
     planned = planned_bytes(role, config)
-    run_role(role, config_of(folder.parent / WARM_UP, budget))  # imports libraries and lets them allocate their own
+    warm_up = config_of(folder.parent / WARM_UP, budget, served=served, trained=trained)
+    run_role(role, warm_up)  # imports libraries and lets them allocate their own
     gc.collect()
-    reset_peak_rss()
-    before = peak_rss_bytes()
+    before = reset_peak(device)
     run_role(role, config)
-    print(json.dumps({"planned_mb": planned / 1e6, "peak_mb": (peak_rss_bytes() - before) / 1e6}))
+    print(json.dumps({"planned_mb": planned / 1e6, "peak_mb": (peak_bytes(device) - before) / 1e6}))
+
+
+def reset_peak(device: str) -> int:
+    """Set the peak of `peak_bytes` to what is allocated now; return that."""
+    import torch
+
+    if device == "cpu":
+        reset_peak_rss()
+        return peak_rss_bytes()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def peak_bytes(device: str) -> int:
+    """Return the largest memory of this process: that of its tensors on a GPU, or all of it on the CPU."""
+    import torch
+
+    return peak_rss_bytes() if device == "cpu" else torch.cuda.max_memory_allocated(device)
 
 
 def planned_bytes(role: str, config: RunConfig) -> int:

@@ -72,6 +72,13 @@ class Target:
         above = self.low is None or self.value >= self.low
         return "pass" if above and (self.high is None or self.value <= self.high) else "miss"
 
+    @property
+    def limits(self) -> str:
+        """What the number must be, in words; empty without a limit."""
+        if self.low is not None and self.high is not None:
+            return f"{self.low:g} to {self.high:g}"
+        return f">= {self.low:g}" if self.low is not None else f"<= {self.high:g}" if self.high is not None else ""
+
 
 class Record:
     """Result of a measurement in progress.
@@ -102,7 +109,9 @@ class Record:
 class Benchmark(Protocol):
     """Interface of a benchmark, implemented by the modules named in `command.BENCHMARKS`.
 
-    A module with pictures also has `draw(result, out)`, which writes them to the folder `out`.
+    A module with pictures also has `draw(result, out)`, which writes them to the folder `out`. If it has
+    `sections(result)`, that returns the texts and tables of report.md instead of summary and targets, and
+    `has_failed(result)` whether the command returns 1.
     """
 
     OPTIONS: dict[str, Option]

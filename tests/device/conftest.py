@@ -1,5 +1,19 @@
-"""The tests of this folder need simulated cards: `make test-device` runs them, other commands do not collect them."""
+"""`make test-device` runs this folder on simulated cards; on a real one, those files run that need no simulation."""
 
 import sys
+from pathlib import Path
 
-collect_ignore_glob = [] if "simulated_cuda.plugin" in sys.modules else ["test_*.py"]
+import pytest
+import torch
+
+FILES = sorted(Path(__file__).parent.glob("test_*.py"))
+NEED_SIMULATION = [path.name for path in FILES if "simcuda" in path.read_text() or "simulated_cuda" in path.read_text()]
+IS_SIMULATED = "simulated_cuda.plugin" in sys.modules
+IS_REAL = not IS_SIMULATED and torch.cuda.is_available()
+
+collect_ignore = [] if IS_SIMULATED else NEED_SIMULATION if IS_REAL else [path.name for path in FILES]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if IS_REAL:
+        terminalreporter.write_line(f"SKIPPED, because they need simulated cards: {', '.join(NEED_SIMULATION)}")

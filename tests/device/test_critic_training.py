@@ -15,6 +15,8 @@ from tests.support.settings import trainer_section
 from trainer.critic_update import CriticUpdate
 from trainer.trained_critic import build_critic
 
+LAST_CARD = f"cuda:{torch.cuda.device_count() - 1}"
+
 
 def payload() -> TrainPayload:
     rng, lengths = np.random.default_rng(0), np.array([5, 9, 3, 12])
@@ -33,7 +35,7 @@ def test_a_critic_trains_on_any_card(family: str, settings: dict[str, Any], tmp_
     save_tiny(tmp_path / "critic", family, "critic")
     (tmp_path / "version").mkdir()
     save_critic(load_critic(tmp_path / "critic", device="cpu"), tmp_path / "version")
-    section = trainer_section(device="cuda:3", warmup_steps=0, **settings)
+    section = trainer_section(device=LAST_CARD, warmup_steps=0, **settings)
     update = CriticUpdate(build_critic(tmp_path / "version", section, seed=0), section)
     assert np.isfinite(update.train(payload(), lambda _: None).loss_mean)
-    assert {parameter.device for parameter in update.critic.model.parameters()} == {torch.device("cuda:3")}
+    assert {parameter.device for parameter in update.critic.model.parameters()} == {torch.device(LAST_CARD)}

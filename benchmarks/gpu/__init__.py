@@ -1,0 +1,1 @@
+"""Check of a real GPU: whether everything works there, and how fast."""
