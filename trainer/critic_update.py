@@ -6,6 +6,7 @@ On a CPU, the same initial weights, payloads and number of threads give bit-iden
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -181,11 +182,11 @@ class CriticUpdate:
 
     def _accumulate(self, rows: list[TrainingRow], num_tokens: float) -> float:
         model, settings = self.critic.model, self.settings
-        ids, attention, _ = collate([row.tokens for row in rows], model.device)
-        prev_values, returns, mask = (
-            torch.from_numpy(padded_rows([getattr(row, name) for row in rows], ids.shape[1] - 1)).to(ids.device)
-            for name in ("prev_values", "returns", "mask")
-        )
+        tokens = [row.tokens for row in rows]
+        width = max(row.size for row in tokens)
+        names = ("prev_values", "returns", "mask")
+        others = (padded_rows([getattr(row, name) for row in rows], width - 1) for name in names)
+        ids, attention, _, prev_values, returns, mask = collate(tokens, model.device, width, *others)
         with recomputing(model) if settings.gradient_checkpointing else contextlib.nullcontext():
             with computing(model.device, settings.precision):
                 values = self.critic.forward(ids, attention)[:, :-1]
@@ -206,15 +207,15 @@ class CriticUpdate:
         return torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.optimizer.grad_clip)
 
     def _step(self) -> float | None:
-        norm = self._clip()
-        finite = bool(torch.isfinite(norm))
+        norm = float(self._clip())
+        finite = math.isfinite(norm)
         if finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.settings.optimizer.learning_rate(self.optimizer_step)
             self.optimizer.step()
             self.optimizer_step += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return float(norm) if finite else None
+        return norm if finite else None
 
 
 def split_rows(payload: TrainPayload) -> Iterator[TrainingRow]:

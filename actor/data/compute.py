@@ -11,18 +11,26 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from python_backend.models.card.streams import use_card
+
 InThread: TypeAlias = Callable[..., Awaitable[Any]]
 AT_ONCE = 16  # tasks that may start in one iteration of the event loop, which then takes a few milliseconds
 R = TypeVar("R")
 
 
-def in_a_thread_of(threads: int) -> InThread:
+def in_a_thread_of(threads: int, device: torch.device) -> InThread:
     """Return an async function `run(function, *args, **kwargs)` that calls `function` in one dedicated thread.
 
     Args:
         threads: number of threads for torch, which keeps this setting per thread: it is set when the thread starts.
+        device: the thread's current card.
     """
-    executor = ThreadPoolExecutor(1, "compute", torch.set_num_threads, (threads,))
+
+    def begin() -> None:
+        torch.set_num_threads(threads)
+        use_card(device)
+
+    executor = ThreadPoolExecutor(1, "compute", begin)
 
     async def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(function, *args, **kwargs)

@@ -58,6 +58,24 @@ class Rollout:
         )
 
 
+def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
+    """Concatenate rollouts, padded to the longest row."""
+    width = max(part.tokens.shape[1] for part in parts)
+    return Rollout(
+        [prompt for part in parts for prompt in part.prompts],
+        joined([part.tokens for part in parts], width, padding=pad_id),
+        torch.cat([part.lengths for part in parts]),
+        torch.cat([part.prompt_lengths for part in parts]),
+        torch.cat([part.is_end for part in parts]),
+        _joined_logprobs(parts, width),
+    )
+
+
+def _joined_logprobs(parts: Sequence[Rollout], width: int) -> Tensor | None:
+    known = [part.logprobs for part in parts if part.logprobs is not None]
+    return joined(known, width - 1) if len(known) == len(parts) else None
+
+
 @dataclass(frozen=True)
 class ProcessRewards:
     """Rewards within the responses: of the steps, or of the tokens."""

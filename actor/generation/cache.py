@@ -24,6 +24,11 @@ class SlotCache(Cache):
         """bool `[rows, V]`: the tokens of each row, for a repetition penalty; None before `see`."""
         super().__init__(layers=[_SlotLayer(rows, columns) for _ in range(layers)])
 
+    @property
+    def is_compileable(self) -> bool:
+        """Whether transformers builds the mask of one token unread; to leave it out, it would wait for the card."""
+        return all(layer.is_initialized and layer.keys.is_cuda for layer in self.layers)
+
     def look_at(self, first: int, last: int, begin: int, end: int) -> None:
         """Set the window of the next forward pass: rows `first:last`, columns `begin:end`. It writes from `end` on."""
         for layer in self.layers:
@@ -37,13 +42,26 @@ class SlotCache(Cache):
             for whole in layer.tensors():
                 whole[target, :, begin:end] = whole[source, :, begin:end]
 
-    def see(self, first: int, rows: list[list[int]], vocabulary: int, device: torch.device) -> None:
-        """Set the tokens seen by the rows from `first` on."""
+    def copy_rows(self, sources: Tensor, first: int, begin: int, end: int) -> None:
+        """Copy columns `begin:end` of rows `sources`, int64 `[n]`, and what they have seen, to rows from `first` on.
+
+        All at once: a card would take longer to start a copy of each row than to do them all.
+        """
+        last = first + len(sources)
+        if self.seen is not None:
+            self.seen[first:last] = self.seen[sources]
+        for layer in self.layers:
+            for whole in layer.tensors():
+                whole[first:last, :, begin:end] = whole[:, :, begin:end][sources]
+
+    def see(self, first: int, ids: Tensor, starts: Tensor, vocabulary: int) -> None:
+        """Set what the rows from `first` on have seen: their `ids` `[rows, T]` from column `starts` `[rows, 1]` on."""
         if self.seen is None:
-            self.seen = torch.zeros(self._rows, vocabulary, dtype=torch.bool, device=device)
-        for row, tokens in enumerate(rows, first):
-            self.seen[row] = False
-            self.seen[row, tokens] = True
+            self.seen = torch.zeros(self._rows, vocabulary, dtype=torch.bool, device=ids.device)
+        columns = torch.arange(ids.shape[1], device=ids.device)
+        tokens = torch.where(columns >= starts, ids, ids[:, -1:])
+        self.seen[first : first + len(ids)] = False
+        self.seen[first : first + len(ids)].scatter_(1, tokens, True)
 
     def shift(self, rows: int, begin: int, end: int) -> None:
         """Move the columns `begin:end` of the first `rows` to the left edge."""
@@ -78,6 +96,8 @@ class _SlotLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append the new keys and values to the cache; return those of the current window, followed by the new ones."""
+        # Rotary embeddings under autocast give float32 keys, which attention would round again at every token.
+        key_states = key_states.to(value_states.dtype)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         first, last, begin, end = self.window

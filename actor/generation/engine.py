@@ -19,15 +19,19 @@ from transformers import (
 )
 
 from actor.generation.cache import cache_layers
-from actor.generation.slots import Decoder, Draws, Finished, Response, Rules, draw, finite_normaliser, warpers_of
+from actor.generation.slots import Decoder, Draws, Finished, Response, Rules, check_finite, draw, warpers_of
 from python_backend.config import GenerationSection
-from python_backend.models.precision import in_float32
+from python_backend.models.adapters import with_merged_layers
+from python_backend.models.card.errors import is_device_error, is_out_of_memory
+from python_backend.models.card.memory import Halving
+from python_backend.models.precision import FLASH_ATTENTION, in_float32
 
 logger = logging.getLogger(__name__)
 PROOF_TOKENS = 4  # decoded per prompt to compare slot-based decoding with plain forward passes
 MORE_STOP_TOKENS = 16
 DRAWN_AT_ONCE = 64
 NEAR = 0.01  # total variation distance: at most one token in a hundred would be drawn differently
+NEAR_ROUNDED = 0.25  # in bfloat16, where rounding differs, too; what reads a wrong token is further off
 
 
 class Generation:
@@ -58,6 +62,10 @@ class Generation:
         # How many trailing tokens to decode when looking for a stop string. A token is at least one byte; the extra
         # tokens are needed because the first ones of a window may decode differently without their predecessors.
         self._stop_tokens = max((len(stop.encode()) for stop in settings.stop_strings), default=0) + MORE_STOP_TOKENS
+        self.memory = Halving("actor.generation.batch_size", settings.batch_size)
+        """How many responses fit into the card's memory at the same time."""
+        # On a CPU, merging would cost more than the few kernels that it saves.
+        self._merges = model is not None and model.device.type != "cpu"
         self._decodes: bool | None = None  # whether slot-based decoding supports the model; checked in the first `run`
 
     def renew(self) -> None:
@@ -82,17 +90,45 @@ class Generation:
         self, rows: range, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool
     ) -> None:
         """Generate the responses of `run` to the prompts with the indices `rows` only."""
-        if self._decodes is None:
-            self._decodes = self._settings.engine != "transformers" and self._is_proven(prompts)
-        if not rows:
-            return
-        chosen, seen = [prompts[row] for row in rows], lambda index, response: finished(rows[index], response)
-        draws = None if greedy else lambda index: uniform_draws(seed, rows[index])
-        if not self._decodes:
-            self._plain(chosen, seen, draws)
-            return
-        decoder = Decoder(self._model, self._rules(), slots=self._settings.batch_size, token_budget=self._token_budget)
-        decoder.run(chosen, draws, seen)
+        missing = list(rows)
+
+        def respond(slots: int) -> None:
+            """Generate the `missing` responses; those that lack of memory interrupted start again, with equal draws."""
+            chosen = list(missing)
+
+            def keep(index: int, response: Response) -> None:
+                missing.remove(chosen[index])
+                finished(chosen[index], response)
+
+            def draws(index: int) -> Iterator[float]:
+                return uniform_draws(seed, chosen[index])
+
+            texts, given = [prompts[row] for row in chosen], None if greedy else draws
+            with self._merged():
+                if self._decodes is None:
+                    self._decodes = self._settings.engine != "transformers" and self._is_proven(prompts)
+                if self._decodes:
+                    budget = self._token_budget and max(1, self._token_budget * slots // self._settings.batch_size)
+                    Decoder(self._model, self._rules(), slots=slots, token_budget=budget).run(texts, given, keep)
+                else:
+                    self._plain(texts, keep, given, slots)
+
+        if rows:
+            self.memory.repeat(respond, least=1, most=len(rows))
+
+    @contextlib.contextmanager
+    def _merged(self) -> Iterator[None]:
+        """Merge the adapters into the sampler's layers within the block, on a card that has room for both."""
+        with contextlib.ExitStack() as stack:
+            if self._merges:
+                try:
+                    stack.enter_context(with_merged_layers(self._model))
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    self._merges = False
+                    logger.warning("generation keeps the adapters apart, which is slower: no memory to merge them")
+            yield
 
     def _rules(self) -> Rules:
         s = self._settings
@@ -127,13 +163,21 @@ class Generation:
     def _is_proven(self, prompts: Sequence[np.ndarray]) -> bool:
         """Return whether slot-based decoding matches forward passes over whole rows in float32; log why if not."""
         why = "the model caches more than keys and values between tokens"
-        if cache_layers(self._model):
+        if self._model.config._attn_implementation == FLASH_ATTENTION:
+            why = f"{FLASH_ATTENTION} copies the whole cache for each token; set actor.policy.attention to auto"
+        elif cache_layers(self._model):
+            longest = max(prompts, key=len)
             try:
                 with in_float32(self._model):
-                    if self._distance(max(prompts, key=len)) <= NEAR:
-                        return True
+                    is_near = self._distance(longest) <= NEAR
+                if torch.is_autocast_enabled(self._model.device.type):  # other kernels
+                    is_near = is_near and self._distance(longest) <= NEAR_ROUNDED
+                if is_near:
+                    return True
                 why = "slot-based decoding would sample from a different distribution than plain forward passes"
             except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
+                if is_out_of_memory(error) or is_device_error(error):
+                    raise
                 why = f"{type(error).__name__}: {error}"  # raised by a model's own code
         logger.warning("the policy uses transformers' generate(), which is slower: %s", why)
         return False
@@ -163,10 +207,9 @@ class Generation:
             distances.append((logits.softmax(-1) - torch.stack(seen[index])).abs().sum(-1) / 2)
         return float(torch.cat(distances).max())
 
-    def _plain(self, prompts: Sequence[np.ndarray], finished: Finished, draws: Draws | None) -> None:
-        """Generate with `transformers`, in batches of `batch_size` prompts of similar length."""
+    def _plain(self, prompts: Sequence[np.ndarray], finished: Finished, draws: Draws | None, size: int) -> None:
+        """Generate with `transformers`, in batches of `size` prompts of similar length."""
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
-        size = self._settings.batch_size
         for batch in (order[i : i + size] for i in range(0, len(order), size)):
             width = len(prompts[batch[0]])
             ids = torch.full((len(batch), width), self._pad_id, dtype=torch.int64)
@@ -213,8 +256,9 @@ class _Draw(LogitsProcessor):
         self._warpers, self._draws = warpers_of(rules), draws
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        finite_normaliser(scores)
-        chosen = draw(self._warpers(input_ids, scores), self._draws)
+        check_finite(scores.logsumexp(-1))
+        draws = torch.tensor([next(row) for row in self._draws], dtype=torch.float64, device=scores.device)
+        chosen = draw(self._warpers(input_ids, scores), draws)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
 
 

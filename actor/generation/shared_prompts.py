@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from actor.generation.cache import cache_layers
 from python_backend.models.card.copies import to_device
+from python_backend.models.card.errors import is_device_error, is_out_of_memory
 
 WORTH_IT = 0.9  # share of a plain pass's tokens, above which a second forward pass costs more than the tokens saved
 TOLERANCE = 1e-4  # relative to the largest absolute hidden state
@@ -92,7 +93,9 @@ def can_share(model: Any) -> bool:
     plain = body(input_ids=ids, attention_mask=mask, use_cache=False)[0][rows, columns]
     try:
         shared = response_hidden(body, *passes_there)
-    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # raised by a model's own code
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:  # raised by a model's own code
+        if is_out_of_memory(error) or is_device_error(error):
+            raise
         return False
     return float((shared - plain).abs().max()) <= TOLERANCE * max(1.0, float(plain.abs().max()))
 

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from actor.generation.cache import SlotCache, cache_layers
 from actor.generation.shared_prompts import find_distinct
 from python_backend.errors import NotFinite
+from python_backend.models.card.copies import to_device
 
 # Refill when at least a quarter of the slots are free: a forward pass over prompts costs more than a decoding step.
 REFILL_SHARE = 4
@@ -71,6 +72,16 @@ class _Row:
         return len(self.tokens) - self.prompt_length
 
 
+class _Inputs(NamedTuple):
+    """What one step takes from the host, on the device."""
+
+    ids: Tensor  # int64 [rows, T]
+    starts: Tensor  # int64 [rows, 1]: cache column of each row's first token
+    draws: Tensor  # float64 [rows], uniform in [0, 1); empty: take the most likely tokens
+    early: Tensor  # bool [rows]: fewer than `min_new_tokens` are written
+    sources: Tensor  # int64 [rows]: which of the `ids` are each new row's
+
+
 class Decoder:
     """Slot-based decoding with one model."""
 
@@ -87,9 +98,7 @@ class Decoder:
         self._layers = cache_layers(model)
         self._takes = set(inspect.signature(model.forward).parameters)
         self._warpers = warpers_of(rules)
-        self._eos, self._banned = (
-            torch.tensor(ids, dtype=torch.int64, device=model.device) for ids in (rules.eos_ids, rules.banned_ids)
-        )
+        self._banned = torch.tensor(rules.banned_ids, dtype=torch.int64, device=model.device)
 
     @torch.no_grad()
     def run(self, prompts: Sequence[np.ndarray], draws: Draws | None, finished: Finished) -> None:
@@ -153,85 +162,94 @@ class Decoder:
         """
         sources, distinct = find_distinct([prompt.tobytes() for prompt in prompts])
         width = len(prompts[0])
-        ids = torch.zeros(len(distinct), width, dtype=torch.int64)
+        ids = np.zeros((len(distinct), width), np.int64)
         for row, i in zip(ids, distinct, strict=True):
-            row[width - len(prompts[i]) :] = torch.from_numpy(prompts[i])
+            row[width - len(prompts[i]) :] = prompts[i]
         order = [*distinct, *(i for i in range(len(prompts)) if i not in set(distinct))]
         rows = [
             _Row(indices[i], end - len(prompts[i]), prompts[i].tolist(), len(prompts[i]), draws and draws(indices[i]))
             for i in order
         ]
         cache.look_at(first, first + len(distinct), end - width, end - width)
-        logits = self._logits(cache, rows[: len(distinct)], ids, end - width, end)
+        inputs = self._inputs(rows, ids, [sources[i] for i in order])
+        logits = self._logits(cache, inputs.ids, inputs.starts[: len(distinct)], end - width, end)
         if self._rules.repetition_penalty != 1.0:
-            cache.see(first, [row.tokens for row in rows[: len(distinct)]], logits.shape[-1], logits.device)
-        for slot in range(len(distinct), len(order)):
-            cache.copy_row(first + sources[order[slot]], first + slot, rows[slot].start, end)
-        self._append(cache, first, rows, logits[[sources[i] for i in order]])
+            cache.see(first, inputs.ids, inputs.starts[: len(distinct)] - (end - width), logits.shape[-1])
+        if sharing := rows[len(distinct) :]:
+            begin = min(row.start for row in sharing)
+            cache.copy_rows(first + inputs.sources[len(distinct) :], first + len(distinct), begin, end)
+        self._append(cache, first, rows, logits[inputs.sources], inputs)
         return rows
 
     def _write_on(self, cache: SlotCache, rows: list[_Row], end: int) -> None:
         """Run one forward pass over the last token of every row and draw the next tokens."""
         begin = min(row.start for row in rows)
         cache.look_at(0, len(rows), begin, end)
-        ids = torch.tensor([row.tokens[-1:] for row in rows])
-        self._append(cache, 0, rows, self._logits(cache, rows, ids, begin, end + 1))
+        inputs = self._inputs(rows, np.array([row.tokens[-1:] for row in rows]))
+        self._append(cache, 0, rows, self._logits(cache, inputs.ids, inputs.starts, begin, end + 1), inputs)
 
-    def _logits(self, cache: SlotCache, rows: list[_Row], ids: Tensor, begin: int, end: int) -> Tensor:
-        """Return next-token logits, float32 `[rows, V]`; `ids` occupy the last columns before `end`."""
-        columns, starts = torch.arange(begin, end), torch.tensor([row.start for row in rows])[:, None]
-        attention = columns[None] >= starts
-        positions = (columns[-ids.shape[1] :][None] - starts).clamp(min=0)
-        device = self._model.device
-        inputs: dict[str, Any] = {"position_ids": positions.to(device)} if "position_ids" in self._takes else {}
+    def _inputs(self, rows: list[_Row], ids: np.ndarray, sources: Sequence[int] = ()) -> _Inputs:
+        """Copy what a step over `rows` takes from the host to the device, all at once."""
+        starts = np.array([[row.start] for row in rows])
+        draws = np.array([next(row.draws) for row in rows if row.draws])
+        early = np.array([row.written < self._rules.min_new_tokens for row in rows])
+        return _Inputs(*to_device(self._model.device, ids, starts, draws, early, np.array(sources, np.int64)))
+
+    def _logits(self, cache: SlotCache, ids: Tensor, starts: Tensor, begin: int, end: int) -> Tensor:
+        """Return next-token logits, float32 `[rows, V]`; `ids` `[rows, T]` occupy the last columns before `end`."""
+        columns = torch.arange(begin, end, device=ids.device)[None]
+        inputs: dict[str, Any] = {}
+        if "position_ids" in self._takes:
+            inputs["position_ids"] = (columns[:, -ids.shape[1] :] - starts).clamp(min=0)
         if "logits_to_keep" in self._takes:
             inputs["logits_to_keep"] = 1
         output = self._model(
-            input_ids=ids.to(device),
-            attention_mask=attention.long().to(device),
+            input_ids=ids,
+            attention_mask=(columns >= starts).long(),
             past_key_values=cache,
             use_cache=True,
             **inputs,
         )
         return output.logits[:, -1].float()
 
-    def _append(self, cache: SlotCache, first: int, rows: list[_Row], logits: Tensor) -> None:
+    def _append(self, cache: SlotCache, first: int, rows: list[_Row], logits: Tensor, inputs: _Inputs) -> None:
         """Draw the next token of every row, in slots from `first` on, from `logits` `[rows, V]`; record its log-prob.
 
         The log-prob belongs to the distribution that the update trains: at the sampling temperature and without banned
-        tokens, but before the repetition penalty, `min_new_tokens`, top-k and top-p.
+        tokens, but before the repetition penalty, `min_new_tokens`, top-k and top-p. Raises NotFinite.
         """
-        logits[:, self._banned] = -torch.inf
+        logits.index_fill_(1, self._banned, -torch.inf)
         self._watch([row.index for row in rows], logits)
         scaled = logits if self._rules.temperature == 1.0 else logits / self._rules.temperature
-        normaliser = finite_normaliser(scaled)
+        normaliser = scaled.logsumexp(-1)
         seen = None if cache.seen is None else cache.seen[first : first + len(rows)]
-        allowed = self._restricted(rows, logits, seen)
-        draws = [row.draws for row in rows if row.draws]
-        chosen = draw(self._warpers(None, allowed), draws) if draws else allowed.argmax(-1)
+        allowed = self._restricted(rows, logits, seen, inputs.early)
+        chosen = draw(self._warpers(None, allowed), inputs.draws) if len(inputs.draws) else allowed.argmax(-1)
         if seen is not None:
             seen.scatter_(1, chosen[:, None], True)
         logprobs = scaled.gather(-1, chosen[:, None])[:, 0] - normaliser
-        for row, token, logprob in zip(rows, chosen.tolist(), logprobs.tolist(), strict=True):
+        # The step's only copy to the host, for which it waits. float64 holds token ids and float32 without rounding.
+        results = torch.stack([each.double() for each in (chosen, logprobs, normaliser)]).cpu()
+        check_finite(results[2])
+        for row, token, logprob in zip(rows, results[0].long().tolist(), results[1].tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
 
-    def _restricted(self, rows: list[_Row], logits: Tensor, seen: Tensor | None) -> Tensor:
+    def _restricted(self, rows: list[_Row], logits: Tensor, seen: Tensor | None, early: Tensor) -> Tensor:
         """Return logits with the repetition penalty on `seen` tokens, and no end of sequence before `min_new_tokens`.
 
-        `logits` itself stays unchanged, because neither rule is part of the log-probs.
+        `logits` itself stays unchanged, because neither rule is part of the log-probs. `early` `[rows]` marks the rows
+        that may not end yet.
         """
         rules = self._rules
-        early = [i for i, row in enumerate(rows) if row.written < rules.min_new_tokens]
         if seen is not None:
             penalty = rules.repetition_penalty
             logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-        if early:
+        if any(row.written < rules.min_new_tokens for row in rows):
             logits = logits.clone()
-            known = self._eos[
-                self._eos < logits.shape[-1]
-            ]  # a tokenizer may have EOS ids beyond the model's vocabulary
-            logits[torch.tensor(early, device=logits.device)[:, None], known] = -torch.inf
+            # A tokenizer may have EOS ids beyond the model's vocabulary.
+            for token in (token for token in rules.eos_ids if token < logits.shape[-1]):
+                logits[:, token].masked_fill_(early, -torch.inf)
         return logits
 
     def _let_go(self, cache: SlotCache, rows: list[_Row], end: int, finished: Finished) -> None:
@@ -260,23 +278,21 @@ class Decoder:
         return end - begin
 
 
-def draw(logits: Tensor, draws: Sequence[Iterator[float]]) -> Tensor:
-    """Sample a token int64 `[n]` for each row of `logits` `[n, V]`, by inverting its CDF at the row's next draw."""
-    uniform = torch.tensor([next(row) for row in draws], dtype=torch.float64, device=logits.device)
+def draw(logits: Tensor, draws: Tensor) -> Tensor:
+    """Sample a token int64 `[n]` for each row of `logits` `[n, V]`, by inverting its CDF at `draws` `[n]`, float64."""
     # Scaling by the last value keeps the search inside the vocabulary where rounding leaves it below 1.
     below = logits.softmax(-1).to(torch.float64).cumsum(-1)
-    return torch.searchsorted(below, (uniform * below[:, -1])[:, None], right=True)[:, 0]
+    found = torch.searchsorted(below, (draws * below[:, -1])[:, None], right=True)[:, 0]
+    return found.clamp(max=logits.shape[-1] - 1)  # NaN is found nowhere; `check_finite` reports it afterwards
 
 
-def finite_normaliser(logits: Tensor) -> Tensor:
-    """Return the logsumexp of each row of `logits` `[n, V]`. Raises NotFinite."""
-    normaliser = logits.logsumexp(-1)
-    if not normaliser.isfinite().all():
+def check_finite(normalisers: Tensor) -> None:
+    """Raise NotFinite unless these logsumexp of logits are finite."""
+    if not normalisers.isfinite().all():
         raise NotFinite(
             "the policy's logits are not finite, so no token can be sampled; check train_optim/grad_norm of "
             "the previous steps, and lower actor.optimizer.lr"
         )
-    return normaliser
 
 
 def warpers_of(rules: Rules) -> LogitsProcessorList:

@@ -15,8 +15,13 @@ from python_backend.checkpoints.positions import fix_forward, max_positions, sta
 from python_backend.config import PolicySection
 
 
-def load_model(settings: PolicySection) -> Any:
+def load_model(settings: PolicySection, *, as_stored: bool = False) -> Any:
     """Load the causal LM in float32, or in bfloat16 if it is stored so and its frozen matrices stay so.
+
+    Weights in the dtype that they are stored in stay in the pages of the file, which processes share.
+
+    Args:
+        as_stored: keep weights that are all trained in that dtype, if all have the same; the caller converts them.
 
     Raises OSError or ValueError.
     """
@@ -27,10 +32,13 @@ def load_model(settings: PolicySection) -> Any:
         trust_remote_code=False,
         use_safetensors=True,
     )
-    if settings.lora_rank and settings.precision == "bfloat16" and stored_dtypes(settings.checkpoint) == {"BF16"}:
+    stays = bool(settings.lora_rank) and settings.precision == "bfloat16"
+    if (stays or (as_stored and not settings.lora_rank)) and stored_dtypes(settings.checkpoint) == {"BF16"}:
         model = load(dtype=torch.bfloat16)
         # Some families compute tables in the dtype that they are loaded in; those would be less exact.
         if all(buffer.dtype != torch.bfloat16 for buffer in model.buffers()):
+            if not stays:
+                model.config.dtype = torch.float32  # of the weights that training will write
             return model
     return load(dtype=torch.float32)
 

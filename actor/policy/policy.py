@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from actor.algorithms.advantages import response_mask
-from actor.data.rollout import Prompt, Rollout, joined
+from actor.data.rollout import Prompt, Rollout, join_rollouts
 from actor.generation.engine import Generation
 from actor.generation.shared_prompts import can_share, response_hidden, shared_passes
 from actor.generation.slots import Finished, Response
@@ -31,6 +31,8 @@ from python_backend.models.adapters import Lora, MergedWeights, with_adapters
 from python_backend.models.attention import use_attention
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.card.copies import to_device
+from python_backend.models.card.inspections import skip_inspections
+from python_backend.models.card.streams import CardStream
 from python_backend.models.gradient_checkpointing import checkpoint_gradients
 from python_backend.models.loading import load_weights, map_tensors
 from python_backend.models.logprobs import sampling_entropy, target_logprobs
@@ -75,7 +77,7 @@ class Policy:
         self.temperature = generation.temperature
         try:
             self.tokenizer = load_tokenizer(folder)
-            model = load_model(settings)
+            model = load_model(settings, as_stored=self.world_size > 1)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
         check_positions(model, folder, max_prompt_tokens, generation.max_new_tokens)
@@ -87,13 +89,17 @@ class Policy:
             )
             model = with_adapters(model, lora, model.get_output_embeddings(), task="CAUSAL_LM")
         use_attention(self._causal(model), settings.attention, "actor.policy.attention")
-        self._prepare(model)  # on the CPU, so that the device holds frozen matrices in bfloat16 only
         self.model = self._placed(model.eval())
         # With LoRA, the reference is the policy with its adapters disabled: no second copy needed.
         self.reference = self._frozen_copy() if keeps_reference and not settings.lora_rank else None
         self.sampler = self._frozen_copy() if keeps_sampler else self.model
+        # Only a copy works beside an update; otherwise both share the memory that a stream keeps for its next tensors.
+        beside = torch.device("cpu") if self.sampler is self.model else self.sampler.device
+        self._stream = CardStream(beside)
         if settings.gradient_checkpointing:
             checkpoint_gradients(self.model, "actor.policy.gradient_checkpointing")
+        self._distribute()
+        skip_inspections(self.sampler)
         causal = self._causal(self.model)
         special = special_tokens(self.tokenizer, causal.generation_config.eos_token_id, vocab_size=self.vocab_size)
         self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
@@ -106,6 +112,8 @@ class Policy:
             banned_ids=self.banned_ids,
             token_budget=settings.token_budget,
         )
+        self.halvings = [self.generation.memory]
+        """What has been done in smaller parts because the card's memory did not suffice."""
         with in_float32(self._causal(self.sampler)):
             self._head_is_linear = linear_head(self._causal(self.sampler)) is not None
             # Shared prompts need a cache, which checkpointed layers do not take.
@@ -116,7 +124,6 @@ class Policy:
         # Whether generation's log-probs match those of a forward pass. None: checked on the first rollout. In bfloat16
         # rounding differs, so they are assumed not to match.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
-        self._distribute()
         self.optimizer = make_adamw(
             dict(self.model.named_parameters()),
             lr=optimizer.lr,
@@ -139,12 +146,18 @@ class Policy:
             **{"keeps_sampler": actor.one_step_off_policy, **others},
         )
 
+    @property
+    def device(self) -> torch.device:
+        """The device of this process's models."""
+        return torch.device(self.settings.device)
+
     def _placed(self, model: Any) -> Any:
-        """Return the trained model on the device where its copies are made."""
-        return model.to(self.settings.device)
+        """Return the trained model, prepared, on the device where its copies are made."""
+        self._prepare(model)  # on the CPU, so that the device holds frozen matrices in bfloat16 only
+        return model.to(self.device)
 
     def _distribute(self) -> None:
-        """Shard the trained model if there are several ranks; called before its optimizer is created."""
+        """Shard the trained model and fill its copies if there are several ranks; called before they are used."""
 
     def _causal(self, model: Any) -> Any:
         """Return the causal LM itself, without the adapters' wrapper if there is one."""
@@ -158,7 +171,7 @@ class Policy:
     def _frozen_copy(self) -> Any:
         model = copy.deepcopy(self.model).requires_grad_(False)
         self._prepare(model)
-        return model.to(self.settings.device)
+        return model.to(self.device)
 
     @torch.no_grad()
     def generate(
@@ -184,7 +197,7 @@ class Policy:
             rows[index] = row
             finished(index, row)
 
-        with self.computing():
+        with self.computing(), self._stream.running():
             self._respond([prompt.tokens for prompt in prompts], keep, seed=seed, greedy=greedy)
         return join_rollouts([row for row in rows if row is not None], self.pad_id)
 
@@ -199,7 +212,7 @@ class Policy:
         """
         out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
         mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
-        with torch.no_grad(), self._weights_of(reference) as model:
+        with torch.no_grad(), self._stream.running(), self._weights_of(reference) as model:
             for rows in self.plan(rollout.lengths):
                 lengths = rollout.lengths[rows]
                 tokens = rollout.tokens[rows, : int(lengths.max())]
@@ -389,21 +402,3 @@ def _row_logprobs(prompt: Prompt, response: Response) -> Tensor | None:
     if response.logprobs is None:
         return None
     return torch.tensor([[0.0] * (prompt.tokens.size - 1) + response.logprobs], dtype=torch.float32)
-
-
-def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
-    """Concatenate rollouts, padded to the longest row."""
-    width = max(part.tokens.shape[1] for part in parts)
-    return Rollout(
-        [prompt for part in parts for prompt in part.prompts],
-        joined([part.tokens for part in parts], width, padding=pad_id),
-        torch.cat([part.lengths for part in parts]),
-        torch.cat([part.prompt_lengths for part in parts]),
-        torch.cat([part.is_end for part in parts]),
-        _joined_logprobs(parts, width),
-    )
-
-
-def _joined_logprobs(parts: Sequence[Rollout], width: int) -> Tensor | None:
-    known = [part.logprobs for part in parts if part.logprobs is not None]
-    return joined(known, width - 1) if len(known) == len(parts) else None

@@ -29,9 +29,10 @@ from actor.generation.slots import Finished, Response
 from actor.policy.policy import Policy
 from actor.policy.state_files import write_sharded_state
 from python_backend.errors import RlhfError
+from python_backend.models.precision import use_bfloat16
 from python_backend.parallel.mailbox import Mailbox
 from python_backend.parallel.ranks import Operations, Ranks
-from python_backend.parallel.sharding import shard
+from python_backend.parallel.sharding import hollow, shard, sync_gradients, whole
 
 POLL_S = 0.002
 
@@ -46,15 +47,49 @@ class ShardedPolicy(Policy):
         connection = ranks.connection("sampling")
         self._lane, self._mail = Operations(ranks.rank, connection), Mailbox(ranks.rank, connection)
         self._closed = threading.Event()
+        self._passes_left = 0  # backward passes of the current minibatch
         super().__init__(*args, **{**others, "keeps_sampler": True})
 
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self._ranks.device
+
     def _placed(self, model: Any) -> Any:
-        return model  # sharding moves each rank's slices to its device
+        return model  # mapped from its file; sharding moves each rank's slices to its device
+
+    def _frozen_copy(self) -> Any:
+        """Return a copy that `_distribute` fills: no rank has the whole policy beside it in its host's memory."""
+        copy = hollow(self.model, "meta").requires_grad_(False)
+        self._widen(copy)
+        self._prepare(copy)
+        return hollow(copy, self.device)
 
     def _distribute(self) -> None:
-        causal = self._causal(self.model)
+        causal, precision = self._causal(self.model), self.settings.precision
+        head = causal.get_output_embeddings()
+
+        def prepare(part: Any) -> None:
+            self._widen(part)
+            if precision == "bfloat16":
+                use_bfloat16(part, head)
+
         causal.response_logprobs = functools.partial(super()._response_logprobs, causal)
-        shard(causal, methods=["response_logprobs"])
+        shard(causal, self._ranks, methods=["response_logprobs"], prepare=prepare, precision=precision)
+        self._fill([model for model in (self.reference, self.sampler) if model is not None])
+
+    def _widen(self, part: Any) -> None:
+        """Convert to float32 what `load_model` has left as it is stored; not the weights that stay in bfloat16."""
+        for parameter in part.parameters():
+            if parameter.dtype == torch.bfloat16 and not self.settings.lora_rank:
+                parameter.data = parameter.data.float()
+
+    @torch.no_grad()
+    def _fill(self, copies: list[Any]) -> None:
+        for current, *mine in zip(self.model.parameters(), *(c.parameters() for c in copies), strict=True):
+            weights = whole(current)
+            for parameter in mine:
+                parameter.copy_(weights)
 
     def _shares_prompts_of(self, model: Any) -> bool:
         # Not with sharded weights: the number of forward passes would depend on the rows, and thus on the rank.
@@ -108,10 +143,13 @@ class ShardedPolicy(Policy):
         """Return this rank's micro-batches, as many as every other rank has."""
         plans = [[rows[chunk] for chunk in self.plan(lengths[rows])] for rows in self._dealt(lengths)]
         mine = [chunk.tolist() for chunk in plans[self.rank]]
-        return mine + [[]] * (max(len(plan) for plan in plans) - len(mine))
+        self._passes_left = max(len(plan) for plan in plans)
+        return mine + [[]] * (self._passes_left - len(mine))
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's part of the loss; FSDP averages gradients over ranks."""
+        self._passes_left -= 1
+        sync_gradients(self._causal(self.model), is_last=self._passes_left <= 0)
         (loss * self.world_size).backward()
 
     def summed(self, sums: dict[str, float]) -> dict[str, float]:
@@ -168,7 +206,7 @@ class ShardedPolicy(Policy):
             self._mail.send(0, {name: torch.tensor(value) for name, value in row.items() if value is not None})
 
         rows = self._rows_of(self.rank, len(prompts))
-        with self._reported(), self.computing():
+        with self._reported(), self.computing(), self._stream.running():
             self.generation.run_rows(rows, prompts, finished, seed=seed, greedy=greedy)
 
     def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:

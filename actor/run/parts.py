@@ -55,9 +55,10 @@ class RunParts:
         self.inputs = StepInputs(stream, seed, actor.prompts_per_step, actor.algorithm.responses_per_prompt)
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
         self.books = Bookkeeper(config, state, client, has_critic=has_critic)
-        self.in_thread = in_a_thread_of(actor.threads)
+        device = self.policy.sampler.device
+        self.in_thread = in_a_thread_of(actor.threads, device)
         # A second thread, so that the update can run beside a rollout.
-        self.in_update_thread = in_a_thread_of(actor.threads) if actor.one_step_off_policy else self.in_thread
+        self.in_update_thread = in_a_thread_of(actor.threads, device) if actor.one_step_off_policy else self.in_thread
         self.critic = CriticUpdates(client, self.books, run_id=config.run.identity)
         self.rollouts = Rollouts(
             actor,

@@ -16,6 +16,7 @@ from actor.policy.sharded import ShardedPolicy
 from actor.policy.update import PolicyUpdate
 from python_backend.config import RunConfig
 from python_backend.errors import RlhfError
+from python_backend.models.card.streams import use_card
 from python_backend.parallel.ranks import RankLost, Ranks
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ def follow(config: RunConfig, ranks: Ranks) -> None:
 
 def _sample(policy: ShardedPolicy, threads: int) -> None:
     torch.set_num_threads(threads)  # a setting of each thread
+    use_card(policy.sampler.device)
     try:
         policy.follow_sampling()
     except RankLost:  # the main thread ends this process

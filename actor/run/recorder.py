@@ -174,6 +174,7 @@ class Bookkeeper:
             "train_rollouts/epoch": self._state.inputs.epoch(step),
             "tokens_per_s": generated / seconds,
             **{f"client/{name}": float(value) for name, value in vars(self._client.counters).items()},
+            **{f"out_of_memory/{each.setting}": each.count for each in self._state.policy.halvings if each.count},
         }
         self._log.write(step, {**line, **measured})
         self._log.add_texts(self._texts(step, scored))

@@ -16,8 +16,7 @@ from typing import Generic, TypeVar
 import torch
 
 from actor.data.compute import AT_ONCE
-from actor.data.rollout import Rollout, Scores
-from actor.policy.policy import join_rollouts
+from actor.data.rollout import Rollout, Scores, join_rollouts
 from actor.scoring.scorer import Scorer, join_scores
 
 T = TypeVar("T")

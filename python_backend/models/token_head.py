@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.models.card.inspections import skip_inspections
 from python_backend.models.collation import depends_on_padding, one_by_one
 from python_backend.models.heads import pool_last
 from python_backend.models.lean_decoder import LeanDecoder, lean_decoder
@@ -31,6 +32,7 @@ class TokenHead:
     def __init__(self, model: Any, *, compile_forward: bool = False, like: TokenHead | None = None) -> None:
         """Wrap `model`; `like` is the head of a model of the same architecture, whose measurements are reused."""
         self.model = model.eval()
+        skip_inspections(model)
         self.head = keep_head_exact(model)
         # Tensors in a mapped file may be unaligned. Kernels then sum in another order, and the same weights give values
         # that differ in the last bits. A clone is aligned.

@@ -7,6 +7,7 @@ gather their weights for the forward and backward pass, and gradients are averag
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import re
@@ -18,9 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -31,10 +33,18 @@ from python_backend.parallel.ranks import Ranks
 from python_backend.store.durable import sync_file
 from python_backend.store.weights import sha256_of
 
+MOST_UNREDUCED = 4 << 30  # bytes of gradients on each rank
 COMPARED_AT_ONCE = 1 << 20  # bytes; few enough to stay in the processor's cache
 
 
-def shard(model: Any, *, methods: Iterable[str] = (), prepare: Callable[[Any], object] = lambda module: None) -> None:
+def shard(
+    model: Any,
+    ranks: Ranks,
+    *,
+    methods: Iterable[str] = (),
+    prepare: Callable[[Any], object] = lambda module: None,
+    precision: str = "float32",
+) -> None:
     """Shard the weights of a transformers model over all ranks, in place; collective.
 
     Each transformer layer is gathered and freed on its own; embeddings, final norm and head are gathered for the whole
@@ -45,14 +55,44 @@ def shard(model: Any, *, methods: Iterable[str] = (), prepare: Callable[[Any], o
         methods: names of methods of `model` that call its parts without going through `forward`.
         prepare: called with each layer before it is sharded, and with the model at the end. What it allocates for a
             layer is reduced to a slice before the next one.
+        precision: in `bfloat16` cards gather the weights of layers as autocast would cast them, and add up gradients in
+            float32. Embeddings, final norm and head stay in float32.
     """
+    # Without a mesh, the ranks of a CPU run would shard onto the cards of a machine that has some.
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    casts = ranks.device.type == "cuda" and precision == "bfloat16"
+    cast = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
         prepare(layer)
-        fully_shard(layer)
+        fully_shard(layer, mesh=mesh, mp_policy=cast if casts else MixedPrecisionPolicy())
     prepare(model)
-    fully_shard(model)
+    fully_shard(model, mesh=mesh)
     for name in methods:
         register_fsdp_forward_method(model, name)
+
+
+def hollow(model: Any, device: torch.device | str) -> Any:
+    """Return a copy of a model on `device` whose weights have no content yet; tied ones stay tied.
+
+    On `meta` the copy shares the model's buffers, since their values are computed, not loaded.
+    """
+    memo: dict[int, Tensor] = {
+        id(buffer): buffer if device == "meta" else buffer.to(device, copy=True) for buffer in model.buffers()
+    }
+    for each in model.parameters():
+        memo[id(each)] = nn.Parameter(torch.empty_like(each, device=device), each.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def sync_gradients(model: Any, *, is_last: bool) -> None:
+    """Let the next backward pass add up gradients over the ranks; on cards only that of the last micro-batch.
+
+    Until then each rank holds gradients of all trained weights. Where these take more than MOST_UNREDUCED, and on a
+    CPU, every backward pass adds them up.
+    """
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    waits = model.device.type == "cuda" and trained * torch.float32.itemsize <= MOST_UNREDUCED
+    model.set_requires_gradient_sync(is_last or not waits)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_policy(folder: Path, **settings: Any) -> Policy:
-    limits = {"checkpoint": folder, "max_new_tokens": 6, "prompts_max_tokens": 8}
+    limits = {"checkpoint": folder, "max_new_tokens": 6, "prompts_max_tokens": 8, "precision": "float32"}
     return Policy.of(actor_section(**{**limits, "lr": 1e-2, **settings}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from actor.policy.checkpoint import save_checkpoint
 from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import RunConfig
-from python_backend.models.adapters import trained_tensors
+from python_backend.models.adapters import Lora, MergedWeights, trained_tensors, with_adapters, with_merged_layers
 from tests.support.policy_training import trainable_policy, update_of
+from tests.support.tiny_checkpoints import save_tiny
 
 PROMPTS = [Prompt("0", "", np.asarray([5, 6, 7])), Prompt("1", "", np.asarray([8, 9]))]
 
@@ -61,7 +63,7 @@ def test_adapters_alone_are_trained(checkpoint: Path):
 
 
 def test_what_is_saved_is_an_ordinary_model(checkpoint: Path, tmp_path: Path):
-    policy = make_policy(checkpoint)
+    policy = make_policy(checkpoint, precision="float32")
     rollout = policy.generate(PROMPTS, seed=1)
     for _ in range(3):
         train(policy, rollout)
@@ -69,7 +71,7 @@ def test_what_is_saved_is_an_ordinary_model(checkpoint: Path, tmp_path: Path):
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     row = rollout.rows()[0][None]
     with torch.no_grad():
-        expected = policy.model(torch.from_numpy(row)).logits
+        expected = policy.model(torch.from_numpy(row).to(policy.model.device)).logits.cpu()
         torch.testing.assert_close(saved(torch.from_numpy(row)).logits, expected, atol=1e-5, rtol=1e-5)
     assert any("lora_" in name for name, _ in policy.model.named_parameters())  # the policy itself keeps its adapters
 
@@ -197,3 +199,28 @@ def update(policy: Policy, rollout: Rollout, *, seed: int) -> float:
     batch = PPOBatch(rollout.tokens, rollout.lengths, mask, mask, logprobs, logprobs, mask, zeros, zeros, zeros)
     stats = update_of(policy).run(batch, seed=seed, kl_coef=0.0)
     return stats["train_optim/grad_norm"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_layers_are_merged_within_a_block_only(family: str, tmp_path: Path):
+    """GPT-2's layers hold their weights transposed."""
+    model = save_tiny(tmp_path / "model", family, "language").eval()
+    wrapper = with_adapters(model, Lora("actor.policy", 4, 8, "all-linear"), model.get_output_embeddings())
+    with torch.no_grad():
+        for name, parameter in wrapper.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    ids, adapted = torch.arange(12)[None], MergedWeights(model).adapted
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in wrapper.state_dict().items()}
+    with torch.no_grad():
+        apart = model(ids).logits
+        with wrapper.disable_adapter():
+            assert not torch.allclose(model(ids).logits, apart, atol=0.1)
+        with contextlib.suppress(KeyError), with_merged_layers(model):
+            torch.testing.assert_close(model(ids).logits, apart, atol=1e-4, rtol=1e-4)
+            assert all(layer.merged for layer in adapted.values())
+            raise KeyError
+        assert torch.equal(model(ids).logits, apart)
+    for name, tensor in wrapper.state_dict().items():
+        assert tensor.data_ptr() == before[name][0]
+        assert torch.equal(tensor, before[name][1])

@@ -146,28 +146,23 @@ def test_what_ends_a_response_is_what_is_said() -> None:
         assert not {0, 1} & set(text)
 
 
-def each_once(numbers: list[float]) -> list[Iterator[float]]:
-    """Return one draw per row."""
-    return [iter([number]) for number in numbers]
-
-
 def test_draws_follow_the_probabilities() -> None:
     """20,000 draws of five tokens: each share within four standard deviations of its probability."""
     torch.manual_seed(0)
     probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     count = 20_000
-    drawn = draw(probabilities.log().expand(count, -1), each_once(torch.rand(count, dtype=torch.float64).tolist()))
+    drawn = draw(probabilities.log().expand(count, -1), torch.rand(count, dtype=torch.float64))
     for token, probability in enumerate(probabilities.tolist()):
         share = float((drawn == token).float().mean())
         assert abs(share - probability) <= 4 * math.sqrt(probability * (1 - probability) / count)
-    edges = each_once([0.0, 0.5 - 1e-6, 0.5 + 1e-6, 1 - 2**-53])
+    edges = torch.tensor([0.0, 0.5 - 1e-6, 0.5 + 1e-6, 1 - 2**-53], dtype=torch.float64)
     assert draw(probabilities.log().expand(4, -1), edges).tolist() == [0, 0, 2, 4]
 
 
 def test_a_draw_never_takes_what_has_no_probability() -> None:
     logits = torch.full((3, 6), -torch.inf)
     logits[:, 2] = 0.0
-    assert draw(logits, each_once([0.0, 0.5, 1 - 2**-53])).tolist() == [2, 2, 2]
+    assert draw(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)).tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -324,11 +319,15 @@ def test_prompts_of_a_group_go_through_one_forward(slots: int, token_budget: int
     rows_in: list[int] = []
 
     class Watched(Decoder):
-        def _logits(self, cache: SlotCache, rows: list[Any], ids: torch.Tensor, *window: int) -> torch.Tensor:
-            if not rows[0].written:
-                rows_in.append(len(ids))
+        def _take_in(self, *args: Any) -> list[Any]:
+            rows_in.append(0)
+            return super()._take_in(*args)
+
+        def _logits(self, cache: SlotCache, ids: torch.Tensor, *window: Any) -> torch.Tensor:
+            if not rows_in[-1]:
+                rows_in[-1] = len(ids)
                 assert len(ids) == 1 or ids.numel() <= (token_budget or math.inf)
-            return super()._logits(cache, rows, ids, *window)
+            return super()._logits(cache, ids, *window)
 
     def written(order: list[int]) -> list[list[int]]:
         found: dict[int, Response] = {}

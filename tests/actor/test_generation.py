@@ -68,7 +68,7 @@ def test_greedy_takes_the_likeliest_token(checkpoint: Path):
     assert torch.equal(rollout.tokens, generate(policy, seed=9, greedy=True).tokens)
     row, start = rollout.rows()[0], len(PROMPTS[0])
     with torch.no_grad():
-        logits = policy.model(torch.from_numpy(row)[None]).logits[0]
+        logits = policy.model(torch.from_numpy(row)[None].to(policy.model.device)).logits[0].cpu()
     logits[:, policy.banned_ids] = -torch.inf
     assert logits[start - 1 : len(row) - 1].argmax(-1).tolist() == row[start:].tolist()
 
@@ -234,12 +234,12 @@ def test_each_row_is_what_it_would_be_alone(checkpoint: Path):
 
 def test_log_probs_are_those_of_the_sampling_distribution(checkpoint: Path):
     """Under the temperature and without forbidden tokens, whatever top-k, top-p or a penalty did to the draw."""
-    policy = make_policy(checkpoint, temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.3)
+    policy = make_policy(checkpoint, precision="float32", temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.3)
     rollout = generate(policy, seed=1)
     found = policy.logprobs(rollout)
     row, start = rollout.rows()[2], len(PROMPTS[2])
     with torch.no_grad():
-        logits = policy.model(torch.from_numpy(row)[None]).logits[0] / 0.7
+        logits = policy.model(torch.from_numpy(row)[None].to(policy.model.device)).logits[0].cpu() / 0.7
     logits[:, policy.banned_ids] = -torch.inf
     expected = logits.log_softmax(-1)[:-1].gather(-1, torch.from_numpy(row[1:])[:, None])[:, 0]
     torch.testing.assert_close(found[2, start - 1 : len(row) - 1], expected[start - 1 :], atol=1e-5, rtol=1e-5)
@@ -269,7 +269,7 @@ def test_each_step_of_each_run_draws_its_own_numbers():
 
 
 def test_log_probs_of_generation_are_taken_once_proven(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
-    policy = make_policy(checkpoint, temperature=0.7)
+    policy = make_policy(checkpoint, precision="float32", temperature=0.7)
     rollout = generate(policy)
     passes: list[int] = []
     forward = policy.logprobs

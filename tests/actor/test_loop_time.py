@@ -81,8 +81,8 @@ class InstantPolicy(TinyPolicy):
     """Generates prepared responses at once."""
 
     loop: asyncio.AbstractEventLoop
-    sampler = reference = None
-    vocab_size = 160
+    sampler, reference = types.SimpleNamespace(device=torch.device("cpu")), None
+    vocab_size, halvings = 160, ()
     kept = tokenizer = make_text_tokenizer("qwen2")
 
     def __init__(self, width: int) -> None:

@@ -55,7 +55,7 @@ def make_batch(policy: Policy, *, width: int = max(LENGTHS), seed: int = 0, kl_s
     advantages, ref = (torch.nn.functional.pad(x, (0, width - max(LENGTHS))) for x in noise)
     with torch.no_grad():
         logprobs = policy.token_logprobs(policy.model, tokens, lengths, mask)[0]
-    zeros = torch.zeros_like(mask)
+    logprobs, zeros = logprobs.cpu(), torch.zeros_like(mask)
     return PPOBatch(
         tokens, lengths, mask, mask, logprobs, logprobs + kl_scale * ref * mask, advantages * mask, zeros, zeros, zeros
     )
@@ -240,7 +240,7 @@ def test_a_penalty_in_the_loss_pulls_towards_the_reference(checkpoint: Path, kin
     stats, _ = updated(policy, batch, kl_coef=1.0)
     assert stats["train_optim/scaled_kl"] > 0
     with torch.no_grad():
-        after = policy.token_logprobs(policy.model, batch.tokens, batch.lengths, batch.mask)[0]
+        after = policy.token_logprobs(policy.model, batch.tokens, batch.lengths, batch.mask)[0].cpu()
     assert float(((after - batch.logprobs) * batch.mask).sum()) > 0.1
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from actor.data.prompts import PromptError
-from actor.data.rollout import Prompt, Rollout
-from actor.policy.policy import join_rollouts
+from actor.data.rollout import Prompt, Rollout, join_rollouts
 from actor.scoring.mixture import RewardMixture
 from actor.scoring.retry import RequestRefused
 from actor.scoring.scorer import Scorer

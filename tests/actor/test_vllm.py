@@ -140,4 +140,4 @@ def test_importance_weights_by_hand():
 )
 def test_importance_weights_need_comparable_logprobs(generation: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
-        RunConfig.model_validate({"actor": {"generation": generation}})
+        RunConfig.model_validate({"actor": {"policy": {"device": "cpu"}, "generation": generation}})

@@ -14,6 +14,7 @@ from vllm_setup import END, PROMPTS, VllmSetup, run_async, save_policy
 from actor.scoring.retry import RequestFailed
 from actor.vllm.connection import VllmUnusable
 from python_backend.config import ConfigError
+from tests.support.loaders import skip_on_cards
 
 
 @pytest.fixture(scope="module")
@@ -274,5 +275,6 @@ def test_adapters_are_refused_on_top_of_the_weights_of_another_run(tmp_path: Pat
 
 
 def test_a_run_without_servers_is_an_error(tmp_path: Path, checkpoint: Path):
+    skip_on_cards("a configuration that starts vLLM on the policy's machine must name its GPUs first")
     with pytest.raises(ConfigError, match=r"actor\.generation\.vllm\.servers: empty"):
         VllmSetup(tmp_path, checkpoint, [])

@@ -90,7 +90,7 @@ def gradients(policy: Policy, update: PolicyUpdate) -> list[np.ndarray]:
     batch = batch_of(100)
     rows = torch.arange(len(LENGTHS))
     update._gradients(batch, rows, float(batch.policy_weights.sum()), 0.1)
-    found = [whole(p.grad).clone().numpy() for p in policy.model.parameters() if p.grad is not None]
+    found = [whole(p.grad).cpu().clone().numpy() for p in policy.model.parameters() if p.grad is not None]
     policy.optimizer.zero_grad()
     return found
 
@@ -100,7 +100,7 @@ def trained(ranks: Ranks | None, folder: Path, case: str, dtype: torch.dtype) ->
     torch.use_deterministic_algorithms(True)
     if dtype == torch.float64:
         load = policy_module.load_model
-        policy_module.load_model = lambda settings: load(settings).double()
+        policy_module.load_model = lambda settings, **how: load(settings, **how).double()
     try:
         policy, update = make(settings_of(folder, case), ranks)
     finally:
@@ -117,7 +117,7 @@ def trained(ranks: Ranks | None, folder: Path, case: str, dtype: torch.dtype) ->
                 policy.token_logprobs(m, tokens, lengths, everywhere)[0] for m in (policy.model, policy.sampler)
             )
         found["distance"] = max(found["distance"], float((ours - theirs).abs().max()))
-    found["weights"] = [whole(p.detach()).clone().numpy() for p in policy.model.parameters()]
+    found["weights"] = [whole(p.detach()).cpu().clone().numpy() for p in policy.model.parameters()]
     return found
 
 

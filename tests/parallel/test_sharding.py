@@ -37,7 +37,7 @@ def a_model(seed: int, *, tied: bool = False) -> Any:
 def write(ranks: Ranks, folder: Path) -> int:
     """Write the same sharded model as slices and twice as a checkpoint; return this rank's number of local elements."""
     model = a_model(0)
-    shard(model)
+    shard(model, ranks)
     for name in ("slices", "checkpoint", "again"):
         ranks.together(lambda name=name: (folder / name).mkdir(exist_ok=True))
     write_slices(model.state_dict(), folder / "slices")
@@ -55,7 +55,7 @@ def write_one_file_per_rank(tensors: dict[str, torch.Tensor], folder: Path, rank
 def fail_to_write(ranks: Ranks, folder: Path) -> list[Any]:
     """The errno of what each way of writing raises if the disk of rank 1 is full."""
     model = a_model(0)
-    shard(model)
+    shard(model, ranks)
     seen: list[Any] = []
 
     def full(*arguments: Any) -> None:
@@ -75,7 +75,7 @@ def fail_to_write(ranks: Ranks, folder: Path) -> list[Any]:
 def read(ranks: Ranks, folder: Path) -> bool:
     """Return whether a sharded model that reads the files has the weights that were written."""
     model = a_model(1)
-    shard(model)
+    shard(model, ranks)
     read_tensors(model.state_dict(), folder)
     wanted = a_model(0).state_dict()
     return all(torch.equal(tensor, wanted[name]) for name, tensor in whole_tensors(model.state_dict()))

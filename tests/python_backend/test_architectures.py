@@ -14,9 +14,9 @@ from architectures import KINDS, POSITIONS, VOCAB, save_architecture
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.models.batching import plan_micro_batches
-from python_backend.models.modeling import load_critic, load_reward, quiet_transformers
-from python_backend.models.readout.token_reward import load_process_reward
+from python_backend.models.modeling import quiet_transformers
 from python_backend.wire.training_payload import TrainPayload
+from tests.support.loaders import load_critic, load_process_reward, load_reward, skip_on_cards
 from tests.support.settings import trainer_section
 from trainer.critic_update import CriticUpdate
 from trainer.sharded.critic import ShardedCritic
@@ -57,6 +57,7 @@ def rows_of(*lengths: int) -> list[np.ndarray]:
     return [rng.integers(3, VOCAB, length) for length in lengths]
 
 
+NO_DEPTHWISE = "the simulated cards have no depthwise convolution"
 ROWS = rows_of(5, 11, 30, 3, 18, 8, 1)
 
 
@@ -80,6 +81,8 @@ def directly(model: Any, row: np.ndarray) -> np.ndarray:
 
 @names(SERVED.split())
 def test_a_row_scores_as_in_plain_transformers_whatever_shares_its_forward_pass(tmp_path: Path, name: str):
+    if name == "convbert":
+        skip_on_cards(NO_DEPTHWISE)
     for kind in KINDS:
         if (model := save_architecture(tmp_path / kind, name, kind)) is None:
             continue
@@ -132,6 +135,8 @@ def test_bigbird_keeps_full_attention_and_refuses_rows_that_would_end_it(tmp_pat
 
 @pytest.mark.parametrize("name", ["convbert", "fnet"])
 def test_neither_does_padding_change_the_training_of_a_critic(tmp_path: Path, name: str):
+    if name == "convbert":
+        skip_on_cards(NO_DEPTHWISE)
     save_architecture(tmp_path, name, "critic")
     sizes = np.array([row.size for row in ROWS[:4]])
     zeros = np.zeros(sizes.sum() - sizes.size, np.float32)

@@ -16,9 +16,10 @@ from transformers import AutoModelForTokenClassification
 
 from python_backend.models.batching import padded_width
 from python_backend.models.collation import collate
-from python_backend.models.modeling import CriticModel, load_critic, load_reward, quiet_transformers, save_critic
+from python_backend.models.modeling import CriticModel, quiet_transformers, save_critic
 from python_backend.models.token_head import TokenHead
 from python_backend.wire.training_payload import TrainPayload
+from tests.support.loaders import load_critic, load_reward
 from tests.support.settings import trainer_section
 from trainer.critic_update import CriticUpdate
 
@@ -154,10 +155,10 @@ def test_the_constants_travel_with_the_version(tmp_path: Path):
 def test_values_in_training_are_those_of_inference(tmp_path: Path):
     save_tiny(tmp_path, "llama", "critic", reward_standardization={"mean": 0.5, "std": 2.0})
     critic = load_critic(tmp_path)
-    ids, attention, _ = collate(MIXED, "cpu")
+    ids, attention, _ = collate(MIXED, critic.model.device)
     values = critic.forward(ids, attention)
     assert values.requires_grad
-    np.testing.assert_array_equal(values.detach()[2], critic.values(MIXED)[2])
+    np.testing.assert_array_equal(values.detach().cpu()[2], critic.values(MIXED)[2])
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -170,7 +171,7 @@ def test_a_bfloat16_body_under_an_fp32_head(tmp_path: Path, family: str):
     swapped = critic.with_weights(saved(exact, tmp_path / "1"))
     from_half = critic.with_weights(saved(exact, tmp_path / "2", dtype=torch.bfloat16))
     for half in (critic, swapped, from_half):
-        assert torch.equal(half.model.get_parameter(f"{name}.weight"), head)
+        assert torch.equal(half.model.get_parameter(f"{name}.weight").cpu(), head)
         assert {p.dtype for p in half.model.base_model.parameters()} == {torch.bfloat16}
         np.testing.assert_array_equal(last_values(half), last_values(critic))
     assert critic.values(MIXED)[0].dtype == np.float32
@@ -189,11 +190,11 @@ def test_causality_is_measured(tmp_path: Path, family: str, is_causal: bool):
 def test_without_a_mask_the_values_are_those_under_huggingfaces_mask(tmp_path: Path, family: str):
     model = save_tiny(tmp_path, family, "reward")
     critic = load_critic(tmp_path)
-    ids, attention, lengths = collate(MIXED, "cpu")
+    ids, attention, lengths = collate(MIXED, critic.model.device)
     with torch.no_grad():
         hidden = critic.model.base_model(input_ids=ids, attention_mask=attention)[0]
         expected = next(m for m in reversed(list(critic.model.modules())) if isinstance(m, torch.nn.Linear))(hidden)
-    for values, theirs, length in zip(critic.values(MIXED), expected[..., 0], lengths, strict=True):
+    for values, theirs, length in zip(critic.values(MIXED), expected[..., 0].cpu(), lengths, strict=True):
         np.testing.assert_allclose(values, theirs[:length], atol=TOLERANCE)
     assert model.config.model_type == critic.model.config.model_type
 
@@ -233,7 +234,7 @@ def test_a_file_stays_as_it_is_while_a_critic_that_came_from_it_trains(tmp_path:
         assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     before = {file: hashlib.sha256(file.read_bytes()).digest() for file in tmp_path.glob("*.safetensors")}
     serving, trained = load_critic(tmp_path), load_critic(tmp_path)
-    mapped = {parameter.data_ptr() for parameter in trained.model.parameters()}
+    mapped = {parameter.data_ptr() for parameter in trained.model.parameters() if not parameter.is_cuda}
     update = CriticUpdate(trained, trainer_section(lr=0.1))
     assert not mapped & {parameter.data_ptr() for parameter in trained.model.parameters()}
     served = serving.values(MIXED)

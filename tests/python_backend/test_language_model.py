@@ -18,7 +18,7 @@ from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
 from python_backend.checkpoints.tokenization import end_of_sequence, load_tokenizer, special_tokens
 from python_backend.models import output_head
-from python_backend.models.language_model import load_language_model
+from tests.support.loaders import load_language_model
 from tests.support.settings import actor_section
 from tools.calibrate.worker import Measurement
 
@@ -101,7 +101,8 @@ def test_a_wider_forward_changes_nothing(tmp_path: Path):
 def test_only_positions_that_predict_get_logits_a_part_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ):
-    monkeypatch.setattr(output_head, "MAX_LOGITS", 7 * VOCAB + 1)
+    for limit in ("MAX_LOGITS", "MAX_LOGITS_ON_CARD"):
+        monkeypatch.setattr(output_head, limit, 7 * VOCAB + 1)
     sizes: list[int] = []
     logits_of = output_head._logits
 

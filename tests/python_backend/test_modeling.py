@@ -17,7 +17,8 @@ from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, save_tiny
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.models import modeling
 from python_backend.models.collation import collate
-from python_backend.models.modeling import CriticModel, load_critic, load_reward, save_critic
+from python_backend.models.modeling import CriticModel, save_critic
+from tests.support.loaders import load_critic, load_reward
 
 TOLERANCE = 1e-5
 families = pytest.mark.parametrize("family", CONFIGS)
@@ -39,7 +40,7 @@ MIXED = rows(1, 7, POSITIONS, 3, 12, 2)
 @torch.no_grad()
 def directly(model: Any, row: np.ndarray) -> np.ndarray:
     """One row, no padding: `[1]` for a reward model, `[length]` for a critic."""
-    return model(input_ids=torch.from_numpy(row)[None]).logits[0, ..., 0].reshape(-1).numpy()
+    return model(input_ids=torch.from_numpy(row)[None].to(model.device)).logits[0, ..., 0].reshape(-1).cpu().numpy()
 
 
 def assert_values_equal(critic: CriticModel, model: Any) -> None:
@@ -123,7 +124,7 @@ def test_a_body_without_a_head_gets_one_that_answers_0(tmp_path: Path, family: s
     save_tiny(tmp_path, family, "body")
     critic = load_critic(tmp_path)
     assert all((values == 0).all() for values in critic.values(MIXED))
-    loss = critic.forward(*collate(MIXED, "cpu")[:2]).sum()
+    loss = critic.forward(*collate(MIXED, critic.model.device)[:2]).sum()
     loss.backward()
     gradients = [p.grad for p in critic.model.parameters() if p.grad is not None]
     assert any((gradient != 0).any() for gradient in gradients)  # it can learn
@@ -148,7 +149,7 @@ def test_a_critic_from_a_reward_has_its_body(tmp_path: Path, family: str):
     critic = load_critic(tmp_path).model.base_model.state_dict()
     shared = set(reward) & set(critic)
     assert len(shared) >= len(critic) - 2
-    assert all(torch.equal(reward[name], critic[name]) for name in shared)
+    assert all(torch.equal(reward[name], critic[name].cpu()) for name in shared)
 
 
 # ---- what is no checkpoint ----

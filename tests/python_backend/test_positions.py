@@ -22,10 +22,10 @@ from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
 from python_backend.checkpoints.positions import fix_forward, max_positions, stable_length
 from python_backend.models.batching import padded_width
-from python_backend.models.language_model import load_language_model
-from python_backend.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
+from python_backend.models.modeling import quiet_transformers, save_critic
 from python_backend.wire.contract import ContractError, Limits, scoring_rows
 from python_backend.wire.training_payload import train_payload
+from tests.support.loaders import load_critic, load_language_model, load_reward
 from tests.support.settings import actor_section, trainer_section
 from tools.render import reference as render_reference
 from trainer.critic_update import CriticUpdate
@@ -133,7 +133,8 @@ def test_micro_batches_change_no_update_of_the_critic(tmp_path: Path, model: str
     )
     losses = []
     for token_budget in (1, 40, 10_000):
-        update = CriticUpdate(load_critic(folder), trainer_section(token_budget=token_budget, clip_value=0, lr=1e-2))
+        section = trainer_section(token_budget=token_budget, clip_value=0, lr=1e-2, precision="float32")
+        update = CriticUpdate(load_critic(folder, device=section.device), section)
         losses.append([update.train(payload, lambda _: None).loss_mean for _ in range(2)])
     assert losses[1] == pytest.approx(losses[0], abs=TOLERANCE)
     assert losses[2] == pytest.approx(losses[0], abs=TOLERANCE)
@@ -256,9 +257,8 @@ def policy(folder: Path, model: str, **settings: Any) -> Policy:
     family, sizes = MODELS[model]
     save_tiny(folder, family, "language", vocab_size=len(tokenizer), **sizes)
     tokenizer.save_pretrained(folder)
-    return Policy.of(
-        actor_section(**{"checkpoint": folder, "prompts_max_tokens": 6, "max_new_tokens": LIMIT - 6, **settings})
-    )
+    limits = {"prompts_max_tokens": 6, "max_new_tokens": LIMIT - 6}
+    return Policy.of(actor_section(**{"checkpoint": folder, "precision": "float32", **limits, **settings}))
 
 
 @models
@@ -281,8 +281,8 @@ def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str, decoding: 
         start = int(rollout.prompt_lengths[i])
         mask = torch.arange(length - 1)[None] >= start - 1
         alone, _ = writer.token_logprobs(writer.model, row, torch.tensor([length]), mask)
-        torch.testing.assert_close(together[i : i + 1, : length - 1], alone, atol=TOLERANCE, rtol=0)
-        logits = writer.model(input_ids=row, use_cache=False).logits
+        torch.testing.assert_close(together[i : i + 1, : length - 1], alone.cpu(), atol=TOLERANCE, rtol=0)
+        logits = writer.model(input_ids=row.to(writer.model.device), use_cache=False).logits.cpu()
         written = logits[0, start - 1 : -1].index_fill(-1, torch.tensor([*writer.banned_ids, *writer.eos_ids]), -1e9)
         assert written.argmax(-1).tolist() == row[0, start:].tolist()
 

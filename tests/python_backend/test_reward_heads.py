@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, add_tensors, change_config, save_tiny, save_with_value_head
 
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.models.modeling import load_reward, quiet_transformers
+from python_backend.models.modeling import quiet_transformers
+from tests.support.loaders import load_reward
 
 TOLERANCE = 1e-5
 DECODERS = ["llama", "qwen2", "gpt2", "opt", "gptj"]
@@ -186,7 +187,7 @@ def test_the_head_keeps_its_fp32_values_under_a_bfloat16_body(tmp_path: Path, fa
     tensors = load_file(tmp_path / "model.safetensors")
     name = next(n for n in ("score", "classifier", "classifier.out_proj") if f"{n}.weight" in tensors)
     head = [p for p in reward.model.parameters() if p.dtype == torch.float32]
-    assert torch.equal(head[0], tensors[f"{name}.weight"])  # not a rounded copy
+    assert torch.equal(head[0].cpu(), tensors[f"{name}.weight"])  # not a rounded copy
     assert not torch.equal(head[0].bfloat16().float(), head[0])
     assert all(p.dtype == torch.bfloat16 for p in reward.model.base_model.parameters())
     scores = reward.score(MIXED)
@@ -194,7 +195,8 @@ def test_the_head_keeps_its_fp32_values_under_a_bfloat16_body(tmp_path: Path, fa
     np.testing.assert_allclose(scores, [directly(model, row) for row in MIXED], atol=0.3)
     if reward.model.base_model_prefix in ("model", "transformer"):
         with torch.no_grad():  # by hand: the body's bfloat16 states through the fp32 head
-            states = [reward.model.base_model(input_ids=torch.from_numpy(row)[None])[0][0, -1] for row in MIXED]
+            inputs = [torch.from_numpy(row)[None].to(reward.model.device) for row in MIXED]
+            states = [reward.model.base_model(input_ids=ids)[0][0, -1].cpu() for ids in inputs]
             expected = torch.stack(states).float() @ tensors[f"{name}.weight"].T
         alone = np.concatenate([reward.score([row]) for row in MIXED])
         np.testing.assert_allclose(alone, expected, atol=TOLERANCE)

@@ -15,8 +15,9 @@ from tiny_checkpoints import change_config, save_tiny, save_with_value_head
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.models import modeling
-from python_backend.models.modeling import load_reward, quiet_transformers
+from python_backend.models.modeling import quiet_transformers
 from python_backend.serving.ranks.loaders import load_model
+from tests.support.loaders import load_reward
 
 ROWS = [np.arange(2, 2 + length) for length in (5, 1, 20)]
 Save = Callable[[Path, int], Any]

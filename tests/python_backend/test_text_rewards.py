@@ -15,10 +15,11 @@ from tiny_tokenizers import CHATS, PLAIN_CHAT, POSITIONS, VOCAB, make_text_token
 from transformers import AutoTokenizer, ByT5Tokenizer, pipeline
 
 from python_backend.checkpoints.tokenization import TYPE_SHIFT, encode_text
-from python_backend.models.modeling import load_reward, quiet_transformers
+from python_backend.models.modeling import quiet_transformers
 from python_backend.serving.requests import RowReader
 from python_backend.serving.round_robin import run_to_end
 from python_backend.wire.contract import METADATA, SENTENCES, TEXT_PAIRS, TOKENS, ContractError, texts_array
+from tests.support.loaders import load_reward
 
 TOLERANCE = 1e-5
 MESSAGES = [{"role": "user", "content": "Open it."}]
@@ -132,7 +133,7 @@ def test_rows_with_and_without_a_second_text_share_a_forward_pass(tmp_path: Path
     model, tokenizer = load_reward(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     with torch.no_grad():
         for i, pair in enumerate([(TEXTS[0], TEXTS[2]), (TEXTS[1],), (TEXTS[0],)]):
-            logits = model.model(**tokenizer(*pair, return_tensors="pt")).logits
+            logits = model.model(**tokenizer(*pair, return_tensors="pt").to(model.model.device)).logits
             score = logits[0, -1, 0] if head == "critic" else logits[0, 0]
             assert rewards[i] == pytest.approx(float(score), abs=TOLERANCE)
     untyped = [np.asarray(row) % (1 << TYPE_SHIFT) for row in rows]

@@ -23,8 +23,8 @@ from triton_python_backend_utils import InferenceResponse, Request
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.checkpoints.tokenization import single_tokens
 from python_backend.config import RunConfig
-from python_backend.models.readout.token_reward import load_logit_reward, load_process_reward
 from python_backend.wire.contract import REWARD_MODEL, texts_array
+from tests.support.loaders import load_logit_reward, load_process_reward
 from tools.render_configs import parse_config, render_configs
 
 TOLERANCE = 1e-5
@@ -51,7 +51,10 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ask]]:
     monkeypatch.setattr(importlib.import_module("python_backend.serving.torch_scoring"), "keep_freed_memory", lambda: 0)
 
     def load(folder: Path, **reward: Any) -> Ask:
-        data = {"reward": {"checkpoint": str(folder), **reward}, "actor": {"algorithm": {"name": "reinforce++"}}}
+        data = {
+            "reward": {"checkpoint": str(folder), "dtype": "float32", **reward},
+            "actor": {"algorithm": {"name": "reinforce++"}},
+        }
         config = parse_config(REWARD_MODEL, render_configs(RunConfig.model_validate(data))[REWARD_MODEL])
         parameters = {key: {"string_value": item.string_value} for key, item in config.parameters.items()}
         model = module.TritonPythonModel()

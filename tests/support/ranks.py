@@ -27,8 +27,17 @@ def whole_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]
         yield name, whole(tensor.detach()).cpu()
 
 
-def on_ranks(size: int, work: Work, *arguments: Any, group_timeout_s: float = 120, timeout_s: float = 240) -> list[Any]:
+def on_ranks(
+    size: int,
+    work: Work,
+    *arguments: Any,
+    device: str = "cpu",
+    group_timeout_s: float = 120,
+    timeout_s: float = 240,
+) -> list[Any]:
     """Return `work(ranks, *arguments)` of each rank; `work` is a function of a module, so that a process can import it.
+
+    `device` is that of the role: each rank has its own.
 
     Raises:
         RuntimeError: ranks failed; the message names each with its error.
@@ -38,7 +47,7 @@ def on_ranks(size: int, work: Work, *arguments: Any, group_timeout_s: float = 12
     for rank in range(size):
         mine, theirs = CONTEXT.Pipe()
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-        process = CONTEXT.Process(target=_rank, args=(theirs, environment, group_timeout_s, work, arguments))
+        process = CONTEXT.Process(target=_rank, args=(theirs, environment, device, group_timeout_s, work, arguments))
         process.start()
         theirs.close()
         started.append((process, mine))
@@ -65,15 +74,21 @@ def _outcome(connection: Connection, timeout_s: float) -> tuple[Any, str | None]
 
 
 def _rank(
-    connection: Connection, environment: dict[str, int], group_timeout_s: float, work: Work, arguments: tuple[Any, ...]
+    connection: Connection,
+    environment: dict[str, int],
+    device: str,
+    group_timeout_s: float,
+    work: Work,
+    arguments: tuple[Any, ...],
 ) -> None:
     os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
     import torch
 
+    from python_backend.models.card.placement import own_device
     from python_backend.parallel.ranks import Ranks
 
     torch.set_num_threads(1)
-    ranks = Ranks.join("cpu", timeout=timedelta(seconds=group_timeout_s))
+    ranks = Ranks.join(own_device(device), timeout=timedelta(seconds=group_timeout_s))
     try:
         connection.send((work(ranks, *arguments), None))
     except Exception as error:  # process edge: the test shows it

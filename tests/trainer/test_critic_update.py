@@ -12,13 +12,21 @@ import torch
 from tiny_checkpoints import VOCAB, save_tiny
 
 from python_backend.config import TrainerSection
-from python_backend.models.modeling import CriticModel, load_critic
+from python_backend.models.modeling import CriticModel
 from python_backend.wire.contract import Limits
 from python_backend.wire.training_payload import TrainPayload, train_payload
+from tests.support.loaders import load_critic
 from tests.support.settings import trainer_section
 from trainer.critic_update import CriticUpdate, UpdateReport, split_rows
 
-SETTINGS = {"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 0, "constant_steps": 0, "max_steps": 1000}
+SETTINGS = {
+    "lr": 1e-2,
+    "min_lr": 1e-3,
+    "warmup_steps": 0,
+    "constant_steps": 0,
+    "max_steps": 1000,
+    "precision": "float32",
+}
 
 
 @pytest.fixture(scope="module")

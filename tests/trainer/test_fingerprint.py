@@ -46,7 +46,7 @@ def test_no_setting_is_forgotten():
 
 @pytest.mark.parametrize("name", [*DECIDING, *ROUNDING])
 def test_each_change_is_seen_and_named(name: str):
-    old = trainer_section()
+    old = trainer_section(device="cpu", precision="float32")
     value = OTHER_VALUES[name] if name in OTHER_VALUES else operator.attrgetter(name)(old) + 1
     new = changed(old, **{name.replace(".", "_"): value})
     before, after = deciding_settings(old), deciding_settings(new)
@@ -58,10 +58,10 @@ def test_each_change_is_seen_and_named(name: str):
 
 def test_newer_settings_are_recorded_only_if_they_are_used():
     """A checkpoint of an earlier release has none of them, and was trained with their defaults."""
-    flat = deciding_settings(trainer_section())
+    flat = deciding_settings(trainer_section(device="cpu", precision="float32"))
     assert not set(flat) & set(UNLESS_DEFAULT)
     for name, default in UNLESS_DEFAULT.items():
-        assert operator.attrgetter(name)(trainer_section()) == default
+        assert operator.attrgetter(name)(trainer_section(device="cpu", precision="float32")) == default
 
 
 def test_what_was_read_back_is_the_same():

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import CriticSection
-from python_backend.models.modeling import load_critic, quiet_transformers, save_critic
+from python_backend.models.modeling import quiet_transformers, save_critic
 from python_backend.store.weights import WeightsStore
+from tests.support.loaders import load_critic
 from trainer.checkpoint import CheckpointFolder
 from trainer.critic_update import CriticUpdate
 from trainer.publish import initialise_store
@@ -60,4 +61,4 @@ def test_a_critic_starts_with_the_body_of_its_checkpoint(tmp_path: Path, family:
     save_tiny(tmp_path, family, "language")
     body, critic = AutoModelForCausalLM.from_pretrained(str(tmp_path)).base_model, load_critic(tmp_path)
     for (name, mine), theirs in zip(critic.model.base_model.named_parameters(), body.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
+        assert torch.equal(mine.cpu(), theirs), name

@@ -15,9 +15,10 @@ from test_trainer_checkpoint import optimizer_bits, state
 from tiny_checkpoints import save_tiny
 
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.models.modeling import load_critic, quiet_transformers, save_critic
+from python_backend.models.modeling import quiet_transformers, save_critic
 from python_backend.models.token_head import head_of
 from python_backend.store.weights import WeightsStore
+from tests.support.loaders import load_critic
 from trainer.checkpoint import CheckpointFolder
 from trainer.critic_update import CriticUpdate
 from trainer.trained_critic import build_critic
@@ -96,7 +97,7 @@ def test_a_version_is_the_trained_critic(tmp_path: Path, family: str, changes: d
     merged = _merged(update)
     for critic in (loaded, swapped):
         stored = critic.model.state_dict()
-        assert all(torch.equal(stored[name], tensor) for name, tensor in merged.items())
+        assert all(torch.equal(stored[name].cpu(), tensor.cpu()) for name, tensor in merged.items())
         np.testing.assert_allclose(critic.values([ROW])[0], update.critic.values([ROW])[0], rtol=1e-5, atol=1e-6)
     assert not holds_weights(store, 0, update.critic)
     assert not hasattr(loaded.model.config, "critic_adapters")  # saved again, it is an ordinary version

@@ -9,7 +9,7 @@ import torch
 from test_critic_update import payload, settings, silent, weights
 from tiny_checkpoints import save_tiny
 
-from python_backend.models.modeling import load_critic
+from tests.support.loaders import load_critic
 from trainer.checkpoint import CheckpointFolder, CheckpointState
 from trainer.critic_update import CriticUpdate
 

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from sidecar_rig import Rig
 
 from python_backend.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE
-from python_backend.models.modeling import CriticModel, load_critic, save_critic
+from python_backend.models.modeling import CriticModel, save_critic
 from python_backend.store.weights import MANIFEST_FILE, WeightsStore, sha256_of, tensor_types
+from tests.support.loaders import load_critic
 from trainer.publish import Publisher
 from trainer.verification import VersionRejected, verify_alone, verify_version
 

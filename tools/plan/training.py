@@ -14,7 +14,7 @@ from actor.generation.cache import SlotCache, cache_layers
 from actor.generation.slots import draw
 from python_backend.config import ActorSection, PolicySection, RunConfig, TrainerSection
 from python_backend.models.adamw import make_adamw
-from python_backend.models.adapters import Lora, with_adapters
+from python_backend.models.adapters import LAYERS, Lora, with_adapters
 from python_backend.models.attention import use_attention
 from python_backend.models.card.placement import devices_of
 from python_backend.models.gradient_checkpointing import checkpoint_gradients, recomputing
@@ -194,7 +194,7 @@ def generation_sizes(actor: ActorSection) -> tuple[Sizes, int]:
     """Return the cache and the working memory of generation, and the bytes of the model when it is frozen."""
     settings, generation, width = actor.policy, actor.generation, actor.prompts.max_tokens
     slots = min(generation.batch_size, -(-max(actor.rollout_size, actor.validation.size) // actor.ranks))
-    distinct = -(-slots // actor.algorithm.responses_per_prompt)
+    distinct = min(-(-slots // actor.algorithm.responses_per_prompt), max(1, settings.token_budget // width))
     span = width + generation.max_new_tokens
     with counting() as live, torch.no_grad(), computing(CPU, settings.precision):
         model = placed(causal_model(settings.checkpoint)).requires_grad_(False)
@@ -211,10 +211,20 @@ def generation_sizes(actor: ActorSection) -> tuple[Sizes, int]:
         if cache is not None:
             cache.look_at(0, slots, 0, span - 1)
             logits = _next_logits(model, torch.zeros(slots, 1, dtype=torch.int64), span, cache)
-        draw(logits, [iter([0.0]) for _ in logits])
+        draw(logits, torch.zeros(len(logits), dtype=torch.float64))
         stored = num_bytes(t for layer in cache.layers for t in layer.tensors()) if cache is not None else 0
-        sizes = Sizes(cache=stored, activations=live.peak - before - stored)
-        return on_heap(sizes, settings.device), weights
+        activations = live.peak - before - stored + _merged_bytes(model, settings)
+        return on_heap(Sizes(cache=stored, activations=activations), settings.device), weights
+
+
+def _merged_bytes(model: Any, settings: PolicySection) -> int:
+    """Return the bytes of the layers that generation merges adapters into, beside those without; none on a CPU."""
+    if not settings.lora_rank or settings.device == "cpu":
+        return 0
+    layers = {path: layer for path, layer in model.named_modules() if type(layer) in LAYERS}
+    targets = tuple(layers) if settings.lora_targets == "all-linear" else tuple(settings.lora_targets)
+    head = model.get_output_embeddings()
+    return num_bytes(layer.weight for path, layer in layers.items() if layer is not head and path.endswith(targets))
 
 
 def _next_logits(model: Any, ids: Tensor, seen: int, cache: Any) -> Tensor:

@@ -55,6 +55,7 @@ class ShardedCritic(CriticModel):
         head, in_bfloat16 = head_of(self.model), precision == "bfloat16"
         shard(
             self.model,
+            ranks,
             methods=["token_outputs"],
             prepare=lambda module: use_bfloat16(module, head) if in_bfloat16 else None,
         )

@@ -105,7 +105,7 @@ def _cause(name: str, args: Any, kwargs: Any, given: list[Tensor], made: list[Te
     if not any(tensor.is_cuda for tensor in given):
         return None
     if name == "lift_fresh":  # all that is seen of `torch.tensor(..., device="cuda")`
-        return "torch.tensor() on the device"
+        return "torch.tensor() on the device" if made[0].numel() else None
     if name == "_local_scalar_dense":
         return "item()/float()/bool()"
     if name in SIZED_BY_DATA or (name == "repeat_interleave" and kwargs.get("output_size") is None):

@@ -1,0 +1,44 @@
+"""The loaders of models, onto the device that sections default to: the CPU, or a card in `make test-device`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from python_backend.config import TrainerSection
+from python_backend.models import language_model, modeling
+from python_backend.models.language_model import LanguageModel
+from python_backend.models.modeling import CriticModel, RewardModel
+from python_backend.models.readout import token_reward
+from python_backend.models.readout.token_reward import TokenRewardModel
+
+
+def default_device() -> str:
+    return TrainerSection().device
+
+
+def skip_on_cards(reason: str) -> None:
+    """Skip the test if the default device is a card."""
+    if default_device() != "cpu":
+        pytest.skip(reason)
+
+
+def load_critic(*arguments: Any, **settings: Any) -> CriticModel:
+    return modeling.load_critic(*arguments, **{"device": default_device(), **settings})
+
+
+def load_reward(*arguments: Any, **settings: Any) -> RewardModel:
+    return modeling.load_reward(*arguments, **{"device": default_device(), **settings})
+
+
+def load_language_model(*arguments: Any, **settings: Any) -> LanguageModel:
+    return language_model.load_language_model(*arguments, **{"device": default_device(), **settings})
+
+
+def load_process_reward(*arguments: Any, **settings: Any) -> TokenRewardModel:
+    return token_reward.load_process_reward(*arguments, **{"device": default_device(), **settings})
+
+
+def load_logit_reward(*arguments: Any, **settings: Any) -> TokenRewardModel:
+    return token_reward.load_logit_reward(*arguments, **{"device": default_device(), **settings})
