@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,8 +12,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from aiohttp import ClientError
-from bare_client import BareClient, Refused, ask, ask_all
+from bare_client import Refused, ask, ask_all
+from critic_load import NUM_CLIENTS, CriticLoad
 from live_system import (
     Checkpoints,
     System,
@@ -35,7 +33,7 @@ from python_backend.wire.contract import CRITIC, CRITIC_TRAIN
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5
-NUM_REQUESTS, NUM_SWAPS, NUM_CLIENTS = 200, 6, 8
+NUM_REQUESTS, NUM_SWAPS = 200, 6
 ROWS = random_rows([3, 17, 40], seed=0)
 
 
@@ -45,43 +43,6 @@ def system(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -
     system = start_system(run)
     yield system
     system.stop()
-
-
-class Load:
-    """Clients that send `ROWS` without a pause until the block ends."""
-
-    def __init__(self, system: System) -> None:
-        self._url = system.run.url
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._send_all()))
-        self.answers: list[tuple[int, np.ndarray]] = []  # version, values
-        self.outcomes: list[tuple[float, float, str]] = []  # sent, answered, HTTP status
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        wait_for(lambda: len(self.answers) > NUM_CLIENTS)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    async def _send_all(self) -> None:
-        async with BareClient(self._url) as client:
-            await asyncio.gather(*(self._send(client) for _ in range(NUM_CLIENTS)))
-
-    async def _send(self, client: BareClient) -> None:
-        while not self._stop.is_set():
-            sent, outcome = time.monotonic(), "200"
-            try:
-                answer = await asyncio.wait_for(client.infer(CRITIC, scoring_inputs(ROWS)), 20)
-                self.answers.append((int(answer["weights_version"][0, 0]), answer["values"]))
-            except Refused as error:
-                outcome = error.code
-            except (ClientError, TimeoutError, asyncio.TimeoutError) as error:
-                outcome = type(error).__name__
-            self.outcomes.append((sent, time.monotonic(), outcome))
-            await asyncio.sleep(0 if outcome == "200" else 0.05)
 
 
 def ranks_of(system: System) -> tuple[psutil.Process, psutil.Process]:
@@ -125,7 +86,7 @@ def test_bad_requests_fail_alone(system: System) -> None:
 
 
 def test_new_weights_under_load(system: System) -> None:
-    with Load(system) as load:
+    with CriticLoad(system.run.url, ROWS) as load:
         before = system.run.store.current() or 0
         for seed in range(NUM_SWAPS):
             answer = ask(system.run.url, CRITIC_TRAIN, training_inputs(seed=seed))
@@ -151,7 +112,7 @@ def test_a_version_that_one_rank_refuses_is_served_nowhere(system: System) -> No
         tensors["model.layers.0.self_attn.q_proj.weight"][-1] = torch.nan  # in the part of rank 1 only
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
-    with Load(system) as load:
+    with CriticLoad(system.run.url, ROWS) as load:
         damaged = store.add(write, run_id=system.run.run_id, step=99, parent=served, epoch=99).version
         store.set_current(damaged)
         wait_for(lambda: any(record.rejected == damaged for record in store.serving()))
@@ -164,7 +125,7 @@ def test_a_version_that_one_rank_refuses_is_served_nowhere(system: System) -> No
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_killed_rank_ends_all_and_the_critic_is_served_again(system: System, victim: int) -> None:
     ranks = ranks_of(system)
-    with Load(system) as load:
+    with CriticLoad(system.run.url, ROWS) as load:
         ranks[victim].kill()
         killed_at = time.monotonic()
         wait_for(lambda: all(map(is_gone, ranks)), timeout_s=120.0)
