@@ -36,13 +36,16 @@ def write_tensors(
 ) -> str:
     """Write a safetensors file with the same bytes that `safetensors.torch.save_file` writes; return its sha256.
 
+    A model that is mapped from an older file of this name keeps that file's weights.
+
     Args:
         shapes: dtype and shape of each tensor, by name.
         tensor_of: returns a tensor on the CPU by its name.
     """
     header, starts = layout(shapes)
     state = hashlib.sha256(header)
-    with file.open("wb") as stream, ThreadPoolExecutor(1, "hash") as beside:
+    file.unlink(missing_ok=True)
+    with file.open("xb") as stream, ThreadPoolExecutor(1, "hash") as beside:
         stream.write(header)
         for name in starts:
             block = raw_bytes(tensor_of(name))

@@ -34,6 +34,7 @@ class UntrainedPolicy:
 
     tokenizer = TOKENIZER
     fingerprint = "of its start"
+    halvings = ()
 
     def save(self, folder: Path) -> None:
         save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
