@@ -29,7 +29,7 @@ from tools.server.model_loading import probe
 from tools.server.supervisor import Supervisor
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import TritonServer
-from trainer.control_plane import ControlPlane, ControlPlaneError, ModelProcessDied
+from trainer.control_plane import ControlPlane, ControlPlaneError, ModelFailed, ModelProcessDied
 
 
 def starter(folder: Path, **settings: int) -> Callable[[], TritonServer]:
@@ -403,4 +403,4 @@ def test_a_dead_model_is_told_from_other_errors(tmp_path: Path) -> None:
         until(control.is_live)
         with pytest.raises(ControlPlaneError, match="no luck") as caught:
             control.probe_scoring("critic", ("values",), 60.0)
-        assert type(caught.value) is ControlPlaneError
+        assert type(caught.value) is ModelFailed
