@@ -5,7 +5,6 @@ On GPUs Triton makes an instance for each of them (`device: cuda`); here both ar
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 
@@ -57,22 +56,6 @@ def test_requests_are_shared(system: System) -> None:
         wait_for(lambda: len(load.answers) > 400)
     shares = [cpu_s(process) - start for process, start in zip(processes, before, strict=True)]
     assert min(shares) > 0.1 * sum(shares)
-
-
-def test_a_version_is_served_when_both_instances_have_it(system: System) -> None:
-    run, before = system.run, system.run.store.current() or 0
-    _, slow = processes_of(system)
-    slow.suspend()
-    try:
-        train = threading.Thread(target=ask, args=(run.url, CRITIC_TRAIN, training_inputs(seed=1)))
-        train.start()
-        time.sleep(4)
-        assert run.store.current() == before
-    finally:
-        slow.resume()
-    train.join()
-    wait_for(lambda: run.store.current() == before + 1, system.sidecar)
-    wait_for(lambda: [record.version for record in run.store.serving()] == [before + 1] * 2)
 
 
 def test_new_weights_under_load(system: System) -> None:
