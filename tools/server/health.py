@@ -182,7 +182,7 @@ class ServerHealth:
             self._replace(model, watched, str(loss), unload=True)
             return
         except ModelProcessDied:
-            lives = any(map(is_alive, processes))
+            lives = len(processes) >= watched.num_instances and any(map(is_alive, processes))
             why = "did not run for a second, and tritonserver has given it up" if lives else "has died"
             _kill(processes)  # if it runs again, a late answer ends the server, or it never answers again
             self._replace(model, watched, f"the process of {model} {why}")
@@ -212,8 +212,8 @@ class ServerHealth:
 
         Raises:
             ControlPlaneError: it does not answer the probe.
-            ModelProcessDied: its process has ended, or Triton has given it up because it was not scheduled.
-            ModelUnusable: one of its processes has lost its device or a rank, or it has fewer processes than instances.
+            ModelProcessDied: one of its processes has ended, or Triton has given it up because it was not scheduled.
+            ModelUnusable: one of its processes has lost its device or a rank.
         """
         if not processes:
             raise ModelProcessDied(f"{model}: its process is gone")
@@ -222,7 +222,7 @@ class ServerHealth:
             return not _is_stopped(processes) and self._progresses(watched, found, scores=False)
         watched.num_instances = watched.num_instances or self._control.num_instances(model)
         if len(processes) < watched.num_instances:
-            raise ModelUnusable(f"{model} has {len(processes)} processes left of {watched.num_instances}")
+            raise ModelProcessDied(f"{model}: {len(processes)} of its {watched.num_instances} processes are left")
         lost, watched.on_card = found.get(LOST, 0.0), CARD in found
         watched.lost = lost if watched.lost is None else watched.lost
         if lost > watched.lost:
