@@ -116,6 +116,7 @@ class PolicyUpdate:
                 self._policy.backward(loss)
             parts.append({**stats, "loss": loss.detach()})
         # One copy from the device for the whole minibatch: each would wait until the device is idle.
+        # Added one by one: from Python 3.12 on, `sum` rounds differently.
         values = torch.stack([torch.stack([*part.values()]) for part in parts]).tolist()
         return self._policy.summed(
             {name: functools.reduce(operator.add, column) for name, *column in zip(parts[0], *values, strict=True)}

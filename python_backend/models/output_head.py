@@ -163,9 +163,8 @@ def _grad_of_logits(ctx: Any, logits: Tensor, targets: Tensor, grads: list[Tenso
     logp -= logp.logsumexp(-1, keepdim=True)
     p = logp.exp()
     if entropies:
-        logp.index_fill_(
-            1, ids_on(logp.device, tuple(ctx.banned)), 0.0
-        )  # p log p is 0 at p = 0, where the plain product would be 0 * -inf = NaN
+        # p log p is 0 at p = 0, where the plain product would be 0 * -inf = NaN.
+        logp.index_fill_(1, ids_on(logp.device, tuple(ctx.banned)), 0.0)
         weights = grads[0][:, None] + grads[1][:, None] * (logp + entropies[0][:, None])
     else:
         weights = grads[0][:, None]
