@@ -286,8 +286,7 @@ def planned_bytes(role: str, config: RunConfig) -> int:
     if role == "actor":
         return policy_training(config.actor).sizes.total
     if role == "generation":
-        sizes, weights = generation_sizes(config.actor)
-        return weights + sizes.total
+        return policy_training(config.actor).sizes.weights + generation_sizes(config.actor)[0].total
     sizes = roles_of(config)[role].sizes
     return sizes.total - (sizes.copies if role == "trainer" else 0)
 

@@ -60,8 +60,13 @@ def sampling_entropy(logits: Tensor, *, temperature: float, banned_token_ids: Se
     return -(logp.exp() * logp.masked_fill(logp == -math.inf, 0.0)).sum(-1)
 
 
-def sampling_logits(logits: Tensor, temperature: float, banned_token_ids: Sequence[int]) -> Tensor:
+def sampling_logits(
+    logits: Tensor, temperature: float, banned_token_ids: Sequence[int], *, in_place: bool = False
+) -> Tensor:
     """Return the unnormalised logits `[..., V]` of the sampling distribution, in float32 or wider.
+
+    Args:
+        in_place: `logits` may be overwritten, which saves copies of the size of a vocabulary.
 
     Raises:
         ValueError: as `target_logprobs`.
@@ -75,9 +80,10 @@ def sampling_logits(logits: Tensor, temperature: float, banned_token_ids: Sequen
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     if temperature != 1:
-        logits = logits / temperature
+        logits = logits.div_(temperature) if in_place else logits / temperature
     if banned:
-        logits = logits.index_fill(-1, ids_on(logits.device, banned), -math.inf)
+        fill = logits.index_fill_ if in_place else logits.index_fill
+        logits = fill(-1, ids_on(logits.device, banned), -math.inf)
     return logits
 
 

@@ -9,7 +9,6 @@ three products of these, accumulated in float32, give the result to about 1e-6 o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +22,11 @@ MAX_LOGITS_ON_CARD = 1 << 26  # larger products use more of it
 TOLERANCE = 1e-5  # relative to the largest logit
 PROBE_TOKENS = 4
 LARGE_LOGIT = 1000.0  # large enough for a cap on the logits to show
+
+
+def on_card(tensor: Tensor) -> bool:
+    """Return whether products are computed as on a card; `tools.plan` plans for one on the CPU."""
+    return tensor.device.type != "cpu"
 
 
 @torch.no_grad()
@@ -117,13 +121,13 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> Any:
         logprobs, entropies = [], []
         terms = _terms(weight)
-        for part, wanted in zip(*_parts(hidden, targets, weight), strict=True):
-            logits = _logits(part, weight, bias, terms)
-            logprobs.append(target_logprobs(logits, wanted, temperature=temperature, banned_token_ids=banned))
-            if with_entropy:
-                entropies.append(sampling_entropy(logits, temperature=temperature, banned_token_ids=banned))
-        ctx.save_for_backward(hidden, weight, bias, targets, *(map(torch.cat, [entropies] if with_entropy else [])))
         ctx.temperature, ctx.banned = temperature, banned
+        for part, wanted in zip(*_parts(hidden, targets, weight), strict=True):
+            logits = _logits(ctx, part, weight, bias, terms)
+            logprobs.append(target_logprobs(logits, wanted, temperature=1.0))
+            if with_entropy:
+                entropies.append(sampling_entropy(logits, temperature=1.0))
+        ctx.save_for_backward(hidden, weight, bias, targets, *(map(torch.cat, [entropies] if with_entropy else [])))
         return (torch.cat(logprobs), torch.cat(entropies)) if with_entropy else torch.cat(logprobs)
 
     @staticmethod
@@ -138,14 +142,14 @@ class _HeadLogprobs(torch.autograd.Function):
             rows = slice(start, start := start + len(part))
             grad = _grad_of_logits(
                 ctx,
-                _logits(part, weight, bias, terms),
+                _logits(ctx, part, weight, bias, terms),
                 wanted,
                 [each[rows] for each in grads],
                 [each[rows] for each in entropies],
             ).to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = _product(_terms(grad), terms)
-            if grad_weight is not None and weight.device.type == "cpu":
+            if grad_weight is not None and not on_card(weight):
                 grad_weight.addmm_(grad.T, part.to(weight.dtype))
             elif grad_weight is not None:
                 grad_weight += _product(_terms(grad.T), _terms(part))
@@ -155,12 +159,11 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _grad_of_logits(ctx: Any, logits: Tensor, targets: Tensor, grads: list[Tensor], entropies: list[Tensor]) -> Tensor:
-    """Return the gradient of the loss with respect to the logits, `[n, V]`.
+    """Return the gradient of the loss with respect to the logits `[n, V]`, given `_logits`, which it overwrites.
 
     `grads` are its gradients `[n]` with respect to the log-probs and, if computed, the entropies.
     """
-    logp = sampling_logits(logits, ctx.temperature, ctx.banned)
-    logp -= logp.logsumexp(-1, keepdim=True)
+    logp = logits.sub_(logits.logsumexp(-1, keepdim=True))
     p = logp.exp()
     if entropies:
         # p log p is 0 at p = 0, where the plain product would be 0 * -inf = NaN.
@@ -173,17 +176,19 @@ def _grad_of_logits(ctx: Any, logits: Tensor, targets: Tensor, grads: list[Tenso
     return grad.div_(ctx.temperature)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, terms: list[Tensor]) -> Tensor:
-    """Return the logits `[n, V]`; `terms` are those of `weight`."""
-    if weight.device.type == "cpu":
-        return nn.functional.linear(hidden.to(weight.dtype), weight, bias)
-    logits = _product(_terms(hidden), [term.T for term in terms])
-    return logits if bias is None else logits + bias
+def _logits(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, terms: list[Tensor]) -> Tensor:
+    """Return the logits `[n, V]` of the sampling distribution; `terms` are those of `weight`."""
+    if not on_card(weight):
+        logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+    else:
+        logits = _product(_terms(hidden), [term.T for term in terms])
+        logits = logits if bias is None else logits.add_(bias)
+    return sampling_logits(logits, ctx.temperature, ctx.banned, in_place=True)
 
 
 def _terms(matrix: Tensor) -> list[Tensor]:
     """Return the bfloat16 matrices that add up to a matrix on a card, to 17 bits; on a CPU, the matrix itself."""
-    if matrix.device.type == "cpu" or matrix.dtype != torch.float32:
+    if not on_card(matrix) or matrix.dtype != torch.float32:
         return [matrix]
     high = matrix.bfloat16()
     return [high, torch.sub(matrix, high, out=torch.empty_like(high))]
@@ -194,12 +199,15 @@ def _product(left: list[Tensor], right: list[Tensor]) -> Tensor:
 
     The product of both second terms is left out: it is below the error of the terms themselves.
     """
-    if left[0].device.type == "cpu" or left[0].dtype != torch.bfloat16:
+    if not on_card(left[0]) or left[0].dtype != torch.bfloat16:
         return left[0] @ right[0]
-    pairs = [(a, b) for i, a in enumerate(left) for b in right[: 2 - i]]
-    return functools.reduce(Tensor.add_, (torch.mm(a, b, out_dtype=torch.float32) for a, b in pairs))
+    first, *others = [(a, b) for i, a in enumerate(left) for b in right[: 2 - i]]
+    total = torch.mm(*first, out_dtype=torch.float32)
+    for pair in others:  # no `reduce`, which would keep one product alive beside the next
+        total += torch.mm(*pair, out_dtype=torch.float32)
+    return total
 
 
 def _parts(hidden: Tensor, targets: Tensor, weight: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    step = max(1, (MAX_LOGITS if weight.device.type == "cpu" else MAX_LOGITS_ON_CARD) // weight.shape[0])
+    step = max(1, (MAX_LOGITS_ON_CARD if on_card(weight) else MAX_LOGITS) // weight.shape[0])
     return hidden.split(step), targets.split(step)

@@ -6,12 +6,15 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from python_backend.models import output_head
 
 
 class LiveBytes(TorchDispatchMode):
@@ -49,12 +52,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[LiveBytes]:
-    """Run the block with tensors that have no values, and count their bytes.
+def counting(device: str = "cpu") -> Iterator[LiveBytes]:
+    """Run the block with tensors that have no values, and count the bytes that they would need on `device`.
 
-    They behave as CPU tensors: kernels that save other tensors on a GPU differ slightly.
+    They behave as CPU tensors, with which torch plans for GPUs that it was not built for: kernels that save other
+    tensors on a GPU differ slightly.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+    head = mock.patch.object(output_head, "on_card", lambda _: device != "cpu")
+    with head, FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         yield live
 
 

@@ -27,7 +27,7 @@ def served_role(config: RunConfig, key: str) -> Role:
     """Return the served model of the section `key`."""
     section = config.served_sections[key]
     workers, budget, notes = _batching(config, key, section)
-    with counting() as live, torch.no_grad():
+    with counting(section.device) as live, torch.no_grad():
         model = placed(_model(key, section))
         longest = config.actor.prompts.max_tokens + config.actor.generation.max_new_tokens
         longest = min(longest, limits_of(model).max_length or longest)  # the server refuses longer rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from actor.generation.cache import SlotCache, cache_layers
 from actor.generation.slots import draw
 from python_backend.config import ActorSection, PolicySection, RunConfig, TrainerSection
 from python_backend.models.adamw import make_adamw
-from python_backend.models.adapters import LAYERS, Lora, with_adapters
+from python_backend.models.adapters import Lora, with_adapters, with_merged_layers
 from python_backend.models.attention import use_attention
 from python_backend.models.card.placement import devices_of
 from python_backend.models.gradient_checkpointing import checkpoint_gradients, recomputing
@@ -53,7 +54,7 @@ def policy_training(actor: ActorSection) -> Role:
     causal = causal_model(settings.checkpoint)
     parameters = causal.num_parameters()
     trained = _policy_model(causal, settings)
-    with counting() as live:
+    with counting(settings.device) as live:
         placed(trained)
         with computing(CPU, settings.precision):
             is_linear = has_linear_head(causal)
@@ -113,7 +114,7 @@ def trainer_role(config: RunConfig) -> Role:
     model = token_model(config.critic.checkpoint)
     parameters = model.num_parameters()
     prepare_for_training(model, settings.model_copy(update={"attention": _planned(settings.attention)}))
-    with counting() as live:
+    with counting(settings.device) as live:
         placed(model)
         ids = torch.zeros(rows, longest, dtype=torch.int64)
 
@@ -191,40 +192,43 @@ def _planned(attention: str) -> str:
 
 
 def generation_sizes(actor: ActorSection) -> tuple[Sizes, int]:
-    """Return the cache and the working memory of generation, and the bytes of the model when it is frozen."""
+    """Return the cache and the working memory of generation and log-probs, and the bytes of the model when frozen."""
     settings, generation, width = actor.policy, actor.generation, actor.prompts.max_tokens
     slots = min(generation.batch_size, -(-max(actor.rollout_size, actor.validation.size) // actor.ranks))
     distinct = min(-(-slots // actor.algorithm.responses_per_prompt), max(1, settings.token_budget // width))
     span = width + generation.max_new_tokens
-    with counting() as live, torch.no_grad(), computing(CPU, settings.precision):
-        model = placed(causal_model(settings.checkpoint)).requires_grad_(False)
-        if settings.precision == "bfloat16":
-            use_bfloat16(model, model.get_output_embeddings())
-        weights = model_bytes(model)
-        columns = span + span // 2  # as in actor.generation.slots
-        cache = SlotCache(slots, columns, cache_layers(model)) if cache_layers(model) else None
-        live.reset()
+    copied, model = causal_model(settings.checkpoint), causal_model(settings.checkpoint)
+    for each in (copied, model):
+        _policy_model(each, settings)
+    copied.requires_grad_(False)
+    if settings.precision == "bfloat16":
+        use_bfloat16(copied, copied.get_output_embeddings())
+    whole = model_bytes(copied)
+    model = copied if _has_sampler(actor) else model
+    with counting(settings.device) as live, torch.no_grad(), contextlib.ExitStack() as stack:
+        placed(model)
         before = live.live
-        if cache is not None:
-            cache.look_at(0, distinct, 0, 0)
-        logits = _next_logits(model, torch.zeros(distinct, width, dtype=torch.int64), width, cache)
-        if cache is not None:
-            cache.look_at(0, slots, 0, span - 1)
-            logits = _next_logits(model, torch.zeros(slots, 1, dtype=torch.int64), span, cache)
-        draw(logits, torch.zeros(len(logits), dtype=torch.float64))
-        stored = num_bytes(t for layer in cache.layers for t in layer.tensors()) if cache is not None else 0
-        activations = live.peak - before - stored + _merged_bytes(model, settings)
-        return on_heap(Sizes(cache=stored, activations=activations), settings.device), weights
-
-
-def _merged_bytes(model: Any, settings: PolicySection) -> int:
-    """Return the bytes of the layers that generation merges adapters into, beside those without; none on a CPU."""
-    if not settings.lora_rank or settings.device == "cpu":
-        return 0
-    layers = {path: layer for path, layer in model.named_modules() if type(layer) in LAYERS}
-    targets = tuple(layers) if settings.lora_targets == "all-linear" else tuple(settings.lora_targets)
-    head = model.get_output_embeddings()
-    return num_bytes(layer.weight for path, layer in layers.items() if layer is not head and path.endswith(targets))
+        live.reset()
+        with computing(CPU, settings.precision):
+            is_linear = has_linear_head(model)
+            if settings.lora_rank and settings.device != "cpu":
+                stack.enter_context(with_merged_layers(model))
+            columns = span + span // 2  # as in actor.generation.slots
+            cache = SlotCache(slots, columns, cache_layers(model)) if cache_layers(model) else None
+            if cache is not None:
+                cache.look_at(0, distinct, 0, 0)
+            logits = _next_logits(model, torch.zeros(distinct, width, dtype=torch.int64), width, cache)
+            if cache is not None:
+                cache.look_at(0, slots, 0, span - 1)
+                logits = _next_logits(model, torch.zeros(slots, 1, dtype=torch.int64), span, cache)
+            draw(logits, torch.zeros(len(logits), dtype=torch.float64))
+            stored = num_bytes(t for layer in cache.layers for t in layer.tensors()) if cache is not None else 0
+        stack.close()
+        del cache, logits
+        ids = torch.zeros(_rows(settings.token_budget, span, actor.rollout_size), span, dtype=torch.int64)
+        logprobs_of(model, ids, generation.max_new_tokens, settings.precision, is_linear=is_linear)
+        activations = max(0, live.peak - before - stored)
+        return on_heap(Sizes(cache=stored, activations=activations), settings.device), whole
 
 
 def _next_logits(model: Any, ids: Tensor, seen: int, cache: Any) -> Tensor:
@@ -246,8 +250,11 @@ def _verified_bytes(settings: TrainerSection, parameters: int, sizes: Sizes) -> 
 
 def _num_copies(actor: ActorSection) -> int:
     has_reference = actor.kl.uses_reference and not actor.kl.serves_reference and not actor.policy.lora_rank
-    has_sampler = actor.one_step_off_policy or actor.ranks > 1  # each rank generates with a whole copy
-    return int(has_reference) + int(has_sampler)
+    return int(has_reference) + int(_has_sampler(actor))
+
+
+def _has_sampler(actor: ActorSection) -> bool:
+    return actor.one_step_off_policy or actor.ranks > 1  # each rank generates with a whole copy
 
 
 def _rows(token_budget: int, longest: int, most: int) -> int:
