@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -93,6 +93,36 @@ def sync_gradients(model: Any, *, is_last: bool) -> None:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     waits = model.device.type == "cuda" and trained * torch.float32.itemsize <= MOST_UNREDUCED
     model.set_requires_gradient_sync(is_last or not waits)
+
+
+@contextlib.contextmanager
+def gathered_as_stored(model: Any) -> Iterator[None]:
+    """Run forward passes with the weights of layers as they are stored, not cast to bfloat16; collective, for checks.
+
+    FSDP cannot change the dtype in which it gathers, so that each layer gathers once more what was cast.
+    """
+    stored = {layer: list(layer.parameters()) for layer in model.modules() if isinstance(layer, FSDPModule)}
+    del stored[model]  # its own weights are not cast
+    held: list[tuple[nn.Parameter, Tensor]] = []
+
+    def widen(layer: nn.Module, *_: Any) -> None:
+        for parameter, own in zip(layer.parameters(), stored[layer], strict=True):
+            if parameter.dtype != own.dtype:
+                held.append((parameter, parameter.data))
+                parameter.data = whole(own.detach())
+
+    def narrow(*_: Any) -> None:
+        while held:
+            parameter, data = held.pop()
+            parameter.data = data
+
+    hooks = [layer.register_forward_pre_hook(widen) for layer in stored]
+    hooks += [layer.register_forward_hook(narrow, always_call=True) for layer in stored]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def whole(tensor: Tensor) -> Tensor:
