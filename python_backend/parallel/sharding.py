@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -101,23 +101,23 @@ def gathered_as_stored(model: Any) -> Iterator[None]:
 
     FSDP cannot change the dtype in which it gathers, so that each layer gathers once more what was cast.
     """
-    stored = {layer: list(layer.parameters()) for layer in model.modules() if isinstance(layer, FSDPModule)}
-    del stored[model]  # its own weights are not cast
-    held: list[tuple[nn.Parameter, Tensor]] = []
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    stored = {layer: list(layer.parameters()) for layer in layers}
+    held: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
 
     def widen(layer: nn.Module, *_: Any) -> None:
-        for parameter, own in zip(layer.parameters(), stored[layer], strict=True):
-            if parameter.dtype != own.dtype:
-                held.append((parameter, parameter.data))
-                parameter.data = whole(own.detach())
+        pairs = zip(layer.parameters(), stored[layer], strict=True)
+        cast = [(parameter, own) for parameter, own in pairs if parameter.dtype != own.dtype]
+        held[layer] = [(parameter, parameter.data) for parameter, _ in cast]
+        for parameter, own in cast:
+            parameter.data = whole(own.detach())
 
-    def narrow(*_: Any) -> None:
-        while held:
-            parameter, data = held.pop()
+    def narrow(layer: nn.Module, *_: Any) -> None:
+        for parameter, data in held.pop(layer, []):
             parameter.data = data
 
-    hooks = [layer.register_forward_pre_hook(widen) for layer in stored]
-    hooks += [layer.register_forward_hook(narrow, always_call=True) for layer in stored]
+    hooks = [layer.register_forward_pre_hook(widen) for layer in layers]
+    hooks += [layer.register_forward_hook(narrow, always_call=True) for layer in layers]
     try:
         yield
     finally:

@@ -93,18 +93,18 @@ def test_a_policy_trains_on_two_cards(folder: Path, case: str):
         assert results[0]["again"][name] == pytest.approx(results[0]["stats"][name], rel=1e-6)
 
 
-def gradients_of(ranks: Ranks | None, folder: Path, case: str) -> list[np.ndarray]:
+def gradients_of(ranks: Ranks | None, folder: Path, precision: str) -> list[np.ndarray]:
     if ranks is not None:
         ranks.announce = lambda *_, **__: None  # type: ignore[method-assign]
-    return gradients(*make(settings_of(folder, case, device="cuda"), ranks))
+    return gradients(*make(settings_of(folder, "lora", device="cuda", precision=precision), ranks))
 
 
-@pytest.mark.parametrize("case", ["ppo", "lora in bfloat16"])
-def test_gradients_of_two_cards_are_those_of_one(folder: Path, case: str):
-    expected = gradients_of(None, folder, case)
-    for found in on_ranks(2, gradients_of, folder, case, device="cuda"):
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_gradients_of_two_cards_are_those_of_one(folder: Path, precision: str, tolerance: float):
+    expected = gradients_of(None, folder, precision)
+    for found in on_ranks(2, gradients_of, folder, precision, device="cuda"):
         squares = [(np.square(a - b).sum(), np.square(b).sum()) for a, b in zip(found, expected, strict=True)]
-        assert np.sqrt(np.divide(*np.sum(squares, axis=0))) <= (1e-5 if case == "ppo" else 2e-2)
+        assert np.sqrt(np.divide(*np.sum(squares, axis=0))) <= tolerance
 
 
 def traffic(ranks: Ranks, folder: Path, case: str, unreduced: int) -> Counter[tuple[str, torch.dtype]]:
