@@ -58,20 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out", type=Path, required=True, metavar="DIR", help="a new or empty folder, which also holds the run"
     )
     parser.add_argument("--seed", type=_count, default=1, help="seed of batches, victims and kill points; default: 1")
-    parser.add_argument(
-        "--actor-rounds",
-        type=int,
-        default=0,
-        metavar="N",
-        help="also damage actor checkpoints N times, in a separate small run",
-    )
     parser.add_argument("--hung", action="store_true", help="also suspend servers and models until they are replaced")
     parser.add_argument(
         "--freezes", type=_count, default=0, metavar="N", help="also stop models N times for 1 to 5 s, after the kills"
     )
     parser.add_argument("--ranks", type=_count, default=1, metavar="N", help="ranks that train the critic; default: 1")
     args = parse_or_complete(parser, argv)
-    if args.minutes is not None and (args.actor_rounds or args.hung or args.freezes or args.ranks > 1):
+    if args.minutes is not None and (args.hung or args.freezes or args.ranks > 1):
         parser.error("--minutes takes no other arguments than --out and --seed")
     if args.out.exists() and any(args.out.iterdir()):
         print(f"error: --out {args.out} is not empty; name a new or empty folder", file=sys.stderr)
@@ -139,10 +132,6 @@ def run_chaos(args: argparse.Namespace, enough: threading.Event, record: Record)
     last_step = max([traffic.last_step, *(manifest.step for manifest in manifests)])
     reference = run_reference(config, path, seed, last_step, out / "reference")
     verdicts = _verdicts(system, requests, reference, killer, manifests)
-    if args.actor_rounds:
-        from chaos.actor_damage import damage_actor_checkpoints  # torch: not for --help
-
-        verdicts.append(damage_actor_checkpoints(out / "actor", args.actor_rounds, random.Random(seed + 3)))
     kills = kills_with_recovery(killer.kills, requests)
     totals = summary(requests, kills) | {"seconds": time.monotonic() - started}
     failures = [{"time_s": when, "who": who, "why": why} for when, who, why in requests.failures]
