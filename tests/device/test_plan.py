@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,8 +26,10 @@ from actor.algorithms.methods import Method
 from actor.data.rollout import PPOBatch, Prompt, Rollout
 from actor.policy.policy import Policy
 from actor.policy.update import PolicyUpdate
+from actor.run.policies import make_policy
 from python_backend.config import ActorSection, RunConfig, load_config
 from python_backend.models.modeling import load_critic, save_critic
+from python_backend.serving.ranks.controller import ServingRanks
 from python_backend.serving.ranks.loaders import load_model
 from python_backend.wire.training_payload import TrainPayload
 from tests.support.settings import nested
@@ -37,6 +39,7 @@ from trainer.critic_update import CriticUpdate
 from trainer.trained_critic import build_critic
 
 T = TypeVar("T")
+NOTHING: dict[str, Any] = {}
 NEAR = 0.1
 CARD = 1
 PROMPT, RESPONSE, ROWS, BUDGET = 24, 40, 8, 256
@@ -47,6 +50,7 @@ SHAPE = {
 }  # fmt: skip
 TOKENS = [np.full(LONGEST, 5 + i, np.int64) for i in range(ROWS)]  # distinct: a shared prompt is computed once
 LOADERS = {"reward": "load_reward", "critic": "load_critic", "reference": "load_language_model"}
+FOLDERS = {"reward": "reward", "critic": "critic", "reference": "policy"}
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +66,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(
-    root: Path, precision: str = "bfloat16", *, trainer: dict[str, Any] = {}, served: dict[str, Any] = {}, **actor: Any
+    root: Path,
+    precision: str = "bfloat16",
+    *,
+    trainer: Mapping[str, Any] = NOTHING,
+    tensor_parallel: int = 1,
+    **actor: Any,
 ) -> RunConfig:
     """Return the run; `actor`: its settings, named as in `tests.support.settings`."""
     device = f"cuda:{CARD}"
-    scoring = {"token_budget": BUDGET, "workers": 1, "device": device, "dtype": precision, **served}
+    scoring = {"token_budget": BUDGET, "workers": 1, "device": device, "dtype": precision}
+    scoring |= {"tensor_parallel": tensor_parallel, "instances": 1}
     given = {
         "rollout_size": ROWS, "minibatch_size": ROWS, "prompts_max_tokens": PROMPT, "max_new_tokens": RESPONSE,
         "policy_checkpoint": root / "policy", "policy_token_budget": BUDGET, "policy_device": device,
@@ -96,10 +106,10 @@ class Peak:
     def now(self) -> int:
         return torch.cuda.memory_allocated(CARD) - self._start
 
-    def of(self, work: Callable[[], Any]) -> tuple[Any, int]:
+    def of(self, work: Callable[..., Any], *arguments: Any, **others: Any) -> tuple[Any, int]:
         """Return the result of `work` and the largest growth during it."""
         torch.cuda.reset_peak_memory_stats(CARD)
-        return work(), torch.cuda.max_memory_allocated(CARD) - self._start
+        return work(*arguments, **others), torch.cuda.max_memory_allocated(CARD) - self._start
 
 
 def planned(plan: Callable[..., T], *arguments: Any) -> T:
@@ -112,25 +122,59 @@ def near(planned_bytes: int, peak: int) -> None:
     assert planned_bytes == pytest.approx(peak, rel=NEAR)
 
 
+def serve(role: str, load: Callable[..., Any], forward: Callable[..., Any]) -> None:
+    """Do what a served model does; a critic stages its next version while it serves."""
+    model = load(None)
+    forward(model)
+    if role == "critic":
+        following = load(model)
+        following.check_finite()
+        for each in (model, following):
+            forward(each)
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("role", LOADERS)
 def test_a_served_model(checkpoints: Path, role: str, precision: str):
-    config = config_of(checkpoints, precision, kl_reference="triton")
-    section, rows, peak = config.served_sections[role], TOKENS[: BUDGET // LONGEST], Peak()
+    config, peak = config_of(checkpoints, precision, kl_reference="triton"), Peak()
+    section = config.served_sections[role]
+    options = {"device": section.device, "dtype": section.dtype}
 
-    def serve() -> None:
-        load = lambda like: load_model(LOADERS[role], section.checkpoint, like, options)
-        options = {"device": section.device, "dtype": section.dtype}
-        model = load(None)
-        forward = {"reward": "score", "critic": "values", "reference": "logprobs"}[role]
-        getattr(model, forward)(rows)
-        if role == "critic":  # the next version is staged while this one serves
-            following = model.with_weights(section.checkpoint)
-            following.check_finite()
-            for each in (model, following):
-                each.values(rows)
+    def work() -> None:
+        serve(role, lambda like: load_model(LOADERS[role], section.checkpoint, like, options), scored)
 
-    near(planned(served_role, config, role).sizes.total, peak.of(serve)[1])
+    near(planned(served_role, config, role).sizes.total, peak.of(work)[1])
+
+
+def scored(model: Any) -> None:
+    forward = next(getattr(model, name) for name in ("score", "values", "logprobs") if hasattr(model, name))
+    forward(TOKENS[: BUDGET // LONGEST])
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ServingRanks]:
+    """Two ranks with a card each; this process is rank 0."""
+    lost: list[str] = []
+    ranks = ServingRanks(2, f"cuda:{CARD}", 1, lost.append)
+    yield ranks
+    ranks.close()
+    torch.distributed.destroy_process_group()
+    assert not lost
+
+
+@pytest.mark.parametrize("role", LOADERS)
+def test_a_model_split_over_two_cards(checkpoints: Path, role: str, ranks: ServingRanks):
+    config, peak = config_of(checkpoints, kl_reference="triton", tensor_parallel=2), Peak()
+    options = {"dtype": "bfloat16"}
+
+    def forward(model: Any) -> None:
+        with ranks.forward(model, TOKENS[: BUDGET // LONGEST], LONGEST):
+            scored(model)
+
+    def work() -> None:
+        serve(role, lambda like: ranks.load(LOADERS[role], checkpoints / FOLDERS[role], like, options), forward)
+
+    near(planned(served_role, config, role).sizes.total, peak.of(work)[1])
 
 
 def payload() -> TrainPayload:
@@ -183,18 +227,24 @@ def batch_of(rollout: Rollout, reference: torch.Tensor | None) -> PPOBatch:
 )
 def test_the_policy(checkpoints: Path, precision: str, settings: dict[str, Any]):
     config, peak = config_of(checkpoints, precision, **settings), Peak()
-    policy = make_policy(config)
-    update = PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
+    policy, update = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), None)
+    near(planned(policy_role, config).sizes.total, policy_bytes(policy, update, peak))
+
+
+def policy_bytes(policy: Policy, update: PolicyUpdate, peak: Peak) -> int:
+    """Return the most bytes that a policy holds in its steps, in which only a copy generates beside an update."""
+    policy.generation._eos_ids = []  # so that each response has all its tokens
+    most = 0
     for _ in range(2):  # the optimizer's moments are there from the second time on
         before = peak.now
-        rollout, generating = peak.of(lambda: generate(policy))
-        logprobs = [peak.of(lambda: policy.logprobs(rollout, reference=which)) for which in (False, True)]
-        batch = batch_of(rollout, logprobs[1][0])
-        _, training = peak.of(lambda: update.run(batch, seed=1, kl_coef=0.1))
+        rollout, generating = peak.of(generate, policy)
+        reference, comparing = peak.of(policy.logprobs, rollout, reference=True)
+        beside = max(generating, peak.of(policy.logprobs, rollout)[1]) - before
+        training = peak.of(update.run, batch_of(rollout, reference), seed=1, kl_coef=0.1)[1]
+        copied = policy.sampler is not policy.model
+        most = max(most, comparing, training + beside if copied else max(training, before + beside))
         policy.renew_sampler()
-    beside = max(generating, logprobs[0][1]) - before
-    both = training + beside if config.actor.one_step_off_policy else max(training, before + beside)
-    near(planned(policy_role, config).sizes.total, both)
+    return most
 
 
 @pytest.mark.parametrize(
@@ -211,18 +261,12 @@ def test_generation(checkpoints: Path, precision: str, settings: dict[str, Any])
     num = 4 * ROWS
     sizes = {"rollout_size": num, "minibatch_size": num, "generation_batch_size": num, "policy_token_budget": LONGEST}
     config, peak = config_of(checkpoints, precision, **sizes, **settings), Peak()
-    policy = make_policy(config)
+    policy, _ = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), None)
+    policy.generation._eos_ids = []
     before = peak.now
-    rollout, generating = peak.of(lambda: generate(policy, num))
-    assert peak.of(lambda: policy.logprobs(rollout))[1] < generating
+    rollout, generating = peak.of(generate, policy, num)
+    assert peak.of(policy.logprobs, rollout)[1] < generating
     near(planned(generation_sizes, config.actor)[0].total, generating - before)
-
-
-def make_policy(config: RunConfig) -> Policy:
-    torch.manual_seed(0)
-    policy = Policy.of(config.actor)
-    policy.generation._eos_ids = []  # so that each response has all its tokens
-    return policy
 
 
 def generate(policy: Policy, num: int = ROWS) -> Rollout:

@@ -58,7 +58,8 @@ def counting(device: str = "cpu") -> Iterator[LiveBytes]:
     They behave as CPU tensors, with which torch plans for GPUs that it was not built for: kernels that save other
     tensors on a GPU differ slightly.
     """
-    head = mock.patch.object(output_head, "on_card", lambda _: device != "cpu")
+    # No Mock, which would keep the tensors of its calls.
+    head = mock.patch.object(output_head, "on_card", lambda tensor: tensor.device.type != device)
     with head, FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         yield live
 

@@ -16,7 +16,7 @@ from python_backend.models.card.placement import devices_of
 from python_backend.models.collation import limits_of
 from python_backend.models.precision import use_bfloat16
 from tools.calibrate.calibration import cached
-from tools.plan.live_bytes import counting, model_bytes, num_bytes
+from tools.plan.live_bytes import counting, model_bytes
 from tools.plan.models import causal_model, logprobs_of, placed, token_model, values_of
 from tools.plan.role import Role, Sizes, on_heap
 
@@ -29,17 +29,19 @@ def served_role(config: RunConfig, key: str) -> Role:
     workers, budget, notes = _batching(config, key, section)
     with counting(section.device) as live, torch.no_grad():
         model = placed(_model(key, section))
+        parameters = model.num_parameters()
         longest = config.actor.prompts.max_tokens + config.actor.generation.max_new_tokens
         longest = min(longest, limits_of(model).max_length or longest)  # the server refuses longer rows
         ids_shape = (max(1, min(budget // longest, section.micro_batch_rows)), longest)
         if key == "reference" and section.dtype == "bfloat16":
             use_bfloat16(model, model.get_output_embeddings())
-        weights = _part_bytes(model, section.tensor_parallel)
+        _cut(model, section.tensor_parallel, gathers=False)
         live.reset()
         before = live.live
         _forward(key, section, model, torch.zeros(ids_shape, dtype=torch.int64))
         working = live.peak - before
-        parameters = model.num_parameters()
+        _cut(model, section.tensor_parallel, gathers=True)
+        weights = model_bytes(model)
     devices = devices_of(section.device, section.tensor_parallel)
     processes = section.instances * section.tensor_parallel
     # On a CPU, instances share the pages of the checkpoint's file if it stores what is served.
@@ -100,14 +102,21 @@ def _forward(key: str, section: ModelSection, model: Any, ids: Tensor) -> None:
         values_of(model, ids, lean=section.device == "cpu")
 
 
-def _part_bytes(model: Any, ranks: int) -> int:
-    """Return the bytes of one rank's weights: tensor parallelism splits layers, not embeddings and heads."""
-    if ranks == 1:
-        return model_bytes(model)
-    layers = {name for name in model.tp_plan if ".*." in name}
-    paths = {name: plan_key(name) for name, _ in model.named_parameters()}
-    split = [p for name, p in model.named_parameters() if {paths[name], paths[name].rpartition(".")[0]} & layers]
-    return model_bytes(model) - num_bytes(split) * (ranks - 1) // ranks
+def _cut(model: Any, ranks: int, *, gathers: bool) -> None:
+    """Cut the weights of the layers that tensor parallelism splits down to one rank's part; not embeddings and heads.
+
+    Args:
+        gathers: cut the layers whose inputs or outputs are whole on every rank, or only the others.
+    """
+    plan = {name: style for name, style in (model.tp_plan or {}).items() if ".*." in name and "wise" in style}
+    for name, parameter in list(model.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        style = plan.get(plan_key(name), plan.get(plan_key(path), ""))
+        is_row = style.startswith("rowwise")
+        if ranks > 1 and style and ("gather" in style or "split" in style) == gathers and parameter.ndim > is_row:
+            dimension = -1 if is_row or parameter.ndim == 1 else -2
+            part = parameter.narrow(dimension, 0, -(-parameter.shape[dimension] // ranks))
+            setattr(model.get_submodule(path), leaf, torch.nn.Parameter(torch.empty_like(part), False))
 
 
 def _is_mapped(key: str, section: ModelSection) -> bool:
