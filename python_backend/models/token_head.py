@@ -89,6 +89,7 @@ class PooledHead:
     def __init__(self, model: Any, *, like: PooledHead | None = None) -> None:
         """Wrap `model`; `like` is the head of a model of the same architecture, whose measurement is reused."""
         self.model = model.eval()
+        skip_inspections(model)
         self._head = keep_head_exact(model)
         probed = (self._hidden, self._features)  # tokens show it more clearly, but only the pooling may read padding
         self.one_by_one: bool = like.one_by_one if like else any(depends_on_padding(model, each) for each in probed)

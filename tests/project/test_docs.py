@@ -30,7 +30,7 @@ SPAN = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PYTHONS = ("python", "python3", ".venv/bin/python")
 # Not ours, and not installed everywhere.
-OTHER_PROGRAMS = ("docker", "apt", "tritonserver", "kubectl", "sbatch", "echo", "prometheus")
+OTHER_PROGRAMS = ("docker", "apt", "pip", "tritonserver", "kubectl", "sbatch", "echo", "prometheus")
 MODULES = {
     "pytest": None,
     "torch.distributed.run": None,

@@ -1,17 +1,37 @@
-"""Keeps transformers from inspecting the inputs of a forward pass without a mask: the host would wait for the card."""
+"""Keeps transformers from inspecting the inputs of a forward pass: the host would wait for the card."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
 
 def skip_inspections(model: Any) -> None:
     """Skip the search for packed rows, of which there are none here, and for padding; only if the model is on a card.
 
-    Both are of the whole process, and change no result. On a CPU they cost next to nothing.
+    All are of the whole process, and change no result beyond rounding: the attention of an encoder uses its mask even
+    if no row has padding. On a CPU they cost next to nothing.
     """
     if model.device.type != "cpu":
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
+        masking_utils._ignore_bidirectional_mask_sdpa = _needs_no_mask
         PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda *_: None
+        module: Any = sys.modules[type(model).__module__]
+        if hasattr(module, "make_log_bucket_position"):  # DeBERTa's
+            module.make_log_bucket_position = _log_buckets
+
+
+def _needs_no_mask(padding_mask: Tensor | None, length: int, local_size: int | None = None) -> bool:
+    return padding_mask is None and (local_size is None or length < local_size)
+
+
+def _log_buckets(relative: Tensor, bucket_size: int, max_position: int) -> Tensor:
+    """Return the bucket of each relative position, as transformers does, which copies a number to the card for it."""
+    mid = bucket_size // 2
+    far = relative.abs().clamp(min=mid - 1)
+    logs = (far / mid).log() / torch.tensor((max_position - 1) / mid).log() * (mid - 1)
+    return torch.where(far <= mid, relative.type_as(logs), (logs.ceil() + mid) * relative.sign())
