@@ -73,7 +73,12 @@ class CriticUpdate:
         self.critic = critic
         self.optimizer_step = 0
         self.settings = settings
-        self.memory = Halving("trainer.token_budget", settings.token_budget, remedy="trainer.gradient_checkpointing")
+        self.memory = Halving(
+            "trainer.token_budget",
+            settings.token_budget,
+            remedy="trainer.gradient_checkpointing",
+            alone=settings.ranks == 1,
+        )
         self.parameters = {n: p for n, p in critic.model.named_parameters() if p.requires_grad}
         self.optimizer = make_adamw(
             self.parameters,
@@ -110,8 +115,7 @@ class CriticUpdate:
             if num_tokens == 0:  # no gradient, but a step would still apply momentum and weight decay
                 continue
             try:
-                loss = self._gradients(batch, num_tokens, lambda: progress(next(done)))
-                norm = self._step()
+                loss, norm = self._gradients(batch, num_tokens, lambda: progress(next(done))), self._step()
             except OutOfMemory as error:
                 self.optimizer.zero_grad(set_to_none=True)
                 logger.warning("optimizer step %d is skipped: %s", self.optimizer_step, error)
