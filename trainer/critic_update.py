@@ -23,6 +23,7 @@ from python_backend.errors import NotFinite
 from python_backend.models.adamw import empty_state, load_state, make_adamw, state_tensors
 from python_backend.models.adapters import check_trained, load_trained, trained_tensors
 from python_backend.models.batching import padded_rows, plan_micro_batches
+from python_backend.models.card.memory import card_bytes
 from python_backend.models.collation import collate
 from python_backend.models.gradient_checkpointing import recomputing
 from python_backend.models.modeling import CriticModel, save_critic
@@ -58,6 +59,7 @@ class UpdateReport:
     optimizer_steps: int
     skipped_steps: int  # optimizer steps skipped because the gradient was not finite
     seconds: float
+    memory: dict[str, int]  # see card_bytes
 
 
 class CriticUpdate:
@@ -122,6 +124,7 @@ class CriticUpdate:
             len(norms),
             skipped,
             time.monotonic() - start,
+            card_bytes(self.critic.model.device),
         )
 
     def write(self, folder: Path) -> dict[str, str]:

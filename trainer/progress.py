@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from python_backend.config import RunConfig
-from python_backend.monitoring.exporter import Exporter, MetricSpec, Values
+from python_backend.monitoring.exporter import CARD, Exporter, MetricSpec, Values
 from python_backend.store.heartbeat import Heartbeat
 from python_backend.store.journal import Journal
 from python_backend.store.jsonl import append_jsonl
@@ -45,6 +45,7 @@ METRICS = (
     MetricSpec("blocked", "1 while a disk error blocks the sidecar, otherwise 0."),
     MetricSpec("journal_pending_entries", "Accepted requests that have no result yet."),
     MetricSpec("journal_last_step", "Last training step that the journal accepted."),
+    *CARD.values(),
 )
 
 
@@ -75,6 +76,7 @@ class SidecarMetrics:
                 "grad_norm": report.grad_norm,
                 "learning_rate": report.lr,
                 "update_seconds": report.seconds,
+                **report.memory,
             }
         )
         if reload is not None:
@@ -170,6 +172,7 @@ class SidecarProgress:
                 "optimizer_steps": report.optimizer_steps,
                 "skipped_steps": report.skipped_steps,
                 **_timing(reload),
+                **report.memory,
                 "weights_version": version,
             }
         )

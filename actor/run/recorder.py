@@ -33,6 +33,7 @@ from actor.scoring.client import RequestFailed, TritonClient
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import RunConfig
+from python_backend.models.card.memory import card_bytes
 from python_backend.monitoring.log_lines import set_log_position
 from python_backend.monitoring.tracing import end_step
 from python_backend.store.durable import read_json, sweep, write_folder, write_json
@@ -174,6 +175,7 @@ class Bookkeeper:
             "train_rollouts/epoch": self._state.inputs.epoch(step),
             "tokens_per_s": generated / seconds,
             **{f"client/{name}": float(value) for name, value in vars(self._client.counters).items()},
+            **card_bytes(self._state.policy.sampler.device),
             **{f"out_of_memory/{each.setting}": each.count for each in self._state.policy.halvings if each.count},
         }
         self._log.write(step, {**line, **measured})

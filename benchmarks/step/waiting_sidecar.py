@@ -29,7 +29,7 @@ def run(config: str, seconds_per_token: float) -> None:
             with torch.no_grad():
                 list(self.critic.model.parameters())[-1].add_(1e-6)
             progress(1)
-            return UpdateReport(0.0, 0.0, 0.0, 1, 0, time.monotonic() - start)
+            return UpdateReport(0.0, 0.0, 0.0, 1, 0, time.monotonic() - start, {})
 
     stop = stop_event(signal.SIGINT, signal.SIGTERM)
     trainer.critic_state.CriticUpdate = WaitingUpdate  # type: ignore[misc]
