@@ -29,7 +29,7 @@ def run(config: str, seconds_per_token: float) -> None:
             with torch.no_grad():
                 list(self.critic.model.parameters())[-1].add_(1e-6)
             progress(1)
-            return UpdateReport(0.0, 0.0, 0.0, 1, 0, time.monotonic() - start, {})
+            return UpdateReport(0.0, 0.0, 0.0, 1, 0, time.monotonic() - start)
 
     def load(folder: Path) -> CriticUpdate:
         return WaitingUpdate(build_critic(folder, settings.trainer, seed=settings.run.seed), settings.trainer)

@@ -105,7 +105,7 @@ def test_status_shows_the_memory_of_every_process(tmp_path: Path, metrics_url: s
     run.config.run.journal_dir.mkdir()
     journal = Journal(run.config.run.journal_dir, run.config.run.identity)
     progress = SidecarProgress(run.config, journal, epoch=1, stop=threading.Event())
-    progress.log_update(1, 1, UpdateReport(0.5, 1.0, 1e-5, 1, 0, 2.0, memory), None)
+    progress.log_update(1, 1, UpdateReport(0.5, 1.0, 1e-5, 1, 0, 2.0, memory=memory), None)
     (metric,) = [each for each in progress._exported.exporter.collect() if each.name == "rlhf_trainer_card_peak_bytes"]
     assert metric.samples[0].value == 40 * GIB
     journal.beat(Heartbeat(1, 1, 0, "idle", 0.0))
