@@ -18,4 +18,5 @@ rm -rf -- "$root/build/lib"
 cd / && "$python" -c '
 import numpy, safetensors, tokenizers, torch, transformers, python_backend.wire.contract
 print(*(f"{m.__name__} {m.__version__}" for m in (numpy, safetensors, tokenizers, torch, transformers)), sep=", ")
+print("torch is built for CUDA", torch.version.cuda)
 '
