@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from python_backend.config import RunConfig
-from python_backend.monitoring.exporter import Exporter, MetricSpec, Values
+from python_backend.monitoring.exporter import CARD, Exporter, MetricSpec, Values
 from python_backend.store.heartbeat import Heartbeat
 from python_backend.store.journal import Journal
 from python_backend.store.jsonl import append_jsonl
@@ -39,12 +39,14 @@ METRICS = (
     MetricSpec("publish_seconds", "Time to put the last version into service: write, verify, reload.", label="phase"),
     MetricSpec("updates", "Critic updates that were trained.", "counter"),
     MetricSpec("failed_updates", "Critic updates that failed, or whose version was rejected.", "counter"),
-    MetricSpec("skipped_optimizer_steps", "Optimizer steps whose gradient was not finite.", "counter"),
+    MetricSpec("skipped_optimizer_steps", "Optimizer steps that were skipped: not finite, or no memory.", "counter"),
+    MetricSpec("out_of_memory", "Micro-batches halved because the card's memory did not suffice.", "counter"),
     MetricSpec("rejected_versions", "Versions that verification or an instance rejected.", "counter"),
     MetricSpec("heartbeat_timestamp_seconds", "When the sidecar last made progress or was idle."),
     MetricSpec("blocked", "1 while a disk error blocks the sidecar, otherwise 0."),
     MetricSpec("journal_pending_entries", "Accepted requests that have no result yet."),
     MetricSpec("journal_last_step", "Last training step that the journal accepted."),
+    *CARD.values(),
 )
 
 
@@ -68,6 +70,7 @@ class SidecarMetrics:
         """Show an update, and the version that it put into service, if any."""
         self.exporter.count("updates")
         self.exporter.count("skipped_optimizer_steps", report.skipped_steps)
+        self.exporter.count("out_of_memory", report.out_of_memory)
         self.exporter.show(
             {
                 "step": step,
@@ -75,6 +78,7 @@ class SidecarMetrics:
                 "grad_norm": report.grad_norm,
                 "learning_rate": report.lr,
                 "update_seconds": report.seconds,
+                **report.memory,
             }
         )
         if reload is not None:
@@ -169,7 +173,9 @@ class SidecarProgress:
                 "train/step_time": report.seconds,
                 "optimizer_steps": report.optimizer_steps,
                 "skipped_steps": report.skipped_steps,
+                "out_of_memory/trainer.token_budget": report.out_of_memory,
                 **_timing(reload),
+                **report.memory,
                 "weights_version": version,
             }
         )
