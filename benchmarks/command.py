@@ -27,7 +27,6 @@ BENCHMARKS = {
     "generation": ("benchmarks.generation", "speed of generation, compared with transformers"),
     "step": ("benchmarks.step.phases", "time of a PPO step by phase, overlapped and serial"),
     "trl": ("benchmarks.trl.comparison", "GRPO and RLOO training steps, compared with TRL"),
-    "publish": ("benchmarks.publish", "memory and time of publishing a critic that is sharded over several ranks"),
     "memory": ("benchmarks.memory", "memory that the dry run predicts, compared with the measured peak"),
     "update": ("benchmarks.update", "throughput of the critic update, compared with the same update on padded rows"),
     "gpu": ("benchmarks.gpu.check", "whether everything works on this machine's GPU, and how fast it is there"),

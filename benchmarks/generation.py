@@ -15,7 +15,7 @@ from benchmarks.support.samples import grouped, in_turn, median_of, ratio, selec
 from benchmarks.support.usage import timed
 from benchmarks.support.workload import SEED, SIZES, VOCAB_SIZE, make_policy, trace_lengths
 
-PLAIN, CONTINUOUS = "generate", "continuous"
+PLAIN = "generate"
 LEAST_SPEEDUP = {"varied": 1.5, "equal": 1.0}
 LONGEST_PROMPT = 64
 OPTIONS = {
@@ -24,9 +24,6 @@ OPTIONS = {
     "longest": Option(128, "tokens of the longest response", quick=12),
     "slots": Option([16, 32, 64], "numbers of slots of our decoder", quick=[4]),
     "repeats": Option(5, "rounds; each measures every contender", quick=1),
-    "others": Option(
-        [PLAIN, CONTINUOUS], f"{PLAIN} and {CONTINUOUS}: transformers", [PLAIN], known=(PLAIN, CONTINUOUS)
-    ),
 }
 Contender = Callable[[], dict[int, list[int]]]
 
@@ -103,9 +100,8 @@ def contenders_of(
     model: Any, prompts: list[np.ndarray], lengths: list[int], settings: argparse.Namespace
 ) -> dict[str, Contender]:
     """Return the contenders; each generates `lengths[i]` tokens for prompt i at temperature 1."""
-    others = {PLAIN: plain, CONTINUOUS: continuous}
     return {
-        **{name: functools.partial(others[name], model, prompts, lengths) for name in settings.others},
+        PLAIN: functools.partial(plain, model, prompts, lengths),
         **{f"slots-{slots}": functools.partial(ours, model, prompts, lengths, slots) for slots in settings.slots},
     }
 
@@ -168,26 +164,6 @@ def generate(model: Any, prompts: list[np.ndarray], longest: int, rules: dict[st
         attention[i, width - len(prompt) :] = 1
     config = GenerationConfig(max_new_tokens=longest, eos_token_id=1, pad_token_id=2, **rules)
     return model.generate(ids, attention_mask=attention, generation_config=config, **arguments)[:, width:]
-
-
-def continuous(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> dict[int, list[int]]:
-    """Generate with transformers' continuous batching, each request with its own length.
-
-    Return the tokens of each response by prompt index.
-    """
-    from transformers import GenerationConfig
-
-    # Without an EOS token, requests end by their length alone.
-    config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max(lengths), eos_token_id=-1, pad_token_id=2)
-    written: dict[int, list[int]] = {}
-    with model.continuous_batching_context_manager(generation_config=config, block=True, timeout=5) as manager:
-        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-            manager.add_request(prompt.tolist(), request_id=str(i), max_new_tokens=length)
-        while len(written) < len(prompts):
-            answer = manager.get_result(timeout=1)
-            if answer is not None and answer.is_finished():
-                written[int(answer.request_id)] = answer.generated_tokens
-    return written
 
 
 def identical(model: Any, prompts: list[np.ndarray], slots: int, longest: int) -> float:

@@ -35,6 +35,7 @@ from chaos.traffic import RequestRecord, Traffic
 from python_backend.config.command_line import reporting
 from python_backend.monitoring.log_lines import say
 from python_backend.store.journal import Entry, Journal
+from python_backend.store.weights import Manifest
 from tools.arguments import parse_or_complete
 
 LOOK_EVERY_S = 0.05
@@ -57,20 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out", type=Path, required=True, metavar="DIR", help="a new or empty folder, which also holds the run"
     )
     parser.add_argument("--seed", type=_count, default=1, help="seed of batches, victims and kill points; default: 1")
-    parser.add_argument(
-        "--actor-rounds",
-        type=int,
-        default=0,
-        metavar="N",
-        help="also damage actor checkpoints N times, in a separate small run",
-    )
     parser.add_argument("--hung", action="store_true", help="also suspend servers and models until they are replaced")
     parser.add_argument(
         "--freezes", type=_count, default=0, metavar="N", help="also stop models N times for 1 to 5 s, after the kills"
     )
     parser.add_argument("--ranks", type=_count, default=1, metavar="N", help="ranks that train the critic; default: 1")
     args = parse_or_complete(parser, argv)
-    if args.minutes is not None and (args.actor_rounds or args.hung or args.freezes or args.ranks > 1):
+    if args.minutes is not None and (args.hung or args.freezes or args.ranks > 1):
         parser.error("--minutes takes no other arguments than --out and --seed")
     if args.out.exists() and any(args.out.iterdir()):
         print(f"error: --out {args.out} is not empty; name a new or empty folder", file=sys.stderr)
@@ -133,12 +127,11 @@ def run_chaos(args: argparse.Namespace, enough: threading.Event, record: Record)
         system.stop()
     requests = traffic.record
     say(f"{traffic.last_step} steps in {requests.now():.0f} s; running the same steps without faults …")
-    reference = run_reference(config, path, seed, traffic.last_step, out / "reference")
-    verdicts = _verdicts(system, requests, reference, killer)
-    if args.actor_rounds:
-        from chaos.actor_damage import damage_actor_checkpoints  # torch: not for --help
-
-        verdicts.append(damage_actor_checkpoints(out / "actor", args.actor_rounds, random.Random(seed + 3)))
+    # A run that ended early may have versions of steps that were never acknowledged.
+    manifests = [system.store.manifest(version) for version in system.store.versions()]
+    last_step = max([traffic.last_step, *(manifest.step for manifest in manifests)])
+    reference = run_reference(config, path, seed, last_step, out / "reference")
+    verdicts = _verdicts(system, requests, reference, killer, manifests)
     kills = kills_with_recovery(killer.kills, requests)
     totals = summary(requests, kills) | {"seconds": time.monotonic() - started}
     failures = [{"time_s": when, "who": who, "why": why} for when, who, why in requests.failures]
@@ -169,16 +162,19 @@ def _drive(system: ChaosSystem, traffic: Traffic, killer: Killer, enough: thread
             ending = True
             traffic.finish(STEPS_AFTER)
         time.sleep(LOOK_EVERY_S)
+    if not ending and not enough.is_set():
+        why = requests[-1] if (requests := traffic.record.refusals) else repr(traffic.thread.error)
+        system.troubles.append(f"the writer ended after {len(killer.done)} kills: {why}")
+        say(f"  {system.troubles[-1]}")
     for thread in (traffic.thread, killer.thread):
         if thread.error is not None:
             system.troubles.append(f"the {thread.name} failed: {thread.error!r}")
 
 
 def _verdicts(
-    system: ChaosSystem, record: RequestRecord, reference: Reference, killer: Killer
+    system: ChaosSystem, record: RequestRecord, reference: Reference, killer: Killer, manifests: Sequence[Manifest]
 ) -> list[verdict.Verdict]:
     store, config = system.store, system.config
-    manifests = [store.manifest(version) for version in store.versions()]
     results = Journal(config.run.journal_dir, config.run.identity).results()
     trained = {Entry.parse(result.entry).step: result for result in results if result.entry.endswith(".train")}
     last = config.run.dir / "checkpoints" / "critic" / str(len(reference.steps) - 1)

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from actor.scoring.client import RequestFailed, TrainAnswer, TritonClient
+from actor.scoring.client import TrainAnswer, TritonClient
+from actor.scoring.retry import RequestFailed, RequestRefused
 from benchmarks.support.workload import VOCAB_SIZE
 from chaos.background import Background
 from python_backend.config import ClientSection
@@ -27,7 +28,7 @@ SCORER_PAUSE_S = 0.06
 WRITER_PAUSE_S = 0.8  # at most; limits the number of versions, which must fit on the disk
 STEP_PATIENCE_S = 240.0
 LARGE_EVERY, LARGE = 5, 8  # every fifth batch has eight times the rows: accepting it leaves time for other requests
-REWIND_BY = 3  # most steps of a rewind, which never goes back beyond the last save: later steps can all be restored
+REWIND_BY = 3  # most steps of a rewind; not beyond the last save or rewind, whose checkpoint replaces older entries
 # A killed stub leaves its callers without an answer, so deadlines are short and the loops below send again. With
 # max_outage_s = 0 the clients do not wait for a healthy server, so that outages show in the record.
 WRITING = ClientSection(retries=2, train_retries=2, backoff_s=0.1, train_deadline_s=10.0, max_outage_s=0)
@@ -178,10 +179,13 @@ class Traffic:
             while self.hold.is_set() and not self._give_up.is_set():
                 await asyncio.sleep(0.005)
 
+    def earliest_rewind(self, step: int) -> int:
+        """Return the earliest step to which the critic can go back from `step`; see `REWIND_BY`."""
+        return max(step - REWIND_BY, 0, *(done for done, _, _ in (*self.record.saved, *self.record.rewound[-1:])))
+
     async def _rewind(self, client: TritonClient, step: int) -> int:
         """Rewind while the next step is being accepted, as if an actor died and resumed; return the new last step."""
-        saved = max((saved for saved, _, _ in self.record.saved), default=0)
-        target = int(self._choice.integers(max(saved, step - REWIND_BY), step, endpoint=True))
+        target = int(self._choice.integers(self.earliest_rewind(step), step, endpoint=True))
         async with TritonClient(self._url, WRITING) as earlier:
             sent = asyncio.ensure_future(self._training(earlier, step + 1)())
             resume = await asyncio.to_thread(self._stop_accepting)
@@ -213,7 +217,7 @@ class Traffic:
                 return await ask()
             except RequestFailed as error:
                 self.record.failures.append((self.record.now(), "writer", str(error)))
-                if _is_refusal(error) or time.monotonic() > give_up_at:
+                if isinstance(error, RequestRefused) or time.monotonic() > give_up_at:  # all requests here are valid
                     self.record.refusals.append(f"{what}: {error}")
                     return None
             await asyncio.sleep(0.2)
@@ -241,9 +245,3 @@ class Traffic:
         self.record.latencies.append((now, now - sent))
         if min(versions) < promised:
             self.record.stale.append((now, min(versions), promised))
-
-
-def _is_refusal(error: RequestFailed) -> bool:
-    """Return whether the server rejected the request as invalid (status 400), although all requests here are valid."""
-    status = getattr(error.__cause__, "status", None)
-    return callable(status) and str(status()) == "400"

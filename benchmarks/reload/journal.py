@@ -1,4 +1,4 @@
-"""Reload benchmark, part e (journal): accepting a training payload, against only writing and syncing its bytes."""
+"""Reload benchmark, part d (journal): accepting a training payload, against only writing and syncing its bytes."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def measure(setup: ReloadSetup) -> dict[str, Any]:
     with on_core(*range(os.cpu_count() or 1)):  # critic_train computes the digest in a second thread
         steps = range(1, settings.journal_repeats + 1)
         samples = [accept_once(journal, arrays, limits, step, folder) for step in steps]
-    setup.say(f"e: {len(samples)} payloads of {settings.journal_rows} x {settings.journal_tokens:,} tokens")
+    setup.say(f"d: {len(samples)} payloads of {settings.journal_rows} x {settings.journal_tokens:,} tokens")
     shutil.rmtree(folder)
     model = under_load(settings.models)[0]
     update_s = _update_seconds(model, train_payload(arrays, limits))
-    setup.say(f"e, {model}: an update with as many tokens took {update_s:.1f} s")
+    setup.say(f"d, {model}: an update with as many tokens took {update_s:.1f} s")
     return {
         "samples": samples,
         "rows": settings.journal_rows,
@@ -130,8 +130,8 @@ def targets(summary: dict[str, Any]) -> list[Target]:
         f"{summary['bare_ms']:,.1f} ms for {summary['bytes'] / 1e6:,.1f} MB; n {summary['n']}"
     )
     update = f"of a {summary['model']} critic's update with as many tokens, {summary['update_s']:,.1f} s"
-    name = f"e: accepting {summary['payload']} tokens / write + fsync"
+    name = f"d: accepting {summary['payload']} tokens / write + fsync"
     return [
         Target(name, summary["ratio"], None, MOST_TIMES, detail),
-        Target("e: accepting a payload as % of a PPO step", 100 * summary["share"], None, 100 * MOST_SHARE, update),
+        Target("d: accepting a payload as % of a PPO step", 100 * summary["share"], None, 100 * MOST_SHARE, update),
     ]

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.reload import journal, leak, load, publish, training
+from benchmarks.reload import journal, load, publish, training
 from benchmarks.reload.picture import draw_parts
 from benchmarks.reload.setup import Cores, ReloadSetup, on_core
 from benchmarks.support.benchmark import Option, Record, Result, Target
@@ -26,16 +26,15 @@ PARTS: dict[str, tuple[str, ModuleType]] = {
     "load": ("a", load),
     "publish": ("b", publish),
     "training": ("c", training),
-    "leak": ("d", leak),
-    "journal": ("e", journal),
+    "journal": ("d", journal),
 }
 """Letter and module of each part; a module has `measure(setup)`, `summarise(part)` and `targets(summary)`."""
-LETTERS = "abcde"
+LETTERS = "abcd"
 OPTIONS = {
     "parts": Option(
         list(LETTERS),
-        "a: clients during reloads, b: time until served, c: clients during updates, d: leaks, "
-        "e: journal; earlier results of other parts in OUT are kept",
+        "a: clients during reloads, b: time until served, c: clients during updates, d: journal; "
+        "earlier results of other parts in OUT are kept",
         known=LETTERS,
     ),
     "model": Option("critic", "model that is reloaded in part a: critic or reward", known=("critic", "reward")),
@@ -52,12 +51,9 @@ OPTIONS = {
         32, "part c: rows of the smallest update; the others have two and four times as many", quick=4
     ),
     "updates": Option(3, "part c: updates of each size on each server", quick=1),
-    "leak_swaps": Option(1000, "part d: number of swaps", quick=20),
-    "leak_triton_reloads": Option(100, "part d: number of Triton reloads", quick=2),
-    "leak_clients": Option(4, "part d: value requests in flight", quick=2),
-    "journal_repeats": Option(15, "part e: number of payloads", quick=2),
-    "journal_rows": Option(512, "part e: rows of each payload", quick=16),
-    "journal_tokens": Option(1024, "part e: tokens of each row", quick=64),
+    "journal_repeats": Option(15, "part d: number of payloads", quick=2),
+    "journal_rows": Option(512, "part d: rows of each payload", quick=16),
+    "journal_tokens": Option(1024, "part d: tokens of each row", quick=64),
 }
 
 
@@ -96,5 +92,5 @@ def targets(result: Result) -> list[Target]:
 
 
 def draw(result: Result, out: Path) -> None:
-    """Draw latency over time, p99 while training, and memory over reloads, for the parts that were measured."""
+    """Draw latency over time and p99 while training, for the parts that were measured."""
     draw_parts(result["parts"], result["summary"], out / "reload.png")

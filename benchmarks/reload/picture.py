@@ -1,4 +1,4 @@
-"""Picture of the reload benchmark: latency over time with reloads marked, p99 while training, memory over reloads."""
+"""Picture of the reload benchmark: latency over time with reloads marked, and p99 while training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.reload.windows import Samples
 from benchmarks.support.pictures import figure_of, model_title
 
 Axes = Any  # matplotlib is imported only by functions that draw
-OURS, LOCKED, INK, QUIET = "#0072B2", "#D55E00", "#3C4043", "#9AA0A6"
+OURS, LOCKED, INK = "#0072B2", "#D55E00", "#3C4043"
 SWAP, TRITON = "#009E73", "#E69F00"
 KINDS = {"quiet": ("no reload", INK), "swap": ("swaps", SWAP), "triton": ("Triton reloads", TRITON)}
 SHOWN_CYCLES = 2
@@ -22,22 +22,16 @@ LABEL_FROM = 0.06  # share of the width that a block needs for its label
 
 
 def draw_parts(parts: dict[str, Any], summary: dict[str, Any], path: Path) -> None:
-    """Draw one panel for each measured part that defines one; write no file if none does."""
-    below: list[Callable[[Axes], None]] = []
+    """Draw a panel each for the load and the training part, if measured; write no file if neither was."""
+    drawn: list[Callable[[Axes], None]] = []
+    if "load" in parts:
+        model = next(iter(parts["load"]))
+        drawn.append(lambda axes: _draw_load(axes, model, parts["load"][model], summary["load"][model]))
     if "training" in parts:
-        below.append(lambda axes: _draw_training(axes, parts["training"][0]["model"], summary["training"]))
-    if "leak" in parts:
-        below.append(lambda axes: _draw_memory(axes, parts["leak"], summary["leak"]))
-    num_rows = ("load" in parts) + bool(below)
-    if not num_rows:
-        return
-    with figure_of(path, (11, 4.1 * num_rows)) as figure:
-        panels = figure.subfigures(num_rows, 1, squeeze=False)[:, 0]
-        if "load" in parts:
-            model = next(iter(parts["load"]))
-            _draw_load(panels[0].subplots(), model, parts["load"][model], summary["load"][model])
-        if below:
-            for axes, draw in zip(panels[-1].subplots(1, len(below), squeeze=False)[0], below, strict=True):
+        drawn.append(lambda axes: _draw_training(axes, parts["training"][0]["model"], summary["training"]))
+    if drawn:
+        with figure_of(path, (11, 4.1 * len(drawn))) as figure:
+            for axes, draw in zip(figure.subplots(len(drawn), 1, squeeze=False).flat, drawn, strict=True):
                 draw(axes)
 
 
@@ -121,35 +115,6 @@ def _draw_training(axes: Axes, model: str, summary: dict[str, Any]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.grid(axis="x", visible=False)
     axes.legend(loc="upper left", ncols=3, fontsize=9, columnspacing=1.0, handlelength=1.4)
-
-
-def _draw_memory(axes: Axes, part: dict[str, Any], summary: dict[str, Any]) -> None:
-    """Draw the growth of the memory of server and stub since the first sample."""
-    from matplotlib.ticker import MaxNLocator
-
-    looks = (
-        ("swap", "server", SWAP, "-"),
-        ("swap", "stub", SWAP, (0, (3, 2))),
-        ("triton", "server", TRITON, "-"),
-    )
-    for kind, who, colour, dashes in looks:
-        samples = part[kind]["samples"]
-        memory = np.asarray([sample[f"{who}_rss_kb"] for sample in samples]) / 1024
-        slope = summary[kind][f"{who}_slope_kb"]
-        each = "" if slope is None else f": {slope:+.1f} kB each"
-        label = f"{'swaps' if kind == 'swap' else 'Triton reloads'}, {who}{each}"
-        axes.plot([sample["reloads"] for sample in samples], memory - memory[0], color=colour, ls=dashes, label=label)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    low, high = axes.get_ylim()
-    axes.set(
-        xlabel="reloads",
-        ylabel="growth of resident memory (MB)",
-        ylim=(min(low, -1.0), max(high, 1.0) * 1.5),
-        title="Growth of memory over reloads",
-    )
-    axes.axhline(0, color=QUIET, lw=0.8, zorder=1)
-    axes.legend(loc="upper left", fontsize=9)
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Contenders of the scoring benchmark: ours in three variants, PyTriton in two, `one_forward`, and `ideal`."""
+"""Contenders of the scoring benchmark: ours, PyTriton in two variants, `one_forward`, and `ideal`."""
 
 from __future__ import annotations
 
@@ -76,18 +76,12 @@ class Contender:
         return dataclasses.replace(self, setup=dataclasses.replace(self.setup, token_budget=token_budget))
 
 
-def native(name: str, setup: Setup, split: Split, *, kind: str = "CountedModel", ragged: bool = True) -> Contender:
-    """Start the project's tritonserver with the class `kind` of `served_models` as its reward model.
-
-    With `ragged` False, Triton merges only requests of equal shapes.
-    """
+def native(name: str, setup: Setup, split: Split) -> Contender:
+    """Start the project's tritonserver, whose reward model counts its forward passes."""
     folder, counters = _folders(name, setup, split)
-    # LateModel runs one forward pass at a time per process, as a plain Triton model does.
-    instances, workers = (split.instances, 1) if kind == "LateModel" else (1, split.instances)
     reward = RewardSection(
         checkpoint=setup.checkpoint,
-        instances=instances,
-        workers=workers,
+        workers=split.instances,
         threads=split.threads,
         token_budget=setup.token_budget,
         micro_batch_rows=MAX_ROWS,
@@ -102,10 +96,7 @@ def native(name: str, setup: Setup, split: Split, *, kind: str = "CountedModel",
     )
 
     def change(repository: Path) -> None:
-        replace_model(repository, REWARD_MODEL, kind, bench_counters=str(counters.absolute()))
-        if not ragged:
-            path = repository / REWARD_MODEL / "config.pbtxt"
-            path.write_text(path.read_text().replace("allow_ragged_batch: true", "allow_ragged_batch: false"))
+        replace_model(repository, REWARD_MODEL, "CountedModel", bench_counters=str(counters.absolute()))
 
     server = start_triton(config, change)
     return Contender(name, setup, split, [server.section.http_url], [server.pid], counters, server.stop)
@@ -190,6 +181,4 @@ CONTENDERS: dict[str, Callable[[str, Setup, Split], Contender]] = {
     "pytriton_padded": partial(pytriton, strip_multiple=0),
     "pytriton_stripped": partial(pytriton, strip_multiple=16),
     "one_forward": partial(instances, target="scoring.processes:serve_one_forward"),
-    "ragged_off": partial(native, ragged=False),
-    "late_answers": partial(native, kind="LateModel"),
 }

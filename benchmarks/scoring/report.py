@@ -14,7 +14,7 @@ from benchmarks.support.pictures import figure_of, model_title
 from benchmarks.support.samples import Sample, grouped, median_of, pairs, ratio, select
 from benchmarks.support.workload import model_size
 
-OURS, IDEAL, LATE = "ours", "ideal", "late_answers"
+OURS, IDEAL = "ours", "ideal"
 LEAST_RATIO = (
     ("7m", "pytriton_padded", 3.3),
     ("7m", "pytriton_stripped", 2.2),
@@ -25,15 +25,12 @@ LEAST_RATIO = (
 MIN_ROUNDS = 3
 NEVER_SLOWER_FROM = 8
 MOST_LATENCY_MS = 4.0  # our latency minus another server's: the queue delay of 2 ms, plus 2 ms
-MOST_P99_RATIO = 1.3
 FLATNESS = 0.9
 EXPONENT = (0.9, 1.1)
 MOST_MEMORY_GROWTH = 1.1
 LOOKS: dict[str, tuple[str, Any, str]] = {
     "ideal": ("#3C4043", (0, (5, 2)), "in process, no server"),
     "ours": ("#0072B2", "-", "ours"),
-    "late_answers": ("#56B4E9", (0, (2, 1.5)), "ours, late answers"),
-    "ragged_off": ("#009E73", "-", "ours, ragged flag off"),
     "one_forward": ("#E69F00", "-", "one forward per request"),
     "pytriton_stripped": ("#CC79A7", "-", "PyTriton, stripped"),
     "pytriton_padded": ("#D55E00", "-", "PyTriton, padded"),
@@ -89,13 +86,10 @@ def summarise(result: Result) -> list[dict[str, Any]]:
 def targets(result: Result) -> list[Target]:
     """Return all targets, including those without a measurement."""
     points = points_of(result["samples"])
-    headline = points.get(("7m", HEADLINE_ROWS, HEADLINE_CONCURRENCY), [])
-    p99 = ratio(headline, OURS, LATE, "p99_ms")
     return [
         *(_least_ratio(points, model, other, least) for model, other, least in LEAST_RATIO),
         _never_slower(points),
         _latency(points, MOST_LATENCY_MS),
-        Target("7m: p99 of ours / p99 without early answers", p99, None, MOST_P99_RATIO, "in the headline cell"),
         _flat(points),
         *_growth(select(result["samples"], purpose="scaling")),
     ]
@@ -133,7 +127,7 @@ def _worst(
         (number, f"worst at {_where(point)} against {other}")
         for point, samples in points.items()
         for (other,) in grouped(samples, "contender")
-        if other not in (OURS, IDEAL, LATE) and (number := value(samples, other)) is not None
+        if other not in (OURS, IDEAL) and (number := value(samples, other)) is not None
     ]
     return pick(found, default=(None, ""))
 

@@ -1,7 +1,6 @@
 """Contests of the step benchmark, with their checkpoints, servers, sidecars and runs.
 
-In `computed` the services compute; in `waited` they sleep for as long as computing would take; `scaling` varies the
-size of a step.
+In `computed` the services compute; in `waited` they sleep for as long as computing would take.
 """
 
 from __future__ import annotations
@@ -46,15 +45,6 @@ def measure_contests(settings: argparse.Namespace, record: Record) -> None:
             if contest == "computed":
                 modes, urls = [*modes, PADDED], others.enter_context(pytriton(config, checkpoints))
             asyncio.run(measure_run(record, contest, config, modes, settings.steps, settings.rounds, padded_urls=urls))
-    rollouts, lengths = settings.scaling_rollouts, settings.scaling_lengths
-    middle = rollouts[len(rollouts) // 2], lengths[len(lengths) // 2]
-    checkpoints = make_checkpoints(out / "checkpoints" / "scaling", settings.scaling_model, max(rollouts))
-    ports = free_ports()
-    with services(configuration(out / "scaling", checkpoints, *middle, ports), {}):
-        for size, longest in dict.fromkeys([*((n, middle[1]) for n in rollouts), *((middle[0], n) for n in lengths)]):
-            config = configuration(out / "scaling" / f"{size}x{longest}", checkpoints, size, longest, ports)
-            rounds = max(1, settings.rounds - 1)
-            asyncio.run(measure_run(record, "scaling", config, [OVERLAPPED, SERIAL], 2, rounds))
 
 
 def make_checkpoints(folder: Path, model: str, num_prompts: int) -> Path:
@@ -161,12 +151,10 @@ async def measure_run(
 
     torch.set_num_threads(1)
     client = ClientSection(train_deadline_s=3600, deadline_s=3600)
-    size, longest = config.actor.rollout_size, config.actor.generation.max_new_tokens
 
     def note(sample: dict[str, Any]) -> None:
-        record.add({"contest": contest, "rollout": size, "longest": longest, **sample})
-        seconds = sample["seconds"] / sample["steps"]
-        record.say(f"{contest:<9} {sample['mode']:<11} {size:>4} x {longest:<4} {seconds:7.2f} s a step")
+        record.add({"contest": contest, **sample})
+        record.say(f"{contest:<9} {sample['mode']:<11} {sample['seconds'] / sample['steps']:7.2f} s a step")
 
     async with contextlib.AsyncExitStack() as stack:
         ours = await stack.enter_async_context(TritonClient(config.server.http_url, client))
@@ -174,7 +162,7 @@ async def measure_run(
         await run.scorer.compare_tokenizers()
         if padded_urls is not None:
             reward, critic = [await stack.enter_async_context(TritonClient(url, client)) for url in padded_urls]
-            run.padded = PaddedServices(reward, critic, LONGEST_PROMPT + longest)
+            run.padded = PaddedServices(reward, critic, LONGEST_PROMPT + config.actor.generation.max_new_tokens)
         await run.blocks(modes, steps=steps, rounds=rounds, note=note)
 
 

@@ -23,13 +23,10 @@ CORES = 2  # shared by all processes
 OWN_PHASES = ("generate", "logprobs", "init_logprobs", "train_time")
 OPTIONS = {
     "model": Option("7m", f"policy, reward and critic, one of {', '.join(SIZES)}", quick="tiny", known=SIZES),
-    "scaling_model": Option("1m", "model on which several step sizes are measured", quick="tiny", known=SIZES),
     "rollout": Option(64, "responses per step", quick=8),
     "longest": Option(128, "tokens of the longest response", quick=12),
     "steps": Option(3, "steps per block", quick=1),
     "rounds": Option(3, "blocks of each mode", quick=1),
-    "scaling_rollouts": Option([16, 32, 64, 128], "responses per step, for the scaling model", quick=[4]),
-    "scaling_lengths": Option([32, 64, 128, 256], "longest response, for the scaling model", quick=[8]),
 }
 LANES = {
     "generate": ("generation", "#0072B2"),
@@ -49,7 +46,7 @@ TITLES = {
 
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
-    """Measure blocks of steps with services that compute, with services that sleep, and for several step sizes."""
+    """Measure blocks of steps with services that compute, and with services that sleep."""
     from benchmarks.step.contests import measure_contests  # torch: not for --help
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
@@ -61,16 +58,12 @@ def summarise(result: Result) -> list[dict[str, Any]]:
     return [
         {
             "contest": contest,
-            "rollout": rollout,
-            "longest": longest,
             "mode": mode,
             "s_a_step": median_step(own),
             "cpu_s": median_step(own, "cpu_seconds"),
             **{phase: median_phase(own, phase) for phase in LANES},
         }
-        for (contest, rollout, longest, mode), own in grouped(
-            result["samples"], "contest", "rollout", "longest", "mode"
-        ).items()
+        for (contest, mode), own in grouped(result["samples"], "contest", "mode").items()
     ]
 
 
@@ -89,10 +82,6 @@ def targets(result: Result) -> list[Target]:
             Target(f"computed: all processor time on {CORES} cores / serial", cores_bound(computed)),
             Target("computed: overlapped / serial over padded PyTriton", mode_ratio(computed, "overlapped", "padded")),
         ]
-    scaled = grouped(select(result["samples"], contest="scaling"), "rollout", "longest")
-    for (rollout, longest), samples in scaled.items():
-        value = mode_ratio(samples, "overlapped", "serial")
-        found.append(Target(f"scaling, {rollout} x {longest}: overlapped / serial", value))
     return found
 
 

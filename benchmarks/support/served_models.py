@@ -1,4 +1,4 @@
-"""Variants of the served models for benchmarks: they count, respond late, or sleep instead of computing."""
+"""Variants of the served models for benchmarks: they count their forward passes, or sleep instead of computing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.forward import ForwardCounters
-from python_backend.models.batching import plan_micro_batches
 from python_backend.serving import critic, reward
-from python_backend.serving.round_robin import run_to_end
-from python_backend.serving.triton import Call, Parameters
-from python_backend.wire.contract import REWARDS
+from python_backend.serving.triton import Parameters
 
 
 class CountedModel(reward.TritonPythonModel):
@@ -27,32 +24,6 @@ class CountedModel(reward.TritonPythonModel):
     def launch(self, model: Any, rows: list[np.ndarray], width: int) -> Callable[[], list[np.ndarray]]:
         self._computed.add([row.size for row in rows], width)
         return super().launch(model, rows, width)
-
-
-class LateModel(CountedModel):
-    """Responds to the requests of a merged batch only when the whole batch is done, as a plain Triton model does."""
-
-    def initialize(self, args: Mapping[str, str]) -> None:
-        """Triton's entry point at load."""
-        super().initialize(args)
-        parameters = Parameters(args)
-        self._late_budget = parameters.number("token_budget")
-        self._late_rows = parameters.number("micro_batch_rows")
-
-    def execute(self, requests: list[Any]) -> None:
-        """Triton's entry point: score all requests, then respond to all of them."""
-        calls = [Call(request) for request in requests]
-        read = [run_to_end(self.read(call)).tokens for call in calls]
-        rows = [row for request in read for row in request]
-        lengths = [row.size for row in rows]
-        scores = np.empty((len(rows), 1), np.float32)
-        model = self.current_model()
-        for batch in plan_micro_batches(lengths, token_budget=self._late_budget, max_rows=self._late_rows):
-            width = max(lengths[i] for i in batch)
-            scores[batch] = np.stack(self.launch(model, [rows[i] for i in batch], width)())[:, :1]
-        ends = np.cumsum([len(request) for request in read])[:-1]
-        for call, part in zip(calls, np.split(scores, ends), strict=True):
-            call.answer({REWARDS: part})
 
 
 class Waiting:

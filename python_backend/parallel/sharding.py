@@ -95,6 +95,36 @@ def sync_gradients(model: Any, *, is_last: bool) -> None:
     model.set_requires_gradient_sync(is_last or not waits)
 
 
+@contextlib.contextmanager
+def gathered_as_stored(model: Any) -> Iterator[None]:
+    """Run forward passes with the weights of layers as they are stored, not cast to bfloat16; collective, for checks.
+
+    FSDP cannot change the dtype in which it gathers, so that each layer gathers once more what was cast.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    stored = {layer: list(layer.parameters()) for layer in layers}
+    held: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
+
+    def widen(layer: nn.Module, *_: Any) -> None:
+        pairs = zip(layer.parameters(), stored[layer], strict=True)
+        cast = [(parameter, own) for parameter, own in pairs if parameter.dtype != own.dtype]
+        held[layer] = [(parameter, parameter.data) for parameter, _ in cast]
+        for parameter, own in cast:
+            parameter.data = whole(own.detach())
+
+    def narrow(layer: nn.Module, *_: Any) -> None:
+        for parameter, data in held.pop(layer, []):
+            parameter.data = data
+
+    hooks = [layer.register_forward_pre_hook(widen) for layer in layers]
+    hooks += [layer.register_forward_hook(narrow, always_call=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor of a `DTensor`, collective; any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -102,7 +102,6 @@ def test_quick_changes_defaults_only(tmp_path: Path):
     assert parse_arguments("reload", parts, [*out, "--quick", "--swaps", "7"]).swaps == 7
     full = parse_arguments("reload", parts, out)
     assert (full.swaps, full.triton_reloads, full.clients) == (200, 50, 32)
-    assert (full.leak_swaps, full.leak_triton_reloads) == (1000, 100)
     assert (full.journal_rows, full.journal_tokens) == (512, 1024)
 
 
@@ -115,10 +114,10 @@ def test_models_too_large_for_milliseconds_are_published_only():
 @pytest.mark.timeout(1800)
 def test_quick_run_measures_every_part_and_leaves_nothing_running(tmp_path: Path):
     command = [sys.executable, "-m", "tools", "bench", "reload", "--out", str(tmp_path), "--quick"]
-    first = subprocess.run([*command, "--parts", "e"], cwd=ROOT, capture_output=True, text=True)
+    first = subprocess.run([*command, "--parts", "d"], cwd=ROOT, capture_output=True, text=True)
     assert first.returncode == 0, first.stdout + first.stderr
     assert list(json.loads((tmp_path / "result.json").read_text())["parts"]) == ["journal"]
-    done = subprocess.run([*command, "--parts", "a,b,c,d"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*command, "--parts", "a,b,c"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert set(result["parts"]) == set(PARTS)
@@ -127,7 +126,6 @@ def test_quick_run_measures_every_part_and_leaves_nothing_running(tmp_path: Path
     assert (load["swap"]["reloads"], load["triton"]["reloads"]) == (4, 1)
     assert load["versions_seen"] > 1
     assert result["summary"]["training"]["one lock"]["x4"]["updates"] == 1
-    assert [sample["reloads"] for sample in result["parts"]["leak"]["swap"]["samples"]] == [0, 10, 20]
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", "report.md", "reload.png"}
     reward = [*command, "--parts", "a", "--model", "reward", "--swaps", "3", "--triton-reloads", "0"]
     done = subprocess.run(reward, cwd=ROOT, capture_output=True, text=True)

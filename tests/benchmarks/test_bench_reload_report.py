@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.command import report
-from benchmarks.reload import journal, leak, load, parts, publish, training
+from benchmarks.reload import journal, load, parts, publish, training
 from benchmarks.reload.load import share_of_cycle
 from benchmarks.reload.parts import PARTS
 from benchmarks.reload.windows import Samples, p99, quiet_windows, ratio
@@ -168,42 +168,6 @@ def test_training_compares_sizes_of_the_update():
     assert found.verdict == "miss"
 
 
-def leak_samples(*, slope_kb: float, handles: float = 0.0, last: int = 1000) -> list[dict[str, float]]:
-    """A jump in the warm-up, then growth by `slope_kb` a reload; `handles` are left open by each."""
-    return [
-        {
-            "reloads": n,
-            "server_rss_kb": 40_000 + (5_000 if n >= 50 else 0) + slope_kb * n,
-            "stub_rss_kb": 300_000,
-            "handles": 100 + int(handles * n),
-            "threads": 40,
-            "shm_bytes": 1 << 20,
-            "disk_bytes": 1 << 24,
-        }
-        for n in range(0, last + 1, 10)
-    ]
-
-
-def leak_part(**of_swaps: float) -> dict[str, Any]:
-    return {
-        "swap": {"samples": leak_samples(**{"slope_kb": 3.0, **of_swaps}), "requests": 1, "failed": 0},
-        "triton": {"samples": leak_samples(slope_kb=6.0, last=100), "requests": 1, "failed": 0},
-    }
-
-
-def test_slopes_begin_after_the_warm_up():
-    summary = leak.summarise(leak_part())
-    assert summary["swap"]["server_slope_kb"] == pytest.approx(3.0)
-    assert {b.verdict for b in leak.targets({"swap": summary["swap"]})} == {"pass"}
-
-
-def test_a_leak_of_memory_or_handles_is_a_miss():
-    memory = leak.targets(leak.summarise(leak_part(slope_kb=21.0)))
-    assert target(memory, "swap, memory of the server").verdict == "miss"
-    handles = leak.targets(leak.summarise(leak_part(handles=0.1)))
-    assert target(handles, "swap, other resources").verdict == "miss"
-
-
 def journal_part() -> dict[str, Any]:
     sample = {"check_ms": 10.0, "journal_ms": 30.0, "accept_ms": 40.0, "bare_ms": 25.0, "bytes": 10_000_000}
     return {"samples": [sample] * 3, "rows": 512, "tokens": 1024, "update_s": 4.0, "update_model": "1m"}
@@ -223,7 +187,6 @@ def whole_result() -> dict[str, Any]:
         "load": {"1m": load_part()},
         "publish": publish_part(),
         "training": training_part(),
-        "leak": leak_part(),
         "journal": journal_part(),
     }
     return {"parts": parts}
@@ -241,4 +204,4 @@ def test_report_of_everything(tmp_path: Path):
 def test_report_of_one_part_alone(name: str, tmp_path: Path):
     report(parts, {"parts": {name: whole_result()["parts"][name]}}, tmp_path)
     assert list(json.loads((tmp_path / "result.json").read_text())["summary"]) == [name]
-    assert (tmp_path / "reload.png").is_file() == (name in ("load", "training", "leak"))
+    assert (tmp_path / "reload.png").is_file() == (name in ("load", "training"))

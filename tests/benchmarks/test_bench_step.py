@@ -55,8 +55,6 @@ def test_a_quick_run_measures_draws_and_reports(tmp_path: Path) -> None:
         ("computed", "padded"),
         ("waited", "overlapped"),
         ("waited", "serial"),
-        ("scaling", "overlapped"),
-        ("scaling", "serial"),
     ]
     phases = {"generate", "scoring", "logprobs", "init_logprobs", "critic_update", "train_time"}
     for sample in samples:

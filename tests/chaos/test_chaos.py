@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
+from tritonclient.utils import InferenceServerException
 
-from chaos.command import main
+from actor.scoring.retry import RequestFailed, RequestRefused
+from chaos.background import Background
+from chaos.command import _drive, main
 from chaos.picture import draw
 from chaos.points import NOTHING, POINTS, VICTIMS, Points, plan_kills
 from chaos.stopping import stop_for, stop_for_good, ways_of
 from chaos.summary import kills_with_recovery, outages, summary
 from chaos.system import write_config
-from chaos.traffic import LONGEST, VOCAB_SIZE, RequestRecord, batch, probes
+from chaos.traffic import LONGEST, VOCAB_SIZE, RequestRecord, Traffic, batch, probes
 from python_backend.config import RunConfig, load_config
 from python_backend.store.journal import Heartbeat, Journal
 from python_backend.wire.contract import Limits
@@ -106,6 +111,48 @@ def test_probes_are_the_same_rows_for_ever():
     assert [len(rows) for rows in first] == [1, 2, 3, 4]
     for ours, theirs in zip(first, again, strict=True):
         assert all(map(np.array_equal, ours, theirs))
+
+
+def test_a_rewind_reaches_no_further_back_than_the_last_save_or_rewind():
+    traffic = Traffic("127.0.0.1:1", "chaos", 1, lambda: lambda: None)
+    assert [traffic.earliest_rewind(step) for step in (2, 14)] == [0, 11]
+    traffic.record.saved.append((10, 0.1, 10))
+    assert traffic.earliest_rewind(12) == 10
+    traffic.record.rewind(11, 13)
+    assert [traffic.earliest_rewind(step) for step in (13, 15)] == [11, 12]
+
+
+def test_a_request_to_a_dead_process_is_repeated_and_one_that_is_refused_is_not():
+    """Triton may answer either with status 400."""
+    traffic = Traffic("127.0.0.1:1", "chaos", 1, lambda: lambda: None)
+
+    def answers(*errors: type[RequestFailed]) -> Callable[[], Awaitable[str]]:
+        waiting = [*errors]
+
+        async def ask() -> str:
+            if not waiting:
+                return "done"
+            error = waiting.pop()
+            raise error("no", "why") if error is RequestRefused else error("no") from InferenceServerException(
+                "no", "400"
+            )
+
+        return ask
+
+    assert asyncio.run(traffic._until_answered("step 3", answers(RequestFailed))) == "done"
+    assert not traffic.record.refusals
+    assert asyncio.run(traffic._until_answered("step 3", answers(RequestRefused))) is None
+    assert traffic.record.refusals == ["step 3: no"]
+
+
+def test_a_writer_that_ends_before_the_kills_is_named():
+    """With the request that was refused, as the verdicts then cover only a part of the plan."""
+    system, enough = SimpleNamespace(troubles=[], look=lambda: None), threading.Event()
+    traffic = SimpleNamespace(thread=Background("traffic", lambda: None), record=RequestRecord(refusals=["step 8: no"]))
+    killer = SimpleNamespace(thread=Background("killer", lambda: killer.thread.given_up.wait()), done=[("a", "b")])
+    _drive(system, traffic, killer, enough)  # type: ignore[arg-type]
+    killer.thread.give_up()
+    assert system.troubles == ["the writer ended after 1 kills: step 8: no"]
 
 
 # ---- the moments ----

@@ -93,6 +93,20 @@ def test_a_policy_trains_on_two_cards(folder: Path, case: str):
         assert results[0]["again"][name] == pytest.approx(results[0]["stats"][name], rel=1e-6)
 
 
+def gradients_of(ranks: Ranks | None, folder: Path, precision: str) -> list[np.ndarray]:
+    if ranks is not None:
+        ranks.announce = lambda *_, **__: None  # type: ignore[method-assign]
+    return gradients(*make(settings_of(folder, "lora", device="cuda", precision=precision), ranks))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_gradients_of_two_cards_are_those_of_one(folder: Path, precision: str, tolerance: float):
+    expected = gradients_of(None, folder, precision)
+    for found in on_ranks(2, gradients_of, folder, precision, device="cuda"):
+        squares = [(np.square(a - b).sum(), np.square(b).sum()) for a, b in zip(found, expected, strict=True)]
+        assert np.sqrt(np.divide(*np.sum(squares, axis=0))) <= tolerance
+
+
 def traffic(ranks: Ranks, folder: Path, case: str, unreduced: int) -> Counter[tuple[str, torch.dtype]]:
     """The elements that the ranks exchange in the micro-batches of one minibatch, by collective and dtype."""
     sharding.MOST_UNREDUCED = unreduced
@@ -100,10 +114,16 @@ def traffic(ranks: Ranks, folder: Path, case: str, unreduced: int) -> Counter[tu
     policy, update = make(settings_of(folder, case, device="cuda"), ranks)
     assert len(policy.share(batch_of(100).lengths)) == PASSES
     gradients(policy, update)  # the first pass creates what later ones keep
+    sent = recorded_traffic()
+    gradients(policy, update)
+    return sent
+
+
+def recorded_traffic() -> Counter[tuple[str, torch.dtype]]:
+    """Count the elements that FSDP exchanges from now on in this process, by collective and dtype."""
     sent: Counter[tuple[str, torch.dtype]] = Counter()
     for name in ("all_gather_single", "reduce_scatter_single"):
         setattr(torch.distributed, name, functools.partial(counted, getattr(torch.distributed, name), name, sent))
-    gradients(policy, update)
     return sent
 
 

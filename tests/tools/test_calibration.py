@@ -17,7 +17,7 @@ FIXED = {"workers": 1, "threads": 1, "token_budget": 64, "forward_overhead_token
 
 
 def result(overhead: int, speeds: dict[str, float]) -> dict[str, Any]:
-    return {"overhead_tokens": overhead, "speeds": speeds}
+    return {"overheads": dict.fromkeys(speeds, overhead), "speeds": speeds}
 
 
 def test_the_fastest_is_chosen_and_of_nearly_equal_budgets_the_smallest() -> None:

@@ -20,6 +20,7 @@ from python_backend.store.durable import read_json, write_json
 
 CACHE_VARIABLE = "RLHF_ON_TRITON_CACHE"
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
+CARD_BUDGETS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 NEARLY = 0.97  # share of the best speed that is fast enough: a smaller budget needs less memory
 TIMEOUT_S = 600.0  # for each measured pair of workers and threads
 
@@ -85,14 +86,14 @@ def choose(results: Mapping[tuple[int, int], Mapping[str, Any]]) -> Settled:
         speeds = {int(budget): speed for budget, speed in result["speeds"].items()}
         budget = min(budget for budget, speed in speeds.items() if speed >= NEARLY * max(speeds.values()))
         if best is None or speeds[budget] > best.tokens_per_s:
-            best = Settled(workers, threads, budget, result["overhead_tokens"], speeds[budget])
+            best = Settled(workers, threads, budget, result["overheads"][str(budget)], speeds[budget])
     assert best is not None, "nothing was measured"
     return best
 
 
 def forward_overhead(checkpoint: Path) -> int:
     """Measure and return the fixed cost of a reward checkpoint's forward pass, in tokens. Raises ConfigError."""
-    return _measure("reward", RewardSection(checkpoint=checkpoint), 1, 1, budgets=(256,))["overhead_tokens"]
+    return _measure("reward", RewardSection(checkpoint=checkpoint), 1, 1, budgets=(256,))["overheads"]["256"]
 
 
 def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str], None]) -> Settled:
@@ -108,10 +109,12 @@ def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str
     results = {}
     for workers, threads in pairs:
         started = time.monotonic()
-        results[workers, threads] = _measure(role, section, workers, threads)
+        result = results[workers, threads] = _measure(role, section, workers, threads)
+        too_many = result.get("too_many")
         log(
             f"{role}: measured {workers} workers x {threads} threads ({len(results)} of {len(pairs)}) in "
             f"{time.monotonic() - started:.0f} s"
+            + (f"; budgets from {too_many} tokens do not fit into the GPU's memory" if too_many else "")
         )
     settled = choose(results)
     log(
@@ -146,7 +149,7 @@ def _read(path: Path) -> Settled | None:
 
 
 def _measure(
-    role: str, section: ModelSection, workers: int, threads: int, *, budgets: Sequence[int] = BUDGETS
+    role: str, section: ModelSection, workers: int, threads: int, *, budgets: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Run `tools.calibrate.worker` in its own process and return its result. Raises ConfigError."""
     kind, options = _loading(role, section)
@@ -159,7 +162,7 @@ def _measure(
         "workers": workers,
         "threads": threads,
         "max_length": section.max_length,
-        "budgets": budgets,
+        "budgets": budgets or (BUDGETS if section.device == "cpu" else CARD_BUDGETS),
     }
     command = [sys.executable, "-m", "tools.calibrate.worker", json.dumps(spec)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
@@ -200,13 +203,17 @@ def _identity(section: ModelSection, cores: int) -> str:
         section.workers,
         section.threads,
         cores,
-        _processor(),
+        _processor(section.device),
         importlib.metadata.version("torch"),
         importlib.metadata.version("transformers"),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
 
 
-def _processor() -> str:
+def _processor(device: str) -> str:
+    if device != "cpu":  # of all cards that can be seen: none if it is those of another machine that a dry run plans
+        import torch  # slow
+
+        return ", ".join(sorted({torch.cuda.get_device_name(card) for card in range(torch.cuda.device_count())}))
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line for line in lines if line.startswith("model name")), "unknown")

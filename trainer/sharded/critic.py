@@ -27,7 +27,7 @@ from python_backend.models.modeling import CriticModel, write_config
 from python_backend.models.precision import in_float32, use_bfloat16
 from python_backend.models.token_head import head_of
 from python_backend.parallel.ranks import RankFailed, Ranks
-from python_backend.parallel.sharding import all_finite, differing, shard, write_checkpoint
+from python_backend.parallel.sharding import all_finite, differing, gathered_as_stored, shard, write_checkpoint
 from python_backend.store.weights import WeightsStore
 from trainer.sharded.merged_slices import MergedSlices
 from trainer.trained_critic import TrainedCritic, write_adapters
@@ -58,6 +58,7 @@ class ShardedCritic(CriticModel):
             ranks,
             methods=["token_outputs"],
             prepare=lambda module: use_bfloat16(module, head) if in_bfloat16 else None,
+            precision=precision,
         )
         adapters = critic.adapters if isinstance(critic, TrainedCritic) else None
         self._adapters = adapters and describe_adapters(self.model, base=adapters.base)  # with what is rounded now
@@ -71,7 +72,7 @@ class ShardedCritic(CriticModel):
     def values(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
         """Return the values of token rows, computed in float32; all ranks compute the same."""
         self.ranks.announce("values", rows=[row.tolist() for row in rows], width=width)
-        with in_float32(self.model):
+        with gathered_as_stored(self.model), in_float32(self.model):
             values = super().values(rows, width)
         self.model.reshard()
         return values

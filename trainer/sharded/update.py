@@ -19,7 +19,7 @@ from python_backend.models.adamw import named_state
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.modeling import write_config
 from python_backend.parallel.ranks import RankFailed, Ranks
-from python_backend.parallel.sharding import whole, write_slices
+from python_backend.parallel.sharding import sync_gradients, whole, write_slices
 from python_backend.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
 from python_backend.wire.training_payload import TrainPayload
 from trainer.critic_update import MAX_ROWS, CriticUpdate, TrainingRow, UpdateReport
@@ -82,6 +82,7 @@ class ShardedUpdate(CriticUpdate):
         max_rows = min(MAX_ROWS, -(-len(batch) // size))  # at least one micro-batch for each rank, if possible
         plan = plan_micro_batches(lengths, token_budget=self.settings.token_budget, max_rows=max_rows)
         for i in range(0, len(plan), size):
+            sync_gradients(self.critic.model, is_last=i + size >= len(plan))
             if i + rank < len(plan):
                 yield [batch[row] for row in plan[i + rank]]
             else:

@@ -73,10 +73,9 @@ class SimulatedNccl : public c10d::Backend {
   WorkPtr _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& options) override {
     auto to = host(out), from = host(in).clone();  // gloo reduces in place
     auto summed = options;
-    const bool averages = sum_instead(summed.reduceOp);
-    auto work = done(gloo_->_reduce_scatter_base(to, from, summed));
-    if (averages) to.div_(getSize());
-    return work;
+    // Gloo's work copies the result into `to` in each call of `wait`, also in the caller's: dividing that is too early.
+    if (sum_instead(summed.reduceOp)) from.div_(getSize());
+    return done(gloo_->_reduce_scatter_base(to, from, summed));
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& options) override {
     auto to = host(out), from = host(in);
