@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,8 +139,9 @@ def test_a_first_version_that_one_rank_refuses(ranks: ServingRanks, versions: li
 class Received:
     """Stands in for a model on another rank: keeps the rows of a forward pass."""
 
-    def logprobs(self, rows: list[np.ndarray], width: int) -> None:
+    def launch(self, rows: list[np.ndarray], width: int) -> Callable[[], None]:
         self.rows, self.width = rows, width
+        return lambda: None
 
 
 @pytest.mark.parametrize("lengths", [(5,), (0, 3, 0), (8192, 1, 8192, 70_000)], ids=str)
