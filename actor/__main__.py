@@ -62,6 +62,7 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
         import torch
 
         from actor.run.policies import follow
+        from python_backend.models.card.memory import on_rank
         from python_backend.models.card.placement import own_device
         from python_backend.models.modeling import quiet_transformers
         from python_backend.parallel.ranks import Ranks
@@ -71,7 +72,10 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
     quiet_transformers()
     if config.actor.ranks == 1:
         return _train(config, accepts_changes=accepts_changes)
-    with Ranks.joined(own_device(config.actor.policy.device)) as ranks:
+    with (
+        Ranks.joined(own_device(config.actor.policy.device)) as ranks,
+        on_rank(ranks.rank, ranks.device, "actor.policy.token_budget"),
+    ):
         if ranks.rank == 0:
             return _train(config, ranks, accepts_changes=accepts_changes)
         follow(config, ranks)

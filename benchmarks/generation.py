@@ -40,7 +40,9 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
         record.result["greedy_identical"][name] = identical(model, prompts, settings.slots[0], settings.longest)
         for workload in LEAST_SPEEDUP:
             lengths = response_lengths(workload, settings.rows, settings.longest)
-            contenders = contenders_of(model, prompts, lengths, settings)
+            contenders: dict[str, Contender] = {PLAIN: functools.partial(plain, model, prompts, lengths)}
+            for slots in settings.slots:
+                contenders[f"slots-{slots}"] = functools.partial(ours, model, prompts, lengths, slots)
             for number, contender in in_turn(list(contenders), settings.repeats):
                 seconds, written = timed(contenders[contender])
                 assert [len(written[i]) for i in range(len(prompts))] == lengths, f"{contender} generated other lengths"
@@ -94,16 +96,6 @@ def response_lengths(workload: str, count: int, longest: int) -> list[int]:
         return [longest] * count
     drawn = trace_lengths(2 * count)[count:] / trace_lengths(2 * count)[count:].max()
     return np.clip(np.rint(drawn * longest * 1.25), 1, longest).astype(int).tolist()
-
-
-def contenders_of(
-    model: Any, prompts: list[np.ndarray], lengths: list[int], settings: argparse.Namespace
-) -> dict[str, Contender]:
-    """Return the contenders; each generates `lengths[i]` tokens for prompt i at temperature 1."""
-    return {
-        PLAIN: functools.partial(plain, model, prompts, lengths),
-        **{f"slots-{slots}": functools.partial(ours, model, prompts, lengths, slots) for slots in settings.slots},
-    }
 
 
 def decoder_of(lengths: Sequence[int]) -> Any:

@@ -94,7 +94,8 @@ class Killer:
             "step": self._traffic.last_step,
         }
         ranks = self._system.ranks()
-        kill["hit"] = hit = seen != NOTHING and self._hit(victim, self._random.choice(processes), way)
+        is_there = seen != NOTHING and bool(processes)  # it may have ended between two looks
+        kill["hit"] = hit = is_there and self._hit(victim, self._random.choice(processes), way)
         if hit and way == "killed" and _trains(victim):
             kill["ranks_gone_s"] = self._system.await_end(ranks)
         self._traffic.hold.clear()

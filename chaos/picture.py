@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.pictures import figure_of
 from chaos.points import POINTS, VICTIMS
 from chaos.summary import outages
 from chaos.traffic import RequestRecord
+from tools.report.curves import figure_of
 
 Axes = Any  # matplotlib is imported only by functions that draw
 MARKS = ("o", "s", "^", "D", "v", "P", "X")

@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from python_backend.config import RunConfig
@@ -119,7 +119,4 @@ def _replaced(path: Path) -> Callable[[], str | None]:
 
 
 def _names(folder: Path) -> set[str]:
-    names: Iterable[str] = ()
-    if folder.is_dir():
-        names = os.listdir(folder)  # noqa: PTH208 - names, not paths, a thousand times a second
-    return set(names)
+    return set(os.listdir(folder)) if folder.is_dir() else set()  # noqa: PTH208 - names, a thousand times a second

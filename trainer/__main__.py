@@ -66,13 +66,17 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
 
 def _run_ranks(config: RunConfig) -> None:
     """Join the other ranks; follow the journal on rank 0, and rank 0 on the others."""
+    from python_backend.models.card.memory import on_rank
     from python_backend.models.card.placement import own_device
     from python_backend.parallel.ranks import Ranks
     from trainer.sharded.publish import ShardedPublisher
     from trainer.sharded.update import ShardedUpdate, follow_rank_0
     from trainer.sidecar import follow
 
-    with Ranks.joined(own_device(config.trainer.device)) as ranks:
+    with (
+        Ranks.joined(own_device(config.trainer.device)) as ranks,
+        on_rank(ranks.rank, ranks.device, "trainer.token_budget"),
+    ):
         if ranks.rank:
             follow_rank_0(config.trainer, config.run.seed, ranks)
         else:

@@ -5,7 +5,6 @@ If a damaged checkpoint can be recomputed from the journal, the damage is logged
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import TrainerSection
 from python_backend.errors import NotFinite
+from python_backend.models.card.memory import OutOfMemory
 from python_backend.monitoring.log_lines import set_log_position
 from python_backend.monitoring.tracing import is_tracing, span
 from python_backend.store.journal import Journal
@@ -65,7 +65,9 @@ class CriticState:
     def train(self, entry: Entry) -> tuple[UpdateReport | None, str | None, str | None]:
         """Train on the next step; return the report, the payload's digest and the error, each None if unavailable.
 
-        Raises CheckpointError if the journal entry is damaged and its step has already been trained and acknowledged.
+        Raises:
+            CheckpointError: the journal entry is damaged and its step has already been trained and acknowledged.
+            OutOfMemory: the step has already been trained and acknowledged, but does not fit into the memory any more.
         """
         report, digest, error = None, None, None
         self._progress.step = entry.step
@@ -75,9 +77,7 @@ class CriticState:
             with self._progress.working(f"reading step {entry.step}"):
                 payload, digest = self._journal.load(entry)
             with span("train", parent=self.traceparent, step=entry.step):
-                report = self.update.train(payload, lambda n: self._progress.beat("training", n))
-        except NotFinite as trouble:
-            error = str(trouble)
+                report, error = self._fit(entry, payload, "training")
         except DamagedEntry as damage:
             error = _give_up(self._journal, entry, damage)
             self._journal.forget_aside(keep=self._settings.keep_set_aside)
@@ -171,6 +171,16 @@ class CriticState:
                 "the original store, or start a new run (run.dir)"
             )
 
+    def _fit(self, entry: Entry, payload: TrainPayload, state: str) -> tuple[UpdateReport | None, str | None]:
+        """Train on the payload; return the report, or why the weights are unchanged. Raises OutOfMemory as `train`."""
+        try:
+            return self.update.train(payload, lambda n: self._progress.beat(state, n)), None
+        except (NotFinite, OutOfMemory) as trouble:
+            result = self._journal.result(entry)
+            if isinstance(trouble, OutOfMemory) and result is not None and result.loss_mean is not None:
+                raise  # only others that use the card have changed: without the step, the weights would be wrong
+            return None, str(trouble)
+
     def _replay(self, *, end: int) -> None:
         """Train on the journal's steps up to `end`. Raises DamagedEntry if an entry that changed weights is damaged."""
         for entry in self._journal.entries():
@@ -178,8 +188,7 @@ class CriticState:
                 with self._progress.working(f"reading step {entry.step}"):
                     payload = _payload(self._journal, entry)
                 if payload is not None:
-                    with contextlib.suppress(NotFinite):  # the original training failed the same way, and continued
-                        self.update.train(payload, lambda n: self._progress.beat("replaying", n))
+                    self._fit(entry, payload, "replaying")  # if it fails, so did the original training, and continued
                 self.step = entry.step
 
 

@@ -6,6 +6,8 @@ On a CPU, the same initial weights, payloads and number of threads give bit-iden
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from python_backend.errors import NotFinite
 from python_backend.models.adamw import empty_state, load_state, make_adamw, state_tensors
 from python_backend.models.adapters import check_trained, load_trained, trained_tensors
 from python_backend.models.batching import padded_rows, plan_micro_batches
+from python_backend.models.card.memory import Halving, OutOfMemory
 from python_backend.models.collation import collate
 from python_backend.models.gradient_checkpointing import recomputing
 from python_backend.models.modeling import CriticModel, save_critic
@@ -32,6 +35,7 @@ from python_backend.store.sealed_folder import hashes, verify_folder
 from python_backend.wire.training_payload import TrainPayload
 from trainer.value_loss import clipped_value_loss
 
+logger = logging.getLogger(__name__)
 ADAPTERS_FILE = "adapters.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 RANDOM_STATE = "random_state/cpu"
@@ -56,8 +60,9 @@ class UpdateReport:
     grad_norm: float  # before clipping; mean over the optimizer steps
     lr: float  # of the last optimizer step
     optimizer_steps: int
-    skipped_steps: int  # optimizer steps skipped because the gradient was not finite
+    skipped_steps: int  # optimizer steps skipped because the gradient was not finite, or a sequence did not fit
     seconds: float
+    out_of_memory: int = 0  # how often micro-batches were halved because the card's memory did not suffice
 
 
 class CriticUpdate:
@@ -68,6 +73,7 @@ class CriticUpdate:
         self.critic = critic
         self.optimizer_step = 0
         self.settings = settings
+        self.memory = Halving("trainer.token_budget", settings.token_budget, remedy="trainer.gradient_checkpointing")
         self.parameters = {n: p for n, p in critic.model.named_parameters() if p.requires_grad}
         self.optimizer = make_adamw(
             self.parameters,
@@ -87,6 +93,7 @@ class CriticUpdate:
 
         Raises:
             NotFinite: no optimizer step had a finite gradient; the weights are unchanged.
+            OutOfMemory: no optimizer step was taken, because sequences do not fit into the card's memory one at a time.
         """
         start = time.monotonic()
         rows = list(split_rows(payload))
@@ -94,27 +101,28 @@ class CriticUpdate:
         batches = [rows[i : i + size] for i in range(0, len(rows), size)] * self.settings.epochs
         loss_sum = token_sum = 0.0
         norms: list[float] = []
-        done = skipped = 0
+        done, skipped, halved = itertools.count(1), 0, self.memory.count
+        failure: NotFinite | OutOfMemory = NotFinite(
+            "the critic's gradients are not finite: no optimizer step was taken and the weights are unchanged"
+        )
         for batch in batches:
             num_tokens = float(sum(row.mask.sum() for row in batch))
             if num_tokens == 0:  # no gradient, but a step would still apply momentum and weight decay
                 continue
-            loss = 0.0
-            for micro_batch in self._micro_batches(batch):
-                loss += self._accumulate(micro_batch, num_tokens)
-                done += 1
-                progress(done)
-            loss = self._total(loss)
-            norm = self._step()
+            try:
+                loss = self._gradients(batch, num_tokens, lambda: progress(next(done)))
+                norm = self._step()
+            except OutOfMemory as error:
+                self.optimizer.zero_grad(set_to_none=True)
+                logger.warning("optimizer step %d is skipped: %s", self.optimizer_step, error)
+                failure, norm = error, None
             if norm is None:
                 skipped += 1
                 continue
             norms.append(norm)
             loss_sum, token_sum = loss_sum + loss * num_tokens, token_sum + num_tokens
         if not norms:
-            raise NotFinite(
-                "the critic's gradients are not finite: no optimizer step was taken and the weights are unchanged"
-            )
+            raise failure
         return UpdateReport(
             loss_sum / token_sum,
             float(np.mean(norms)),
@@ -122,6 +130,7 @@ class CriticUpdate:
             len(norms),
             skipped,
             time.monotonic() - start,
+            self.memory.count - halved,
         )
 
     def write(self, folder: Path) -> dict[str, str]:
@@ -177,8 +186,22 @@ class CriticUpdate:
 
     def _micro_batches(self, batch: list[TrainingRow]) -> Iterator[list[TrainingRow]]:
         lengths = [row.tokens.size for row in batch]
-        for indices in plan_micro_batches(lengths, token_budget=self.settings.token_budget, max_rows=MAX_ROWS):
+        for indices in plan_micro_batches(lengths, token_budget=self.memory.size, max_rows=MAX_ROWS):
             yield [batch[i] for i in indices]
+
+    def _gradients(self, batch: list[TrainingRow], num_tokens: float, progress: Callable[[], None]) -> float:
+        """Accumulate the gradients of a batch, anew in smaller micro-batches if they do not fit; return its loss."""
+
+        def accumulate(_: int) -> float:
+            self.optimizer.zero_grad(set_to_none=True)  # of an attempt that ran out of memory
+            loss = 0.0
+            for micro_batch in self._micro_batches(batch):
+                loss += self._accumulate(micro_batch, num_tokens)
+                progress()
+            return self._total(loss)
+
+        longest = max(row.tokens.size for row in batch)
+        return self.memory.repeat(accumulate, least=longest, most=longest * len(batch))
 
     def _accumulate(self, rows: list[TrainingRow], num_tokens: float) -> float:
         model, settings = self.critic.model, self.settings

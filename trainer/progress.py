@@ -39,7 +39,8 @@ METRICS = (
     MetricSpec("publish_seconds", "Time to put the last version into service: write, verify, reload.", label="phase"),
     MetricSpec("updates", "Critic updates that were trained.", "counter"),
     MetricSpec("failed_updates", "Critic updates that failed, or whose version was rejected.", "counter"),
-    MetricSpec("skipped_optimizer_steps", "Optimizer steps whose gradient was not finite.", "counter"),
+    MetricSpec("skipped_optimizer_steps", "Optimizer steps that were skipped: not finite, or no memory.", "counter"),
+    MetricSpec("out_of_memory", "Micro-batches halved because the card's memory did not suffice.", "counter"),
     MetricSpec("rejected_versions", "Versions that verification or an instance rejected.", "counter"),
     MetricSpec("heartbeat_timestamp_seconds", "When the sidecar last made progress or was idle."),
     MetricSpec("blocked", "1 while a disk error blocks the sidecar, otherwise 0."),
@@ -68,6 +69,7 @@ class SidecarMetrics:
         """Show an update, and the version that it put into service, if any."""
         self.exporter.count("updates")
         self.exporter.count("skipped_optimizer_steps", report.skipped_steps)
+        self.exporter.count("out_of_memory", report.out_of_memory)
         self.exporter.show(
             {
                 "step": step,
@@ -169,6 +171,7 @@ class SidecarProgress:
                 "train/step_time": report.seconds,
                 "optimizer_steps": report.optimizer_steps,
                 "skipped_steps": report.skipped_steps,
+                "out_of_memory/trainer.token_budget": report.out_of_memory,
                 **_timing(reload),
                 "weights_version": version,
             }

@@ -32,6 +32,7 @@ from python_backend.models.attention import use_attention
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.card.copies import to_device
 from python_backend.models.card.inspections import skip_inspections
+from python_backend.models.card.memory import Halving
 from python_backend.models.card.streams import CardStream
 from python_backend.models.gradient_checkpointing import checkpoint_gradients
 from python_backend.models.loading import load_weights, map_tensors
@@ -112,7 +113,14 @@ class Policy:
             banned_ids=self.banned_ids,
             token_budget=settings.token_budget,
         )
-        self.halvings = [self.generation.memory]
+        self.memory = Halving(
+            "actor.policy.token_budget",
+            settings.token_budget,
+            remedy="actor.policy.gradient_checkpointing",
+            alone=self.world_size == 1,
+        )
+        """How many tokens of a micro-batch fit into the card's memory."""
+        self.halvings = [self.generation.memory, self.memory]
         """What has been done in smaller parts because the card's memory did not suffice."""
         with in_float32(self._causal(self.sampler)):
             self._head_is_linear = linear_head(self._causal(self.sampler)) is not None
@@ -216,11 +224,15 @@ class Policy:
         out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
         mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
         with torch.no_grad(), self._stream.running(), self._weights_of(reference) as model:
-            for rows in self.plan(rollout.lengths):
+
+            def fill(rows: Sequence[int]) -> None:
                 lengths = rollout.lengths[rows]
                 tokens = rollout.tokens[rows, : int(lengths.max())]
                 part = self.token_logprobs(model, tokens, lengths, mask[rows, : tokens.shape[1] - 1])[0].cpu()
                 out[rows, : part.shape[1]] = part
+
+            for chunk in self.plan(rollout.lengths):
+                self.memory.in_parts(fill, chunk)
         return out
 
     def sampled_logprobs(self, rollout: Rollout) -> Tensor:
@@ -325,7 +337,7 @@ class Policy:
 
     def plan(self, lengths: Tensor) -> list[list[int]]:
         """Return micro-batches within the token budget, each as a list of indices into `lengths`."""
-        return plan_micro_batches(lengths.tolist(), token_budget=self.settings.token_budget, max_rows=MAX_ROWS)
+        return plan_micro_batches(lengths.tolist(), token_budget=self.memory.size, max_rows=MAX_ROWS)
 
     def token_logprobs(
         self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *, with_entropy: bool = False

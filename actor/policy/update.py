@@ -74,9 +74,6 @@ class PolicyUpdate:
         """
         s = self._settings
         generator = torch.Generator().manual_seed(seed)
-        if self._dropouts:
-            # Dropout draws from torch's own generator; the rows of each rank need draws of their own.
-            torch.manual_seed(seed + self._policy.rank)
         totals: dict[str, float] = {}
         seen = taken = norms = 0.0
         for rows in self._minibatches(len(batch.lengths), generator):
@@ -84,7 +81,8 @@ class PolicyUpdate:
             if not len(rows):
                 continue
             total = float(batch.policy_weights[rows].sum())
-            sums = self._gradients(batch, rows, total, kl_coef)
+            draws = int(torch.randint(1 << 62, (), generator=generator))
+            sums = self._gradients(batch, rows, total, kl_coef, seed=draws)
             if s.max_kl is not None and sums["approx_kl"] / total > s.max_kl:
                 self._policy.optimizer.zero_grad(set_to_none=True)
                 break
@@ -106,8 +104,24 @@ class PolicyUpdate:
         orders = [torch.randperm(count, generator=generator) for _ in range(self._settings.epochs)]
         return [rows for order in orders for rows in order.split(self._settings.minibatch_size)]
 
-    def _gradients(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> dict[str, float]:
-        """Accumulate the gradients of a minibatch; return its loss and its statistics as sums over tokens."""
+    def _gradients(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float, *, seed: int) -> dict[str, float]:
+        """Accumulate the gradients of a minibatch; return its loss and its statistics as sums over tokens.
+
+        If the card's memory does not suffice, everything is done again in smaller micro-batches.
+
+        Args:
+            seed: of the dropout.
+        """
+        longest = int(batch.lengths[rows].max())
+        return self._policy.memory.repeat(
+            lambda _: self._accumulate(batch, rows, total, kl_coef, seed), least=longest, most=longest * len(rows)
+        )
+
+    def _accumulate(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float, seed: int) -> dict[str, float]:
+        self._policy.optimizer.zero_grad(set_to_none=True)  # of an attempt that ran out of memory
+        if self._dropouts:
+            # Dropout draws from torch's own generator; the rows of each rank need draws of their own.
+            torch.manual_seed(seed + self._policy.rank)
         parts: list[dict[str, Tensor]] = []
         for chunk in self._policy.share(batch.lengths[rows]):
             part = batch if chunk else _unweighted(batch)

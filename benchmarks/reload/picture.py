@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.reload.windows import Samples
-from benchmarks.support.pictures import figure_of, model_title
+from benchmarks.support.workload import model_title
+from tools.report.curves import figure_of
 
 Axes = Any  # matplotlib is imported only by functions that draw
 OURS, LOCKED, INK = "#0072B2", "#D55E00", "#3C4043"

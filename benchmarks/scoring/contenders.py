@@ -95,10 +95,8 @@ def native(name: str, setup: Setup, split: Split) -> Contender:
         server=ServerSection(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1),
     )
 
-    def change(repository: Path) -> None:
-        replace_model(repository, REWARD_MODEL, "CountedModel", bench_counters=str(counters.absolute()))
-
-    server = start_triton(config, change)
+    count = partial(replace_model, model=REWARD_MODEL, kind="CountedModel", bench_counters=str(counters.absolute()))
+    server = start_triton(config, count)
     return Contender(name, setup, split, [server.section.http_url], [server.pid], counters, server.stop)
 
 

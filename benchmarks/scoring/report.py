@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmarks.scoring.cells import HEADLINE_CONCURRENCY, HEADLINE_ROWS
 from benchmarks.support.benchmark import Result, Target
-from benchmarks.support.pictures import figure_of, model_title
 from benchmarks.support.samples import Sample, grouped, median_of, pairs, ratio, select
-from benchmarks.support.workload import model_size
+from benchmarks.support.workload import model_size, model_title
+from tools.report.curves import figure_of
 
 OURS, IDEAL = "ours", "ideal"
 LEAST_RATIO = (

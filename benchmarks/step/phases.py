@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.benchmark import Option, Record, Result, Target
-from benchmarks.support.pictures import figure_of
 from benchmarks.support.samples import Sample, grouped, ratio, select
 from benchmarks.support.workload import SIZES
+from tools.report.curves import figure_of
 
 MOST_RATIO = 0.75
 CORES = 2  # shared by all processes

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-import trainer.critic_state
-import trainer.sidecar
 from python_backend.config import load_config
 from python_backend.stop_signal import stop_event
 from python_backend.wire.training_payload import TrainPayload
 from trainer.critic_update import CriticUpdate, UpdateReport
+from trainer.sidecar import follow
+from trainer.trained_critic import build_critic
 
 
 def run(config: str, seconds_per_token: float) -> None:
@@ -31,6 +31,8 @@ def run(config: str, seconds_per_token: float) -> None:
             progress(1)
             return UpdateReport(0.0, 0.0, 0.0, 1, 0, time.monotonic() - start)
 
-    stop = stop_event(signal.SIGINT, signal.SIGTERM)
-    trainer.critic_state.CriticUpdate = WaitingUpdate  # type: ignore[misc]
-    trainer.sidecar.follow(load_config(Path(config), []), stop)
+    def load(folder: Path) -> CriticUpdate:
+        return WaitingUpdate(build_critic(folder, settings.trainer, seed=settings.run.seed), settings.trainer)
+
+    settings, stop = load_config(Path(config), []), stop_event(signal.SIGINT, signal.SIGTERM)
+    follow(settings, stop, load=load)

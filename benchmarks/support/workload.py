@@ -57,6 +57,11 @@ def model_size(model: str) -> float:
     return float(model.removesuffix("m")) if model[:1].isdigit() else 0.0
 
 
+def model_title(model: str) -> str:
+    """Return a model's name for a title: `7 M parameters` for `7m`."""
+    return f"{model.upper().replace('M', ' M')} parameters" if model[:1].isdigit() else f"{model} model"
+
+
 def trace_lengths(num_rows: int) -> np.ndarray:
     """Return the number of tokens of each row, int64 `[num_rows]`; a shorter trace is a prefix of a longer one."""
     drawn = np.random.default_rng(SEED).lognormal(LOG_MEAN, LOG_SD, num_rows)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.pictures import figure_of
 from chaos.picture import COLOURS, Axes
 from chaos.soak.usage import UsageSample
+from tools.report.curves import figure_of
 
 MORE_COLOURS = (*COLOURS, "#9AA0A6", "#F0E442")
 

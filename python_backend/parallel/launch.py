@@ -64,8 +64,13 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 def ended(code: int) -> int:
+    """On rank 0, do what `end_job` does; return the code."""
+    return end_job(code) if os.environ.get("RANK") == "0" else code
+
+
+def end_job(code: int) -> int:
     """Tell the agent, if there is one, that the job has ended with exit code `code`; return the code."""
-    if FOLDER in os.environ and os.environ["RANK"] == "0":
+    if FOLDER in os.environ:
         AgentFolder(Path(os.environ[FOLDER])).end(code)
     return code
 

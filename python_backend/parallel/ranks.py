@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from python_backend.errors import REPORTED, RlhfError
+from python_backend.parallel.launch import end_job
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,6 +41,10 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bf
 
 class RankFailed(RlhfError):
     """Another rank failed in an operation of all ranks; the message repeats its error."""
+
+
+class RankOutOfMemory(RlhfError):
+    """A rank has run out of its card's memory while the others wait for it in a collective."""
 
 
 class RankLost(Exception):
@@ -160,11 +165,15 @@ class Ranks:
     def joined(cls, device: str) -> Iterator[Ranks]:
         """Join the process group as in `join` for a `with` block, at whose end rank 0 ends the job.
 
-        If another rank dies, this process exits with code 1, and the launcher restarts all ranks.
+        If another rank dies, this process exits with code 1, and the launcher restarts all ranks. If memory is short on
+        this one, it exits with code 2 and our agent restarts none: each would meet the same error.
         """
         ranks = cls.join(device)
         try:
             yield ranks
+        except RankOutOfMemory as error:
+            logger.error("%s", error)
+            _leave(end_job(2))
         except REPORTED:
             ranks.announce(END)
             raise
@@ -172,8 +181,7 @@ class Ranks:
             if not (isinstance(error, RankLost | dist.DistError) or LOST.search(str(error))):
                 raise
             logger.error("another rank has died: %s", str(error).splitlines()[0])
-            logging.shutdown()
-            os._exit(1)  # at once: leaving the process group would wait for the other ranks
+            _leave(1)
         ranks.close()
 
     def close(self) -> None:
@@ -187,6 +195,11 @@ class Ranks:
             time.sleep(POLL_S)
             left = self._store.add("left", 0)
         dist.destroy_process_group()
+
+
+def _leave(code: int) -> None:
+    logging.shutdown()
+    os._exit(code)  # at once: leaving the process group would wait for the other ranks
 
 
 class Operations:

@@ -256,16 +256,6 @@ def test_figures_of_a_table_are_rounded():
     assert shown([1.1695196736250069, -250.4, 3]) == "[1.170, -250, 3]"
 
 
-def test_a_report_of_an_older_run_is_read(full_run: Path, tmp_path: Path):
-    summary = json.loads((full_run / "summary.json").read_text())
-    copy = tmp_path / "old"
-    copy.mkdir()
-    for name in ("metrics.jsonl", "critic_metrics.jsonl", "samples.jsonl"):
-        (copy / name).write_bytes((full_run / name).read_bytes())
-    (copy / "summary.json").write_text(json.dumps({"ppo_steps": summary.pop("steps"), **summary}))
-    assert load_run(copy).summary == load_run(full_run).summary
-
-
 @pytest.mark.parametrize(
     ("value", "spec", "text"),
     [(-0.004, ".2f", "0.00"), (-0.006, ".2f", "-0.01"), (-0.0001, "+.3f", "+0.000"), (-1234.5, ",.0f", "-1,234")],

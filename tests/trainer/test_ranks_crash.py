@@ -26,6 +26,7 @@ from python_backend.models.modeling import CriticModel, load_critic
 from python_backend.serving.versions.follower import Follower
 from python_backend.store.journal import Entry, Journal, Result
 from python_backend.store.weights import WeightsStore
+from tests.support.full_card import let_memory_be_short
 
 PATIENCE_S = 200.0
 POLL_S = 0.002
@@ -180,3 +181,20 @@ def test_an_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make: Calla
     job.start()
     assert job.process.wait(PATIENCE_S) == 2
     assert job.log.read_text().count("error: ") == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_card_ends_all_ranks_once_and_names_the_setting(
+    make: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int
+) -> None:
+    """And not ten times, as a rank that dies: each attempt would train the same step."""
+    where = ("trainer.sharded.update", "ShardedUpdate", "_backward")
+    let_memory_be_short(monkeypatch, tmp_path, *where, condition=f"os.environ.get('RANK') == '{rank}'")
+    job = make("run")
+    ranks = list(job.until(lambda: len(found := job.ranks()) == 2 and found).values())
+    job.send(1)
+    assert job.process.wait(PATIENCE_S) == 2
+    assert not psutil.wait_procs(ranks, timeout=GONE_S)[1]
+    error = f"rank {rank} has run out of the memory of cpu (CUDA out of memory); lower trainer.token_budget"
+    assert job.log.read_text().count(error) == 1
+    assert job.log.read_text().count("following run") == 1

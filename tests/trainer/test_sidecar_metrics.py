@@ -39,6 +39,7 @@ def test_updates_failures_and_rejections_are_counted(make: Callable[..., Rig]) -
         "failed_updates_total": 2,
         "rejected_versions_total": 1,
         "skipped_optimizer_steps_total": 0,
+        "out_of_memory_total": 0,
     }
     assert (found["step"], found["weights_version"], found["journal_last_step"]) == (4, rig.store.current(), 4)
     assert (found["journal_pending_entries"], found["blocked"]) == (0, 0)

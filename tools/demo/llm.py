@@ -15,7 +15,6 @@ from typing import Any
 from python_backend.store.jsonl import write_jsonl
 from tools.demo.chats import HELD_OUT_TOPICS, TRAINING_TOPICS, chats
 from tools.demo.gold import gold_scorer
-from tools.demo.prepare import import_torch
 from tools.demo.prepared_folder import Built, Log, build_once, code_fingerprint
 from tools.demo.pretrained import MINILM, PRETRAINED, SMOLLM2, build_pretrained
 
@@ -62,13 +61,14 @@ def prepare_pretrained(cache_dir: Path, log: Log) -> Built:
 
 
 def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log) -> dict[str, Any]:
-    import_torch().set_num_threads(2)
+    import torch
     from transformers import AutoTokenizer
 
     from python_backend.models.modeling import quiet_transformers
     from tools.demo import reward as r
     from tools.demo.models import pair_accuracy
 
+    torch.set_num_threads(2)
     quiet_transformers()
     start = time.monotonic()
     training, held_out = list(chats(TRAINING_TOPICS, "train")), list(chats(HELD_OUT_TOPICS, "validation"))

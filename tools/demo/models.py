@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -290,11 +291,8 @@ def _bucketed(rows: Rows, batch_size: int, generator: torch.Generator) -> Iterat
 
 def _padded(rows: Rows) -> tuple[Tensor, Tensor]:
     """Return tokens [B, S], padded on the right, and lengths [B]. In a causal model no real token sees the padding."""
-    lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.full((len(rows), int(lengths.max())), PAD)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = torch.tensor(row)
-    return tokens, lengths
+    tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)
+    return tokens, torch.tensor([len(row) for row in rows])
 
 
 def _next_token_losses(model: LlamaForCausalLM, rows: Rows) -> Tensor:

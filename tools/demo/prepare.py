@@ -12,7 +12,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from python_backend.config.command_line import reporting
@@ -47,7 +46,8 @@ def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> 
 
 
 def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
-    torch = import_torch()
+    import torch
+
     from tools.demo.models import FULL, QUICK
 
     recipe = QUICK if quick else FULL
@@ -57,21 +57,6 @@ def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
         return _train_and_save(root, recipe, seed, log)
     finally:
         torch.set_num_threads(threads)
-
-
-def import_torch() -> ModuleType:
-    """Import torch with OpenMP threads that sleep while they wait; no effect if torch is already imported.
-
-    Spinning threads, the default, made two threads on a shared machine seven times slower than one. The environment
-    variable is read once, at the import, and unset afterwards, so that later child processes do not inherit it.
-    """
-    chosen = os.environ.get("OMP_WAIT_POLICY")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    import torch
-
-    if chosen is None:
-        del os.environ["OMP_WAIT_POLICY"]
-    return torch
 
 
 def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> dict[str, Any]:
@@ -185,10 +170,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a tiny version that takes seconds and hardly learns")
     arguments = parse_or_complete(parser, argv)
+    # Before torch is imported: OpenMP threads that spin while they wait, the default, made two threads on a shared
+    # machine seven times slower than one.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if arguments.recipe == "reasoning":
         built = reasoning.prepare(arguments.out)
     elif arguments.recipe == "chat":
-        from tools.demo import llm  # imports `import_torch` from here
+        from tools.demo import llm
 
         built = llm.prepare(arguments.out, arguments.seed, arguments.quick)
     else:

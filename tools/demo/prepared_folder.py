@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from python_backend.errors import RlhfError
+from python_backend.store.durable import remove_folder
 
 Log = Callable[[str], None]
 MANIFEST = "prepared.json"
@@ -52,7 +53,8 @@ def build_once(
         figures = build(building)
         manifest = {"fingerprint": fingerprint, "figures": figures}
         (building / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        _move_into_place(building, out_dir)
+        remove_folder(out_dir)  # a rename cannot replace a folder
+        building.rename(out_dir)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return Built(out_dir, figures)
@@ -74,16 +76,7 @@ def _load(out_dir: Path, fingerprint: dict[str, Any]) -> Built | None:
 
 def _remove_abandoned(out_dir: Path) -> None:
     """Remove the temporary folders of killed preparations of `out_dir`; keep those of running processes."""
-    for path in out_dir.parent.glob(f".{out_dir.name}.*-*"):
+    for path in out_dir.parent.glob(f".{out_dir.name}.building-*"):
         pid = path.name.rpartition("-")[2]
         if pid == str(os.getpid()) or not psutil.pid_exists(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _move_into_place(building: Path, out_dir: Path) -> None:
-    """Rename `building` to `out_dir`; move an older one away first: a rename cannot replace a non-empty folder."""
-    aside = building.with_name(building.name.replace(".building-", ".replaced-"))
-    if out_dir.exists():
-        out_dir.rename(aside)
-    building.rename(out_dir)
-    shutil.rmtree(aside, ignore_errors=True)

@@ -1,7 +1,8 @@
 """Draws the report's pictures: all of them as SVG for the page, and the four most informative ones as a PNG."""
 
+import contextlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
@@ -63,27 +64,31 @@ def drawn(run: RunRecord) -> list[Draw]:
     return [draw for draw, is_there in recorded.items() if is_there]
 
 
-def write_curves(run_dir: Path, out_png: Path) -> None:
-    """Write one PNG of 1500 x 1020 pixels with the four most informative pictures that this run has data for."""
+@contextlib.contextmanager
+def figure_of(path: Path, size: tuple[float, float]) -> Iterator[Any]:
+    """Yield a styled figure of `size` inches; save it to `path` at the end of the block, with 150 pixels an inch."""
     import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=size, dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+        yield figure
+        figure.savefig(path, metadata={"Software": None})
+
+
+def write_curves(run_dir: Path, out_png: Path) -> None:
+    """Write one PNG with the four most informative pictures that this run has data for."""
     run = load_run(run_dir)
     distance = draw_gold if run.gold else draw_kl
     ranked = (draw_reward, distance, draw_explained_variance, draw_versions, draw_step_time, draw_distinct)
     chosen = [draw for draw in ranked if draw in drawn(run)][:4]
-    with mpl.rc_context(STYLE):
-        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-        figure = Figure(figsize=(10, 6.8), dpi=150, layout=layout)
-        FigureCanvasAgg(figure)
+    with figure_of(out_png, (10, 6.8)) as figure:
         for axes, draw in zip_longest(figure.subplots(2, 2).flat, chosen):
             if draw is None:
                 axes.remove()
             else:
                 draw(axes, run)
-        figure.savefig(out_png, metadata={"Software": None})
 
 
 def draw_reward(axes: Axes, run: RunRecord) -> None:

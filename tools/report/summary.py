@@ -113,8 +113,6 @@ def current_summary(run_dir: Path) -> tuple[dict[str, Any], bool]:
     """
     figures = _step_figures(run_dir)
     written = read_json(run_dir / "summary.json") or {}
-    if "ppo_steps" in written:  # the key's name before 2026-11-22
-        written = {"steps": written.pop("ppo_steps"), **written}
     if written.get("steps") == figures["steps"]:
         return written, True
     actor = read_json(run_dir / "actor_summary.json") or {}

@@ -5,14 +5,16 @@ Only the out-of-memory error is handled here. Halving a micro-batch changes no r
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 
 from python_backend.errors import RlhfError
 from python_backend.models.card.errors import is_out_of_memory
+from python_backend.parallel.ranks import RankOutOfMemory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -26,13 +28,16 @@ class OutOfMemory(RlhfError):
 class Halving:
     """How much one model does at a time on its card, and how often that had to be halved."""
 
-    def __init__(self, setting: str, size: int = 0) -> None:
+    def __init__(self, setting: str, size: int = 0, *, remedy: str = "", alone: bool = True) -> None:
         """
         Args:
             setting: the configuration key to lower, for the log and for errors.
             size: how much is done at a time (tokens, rows or slots), for `repeat`.
+            remedy: a setting that helps where lowering `setting` does not.
+            alone: other ranks take no part in the work of `repeat`. If they do, they wait for this one in a collective,
+                so its errors are raised as they are; see `on_rank`.
         """
-        self.setting, self.size = setting, size
+        self.setting, self.size, self._remedy, self._alone = setting, size, remedy, alone
         self.count = 0
 
     def repeat(self, work: Callable[[int], T], *, least: int, most: int) -> T:
@@ -46,6 +51,8 @@ class Halving:
         Raises:
             OutOfMemory: `work(least)` does not fit either.
         """
+        if not self._alone:
+            return work(self.size)
         while True:
             try:
                 return work(self.size)
@@ -75,11 +82,27 @@ class Halving:
         if not can_halve:
             raise OutOfMemory(
                 f"not even the smallest part fits into the card's memory ({reason}); lower {self.setting}"
+                + (self._remedy and f" or set {self._remedy}")
             )
         self.count += 1
         logger.warning(
             "%s; repeating with half of %d at a time (%s), as %d times so far", reason, size, self.setting, self.count
         )
+
+
+@contextlib.contextmanager
+def on_rank(rank: int, device: object, setting: str) -> Iterator[None]:
+    """Name the rank and the setting if the block, which several ranks run together, runs out of memory on this one.
+
+    Raises:
+        RankOutOfMemory: the ranks cannot go on, because one cannot repeat its part of a collective alone.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankOutOfMemory(
+            f"rank {rank} has run out of the memory of {device} ({_reason_of(error)}); lower {setting}"
+        ) from error
 
 
 def _reason_of(error: RuntimeError) -> str:

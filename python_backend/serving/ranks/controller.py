@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from python_backend.models.card.memory import on_rank
 from python_backend.models.card.placement import device_of
 from python_backend.parallel.tensor_parallel import OtherRankLost, RankGroup, existing, release
 from python_backend.rewards.pool import interpreter
@@ -97,7 +98,8 @@ class ServingRanks:
                 lengths = [row.size for row in rows]
                 tokens = np.concatenate(rows).astype(np.int64).tobytes()
                 self._send(tokens, op="forward", key=self._keys[model], lengths=lengths, width=width)
-                yield
+                with on_rank(0, self._group.device, "token_budget"):
+                    yield
             except Exception as error:  # the ranks are out of step now, whatever the cause
                 self._closed.wait(WATCHER_S)
                 self._end(f"a forward pass failed: {type(error).__name__}: {error}")
@@ -127,7 +129,7 @@ class ServingRanks:
             )
         self._connections.append(ours)
         self._processes.append(process)
-        threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+        threading.Thread(target=self._watch, args=(rank, process, ours), name=f"rank-{rank}", daemon=True).start()
 
     def _send(self, *payload: bytes, **message: Any) -> None:
         """Send a message to the other ranks, as JSON, and the payload after it."""
@@ -141,8 +143,11 @@ class ServingRanks:
                 except OSError as error:
                     raise OtherRankLost(str(error)) from error
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self._end(f"rank {rank} (pid {process.pid}) {how_ended(process.wait())}")
+    def _watch(self, rank: int, process: subprocess.Popen[bytes], connection: Connection) -> None:
+        reason = f"rank {rank} (pid {process.pid}) {how_ended(process.wait())}"
+        with contextlib.suppress(EOFError, OSError):  # it has sent no reason, or this end is closed
+            reason = connection.recv_bytes().decode() if connection.poll() else reason
+        self._end(reason)
 
     def _end(self, reason: str) -> None:
         """Call `lost`, and return only if the ranks are being closed."""

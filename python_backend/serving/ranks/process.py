@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -20,8 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from python_backend.models.card.memory import on_rank
 from python_backend.models.card.streams import staging
 from python_backend.models.modeling import quiet_transformers
+from python_backend.parallel.ranks import RankOutOfMemory
 from python_backend.parallel.tensor_parallel import RankGroup, release
 from python_backend.serving.allocator import keep_freed_memory
 from python_backend.serving.ranks.loaders import Model, load_model
@@ -109,7 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             message = json.loads(connection.recv_bytes())
         except EOFError:
             return 0
-        rank.execute(message, connection.recv_bytes)
+        try:
+            with on_rank(args.rank, args.device, "token_budget"):
+                rank.execute(message, connection.recv_bytes)
+        except RankOutOfMemory as error:
+            connection.send_bytes(str(error).encode())  # rank 0 reports it
+            os._exit(1)  # at once: leaving the process group would wait for the other ranks
 
 
 if __name__ == "__main__":
