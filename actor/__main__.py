@@ -71,7 +71,8 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
     torch.use_deterministic_algorithms(config.run.deterministic)
     quiet_transformers()
     if config.actor.ranks == 1:
-        return _train(config, accepts_changes=accepts_changes)
+        with on_rank(0, config.actor.policy.device, "actor.policy.token_budget"):
+            return _train(config, accepts_changes=accepts_changes)
     with (
         Ranks.joined(own_device(config.actor.policy.device)) as ranks,
         on_rank(ranks.rank, ranks.device, "actor.policy.token_budget"),

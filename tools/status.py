@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
 from python_backend.store.weights import WeightsStore
 from tools.arguments import parse_or_complete, seconds
-from tools.server.health import is_triton
+from tools.server.health import get_page, is_triton
 from tools.server.log import is_noise, last_lines
 
 PROBLEM = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|Traceback|error:)")
+CARD_METRIC = re.compile(r'^rlhf_(card_\w*bytes)\{[^}]*instance="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
+UTILISATION = re.compile(r"^nv_gpu_utilization\{[^}]*\} (\S+)", re.MULTILINE)  # Triton's own
 TAIL_BYTES = 1 << 16  # of a log or JSONL file; a line of metrics has some kilobytes
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
@@ -61,7 +63,8 @@ def _as_started(config: RunConfig) -> RunConfig:
 
 
 def status(config: RunConfig) -> Iterator[str]:
-    """Yield the lines of the state, read from the run's folder; only the server's port is tried."""
+    """Yield the lines of the state, read from the run's folder; only the server is asked, whether it is up and for the
+    memory of its models on GPUs."""
     yield f"run       {config.run.identity} in {config.run.dir}" + (f": {_state(config)}" if config.has_actor else "")
     yield f"server    {_server(config)}"
     has_begun = (config.run.dir / SETTINGS_FILE).is_file()  # has what `tools run` measured for `auto`
@@ -69,6 +72,7 @@ def status(config: RunConfig) -> Iterator[str]:
         if has_begun and section.workers != "auto":
             size = f"{section.workers} workers x {section.threads} threads, token budget {section.token_budget}"
             yield f"          {role}: {size}"
+    yield from _cards(config)
     if config.has_actor:
         yield f"actor     {_actor(config)}"
     if config.serves_critic:
@@ -104,6 +108,24 @@ def _server(config: RunConfig) -> str:
     return f"http://{url} {'is up' if is_triton(url) else 'does not answer'}"
 
 
+def _cards(config: RunConfig) -> Iterator[str]:
+    """Yield the memory of each served instance on its GPU, and how busy the server's GPUs are."""
+    written = read_json(config.server_dir / "server.json") or {}
+    page = get_page(str(written.get("metrics", config.server.metrics_url)), "/metrics")
+    instances: dict[str, dict[str, float]] = {}
+    for name, instance, value in CARD_METRIC.findall(page):
+        instances.setdefault(instance, {})[name] = float(value)
+    yield from (f"          {instance}{_memory(found)}" for instance, found in sorted(instances.items()))
+    if busy := [f"{float(value):.0%}" for value in UTILISATION.findall(page)]:
+        yield f"          GPUs busy: {', '.join(busy)}"
+
+
+def _memory(found: Mapping[str, Any]) -> str:
+    """Return a process's memory on its GPU, as the end of its line; empty on a CPU."""
+    used, peak, size = (found.get(f"card_{name}bytes", 0) / (1 << 30) for name in ("", "peak_", "size_"))
+    return f"; {used:.1f} GiB on its GPU of {size:.1f} GiB, at most {peak:.1f}" if size else ""
+
+
 def _actor(config: RunConfig) -> str:
     line = _last_line(config.run.dir / "metrics.jsonl")
     if line is None:
@@ -117,7 +139,7 @@ def _actor(config: RunConfig) -> str:
         "seconds a step": line.get("timers/step_time"),
     }
     numbers = ", ".join(f"{name} {value:.3g}" for name, value in known.items() if value is not None)
-    return f"step {line['step']} of {config.actor.steps} ended {_ago(ago)}: {numbers}"
+    return f"step {line['step']} of {config.actor.steps} ended {_ago(ago)}: {numbers}{_memory(line)}"
 
 
 def _sidecar(config: RunConfig) -> str:
@@ -127,6 +149,7 @@ def _sidecar(config: RunConfig) -> str:
     if heartbeat is None:
         return f"has not begun; {queue}"
     state = f"{heartbeat.state} at step {heartbeat.step}, heartbeat {_ago(time.time() - heartbeat.time)}"
+    state += _memory(_last_line(config.run.dir / "critic_metrics.jsonl") or {})
     return f"{state}; {queue}" + (f"; blocked: {heartbeat.trouble}" if heartbeat.trouble else "")
 
 

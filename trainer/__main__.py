@@ -48,6 +48,7 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
     with long_lived_imports():  # deferred: the environment must be set first, and --help stays fast
         import torch
 
+        from python_backend.models.card.memory import on_rank
         from python_backend.models.modeling import quiet_transformers
         from trainer.publish import initialise_stores
         from trainer.sidecar import follow
@@ -61,7 +62,8 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
     elif config.trainer.ranks > 1:
         _run_ranks(config)
     else:
-        follow(config, stop_event(*stop_signals()))
+        with on_rank(0, config.trainer.device, "trainer.token_budget"):  # e.g. no room for the optimizer's state
+            follow(config, stop_event(*stop_signals()))
 
 
 def _run_ranks(config: RunConfig) -> None:

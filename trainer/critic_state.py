@@ -176,8 +176,8 @@ class CriticState:
         try:
             return self.update.train(payload, lambda n: self._progress.beat(state, n)), None
         except (NotFinite, OutOfMemory) as trouble:
-            result = self._journal.result(entry)
-            if isinstance(trouble, OutOfMemory) and result is not None and result.loss_mean is not None:
+            known = self._journal.result(entry) if isinstance(trouble, OutOfMemory) else None
+            if known is not None and known.loss_mean is not None:
                 raise  # only others that use the card have changed: without the step, the weights would be wrong
             return None, str(trouble)
 

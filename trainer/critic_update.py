@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from python_backend.errors import NotFinite
 from python_backend.models.adamw import empty_state, load_state, make_adamw, state_tensors
 from python_backend.models.adapters import check_trained, load_trained, trained_tensors
 from python_backend.models.batching import padded_rows, plan_micro_batches
-from python_backend.models.card.memory import Halving, OutOfMemory
+from python_backend.models.card.memory import Halving, OutOfMemory, card_bytes
 from python_backend.models.collation import collate
 from python_backend.models.gradient_checkpointing import recomputing
 from python_backend.models.modeling import CriticModel, save_critic
@@ -63,6 +63,7 @@ class UpdateReport:
     skipped_steps: int  # optimizer steps skipped because the gradient was not finite, or a sequence did not fit
     seconds: float
     out_of_memory: int = 0  # how often micro-batches were halved because the card's memory did not suffice
+    memory: dict[str, int] = field(default_factory=dict)  # see card_bytes
 
 
 class CriticUpdate:
@@ -73,7 +74,12 @@ class CriticUpdate:
         self.critic = critic
         self.optimizer_step = 0
         self.settings = settings
-        self.memory = Halving("trainer.token_budget", settings.token_budget, remedy="trainer.gradient_checkpointing")
+        self.memory = Halving(
+            "trainer.token_budget",
+            settings.token_budget,
+            remedy="trainer.gradient_checkpointing",
+            alone=settings.ranks == 1,
+        )
         self.parameters = {n: p for n, p in critic.model.named_parameters() if p.requires_grad}
         self.optimizer = make_adamw(
             self.parameters,
@@ -110,8 +116,7 @@ class CriticUpdate:
             if num_tokens == 0:  # no gradient, but a step would still apply momentum and weight decay
                 continue
             try:
-                loss = self._gradients(batch, num_tokens, lambda: progress(next(done)))
-                norm = self._step()
+                loss, norm = self._gradients(batch, num_tokens, lambda: progress(next(done))), self._step()
             except OutOfMemory as error:
                 self.optimizer.zero_grad(set_to_none=True)
                 logger.warning("optimizer step %d is skipped: %s", self.optimizer_step, error)
@@ -131,6 +136,7 @@ class CriticUpdate:
             skipped,
             time.monotonic() - start,
             self.memory.count - halved,
+            card_bytes(self.critic.model.device),
         )
 
     def write(self, folder: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from python_backend.config import RunConfig
-from python_backend.monitoring.exporter import Exporter, MetricSpec, Values
+from python_backend.monitoring.exporter import CARD, Exporter, MetricSpec, Values
 from python_backend.store.heartbeat import Heartbeat
 from python_backend.store.journal import Journal
 from python_backend.store.jsonl import append_jsonl
@@ -46,6 +46,7 @@ METRICS = (
     MetricSpec("blocked", "1 while a disk error blocks the sidecar, otherwise 0."),
     MetricSpec("journal_pending_entries", "Accepted requests that have no result yet."),
     MetricSpec("journal_last_step", "Last training step that the journal accepted."),
+    *CARD.values(),
 )
 
 
@@ -77,6 +78,7 @@ class SidecarMetrics:
                 "grad_norm": report.grad_norm,
                 "learning_rate": report.lr,
                 "update_seconds": report.seconds,
+                **report.memory,
             }
         )
         if reload is not None:
@@ -173,6 +175,7 @@ class SidecarProgress:
                 "skipped_steps": report.skipped_steps,
                 "out_of_memory/trainer.token_budget": report.out_of_memory,
                 **_timing(reload),
+                **report.memory,
                 "weights_version": version,
             }
         )

@@ -81,8 +81,9 @@ class PolicyUpdate:
             if not len(rows):
                 continue
             total = float(batch.policy_weights[rows].sum())
-            draws = int(torch.randint(1 << 62, (), generator=generator))
-            sums = self._gradients(batch, rows, total, kl_coef, seed=draws)
+            sums = self._gradients(
+                batch, rows, total, kl_coef, seed=int(torch.randint(1 << 62, (), generator=generator))
+            )
             if s.max_kl is not None and sums["approx_kl"] / total > s.max_kl:
                 self._policy.optimizer.zero_grad(set_to_none=True)
                 break

@@ -8,7 +8,7 @@ from typing import Any
 
 from actor.scoring.retry import RequestCounters
 from python_backend.config import RunConfig
-from python_backend.monitoring.exporter import Exporter, MetricSpec, Values
+from python_backend.monitoring.exporter import CARD, Exporter, MetricSpec, Values
 
 PREFIX = "rlhf_actor_"
 STEP_GAUGES = {  # key in metrics.jsonl -> gauge
@@ -26,6 +26,7 @@ STEP_GAUGES = {  # key in metrics.jsonl -> gauge
     "train_optim/loss": MetricSpec("loss", "Loss of the policy."),
     "train_optim/grad_norm": MetricSpec("grad_norm", "Norm of the policy's gradient, before clipping."),
     "val_rollouts/rewards": MetricSpec("validation_reward", "Mean reward of the last validation."),
+    **CARD,
 }
 RUN_METRICS = (
     MetricSpec("step", "Last step that ended."),

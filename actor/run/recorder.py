@@ -33,6 +33,7 @@ from actor.scoring.client import RequestFailed, TritonClient
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import RunConfig
+from python_backend.models.card.memory import card_bytes
 from python_backend.monitoring.log_lines import set_log_position
 from python_backend.monitoring.tracing import end_step
 from python_backend.store.durable import read_json, sweep, write_folder, write_json
@@ -165,15 +166,15 @@ class Bookkeeper:
             set_log_position(version=int(scores.versions.max()))
         self._masked_samples += int((~scores.scored).sum())
         metrics = await asyncio.to_thread(rollout_metrics, scored, batch, kl_coef=self._state.kl.coef)
-        generated = metrics["train_rollouts/generation_length"] * len(scores.scored)
         seconds = measured["timers/step_time"]
         line = {
             **metrics,
             **self._critic_metrics(scores, step),
             "train_rollouts/consumed_samples": self._state.inputs.after(step).prompts,
             "train_rollouts/epoch": self._state.inputs.epoch(step),
-            "tokens_per_s": generated / seconds,
+            "tokens_per_s": metrics["train_rollouts/generation_length"] * len(scores.scored) / seconds,
             **{f"client/{name}": float(value) for name, value in vars(self._client.counters).items()},
+            **card_bytes(self._state.policy.sampler.device),
             **{f"out_of_memory/{each.setting}": each.count for each in self._state.policy.halvings if each.count},
         }
         self._log.write(step, {**line, **measured})

@@ -251,7 +251,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply_override(data, override)
     try:
-        config = _with_dtypes(_with_reference(RunConfig.model_validate(data)))
+        config = _with_trainer(_with_reference(RunConfig.model_validate(data)))
         return with_fixed_values(config) if config.run.deterministic else config
     except ValidationError as error:
         problems = [(".".join(map(str, item["loc"])), _describe(item)) for item in error.errors()]
@@ -277,13 +277,17 @@ def _with_reference(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"reference": reference})
 
 
-def _with_dtypes(config: RunConfig) -> RunConfig:
-    """Return `config` with bfloat16 as the default dtype of the critic's versions if they are served in it."""
-    publish = config.trainer.publish
-    if publish.dtype is not None or config.critic.dtype == "float32":
-        return config
-    publish = publish.model_copy(update={"dtype": config.critic.dtype})
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"publish": publish})})
+def _with_trainer(config: RunConfig) -> RunConfig:
+    """Return `config` with the trainer's defaults that follow from how the critic is served.
+
+    Its versions have bfloat16 if they are served in it. On a GPU no save reloads the model: that holds a third copy.
+    """
+    trainer, update = config.trainer, dict[str, Any]()
+    if trainer.publish.dtype is None and config.critic.dtype != "float32":
+        update["publish"] = trainer.publish.model_copy(update={"dtype": config.critic.dtype})
+    if config.critic.device != "cpu" and "reload_on_save" not in trainer.model_fields_set:
+        update["reload_on_save"] = "none"
+    return config.model_copy(update={"trainer": trainer.model_copy(update=update)})
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

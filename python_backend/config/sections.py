@@ -369,7 +369,8 @@ class TrainerSection(Section):
     """How many folders of journal entries (removed by a rewind, or damaged) to keep, and how many damaged checkpoints;
     the newest of each."""
     reload_on_save: Literal["triton", "none"] = "triton"
-    """`triton`: also reload through Triton's load API at every critic_save, unless such a reload is in progress."""
+    """`triton`: also reload through Triton's load API at every critic_save, unless such a reload is in progress. With
+    the critic on a GPU the default is `none`, because the reload holds a third copy of its weights there."""
     servers: list[Address] = Field(default=[])
     """gRPC addresses of all servers of the critic: `host:port`, or `dns:name:port` for every address of the name;
     default: that of `server`."""

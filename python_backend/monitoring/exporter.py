@@ -38,6 +38,16 @@ SHARED = (
     MetricSpec("disk_size_bytes", "Size of the file system of run.dir."),
 )
 
+CARD = {  # as in `python_backend.models.card.memory.card_bytes`
+    spec.name: spec
+    for spec in (
+        MetricSpec("card_bytes", "Memory of the GPU that the process's tensors take."),
+        MetricSpec("card_peak_bytes", "Largest card_bytes of the process so far."),
+        MetricSpec("card_reserved_bytes", "Memory of the GPU that the process's allocator holds."),
+        MetricSpec("card_size_bytes", "Memory of the GPU."),
+    )
+}
+
 
 class Exporter:
     """The metrics of one process, as a collector of prometheus_client. Thread-safe.

@@ -173,7 +173,7 @@ class Ranks:
             yield ranks
         except RankOutOfMemory as error:
             logger.error("%s", error)
-            _leave(end_job(2))
+            os._exit(end_job(2))  # at once: leaving the process group would wait for the other ranks
         except REPORTED:
             ranks.announce(END)
             raise
@@ -181,7 +181,8 @@ class Ranks:
             if not (isinstance(error, RankLost | dist.DistError) or LOST.search(str(error))):
                 raise
             logger.error("another rank has died: %s", str(error).splitlines()[0])
-            _leave(1)
+            logging.shutdown()
+            os._exit(1)  # at once, as above
         ranks.close()
 
     def close(self) -> None:
@@ -195,11 +196,6 @@ class Ranks:
             time.sleep(POLL_S)
             left = self._store.add("left", 0)
         dist.destroy_process_group()
-
-
-def _leave(code: int) -> None:
-    logging.shutdown()
-    os._exit(code)  # at once: leaving the process group would wait for the other ranks
 
 
 class Operations:

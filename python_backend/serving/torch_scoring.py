@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from python_backend.models.card.errors import is_device_error
-from python_backend.models.card.memory import Halving
+from python_backend.models.card.memory import Halving, card_bytes
 from python_backend.models.card.placement import device_of
 from python_backend.models.card.streams import staging, use_own_stream
 from python_backend.models.modeling import quiet_transformers
+from python_backend.monitoring.exporter import CARD
 from python_backend.serving.allocator import keep_freed_memory
 from python_backend.serving.ranks.loaders import load_model
 from python_backend.serving.scoring import ScoringModel
@@ -37,10 +38,6 @@ Launch = Callable[[Sequence[np.ndarray], int], Callable[[], Sequence[np.ndarray]
 TROUBLES = {
     "rlhf_lost_processes_total": "Processes of the model that lost their device or a rank, and had to be replaced",
     "rlhf_out_of_memory_total": "Forward passes halved because they did not fit into the device's memory",
-}
-MEMORY = {
-    torch.cuda.memory_allocated: ("rlhf_card_bytes", "Memory of the card that an instance's tensors take, in bytes"),
-    torch.cuda.max_memory_allocated: ("rlhf_card_peak_bytes", "Largest rlhf_card_bytes since the instance was loaded"),
 }
 EXIT_WITHIN_S = 5  # after unloading a model whose threads may hang in a collective
 
@@ -65,12 +62,13 @@ class TorchScoringModel(ScoringModel):
         self.prepare_worker()
         self._memory = Halving(f"token_budget of {self.parameters.model}")
         self._troubles = MetricCounters(self.parameters.model, TROUBLES)
-        self._gauges: dict[Callable[..., int], Gauge] = {}
+        self._gauges: dict[str, Gauge] = {}
         if self.device.type == "cuda":
             self.passes_in_flight = 2 if size == 1 else 1
-            instance = args.get("model_instance_name", "")
-            model = self.parameters.model
-            self._gauges = {read: Gauge(model, *names, instance=instance) for read, names in MEMORY.items()}
+            instance, model = args.get("model_instance_name", ""), self.parameters.model
+            self._gauges = {
+                name: Gauge(model, f"rlhf_{name}", spec.help, instance=instance) for name, spec in CARD.items()
+            }
         self.loading: dict[str, Any] = {
             "device": device,
             "dtype": self.parameters.text("dtype"),
@@ -133,8 +131,8 @@ class TorchScoringModel(ScoringModel):
 
     def publish(self) -> None:
         super().publish()
-        for read, gauge in self._gauges.items():
-            gauge.show(read(self.device))
+        for name, value in card_bytes(self.device).items():
+            self._gauges[name].show(value)
 
     def on_all_ranks(self, model: Any, rows: list[np.ndarray], width: int) -> contextlib.AbstractContextManager[None]:
         """Return the context for a forward pass of `model`, in which the other ranks, if any, run theirs."""

@@ -90,6 +90,14 @@ def test_each_run_step_is_executed_by_a_test(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) == 0o700
 
 
+def test_each_install_can_use_another_index_for_a_torch_of_an_older_cuda() -> None:
+    parts = [part for part in re.split(r"^FROM ", FILE.read_text(), flags=re.MULTILINE)[1:] if "RUN tools/" in part]
+    assert len(parts) == 3
+    for part in parts:  # an ARG is of its stage
+        assert "ARG PIP_EXTRA_INDEX_URL\n" in part.partition("RUN tools/")[0]
+    assert "torch.version.cuda" in (ROOT / "tools" / "install.sh").read_text()
+
+
 def test_what_is_copied_exists_and_tests_are_not_in_the_image() -> None:
     copied = {
         word for stage in stages().values() for name, line in stage if name == "COPY" for word in line.split()[:-1]

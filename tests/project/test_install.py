@@ -26,6 +26,7 @@ def test_script_installs_what_each_image_needs(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
     assert str(python) != sys.executable
+    (kept := ROOT / "build" / "kept").mkdir(parents=True, exist_ok=True)  # as simulated cards are
     for extras, (imports, absent) in STAGES.items():
         done = subprocess.run(
             [str(SCRIPT), extras],
@@ -43,6 +44,7 @@ def test_script_installs_what_each_image_needs(tmp_path: Path) -> None:
             script = [str(python.with_name("rlhf-triton")), *arguments]
             ran = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
             assert ran.returncode == expected, ran.stderr
+    kept.rmdir()
 
 
 def test_script_needs_an_extra() -> None:

@@ -29,6 +29,7 @@ class Instance:
         self.loaded: list[tuple[int, Any]] = []
         self.counted: list[tuple[int, bool]] = []
         self.logged: list[str] = []
+        self.freed: list[int] = []  # versions that were served when the memory of another one was free
         self.while_loading: Callable[[int], None] = lambda number: None
         self.follower = Follower(
             store,
@@ -37,6 +38,7 @@ class Instance:
             swaps=swaps,
             log_error=self.logged.append,
             count=lambda number, rejected: self.counted.append((number, rejected)),
+            freed=lambda: self.freed.append(self.follower.version.number),
         )
 
     def _load(self, folder: Path, served: Any) -> float:
@@ -98,6 +100,7 @@ def test_it_serves_what_current_names_and_says_so(store: WeightsStore, instance:
     assert (instance.follower.version.model, instance.record.previous) == (1.5, 0)
     assert instance.loaded == [(0, None), (1, 0.0)], "the served critic is the new one's model"
     until(lambda: instance.counted == [(0, False), (1, False)])
+    until(lambda: instance.freed == [1])
 
 
 def test_who_died_is_forgotten_when_its_place_is_taken(store: WeightsStore):

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_checkpoints import save_tiny
 
 from actor.policy.policy import Policy
 from python_backend.checkpoints.tensor_file import write_tensors
 from python_backend.models.adapters import MergedWeights
+from python_backend.models.modeling import load_critic, save_critic
 from tests.python_backend.test_precision import make_policy, save_policy
 
 
@@ -30,6 +32,16 @@ def test_a_file_has_the_bytes_of_the_library(tmp_path: Path):
     save_file(tensors, tmp_path / "whole", metadata={"format": "pt"})
     write_tensors(tmp_path / "streamed", {n: (t.dtype, t.shape) for n, t in tensors.items()}, tensors.__getitem__)
     assert (tmp_path / "streamed").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_model_keeps_the_weights_of_the_file_that_it_is_saved_over(tmp_path: Path):
+    """They are mapped: without the file's pages behind them, reading them would end the process."""
+    save_tiny(tmp_path, "llama", "critic")
+    critic = load_critic(tmp_path)
+    before = {name: tensor.clone() for name, tensor in critic.model.state_dict().items()}
+    save_critic(critic, tmp_path, dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} > {torch.bfloat16}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in critic.model.state_dict().items())
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

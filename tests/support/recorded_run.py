@@ -36,6 +36,10 @@ class UntrainedPolicy:
     fingerprint = "of its start"
     halvings = ()
 
+    def __init__(self, device: str) -> None:
+        self.sampler = torch.nn.Linear(1, 1, device=device)
+        self.sampler.device = torch.device(device)
+
     def save(self, folder: Path) -> None:
         save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
 
@@ -49,7 +53,7 @@ class Unreached:
 class RecordedRun:
     """A run without a critic, recorded step by step: its rewards are those of the steps' numbers, over ten."""
 
-    def __init__(self, folder: Path, **actor: Any) -> None:
+    def __init__(self, folder: Path, *, device: str = "cpu", **actor: Any) -> None:
         given = {
             "algorithm_name": "grpo",
             "responses_per_prompt": 2,
@@ -68,7 +72,7 @@ class RecordedRun:
         )
         settings = self.config.actor
         self._method = Method.of(settings.algorithm, settings.kl)
-        policy: Any = UntrainedPolicy()
+        policy: Any = UntrainedPolicy(device)
         state = RunState(
             policy,
             RewardShaper(settings.rewards, max_new_tokens=9),

@@ -42,7 +42,7 @@ def test_contexts_buffers_and_fragmentation_are_counted():
 
 
 def test_a_model_served_on_every_gpu_has_a_copy_on_each(tmp_path: Path):
-    config = config_of(tmp_path, "reward.device=cuda:1", "trainer.reload_on_save=none")
+    config = config_of(tmp_path, "reward.device=cuda:1")
     roles = roles_of(config, num_devices=4)
     assert roles["critic"].devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
     assert (roles["critic"].processes, roles["reward"].devices) == (4, ("cuda:1",))
@@ -65,8 +65,8 @@ def test_tensor_parallel_ranks_have_buffers(tmp_path: Path):
 @pytest.mark.parametrize(
     ("overrides", "copies", "contexts"),
     [
-        ((), 2, 2),  # reload_on_save: triton
-        (("trainer.reload_on_save=none",), 1, 1),
+        ((), 1, 1),  # reload_on_save: none, the default on a GPU
+        (("trainer.reload_on_save=triton",), 2, 2),
         (("critic.reload=triton",), 1, 2),
     ],
 )

@@ -37,9 +37,9 @@ pytestmark = pytest.mark.slow
 
 
 class Job:
-    """A sidecar of two ranks, and an instance that serves its critic."""
+    """A sidecar, and an instance that serves its critic."""
 
-    def __init__(self, folder: Path, checkpoint: Path) -> None:
+    def __init__(self, folder: Path, checkpoint: Path, ranks: int) -> None:
         schedule = {"lr": 1e-2, "warmup_steps": 2, "constant_steps": 0, "max_steps": 100}
         path = folder / "run.yaml"
         path.write_text(
@@ -49,7 +49,7 @@ class Job:
                     "critic": {"checkpoint": str(checkpoint)},
                     "server": {"grpc_port": 1},
                     "trainer": {
-                        "ranks": 2,
+                        "ranks": ranks,
                         "optimizer": schedule,
                         "global_batch_size": 4,
                         "token_budget": 20,
@@ -113,13 +113,13 @@ class Job:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[[str], Job]]:
+def make(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     save_tiny(tmp_path / "critic", "llama", "critic")
     jobs: list[Job] = []
 
-    def new(name: str) -> Job:
+    def new(name: str, ranks: int = 2) -> Job:
         (tmp_path / name).mkdir()
-        jobs.append(Job(tmp_path / name, tmp_path / "critic"))
+        jobs.append(Job(tmp_path / name, tmp_path / "critic", ranks))
         jobs[-1].until(lambda: jobs[-1].store.current() is not None and jobs[-1].journal.is_followed())
         jobs[-1].served.start()
         return jobs[-1]
@@ -139,7 +139,7 @@ def staging(job: Job) -> bool:
     return any(name.startswith(".staging-") for name in os.listdir(job.store.root))  # noqa: PTH208 - only names
 
 
-def test_any_rank_may_die_at_any_time(make: Callable[[str], Job]) -> None:
+def test_any_rank_may_die_at_any_time(make: Callable[..., Job]) -> None:
     calm, rough = make("calm"), make("rough")
     expected = calm.answers(*(calm.send(step) for step in range(1, STEPS + 1)))
     entries = [rough.send(1)]
@@ -169,7 +169,7 @@ def test_any_rank_may_die_at_any_time(make: Callable[[str], Job]) -> None:
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-def test_an_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make: Callable[[str], Job]) -> None:
+def test_an_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make: Callable[..., Job]) -> None:
     job = make("run")
     ranks = list(job.until(lambda: len(found := job.ranks()) == 2 and found).values())
     job.process.kill()
@@ -185,7 +185,7 @@ def test_an_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make: Calla
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_card_ends_all_ranks_once_and_names_the_setting(
-    make: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int
+    make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int
 ) -> None:
     """And not ten times, as a rank that dies: each attempt would train the same step."""
     where = ("trainer.sharded.update", "ShardedUpdate", "_backward")
@@ -198,3 +198,15 @@ def test_a_full_card_ends_all_ranks_once_and_names_the_setting(
     error = f"rank {rank} has run out of the memory of cpu (CUDA out of memory); lower trainer.token_budget"
     assert job.log.read_text().count(error) == 1
     assert job.log.read_text().count("following run") == 1
+
+
+def test_a_card_without_room_for_the_optimizers_state_ends_the_sidecar_with_a_reason(
+    make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    let_memory_be_short(monkeypatch, tmp_path, "torch.optim", "AdamW", "step")
+    job = make("run", ranks=1)
+    job.send(1)
+    assert job.process.wait(PATIENCE_S) == 2
+    error = "error: rank 0 has run out of the memory of cpu (CUDA out of memory); lower trainer.token_budget"
+    assert job.log.read_text().count(error) == 1
+    assert "Traceback" not in job.log.read_text()

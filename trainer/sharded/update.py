@@ -17,7 +17,6 @@ from torch import Tensor
 from python_backend.config import TrainerSection
 from python_backend.models.adamw import named_state
 from python_backend.models.batching import plan_micro_batches
-from python_backend.models.card.memory import Halving
 from python_backend.models.modeling import write_config
 from python_backend.parallel.ranks import RankFailed, Ranks
 from python_backend.parallel.sharding import sync_gradients, whole, write_slices
@@ -45,7 +44,6 @@ class ShardedUpdate(CriticUpdate):
         mapped = settings.model_copy(update={"device": "cpu", "precision": "float32"})
         critic = ranks.together(lambda: build_critic(folder, mapped, seed=seed))
         super().__init__(ShardedCritic(critic, ranks, settings.precision), settings)
-        self.memory = Halving("trainer.token_budget", settings.token_budget, alone=False)
         self._ranks = ranks
 
     def train(self, payload: TrainPayload | None, progress: Callable[[int], None]) -> UpdateReport:

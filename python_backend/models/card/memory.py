@@ -1,4 +1,4 @@
-"""Repeats work that ran out of a card's memory with half as much at a time.
+"""The memory of a card: how much is used; work that ran out of it is repeated with half as much at a time.
 
 Only the out-of-memory error is handled here. Halving a micro-batch changes no result beyond rounding.
 """
@@ -19,6 +19,18 @@ from python_backend.parallel.ranks import RankOutOfMemory
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def card_bytes(device: torch.device) -> dict[str, int]:
+    """Return this process's memory of a card, and the card's, in bytes; {} on a CPU."""
+    if device.type == "cpu":
+        return {}
+    return {
+        "card_bytes": torch.cuda.memory_allocated(device),
+        "card_peak_bytes": torch.cuda.max_memory_allocated(device),
+        "card_reserved_bytes": torch.cuda.memory_reserved(device),
+        "card_size_bytes": torch.cuda.get_device_properties(device).total_memory,
+    }
 
 
 class OutOfMemory(RlhfError):
