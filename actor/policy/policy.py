@@ -129,6 +129,9 @@ class Policy:
             # On a card a mask would switch off the fast kernels of attention; padding on the right does not need one.
             on_cpu = self.sampler.device.type == "cpu"
             self._masks = on_cpu or not measure_causality(self._causal(self.sampler), use_cache=False)
+        if self._shares_prompts and settings.precision == "bfloat16":
+            with self.computing():
+                self._shares_prompts = can_share(self._causal(self.sampler))
         # Whether generation's log-probs match those of a forward pass. None: checked on the first rollout. In bfloat16
         # rounding differs, so they are assumed not to match.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False

@@ -73,10 +73,10 @@ class LanguageModel:
         Runs one forward pass, padded to `width`. Index t is the log-prob of token t+1: -inf if that token is banned,
         and 0 at the row's last index, which has no next token.
         """
-        return self.launch_logprobs(rows, width)()
+        return self.launch(rows, width)()
 
     @torch.no_grad()
-    def launch_logprobs(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], list[np.ndarray]]:
+    def launch(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], list[np.ndarray]]:
         """Launch the forward pass of `logprobs`; return a function that waits for its results."""
         lengths = np.array([row.size for row in rows])
         ids = padded_rows(rows, width or int(lengths.max()), np.int64)

@@ -229,8 +229,8 @@ def _with_tensors(model: Any, tensors: dict[str, Tensor], folder: Path, group: R
     if group is not None:
         group.attach(module)
     # Each tensor is converted before it goes to the card, which so holds no more than the new version beside the old.
-    place = (lambda name, tensor: tensor.to(model.device)) if group is None else group.part
-    _assign(module, {name: place(name, tensor.to(dtypes.get(name))) for name, tensor in tensors.items()}, folder)
+    place = (lambda _, tensor, dtype: tensor.to(model.device, dtype)) if group is None else group.part
+    _assign(module, {name: place(name, tensor, dtypes.get(name)) for name, tensor in tensors.items()}, folder)
     return module
 
 

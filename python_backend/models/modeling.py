@@ -87,10 +87,10 @@ class RewardModel:
 
         Runs one forward pass, padded to `width`.
         """
-        return self.launch_rewards(rows, width)()[:, : self.num_outputs]
+        return self.launch(rows, width)()[:, : self.num_outputs]
 
     @torch.no_grad()
-    def launch_rewards(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], np.ndarray]:
+    def launch(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], np.ndarray]:
         """Launch a forward pass; return a function that waits for its results.
 
         These are float32 `[n, num_outputs + A]`: rewards as `score`, then the head's A own outputs. The ids of a text
@@ -162,10 +162,10 @@ class CriticModel:
 
         Runs one forward pass, padded to `width`.
         """
-        return self.launch_values(rows, width)()
+        return self.launch(rows, width)()
 
     @torch.no_grad()
-    def launch_values(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], list[np.ndarray]]:
+    def launch(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], list[np.ndarray]]:
         """Launch the forward pass of `values`; return a function that waits for its results."""
         ids, attention, _ = collate(rows, self.model.device, width)
         values = to_host(self.forward(ids, attention))

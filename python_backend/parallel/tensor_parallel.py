@@ -155,10 +155,12 @@ class RankGroup:
             if style := self._plan.get(plan_key(name)):
                 ALL_PARALLEL_STYLES[style].install_forward(each, self._mesh.get_mesh("tp"))
 
-    def part(self, name: str, tensor: Tensor) -> Tensor:
+    def part(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return this rank's part of the parameter `name` on its device."""
         cut = self._parts.get(name)
-        return tensor.to(self.device) if cut is None else cut.shard_tensor(tensor, device=self.device)
+        return (
+            tensor.to(self.device, dtype) if cut is None else cut.shard_tensor(tensor, device=self.device, dtype=dtype)
+        )
 
     def _make_local(self, model: Any) -> None:
         """Replace each distributed tensor by this rank's part of it: the layers compute with the parts in any case."""

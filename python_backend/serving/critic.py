@@ -63,7 +63,7 @@ class TritonPythonModel(StoredModel):
         return not call.wanted.isdisjoint((VALUES, RESPONSE_VALUES, QUEUE_US, COMPUTE_US))
 
     def forward_of(self, model: Version) -> Launch:
-        return model.model.launch_values
+        return model.model.launch
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         wanted, rows = scoring.call.wanted, scoring.rows

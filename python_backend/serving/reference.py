@@ -48,7 +48,7 @@ class TritonPythonModel(TorchScoringModel):
         return scoring_rows(tokens, call.array(contract.SEQUENCE_LENGTHS), limits=self.limits)
 
     def forward_of(self, model: LanguageModel) -> Launch:
-        return model.launch_logprobs
+        return model.launch
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         return {contract.LOGPROBS: padded_rows(scoring.outputs, scoring.rows.width)}

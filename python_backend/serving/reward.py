@@ -50,7 +50,7 @@ class TritonPythonModel(StoredModel):
         return self._reader.read(call)
 
     def forward_of(self, model: Version) -> Launch:
-        return model.model.launch_token_scores if self._is_process else model.model.launch_rewards
+        return model.model.launch_token_scores if self._is_process else model.model.launch
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         if self._is_process:

@@ -19,6 +19,7 @@ from simulated_cuda.device import memory_limit
 from simulated_cuda.streams import Stream
 from simulated_cuda.threads import recorded_launches
 from simulated_cuda.trace import Trace
+from tiny_checkpoints import save_tiny
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -92,6 +93,27 @@ def test_a_decoding_step_waits_for_the_card_twice_at_most(checkpoint: Path, sett
         generate(policy, greedy=greedy)
     assert len(found) > 8
     assert max(waits for waits, _ in found) <= MOST_WAITS, found[0][1]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_what_is_proven_is_proven_with_the_kernels_that_run(
+    tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Here the attention of masked rows is wrong in bfloat16 only."""
+    save_tiny(tmp_path, "llama", "language", vocab_size=200, max_position_embeddings=64, hidden_size=128)
+    make_tokenizer().save_pretrained(tmp_path)
+    right = make_policy(tmp_path, precision=precision)
+    generate(right)
+    assert (right._shares_prompts, right.generation._decodes) == (True, True)
+
+    def wrong(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **others: Any) -> Tensor:
+        found = attention(query, key, value, attn_mask, **others)
+        return found if attn_mask is None or value.dtype != torch.bfloat16 else -2 * found
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
+    policy = make_policy(tmp_path, precision=precision)
+    generate(policy)
+    assert (policy._shares_prompts, policy.generation._decodes) == (precision == "float32",) * 2
 
 
 def test_rows_of_a_group_are_copied_all_at_once(checkpoint: Path):

@@ -33,10 +33,10 @@ PATIENCE_S = 60.0
 ROWS = random_rows([3, 7, 5, 12, 9], seed=1, vocab_size=40)
 DECODERS, ENCODERS = ["llama", "qwen2", "gpt2"], ["bert", "roberta", "deberta-v3"]
 SERVED = {  # output -> loader, head of the checkpoint, method that launches a pass
-    "rewards": (load_reward, "reward", "launch_rewards"),
-    "values": (load_critic, "critic", "launch_values"),
+    "rewards": (load_reward, "reward", "launch"),
+    "values": (load_critic, "critic", "launch"),
     "token scores": (load_process_reward, "critic", "launch_token_scores"),
-    "log-probs": (load_language_model, "language", "launch_logprobs"),
+    "log-probs": (load_language_model, "language", "launch"),
 }
 CASES = [
     (family, output) for output in SERVED for family in (DECODERS if output == "log-probs" else [*ENCODERS, *DECODERS])

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import multiprocessing
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +23,7 @@ from python_backend.models.modeling import CriticModel, save_critic
 from python_backend.parallel.tensor_parallel import RankGroup
 from python_backend.serving.ranks.controller import ServingRanks
 from python_backend.serving.ranks.loaders import load_model
+from python_backend.serving.ranks.process import Rank
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -128,6 +134,35 @@ def test_a_first_version_that_one_rank_refuses(ranks: ServingRanks, versions: li
     damage(versions[0], shape=False)
     with pytest.raises(CheckpointError, match=f"rank 1: {LAYER} has values that are not finite"):
         ranks.load("load_critic", versions[0], None, {})
+
+
+class Received:
+    """Stands in for a model on another rank: keeps the rows of a forward pass."""
+
+    def launch(self, rows: list[np.ndarray], width: int) -> Callable[[], None]:
+        self.rows, self.width = rows, width
+        return lambda: None
+
+
+@pytest.mark.parametrize("lengths", [(5,), (0, 3, 0), (8192, 1, 8192, 70_000)], ids=str)
+def test_rows_reach_the_other_ranks_as_they_are(lengths: tuple[int, ...]) -> None:
+    """The longest of them are larger than a socket's buffer."""
+    rows = [np.arange(2 * length, dtype=np.int32)[::2] + (1 << 30) for length in lengths]
+    ours, theirs = multiprocessing.Pipe()
+    rank, model = Rank(SimpleNamespace()), Received()  # type: ignore[arg-type]
+    rank._models[7] = model  # type: ignore[assignment]
+    controller = ServingRanks.__new__(ServingRanks)
+    controller._connections, controller._unused = [ours], deque()
+    controller._forwards, controller._sending = threading.Lock(), threading.Lock()
+    controller._keys = {model: 7}  # type: ignore[assignment]
+    controller._group = SimpleNamespace(device="cpu")  # type: ignore[assignment]
+    other = threading.Thread(target=lambda: rank.execute(json.loads(theirs.recv_bytes()), theirs.recv_bytes))
+    other.start()
+    with controller.forward(model, rows, max(lengths)):  # type: ignore[arg-type]
+        other.join()
+    assert model.width == max(lengths)
+    assert [row.dtype for row in model.rows] == [np.dtype(np.int64)] * len(rows)
+    assert [row.tolist() for row in model.rows] == [row.tolist() for row in rows]
 
 
 def test_a_rank_that_fails_before_the_others_vote_ends_the_same_block() -> None:

@@ -204,7 +204,7 @@ def test_probabilities_are_those_of_the_pipeline(tmp_path: Path, num_labels: int
     classifier = pipeline("text-classification", model=str(tmp_path), device="cpu", top_k=None)
     model = load_reward(tmp_path, standardization=(0.5, 2.0))
     rows = [np.asarray(classifier.tokenizer(text)["input_ids"]) for text in TEXTS]
-    outputs = model.launch_rewards(rows)()
+    outputs = model.launch(rows)()
     np.testing.assert_array_equal(outputs[:, :1], model.score(rows))
     for found, expected in zip(model.probabilities(outputs[:, 1:]), classifier([*TEXTS]), strict=True):
         by_label = {item["label"]: item["score"] for item in expected}

@@ -19,7 +19,15 @@ from tiny_models import tiny_server, write_scoring_model
 
 from python_backend.config import ServerSection
 from tools.server import health as server_health
-from tools.server.health import IDLE_PROBE_S, MISSED_PROBES, SERVER_SILENT_S, STOPPED_S, ServerHealth
+from tools.server.health import (
+    COMPUTING_SILENT_S,
+    IDLE_PROBE_S,
+    MISSED_PROBES,
+    SERVER_SILENT_S,
+    SILENT_S,
+    STOPPED_S,
+    ServerHealth,
+)
 from tools.server.model_loading import probe
 from trainer.control_plane import ControlPlaneError, LoadRefused, ModelProcessDied
 
@@ -169,6 +177,38 @@ def test_no_freeze_of_up_to_5_s_replaces_a_process_and_a_hang_or_a_crash_does(ri
         rig.request()
         yield 1.0
         assert rig.loads[2:] == [rig.now], "a process that lost a request is replaced before it runs again"
+
+    assert rig.run(script()) is None
+
+
+@pytest.mark.parametrize(
+    ("metrics", "longest_s"),
+    [([server_health.FORWARDS, server_health.CARD], SILENT_S), ([server_health.FORWARDS], COMPUTING_SILENT_S)],
+)
+def test_a_process_that_waits_for_its_card_does_not_count_as_computing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, metrics: list[str], longest_s: float
+):
+    """It uses the CPU all the time, and answers no probe. On a card, only forward passes are progress."""
+    done = 0
+
+    def hang(*_: object) -> None:
+        raise ControlPlaneError("no answer")
+
+    page = lambda *_: "\n".join(f'{name}{{model="critic"}} {done}' for name in metrics)  # noqa: E731
+    monkeypatch.setattr(server_health, "get_page", page)
+    monkeypatch.setattr(server_health, "_cpu_s", lambda _: rig.now)
+    monkeypatch.setattr(rig, "probe_scoring", hang)
+
+    def script() -> Script:
+        nonlocal done
+        for _ in range(100):
+            done += 1
+            yield COMPUTING_SILENT_S / 10
+        assert rig.loads == [], "it computes"
+        begin = rig.now
+        while not rig.loads:
+            yield 1.0
+        assert longest_s < rig.loads[0] - begin < longest_s + IDLE_PROBE_S
 
     assert rig.run(script()) is None
 

@@ -18,15 +18,13 @@ def skip_inspections(model: Any) -> None:
     """
     if model.device.type != "cpu":
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
-        masking_utils._ignore_bidirectional_mask_sdpa = _needs_no_mask
+        masking_utils._ignore_bidirectional_mask_sdpa = lambda padding, length, local=None: (
+            padding is None and (local is None or length < local)
+        )
         PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda *_: None
         module: Any = sys.modules[type(model).__module__]
         if hasattr(module, "make_log_bucket_position"):  # DeBERTa's
             module.make_log_bucket_position = _log_buckets
-
-
-def _needs_no_mask(padding_mask: Tensor | None, length: int, local_size: int | None = None) -> bool:
-    return padding_mask is None and (local_size is None or length < local_size)
 
 
 def _log_buckets(relative: Tensor, bucket_size: int, max_position: int) -> Tensor:

@@ -55,7 +55,7 @@ class TokenRewardModel(RewardModel):
         self._head, self._merged, self._num_for, self._probability = head, weights, num_for, probability
 
     @torch.no_grad()
-    def launch_rewards(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], np.ndarray]:
+    def launch(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], np.ndarray]:
         """Launch a forward pass; return a function that waits for its results.
 
         These are float32 `[n, 1 + A]`: the scores at the last token of each row, then the head's A own outputs.

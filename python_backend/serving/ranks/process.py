@@ -23,7 +23,7 @@ import torch
 
 from python_backend.models.card.memory import on_rank
 from python_backend.models.card.streams import staging
-from python_backend.models.modeling import CriticModel, RewardModel, quiet_transformers
+from python_backend.models.modeling import quiet_transformers
 from python_backend.parallel.ranks import RankOutOfMemory
 from python_backend.parallel.tensor_parallel import RankGroup, release
 from python_backend.serving.allocator import keep_freed_memory
@@ -51,16 +51,6 @@ def load_part(group: RankGroup, loader: str, folder: Path, served: Model | None,
     return model
 
 
-def forward(model: Model, rows: list[np.ndarray], width: int) -> None:
-    """Run the forward pass that rank 0 runs on the same rows; rank 0 has the outputs, too."""
-    if isinstance(model, RewardModel):
-        model.score(rows, width)
-    elif isinstance(model, CriticModel):
-        model.values(rows, width)
-    else:
-        model.logprobs(rows, width)
-
-
 class Rank:
     """Executes rank 0's messages in order; loads run beside the forward passes."""
 
@@ -82,7 +72,7 @@ class Rank:
             threading.Thread(target=self._load, args=(message,), name="load", daemon=True).start()
         else:
             rows = np.split(np.frombuffer(payload(), np.int64), np.cumsum(message["lengths"])[:-1])
-            forward(self._model(message["key"]), rows, message["width"])
+            self._model(message["key"]).launch(rows, message["width"])()  # rank 0 has the outputs, too
 
     def _load(self, message: dict[str, Any]) -> None:
         served = None if message["served"] is None else self._model(message["served"])
