@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.reload import journal, load, publish, training
+from benchmarks.reload import load, publish, training
 from benchmarks.reload.picture import draw_parts
 from benchmarks.reload.setup import Cores, ReloadSetup, on_core
 from benchmarks.support.benchmark import Option, Record, Result, Target
@@ -26,14 +26,13 @@ PARTS: dict[str, tuple[str, ModuleType]] = {
     "load": ("a", load),
     "publish": ("b", publish),
     "training": ("c", training),
-    "journal": ("d", journal),
 }
 """Letter and module of each part; a module has `measure(setup)`, `summarise(part)` and `targets(summary)`."""
-LETTERS = "abcd"
+LETTERS = "abc"
 OPTIONS = {
     "parts": Option(
         list(LETTERS),
-        "a: clients during reloads, b: time until served, c: clients during updates, d: journal; "
+        "a: clients during reloads, b: time until served, c: clients during updates; "
         "earlier results of other parts in OUT are kept",
         known=LETTERS,
     ),
@@ -51,9 +50,6 @@ OPTIONS = {
         32, "part c: rows of the smallest update; the others have two and four times as many", quick=4
     ),
     "updates": Option(3, "part c: updates of each size on each server", quick=1),
-    "journal_repeats": Option(15, "part d: number of payloads", quick=2),
-    "journal_rows": Option(512, "part d: rows of each payload", quick=16),
-    "journal_tokens": Option(1024, "part d: tokens of each row", quick=64),
 }
 
 

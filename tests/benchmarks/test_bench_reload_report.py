@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.command import report
-from benchmarks.reload import journal, load, parts, publish, training
+from benchmarks.reload import load, parts, publish, training
 from benchmarks.reload.load import share_of_cycle
 from benchmarks.reload.parts import PARTS
 from benchmarks.reload.windows import Samples, p99, quiet_windows, ratio
@@ -168,17 +168,6 @@ def test_training_compares_sizes_of_the_update():
     assert found.verdict == "miss"
 
 
-def journal_part() -> dict[str, Any]:
-    sample = {"check_ms": 10.0, "journal_ms": 30.0, "accept_ms": 40.0, "bare_ms": 25.0, "bytes": 10_000_000}
-    return {"samples": [sample] * 3, "rows": 512, "tokens": 1024, "update_s": 4.0, "update_model": "1m"}
-
-
-def test_journal_counts_checking_too():
-    found = journal.targets(journal.summarise(journal_part()))
-    assert [b.value for b in found] == pytest.approx([1.6, 1.0])
-    assert [b.verdict for b in found] == ["miss", "pass"]
-
-
 # ---- the report ----
 
 
@@ -187,7 +176,6 @@ def whole_result() -> dict[str, Any]:
         "load": {"1m": load_part()},
         "publish": publish_part(),
         "training": training_part(),
-        "journal": journal_part(),
     }
     return {"parts": parts}
 
