@@ -26,12 +26,14 @@ from actor.algorithms.methods import Method
 from actor.data.rollout import PPOBatch, Prompt, Rollout
 from actor.policy.policy import Policy
 from actor.policy.update import PolicyUpdate
-from actor.run.policies import make_policy
+from actor.run.policies import follow, make_policy
 from python_backend.config import ActorSection, RunConfig, load_config
 from python_backend.models.modeling import load_critic, save_critic
+from python_backend.parallel.ranks import Ranks
 from python_backend.serving.ranks.controller import ServingRanks
 from python_backend.serving.ranks.loaders import load_model
 from python_backend.wire.training_payload import TrainPayload
+from tests.support.ranks import on_ranks
 from tests.support.settings import nested
 from tools.plan.serving import served_role
 from tools.plan.training import generation_sizes, policy_role, trainer_role
@@ -228,11 +230,11 @@ def batch_of(rollout: Rollout, reference: torch.Tensor | None) -> PPOBatch:
 def test_the_policy(checkpoints: Path, precision: str, settings: dict[str, Any]):
     config, peak = config_of(checkpoints, precision, **settings), Peak()
     policy, update = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), None)
-    near(planned(policy_role, config).sizes.total, policy_bytes(policy, update, peak))
+    near(planned(policy_role, config).sizes.total, policy_bytes(policy, update, peak, config))
 
 
-def policy_bytes(policy: Policy, update: PolicyUpdate, peak: Peak) -> int:
-    """Return the most bytes that a policy holds in its steps, in which only a copy generates beside an update."""
+def policy_bytes(policy: Policy, update: PolicyUpdate, peak: Peak, config: RunConfig) -> int:
+    """Return the most bytes that a policy holds in its steps; a one-step-off one generates beside updates."""
     policy.generation._eos_ids = []  # so that each response has all its tokens
     most = 0
     for _ in range(2):  # the optimizer's moments are there from the second time on
@@ -241,10 +243,37 @@ def policy_bytes(policy: Policy, update: PolicyUpdate, peak: Peak) -> int:
         reference, comparing = peak.of(policy.logprobs, rollout, reference=True)
         beside = max(generating, peak.of(policy.logprobs, rollout)[1]) - before
         training = peak.of(update.run, batch_of(rollout, reference), seed=1, kl_coef=0.1)[1]
-        copied = policy.sampler is not policy.model
-        most = max(most, comparing, training + beside if copied else max(training, before + beside))
+        both = training + beside if config.actor.one_step_off_policy else max(training, before + beside)
+        most = max(most, comparing, both)
         policy.renew_sampler()
     return most
+
+
+def rank_bytes(ranks: Ranks, file: Path) -> int:
+    config = load_config(file)
+    method, peak = Method.of(config.actor.algorithm, config.actor.kl), Peak()
+    if ranks.rank:
+        follow(config, ranks)
+        return 0
+    policy, update = make_policy(config, method, ranks)
+    most = policy_bytes(policy, update, peak, config)
+    ranks.announce("end")
+    return most
+
+
+@pytest.mark.parametrize(
+    ("num", "settings"),
+    [
+        (2, {}),
+        (2, {"policy_gradient_checkpointing": True}),
+        (2, {"policy_lora_rank": 8}),
+        (4, {"policy_gradient_checkpointing": True}),
+    ],
+)
+def test_the_policy_on_several_cards(checkpoints: Path, num: int, settings: dict[str, Any]):
+    config = config_of(checkpoints, ranks=num, **settings)
+    most = on_ranks(num, rank_bytes, checkpoints / "run.yaml", device=f"cuda:{CARD}")[0]
+    near(planned(policy_role, config).sizes.total, most)
 
 
 @pytest.mark.parametrize(

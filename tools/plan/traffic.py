@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from python_backend.config import RunConfig
+from python_backend.parallel.sharding import MOST_UNREDUCED
 from tools.plan.role import Role
 
 FLOAT = 4
@@ -30,9 +31,16 @@ def traffic_lines(config: RunConfig, roles: Mapping[str, Role]) -> list[str]:
     for key, ranks in (("actor", actor.ranks), ("trainer", config.trainer.ranks)):
         role = roles.get(key)
         if ranks > 1 and role is not None and not role.unknown:
-            each = (2 * role.sizes.weights + role.sizes.gradients) * (ranks - 1)
+            weights, gradients = role.sizes.weights * ranks, FLOAT * role.trained
+            on_card = role.devices[0] != "cpu"
+            if on_card and role.precision == "bfloat16":
+                weights = min(weights, role.parameters * FLOAT // 2)
+            once = on_card and gradients <= MOST_UNREDUCED
+            each = (2 * weights + (0 if once else gradients)) * (ranks - 1) // ranks
             lines.append(
-                f"each micro-batch, {key}: {shown(each)} per rank between the ranks (weights twice, gradients)"
+                f"each micro-batch, {key}: {shown(each)} per rank between the ranks (weights twice"
+                f"{')' if once else ', gradients)'}"
+                + (f"; gradients once in a minibatch: {shown(gradients * (ranks - 1) // ranks)}" if once else "")
             )
     return lines
 

@@ -20,6 +20,7 @@ from python_backend.models.attention import use_attention
 from python_backend.models.card.placement import devices_of
 from python_backend.models.gradient_checkpointing import checkpoint_gradients, recomputing
 from python_backend.models.precision import FLASH_ATTENTION, computing, use_bfloat16
+from python_backend.parallel.sharding import MOST_UNREDUCED
 from tools.plan.live_bytes import LiveBytes, counting, model_bytes, num_bytes
 from tools.plan.models import CPU, causal_model, has_linear_head, logprobs_of, placed, token_model, values_of
 from tools.plan.role import Role, Sizes, on_heap
@@ -50,10 +51,12 @@ def policy_training(actor: ActorSection) -> Role:
     """Return the policy with its training alone."""
     settings = actor.policy
     longest = actor.prompts.max_tokens + actor.generation.max_new_tokens
-    rows = _rows(settings.token_budget, longest, actor.update.minibatch_size)
+    share = -(-min(actor.update.minibatch_size, actor.rollout_size) // actor.ranks)
+    rows = _rows(settings.token_budget, longest, share)
     causal = causal_model(settings.checkpoint)
     parameters = causal.num_parameters()
     trained = _policy_model(causal, settings)
+    gathers = _as_gathered(causal, settings.device, settings.precision) if actor.ranks > 1 else None
     with counting(settings.device) as live:
         placed(trained)
         with computing(CPU, settings.precision):
@@ -75,12 +78,13 @@ def policy_training(actor: ActorSection) -> Role:
             trained,
             loss,
             kind=actor.optimizer.kind,
-            accumulates=rows < min(actor.update.minibatch_size, actor.rollout_size),
+            accumulates=rows < share,
+            gathers=gathers,
         )
-        gathered, num_trained, ranks = _gathered_bytes(causal), _num_trained(trained), actor.ranks
+        num_trained, ranks = _num_trained(trained), actor.ranks
     return Role(
         "actor",
-        on_heap(_sharded(sizes, ranks, gathered), settings.device),
+        on_heap(_sharded(sizes, ranks, waits=rows < share and settings.device != "cpu"), settings.device),
         causal.config.model_type,
         parameters,
         num_trained,
@@ -110,10 +114,12 @@ def trainer_role(config: RunConfig) -> Role:
     """Return the critic in training, with the copy that verifies a version."""
     settings = config.trainer
     longest = config.actor.prompts.max_tokens + config.actor.generation.max_new_tokens
-    rows = _rows(settings.token_budget, longest, settings.global_batch_size)
+    share = -(-min(settings.global_batch_size, config.actor.rollout_size) // settings.ranks)
+    rows = _rows(settings.token_budget, longest, share)
     model = token_model(config.critic.checkpoint)
     parameters = model.num_parameters()
     prepare_for_training(model, settings.model_copy(update={"attention": _planned(settings.attention)}))
+    gathers = _as_gathered(model, settings.device, settings.precision) if settings.ranks > 1 else None
     with counting(settings.device) as live:
         placed(model)
         ids = torch.zeros(rows, longest, dtype=torch.int64)
@@ -127,11 +133,12 @@ def trainer_role(config: RunConfig) -> Role:
             model,
             loss,
             kind=settings.optimizer.kind,
-            accumulates=rows < min(settings.global_batch_size, config.actor.rollout_size),
+            accumulates=rows < share,
+            gathers=gathers,
         )
-        gathered, num_trained, ranks = _gathered_bytes(model), _num_trained(model), settings.ranks
+        num_trained, ranks = _num_trained(model), settings.ranks
     copies = _verified_bytes(settings, parameters, sizes)
-    sizes = _sharded(dataclasses.replace(sizes, copies=copies), ranks, gathered)
+    sizes = _sharded(dataclasses.replace(sizes, copies=copies), ranks, waits=rows < share and settings.device != "cpu")
     return Role(
         "trainer",
         on_heap(sizes, settings.device),
@@ -146,12 +153,21 @@ def trainer_role(config: RunConfig) -> Role:
     )
 
 
-def _trained(live: LiveBytes, model: Any, loss: Callable[[], Tensor], *, kind: str, accumulates: bool) -> Sizes:
+def _trained(
+    live: LiveBytes,
+    model: Any,
+    loss: Callable[[], Tensor],
+    *,
+    kind: str,
+    accumulates: bool,
+    gathers: tuple[int, int] | None,
+) -> Sizes:
     """Return what an update needs, from its second optimizer step on.
 
     Args:
         kind: of the optimizer.
         accumulates: an optimizer step has several micro-batches, so that gradients exist during a forward pass.
+        gathers: of several ranks, what `_as_gathered` returned; None: there is one.
     """
 
     def backward() -> None:
@@ -172,6 +188,20 @@ def _trained(live: LiveBytes, model: Any, loss: Callable[[], Tensor], *, kind: s
     live.reset()
     backward()
     activations = max(0, live.peak - weights - gradients - states)
+    if gathers is not None:
+        weights, others = gathers
+        optimizer.zero_grad(set_to_none=True)
+        # Each layer's gradients are added up over the ranks, and freed, when its backward pass ends.
+        for layer in _layers(model):
+            for parameter in layer.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_free)
+        before = live.live
+        live.reset()
+        backward()
+        activations = live.peak - before + others
+        gradients = 4 * _num_trained(model)
+        states = 2 * gradients
     if kind == "adamw_8bit":
         states = sum(_moments_8bit(p.numel()) for p in model.parameters() if p.requires_grad)
     return Sizes(weights=weights, gradients=gradients, optimizer=states, activations=activations)
@@ -262,20 +292,30 @@ def _rows(token_budget: int, longest: int, most: int) -> int:
     return max(1, min(token_budget // longest, most))
 
 
-def _sharded(sizes: Sizes, ranks: int, gathered: int) -> Sizes:
-    """Return what each of `ranks` needs; `gathered`: bytes of the weights that FSDP2 gathers at the same time."""
+def _sharded(sizes: Sizes, ranks: int, *, waits: bool) -> Sizes:
+    """Return what each of `ranks` needs; `waits`: gradients are whole until the last micro-batch adds them up."""
     if ranks == 1:
         return sizes
-    parts = {name: -(-getattr(sizes, name) // ranks) for name in ("weights", "gradients", "optimizer")}
-    return dataclasses.replace(sizes, **parts, activations=sizes.activations + gathered)
+    names = ["weights", "optimizer"]
+    if not waits or sizes.gradients > MOST_UNREDUCED:
+        names.append("gradients")
+    return dataclasses.replace(sizes, **{name: -(-getattr(sizes, name) // ranks) for name in names})
 
 
-def _gathered_bytes(model: Any) -> int:
-    """Return what FSDP2 gathers at the same time: the weights outside the layers and of two layers (one computes, the
-    next is prefetched), and their gradients."""
-    layers = [_with_gradients(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    return _with_gradients(model) - sum(layers) + 2 * max(layers, default=0)
+def _as_gathered(model: Any, device: str, precision: str) -> tuple[int, int]:
+    """Give layers the dtype in which FSDP2 gathers them; return the bytes of the stored weights, and of what is
+    gathered at the same time: the weights outside the layers, and two layers (one computes, the next is prefetched)."""
+    stored = model_bytes(model)
+    if device != "cpu" and precision == "bfloat16":
+        for layer in _layers(model):
+            layer.bfloat16()
+    layers = [model_bytes(layer) for layer in _layers(model)]
+    return stored, model_bytes(model) - sum(layers) + 2 * max(layers, default=0)
 
 
-def _with_gradients(module: torch.nn.Module) -> int:
-    return model_bytes(module) + num_bytes(p for p in module.parameters() if p.requires_grad)
+def _layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _free(parameter: Tensor) -> None:
+    parameter.grad = None
