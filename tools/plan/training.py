@@ -201,7 +201,7 @@ def _trained(
         backward()
         activations = live.peak - before + others
         gradients = 4 * _num_trained(model)
-        states = 2 * gradients
+        states = 2 * gradients + 4 * sum(p.requires_grad for p in model.parameters())  # two moments, and step counts
     if kind == "adamw_8bit":
         states = sum(_moments_8bit(p.numel()) for p in model.parameters() if p.requires_grad)
     return Sizes(weights=weights, gradients=gradients, optimizer=states, activations=activations)
