@@ -106,9 +106,9 @@ def test_only_positions_that_predict_get_logits_a_part_at_a_time(
     sizes: list[int] = []
     logits_of = output_head._logits
 
-    def watched(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+    def watched(context: Any, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
         sizes.append(len(hidden))
-        return logits_of(hidden, *args)
+        return logits_of(context, hidden, *args)
 
     monkeypatch.setattr(output_head, "_logits", watched)
     save_tiny(tmp_path, family, "language")

@@ -23,7 +23,7 @@ def test_a_full_card_is_the_reason_why_a_model_lost_a_rank(
 ) -> None:
     save_tiny(tmp_path / "reward", "llama", "reward")
     if rank:
-        let_memory_be_short(monkeypatch, tmp_path, "python_backend.models.modeling", "RewardModel", "score")
+        let_memory_be_short(monkeypatch, tmp_path, "python_backend.models.modeling", "RewardModel", "launch")
     lost: list[str] = []
     ranks = ServingRanks(2, "cpu", 1, lost.append)
     try:

@@ -28,6 +28,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:CUDA reports")
 
 
+def pytest_runtest_setup() -> None:
+    import torch
+
+    torch.cuda.set_device(0)  # a served model that was loaded in this thread has set its own
+
+
 def default_to_cards() -> None:
     """Make `cuda` the default of each `device` in the configuration, and float32 that of each precision."""
     from python_backend.config import RunConfig
