@@ -3,7 +3,7 @@
 `--minutes N` instead of `--kills`: the soak test of the whole loop, see `chaos.soak.command`.
 
 Exit code 0: every guarantee was kept; 1: one was broken; 2: an error, such as a server that does not start again. The
-results are in DIR/result.json and DIR/chaos.png.
+results are in DIR/result.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from benchmarks.support.benchmark import Record
 from benchmarks.support.machine import describe_machine, describe_versions, now_utc
 from chaos import verdict
 from chaos.killer import Killer
-from chaos.picture import draw
 from chaos.points import plan_kills
 from chaos.reference import Reference, run_reference
 from chaos.stopping import freeze_models, stop_accepting
@@ -143,7 +142,6 @@ def run_chaos(args: argparse.Namespace, enough: threading.Event, record: Record)
         "verdicts": [asdict(item) for item in verdicts],
     }
     record.save()
-    draw(out / "chaos.png", requests, kills)
     for name, value in totals.items():
         say(f"  {name:<28}{value:.3g}" if isinstance(value, float) else f"  {name:<28}{value}")
     return verdicts

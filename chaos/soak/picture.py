@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chaos.picture import COLOURS, Axes
 from chaos.soak.usage import UsageSample
 from tools.report.curves import figure_of
 
-MORE_COLOURS = (*COLOURS, "#9AA0A6", "#F0E442")
+Axes = Any  # matplotlib is imported only by functions that draw
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#3C4043", "#9AA0A6", "#F0E442")
 
 
 def draw(path: Path, samples: Sequence[UsageSample], kills: Sequence[Mapping[str, Any]], calm_from_s: float) -> None:
@@ -22,7 +22,7 @@ def draw(path: Path, samples: Sequence[UsageSample], kills: Sequence[Mapping[str
         steps.set(title="steps completed by the actor", ylabel="step")
         names = list(dict.fromkeys(name for sample in samples for name in sample.processes))
         _draw_kills(killed, kills, names)
-        for name, colour in zip(names, MORE_COLOURS, strict=False):
+        for name, colour in zip(names, COLOURS, strict=False):
             for ax, field in ((memory, "rss_mb"), (files, "files")):
                 values = [getattr(s.processes[name], field) if name in s.processes else float("nan") for s in samples]
                 ax.plot(minutes, values, color=colour, lw=1.2, label=name)

@@ -20,7 +20,6 @@ from tritonclient.utils import InferenceServerException
 from actor.scoring.retry import RequestFailed, RequestRefused
 from chaos.background import Background
 from chaos.command import _drive, main
-from chaos.picture import draw
 from chaos.points import NOTHING, POINTS, VICTIMS, Points, plan_kills
 from chaos.stopping import stop_for, stop_for_good, ways_of
 from chaos.summary import kills_with_recovery, outages, summary
@@ -51,9 +50,6 @@ def test_each_of_several_ranks_is_a_victim(tmp_path: Path):
     config = load_config(write_config(tmp_path, 2))
     assert (config.trainer.ranks, config.critic.reload) == (2, "swap")
     assert 0 not in (config.server.http_port, config.server.grpc_port, config.server.metrics_port)
-    kills = [{"victim": victim, "point": point, "hit": True, "time_s": 1.0} for victim, point in plan]
-    draw(tmp_path / "chaos.png", RequestRecord(latencies=[(0.5, 0.01)]), kills)
-    assert (tmp_path / "chaos.png").stat().st_size
 
 
 def test_a_short_plan_meets_every_victim_and_twenty_kills_every_moment():
@@ -272,4 +268,3 @@ def test_short_form(tmp_path: Path):
     result = json.loads((out / "result.json").read_text())
     assert {kill["victim"] for kill in result["kills"]} == set(VICTIMS)
     assert [verdict["violations"] for verdict in result["verdicts"]] == [[]] * 9
-    assert (out / "chaos.png").stat().st_size > 10_000
