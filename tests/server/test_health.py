@@ -21,6 +21,7 @@ from python_backend.config import ServerSection
 from tools.server import health as server_health
 from tools.server.health import (
     COMPUTING_SILENT_S,
+    FAILED_PROBES,
     IDLE_PROBE_S,
     MISSED_PROBES,
     SERVER_SILENT_S,
@@ -29,7 +30,7 @@ from tools.server.health import (
     ServerHealth,
 )
 from tools.server.model_loading import probe
-from trainer.control_plane import ControlPlaneError, LoadRefused, ModelProcessDied
+from trainer.control_plane import ControlPlaneError, LoadRefused, ModelFailed, ModelProcessDied
 
 Script = Iterator[float]
 
@@ -209,6 +210,37 @@ def test_a_process_that_waits_for_its_card_does_not_count_as_computing(
         while not rig.loads:
             yield 1.0
         assert longest_s < rig.loads[0] - begin < longest_s + IDLE_PROBE_S
+
+    assert rig.run(script()) is None
+
+
+def test_a_model_that_answers_with_errors_only_is_replaced(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """As one whose card's context is broken: errors come at once, and raise Triton's own counters of requests."""
+    requests = forwards = 0  # answered with an error; passes for others
+
+    def fail(*_: object) -> None:
+        nonlocal requests
+        requests += 1
+        raise ModelFailed("CUDA error: an illegal memory access was encountered")
+
+    page = lambda *_: f'{server_health.FORWARDS}{{model="critic"}} {forwards}\nnv_x{{model="critic"}} {requests}'  # noqa: E731
+    monkeypatch.setattr(server_health, "get_page", page)
+    monkeypatch.setattr(rig, "probe_scoring", fail)
+    monkeypatch.setattr(
+        rig, "statistics", lambda _: SimpleNamespace(success_count=requests + forwards, failure_count=requests)
+    )
+
+    def script() -> Script:
+        nonlocal forwards
+        while forwards < 8:
+            forwards += 1
+            yield IDLE_PROBE_S
+        assert (requests, rig.loads) == (0, []), "it scores rows for others"
+        for _ in range(FAILED_PROBES):  # the first one only notes the number of passes
+            yield IDLE_PROBE_S
+        assert rig.loads == []
+        yield IDLE_PROBE_S
+        assert (requests, len(rig.loads)) == (FAILED_PROBES + 1, 1)
 
     assert rig.run(script()) is None
 
