@@ -26,6 +26,7 @@ from python_backend.models.adamw import empty_state, load_state, make_adamw, sta
 from python_backend.models.adapters import check_trained, load_trained, trained_tensors
 from python_backend.models.batching import padded_rows, plan_micro_batches
 from python_backend.models.card.memory import Halving, OutOfMemory, card_bytes
+from python_backend.models.card.streams import use_card
 from python_backend.models.collation import collate
 from python_backend.models.gradient_checkpointing import recomputing
 from python_backend.models.modeling import CriticModel, save_critic
@@ -71,6 +72,7 @@ class CriticUpdate:
 
     def __init__(self, critic: CriticModel, settings: TrainerSection) -> None:
         critic.own_weights()
+        use_card(torch.device(critic.model.device))  # for kernels that are not torch's
         self.critic = critic
         self.optimizer_step = 0
         self.settings = settings

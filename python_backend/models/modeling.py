@@ -268,7 +268,8 @@ def load_reward(
     weights = _attribute_weights(info, head, attribute_weights)
     constants = constants_for(info, standardization)
     device = device if group is None else str(group.device)
-    known: Any = None if like is None or copied is None else like._outputs
+    # The parts of a group are read anew, but not probed: other ranks' requests would meet the probes' collectives.
+    known: Any = like._outputs if like is not None and (copied is not None or group is not None) else None
     outputs: TokenHead | PooledHead
     skipped_pad_id = None
     if head.is_plain:

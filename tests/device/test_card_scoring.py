@@ -238,3 +238,18 @@ def test_a_pass_that_runs_out_of_memory_is_halved_with_the_same_scores(
     assert counted == [(0, 3)]  # 16 rows as 4 times 4
     assert "token_budget of reward_model" in caplog.text
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_a_thread_that_loads_a_version_leaves_the_first_card_alone():
+    """Leaving a stream makes the card current that was so before: the first one, in a thread that has chosen none."""
+    found: list[int] = []
+
+    def load() -> None:
+        with streams.staging(torch.device("cuda:2")):
+            pass
+        found.append(torch.cuda.current_device())
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
+    assert found == [2]

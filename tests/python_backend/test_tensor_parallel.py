@@ -19,6 +19,7 @@ from tiny_checkpoints import save_tiny
 
 from python_backend.checkpoints.inspection import WEIGHTS_FILE, CheckpointError
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
+from python_backend.models import token_head
 from python_backend.models.modeling import CriticModel, save_critic
 from python_backend.parallel.tensor_parallel import RankGroup
 from python_backend.serving.ranks.controller import ServingRanks
@@ -108,6 +109,24 @@ def test_two_versions_keep_their_own_weights(ranks: ServingRanks, versions: list
     third = ranks.load("load_critic", versions[0], second, {})  # also tells rank 1 to free the first version
     whole = load_model("load_critic", versions[0], None, {})
     np.testing.assert_allclose(split_outputs(ranks, third), outputs(whole), atol=TOLERANCE, rtol=0)
+
+
+def test_a_new_version_of_a_reward_is_not_probed(
+    ranks: ServingRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request's collectives could meet those of a probe, which another rank runs before or after the request."""
+    for seed in (1, 2):
+        save_tiny(tmp_path / str(seed), "llama", "reward", seed=seed, **FAMILIES["llama"])
+    served = ranks.load("load_reward", tmp_path / "1", None, {})
+    whole = load_model("load_reward", tmp_path / "2", None, {})
+
+    def probe(*_: Any, **__: Any) -> bool:
+        raise AssertionError("a forward pass while loading")
+
+    for name in ("measure_causality", "depends_on_padding"):
+        monkeypatch.setattr(token_head, name, probe)
+    split = ranks.load("load_reward", tmp_path / "2", served, {})
+    np.testing.assert_allclose(split_outputs(ranks, split), outputs(whole), atol=TOLERANCE, rtol=0)
 
 
 def damage(folder: Path, *, shape: bool) -> None:

@@ -34,6 +34,7 @@ def staging(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
+    use_card(device)  # else leaving the stream would make the first card current, and open a context there
     with torch.cuda.stream(_staging_stream(device)):
         yield
         torch.cuda.current_stream(device).synchronize()
