@@ -60,13 +60,12 @@ class TorchScoringModel(ScoringModel):
             device = device_of(device, int(args.get("model_instance_device_id", "0")))
         self.device = torch.device(device_of(device, 0))
         self.prepare_worker()
-        model = self.parameters.model
-        self._memory = Halving(f"token_budget of {model}", remedy=f"lower max_length of {model}")
-        self._troubles = MetricCounters(model, TROUBLES)
+        self._memory = Halving(f"token_budget of {self.parameters.model}", remedy="lower the model's max_length")
+        self._troubles = MetricCounters(self.parameters.model, TROUBLES)
         self._gauges: dict[str, Gauge] = {}
         if self.device.type == "cuda":
             self.passes_in_flight = 2 if size == 1 else 1
-            instance = args.get("model_instance_name", "")
+            instance, model = args.get("model_instance_name", ""), self.parameters.model
             self._gauges = {
                 name: Gauge(model, f"rlhf_{name}", spec.help, instance=instance) for name, spec in CARD.items()
             }
