@@ -71,7 +71,7 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
     torch.use_deterministic_algorithms(config.run.deterministic)
     quiet_transformers()
     if config.actor.ranks == 1:
-        with on_rank(0, config.actor.policy.device, "actor.policy.token_budget"):
+        with on_rank(None, config.actor.policy.device, "actor.policy.token_budget"):
             return _train(config, accepts_changes=accepts_changes)
     with (
         Ranks.joined(own_device(config.actor.policy.device)) as ranks,

@@ -66,13 +66,15 @@ def status(config: RunConfig) -> Iterator[str]:
     """Yield the lines of the state, read from the run's folder; only the server is asked, whether it is up and for the
     memory of its models on GPUs."""
     yield f"run       {config.run.identity} in {config.run.dir}" + (f": {_state(config)}" if config.has_actor else "")
-    yield f"server    {_server(config)}"
+    server = _server(config)
+    yield f"server    {server}"
     has_begun = (config.run.dir / SETTINGS_FILE).is_file()  # has what `tools run` measured for `auto`
     for role, section in config.served_sections.items():
         if has_begun and section.workers != "auto":
             size = f"{section.workers} workers x {section.threads} threads, token budget {section.token_budget}"
             yield f"          {role}: {size}"
-    yield from _cards(config)
+    if server.endswith("is up"):
+        yield from _cards(config)
     if config.has_actor:
         yield f"actor     {_actor(config)}"
     if config.serves_critic:
@@ -149,7 +151,7 @@ def _sidecar(config: RunConfig) -> str:
     if heartbeat is None:
         return f"has not begun; {queue}"
     state = f"{heartbeat.state} at step {heartbeat.step}, heartbeat {_ago(time.time() - heartbeat.time)}"
-    state += _memory(_last_line(config.run.dir / "critic_metrics.jsonl") or {})
+    state += _memory(_last_line(config.run.dir / "critic_metrics.jsonl", having="card_bytes") or {})
     return f"{state}; {queue}" + (f"; blocked: {heartbeat.trouble}" if heartbeat.trouble else "")
 
 
@@ -170,13 +172,15 @@ def _versions(name: str, store: WeightsStore) -> Iterator[str]:
         yield "          no instance is alive"
 
 
-def _last_line(path: Path) -> dict[str, Any] | None:
+def _last_line(path: Path, having: str = "step") -> dict[str, Any] | None:
+    """Return the last complete line with this key."""
     for line in reversed(last_lines(path, TAIL_BYTES)):
         try:
             found: dict[str, Any] = json.loads(line)
         except ValueError:  # still being written
             continue
-        return found
+        if having in found:
+            return found
     return None
 
 

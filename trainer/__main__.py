@@ -62,7 +62,7 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
     elif config.trainer.ranks > 1:
         _run_ranks(config)
     else:
-        with on_rank(0, config.trainer.device, "trainer.token_budget"):  # e.g. no room for the optimizer's state
+        with on_rank(None, config.trainer.device, "trainer.token_budget"):  # e.g. no room for the optimizer's state
             follow(config, stop_event(*stop_signals()))
 
 

@@ -18,7 +18,7 @@ from python_backend.models.card.memory import OutOfMemory
 from python_backend.monitoring.log_lines import set_log_position
 from python_backend.monitoring.tracing import is_tracing, span
 from python_backend.store.journal import Journal
-from python_backend.store.journal_entry import DamagedEntry, Entry
+from python_backend.store.journal_entry import DamagedEntry, Entry, Result
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.training_payload import TrainPayload
 from trainer.checkpoint import CheckpointFolder, CheckpointState, DamagedCheckpoint
@@ -62,27 +62,36 @@ class CriticState:
         self.base_sha256 = store.manifest(0).sha256  # of version 0's weights
         self.deciding_settings = deciding_settings(settings)
 
-    def train(self, entry: Entry) -> tuple[UpdateReport | None, str | None, str | None]:
-        """Train on the next step; return the report, the payload's digest and the error, each None if unavailable.
+    def train(self, entry: Entry) -> tuple[UpdateReport | None, Result]:
+        """Train on the next step, unless it is known to have failed; return the report, if any, and the result.
 
         Raises:
             CheckpointError: the journal entry is damaged and its step has already been trained and acknowledged.
-            OutOfMemory: the step has already been trained and acknowledged, but does not fit into the memory any more.
+            OutOfMemory, NotFinite: the step has already been trained and acknowledged, but fails now.
         """
         report, digest, error = None, None, None
         self._progress.step = entry.step
         set_log_position(step=entry.step)
         self.traceparent = self._journal.traceparent(entry) if is_tracing() else None
+        known = self._journal.result(entry)
         try:
-            with self._progress.working(f"reading step {entry.step}"):
-                payload, digest = self._journal.load(entry)
-            with span("train", parent=self.traceparent, step=entry.step):
-                report, error = self._fit(entry, payload, "training")
+            if not _has_failed(known):
+                with self._progress.working(f"reading step {entry.step}"):
+                    payload, digest = self._journal.load(entry)
+                with span("train", parent=self.traceparent, step=entry.step):
+                    report, error = self._fit(payload, "training", known)
         except DamagedEntry as damage:
-            error = _give_up(self._journal, entry, damage)
+            error = _give_up(self._journal, entry, damage, known)
             self._journal.forget_aside(keep=self._settings.keep_set_aside)
         self.step = entry.step  # a failed step counts, too: its caller gets the error and continues with the next step
-        return report, digest, error
+        return report, known or Result(
+            entry.name,
+            -1,
+            report.loss_mean if report else None,
+            digest,
+            error,
+            skipped_batches=report.skipped_batches if report else [],
+        )
 
     def restore_at_start(self) -> None:
         """Call `restore_newest`, log a warning about changed settings, and restore results that the journal lacks."""
@@ -171,13 +180,14 @@ class CriticState:
                 "the original store, or start a new run (run.dir)"
             )
 
-    def _fit(self, entry: Entry, payload: TrainPayload, state: str) -> tuple[UpdateReport | None, str | None]:
-        """Train on the payload; return the report, or why the weights are unchanged. Raises OutOfMemory as `train`."""
+    def _fit(self, payload: TrainPayload, state: str, known: Result | None) -> tuple[UpdateReport | None, str | None]:
+        """Train on the payload; return the report, or why the weights are unchanged. Raises as `train`."""
         try:
-            return self.update.train(payload, lambda n: self._progress.beat(state, n)), None
+            return self.update.train(
+                payload, lambda n: self._progress.beat(state, n), known.skipped_batches if known else None
+            ), None
         except (NotFinite, OutOfMemory) as trouble:
-            known = self._journal.result(entry) if isinstance(trouble, OutOfMemory) else None
-            if known is not None and known.loss_mean is not None:
+            if known is not None:
                 raise  # only others that use the card have changed: without the step, the weights would be wrong
             return None, str(trouble)
 
@@ -188,39 +198,33 @@ class CriticState:
                 with self._progress.working(f"reading step {entry.step}"):
                     payload = _payload(self._journal, entry)
                 if payload is not None:
-                    self._fit(entry, payload, "replaying")  # if it fails, so did the original training, and continued
+                    self._fit(payload, "replaying", self._journal.result(entry))
                 self.step = entry.step
 
 
-def _give_up(journal: Journal, entry: Entry, damage: DamagedEntry) -> str:
+def _has_failed(known: Result | None) -> bool:
+    """Return whether a step has failed. Its weights are not served: its replay must not change them, either."""
+    return known is not None and known.loss_mean is None
+
+
+def _give_up(journal: Journal, entry: Entry, damage: DamagedEntry, known: Result | None) -> str:
     """Skip a damaged training entry and keep a copy of its file; return the error message for its caller.
 
     Raises:
         CheckpointError: the step has already been trained and acknowledged, and its weights cannot be reproduced.
     """
-    result = journal.result(entry)
-    if result is None:
-        journal.set_aside_damaged(entry)
-    elif result.loss_mean is not None:
+    if known is not None:
         raise CheckpointError(
             f"{damage}; step {entry.step} has already been trained and acknowledged, and the weights cannot be "
             "reproduced without it: restore the file, or start a new run"
         ) from damage
+    journal.set_aside_damaged(entry)
     return f"step {entry.step} was not trained; training continues with the next step: {damage}"
 
 
 def _payload(journal: Journal, entry: Entry) -> TrainPayload | None:
-    """Return the payload of an entry to replay; None if its step was skipped because the entry was damaged.
-
-    Raises DamagedEntry if the entry was damaged after its step was trained, or has no result yet.
-    """
-    try:
-        return journal.load(entry)[0]
-    except DamagedEntry:
-        result = journal.result(entry)
-        if result is None or result.loss_mean is not None:
-            raise
-        return None
+    """Return the payload of an entry to replay; None if its step failed. Raises DamagedEntry if it did not."""
+    return None if _has_failed(journal.result(entry)) else journal.load(entry)[0]
 
 
 def _first_missing(journal: Journal, start: int, end: int) -> int | None:

@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,6 +65,7 @@ class UpdateReport:
     seconds: float
     out_of_memory: int = 0  # how often micro-batches were halved because the card's memory did not suffice
     memory: dict[str, int] = field(default_factory=dict)  # see card_bytes
+    skipped_batches: list[int] = field(default_factory=list)  # of all passes: global batches that did not fit
 
 
 class CriticUpdate:
@@ -79,7 +80,8 @@ class CriticUpdate:
         self.memory = Halving(
             "trainer.token_budget",
             settings.token_budget,
-            remedy="trainer.gradient_checkpointing",
+            remedy="lower actor.generation.max_new_tokens"
+            + " or set trainer.gradient_checkpointing" * (not settings.gradient_checkpointing),
             alone=settings.ranks == 1,
         )
         self.parameters = {n: p for n, p in critic.model.named_parameters() if p.requires_grad}
@@ -92,16 +94,20 @@ class CriticUpdate:
             fused=True if critic.model.device.type == "cuda" else None,
         )
 
-    def train(self, payload: TrainPayload, progress: Callable[[int], None]) -> UpdateReport:
+    def train(
+        self, payload: TrainPayload, progress: Callable[[int], None], skip: Collection[int] | None = None
+    ) -> UpdateReport:
         """Train on one payload: `epochs` passes over its global batches, in the order received.
 
         Args:
             payload: a validated payload.
             progress: called after each micro-batch with the number done so far.
+            skip: in a replay, the `skipped_batches` of the first time; no others may be skipped for lack of memory.
 
         Raises:
             NotFinite: no optimizer step had a finite gradient; the weights are unchanged.
-            OutOfMemory: no optimizer step was taken, because sequences do not fit into the card's memory one at a time.
+            OutOfMemory: no optimizer step was taken, because sequences do not fit into the card's memory one at a time;
+                or one of a replay does not fit.
         """
         start = time.monotonic()
         rows = list(split_rows(payload))
@@ -109,20 +115,24 @@ class CriticUpdate:
         batches = [rows[i : i + size] for i in range(0, len(rows), size)] * self.settings.epochs
         loss_sum = token_sum = 0.0
         norms: list[float] = []
-        done, skipped, halved = itertools.count(1), 0, self.memory.count
+        done, skipped, lacking = itertools.count(1), 0, list[int]()
         failure: NotFinite | OutOfMemory = NotFinite(
             "the critic's gradients are not finite: no optimizer step was taken and the weights are unchanged"
         )
-        for batch in batches:
+        for number, batch in enumerate(batches):
             num_tokens = float(sum(row.mask.sum() for row in batch))
-            if num_tokens == 0:  # no gradient, but a step would still apply momentum and weight decay
+            # Without targets there is no gradient, but a step would still apply momentum and weight decay.
+            if num_tokens == 0 or number in (skip or ()):
                 continue
             try:
                 loss, norm = self._gradients(batch, num_tokens, lambda: progress(next(done))), self._step()
             except OutOfMemory as error:
                 self.optimizer.zero_grad(set_to_none=True)
+                if skip is not None:
+                    raise
                 logger.warning("optimizer step %d is skipped: %s", self.optimizer_step, error)
                 failure, norm = error, None
+                lacking.append(number)
             if norm is None:
                 skipped += 1
                 continue
@@ -137,8 +147,9 @@ class CriticUpdate:
             len(norms),
             skipped,
             time.monotonic() - start,
-            self.memory.count - halved,
+            self.memory.new(),
             card_bytes(self.critic.model.device),
+            lacking,
         )
 
     def write(self, folder: Path) -> dict[str, str]:

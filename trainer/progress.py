@@ -14,14 +14,15 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from python_backend.config import RunConfig
+from python_backend.models.card.memory import card_bytes
 from python_backend.monitoring.exporter import CARD, Exporter, MetricSpec, Values
 from python_backend.store.heartbeat import Heartbeat
 from python_backend.store.journal import Journal
 from python_backend.store.jsonl import append_jsonl
 from python_backend.store.weights import WeightsStore
-from trainer.critic_update import UpdateReport
+from trainer.critic_update import CriticUpdate, UpdateReport
 from trainer.patience import Patience, StoppedWaiting
-from trainer.publish import Reload
+from trainer.publish import Publisher, Reload
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -85,10 +86,11 @@ class SidecarMetrics:
             phases = {"write": reload.publish_ms, "verify": reload.verify_ms, "reload": reload.reload_ms}
             self.exporter.show({"publish_seconds": {phase: ms / 1e3 for phase, ms in phases.items()}})
 
-    def failed(self, step: int, rejected: int) -> None:
+    def failed(self, step: int, rejected: int, out_of_memory: int, memory: dict[str, int]) -> None:
         """Show a failed update; `rejected` is the number of versions rejected so far."""
-        self.exporter.show({"step": step})
+        self.exporter.show({"step": step, **memory})
         self.exporter.count("failed_updates")
+        self.exporter.count("out_of_memory", out_of_memory)
         self.exporter.count("rejected_versions", rejected - self._rejected)
         self._rejected = rejected
 
@@ -181,10 +183,20 @@ class SidecarProgress:
         )
         self._exported.updated(step, report, reload)
 
-    def log_failure(self, step: int, version: int, error: str, *, rejected: int) -> None:
-        """Write one line for a failed critic update; `rejected` is the number of versions rejected so far."""
-        self._write({"step": step, "error": error, "versions_rejected": rejected, "weights_version": version})
-        self._exported.failed(step, rejected)
+    def log_failure(self, step: int, version: int, error: str, publisher: Publisher, update: CriticUpdate) -> None:
+        """Write one line for a critic update that failed, or whose version was rejected."""
+        halved, memory = update.memory.new(), card_bytes(update.critic.model.device)
+        self._write(
+            {
+                "step": step,
+                "error": error,
+                "versions_rejected": publisher.rejected,
+                "out_of_memory/trainer.token_budget": halved,
+                **memory,
+                "weights_version": version,
+            }
+        )
+        self._exported.failed(step, publisher.rejected, halved, memory)
 
     def log_reload(self, step: int, reload: Reload, reason: str) -> None:
         """Write one line for a reload that is not part of a critic update."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from python_backend.config import RunConfig
-from python_backend.store.journal import Entry, Journal, Result
-from python_backend.store.journal_entry import DamagedEntry
+from python_backend.store.journal import DamagedEntry, Entry, Journal, Result
 from python_backend.store.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder
 from trainer.critic_checkpoints import CriticCheckpoints
@@ -80,15 +79,15 @@ class Sidecar:
     def train(self, entry: Entry) -> None:
         """Train on the next step, publish the weights, and record the result."""
         answered = self.journal.result(entry) is not None  # a replay after a crash: published before
-        report, digest, error = self.critic.train(entry)
+        report, result = self.critic.train(entry)
         if not answered:
-            reload, error = self.versions.publish_step() if error is None else (None, error)
-            version, loss = reload.version if reload else self.versions.current(), report.loss_mean if report else None
-            self.pending.finish(entry, Result(entry.name, version, loss, digest, error))
+            reload, error = self.versions.publish_step() if result.error is None else (None, result.error)
+            version = reload.version if reload else self.versions.current()
+            self.pending.finish(entry, replace(result, weights_version=version, error=error))
             if report is not None:
                 self.progress.log_update(entry.step, version, report, reload)
             if error is not None:
-                self.progress.log_failure(entry.step, version, error, rejected=self.versions.publisher.rejected)
+                self.progress.log_failure(entry.step, version, error, self.versions.publisher, self.critic.update)
         self.checkpoints.write_periodically()
 
     def save(self, entry: Entry) -> Result:

@@ -62,7 +62,9 @@ class Generation:
         # How many trailing tokens to decode when looking for a stop string. A token is at least one byte; the extra
         # tokens are needed because the first ones of a window may decode differently without their predecessors.
         self._stop_tokens = max((len(stop.encode()) for stop in settings.stop_strings), default=0) + MORE_STOP_TOKENS
-        self.memory = Halving("actor.generation.batch_size", settings.batch_size)
+        self.memory = Halving(
+            "actor.generation.batch_size", settings.batch_size, remedy="lower actor.generation.max_new_tokens"
+        )
         """How many responses fit into the card's memory at the same time."""
         # On a CPU, merging would cost more than the few kernels that it saves.
         self._merges = model is not None and model.device.type != "cpu"

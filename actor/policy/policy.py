@@ -116,7 +116,8 @@ class Policy:
         self.memory = Halving(
             "actor.policy.token_budget",
             settings.token_budget,
-            remedy="actor.policy.gradient_checkpointing",
+            remedy="lower actor.generation.max_new_tokens"
+            + " or set actor.policy.gradient_checkpointing" * (not settings.gradient_checkpointing),
             alone=self.world_size == 1,
         )
         """How many tokens of a micro-batch fit into the card's memory."""

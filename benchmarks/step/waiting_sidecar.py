@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -23,7 +23,9 @@ def run(config: str, seconds_per_token: float) -> None:
     class WaitingUpdate(CriticUpdate):
         """Sleeps in proportion to the tokens, and changes one weight a little."""
 
-        def train(self, payload: TrainPayload, progress: Callable[[int], None]) -> UpdateReport:
+        def train(
+            self, payload: TrainPayload, progress: Callable[[int], None], skip: Collection[int] | None = None
+        ) -> UpdateReport:
             start = time.monotonic()
             time.sleep(seconds_per_token * float(payload.lengths.sum()))
             with torch.no_grad():

@@ -60,7 +60,7 @@ class TorchScoringModel(ScoringModel):
             device = device_of(device, int(args.get("model_instance_device_id", "0")))
         self.device = torch.device(device_of(device, 0))
         self.prepare_worker()
-        self._memory = Halving(f"token_budget of {self.parameters.model}")
+        self._memory = Halving(f"token_budget of {self.parameters.model}", remedy="lower the model's max_length")
         self._troubles = MetricCounters(self.parameters.model, TROUBLES)
         self._gauges: dict[str, Gauge] = {}
         if self.device.type == "cuda":

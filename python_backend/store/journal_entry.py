@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
@@ -81,6 +81,7 @@ class Result:
     digest: str | None = None
     error: str | None = None
     owners: list[str] | None = None  # rewind only: the owners of the run after the rewind, newest first
+    skipped_batches: list[int] = field(default_factory=list)  # of UpdateReport: a replay skips the same
 
 
 def read_training_file(path: Path) -> tuple[TrainPayload, str]:

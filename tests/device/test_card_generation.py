@@ -247,7 +247,7 @@ def test_generation_that_runs_out_of_memory_goes_on_with_fewer_slots_and_the_sam
     assert torch.equal(rollout.tokens, expected.tokens)
     assert sorted(ended) == list(range(len(PROMPTS)))  # each row is reported once
     assert "actor.generation.batch_size" in caplog.text
-    with memory_limit(card, before + 1), pytest.raises(OutOfMemory, match=r"lower actor\.generation\.batch_size"):
+    with memory_limit(card, before + 1), pytest.raises(OutOfMemory, match=r"actor\.generation\.max_new_tokens$"):
         generate(policy)
 
 

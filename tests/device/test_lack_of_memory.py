@@ -121,9 +121,11 @@ def test_an_update_that_runs_out_of_memory_draws_its_dropout_anew(checkpoint: Pa
     assert torch.equal(*found)
 
 
-def test_a_policy_that_does_not_fit_names_the_setting(checkpoint: Path):
-    policy = make_policy(checkpoint)
-    with pytest.raises(OutOfMemory, match=r"lower actor\.policy\.token_budget or set actor\.policy\.gradient_check"):
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_policy_that_does_not_fit_names_what_is_not_set(checkpoint: Path, is_set: bool):
+    policy = make_policy(checkpoint, gradient_checkpointing=is_set)
+    more = "" if is_set else r" or set actor\.policy\.gradient_checkpointing"
+    with pytest.raises(OutOfMemory, match=rf"; lower actor\.generation\.max_new_tokens{more}$"):
         with_room_for(1, lambda: update_of(policy).run(make_batch(0), seed=0, kl_coef=0.1))
 
 
@@ -163,7 +165,7 @@ def test_a_critic_update_that_runs_out_of_memory_is_that_of_a_larger_card(tmp_pa
     assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-4)
     torch.testing.assert_close(weights_of(small.critic.model), weights_of(large.critic.model), rtol=0, atol=1e-5)
     before = weights_of(small.critic.model)
-    with pytest.raises(OutOfMemory, match=r"lower trainer\.token_budget or set trainer\.gradient_checkpointing"):
+    with pytest.raises(OutOfMemory, match=r"max_new_tokens or set trainer\.gradient_checkpointing$"):
         with_room_for(1, lambda: small.train(payload(2), seen.append))
     assert torch.equal(weights_of(small.critic.model), before)
     assert all(parameter.grad is None for parameter in small.critic.model.parameters())

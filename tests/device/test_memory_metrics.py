@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from simulated_cuda.device import TOTAL_MEMORY
 from tiny_checkpoints import save_tiny
 
 from python_backend.config import RunConfig
-from python_backend.models.card.memory import card_bytes
+from python_backend.models.card.memory import Halving, card_bytes
 from python_backend.store.durable import write_json
 from python_backend.store.heartbeat import Heartbeat
 from python_backend.store.journal import Journal
@@ -40,13 +41,13 @@ nv_gpu_utilization{{gpu_uuid="GPU-2"}} 0
 
 @pytest.fixture
 def metrics_url() -> Iterator[str]:
-    """A server whose metrics are `PAGE`."""
+    """A Triton server whose metrics are `PAGE`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(PAGE.encode())
+            self.wfile.write(PAGE.encode() if self.path == "/metrics" else b'{"name":"triton"}')
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -108,6 +109,15 @@ def test_status_shows_the_memory_of_every_process(tmp_path: Path, metrics_url: s
     progress.log_update(1, 1, UpdateReport(0.5, 1.0, 1e-5, 1, 0, 2.0, memory=memory), None)
     (metric,) = [each for each in progress._exported.exporter.collect() if each.name == "rlhf_trainer_card_peak_bytes"]
     assert metric.samples[0].value == 40 * GIB
+    device = torch.device("cpu")  # the line of this failure has no memory of a card
+    update: Any = SimpleNamespace(
+        memory=Halving("x", remedy="y"), critic=SimpleNamespace(model=SimpleNamespace(device=device))
+    )
+    update.memory.count = 3
+    publisher: Any = SimpleNamespace(rejected=0)
+    progress.log_failure(2, 1, "no memory", publisher, update)
+    (metric,) = [each for each in progress._exported.exporter.collect() if each.name == "rlhf_trainer_out_of_memory"]
+    assert metric.samples[0].value == 3
     journal.beat(Heartbeat(1, 1, 0, "idle", 0.0))
     write_json(run.config.server_dir / "server.json", {"http": metrics_url, "metrics": metrics_url})
     lines = list(status.status(run.config))
@@ -116,3 +126,5 @@ def test_status_shows_the_memory_of_every_process(tmp_path: Path, metrics_url: s
     (actor,) = [line for line in lines if line.startswith("actor")]
     assert actor.endswith("; 0.0 GiB on its GPU of 80.0 GiB, at most 0.0")
     assert "; 1.0 GiB on its GPU of 80.0 GiB, at most 40.0;" in status._sidecar(run.config)
+    write_json(run.config.server_dir / "server.json", {"http": "127.0.0.1:1", "metrics": metrics_url})
+    assert not any("GPUs busy" in line for line in status.status(run.config))  # the port is another program's now

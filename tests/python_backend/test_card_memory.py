@@ -16,6 +16,8 @@ from python_backend.models.card.errors import is_device_error, is_out_of_memory
 from python_backend.models.card.memory import Halving, OutOfMemory
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
+REMEDY = "lower max_length"
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:99, unhandled cuda error\nLast error:\nCuda failure 2 "
 
 
 def fits(most: int) -> Callable[[Sequence[int]], list[int]]:
@@ -31,7 +33,7 @@ def fits(most: int) -> Callable[[Sequence[int]], list[int]]:
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 100])
 def test_every_row_is_done_once_and_in_order_whatever_fits(most: int):
-    halving = Halving("critic.token_budget")
+    halving = Halving("critic.token_budget", remedy=REMEDY)
     parts = halving.in_parts(fits(most), range(20))
     assert [row for part in parts for row in part] == list(range(20))
     assert halving.count == len(parts) - 1
@@ -39,7 +41,7 @@ def test_every_row_is_done_once_and_in_order_whatever_fits(most: int):
 
 
 def test_the_size_stays_halved(caplog: pytest.LogCaptureFixture):
-    halving, calls = Halving("actor.policy.token_budget", 1000), list[int]()
+    halving, calls = Halving("actor.policy.token_budget", 1000, remedy=REMEDY), list[int]()
 
     def work(size: int) -> int:
         calls.append(size)
@@ -53,12 +55,14 @@ def test_the_size_stays_halved(caplog: pytest.LogCaptureFixture):
     assert all("actor.policy.token_budget" in line and "2.00 GiB" not in line for line in caplog.messages)
 
 
-def test_what_fits_not_even_alone_is_an_error_that_names_the_setting():
-    halving = Halving("trainer.token_budget", 64)
-    with pytest.raises(OutOfMemory, match=r"CUDA out of memory.*lower trainer\.token_budget"):
+def test_what_fits_not_even_alone_is_an_error_that_names_a_remedy_and_is_not_remembered():
+    halving = Halving("trainer.token_budget", 64, remedy=REMEDY)
+    with pytest.raises(OutOfMemory, match=r"one row alone.*CUDA out of memory.*; lower max_length$"):
         halving.in_parts(fits(0), range(4))
-    with pytest.raises(OutOfMemory, match=r"lower trainer\.token_budget"):
+    with pytest.raises(OutOfMemory, match=r"one row alone.*; lower max_length$"):
         halving.repeat(lambda size: fits(1)(range(size)), least=10, most=64)
+    assert halving.size == 64  # other rows may fit
+    assert (halving.new(), halving.new()) == (2 + 3, 0)
 
 
 def test_a_failed_attempt_holds_no_memory_while_it_is_repeated():
@@ -71,11 +75,11 @@ def test_a_failed_attempt_holds_no_memory_while_it_is_repeated():
         held.append(weakref.ref(tensor))
         return len(fits(1)(rows))
 
-    assert Halving("x").in_parts(work, range(4)) == [1, 1, 1, 1]
+    assert Halving("x", remedy=REMEDY).in_parts(work, range(4)) == [1, 1, 1, 1]
 
 
 def test_other_errors_are_raised_at_once():
-    halving = Halving("x", 8)
+    halving = Halving("x", 8, remedy=REMEDY)
 
     def work(_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -93,7 +97,8 @@ def test_other_errors_are_raised_at_once():
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True, False),
         (torch.AcceleratorError("CUDA error: out of memory", 2), True, False),
         (torch.AcceleratorError("CUDA error: device-side assert triggered", 710), False, True),
-        (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:99, unhandled cuda error"), False, True),
+        (RuntimeError(NCCL + "'out of memory'"), True, False),
+        (RuntimeError(NCCL.replace("2", "700") + "'an illegal memory access was encountered'"), False, True),
         (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False, False),
         (ValueError("CUDA error"), False, False),
     ],

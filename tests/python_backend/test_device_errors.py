@@ -109,7 +109,7 @@ def test_a_pass_that_does_not_fit_is_halved_and_a_row_that_does_not_fit_is_refus
     refused = ask(reward, ROWS[:1]).error
     assert refused is not None
     assert refused.startswith("INTERNAL: OutOfMemory:")
-    assert "lower token_budget of reward_model" in refused
+    assert "lower the model's max_length" in refused
     most = 2
     assert ask(reward).error is None
 

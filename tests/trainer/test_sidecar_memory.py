@@ -60,16 +60,22 @@ def test_what_does_not_fit_is_trained_in_smaller_micro_batches(rig: Rig, straigh
     assert counts[1:] == [0, 0]  # it stays halved
 
 
-def test_a_step_that_does_not_fit_fails_and_training_goes_on(rig: Rig, straight: Rig, card: dict[str, Any]):
+@pytest.mark.parametrize("fits_later", [False, True])
+def test_a_step_that_does_not_fit_fails_and_training_goes_on(
+    rig: Rig, straight: Rig, card: dict[str, Any], fits_later: bool
+):
     card["lacks"] = of_step(2)
     first, second = rig.train(1, 2)
     assert first.error is None
     assert (second.weights_version, second.loss_mean) == (1, None)
     assert "CUDA out of memory" in str(second.error)
-    assert "lower trainer.token_budget or set trainer.gradient_checkpointing" in str(second.error)
+    assert "lower actor.generation.max_new_tokens or set trainer.gradient_checkpointing" in str(second.error)
     rig.kill()
     assert lines(rig)[-1]["error"] == second.error
-    assert rig.start().train(3)[0].error is None  # a replay fails the same way, and goes on
+    assert lines(rig)[-1]["out_of_memory/trainer.token_budget"] >= 1
+    if fits_later:
+        card["lacks"] = lambda rows: False
+    assert rig.start().train(3)[0].error is None  # a replay leaves it out, whether it fits now or not
     after = rig.weights()
     assert rig.rewind(2).error is None  # and so does a rewind
     torch.testing.assert_close(rig.weights(), straight.weights(1), rtol=0, atol=1e-6)
@@ -77,22 +83,31 @@ def test_a_step_that_does_not_fit_fails_and_training_goes_on(rig: Rig, straight:
     torch.testing.assert_close(rig.weights(), after, rtol=0, atol=1e-6)
 
 
-def test_an_optimizer_step_that_does_not_fit_is_skipped(rig: Rig, card: dict[str, Any]):
+@pytest.mark.parametrize("fits_later", [False, True])
+def test_an_optimizer_step_that_does_not_fit_is_skipped_now_and_in_a_replay(
+    rig: Rig, card: dict[str, Any], fits_later: bool
+):
     card["lacks"] = of_step(1, sequences=slice(BATCH))
     (result,) = rig.train(1)
     assert (result.error, result.weights_version) == (None, 1)
-    rig.stop()
+    served = rig.weights()
+    rig.kill()
     (line,) = [line for line in lines(rig) if "loss_mean" in line]
     assert (line["optimizer_steps"], line["skipped_steps"]) == (1, 1)
+    if fits_later:
+        card["lacks"] = lambda rows: False
+    assert rig.start().rewind(1).error is None
+    torch.testing.assert_close(rig.weights(), served, rtol=0, atol=1e-6)
 
 
-def test_an_acknowledged_step_that_no_longer_fits_ends_the_sidecar(rig: Rig, card: dict[str, Any]):
+@pytest.mark.parametrize("sequences", [slice(None), slice(BATCH), slice(BATCH, None)], ids=["all", "first", "last"])
+def test_an_acknowledged_step_that_no_longer_fits_ends_the_sidecar(rig: Rig, card: dict[str, Any], sequences: slice):
     """Its weights are served and cannot be reproduced: another process may have taken the memory."""
     rig.train(1, 2)
     rig.kill()
-    card["lacks"] = of_step(2)
+    card["lacks"] = of_step(2, sequences=sequences)
     error = rig.start().ended()
     assert isinstance(error, OutOfMemory)
-    assert "lower trainer.token_budget" in str(error)
+    assert "not even one row alone fits" in str(error)
     card["lacks"] = lambda rows: False
     assert rig.start().train(3)[0].weights_version == 3

@@ -5,7 +5,7 @@ Rank 0 reads payloads and decides; the other ranks follow it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,13 +46,15 @@ class ShardedUpdate(CriticUpdate):
         super().__init__(ShardedCritic(critic, ranks, settings.precision), settings)
         self._ranks = ranks
 
-    def train(self, payload: TrainPayload | None, progress: Callable[[int], None]) -> UpdateReport:
+    def train(
+        self, payload: TrainPayload | None, progress: Callable[[int], None], skip: Collection[int] | None = None
+    ) -> UpdateReport:
         """Train on the payload of rank 0; the other ranks pass None."""
-        self._ranks.announce("train")
+        self._ranks.announce("train", skip=skip)
         arrays = {} if payload is None else vars(payload)
         sent = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
         received = self._ranks.broadcast(sent or None)
-        return super().train(TrainPayload(**{name: tensor.numpy() for name, tensor in received.items()}), progress)
+        return super().train(TrainPayload(**{name: each.numpy() for name, each in received.items()}), progress, skip)
 
     def write(self, folder: Path) -> dict[str, str]:
         """Write weights, optimizer and random state, each rank its slices; return the sha256 of each file."""
@@ -112,7 +114,7 @@ def follow_rank_0(settings: TrainerSection, seed: int, ranks: Ranks) -> None:
     ranks.operations.follow(
         {
             "load": load,
-            "train": lambda: update.train(None, lambda _: None),
+            "train": lambda skip: update.train(None, lambda _: None, skip),
             "write": lambda folder: update.write(Path(folder)),
             "read": lambda folder, optimizer_step: update.read(Path(folder), optimizer_step),
             **critic_operations(lambda: update.critic),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # from the driver and from libraries
+FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "'out of memory'")  # of the driver, cuBLAS, NCCL
 BROKEN = ("CUDA error", "NCCL error", "CUDNN_STATUS", "CUBLAS_STATUS")  # in messages of errors without a class
 
 

@@ -40,17 +40,22 @@ class OutOfMemory(RlhfError):
 class Halving:
     """How much one model does at a time on its card, and how often that had to be halved."""
 
-    def __init__(self, setting: str, size: int = 0, *, remedy: str = "", alone: bool = True) -> None:
+    def __init__(self, setting: str, size: int = 0, *, remedy: str, alone: bool = True) -> None:
         """
         Args:
             setting: the configuration key to lower, for the log and for errors.
             size: how much is done at a time (tokens, rows or slots), for `repeat`.
-            remedy: a setting that helps where lowering `setting` does not.
+            remedy: what helps if even one row alone does not fit, e.g. "lower max_length".
             alone: other ranks take no part in the work of `repeat`. If they do, they wait for this one in a collective,
                 so its errors are raised as they are; see `on_rank`.
         """
         self.setting, self.size, self._remedy, self._alone = setting, size, remedy, alone
-        self.count = 0
+        self.count = self._told = 0
+
+    def new(self) -> int:
+        """Return how often the size has been halved since the last call."""
+        new, self._told = self.count - self._told, self.count
+        return new
 
     def repeat(self, work: Callable[[int], T], *, least: int, most: int) -> T:
         """Return `work(size)`; whenever memory does not suffice, halve `size`, for good, and call `work` again.
@@ -61,8 +66,9 @@ class Halving:
             most: the size from which on everything is done at once.
 
         Raises:
-            OutOfMemory: `work(least)` does not fit either.
+            OutOfMemory: `work(least)` does not fit either; `size` is what it was.
         """
+        before = self.size
         if not self._alone:
             return work(self.size)
         while True:
@@ -71,8 +77,8 @@ class Halving:
             except RuntimeError as error:
                 reason = _reason_of(error)
             now = min(self.size, most)
+            self.size = max(least, now // 2) if now > least else before
             self._halve(reason, now, now > least)
-            self.size = max(least, now // 2)
 
     def in_parts(self, work: Callable[[Sequence[R]], T], rows: Sequence[R]) -> list[T]:
         """Return the results of `work` on all rows, or, where memory does not suffice, on each half of them in turn.
@@ -92,10 +98,7 @@ class Halving:
         # Not inside `except`: its error holds the frames, and with them the tensors, of the pass that failed.
         torch.cuda.empty_cache()
         if not can_halve:
-            raise OutOfMemory(
-                f"not even the smallest part fits into the card's memory ({reason}); lower {self.setting}"
-                + (self._remedy and f" or set {self._remedy}")
-            )
+            raise OutOfMemory(f"not even one row alone fits into the card's memory ({reason}); {self._remedy}")
         self.count += 1
         logger.warning(
             "%s; repeating with half of %d at a time (%s), as %d times so far", reason, size, self.setting, self.count
@@ -103,8 +106,8 @@ class Halving:
 
 
 @contextlib.contextmanager
-def on_rank(rank: int, device: object, setting: str) -> Iterator[None]:
-    """Name the rank and the setting if the block, which several ranks run together, runs out of memory on this one.
+def on_rank(rank: int | None, device: object, setting: str) -> Iterator[None]:
+    """Name the rank, of several, and the setting if the block runs out of memory; log the traceback.
 
     Raises:
         RankOutOfMemory: the ranks cannot go on, because one cannot repeat its part of a collective alone.
@@ -112,9 +115,9 @@ def on_rank(rank: int, device: object, setting: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankOutOfMemory(
-            f"rank {rank} has run out of the memory of {device} ({_reason_of(error)}); lower {setting}"
-        ) from error
+        who, reason = "this process" if rank is None else f"rank {rank}", _reason_of(error)
+        logger.error("no memory:", exc_info=True)
+        raise RankOutOfMemory(f"{who} has run out of the memory of {device} ({reason}); lower {setting}") from error
 
 
 def _reason_of(error: RuntimeError) -> str:
