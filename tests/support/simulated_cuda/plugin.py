@@ -31,7 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup() -> None:
     import torch
 
-    torch.cuda.set_device(0)  # a served model that was loaded in this thread has set its own
+    # A model that was loaded or measured in this thread has chosen a card and a stream of its own.
+    for card in reversed(range(torch.cuda.device_count())):
+        torch.cuda.set_stream(torch.cuda.default_stream(card))  # which also makes the card current
 
 
 def default_to_cards() -> None:
