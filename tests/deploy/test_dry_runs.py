@@ -22,10 +22,15 @@ def overlay_config(tmp_path: Path, overlay: str, size: str) -> RunConfig:
     """Return the overlay's run, with checkpoints that are a config.json alone."""
     layers, hidden, intermediate, heads, kv_heads, vocabulary = QWEN2[size]
     shape = {
-        "model_type": "qwen2", "num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": vocabulary,
-        "intermediate_size": intermediate, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "model_type": "qwen2",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "vocab_size": vocabulary,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "tie_word_embeddings": size == "3B",
-    }  # fmt: skip
+    }
     for name, kind in {"policy": "CausalLM", "reward": "SequenceClassification"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(shape | {"architectures": [f"Qwen2For{kind}"]}))

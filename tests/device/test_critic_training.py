@@ -22,9 +22,12 @@ def payload() -> TrainPayload:
     rng, lengths = np.random.default_rng(0), np.array([5, 9, 3, 12])
     n = (lengths - 1).sum()
     return TrainPayload(
-        tokens=rng.integers(1, VOCAB, lengths.sum()), lengths=lengths, returns=rng.normal(size=n).astype(np.float32),
-        prev_values=np.zeros(n, np.float32), mask=np.ones(n, np.float32),
-    )  # fmt: skip
+        tokens=rng.integers(1, VOCAB, lengths.sum()),
+        lengths=lengths,
+        returns=rng.normal(size=n).astype(np.float32),
+        prev_values=np.zeros(n, np.float32),
+        mask=np.ones(n, np.float32),
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "bert"])

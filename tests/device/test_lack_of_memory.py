@@ -20,7 +20,7 @@ from python_backend.models.modeling import load_critic, save_critic
 from python_backend.parallel.ranks import Ranks
 from python_backend.wire.training_payload import TrainPayload
 from tests.parallel.test_policy_ranks import batch_of, make, settings_of
-from tests.support.policy_training import TrainablePolicy, trainable_policy, update_of
+from tests.support.policy_training import TrainablePolicy, random_batch, rollout_of, trainable_policy, update_of
 from tests.support.ranks import on_ranks
 from tests.support.settings import trainer_section
 from trainer.critic_update import CriticUpdate
@@ -45,20 +45,11 @@ def make_policy(checkpoint: Path, **settings: Any) -> TrainablePolicy:
 
 
 def make_batch(seed: int) -> PPOBatch:
-    generator = torch.Generator().manual_seed(seed)
-    lengths, width = torch.tensor(LENGTHS), max(LENGTHS)
-    tokens = torch.randint(5, 30, (len(LENGTHS), width), generator=generator)
-    positions = torch.arange(width - 1)
-    mask = ((positions >= PROMPT - 1) & (positions < lengths[:, None] - 1)).float()
-    logprobs, ref, advantages = torch.randn(3, len(LENGTHS), width - 1, generator=generator) * mask
-    zeros = torch.zeros_like(mask)
-    return PPOBatch(tokens, lengths, mask, mask, logprobs - 2, ref - 2, advantages, zeros, zeros, zeros)
+    return random_batch(LENGTHS, prompt=PROMPT, seed=seed)
 
 
 def rollout() -> Rollout:
-    batch = make_batch(0)
-    prompt_lengths = torch.full((len(LENGTHS),), PROMPT)
-    return Rollout([], batch.tokens, batch.lengths, prompt_lengths, torch.ones(len(LENGTHS), dtype=torch.bool))
+    return rollout_of(make_batch(0), prompt=PROMPT)
 
 
 def needed(work: Callable[[], Any]) -> int:

@@ -33,7 +33,7 @@ from python_backend.parallel.ranks import Ranks
 from python_backend.serving.ranks.controller import ServingRanks
 from python_backend.serving.ranks.loaders import load_model
 from python_backend.wire.training_payload import TrainPayload
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, serving_ranks
 from tests.support.settings import nested
 from tools.plan.serving import served_role
 from tools.plan.training import generation_sizes, policy_role, trainer_role
@@ -47,9 +47,15 @@ CARD = 1
 PROMPT, RESPONSE, ROWS, BUDGET = 24, 40, 8, 256
 LONGEST = PROMPT + RESPONSE
 SHAPE = {
-    "vocab_size": 4096, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
 TOKENS = [np.full(LONGEST, 5 + i, np.int64) for i in range(ROWS)]  # distinct: a shared prompt is computed once
 LOADERS = {"reward": "load_reward", "critic": "load_critic", "reference": "load_language_model"}
 FOLDERS = {"reward": "reward", "critic": "critic", "reference": "policy"}
@@ -80,10 +86,18 @@ def config_of(
     scoring = {"token_budget": BUDGET, "workers": 1, "device": device, "dtype": precision}
     scoring |= {"tensor_parallel": tensor_parallel, "instances": 1}
     given = {
-        "rollout_size": ROWS, "minibatch_size": ROWS, "prompts_max_tokens": PROMPT, "max_new_tokens": RESPONSE,
-        "policy_checkpoint": root / "policy", "policy_token_budget": BUDGET, "policy_device": device,
-        "policy_precision": precision, "generation_batch_size": ROWS, "kl_coef": 0.1, **actor,
-    }  # fmt: skip
+        "rollout_size": ROWS,
+        "minibatch_size": ROWS,
+        "prompts_max_tokens": PROMPT,
+        "max_new_tokens": RESPONSE,
+        "policy_checkpoint": root / "policy",
+        "policy_token_budget": BUDGET,
+        "policy_device": device,
+        "policy_precision": precision,
+        "generation_batch_size": ROWS,
+        "kl_coef": 0.1,
+        **actor,
+    }
     training = {"token_budget": BUDGET, "global_batch_size": ROWS, "device": device, "precision": precision}
     sections = {
         "run": {"dir": root / "run", "share_cards": True},
@@ -156,12 +170,8 @@ def scored(model: Any) -> None:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ServingRanks]:
     """Two ranks with a card each; this process is rank 0."""
-    lost: list[str] = []
-    ranks = ServingRanks(2, f"cuda:{CARD}", 1, lost.append)
-    yield ranks
-    ranks.close()
-    torch.distributed.destroy_process_group()
-    assert not lost
+    with serving_ranks(f"cuda:{CARD}") as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("role", LOADERS)

@@ -15,6 +15,7 @@ from tiny_checkpoints import save_tiny
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.models.modeling import load_critic, save_critic
 from python_backend.serving.ranks.controller import ServingRanks
+from tests.support.ranks import serving_ranks
 
 FIRST_CARD = 4
 SWAP = 2.1  # times the weights: the served version, the next one, and one tensor of its file
@@ -25,12 +26,8 @@ ROWS = [np.arange(3, 3 + length) for length in (2, 9, 30)]
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ServingRanks]:
     """Two ranks, each with a card; this process is rank 0."""
-    lost: list[str] = []
-    ranks = ServingRanks(2, f"cuda:{FIRST_CARD}", 1, lost.append)
-    yield ranks
-    ranks.close()
-    torch.distributed.destroy_process_group()
-    assert not lost
+    with serving_ranks(f"cuda:{FIRST_CARD}") as ranks:
+        yield ranks
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from python_backend.models.language_model import load_language_model
 from python_backend.models.modeling import load_critic, save_critic
 from python_backend.models.output_head import head_logprobs
 from python_backend.wire.training_payload import TrainPayload
-from tests.support.policy_training import TrainablePolicy, trainable_policy, update_of
+from tests.support.policy_training import TrainablePolicy, random_batch, rollout_of, trainable_policy, update_of
 from tests.support.settings import trainer_section
 from trainer.critic_update import CriticUpdate
 from trainer.trained_critic import build_critic
@@ -45,22 +45,11 @@ def make_policy(checkpoint: Path, device: str = "cuda:2", **settings: Any) -> Tr
 
 
 def make_batch(*, shared: bool = False) -> PPOBatch:
-    generator = torch.Generator().manual_seed(0)
-    lengths, width = torch.tensor(LENGTHS), max(LENGTHS)
-    tokens = torch.randint(5, 30, (len(LENGTHS), width), generator=generator)
-    if shared:
-        tokens[:, :PROMPT] = tokens[0, :PROMPT]
-    positions = torch.arange(width - 1)
-    mask = ((positions >= PROMPT - 1) & (positions < lengths[:, None] - 1)).float()
-    logprobs, ref, advantages = torch.randn(3, len(LENGTHS), width - 1, generator=generator) * mask
-    zeros = torch.zeros_like(mask)
-    return PPOBatch(tokens, lengths, mask, mask, logprobs - 2, ref - 2, advantages, zeros, zeros, zeros)
+    return random_batch(LENGTHS, prompt=PROMPT, seed=0, shared=shared)
 
 
 def rollout() -> Rollout:
-    batch = make_batch()
-    prompt_lengths = torch.full((len(LENGTHS),), PROMPT)
-    return Rollout([], batch.tokens, batch.lengths, prompt_lengths, torch.ones(len(LENGTHS), dtype=torch.bool))
+    return rollout_of(make_batch(), prompt=PROMPT)
 
 
 def traced(work: Callable[[], Any]) -> Trace:

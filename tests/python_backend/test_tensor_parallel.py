@@ -25,6 +25,7 @@ from python_backend.parallel.tensor_parallel import RankGroup
 from python_backend.serving.ranks.controller import ServingRanks
 from python_backend.serving.ranks.loaders import load_model
 from python_backend.serving.ranks.process import Rank
+from tests.support.ranks import serving_ranks
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -41,12 +42,8 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ServingRanks]:
     """Two ranks on the CPU; this process is rank 0."""
-    lost: list[str] = []
-    ranks = ServingRanks(2, "cpu", 1, lost.append)
-    yield ranks
-    ranks.close()
-    torch.distributed.destroy_process_group()
-    assert not lost
+    with serving_ranks("cpu") as ranks:
+        yield ranks
 
 
 def random_rows(*lengths: int) -> list[np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import torch
 from actor.algorithms.kl_control import KLControl
 from actor.algorithms.methods import Method
 from actor.algorithms.shaping import RewardShaper
-from actor.data.rollout import Rollout
+from actor.data.rollout import PPOBatch, Rollout
 from actor.policy.checkpoint import RunState, check_checkpoint_of, restore
 from actor.policy.policy import Policy
 from actor.policy.update import PolicyUpdate
@@ -60,3 +61,24 @@ def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:
     state = check_checkpoint_of(run.policy, root / str(step))
     restore(root / str(step), state, run)
     return state
+
+
+def random_batch(lengths: Sequence[int], *, prompt: int, seed: int, shared: bool = False) -> PPOBatch:
+    """Return rows of `prompt` tokens each, the same in all rows if `shared`, and responses; all values are random."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    tokens = torch.randint(5, 30, (len(lengths), width), generator=generator)
+    if shared:
+        tokens[:, :prompt] = tokens[0, :prompt]
+    positions, ends = torch.arange(width - 1), torch.tensor(lengths)
+    mask = ((positions >= prompt - 1) & (positions < ends[:, None] - 1)).float()
+    logprobs, ref, advantages = torch.randn(3, len(lengths), width - 1, generator=generator) * mask
+    zeros = torch.zeros_like(mask)
+    return PPOBatch(tokens, ends, mask, mask, logprobs - 2, ref - 2, advantages, zeros, zeros, zeros)
+
+
+def rollout_of(batch: PPOBatch, *, prompt: int) -> Rollout:
+    """Return the finished rollout with the rows of a batch."""
+    num_rows = batch.tokens.shape[0]
+    finished = torch.ones(num_rows, dtype=torch.bool)
+    return Rollout([], batch.tokens, batch.lengths, torch.full((num_rows,), prompt), finished)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -9,9 +10,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from python_backend.parallel.sharding import whole
+from python_backend.serving.ranks.controller import ServingRanks
 from tools.server.ports import free_port
 
 Work = Callable[..., Any]
@@ -19,6 +22,17 @@ Work = Callable[..., Any]
 # torch's, so that it has no threads of torch's, which a fork would lose.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["trainer.sharded.update", "actor.run.policies"])
+
+
+@contextlib.contextmanager
+def serving_ranks(device: str) -> Iterator[ServingRanks]:
+    """Yield two ranks of served models; this process is rank 0. None may be lost."""
+    lost: list[str] = []
+    ranks = ServingRanks(2, device, 1, lost.append)
+    yield ranks
+    ranks.close()
+    torch.distributed.destroy_process_group()
+    assert not lost
 
 
 def whole_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -123,7 +123,7 @@ def install() -> None:
         "reset_peak_memory_stats": lambda device=None: simcuda.reset_peak(index_of(device)),
         "empty_cache": lambda: None,
         "default_generators": tuple(simcuda.default_generator(card) for card in range(NUM_CARDS)),
-    }  # fmt: skip
+    }
     for name, function in functions.items():
         _replace(name, function)
     torch.Tensor.record_stream = lambda tensor, stream: None

@@ -18,15 +18,50 @@ PROJECT = Path(__file__).resolve().parents[3]
 SOURCES = tuple(str(PROJECT / folder) for folder in ("actor", "trainer", "python_backend", "tools"))
 # Operators that launch nothing.
 VIEWS = {
-    "view", "as_strided", "slice", "select", "transpose", "t", "permute", "expand", "unsqueeze", "squeeze", "detach",
-    "alias", "_unsafe_view", "split", "split_with_sizes", "unbind", "_reshape_alias", "unfold", "empty", "empty_like",
-    "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_", "is_same_size", "diagonal", "chunk",
-    "_has_compatible_shallow_copy_type", "view_as_real", "record_stream", "_pin_memory", "is_pinned",
-}  # fmt: skip
+    "view",
+    "as_strided",
+    "slice",
+    "select",
+    "transpose",
+    "t",
+    "permute",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "detach",
+    "alias",
+    "_unsafe_view",
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "_reshape_alias",
+    "unfold",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+    "set_",
+    "is_same_size",
+    "diagonal",
+    "chunk",
+    "_has_compatible_shallow_copy_type",
+    "view_as_real",
+    "record_stream",
+    "_pin_memory",
+    "is_pinned",
+}
 # Operators whose result has a size that depends on the data, which the host must know.
 SIZED_BY_DATA = {
-    "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "equal", "bincount",
-}  # fmt: skip
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_consecutive",
+    "unique_dim",
+    "equal",
+    "bincount",
+}
 INDEXING = {"index", "index_put_", "index_put", "_unsafe_index", "_index_put_impl_"}
 
 _active = threading.local()
