@@ -66,15 +66,12 @@ def status(config: RunConfig) -> Iterator[str]:
     """Yield the lines of the state, read from the run's folder; only the server is asked, whether it is up and for the
     memory of its models on GPUs."""
     yield f"run       {config.run.identity} in {config.run.dir}" + (f": {_state(config)}" if config.has_actor else "")
-    server = _server(config)
-    yield f"server    {server}"
+    yield from _server(config)
     has_begun = (config.run.dir / SETTINGS_FILE).is_file()  # has what `tools run` measured for `auto`
     for role, section in config.served_sections.items():
         if has_begun and section.workers != "auto":
             size = f"{section.workers} workers x {section.threads} threads, token budget {section.token_budget}"
             yield f"          {role}: {size}"
-    if server.endswith("is up"):
-        yield from _cards(config)
     if config.has_actor:
         yield f"actor     {_actor(config)}"
     if config.serves_critic:
@@ -102,17 +99,15 @@ def _state(config: RunConfig) -> str:
     return f"not running; the next start begins with step {resumed + 1}"
 
 
-def _server(config: RunConfig) -> str:
+def _server(config: RunConfig) -> Iterator[str]:
+    """Yield where the server is, and if it is up, its models' memory on GPUs and how busy these are."""
     written = read_json(config.server_dir / "server.json") or {}
     url = str(written.get("http", config.server.http_url))
-    if url.endswith(":0"):
-        return "has not begun"
-    return f"http://{url} {'is up' if is_triton(url) else 'does not answer'}"
-
-
-def _cards(config: RunConfig) -> Iterator[str]:
-    """Yield the memory of each served instance on its GPU, and how busy the server's GPUs are."""
-    written = read_json(config.server_dir / "server.json") or {}
+    is_up = not url.endswith(":0") and is_triton(url)
+    state = f"http://{url} {'is up' if is_up else 'does not answer'}"
+    yield f"server    {'has not begun' if url.endswith(':0') else state}"
+    if not is_up:
+        return
     page = get_page(str(written.get("metrics", config.server.metrics_url)), "/metrics")
     instances: dict[str, dict[str, float]] = {}
     for name, instance, value in CARD_METRIC.findall(page):
