@@ -10,7 +10,7 @@ import asyncio
 import time
 from typing import Any
 
-from actor.algorithms.experience import check_failures, critic_payload, make_batch, sequence_kl
+from actor.algorithms.batch import check_failures, critic_payload, make_batch, sequence_kl
 from actor.data.compute import cancelled
 from actor.data.prompts import PromptError
 from actor.data.rollout import PPOBatch, ScoredRollout

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from actor.algorithms.advantages import kl_estimate, masked_sum, require_same_shape
-from actor.algorithms.ppo_loss import MOST_LOG_RATIO, policy_stats, ppo_policy_loss
+from actor.algorithms.losses import MOST_LOG_RATIO, policy_stats, ppo_policy_loss
 
 
 @dataclass(frozen=True)

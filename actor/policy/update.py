@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actor.algorithms.methods import Method
+from actor.algorithms.method import Method
 from actor.algorithms.policy_loss import kl_loss
 from actor.data.rollout import PPOBatch
 from actor.policy.policy import Policy

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from actor.algorithms.kl_control import KLControl
-from actor.algorithms.methods import Method
-from actor.algorithms.shaping import RewardShaper
+from actor.algorithms.kl import KLControl
+from actor.algorithms.method import Method
+from actor.algorithms.stages import RewardShaper
 from actor.data.compute import in_a_thread_of
 from actor.data.prompt_stream import PromptStream
 from actor.data.prompts import PromptReader, read_prompts

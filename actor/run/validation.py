@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actor.algorithms.advantages import explained_variance, response_mask
-from actor.algorithms.experience import score_returns, sequence_kl
+from actor.algorithms.batch import score_returns, sequence_kl
 from actor.data.compute import InThread
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
 from actor.policy.policy import Policy

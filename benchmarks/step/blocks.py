@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actor.algorithms.experience import critic_payload
+from actor.algorithms.batch import critic_payload
 from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
 from actor.data.step_inputs import StepInputs
 from actor.generation.engine import Generation, uniform_draws

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actor.algorithms.kl_control import KLControl
-from actor.algorithms.shaping import RewardShaper
+from actor.algorithms.kl import KLControl
+from actor.algorithms.stages import RewardShaper
 from actor.data.rollout import Prompt, Rollout, Scores
 from actor.policy.checkpoint import RunState, critic_steps, saved_steps
 from actor.policy.policy import Policy

@@ -1,4 +1,4 @@
-"""`actor.algorithms.experience`: what is masked reaches nothing, and the metrics carry the names that people chart."""
+"""`actor.algorithms.batch`: what is masked reaches nothing, and the metrics carry the names that people chart."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor.algorithms import experience
+from actor.algorithms import batch as batches
 from actor.algorithms.advantages import KL_KINDS, explained_variance
-from actor.algorithms.experience import (
+from actor.algorithms.batch import (
     TooManyFailed,
     check_failures,
     critic_payload,
@@ -21,7 +21,7 @@ from actor.algorithms.experience import (
     rollout_metrics,
     score_returns,
 )
-from actor.algorithms.methods import Method
+from actor.algorithms.method import Method
 from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
 from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
 from python_backend.wire.training_payload import train_payload
@@ -54,7 +54,7 @@ def method_of(**settings: Any) -> Method:
 def make_batch(scored: ScoredRollout, **settings: Any) -> PPOBatch:
     """The batch under these settings of the actor, of the bare scores."""
     actor = actor_section(**settings)
-    return experience.make_batch(
+    return batches.make_batch(
         scored,
         method_of(**settings),
         rewards=ShapedRewards(scored.scores.rewards),

@@ -27,7 +27,7 @@ import torch
 from test_bookkeeping import TinyPolicy
 from tiny_tokenizers import make_text_tokenizer
 
-import actor.algorithms.experience
+import actor.algorithms.batch
 import actor.run.parts
 from actor.data.rollout import Prompt, Rollout
 from actor.loop import PPORun
@@ -169,7 +169,7 @@ def test_the_loop_is_never_blocked_for_long(rows: int, width: int, tmp_path: Pat
     for name in ("set_experiment", "start_run", "log_metrics", "log_dict", "end_run"):
         setattr(mlflow, name, lambda *_, **__: callers.add(threading.get_ident()))
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    for module, name in ((os, "fsync"), (actor.algorithms.experience, "distinct_bigrams")):
+    for module, name in ((os, "fsync"), (actor.algorithms.batch, "distinct_bigrams")):
         monkeypatch.setattr(module, name, noted(getattr(module, name), callers))
     policy = InstantPolicy(width)
     update = types.SimpleNamespace(run=lambda batch, **_: {})

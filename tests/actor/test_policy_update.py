@@ -17,9 +17,9 @@ from policy_training import load_checkpoint, states
 from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
-from actor.algorithms import experience
+from actor.algorithms import batch as batches
 from actor.algorithms.advantages import KL_KINDS
-from actor.algorithms.methods import ALGORITHMS
+from actor.algorithms.method import ALGORITHMS
 from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, ShapedRewards
 from actor.policy.checkpoint import save_checkpoint, saved_steps
 from actor.policy.policy import Policy
@@ -143,7 +143,7 @@ def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoin
         )
         scored = ScoredRollout(rollout, scores, rows.logprobs, rows.ref_logprobs, torch.full_like(rows.mask, weight))
         update = update_of(policy)
-        batch = experience.make_batch(
+        batch = batches.make_batch(
             scored, update._method, rewards=ShapedRewards(scores.rewards), kl_coef=0.1, responses_per_prompt=2
         )
         stats[weight, with_terms] = update.run(batch, seed=0, kl_coef=0.1 if with_terms else 0.0)

@@ -1,4 +1,4 @@
-"""`actor.algorithms.ppo_loss` and `python_backend.models.logprobs` against hand-worked numbers and obvious loops.
+"""`actor.algorithms.losses` and `python_backend.models.logprobs` against hand-worked numbers and obvious loops.
 Given nothing but tensors made here, in float64 where a tolerance would hide a mistake.
 Public vectors are quoted as numbers, with the file that published them beside each.
 """
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actor.algorithms.ppo_loss import ppo_policy_loss
+from actor.algorithms.losses import ppo_policy_loss
 from python_backend.models.logprobs import sampling_entropy, target_logprobs
 
 close = torch.testing.assert_close

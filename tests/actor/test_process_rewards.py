@@ -16,9 +16,9 @@ from torch import Tensor
 
 from actor.algorithms.advantages import response_mask
 from actor.algorithms.baselines import process_supervision
-from actor.algorithms.experience import make_batch, process_metrics, rollout_metrics, score_returns
-from actor.algorithms.methods import Method
-from actor.algorithms.shaping import RewardShaper
+from actor.algorithms.batch import make_batch, process_metrics, rollout_metrics, score_returns
+from actor.algorithms.method import Method
+from actor.algorithms.stages import RewardShaper
 from actor.data.prompts import PromptError
 from actor.data.rollout import ProcessRewards, Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
 from actor.run.validation import explained

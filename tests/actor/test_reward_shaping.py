@@ -1,4 +1,4 @@
-"""`actor.algorithms.shaping` and `kl_control`: each step by hand, running statistics against the whole history."""
+"""`actor.algorithms.stages` and `kl_control`: each step by hand, running statistics against the whole history."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor.algorithms.kl_control import KLControl
-from actor.algorithms.shaping import RewardShaper, RunningMoments
+from actor.algorithms.kl import KLControl
+from actor.algorithms.stages import RewardShaper, RunningMoments
 from actor.data.rollout import Rollout
 from tests.support.settings import actor_section
 

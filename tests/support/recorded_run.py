@@ -10,10 +10,10 @@ import torch
 from live_system import make_tokenizer
 from safetensors.torch import save_file
 
-from actor.algorithms.experience import make_batch
-from actor.algorithms.kl_control import KLControl
-from actor.algorithms.methods import Method
-from actor.algorithms.shaping import RewardShaper
+from actor.algorithms.batch import make_batch
+from actor.algorithms.kl import KLControl
+from actor.algorithms.method import Method
+from actor.algorithms.stages import RewardShaper
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
 from actor.policy.checkpoint import RunState
 from actor.run.recorder import Bookkeeper

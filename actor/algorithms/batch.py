@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from actor.algorithms.advantages import explained_variance, kl_estimate, masked_mean, masked_whiten, response_mask
-from actor.algorithms.methods import Episodes, Method, returns_to_go
+from actor.algorithms.method import Episodes, Method, returns_to_go
 from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, ShapedRewards
 from python_backend.errors import RlhfError
 from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
