@@ -1,4 +1,4 @@
-"""Builds the training batch for policy and critic from a scored rollout, and computes the rollout metrics."""
+"""Builds the training batch for policy and critic from a scored rollout."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actor.algorithms.advantages import explained_variance, kl_estimate, masked_mean, masked_whiten, response_mask
-from actor.algorithms.method import Episodes, Method, returns_to_go
+from actor.algorithms.advantages import masked_whiten, response_mask
+from actor.algorithms.inputs import AdvantageInputs
+from actor.algorithms.kl import kl_estimate
+from actor.algorithms.method import Method
+from actor.algorithms.reinforce_plus_plus import advantage as returns_to_go
 from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, ShapedRewards
 from python_backend.errors import RlhfError
 from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
@@ -23,7 +26,7 @@ def make_batch(
     """Return the training batch of a rollout, with advantages and returns; rows without a score are masked out.
 
     Args:
-        rewards: scores shaped by `RewardShaper`.
+        rewards: scores after `RewardShaper`.
         kl_coef: KL coefficient of this step.
         responses_per_prompt: number of consecutive rows that share a prompt.
     """
@@ -33,8 +36,9 @@ def make_batch(
     kl = _token_kl(scored, mask, method)
     prev_values = torch.where(mask > 0, scores.values[:, :-1], 0.0)
     learned = scores.scored & rollout.is_end if method.mask_unfinished else scores.scored
+    learned = learned if rewards.learned is None else learned & rewards.learned
     penalty = torch.zeros_like(mask) if kl is None or method.kl_in_loss else kl_coef * kl
-    episodes = Episodes(
+    inputs = AdvantageInputs(
         rewards.outcome,
         penalty,
         prev_values,
@@ -42,10 +46,12 @@ def make_batch(
         rollout.lengths,
         torch.arange(len(mask)) // responses_per_prompt,
         learned,
+        method.gamma,
+        method.lam,
         None if rewards.steps is None else rewards.steps[:, 1:],  # index t is given for token t, position t - 1
         None if scores.process is None else scores.process.ends[:, 1:],
     )
-    advantages, returns = method.algorithm.advantages(episodes, method.gamma, method.lam)
+    advantages, returns = method.advantage(inputs)
     weights = learned_mask = mask * learned[:, None]
     if method.sequence_mean:
         weights = weights / mask.sum(-1, keepdim=True).clamp(min=1)
@@ -60,8 +66,10 @@ def make_batch(
         returns * mask,
         prev_values,
         kl,
-        returns_to_go(episodes, method.gamma, 1.0)[1] if scores.has_values else None,
+        returns_to_go(inputs)[1] if scores.has_values else None,
         scored.importance,
+        inputs.groups,
+        scores.versions,
     )
 
 
@@ -113,89 +121,12 @@ def check_failures(scores: Scores, max_failed_fraction: float) -> None:
         )
 
 
-def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -> dict[str, float]:
-    """Return the `train_rollouts/…` metrics of one step: means over scored rows or response tokens."""
-    scores = scored.scores
-    rewards = scores.rewards[scores.scored]
-    metrics = {**text_metrics(scored.rollout, scores), "kl_coef": kl_coef}
-    distance = sequence_kl(scored, batch.mask)
-    if batch.kl is not None and distance is not None:
-        kl_sum = (batch.kl * batch.mask).sum(-1)[scores.scored]
-        metrics |= {
-            "init_policy_kl": float(masked_mean(batch.kl, batch.mask)),
-            "init_policy_kl_per_sequence": distance,
-            "rewards_with_kl": float((rewards - kl_coef * kl_sum).mean()),
-        }
-    ours, theirs = scored.logprobs, scored.rollout.logprobs
-    if ours is not None and theirs is not None and ours is not theirs:
-        gap = torch.where(batch.mask > 0, ours - theirs, 0.0).abs()
-        metrics |= {
-            "generation_logprob_gap": float(masked_mean(gap, batch.mask)),
-            "generation_logprob_gap_max": float(gap.max()),
-        }
-    charted = {"advantages": (batch.advantages, batch.policy_weights > 0), "returns": (batch.returns, batch.mask)}
-    if batch.rewards_to_go is not None:
-        charted["values"] = batch.prev_values, batch.mask
-        metrics |= {
-            # Not `returns`: with lam below 1 they contain the values, so even an untrained critic would score well.
-            "explained_variance": float(explained_variance(batch.prev_values, batch.rewards_to_go, batch.mask)),
-            "weights_version": float(scores.versions.max()),
-            "weights_version_min": float(scores.versions[scores.scored].min()),
-        }
-    for name, (tensor, mask) in charted.items():
-        mean = masked_mean(tensor, mask)
-        metrics[f"{name}_mean"] = float(mean)
-        metrics[f"{name}_std"] = float(masked_mean((tensor - mean) ** 2, mask).sqrt())
-    return {f"train_rollouts/{name}": value for name, value in metrics.items()}
-
-
-def text_metrics(rollout: Rollout, scores: Scores) -> dict[str, float]:
-    """Return metrics of any rollout, training or validation: lengths, rewards of scored rows, diversity."""
-    rewards = scores.rewards[scores.scored]
-    metrics = {
-        "rollout_size": float(len(scores.scored)),
-        "response_lengths": float(rollout.lengths.float().mean()),
-        "prompt_lengths": float(rollout.prompt_lengths.float().mean()),
-        "generation_length": float((rollout.lengths - rollout.prompt_lengths).float().mean()),
-        "rewards": float(rewards.mean()),
-        "rewards_std": float(rewards.std(correction=0)),
-        "fraction_of_samples_properly_ended": float(rollout.is_end.float().mean()),
-        "masked_samples": float((~scores.scored).sum()),
-        "distinct2": distinct_bigrams(rollout),
-    }
-    if scores.reward_version is not None:
-        metrics["reward_version"] = float(scores.reward_version)
-    metrics |= process_metrics(scores)
-    for name, component in scores.components.items():
-        finite = component[torch.isfinite(component)]
-        if finite.numel():  # a reward that failed on every row has no mean
-            metrics[f"reward_{name}"] = float(finite.mean())
-    return metrics
-
-
-def process_metrics(scores: Scores) -> dict[str, float]:
-    """Return the mean reward of a step and the mean number of steps of scored rows; empty without process rewards."""
-    if scores.process is None or not scores.scored.any():
-        return {}
-    ends = scores.process.ends[scores.scored]
-    steps = scores.process.rewards[scores.scored][ends]
-    return {"process_rewards": float(steps.mean()), "steps_per_response": float(ends.sum(-1).float().mean())}
-
-
 def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float | None:
     """Return the mean KL per sequence (summed k1, nats) over scored rows; None without reference log-probs."""
     if scored.logprobs is None or scored.ref_logprobs is None:
         return None
     signed = torch.where(mask > 0, scored.logprobs - scored.ref_logprobs, 0.0).sum(-1)
     return float(signed[scored.scores.scored].mean())
-
-
-def distinct_bigrams(rollout: Rollout) -> float:
-    """Return the share of distinct token bigrams in all responses; it drops early when the policy collapses."""
-    tokens, first = rollout.tokens, torch.arange(rollout.tokens.shape[1] - 1)
-    is_pair = (first >= rollout.prompt_lengths[:, None]) & (first + 1 < rollout.lengths[:, None])
-    pairs = (tokens[:, :-1] * (tokens.max() + 1) + tokens[:, 1:])[is_pair].numpy()
-    return np.unique(pairs).size / max(1, pairs.size)
 
 
 def score_returns(scores: Scores, rollout: Rollout) -> tuple[Tensor, Tensor]:

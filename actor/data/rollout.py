@@ -103,6 +103,9 @@ class ShapedRewards:
 
     outcome: Tensor  # float32 [B], given at the end of each response
     steps: Tensor | None = None  # float32 [B, S], given at token t by a process reward; None without one
+    learned: Tensor | None = (
+        None  # bool [B], rows that the policy may learn from; the critic learns from all; None: all
+    )
 
 
 @dataclass(frozen=True)
@@ -180,3 +183,5 @@ class PPOBatch:
     kl: Tensor | None  # float32 [B, S-1], KL estimate per token, not multiplied by kl_coef; None if not measured
     rewards_to_go: Tensor | None = None  # float32 [B, S-1], Monte-Carlo returns; None without a critic
     importance: Tensor | None = None  # float32 [B, S-1], factor of each token's policy loss alone; None: 1
+    groups: Tensor | None = None  # int64 [B], equal for responses to the same prompt; None: all different
+    versions: Tensor | None = None  # int64 [B], version of the critic that scored the row; None or -1 without a critic

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from actor.algorithms.batch import process_metrics, rollout_metrics, text_metrics
+from actor.algorithms.rollout_metrics import process_metrics, rollout_metrics, text_metrics
 from actor.data.rollout import PPOBatch, ScoredRollout, Scores
 from actor.policy.checkpoint import (
     RunState,
