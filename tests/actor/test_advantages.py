@@ -4,7 +4,6 @@ Public vectors are quoted as numbers, with the file that published them beside e
 """
 
 import math
-import typing
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actor.algorithms import advantages as adv
-from python_backend.config import KLSection
 
 close = torch.testing.assert_close
 property_test = settings(max_examples=40)
@@ -74,39 +72,6 @@ def test_mask_refuses_impossible_lengths(prompt: int, length: int, num_tokens: i
 def test_mask_refuses_wrong_shapes():
     with pytest.raises(ValueError, match=r"must both be \[B\]"):
         adv.response_mask(torch.tensor([[1]]), torch.tensor([[2]]), 5)
-
-
-# kl_estimate
-
-
-def test_kl_golden():
-    logprobs, ref = f64([[-1.0, -2.0, -3.0]]), f64([[-1.0, -3.0, -1.0]])  # d = 0, 1, -2
-    expected = {
-        "k1": [0.0, 1.0, -2.0],
-        "abs": [0.0, 1.0, 2.0],
-        "k2": [0.0, 0.5, 2.0],
-        "k3": [0.0, math.exp(-1), math.exp(2) - 3],
-    }
-    assert set(expected) == set(adv.KL_KINDS), "golden numbers for every kind"
-    offered = typing.get_args(typing.get_type_hints(KLSection)["estimator"])
-    assert {*offered} == {"auto", *adv.KL_KINDS}
-    for kind, numbers in expected.items():
-        close(adv.kl_estimate(logprobs, ref, kind), f64([numbers]))
-
-
-def test_k1_and_k3_have_the_mean_of_the_true_kl():
-    p, q = f64([0.5, 0.3, 0.2]), f64([0.2, 0.2, 0.6])
-    exact = float((p * (p / q).log()).sum())
-    for kind in ("k1", "k3"):  # the expectation over the three symbols is exact: no sampling needed
-        estimates = adv.kl_estimate(p.log()[None], q.log()[None], kind)
-        assert float((p * estimates).sum()) == pytest.approx(exact, abs=1e-12)
-
-
-def test_kl_refuses_unknown_kinds_and_shapes():
-    with pytest.raises(ValueError, match=r"kl_estimator.*'k4'"):
-        adv.kl_estimate(torch.zeros(1, 3), torch.zeros(1, 3), "k4")
-    with pytest.raises(ValueError, match="ref_logprobs"):
-        adv.kl_estimate(torch.zeros(1, 3), torch.zeros(1, 2), "k1")
 
 
 # token_rewards

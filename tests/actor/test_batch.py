@@ -12,55 +12,21 @@ import torch
 from torch import Tensor
 
 from actor.algorithms import batch as batches
-from actor.algorithms.advantages import KL_KINDS, explained_variance
+from actor.algorithms.advantages import explained_variance
 from actor.algorithms.batch import (
     TooManyFailed,
     check_failures,
     critic_payload,
-    distinct_bigrams,
-    rollout_metrics,
     score_returns,
 )
-from actor.algorithms.method import Method
-from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
+from actor.algorithms.rollout_metrics import distinct_bigrams, rollout_metrics
+from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, ShapedRewards
+from python_backend.config.algorithms import KL_ESTIMATORS
 from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
 from python_backend.wire.training_payload import train_payload
-from tests.support.settings import actor_section
+from tests.support.scored_rollout import LENGTHS, PROMPT_LENGTHS, WIDTH, make_batch, method_of, scored_rollout
 
 SETTINGS: dict[str, Any] = {"kl_coef": 0.1, "kl_estimator": "k1"}
-PROMPT_LENGTHS, LENGTHS, WIDTH = [2, 1, 3, 2], [5, 4, 6, 3], 6
-
-
-def scored_rollout(*, scored: list[bool] | None = None, seed: int = 0) -> ScoredRollout:
-    """Four rows of different lengths; row 1 did not end."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1, 30, (4, WIDTH), generator=generator)
-    prompts = [Prompt(str(i), "", tokens[i, :n].numpy()) for i, n in enumerate(PROMPT_LENGTHS)]
-    is_end = torch.tensor([True, False, True, True])
-    rollout = Rollout(prompts, tokens, torch.tensor(LENGTHS), torch.tensor(PROMPT_LENGTHS), is_end)
-    ok = torch.tensor(scored or [True] * 4)
-    rewards = torch.where(ok, torch.tensor([1.0, 2.0, -1.0, 0.5]), 0.0)
-    values = torch.randn(4, WIDTH, generator=generator) * ok[:, None]
-    scores = Scores(rewards, values, torch.where(ok, 7, -1), ok, [] if ok.all() else ["503"])
-    logprobs = -torch.rand(2, 4, WIDTH - 1, generator=generator)
-    return ScoredRollout(rollout, scores, logprobs[0], logprobs[1])
-
-
-def method_of(**settings: Any) -> Method:
-    actor = actor_section(**settings)
-    return Method.of(actor.algorithm, actor.kl)
-
-
-def make_batch(scored: ScoredRollout, **settings: Any) -> PPOBatch:
-    """The batch under these settings of the actor, of the bare scores."""
-    actor = actor_section(**settings)
-    return batches.make_batch(
-        scored,
-        method_of(**settings),
-        rewards=ShapedRewards(scored.scores.rewards),
-        kl_coef=actor.kl.coef,
-        responses_per_prompt=actor.algorithm.responses_per_prompt,
-    )
 
 
 def poison(scored: ScoredRollout, where: Tensor, **changes: float) -> ScoredRollout:
@@ -154,7 +120,7 @@ def test_a_critic_that_knows_nothing_explains_nothing():
     torch.testing.assert_close(batch.rewards_to_go, exact.returns)
 
 
-@pytest.mark.parametrize("kind", KL_KINDS)
+@pytest.mark.parametrize("kind", KL_ESTIMATORS)
 def test_banned_tokens_outside_the_mask_never_leak(kind: str):
     """A prompt or its padding may hold tokens that sampling forbids: their log-probs are -inf."""
     scored, settings = scored_rollout(), {**SETTINGS, "kl_estimator": kind}
@@ -311,6 +277,15 @@ def test_a_penalty_in_the_loss_is_not_in_the_advantages(algorithm: str):
     assert_same(one, other)
     charged = make_batch(scored_rollout(), **{**settings, "kl_penalty_in": "reward"}, kl_coef=5.0)
     assert not torch.allclose(charged.advantages, one.advantages)
+
+
+def test_a_stage_leaves_rows_out_of_the_policys_update_alone():
+    scored = scored_rollout()
+    rewards = ShapedRewards(scored.scores.rewards, learned=torch.tensor([True, True, False, True]))
+    batch = batches.make_batch(scored, method_of(**SETTINGS), rewards=rewards, kl_coef=0.1)
+    assert batch.policy_weights.any(-1).tolist() == [True, False, False, True]  # row 1 did not end
+    assert batch.mask.any(-1).all()
+    assert torch.equal(batch.returns, make_batch(scored, **SETTINGS).returns)
 
 
 def test_rloo_by_hand():

@@ -18,11 +18,10 @@ from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
 from actor.algorithms import batch as batches
-from actor.algorithms.advantages import KL_KINDS
-from actor.algorithms.method import ALGORITHMS
 from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, ShapedRewards
 from actor.policy.checkpoint import save_checkpoint, saved_steps
 from actor.policy.policy import Policy
+from python_backend.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from tests.support.policy_training import trainable_policy, update_of
 
 LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
@@ -228,7 +227,7 @@ def test_a_minibatch_that_moved_too_far_ends_the_update(checkpoint: Path):
         torch.testing.assert_close(updated(make_policy(checkpoint, minibatch_size=3), part)[1], weights)
 
 
-@pytest.mark.parametrize("kind", sorted({*KL_KINDS} - {"k1"}))  # k1 has no gradient in expectation
+@pytest.mark.parametrize("kind", sorted({*KL_ESTIMATORS} - {"k1"}))  # k1 has no gradient in expectation
 def test_a_penalty_in_the_loss_pulls_towards_the_reference(checkpoint: Path, kind: str):
     """Advantages of 0, and a reference that likes these tokens more: the penalty alone makes them likelier."""
     settings = {"kl_penalty_in": "loss", "kl_estimator": kind, "algorithm_name": "reinforce++"}

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from actor.algorithms.advantages import response_mask
 from actor.algorithms.baselines import process_supervision
-from actor.algorithms.batch import make_batch, process_metrics, rollout_metrics, score_returns
+from actor.algorithms.batch import make_batch, score_returns
 from actor.algorithms.method import Method
+from actor.algorithms.rollout_metrics import process_metrics, rollout_metrics
 from actor.algorithms.stages import RewardShaper
 from actor.data.prompts import PromptError
 from actor.data.rollout import ProcessRewards, Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
@@ -56,7 +57,7 @@ def batch(sample: ScoredRollout, name: str, **changes: Any) -> Any:
         kl_coef=0.0,
         **changes,
     )
-    rewards = RewardShaper(actor.rewards, max_new_tokens=8).shape_scores(sample.scores, sample.rollout)
+    rewards = RewardShaper(actor.rewards, max_new_tokens=8).shape(sample.scores, sample.rollout)
     method = Method.of(actor.algorithm, actor.kl)
     return make_batch(
         sample, method, rewards=rewards, kl_coef=0.0, responses_per_prompt=actor.algorithm.responses_per_prompt
@@ -139,7 +140,7 @@ def test_process_supervision_refuses_other_shapes():
 
 def shaped(sample: ScoredRollout, **changes: Any) -> ShapedRewards:
     actor = actor_section(max_new_tokens=10, **changes)
-    return RewardShaper(actor.rewards, max_new_tokens=10).shape_scores(sample.scores, sample.rollout)
+    return RewardShaper(actor.rewards, max_new_tokens=10).shape(sample.scores, sample.rollout)
 
 
 def steps_of(found: ShapedRewards) -> Tensor:
