@@ -59,7 +59,7 @@ def test_the_documented_advantage(documented: Path):
 
 LOSSES = [
     ("return inputs.mean(inputs.logprobs) * float('nan'), {}", NotFinite, "returned nan at optimizer step 0"),
-    ("return inputs.logprobs, {}", RlhfError, r"returned a tensor of shape \(2, 6\), but it must return \(loss, met"),
+    ("return inputs.logprobs, {}", RlhfError, r"returned a tensor of shape \(2, 6\), but it must return \(loss"),
     (
         "return inputs.mean(inputs.logprobs)",
         RlhfError,
