@@ -35,7 +35,7 @@ def make_batch(
     mask = mask * scores.scored[:, None]
     kl = _token_kl(scored, mask, method)
     prev_values = torch.where(mask > 0, scores.values[:, :-1], 0.0)
-    learned = scores.scored & rollout.is_end if method.mask_unfinished else scores.scored
+    learned = scores.scored & rollout.is_end if method.settings.mask_unfinished else scores.scored
     learned = learned if rewards.learned is None else learned & rewards.learned
     penalty = torch.zeros_like(mask) if kl is None or method.kl_in_loss else kl_coef * kl
     inputs = AdvantageInputs(
@@ -46,8 +46,8 @@ def make_batch(
         rollout.lengths,
         torch.arange(len(mask)) // responses_per_prompt,
         learned,
-        method.gamma,
-        method.lam,
+        method.settings.gamma,
+        method.settings.lam,
         None if rewards.steps is None else rewards.steps[:, 1:],  # index t is given for token t, position t - 1
         None if scores.process is None else scores.process.ends[:, 1:],
     )

@@ -21,18 +21,19 @@ logger = logging.getLogger(__name__)
 class Method:
     """An algorithm with its settings resolved from the configuration."""
 
+    settings: AlgorithmSection
     advantage: Advantage
     loss: Loss
-    own_loss: str | None  # `path/to/file.py:name` of a user's loss
-    gamma: float
-    lam: float
+    clip: ClipRange
     whitens: bool
     kl_estimator: str
     kl_in_loss: bool
     sequence_mean: bool
-    mask_unfinished: bool
-    clip: ClipRange
-    entropy_bonus: float
+
+    @property
+    def own_loss(self) -> str | None:
+        """The user's loss, `path/to/file.py:name`; None if the loss is a built-in one."""
+        return None if self.settings.loss_name in LOSSES else self.settings.loss_name
 
     @classmethod
     def of(cls, settings: AlgorithmSection, kl: KLSection) -> Method:
@@ -40,32 +41,24 @@ class Method:
 
         Raises: FunctionError if a user's function cannot be imported.
         """
-        defaults, own_advantage, loss_name = settings.defaults, settings.advantage != "auto", settings.loss_name
-        own_loss = None if loss_name in LOSSES else loss_name
-        advantage = import_function(settings.advantage if own_advantage else defaults.advantage)
-        loss = import_function(LOSSES.get(loss_name, loss_name))
+        s, defaults = settings, settings.defaults
+        advantage = import_function(defaults.advantage if s.advantage == "auto" else s.advantage)
+        loss = import_function(LOSSES.get(s.loss_name, s.loss_name))
         kl_in = defaults.kl_in if kl.penalty_in == "auto" else kl.penalty_in
-        kl_estimator = kl.estimator
-        if kl_estimator == "auto":
-            kl_estimator = "k3" if kl_in == "loss" else "abs"
-        if (kl_in, kl_estimator) == ("loss", "k1"):
+        by_place = "k3" if kl_in == "loss" else "abs"
+        method = cls(
+            s,
+            advantage if s.advantage == "auto" else checked_advantage(s.advantage, advantage),
+            loss if s.loss_name in LOSSES else checked_loss(s.loss_name, loss),
+            ClipRange(s.clip_ratio, s.clip_ratio if s.clip_ratio_high is None else s.clip_ratio_high, s.dual_clip),
+            whitens=defaults.whitens if s.whiten_advantages is None else s.whiten_advantages,
+            kl_estimator=by_place if kl.estimator == "auto" else kl.estimator,
+            kl_in_loss=kl_in == "loss",
+            sequence_mean=(defaults.loss_mean if s.loss_mean == "auto" else s.loss_mean) == "sequence",
+        )
+        if method.kl_in_loss and method.kl_estimator == "k1":
             logger.warning(
                 "actor.kl.estimator: k1 in the loss has an expected gradient of 0 and penalises nothing; use k2 or k3, "
                 "or actor.kl.penalty_in: reward"
             )
-        loss_mean = defaults.loss_mean if settings.loss_mean == "auto" else settings.loss_mean
-        high = settings.clip_ratio if settings.clip_ratio_high is None else settings.clip_ratio_high
-        return cls(
-            advantage=checked_advantage(settings.advantage, advantage) if own_advantage else advantage,
-            loss=checked_loss(own_loss, loss) if own_loss else loss,
-            own_loss=own_loss,
-            gamma=settings.gamma,
-            lam=settings.lam,
-            whitens=defaults.whitens if settings.whiten_advantages is None else settings.whiten_advantages,
-            kl_estimator=kl_estimator,
-            kl_in_loss=kl_in == "loss",
-            sequence_mean=loss_mean == "sequence",
-            mask_unfinished=settings.mask_unfinished,
-            clip=ClipRange(settings.clip_ratio, high, settings.dual_clip),
-            entropy_bonus=settings.entropy_bonus,
-        )
+        return method

@@ -19,17 +19,16 @@ def checked_advantage(spec: str, function: Callable[..., Any]) -> Advantage:
     """
 
     def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-        found = _called("advantage", spec, function, inputs)
-        shape = tuple(inputs.mask.shape)
-        if not isinstance(found, tuple) or [_shape(part) for part in found] != [shape, shape]:
-            raise _wrong("advantage", spec, found, f"(advantages, returns), two tensors of shape {shape}")
-        for name, tensor in zip(("advantages", "returns"), found, strict=True):
-            if bad := int((~torch.isfinite(tensor) & (inputs.mask > 0)).sum()):
-                raise FunctionError(
-                    f"actor.algorithm.advantage: {spec} returned {name} that are not finite ({bad} tokens)"
-                )
-        advantages, returns = (tensor.detach().to(inputs.mask.dtype) for tensor in found)
-        return advantages.masked_fill(inputs.mask == 0, 0.0), returns.masked_fill(inputs.mask == 0, 0.0)
+        shape, outside = tuple(inputs.mask.shape), inputs.mask == 0
+        expected = f"(advantages, returns), two tensors of shape {shape} that are finite inside the mask"
+
+        def is_valid(found: Any) -> bool:
+            shapes = [_shape(part) for part in found] if isinstance(found, tuple) else []
+            return shapes == [shape, shape] and all(bool((outside | part.isfinite()).all()) for part in found)
+
+        found = _checked(f"actor.algorithm.advantage: {spec}", function, inputs, is_valid, expected)
+        advantages, returns = (part.detach().to(inputs.mask).masked_fill(outside, 0.0) for part in found)
+        return advantages, returns
 
     return advantage
 
@@ -39,38 +38,46 @@ def checked_loss(spec: str, function: Callable[..., Any]) -> Loss:
 
     It raises FunctionError unless the result is (loss, metrics): a scalar with a gradient, and a mapping of scalars.
     """
+    expected = (
+        "(loss, metrics), a scalar tensor that depends on inputs.logprobs, and a mapping of names to scalar tensors"
+    )
+
+    def is_valid(found: Any) -> bool:
+        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
+            return False
+        value, metrics = found
+        return all(_shape(scalar) == () for scalar in (value, *metrics.values())) and value.requires_grad
 
     def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        found = _called("loss", spec, function, inputs)
-        expected = "(loss, metrics), a scalar tensor and a mapping of names to scalar tensors"
-        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
-            raise _wrong("loss", spec, found, expected)
-        value, metrics = found
-        if any(_shape(scalar) != () for scalar in (value, *metrics.values())):
-            raise _wrong("loss", spec, (value, *metrics.values()), expected)
-        if not value.requires_grad:
-            raise FunctionError(f"actor.algorithm.loss: {spec} returned a loss that does not depend on inputs.logprobs")
+        value, metrics = _checked(f"actor.algorithm.loss: {spec}", function, inputs, is_valid, expected)
         return value, {str(name): scalar.detach().to(value) for name, scalar in metrics.items()}
 
     return loss
 
 
-def _called(key: str, spec: str, function: Callable[..., Any], inputs: Any) -> Any:
+def _checked(
+    named: str, function: Callable[..., Any], inputs: Any, is_valid: Callable[[Any], bool], expected: str
+) -> Any:
     try:
-        return function(inputs)
+        found = function(inputs)
     except torch.OutOfMemoryError:  # is repeated in smaller micro-batches
         raise
     except Exception as error:  # user code
-        raise FunctionError(f"actor.algorithm.{key}: {spec} failed: {describe(error)}") from error
+        raise FunctionError(f"{named} failed: {describe(error)}") from error
+    if not is_valid(found):
+        raise FunctionError(f"{named} returned {_described(found)}, but it must return {expected}")
+    return found
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
-def _wrong(key: str, spec: str, found: Any, expected: str) -> FunctionError:
-    parts = found if isinstance(found, tuple) else (found,)
-    got = ", ".join(
-        f"a tensor of shape {_shape(part)}" if isinstance(part, Tensor) else f"{part!r:.60}" for part in parts
-    )
-    return FunctionError(f"actor.algorithm.{key}: {spec} returned {got}, but it must return {expected}")
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {_shape(value)}" + (
+            "" if value.isfinite().all() else " with values that are not finite"
+        )
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_described(part)}" for name, part in value.items()) + "}"
+    return ", ".join(map(_described, value)) if isinstance(value, tuple) else f"{value!r:.60}"

@@ -156,7 +156,9 @@ class PolicyUpdate:
         model_inputs, placed = policy.placed(policy.model, tokens, lengths, parts["policy_weights"], *parts.values())
         part = dict(zip(parts, placed, strict=True))
         advantages, weights = part["advantages"], part["policy_weights"]
-        logprobs, entropies = policy.logprobs_of(policy.model, model_inputs, with_entropy=method.entropy_bonus > 0)
+        logprobs, entropies = policy.logprobs_of(
+            policy.model, model_inputs, with_entropy=method.settings.entropy_bonus > 0
+        )
         # If the rollout is a single minibatch, the policy is still the one that sampled it, so the ratio is exactly 1.
         # Log-probs that were computed for the KL are not used here, so that measuring it does not change the update.
         old = logprobs.detach() if self._is_one_update else part.get("logprobs", logprobs.detach())
@@ -184,7 +186,7 @@ class PolicyUpdate:
             loss = loss + penalty
             stats["scaled_kl"] = penalty.detach() * total
         if entropies is not None:
-            bonus = method.entropy_bonus * (entropies * weights).sum() / total
+            bonus = method.settings.entropy_bonus * (entropies * weights).sum() / total
             loss = loss - bonus
             stats["scaled_entropy"] = bonus.detach() * total
         return loss, stats

@@ -24,8 +24,7 @@ from actor.policy.checkpoint import (
     saved_steps,
     set_aside,
 )
-from actor.run.metrics import Metric, MetricsLog, Text, finite
-from actor.run.prometheus import ActorMetrics
+from actor.run.metrics import ActorMetrics, Metric, MetricsLog, Text, finite
 from actor.run.staleness import VersionSteps, staleness_metrics
 from actor.run.trackers import Trackers
 from actor.run.validation import Validation, explained, samples

@@ -100,9 +100,6 @@ def test_token_rewards_leave_their_arguments_alone():
 @pytest.mark.parametrize(
     ("rewards", "kl", "lengths", "kl_coef", "message"),
     [
-        ([1.0], [[0.0]], [2], -0.1, "kl_coef.*-0.1"),
-        ([1.0], [[0.0]], [2], math.nan, "kl_coef.*nan"),
-        ([1.0], [[0.0, 0.0]], [4], 0.1, "lengths.*S = 3, got 4"),
         ([[1.0]], [[0.0]], [2], 0.1, r"rewards.*\(1, 1\)"),
         ([1.0], [[0.0]], [2, 2], 0.1, r"lengths.*\(2,\)"),
         ([1.0], [[]], [1], 0.1, r"kl must.*\(1, 0\)"),
@@ -254,14 +251,6 @@ def test_padding_to_a_longer_width_never_matters(seed: int, batch: int, width: i
     result, returns = adv.gae(values, rewards, mask, gamma=0.9, lam=0.8)
     wide_result, wide_returns = adv.gae(*wide, gamma=0.9, lam=0.8)
     close((wide_result[:, :width], wide_returns[:, :width]), (result, returns))
-
-
-@pytest.mark.parametrize("name", ["gamma", "lam"])
-@pytest.mark.parametrize("scalar", [-0.1, 1.1, math.nan])
-def test_gae_refuses_scalars(name: str, scalar: float):
-    ones = torch.ones(1, 2)
-    with pytest.raises(ValueError, match=f"{name}.*{scalar}"):
-        adv.gae(ones, ones, ones, **{"gamma": 1.0, "lam": 1.0, name: scalar})
 
 
 def test_gae_refuses_the_critics_full_width():

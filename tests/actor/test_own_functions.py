@@ -65,8 +65,16 @@ LOSSES = [
         RlhfError,
         r"returned a tensor of shape \(\), but it must return \(loss, m",
     ),
-    ("return inputs.mean(inputs.logprobs), {'kept': inputs.mask}", RlhfError, r"a tensor of shape \(2, 6\), but"),
-    ("return inputs.mean(inputs.old_logprobs), {}", RlhfError, "a loss that does not depend on inputs.logprobs"),
+    (
+        "return inputs.mean(inputs.logprobs), {'kept': inputs.mask}",
+        RlhfError,
+        r"returned a tensor of shape \(\), {kept: a tensor of shape \(2, 6\)}, but",
+    ),
+    (
+        "return inputs.mean(inputs.old_logprobs), {}",
+        RlhfError,
+        r"returned a tensor of shape \(\), {}, but it must return .* that depends on",
+    ),
     ("return inputs.no_such_field, {}", RlhfError, r"failed: AttributeError: .*no_such_field.* \(mine.py:5\)"),
 ]
 
@@ -85,7 +93,10 @@ def test_a_wrong_loss_is_one_sentence_that_names_it(
 
 
 ADVANTAGES = [
-    ("return inputs.spread(inputs.totals / 0), inputs.mask", r"returned advantages that are not finite \(10 tokens\)"),
+    (
+        "return inputs.spread(inputs.totals / 0), inputs.mask",
+        r"returned a tensor of shape \(4, 5\) with values that are not finite, a ten",
+    ),
     (
         "return inputs.totals, inputs.totals",
         r"returned a tensor of shape \(4,\), a tensor of shape \(4,\), but it must",

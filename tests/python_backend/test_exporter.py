@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from python_backend.monitoring.exporter import Exporter, Values
-from python_backend.monitoring.metrics import MetricSpec
+from python_backend.monitoring.metrics import SHARED, MetricSpec
 from tools.server.ports import free_port
 
 METRICS = (
