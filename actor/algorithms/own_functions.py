@@ -38,9 +38,7 @@ def checked_loss(spec: str, function: Callable[..., Any]) -> Loss:
 
     It raises FunctionError unless the result is (loss, metrics): a scalar with a gradient, and a mapping of scalars.
     """
-    expected = (
-        "(loss, metrics), a scalar tensor that depends on inputs.logprobs, and a mapping of names to scalar tensors"
-    )
+    expected = "(loss, metrics), a scalar that depends on inputs.logprobs, and a mapping of names to scalars"
 
     def is_valid(found: Any) -> bool:
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
@@ -75,9 +73,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of shape {_shape(value)}" + (
-            "" if value.isfinite().all() else " with values that are not finite"
-        )
+        return f"a tensor of shape {_shape(value)}" + ("" if value.isfinite().all() else " that is not finite")
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {_described(part)}" for name, part in value.items()) + "}"
     return ", ".join(map(_described, value)) if isinstance(value, tuple) else f"{value!r:.60}"

@@ -156,9 +156,8 @@ class PolicyUpdate:
         model_inputs, placed = policy.placed(policy.model, tokens, lengths, parts["policy_weights"], *parts.values())
         part = dict(zip(parts, placed, strict=True))
         advantages, weights = part["advantages"], part["policy_weights"]
-        logprobs, entropies = policy.logprobs_of(
-            policy.model, model_inputs, with_entropy=method.settings.entropy_bonus > 0
-        )
+        entropy_bonus = method.settings.entropy_bonus
+        logprobs, entropies = policy.logprobs_of(policy.model, model_inputs, with_entropy=entropy_bonus > 0)
         # If the rollout is a single minibatch, the policy is still the one that sampled it, so the ratio is exactly 1.
         # Log-probs that were computed for the KL are not used here, so that measuring it does not change the update.
         old = logprobs.detach() if self._is_one_update else part.get("logprobs", logprobs.detach())
@@ -186,7 +185,7 @@ class PolicyUpdate:
             loss = loss + penalty
             stats["scaled_kl"] = penalty.detach() * total
         if entropies is not None:
-            bonus = method.settings.entropy_bonus * (entropies * weights).sum() / total
+            bonus = entropy_bonus * (entropies * weights).sum() / total
             loss = loss - bonus
             stats["scaled_entropy"] = bonus.detach() * total
         return loss, stats
