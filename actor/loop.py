@@ -23,7 +23,7 @@ from actor.policy.checkpoint import RunState
 from actor.run.critic_updates import CriticUpdates
 from actor.run.metrics import Timers
 from actor.run.policies import make_policy
-from actor.run.recorder import Bookkeeper
+from actor.run.recorder import Recorder
 from actor.run.rollouts import Rollouts
 from actor.run.stopping import Stop, Stopped, TimeLimit, end_forwards, stopped_early
 from actor.run.validation import Validator
@@ -71,12 +71,12 @@ class PPORun:
         )
         self.inputs = StepInputs(stream, seed, actor.prompts_per_step, actor.algorithm.responses_per_prompt)
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
-        self.books = Bookkeeper(config, state, client, has_critic=has_critic)
+        self.recorder = Recorder(config, state, client, has_critic=has_critic)
         device = self.policy.sampler.device
         self.in_thread = in_a_thread_of(actor.threads, device)
         # A second thread, so that the update can run beside a rollout.
         self.in_update_thread = in_a_thread_of(actor.threads, device) if actor.one_step_off_policy else self.in_thread
-        self.critic = CriticUpdates(client, self.books, run_id=config.run.identity)
+        self.critic = CriticUpdates(client, self.recorder, run_id=config.run.identity)
         self.rollouts = Rollouts(
             actor,
             self.inputs,
@@ -106,17 +106,17 @@ class PPORun:
                 step has been written.
             RlhfError: the run failed, e.g. with RequestFailed, TooManyFailed or NotFinite.
         """
-        self.stop.saved = lambda: self.done * self.books.has_checkpoint(self.done)
+        self.stop.saved = lambda: self.done * self.recorder.has_checkpoint(self.done)
         try:
             return await self.all_steps()
         except (Stopped, PromptError) as error:  # a prompt is refused before its step begins
             await self.leave()
-            raise stopped_early(error, self.done, has_checkpoint=self.books.has_checkpoint()) from None
+            raise stopped_early(error, self.done, has_checkpoint=self.recorder.has_checkpoint()) from None
         finally:  # after an error: tasks still in flight would otherwise print tracebacks after the reported error
             self.policy.close()
             await self.rollouts.cancel()
             await self.critic.cancel()
-            await cancelled(self.books.saves)
+            await cancelled(self.recorder.saves)
 
     async def all_steps(self) -> dict[str, Any]:
         """Check the servers, resume, then train, validate and checkpoint step by step; return the summary."""
@@ -124,22 +124,22 @@ class PPORun:
         await self.scorer.compare_tokenizers()
         await self.reference.compare()
         self.scorer.mixture.check_prompts([*self.inputs.stream.first_prompts(), *self.validator.prompts])
-        self.done = await self.stop.or_done(self.books.resume())
+        self.done = await self.stop.or_done(self.recorder.resume())
         is_last = self.done >= settings.steps
         if self.done == 0:
             await self.validate("before")
         while not is_last:
-            if self.books.owes_validation(self.done):  # also one that a stop or crash interrupted
+            if self.recorder.owes_validation(self.done):  # also one that a stop or crash interrupted
                 await self.validate("between")
             await self.one_step(self.done + 1, is_last=self.done + 1 == settings.steps)
             self.done += 1
             is_last = self.done == settings.steps or limit.is_over(self.done, settings.steps)
             if is_last or self.done % settings.checkpoint_every == 0:
-                await self.books.checkpoint(self.done)
+                await self.recorder.checkpoint(self.done)
         await self.rollouts.cancel()  # `actor.max_minutes` may end the run after the next rollout was begun
         await self.stop.or_done(self.critic.served(self.done))
         await self.validate("after")
-        return await self.books.finish(self.scorer, limit.seconds, steps=self.done)
+        return await self.recorder.finish(self.scorer, limit.seconds, steps=self.done)
 
     async def one_step(self, step: int, *, is_last: bool) -> None:
         """Take a rollout, send the critic its update, and update the policy; do not wait for the critic's update."""
@@ -162,8 +162,8 @@ class PPORun:
                 update = await self.in_update_thread(self.policy_update.run, batch, seed=seed, kl_coef=self.kl.coef)
         if self.settings.one_step_off_policy:
             update["train_rollouts/policy_staleness"] = float(step - 1 - rollout.updated)
-        await self.books.log_step(step, scored, batch, {**update, **timers.metrics()})
-        self.books.log_timeline(step, timers.spans)
+        await self.recorder.log_step(step, scored, batch, {**update, **timers.metrics()})
+        self.recorder.log_timeline(step, timers.spans)
         if trains_policy and (distance := await self.in_update_thread(sequence_kl, scored, batch.mask)) is not None:
             self.kl.update(distance, len(batch.lengths))
 
@@ -179,7 +179,7 @@ class PPORun:
             start = time.monotonic()
             await self.stop.or_done(self.rollouts.settle())  # a rollout in progress uses the sampler
             result = await self.stop.or_done(self.validator.run())
-            await self.books.log_validation(when, self.done, result, seconds=time.monotonic() - start)
+            await self.recorder.log_validation(when, self.done, result, seconds=time.monotonic() - start)
 
     async def leave(self) -> None:
         """Cancel the work in flight; write the checkpoints of the last complete step, and the policy for other uses."""
@@ -189,6 +189,6 @@ class PPORun:
         await self.rollouts.cancel()
         await self.in_thread(lambda: None)  # wait until the thread is idle: it may have adapters disabled
         if self.done:
-            await self.books.keep(self.done)
+            await self.recorder.keep(self.done)
         await self.critic.served(self.done)
-        await asyncio.gather(*self.books.saves)
+        await asyncio.gather(*self.recorder.saves)

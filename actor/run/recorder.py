@@ -46,8 +46,8 @@ TIMELINE_FILE = "timeline.jsonl"
 VALIDATIONS_FILE = "validations.jsonl"
 
 
-class Bookkeeper:
-    """Metrics, validations and checkpoints of one run."""
+class Recorder:
+    """Records one run: its metrics, validations and checkpoints."""
 
     def __init__(self, config: RunConfig, state: RunState, client: TritonClient, *, has_critic: bool) -> None:
         self._settings = config.actor

@@ -181,7 +181,7 @@ def test_the_other_rows_are_as_if_the_failed_one_had_not_been():
 
 
 def test_metrics_have_the_names_that_people_chart():
-    """Reference section 7; consumed_samples is added by the bookkeeper, which counts steps."""
+    """Reference section 7; consumed_samples is added by the recorder, which counts steps."""
     scored = scored_rollout()
     metrics = rollout_metrics(scored, make_batch(scored, **SETTINGS), kl_coef=0.1)
     names = {
