@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_bookkeeping import TinyPolicy
+from test_recorder import TinyPolicy
 from tiny_tokenizers import make_text_tokenizer
 
 import actor.algorithms.rollout_metrics
