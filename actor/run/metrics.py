@@ -6,7 +6,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,6 @@ from python_backend.monitoring.tracing import span
 from python_backend.store.jsonl import append_jsonl, drop_steps_from
 
 Metric = float | dict[str, int]  # a scalar, or the count of each integer value
-
-
-@dataclass(frozen=True)
-class Text:
-    """One logged response with its reward, for people to read."""
-
-    step: int
-    prompt: str
-    response: str
-    reward: float | None  # None: unavailable
-    reward_version: int | None = None  # of a live reward model
-
-    def line(self) -> dict[str, Any]:
-        """Return the fields, without the version if the reward model is not live."""
-        return {name: value for name, value in asdict(self).items() if name != "reward_version" or value is not None}
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,14 +134,14 @@ class MetricsLog:
         if self._trackers is not None:
             self._trackers.log({name: value for name, value in metrics.items() if not isinstance(value, dict)}, step)
 
-    def add_texts(self, texts: Sequence[Text]) -> None:
-        """Write texts to rollouts.jsonl, TensorBoard and the trackers' tables."""
-        append_jsonl(self._texts_path, (text.line() for text in texts))
+    def add_texts(self, texts: Sequence[Mapping[str, Any]]) -> None:
+        """Write texts, of `read_texts` and with their step, to rollouts.jsonl, TensorBoard and trackers' tables."""
+        append_jsonl(self._texts_path, texts)
         for i, text in enumerate(texts):
-            shown = f"reward {text.reward}\n\n**{text.prompt}**{text.response}"
-            self._board.add_text(f"train_rollouts/text_{i}", shown, text.step)
+            shown = f"reward {text['reward']}\n\n**{text['prompt']}**{text['response']}"
+            self._board.add_text(f"train_rollouts/text_{i}", shown, text["step"])
         if self._trackers is not None and texts:
-            self._trackers.add_texts([text.line() for text in texts])
+            self._trackers.add_texts(texts)
 
     def close(self) -> None:
         """Close the event file and the trackers."""
