@@ -46,11 +46,7 @@ class PPORun:
         seed, validation, has_critic = config.run.seed, actor.validation, actor.algorithm.uses_critic
         self.method = Method.of(actor.algorithm, actor.kl)
         self.policy, self.policy_update = make_policy(config, self.method, ranks)
-        self.shaper = RewardShaper(
-            actor.rewards,
-            max_new_tokens=actor.generation.max_new_tokens,
-            responses_per_prompt=actor.algorithm.responses_per_prompt,
-        )
+        self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
         self.kl = KLControl(actor.kl.coef, target=actor.kl.target, horizon=actor.kl.horizon)
         self.scorer = Scorer(
             client, self.policy.tokenizer, rows_per_request=actor.client.rows_per_request, with_critic=has_critic
@@ -169,9 +165,8 @@ class PPORun:
 
     def make_batch(self, scored: ScoredRollout) -> PPOBatch:
         """Return the training batch of a rollout, with shaped rewards, advantages and returns."""
-        rewards = self.shaper.shape(scored.scores, scored.rollout)
         group_size = self.settings.algorithm.responses_per_prompt
-        return make_batch(scored, self.method, rewards=rewards, kl_coef=self.kl.coef, responses_per_prompt=group_size)
+        return make_batch(scored, self.method, self.shaper, kl_coef=self.kl.coef, responses_per_prompt=group_size)
 
     async def validate(self, when: str) -> None:
         """Validate the current policy; do nothing if there are no held-out prompts."""

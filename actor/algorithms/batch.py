@@ -11,7 +11,8 @@ from actor.algorithms.inputs import AdvantageInputs
 from actor.algorithms.kl import kl_estimate
 from actor.algorithms.method import Method
 from actor.algorithms.reinforce_plus_plus import advantage as returns_to_go
-from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, ShapedRewards
+from actor.algorithms.stages import RewardShaper
+from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
 from python_backend.errors import RlhfError
 from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
 
@@ -21,38 +22,35 @@ class TooManyFailed(RlhfError):
 
 
 def make_batch(
-    scored: ScoredRollout, method: Method, *, rewards: ShapedRewards, kl_coef: float, responses_per_prompt: int = 1
+    scored: ScoredRollout, method: Method, shaper: RewardShaper, *, kl_coef: float, responses_per_prompt: int = 1
 ) -> PPOBatch:
     """Return the training batch of a rollout, with advantages and returns; rows without a score are masked out.
 
     Args:
-        rewards: scores after `RewardShaper`.
         kl_coef: KL coefficient of this step.
         responses_per_prompt: number of consecutive rows that share a prompt.
     """
-    rollout, scores = scored.rollout, scored.scores
-    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
-    mask = mask * scores.scored[:, None]
+    rollout, scores, process = scored.rollout, scored.scores, scored.scores.process
+    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1]) * scores.scored[:, None]
     kl = _token_kl(scored, mask, method)
-    prev_values = torch.where(mask > 0, scores.values[:, :-1], 0.0)
-    learned = scores.scored & rollout.is_end if method.settings.mask_unfinished else scores.scored
-    learned = learned if rewards.learned is None else learned & rewards.learned
-    penalty = torch.zeros_like(mask) if kl is None or method.kl_in_loss else kl_coef * kl
     inputs = AdvantageInputs(
-        rewards.outcome,
-        penalty,
-        prev_values,
+        scores.rewards if process is None else process.outcome,
+        torch.zeros_like(mask) if kl is None or method.kl_in_loss else kl_coef * kl,
+        torch.where(mask > 0, scores.values[:, :-1], 0.0),
         mask,
         rollout.lengths,
         torch.arange(len(mask)) // responses_per_prompt,
-        learned,
+        scores.scored,
+        rollout.is_end,
+        scores.scored & rollout.is_end if method.settings.mask_unfinished else scores.scored,
         method.settings.gamma,
         method.settings.lam,
-        None if rewards.steps is None else rewards.steps[:, 1:],  # index t is given for token t, position t - 1
-        None if scores.process is None else scores.process.ends[:, 1:],
+        None if process is None else process.rewards[:, 1:],  # index t is given for token t, position t - 1
+        None if process is None else process.ends[:, 1:],
     )
+    inputs = shaper.run(inputs)
     advantages, returns = method.advantage(inputs)
-    weights = learned_mask = mask * learned[:, None]
+    weights = learned_mask = mask * inputs.counted[:, None]
     if method.sequence_mean:
         weights = weights / mask.sum(-1, keepdim=True).clamp(min=1)
     return PPOBatch(
@@ -64,7 +62,7 @@ def make_batch(
         scored.ref_logprobs,
         masked_whiten(advantages, learned_mask) if method.whitens else advantages * learned_mask,
         returns * mask,
-        prev_values,
+        inputs.values,
         kl,
         returns_to_go(inputs)[1] if scores.has_values else None,
         scored.importance,

@@ -19,18 +19,20 @@ MOST_LOG_RATIO = 20.0  # nats; if exp overflowed, even a clipped loss would have
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """The scored responses of a rollout."""
+    """The scored responses of a rollout, which the stages shape before an advantage function receives them."""
 
-    rewards: Tensor  # float32 [B], shaped scores; with a process reward only what they have beyond its steps
+    rewards: Tensor  # float32 [B], scores; with a process reward only what they have beyond its steps
     penalty: Tensor  # float32 [B, S-1], KL penalty per token, times kl_coef; 0 if the penalty is in the loss
     values: Tensor  # float32 [B, S-1]; 0 outside the mask and without a critic
     mask: Tensor  # float32 [B, S-1], response tokens of scored rows
     lengths: Tensor  # int64 [B], prompt + response
     groups: Tensor  # int64 [B], equal for responses to the same prompt
-    counted: Tensor  # bool [B], rows that the policy learns from
+    scored: Tensor  # bool [B], rows with a valid reward
+    ended: Tensor  # bool [B], responses that ended within the maximum length
+    counted: Tensor  # bool [B], rows that the policy learns from; the critic learns from all that are scored
     gamma: float = 1.0  # discount
     lam: float = 1.0  # GAE's lambda
-    steps: Tensor | None = None  # float32 [B, S-1], shaped process rewards; None without any
+    steps: Tensor | None = None  # float32 [B, S-1], process rewards; None without any
     ends: Tensor | None = None  # bool [B, S-1], where a process reward is given
 
     @property

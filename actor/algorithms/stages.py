@@ -11,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from actor.algorithms.advantages import is_rounding
-from actor.data.rollout import Rollout, Scores, ShapedRewards
+from actor.algorithms.inputs import AdvantageInputs
 from python_backend.config import RewardsSection
 
 EPSILON = 1e-8
@@ -52,88 +51,77 @@ class RunningMoments:
         return [self.count, self.mean, self.squares]
 
 
-@dataclass(frozen=True)
-class StageInputs:
-    """What a stage knows beside the rewards."""
+class RewardShaper:
+    """Takes the scores of each rollout through all stages; keeps running statistics across rollouts."""
 
-    rollout: Rollout
-    scores: Scores  # rows that are not scored have invalid rewards, which no stage may use
-    groups: Tensor  # int64 [B], equal for responses to the same prompt
-    settings: RewardsSection
-    max_new_tokens: int
-    moments: RunningMoments  # of all scores of the run, part of checkpoints
+    def __init__(self, settings: RewardsSection, *, max_new_tokens: int) -> None:
+        self.settings, self.max_new_tokens = settings, max_new_tokens
+        self.moments = RunningMoments()
 
-    def change(self, rewards: ShapedRewards, function: Callable[[Tensor], Tensor]) -> ShapedRewards:
-        """Return the rewards with `function` applied to all valid scores `[n]`; of a process reward, to its steps."""
-        scored, process = self.scores.scored, self.scores.process
-        name, valid = ("outcome", scored) if process is None else ("steps", process.ends & scored[:, None])
-        changed = getattr(rewards, name).clone()
-        changed[valid] = function(changed[valid])
-        return dataclasses.replace(rewards, **{name: changed})
+    def run(self, inputs: AdvantageInputs) -> AdvantageInputs:
+        """Return the inputs after all stages, with rewards of 0 in rows that are not scored."""
+        if inputs.steps is not None and inputs.ends is not None:
+            valid = inputs.ends & inputs.scored[:, None]
+            inputs = dataclasses.replace(inputs, steps=torch.where(valid, inputs.steps, 0.0))
+        for stage in STAGES:
+            inputs = stage(inputs, self)
+        return dataclasses.replace(inputs, rewards=torch.where(inputs.scored, inputs.rewards, 0.0))
 
 
-def normalise(rewards: ShapedRewards, inputs: StageInputs) -> ShapedRewards:
+def _with_scores(inputs: AdvantageInputs, function: Callable[[Tensor], Tensor]) -> AdvantageInputs:
+    """Apply `function` to all valid scores `[n]`; of a process reward, to its steps."""
+    name, valid = "rewards", inputs.scored
+    if inputs.ends is not None:
+        name, valid = "steps", inputs.ends & inputs.scored[:, None]
+    changed = getattr(inputs, name).clone()
+    changed[valid] = function(changed[valid])
+    return dataclasses.replace(inputs, **{name: changed})
+
+
+def normalise(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
     """Normalise the scores, by `normalization`; to 0 if the scores seen so far differ only by rounding.
 
     Running statistics include this rollout, so that even the first one can be normalised.
     """
-    s = inputs.settings
+    s = shaper.settings
 
     def normalised(scores: Tensor) -> Tensor:
         if s.normalization == "static":
             return (scores - s.mean) / (s.std + EPSILON)
-        moments = inputs.moments if s.normalization == "running" else RunningMoments()
+        moments = shaper.moments if s.normalization == "running" else RunningMoments()
         moments.update(scores)
         mean, std = (torch.tensor(value, dtype=torch.float64) for value in (moments.mean, moments.std))
         if is_rounding(std, mean):
             return torch.zeros_like(scores)
         return ((scores.double() - mean) / (std + EPSILON)).to(scores.dtype)
 
-    return rewards if s.normalization == "none" else inputs.change(rewards, normalised)
+    return inputs if s.normalization == "none" else _with_scores(inputs, normalised)
 
 
-def clip(rewards: ShapedRewards, inputs: StageInputs) -> ShapedRewards:
+def clip(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
     """Clip the scores to `clip` in absolute value."""
-    most = inputs.settings.clip
-    return rewards if most is None else inputs.change(rewards, lambda scores: scores.clamp(-most, most))
+    most = shaper.settings.clip
+    return inputs if most is None else _with_scores(inputs, lambda scores: scores.clamp(-most, most))
 
 
-def penalise_missing_eos(rewards: ShapedRewards, inputs: StageInputs) -> ShapedRewards:
+def penalise_missing_eos(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
     """Subtract `missing_eos_penalty` from responses that did not end."""
-    penalty = inputs.settings.missing_eos_penalty * (~inputs.rollout.is_end)
-    return dataclasses.replace(rewards, outcome=rewards.outcome - penalty)
+    return dataclasses.replace(inputs, rewards=inputs.rewards - shaper.settings.missing_eos_penalty * (~inputs.ended))
 
 
-def penalise_overlong(rewards: ShapedRewards, inputs: StageInputs) -> ShapedRewards:
+def penalise_overlong(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
     """Subtract up to `overlong_penalty`, linearly over the last `overlong_tokens` of the maximum length."""
-    s = inputs.settings
+    s = shaper.settings
     if not s.overlong_tokens:
-        return rewards
-    lengths = (inputs.rollout.lengths - inputs.rollout.prompt_lengths).float()
-    share = (lengths - (inputs.max_new_tokens - s.overlong_tokens)) / s.overlong_tokens
-    return dataclasses.replace(rewards, outcome=rewards.outcome - s.overlong_penalty * share.clamp(0.0, 1.0))
+        return inputs
+    share = (inputs.mask.sum(-1) - (shaper.max_new_tokens - s.overlong_tokens)) / s.overlong_tokens
+    return dataclasses.replace(inputs, rewards=inputs.rewards - s.overlong_penalty * share.clamp(0.0, 1.0))
 
 
-# A stage changes the rewards, or leaves rows out of the policy's update by `learned`.
-STAGES = (normalise, clip, penalise_missing_eos, penalise_overlong)
-
-
-class RewardShaper:
-    """Takes the server's scores of each rollout through all stages; keeps running statistics across rollouts."""
-
-    def __init__(self, settings: RewardsSection, *, max_new_tokens: int, responses_per_prompt: int = 1) -> None:
-        self._settings, self._max_new_tokens, self._group_size = settings, max_new_tokens, responses_per_prompt
-        self.moments = RunningMoments()
-
-    def shape(self, scores: Scores, rollout: Rollout) -> ShapedRewards:
-        """Return the rewards of a rollout; 0 in rows that are not scored."""
-        groups = torch.arange(len(scores.scored)) // self._group_size
-        inputs = StageInputs(rollout, scores, groups, self._settings, self._max_new_tokens, self.moments)
-        process, valid = scores.process, scores.scored
-        rewards = ShapedRewards(scores.rewards)
-        if process is not None:
-            steps = torch.where(process.ends & valid[:, None], process.rewards, 0.0)
-            rewards = ShapedRewards(process.outcome, steps)
-        for stage in STAGES:
-            rewards = stage(rewards, inputs)
-        return dataclasses.replace(rewards, outcome=torch.where(valid, rewards.outcome, 0.0))
+# A stage changes `rewards` or `steps`, or leaves rows out of the policy's update by `counted`.
+STAGES: tuple[Callable[[AdvantageInputs, RewardShaper], AdvantageInputs], ...] = (
+    normalise,
+    clip,
+    penalise_missing_eos,
+    penalise_overlong,
+)

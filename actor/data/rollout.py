@@ -98,17 +98,6 @@ class ProcessRewards:
 
 
 @dataclass(frozen=True)
-class ShapedRewards:
-    """Rewards as the policy is trained on them."""
-
-    outcome: Tensor  # float32 [B], given at the end of each response
-    steps: Tensor | None = None  # float32 [B, S], given at token t by a process reward; None without one
-    learned: Tensor | None = (
-        None  # bool [B], rows that the policy may learn from; the critic learns from all; None: all
-    )
-
-
-@dataclass(frozen=True)
 class Scores:
     """The server's scores; `scored` is False in rows whose score is unavailable."""
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor.algorithms import batch as batches
 from actor.algorithms.advantages import explained_variance
 from actor.algorithms.batch import (
     TooManyFailed,
@@ -20,7 +19,7 @@ from actor.algorithms.batch import (
     score_returns,
 )
 from actor.algorithms.rollout_metrics import distinct_bigrams, rollout_metrics
-from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, ShapedRewards
+from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
 from python_backend.config.algorithms import KL_ESTIMATORS
 from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
 from python_backend.wire.training_payload import train_payload
@@ -277,15 +276,6 @@ def test_a_penalty_in_the_loss_is_not_in_the_advantages(algorithm: str):
     assert_same(one, other)
     charged = make_batch(scored_rollout(), **{**settings, "kl_penalty_in": "reward"}, kl_coef=5.0)
     assert not torch.allclose(charged.advantages, one.advantages)
-
-
-def test_a_stage_leaves_rows_out_of_the_policys_update_alone():
-    scored = scored_rollout()
-    rewards = ShapedRewards(scored.scores.rewards, learned=torch.tensor([True, True, False, True]))
-    batch = batches.make_batch(scored, method_of(**SETTINGS), rewards=rewards, kl_coef=0.1)
-    assert batch.policy_weights.any(-1).tolist() == [True, False, False, True]  # row 1 did not end
-    assert batch.mask.any(-1).all()
-    assert torch.equal(batch.returns, make_batch(scored, **SETTINGS).returns)
 
 
 def test_rloo_by_hand():

@@ -18,9 +18,11 @@ from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
 from actor.algorithms import batch as batches
-from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, ShapedRewards
+from actor.algorithms.stages import RewardShaper
+from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
 from actor.policy.checkpoint import save_checkpoint, saved_steps
 from actor.policy.policy import Policy
+from python_backend.config import RewardsSection
 from python_backend.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from tests.support.policy_training import trainable_policy, update_of
 
@@ -143,7 +145,11 @@ def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoin
         scored = ScoredRollout(rollout, scores, rows.logprobs, rows.ref_logprobs, torch.full_like(rows.mask, weight))
         update = update_of(policy)
         batch = batches.make_batch(
-            scored, update._method, rewards=ShapedRewards(scores.rewards), kl_coef=0.1, responses_per_prompt=2
+            scored,
+            update._method,
+            RewardShaper(RewardsSection(), max_new_tokens=9),
+            kl_coef=0.1,
+            responses_per_prompt=2,
         )
         stats[weight, with_terms] = update.run(batch, seed=0, kl_coef=0.1 if with_terms else 0.0)
     for (weight, with_terms), found in stats.items():

@@ -14,7 +14,7 @@ from actor.algorithms.batch import make_batch
 from actor.algorithms.kl import KLControl
 from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
-from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
+from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
 from actor.policy.checkpoint import RunState
 from actor.run.recorder import Recorder
 from actor.run.settings import SETTINGS_FILE
@@ -72,10 +72,11 @@ class RecordedRun:
         )
         settings = self.config.actor
         self._method = Method.of(settings.algorithm, settings.kl)
+        self._shaper = RewardShaper(settings.rewards, max_new_tokens=9)
         policy: Any = UntrainedPolicy(device)
         state = RunState(
             policy,
-            RewardShaper(settings.rewards, max_new_tokens=9),
+            self._shaper,
             KLControl(0.0, target=None, horizon=1),
             one_prompt(),
         )
@@ -93,8 +94,7 @@ class RecordedRun:
         """Record these steps."""
         for step in numbers:
             scored = self._scored(step / 10)
-            rewards = ShapedRewards(scored.scores.rewards)
-            batch = make_batch(scored, self._method, rewards=rewards, kl_coef=0.0, responses_per_prompt=2)
+            batch = make_batch(scored, self._method, self._shaper, kl_coef=0.0, responses_per_prompt=2)
             asyncio.run(self._recorder.log_step(step, scored, batch, {"timers/generate": 0.5, "timers/step_time": 1.0}))
         return self
 

@@ -8,7 +8,8 @@ import torch
 
 from actor.algorithms import batch as batches
 from actor.algorithms.method import Method
-from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
+from actor.algorithms.stages import RewardShaper
+from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
 from tests.support.settings import actor_section
 
 PROMPT_LENGTHS, LENGTHS, WIDTH = [2, 1, 3, 2], [5, 4, 6, 3], 6
@@ -40,7 +41,7 @@ def make_batch(scored: ScoredRollout, **settings: Any) -> PPOBatch:
     return batches.make_batch(
         scored,
         method_of(**settings),
-        rewards=ShapedRewards(scored.scores.rewards),
+        RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens),
         kl_coef=actor.kl.coef,
         responses_per_prompt=actor.algorithm.responses_per_prompt,
     )
