@@ -6,6 +6,7 @@ A fault that no test notices is a gap in the tests. Every test that failed must 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import queue
 import re
@@ -17,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -26,6 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutations.toml"
 TIMEOUT_S = 120  # of each test: a fault may make it wait for something that never happens
 FAILED, PASSED = 1, 0  # exit codes of pytest; others stand for errors of collection or usage
+# Forked from one process that has imported what takes seconds, and nothing of the project.
+PROCESSES = multiprocessing.get_context("forkserver")
+IMPORTED = ["aiohttp", "numpy", "safetensors.torch", "torch", "torch._dynamo", "transformers"]
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,24 @@ def copy_tree(target: Path) -> None:
 
 def run_tests(tree: Path, tests: list[str], *options: str) -> tuple[int, str]:
     """Run tests in a copy of the tree; return pytest's exit code and output."""
-    # Bytecode is told from its source by size and second: that of the last fault could be taken for this one's.
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", str(TIMEOUT_S), *options]
-    done = subprocess.run([*command, *tests], cwd=tree, env=environment, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
+    output = tree.with_suffix(".txt")
+    arguments = ["-q", "-p", "no:cacheprovider", "--timeout", str(TIMEOUT_S), *options, *tests]
+    child = PROCESSES.Process(target=_pytest, args=(tree, arguments, output))
+    child.start()
+    child.join()
+    return child.exitcode or PASSED, output.read_text()
+
+
+def _pytest(tree: Path, arguments: list[str], output: Path) -> None:
+    """Run pytest in this process, which has imported nothing of the project."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.chdir(tree)
+    here = str(Path(__file__).parent)
+    sys.path[:] = [str(tree), *(path for path in sys.path if path != here)]
+    os.environ["PYTHONPATH"] = str(tree)
+    sys.exit(int(pytest.main(arguments)))
 
 
 def failed_test(output: str) -> str | None:
@@ -103,6 +122,9 @@ def main() -> int:
         print(f"{len(chosen)} faults, each in one place")
         return 0
 
+    # Bytecode is told from its source by size and second: that of the last fault could be taken for this one's.
+    os.environ.update(PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+    PROCESSES.set_forkserver_preload(IMPORTED)
     seen: list[str] = []
     missed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="rlhf-mutants-") as folder, ThreadPoolExecutor(args.jobs) as pool:
