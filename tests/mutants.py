@@ -69,7 +69,8 @@ def copy_tree(target: Path) -> None:
 def run_tests(tree: Path, tests: list[str], *options: str) -> tuple[int, str]:
     """Run tests in a copy of the tree; return pytest's exit code and output."""
     output = tree.with_suffix(".txt")
-    arguments = ["-q", "-p", "no:cacheprovider", "--timeout", str(TIMEOUT_S), *options, *tests]
+    quiet = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    arguments = [*quiet, "--timeout", str(TIMEOUT_S), *options, *tests]
     child = PROCESSES.Process(target=_pytest, args=(tree, arguments, output))
     child.start()
     child.join()
