@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from actor.algorithms.methods import Method
+from actor.algorithms.method import Method
 from actor.policy.policy import Policy
 from actor.policy.ranked_update import RankedUpdate
 from actor.policy.sharded import ShardedPolicy
@@ -17,7 +17,7 @@ from actor.policy.update import PolicyUpdate
 from python_backend.config import RunConfig
 from python_backend.errors import RlhfError
 from python_backend.models.card.streams import use_card
-from python_backend.parallel.ranks import RankLost, Ranks
+from python_backend.training.ranks import RankLost, Ranks
 
 logger = logging.getLogger(__name__)
 

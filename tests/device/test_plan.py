@@ -22,16 +22,16 @@ from live_system import make_tokenizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from actor.algorithms.methods import Method
+from actor.algorithms.method import Method
 from actor.data.rollout import PPOBatch, Prompt, Rollout
 from actor.policy.policy import Policy
 from actor.policy.update import PolicyUpdate
 from actor.run.policies import follow, make_policy
 from python_backend.config import ActorSection, RunConfig, load_config
 from python_backend.models.modeling import load_critic, save_critic
-from python_backend.parallel.ranks import Ranks
 from python_backend.serving.ranks.controller import ServingRanks
 from python_backend.serving.ranks.loaders import load_model
+from python_backend.training.ranks import Ranks
 from python_backend.wire.training_payload import TrainPayload
 from tests.support.ranks import on_ranks, serving_ranks
 from tests.support.settings import nested

@@ -1,0 +1,64 @@
+"""Launching ranks: what a rank and its agent tell each other, and the number of processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from python_backend import stop_signal
+from python_backend.training import launch
+from python_backend.training.launch import AGENT, FOLDER, AgentFolder, RanksError, ended, launch_ranks, stop_signals
+
+
+def test_a_single_rank_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("launched"))
+    launch_ranks(1, "trainer", [], key="trainer.ranks")
+    assert stop_signals() == (signal.SIGINT, signal.SIGTERM)
+    assert ended(2) == 2
+
+
+def test_several_ranks_replace_the_process_by_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(os, "execv", lambda path, command: called.append(command[1:]))
+    launch_ranks(2, "trainer", ["--config", "x.yaml"], key="trainer.ranks")
+    assert called == [["-m", "python_backend.training.agent", "2", "trainer", "--config", "x.yaml"]]
+
+
+@pytest.mark.parametrize("parent", [1, 7])
+def test_a_rank_ends_if_its_agent_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: int) -> None:
+    """The first process of a container, whose number is 1, may be an agent, too."""
+    monkeypatch.setattr(stop_signal.ctypes, "CDLL", mock.Mock())
+    monkeypatch.setattr(stop_signal.os, "getppid", lambda: parent)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", FOLDER: str(tmp_path), AGENT: str(parent)}.items():
+        monkeypatch.setenv(name, value)
+    launch_ranks(2, "trainer", [], key="trainer.ranks")
+    monkeypatch.setenv(AGENT, "8")
+    with pytest.raises(SystemExit):
+        launch_ranks(2, "trainer", [], key="trainer.ranks")
+
+
+def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(RanksError, match=r"trainer\.ranks is 2, but the launcher started 3 processes; make them equal"):
+        launch_ranks(2, "trainer", [], key="trainer.ranks")
+
+
+def test_the_end_of_a_job_reaches_ranks_that_start_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    assert stop_signals() == (signal.SIGINT,)
+    sent = []
+    monkeypatch.setattr(launch.os, "kill", lambda *arguments: sent.append(arguments))
+    folder = AgentFolder(tmp_path)
+    assert (folder.enter(), folder.exit_code()) == (True, None)
+    folder.stop()
+    assert sent == [(os.getpid(), signal.SIGINT)]
+    assert (folder.enter(), folder.exit_code()) == (False, 0)
+    assert ended(2) == 2
+    folder.stop()
+    assert folder.exit_code() == 2

@@ -1,0 +1,263 @@
+"""Policy training on several ranks: the results of one process, the sampler, and checkpoints of any number of ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_system import make_tokenizer
+from tiny_checkpoints import save_tiny
+from transformers import AutoModelForCausalLM
+
+import actor.policy.policy as policy_module
+from actor.algorithms.method import Method
+from actor.data.rollout import PPOBatch, Prompt
+from actor.policy.checkpoint import save_checkpoint
+from actor.policy.policy import Policy
+from actor.policy.ranked_update import RankedUpdate
+from actor.policy.sharded import ShardedPolicy
+from actor.policy.update import PolicyUpdate
+from actor.run.policies import follow, make_policy
+from python_backend.models.sharded_tensors import whole
+from python_backend.training.adamw import named_state
+from python_backend.training.ranks import RankFailed, Ranks
+from tests.support import ranks as support
+from tests.support.policy_training import load_checkpoint, states
+from tests.support.settings import actor_section
+
+PROMPTS = [Prompt(str(i), "", np.asarray([5, 6, 7, 8][: 2 + i % 3])) for i in range(7)]
+on_ranks = partial(support.on_ranks, timeout_s=900)  # several models, one after the other
+LENGTHS, PROMPT, UPDATES = [9, 4, 12, 7, 5, 10, 6], 3, 5
+SPOILED = 99  # seed of a rollout that fails on rank 1
+GROUPS = {"algorithm_name": "grpo", "responses_per_prompt": 7, "rollout_size": 7}
+CASES: dict[str, dict[str, Any]] = {
+    "ppo": {"kl_reference": "actor"},
+    "grpo": {**GROUPS, "kl_penalty_in": "loss", "entropy_bonus": 0.01},
+    "lora": {"lora_rank": 2, "gradient_checkpointing": True},
+    "tied": {"minibatch_size": 2},
+    "lora with dropout": {"lora_rank": 2, "lora_dropout": 0.5},
+    "bfloat16": {"precision": "bfloat16", "gradient_checkpointing": True},
+    "one micro-batch": {"token_budget": 1000, **GROUPS},
+}
+
+
+def settings_of(folder: Path, case: str, **others: Any) -> Any:
+    """The actor's section of a case."""
+    name = "tied" if case == "tied" else "untied"
+    given = {
+        "checkpoint": folder / name,
+        "lr": 1e-2,
+        "minibatch_size": 4,
+        "token_budget": 24,
+        "max_new_tokens": 6,
+        "prompts_max_tokens": 8,
+        "rollout_size": 7,
+    }
+    return actor_section(**{**given, **CASES[case], **others})
+
+
+def make(section: Any, ranks: Ranks | None) -> tuple[Policy, PolicyUpdate]:
+    """The policy and its update; adapters that are not zero at the start."""
+    torch.manual_seed(0)
+    method = Method.of(section.algorithm, section.kl)
+    if ranks is None:
+        policy = Policy.of(section)
+        return policy, PolicyUpdate.of(section, policy, method)
+    sharded = ShardedPolicy.of(section, ranks=ranks)
+    return sharded, RankedUpdate.of(section, sharded, method, ranks=ranks)
+
+
+def batch_of(seed: int) -> PPOBatch:
+    """Random rows with random advantages and log-probs."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths, width = torch.tensor(LENGTHS), max(LENGTHS)
+    tokens = torch.randint(5, 30, (len(LENGTHS), width), generator=generator)
+    positions = torch.arange(width - 1)
+    mask = ((positions >= PROMPT - 1) & (positions < lengths[:, None] - 1)).float()
+    logprobs, ref, advantages = torch.randn(3, len(LENGTHS), width - 1, generator=generator) * mask
+    return PPOBatch(tokens, lengths, mask, mask, logprobs * 0.1 - 5, ref * 0.1 - 5, advantages, advantages, mask, mask)
+
+
+def gradients(policy: Policy, update: PolicyUpdate) -> list[np.ndarray]:
+    """The gradients of one minibatch of all rows."""
+    batch = batch_of(100)
+    rows = torch.arange(len(LENGTHS))
+    update._gradients(batch, rows, float(batch.policy_weights.sum()), 0.1, seed=0)
+    found = [whole(p.grad).cpu().clone().numpy() for p in policy.model.parameters() if p.grad is not None]
+    policy.optimizer.zero_grad()
+    return found
+
+
+def trained(ranks: Ranks | None, folder: Path, case: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Statistics, gradients and weights of five updates, and how far the sampler ever was from the policy."""
+    torch.use_deterministic_algorithms(True)
+    if dtype == torch.float64:
+        load = policy_module.load_model
+        policy_module.load_model = lambda settings, **how: load(settings, **how).double()
+    try:
+        policy, update = make(settings_of(folder, case), ranks)
+    finally:
+        if dtype == torch.float64:
+            policy_module.load_model = load
+    found: dict[str, Any] = {"gradients": gradients(policy, update), "stats": [], "distance": 0.0}
+    tokens, lengths = batch_of(0).tokens, batch_of(0).lengths
+    for step in range(UPDATES):
+        found["stats"].append(update.run(batch_of(step), seed=step, kl_coef=0.1))
+        policy.renew_sampler()
+        everywhere = torch.ones_like(tokens[:, 1:])
+        with torch.no_grad():
+            ours, theirs = (
+                policy.token_logprobs(m, tokens, lengths, everywhere)[0] for m in (policy.model, policy.sampler)
+            )
+        found["distance"] = max(found["distance"], float((ours - theirs).abs().max()))
+    found["weights"] = [whole(p.detach()).cpu().clone().numpy() for p in policy.model.parameters()]
+    return found
+
+
+def all_cases(ranks: Ranks, folder: Path, work: Callable[..., Any], runs: list[tuple[Any, ...]]) -> list[Any]:
+    """The results of several runs in one group of ranks; operations are called on every rank, so none is announced."""
+    ranks.announce = lambda *_, **__: None  # type: ignore[method-assign]
+    return [work(ranks, folder, *run) for run in runs]
+
+
+def session(ranks: Ranks | None, folder: Path, case: str, idle_s: float = 0.0) -> dict[str, Any] | None:
+    """What an actor does with its policy: rollouts, updates, a checkpoint and the final policy, in `folder/written`."""
+    config: Any = SimpleNamespace(actor=settings_of(folder, case), run=SimpleNamespace(seed=0))
+    if ranks is not None and ranks.rank:
+        spoil_the_last_sampler(ranks)
+        follow(config, ranks)
+        return None
+    policy, update = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), ranks)
+    root, ended, found = folder / f"written by {policy.world_size}, {case}", [], {}
+    for step in (1, 2):
+        policy.renew_sampler()
+        ended.append(0)
+        rollout = policy.generate(PROMPTS, seed=step, finished=lambda *_: ended.append(ended.pop() + 1))
+        logprobs = policy.sampled_logprobs(rollout), policy.logprobs(rollout), policy.logprobs(rollout, reference=True)
+        found[f"rows of step {step}"] = [row.tolist() for row in rollout.rows()]
+        found[f"logprobs of step {step}"] = [tensor.numpy() for tensor in logprobs]
+        save_checkpoint(root, states(policy), {"step": step, "critic_step": step}, keep=5)
+        found[f"weights of step {step}"] = weights_of(policy)
+        time.sleep(idle_s)
+        update.run(batch_of(step), seed=step, kl_coef=0.1)
+    policy.save(root / "policy")
+    policy.renew_sampler()
+    found["weights at the end"], found["ended"] = weights_of(policy), ended
+    if ranks is not None:
+        with pytest.raises(RankFailed) as failure:
+            policy.generate(PROMPTS, seed=SPOILED)
+        found["failure"] = str(failure.value)
+    return found
+
+
+def spoil_the_last_sampler(ranks: Ranks) -> None:
+    """Let the sampler of rank 1 have weights that are not finite when it generates with the seed SPOILED."""
+    answer = ShardedPolicy._answer_prompts
+
+    def spoiled(self: ShardedPolicy, *, seed: int, greedy: bool) -> None:
+        if seed == SPOILED and ranks.rank == 1:
+            for parameter in self.sampler.parameters():
+                parameter.data.fill_(torch.nan)
+        answer(self, seed=seed, greedy=greedy)
+
+    ShardedPolicy._answer_prompts = spoiled  # type: ignore[method-assign]
+
+
+def weights_of(policy: Policy) -> list[np.ndarray]:
+    return [p.detach().clone().numpy() for p in policy.sampler.parameters()]
+
+
+def resumed(ranks: Ranks | None, folder: Path, case: str, writers: int) -> dict[str, Any]:
+    """Weights and optimizer of the newest checkpoint, and the weights after the update that follows it."""
+    torch.manual_seed(1)
+    policy, update = make(settings_of(folder, case), ranks)
+    load_checkpoint(folder / f"written by {writers}, {case}", 2, states(policy))
+    parameters = dict(policy.model.named_parameters())
+    moments = {name: whole(t).clone().numpy() for name, t in named_state(policy.optimizer, parameters).items()}
+    policy.renew_sampler()
+    weights = weights_of(policy)
+    update.run(batch_of(2), seed=2, kl_coef=0.1)
+    policy.renew_sampler()
+    return {"weights": weights, "moments": moments, "then": weights_of(policy)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("policies")
+    for name, tied in (("untied", False), ("tied", True)):
+        save_tiny(root / name, "llama", "language", vocab_size=200, tie_word_embeddings=tied)
+        make_tokenizer().save_pretrained(root / name)
+    return root
+
+
+def largest(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    assert len(ours) == len(theirs)
+    return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_results_are_those_of_one_process(folder: Path, size: int):
+    runs = [(case, torch.float64) for case in CASES if case not in ("lora with dropout", "bfloat16")]
+    for (case, dtype), *results in zip(runs, *on_ranks(size, all_cases, folder, trained, runs), strict=True):
+        one = trained(None, folder, case, dtype)
+        for found in results:
+            assert found["stats"] == [pytest.approx(stats, rel=1e-11, abs=1e-12) for stats in one["stats"]]
+            assert largest(found["gradients"], one["gradients"]) <= 1e-12
+            assert found["distance"] <= 1e-12
+
+
+@pytest.mark.slow
+def test_float32_stays_near_one_process_and_repeats_its_bits(folder: Path):
+    cases = ["ppo", "lora with dropout", "bfloat16"]  # with dropout, each rank draws numbers of its own
+    results = on_ranks(2, all_cases, folder, trained, [(case, torch.float32) for case in cases * 2])[0]
+    found, again = results[: len(cases)], results[len(cases) :]
+    assert largest(found[0]["weights"], trained(None, folder, "ppo", torch.float32)["weights"]) <= 1e-5
+    for one, other in zip(found, again, strict=True):
+        assert largest(one["weights"], other["weights"]) == 0
+        assert one["stats"] == other["stats"]
+    (first, *_), norm = trained(None, folder, "bfloat16", torch.float32)["stats"], "train_optim/grad_norm"
+    assert found[2]["stats"][0][norm] == pytest.approx(first[norm], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [pytest.param(size, case, marks=pytest.mark.slow) for size, case in ((2, "ppo"), (2, "lora"), (4, "ppo"))],
+)
+def test_a_run_on_ranks_is_that_of_one_process(folder: Path, size: int, case: str):
+    """Generates the same responses, and leaves checkpoints that any number of ranks resumes from."""
+    one, (found, *_) = session(None, folder, case), on_ranks(size, session, folder, case)
+    assert one is not None
+    assert found["ended"] == one["ended"] == [len(PROMPTS)] * 2
+    assert found["failure"].startswith("rank 1: the policy's logits are not finite, so no token can be sampled; check")
+    for name in one:
+        if name.startswith("rows"):
+            assert found[name] == one[name]
+        elif name != "ended":
+            assert largest(found[name], one[name]) <= 1e-4, name
+    written = {path.suffix for path in (folder / f"written by {size}, {case}" / "2").rglob("*") if path.is_file()}
+    assert written == {".safetensors", ".json"}
+    theirs = AutoModelForCausalLM.from_pretrained(folder / f"written by {size}, {case}" / "policy").state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(folder / f"written by 1, {case}" / "policy").state_dict()
+    assert largest([t.numpy() for t in theirs.values()], [ours[name].numpy() for name in theirs]) <= 1e-4
+    for writers, weights in ((size, found), (1, one)):
+        alone = resumed(None, folder, case, writers)
+        assert largest(alone["weights"], weights["weights of step 2"]) == 0
+        assert weights is found or largest(alone["then"], weights["weights at the end"]) == 0
+        for readers in (2, 4) if size == 2 else (2,):
+            loaded = on_ranks(readers, all_cases, folder, resumed, [(case, writers)])[0][0]
+            assert largest(loaded["weights"], alone["weights"]) == 0
+            assert loaded["moments"].keys() == alone["moments"].keys()
+            assert all(np.array_equal(loaded["moments"][name], t) for name, t in alone["moments"].items())
+            assert readers != writers or largest(loaded["then"], weights["weights at the end"]) == 0
+
+
+@pytest.mark.slow
+def test_an_idle_job_goes_on_after_three_group_timeouts(folder: Path):
+    on_ranks(2, session, folder, "ppo", 20.0, group_timeout_s=6)

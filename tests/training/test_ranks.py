@@ -1,0 +1,104 @@
+"""The ranks of a training job: operations, failures that all ranks learn of, broadcasts, and an idle group."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from python_backend.training.ranks import KEPT, Operations, RankFailed, Ranks
+from tests.support.ranks import on_ranks
+
+
+def operations(ranks: Ranks, idle_s: float) -> Any:
+    """Two operations with a pause between them, longer than the timeout of the group."""
+    done: list[int] = []
+
+    def add(number: int) -> None:
+        total = torch.tensor([number])
+        dist.all_reduce(total)
+        done.append(int(total))
+
+    if ranks.rank:
+        ranks.operations.follow({"add": add})
+        return done
+    for number in (1, 2):
+        ranks.operations.announce("add", number=number)
+        add(number)
+        time.sleep(idle_s)
+    return done
+
+
+def failures(ranks: Ranks) -> Any:
+    """What each rank learns of a disk error on rank 1, of an error on rank 0, and of work that succeeds."""
+    seen: list[Any] = []
+    for failing, error in ((1, OSError("disk full")), (0, RankFailed("no such model")), (None, None)):
+
+        def work(failing: int | None = failing, error: Exception | None = error) -> int:
+            if ranks.rank == failing:
+                assert error is not None
+                raise error
+            return ranks.rank
+
+        try:
+            seen.append(ranks.together(work))
+        except (OSError, RankFailed) as caught:
+            seen.append((type(caught).__name__, str(caught)))
+    return seen
+
+
+def broadcasts(ranks: Ranks) -> Any:
+    """Tensors that rank 0 sends twice."""
+    sent = {"tokens": torch.arange(3), "mask": torch.tensor([[True, False]]), "values": torch.rand(2, 2)}
+    first = ranks.broadcast(sent if ranks.rank == 0 else None)
+    second = ranks.broadcast({"empty": torch.zeros(0)} if ranks.rank == 0 else None)
+    return {name: tensor.tolist() for name, tensor in {**first, **second}.items()}
+
+
+@pytest.mark.slow
+def test_the_operations_run_on_every_rank_even_after_three_group_timeouts() -> None:
+    assert on_ranks(2, operations, 3.2, group_timeout_s=1) == [[2, 4], [2, 4]]
+
+
+def test_the_list_of_operations_does_not_grow_for_ever() -> None:
+    store = dist.HashStore()
+    operations = Operations(0, store)
+    for _ in range(KEPT + 100):
+        operations.announce("add", number=1)
+    assert store.num_keys() <= KEPT + 1
+
+
+def errors_and_broadcasts(ranks: Ranks) -> Any:
+    """Both in one start of the processes."""
+    return failures(ranks), broadcasts(ranks)
+
+
+def test_an_error_of_one_rank_and_a_broadcast_reach_every_rank() -> None:
+    (first, sent), (second, received) = on_ranks(2, errors_and_broadcasts)
+    assert first == [("OSError", "rank 1: disk full"), ("RankFailed", "no such model"), 0]
+    assert second == [("OSError", "disk full"), ("RankFailed", "rank 0: no such model"), 1]
+    assert sent == received
+    assert (sent["tokens"], sent["mask"], sent["empty"]) == ([0, 1, 2], [[True, False]], [])
+
+
+@pytest.mark.parametrize(
+    ("lost", "errors"), [(0, "rank 0: died; rank 1: RankLost: rank 0 has ended"), (1, "rank 0: .*; rank 1: died")]
+)
+def test_a_dead_rank_ends_the_job(lost: int, errors: str) -> None:
+    with pytest.raises(RuntimeError, match=errors):
+        on_ranks(2, dying, lost)
+
+
+def dying(ranks: Ranks, lost: int) -> None:
+    """Rank `lost` dies once both have joined; the other one waits for it."""
+    dist.barrier()
+    if ranks.rank == lost:
+        os._exit(1)
+    if ranks.rank:
+        ranks.operations.follow({})
+    else:
+        ranks.together(lambda: None)

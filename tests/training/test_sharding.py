@@ -1,0 +1,124 @@
+"""Sharded weights: files that any number of ranks reads, and checkpoints that no rank holds whole."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from python_backend.training import sharding
+from python_backend.training.ranks import Ranks
+from python_backend.training.sharding import read_tensors, shard, write_checkpoint, write_slices
+from tests.support.ranks import on_ranks, whole_tensors
+
+
+def a_model(seed: int, *, tied: bool = False) -> Any:
+    """Return a random Llama with two layers."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+def write(ranks: Ranks, folder: Path) -> int:
+    """Write the same sharded model as slices and twice as a checkpoint; return this rank's number of local elements."""
+    model = a_model(0)
+    shard(model, ranks)
+    for name in ("slices", "checkpoint", "again"):
+        ranks.together(lambda name=name: (folder / name).mkdir(exist_ok=True))
+    write_slices(model.state_dict(), folder / "slices")
+    for name in ("checkpoint", "again"):
+        write_one_file_per_rank(model.state_dict(), folder / name, ranks)
+    dist.barrier()
+    return sum(tensor.to_local().numel() for tensor in model.state_dict().values())
+
+
+def write_one_file_per_rank(tensors: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> None:
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    write_checkpoint(shapes, tensors.__getitem__, folder, ranks)
+
+
+def fail_to_write(ranks: Ranks, folder: Path) -> list[Any]:
+    """The errno of what each way of writing raises if the disk of rank 1 is full."""
+    model = a_model(0)
+    shard(model, ranks)
+    seen: list[Any] = []
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "disk full")
+
+    if ranks.rank == 1:
+        sharding.sync_file = sharding.raw_bytes = full  # type: ignore[attr-defined]
+        HuggingFaceStorageWriter.write_data = full  # type: ignore[method-assign]
+    for write in (write_slices, lambda tensors, folder: write_one_file_per_rank(tensors, folder, ranks)):
+        try:
+            write(model.state_dict(), folder)
+        except OSError as error:
+            seen.append(error.errno)
+    return seen
+
+
+def read(ranks: Ranks, folder: Path) -> bool:
+    """Return whether a sharded model that reads the files has the weights that were written."""
+    model = a_model(1)
+    shard(model, ranks)
+    read_tensors(model.state_dict(), folder)
+    wanted = a_model(0).state_dict()
+    return all(torch.equal(tensor, wanted[name]) for name, tensor in whole_tensors(model.state_dict()))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files of two ranks."""
+    folder = tmp_path_factory.mktemp("sharded")
+    elements = on_ranks(2, write, folder)
+    assert max(elements) < 0.6 * sum(tensor.numel() for tensor in a_model(0).state_dict().values())
+    return folder
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    assert on_ranks(2, fail_to_write, tmp_path) == [[errno.ENOSPC] * 2] * 2
+
+
+def test_slices_of_two_ranks_are_read_by_one_without_a_group(written: Path) -> None:
+    model = a_model(1)
+    read_tensors(model.state_dict(), written / "slices", no_dist=True)
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in a_model(0).state_dict().items())
+    assert {path.suffix for path in (written / "slices").iterdir()} == {".safetensors"}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_slices_of_two_ranks_are_read_by_others(written: Path, size: int) -> None:
+    assert on_ranks(size, read, written / "slices") == [True] * size
+
+
+def test_a_checkpoint_of_two_ranks_is_an_ordinary_one_with_the_same_bytes_each_time(written: Path) -> None:
+    loaded = LlamaForCausalLM(a_model(0).config)
+    names = sorted(path.name for path in (written / "checkpoint").iterdir())
+    assert names == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    for name in names:
+        assert (written / "checkpoint" / name).read_bytes() == (written / "again" / name).read_bytes()
+    a_model(0).config.save_pretrained(written / "checkpoint")
+    loaded = LlamaForCausalLM.from_pretrained(written / "checkpoint")
+    assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in a_model(0).state_dict().items())
+    sizes = [sum(t.numel() for t in load_file(written / "checkpoint" / name).values()) for name in names[:2]]
+    assert max(sizes) < 0.75 * sum(sizes)
