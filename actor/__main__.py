@@ -86,10 +86,10 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
 def _train(config: RunConfig, ranks: Ranks | None = None, *, accepts_changes: bool) -> int:
     with long_lived_imports():
         from actor.loop import PPORun
-        from actor.run.lock import only_actor
         from actor.run.settings import describe_changes, find_changes, write_settings
         from actor.run.stopping import INTERRUPTED, Stopped, stop_on_signals
-        from actor.scoring.client import TritonClient
+        from python_backend.client.client import TritonClient
+        from python_backend.store.run_lock import only_actor
         from python_backend.wire.contract import REWARD_MODEL
 
     async def ppo() -> None:

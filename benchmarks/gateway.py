@@ -17,12 +17,12 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from actor.scoring.client import TritonClient
 from benchmarks.support.benchmark import BenchError, Option, Record, Result, Target
 from benchmarks.support.children import HOST, running_child
 from benchmarks.support.samples import grouped, in_turn, ratio
 from benchmarks.support.servers import start_triton
 from benchmarks.support.workload import LONGEST, SIZES, as_requests, closed_loop, make_checkpoint, make_trace
+from python_backend.client.client import TritonClient
 from python_backend.config import (
     ActorSection,
     AlgorithmSection,

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from actor.scoring.client import TrainAnswer, TritonClient
-from actor.scoring.retry import RequestRefused
 from critic_client.rows import Rows, token_rows, training_arrays
+from python_backend.client.client import TrainAnswer, TritonClient
+from python_backend.client.retry import RequestRefused
 from python_backend.config import ClientSection
 from python_backend.errors import RlhfError
 from python_backend.wire import contract

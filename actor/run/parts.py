@@ -16,9 +16,9 @@ from actor.run.recorder import Bookkeeper
 from actor.run.rollouts import Rollouts
 from actor.run.stopping import Stop
 from actor.run.validation import Validator
-from actor.scoring.client import TritonClient
 from actor.scoring.reference import make_reference
 from actor.scoring.scorer import Scorer
+from python_backend.client.client import TritonClient
 from python_backend.config import RunConfig
 from python_backend.parallel.ranks import Ranks
 

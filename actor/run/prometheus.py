@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from actor.scoring.retry import RequestCounters
+from python_backend.client.retry import RequestCounters
 from python_backend.config import RunConfig
 from python_backend.monitoring.exporter import CARD, Exporter, MetricSpec, Values
 

@@ -29,9 +29,9 @@ from actor.run.prometheus import ActorMetrics
 from actor.run.staleness import VersionSteps, staleness_metrics
 from actor.run.trackers import Trackers
 from actor.run.validation import Validation, explained, samples
-from actor.scoring.client import RequestFailed, TritonClient
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.client.client import RequestFailed, TritonClient
 from python_backend.config import RunConfig
 from python_backend.models.card.memory import card_bytes
 from python_backend.monitoring.log_lines import set_log_position

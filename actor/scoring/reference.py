@@ -14,11 +14,11 @@ from actor.algorithms.advantages import response_mask
 from actor.data.compute import InThread
 from actor.data.rollout import ReferenceLogprobs, Rollout, Scores, joined
 from actor.policy.policy import Policy
-from actor.scoring.client import RequestFailed, TritonClient
 from actor.scoring.scorer import ModelMismatch
 from actor.scoring.stream import RowStream
 from python_backend.checkpoints.inspection import fingerprint_weights
 from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.client.client import RequestFailed, TritonClient
 from python_backend.config import RunConfig
 from python_backend.wire.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, REFERENCE, TEMPERATURE
 

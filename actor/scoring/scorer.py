@@ -13,10 +13,10 @@ import torch
 from actor.data.compute import each
 from actor.data.rollout import Rollout, Scores, joined
 from actor.scoring import process
-from actor.scoring.client import RequestFailed, TritonClient
 from actor.scoring.mixture import RewardMixture
-from actor.scoring.retry import RequestRefused
 from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.client.client import RequestFailed, TritonClient
+from python_backend.client.retry import RequestRefused
 from python_backend.errors import RlhfError
 from python_backend.rewards.function import MESSAGES_KEY
 from python_backend.wire.contract import (

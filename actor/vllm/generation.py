@@ -14,10 +14,10 @@ import numpy as np
 from actor.generation.engine import Generation
 from actor.generation.slots import Finished, Response
 from actor.policy.policy import Policy
-from actor.scoring.pool import ServerPool
-from actor.scoring.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget, Trouble
 from actor.vllm.connection import HINT, VllmConnection, VllmUnusable
 from actor.vllm.versions import PolicyVersions
+from python_backend.client.pool import ServerPool
+from python_backend.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget, Trouble
 from python_backend.config import ConfigError, RunConfig
 
 MODEL = "vLLM"  # in error messages

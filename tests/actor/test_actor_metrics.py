@@ -7,7 +7,7 @@ from typing import Any
 
 from actor.run.metrics import MetricsLog
 from actor.run.prometheus import ActorMetrics
-from actor.scoring.retry import RequestCounters
+from python_backend.client.retry import RequestCounters
 from python_backend.config import RunConfig
 
 

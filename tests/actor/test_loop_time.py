@@ -31,8 +31,8 @@ import actor.algorithms.experience
 import actor.run.parts
 from actor.data.rollout import Prompt, Rollout
 from actor.loop import PPORun
-from actor.scoring.client import RequestCounters, TrainAnswer
 from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.client.client import RequestCounters, TrainAnswer
 from python_backend.config import ActorSection, RunConfig
 from python_backend.wire.contract import CRITIC
 from tests.support.settings import nested

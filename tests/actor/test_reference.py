@@ -16,8 +16,8 @@ from live_system import Checkpoints, make_run
 from actor.algorithms.experience import TooManyFailed, check_failures, rollout_metrics, sequence_kl
 from actor.data.rollout import Prompt, ReferenceLogprobs, Rollout, ScoredRollout, Scores
 from actor.loop import PPORun
-from actor.scoring.client import RequestCounters, RequestFailed, TrainAnswer
 from actor.scoring.reference import ServedReference, only_known
+from python_backend.client.client import RequestCounters, RequestFailed, TrainAnswer
 from python_backend.wire.contract import REWARDS
 
 PATIENCE_S = 60.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging

@@ -15,10 +15,10 @@ from actor.data.rollout import Prompt, Rollout
 from actor.loop import PPORun
 from actor.run.metrics import MetricsLog
 from actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update, staleness_metrics
-from actor.scoring.client import RequestCounters, TrainAnswer
-from actor.scoring.retry import ServerFailed
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer
+from python_backend.client.client import RequestCounters, TrainAnswer
+from python_backend.client.retry import ServerFailed
 from python_backend.config import RunConfig
 from python_backend.store.jsonl import read_jsonl
 from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION

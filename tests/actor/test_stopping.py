@@ -21,9 +21,9 @@ from live_system import Checkpoints, make_run, validations_of
 from actor.loop import PPORun
 from actor.policy.checkpoint import saved_steps
 from actor.run.stopping import Stop, Stopped
-from actor.scoring.client import TrainAnswer
-from actor.scoring.retry import RequestCounters
 from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.client.client import TrainAnswer
+from python_backend.client.retry import RequestCounters
 from python_backend.store.durable import read_json
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import sha256_of

@@ -12,9 +12,9 @@ import torch
 from actor.data.prompts import PromptError
 from actor.data.rollout import Prompt, Rollout, join_rollouts
 from actor.scoring.mixture import RewardMixture
-from actor.scoring.retry import RequestRefused
 from actor.scoring.scorer import Scorer
 from actor.scoring.stream import RowStream
+from python_backend.client.retry import RequestRefused
 
 PATIENCE_S = 120.0
 

@@ -11,8 +11,8 @@ import pytest
 from fake_vllm import FakeVllm
 from vllm_setup import END, PROMPTS, VllmSetup, run_async, save_policy
 
-from actor.scoring.retry import RequestFailed
 from actor.vllm.connection import VllmUnusable
+from python_backend.client.retry import RequestFailed
 from python_backend.config import ConfigError
 from tests.support.loaders import skip_on_cards
 

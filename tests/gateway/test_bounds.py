@@ -16,7 +16,7 @@ import pytest
 from certificate import make_certificate
 from fake_reward import Caller, FakeReward, gateway
 
-from actor.scoring.connection import Message
+from python_backend.client.connection import Message
 from tools.gateway import app, connections, scoring
 
 DEADLINE_S = 20.0

@@ -26,10 +26,10 @@ from test_two_tokenizers import written
 
 from actor.data.prompts import PromptError
 from actor.data.rollout import Prompt, Rollout, Scores
-from actor.scoring.client import TritonClient
 from actor.scoring.mixture import RewardMixture
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.client.client import TritonClient
 from python_backend.wire.contract import REWARD_MODEL
 
 pytestmark = pytest.mark.slow

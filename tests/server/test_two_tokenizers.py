@@ -28,9 +28,9 @@ from tiny_tokenizers import save_text_reward
 from transformers import pipeline
 
 from actor.data.rollout import Prompt, Rollout, Scores
-from actor.scoring.client import TritonClient
 from actor.scoring.scorer import ModelMismatch, Scorer
 from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.client.client import TritonClient
 from python_backend.wire.contract import CRITIC, REWARD_MODEL, texts_array
 from tools.render_configs import parse_config, render_configs
 from trainer.control_plane import ControlPlane

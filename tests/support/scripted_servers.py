@@ -1,4 +1,4 @@
-"""Servers with scripted connections, for tests of `actor.scoring.pool`."""
+"""Servers with scripted connections, for tests of `python_backend.client.pool`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from actor.scoring.pool import ServerPool
-from actor.scoring.retry import Kind, RequestCounters, Trouble
-from actor.scoring.server import Server
+from python_backend.client.pool import ServerPool
+from python_backend.client.retry import Kind, RequestCounters, Trouble
+from python_backend.client.server import Server
 from python_backend.config import ClientSection
 
 REFUSED = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")

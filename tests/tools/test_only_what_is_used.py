@@ -24,9 +24,9 @@ import actor.__main__
 import tools.run
 import tools.serve
 import trainer.__main__
-from actor.scoring.client import RequestFailed
 from actor.scoring.scorer import ModelMismatch, Scorer
 from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.client.client import RequestFailed
 from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
 from python_backend.config.required_files import check_files
 from python_backend.config.sections import UNMEASURED

@@ -17,9 +17,9 @@ from http import HTTPStatus
 
 import numpy as np
 
-from actor.scoring.client import TritonClient
-from actor.scoring.connection import Config, parameters_of, timeout
-from actor.scoring.retry import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
+from python_backend.client.client import TritonClient
+from python_backend.client.connection import Config, parameters_of, timeout
+from python_backend.client.retry import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
 from python_backend.config import GatewaySection
 from python_backend.rewards.groups import BadGroup, group_key
 from python_backend.wire.contract import (

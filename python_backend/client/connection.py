@@ -19,7 +19,7 @@ from tritonclient.http import InferInput, InferRequestedOutput
 from tritonclient.http.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from actor.scoring.retry import HINT, Kind, Trouble
+from python_backend.client.retry import HINT, Kind, Trouble
 from python_backend.config import ClientSection
 from python_backend.wire.contract import (
     BANNED_TOKEN_IDS,

@@ -13,9 +13,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Generic
 
-from actor.scoring.names import ServerNames
-from actor.scoring.outage import Outage
-from actor.scoring.retry import (
+from python_backend.client.names import ServerNames
+from python_backend.client.outage import Outage
+from python_backend.client.retry import (
     HINT,
     Attempts,
     Kind,
@@ -25,7 +25,7 @@ from actor.scoring.retry import (
     Trouble,
     backoff_s,
 )
-from actor.scoring.server import C, Server, Suspension
+from python_backend.client.server import C, Server, Suspension
 from python_backend.config import ClientSection
 from python_backend.errors import RlhfError
 

@@ -16,10 +16,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from actor.scoring.connection import SAME_ON_ALL_SERVERS, Config, Expected, HTTPConnection, Message, parameters_of
-from actor.scoring.ordering import Turn, Turns
-from actor.scoring.pool import ServerPool
-from actor.scoring.retry import (
+from python_backend.client.connection import (
+    SAME_ON_ALL_SERVERS,
+    Config,
+    Expected,
+    HTTPConnection,
+    Message,
+    parameters_of,
+)
+from python_backend.client.ordering import Turn, Turns
+from python_backend.client.pool import ServerPool
+from python_backend.client.retry import (
     RETRY_RESERVE,
     Attempts,
     OverBudget,

@@ -1,4 +1,4 @@
-"""`actor.scoring.retry` and `actor.scoring.ordering`: who may ask again, at whose cost, and in which order."""
+"""`client.retry` and `client.ordering`: who may ask again, at whose cost, and in which order."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from actor.scoring.ordering import Turns
-from actor.scoring.retry import MAX_BACKOFF_S, Attempts, Kind, OverBudget, RequestFailed, RetryBudget, Trouble
+from python_backend.client.ordering import Turns
+from python_backend.client.retry import MAX_BACKOFF_S, Attempts, Kind, OverBudget, RequestFailed, RetryBudget, Trouble
 from python_backend.config import ClientSection
 
 BUSY = Trouble(Kind.BUSY, "refused", "no room")
@@ -99,7 +99,7 @@ def test_what_never_was_sent_costs_nothing():
 
 def test_servers_that_are_ready_and_gone_when_asked_end_in_an_error(monkeypatch: pytest.MonkeyPatch):
     now = 1000.0
-    monkeypatch.setattr("actor.scoring.retry.time.monotonic", lambda: now)
+    monkeypatch.setattr("python_backend.client.retry.time.monotonic", lambda: now)
     one = attempts(5, max_outage_s=60)
     one.moves_on(GONE, "here:1")
     now += 50

@@ -1,4 +1,4 @@
-"""`actor.scoring.client` over HTTP, against a server that fails on demand: retries, deadlines, order, closing."""
+"""The client over HTTP, against a server that fails on demand: retries, deadlines, order, closing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from fake_triton import Behaviour, FakeTriton
 from live_system import training_inputs
 
-from actor.scoring.client import TritonClient
-from actor.scoring.retry import RETRY_RESERVE, OverBudget, RequestCounters, RequestFailed, ServerFailed
+from python_backend.client.client import TritonClient
+from python_backend.client.retry import RETRY_RESERVE, OverBudget, RequestCounters, RequestFailed, ServerFailed
 from python_backend.config import ClientSection
 from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
 
@@ -353,7 +353,7 @@ def test_closing_cancels_what_is_asked_and_what_comes_too_late():
 STOPPED = """
 import asyncio, logging, signal, sys
 import numpy as np
-from actor.scoring.client import TritonClient
+from python_backend.client.client import TritonClient
 from python_backend.config import ClientSection
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

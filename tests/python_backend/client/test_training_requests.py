@@ -10,8 +10,8 @@ import pytest
 from fake_triton import FakeTriton
 from live_system import training_inputs
 
-from actor.scoring import client as client_module
-from actor.scoring.client import RequestFailed, TritonClient
+from python_backend.client import client as client_module
+from python_backend.client.client import RequestFailed, TritonClient
 from python_backend.config import ClientSection
 
 

@@ -1,4 +1,4 @@
-"""`actor.scoring.pool` and names: servers that join and leave, and connections that are closed."""
+"""`python_backend.client.pool` and names: servers that join and leave, and connections that are closed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripted_servers import LOST, REFUSED, Rig, Scripted, scene, until
 
-from actor.scoring.retry import RequestFailed
+from python_backend.client.retry import RequestFailed
 
 
 class Names:
@@ -53,7 +53,7 @@ def test_a_name_is_looked_up_again_when_one_of_its_servers_is_lost(monkeypatch: 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are resolved again every millisecond."""
-    monkeypatch.setattr("actor.scoring.pool.RESOLVE_EVERY_S", 0.001)
+    monkeypatch.setattr("python_backend.client.pool.RESOLVE_EVERY_S", 0.001)
 
 
 @pytest.mark.usefixtures("often")

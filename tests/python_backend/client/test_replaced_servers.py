@@ -1,4 +1,4 @@
-"""`actor.scoring.client` over HTTP while servers drain and come back: nothing is lost, and nothing unlike joins."""
+"""The client over HTTP while servers drain and come back: nothing is lost, and nothing unlike joins."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fake_triton import FakeTriton
 from live_system import training_inputs
 from scripted_servers import scene, until
 
-from actor.scoring import pool
-from actor.scoring.client import TritonClient
-from actor.scoring.retry import RETRY_RESERVE, RequestCounters
+from python_backend.client import pool
+from python_backend.client.client import TritonClient
+from python_backend.client.retry import RETRY_RESERVE, RequestCounters
 from python_backend.config import ClientSection
 from python_backend.wire.contract import REWARD_MODEL
 

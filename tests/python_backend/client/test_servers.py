@@ -1,4 +1,4 @@
-"""`actor.scoring.pool`: which server gets a request, which is set aside, and who waits; connections are scripted."""
+"""`client.pool`: which server gets a request, which is set aside, and who waits; connections are scripted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 import pytest
 from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, scene, until
 
-from actor.scoring.retry import RequestFailed, Trouble
+from python_backend.client.retry import RequestFailed, Trouble
 
 # ---- choosing ----
 
@@ -208,7 +208,7 @@ def test_one_trial_at_a_time_and_each_failure_makes_the_pause_longer():
 
 
 def test_an_outage_is_told_counted_and_over(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("actor.scoring.outage.REMIND_EVERY_S", 0.001)
+    monkeypatch.setattr("python_backend.client.outage.REMIND_EVERY_S", 0.001)
 
     async def play() -> None:
         async with Rig() as servers:
