@@ -20,7 +20,7 @@ from python_backend.client.retry import RETRY_RESERVE, OverBudget, RequestCounte
 from python_backend.config import ClientSection
 from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ROWS = [np.asarray([3, 4, 5])]
 
 
