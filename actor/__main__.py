@@ -95,7 +95,7 @@ def _train(config: RunConfig, ranks: Ranks | None = None, *, accepts_changes: bo
     async def ppo() -> None:
         key = os.environ.get(config.server.training_key_env or "")
         async with TritonClient(config.server.http_url, config.actor.client, training_key=key) as client:
-            await client.model_parameters(REWARD_MODEL)  # fail before loading models if no server answers
+            await client.describe(REWARD_MODEL)  # fail before loading models if no server answers
             run = PPORun(config, client, ranks)
             # Until here a signal raises KeyboardInterrupt; from here on it stops the run with a checkpoint.
             stop_on_signals(run.stop, config.actor.stop_grace_s, stop_signals())

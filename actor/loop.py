@@ -49,7 +49,7 @@ class PPORun(RunParts):
         settings, limit = self.settings, TimeLimit(self.settings.max_minutes)
         await self.scorer.compare_tokenizers()
         await self.reference.compare()
-        self.scorer.mixture.check_prompts([*self.inputs.stream.first_prompts(), *self.validator.prompts])
+        self.scorer.check_prompts([*self.inputs.stream.first_prompts(), *self.validator.prompts])
         self.done = await self.stop.or_done(self.books.resume())
         is_last = self.done >= settings.steps
         if self.done == 0:

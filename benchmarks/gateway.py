@@ -97,7 +97,7 @@ async def take_turns(triton: str, gateway: str, peer: str, settings: argparse.Na
     # uvicorn closes a connection that is idle for 5 s, as all are during the turns of the others.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     async with aiohttp.ClientSession(connector=connector) as session, TritonClient(triton, ClientSection()) as client:
-        await client.model_parameters(REWARD_MODEL)
+        await client.describe(REWARD_MODEL)
 
         async def direct(rows: list[np.ndarray]) -> Any:
             return (await client.rewards(rows))[REWARDS][:, 0]

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.support.workload import VOCAB_SIZE
 from chaos.background import Background
 from python_backend.client.client import TrainAnswer, TritonClient
-from python_backend.client.retry import RequestFailed, RequestRefused
+from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.config import ClientSection
 from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 

@@ -23,7 +23,7 @@ Needs numpy, pydantic, PyYAML, safetensors and tritonclient[http]; imports neith
 from critic_client.asynchronous import AsyncCriticClient, CriticClientError, RowScores, RowValues
 from critic_client.blocking import CriticClient
 from python_backend.client.client import TrainAnswer
-from python_backend.client.retry import RequestFailed, RequestRefused, ServerFailed
+from python_backend.client.errors import RequestFailed, RequestRefused, ServerFailed
 from python_backend.config import ClientSection
 from python_backend.errors import RlhfError
 from python_backend.wire.contract import ContractError

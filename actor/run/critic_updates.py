@@ -12,7 +12,7 @@ from actor.data.compute import cancelled
 from actor.run.metrics import Timers
 from actor.run.recorder import Bookkeeper
 from python_backend.client.client import TritonClient
-from python_backend.client.retry import ServerFailed
+from python_backend.client.errors import ServerFailed
 
 logger = logging.getLogger(__name__)
 

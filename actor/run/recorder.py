@@ -31,7 +31,8 @@ from actor.run.trackers import Trackers
 from actor.run.validation import Validation, explained, samples
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.client.client import RequestFailed, TritonClient
+from python_backend.client.client import TritonClient
+from python_backend.client.errors import RequestFailed
 from python_backend.config import RunConfig
 from python_backend.models.card.memory import card_bytes
 from python_backend.monitoring.log_lines import set_log_position
@@ -142,7 +143,7 @@ class Bookkeeper:
                     ) from error
                 passed[step] = str(error)
             except RequestFailed as error:
-                if STEP_AHEAD not in str(error) or step == steps[0]:
+                if error.code != STEP_AHEAD or step == steps[0]:
                     raise
                 passed[step] = f"the checkpoint of step {step} is ahead of the critic: {error}"
             else:

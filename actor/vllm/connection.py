@@ -13,7 +13,7 @@ import aiohttp
 
 from actor.vllm.versions import FULL, PolicyVersion
 from python_backend.client.connection import timeout, trouble_of
-from python_backend.client.retry import Kind, Trouble
+from python_backend.client.errors import Kind, Trouble
 from python_backend.errors import RlhfError
 from python_backend.store.durable import exclusive_lock
 

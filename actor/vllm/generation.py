@@ -17,7 +17,7 @@ from actor.policy.policy import Policy
 from actor.vllm.connection import HINT, VllmConnection, VllmUnusable
 from actor.vllm.versions import PolicyVersions
 from python_backend.client.pool import ServerPool
-from python_backend.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget, Trouble
+from python_backend.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
 from python_backend.config import ConfigError, RunConfig
 
 MODEL = "vLLM"  # in error messages
@@ -144,17 +144,9 @@ class VllmGeneration(Generation):
     ) -> Response:
         """Return the response to one prompt from any server, with retries and failover."""
         attempts = Attempts(MODEL, self._client, self._budget, retries=self._client.retries)
-        self._budget.earn()
-        while True:
-            async with pool.one(MODEL, writes=False, patient=True) as server:
-                try:
-                    choice = await server.connection.generate(prompt.tolist(), sampling)
-                except Trouble as trouble:
-                    pause_s = await pool.pause_after(server, attempts, trouble, patient=True)
-                else:
-                    pool.answered(server, MODEL)
-                    return self._response(choice)
-            await asyncio.sleep(pause_s)
+        return self._response(
+            await pool.answer(attempts, lambda connection: connection.generate(prompt.tolist(), sampling))
+        )
 
     def _response(self, choice: Mapping[str, Any]) -> Response:
         """Return vLLM's response. Raises VllmUnusable if it contains a banned token."""

@@ -25,7 +25,8 @@ from actor.policy.policy import Policy
 from actor.run.recorder import Bookkeeper
 from actor.run.validation import Validation
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.client.client import RequestCounters, RequestFailed
+from python_backend.client.errors import RequestFailed
+from python_backend.client.retry import RequestCounters
 from python_backend.config import ActorSection, PolicySection, RunConfig
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import WeightsStore

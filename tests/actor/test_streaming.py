@@ -11,10 +11,11 @@ import torch
 
 from actor.data.prompts import PromptError
 from actor.data.rollout import Prompt, Rollout, join_rollouts
-from actor.scoring.mixture import RewardMixture
+from actor.scoring.metadata import check_prompts, row_metadata
 from actor.scoring.scorer import Scorer
 from actor.scoring.stream import RowStream
-from python_backend.client.retry import RequestRefused
+from python_backend.client.errors import RequestRefused
+from python_backend.client.served import ServedModel
 
 PATIENCE_S = 120.0
 
@@ -135,7 +136,7 @@ class Words:
 def test_the_scorer_sends_the_group_of_each_row_and_splits_none(groupwise: bool, group_size: int, groups: Any):
     client = Client()
     scorer = Scorer(client, Words(), rows_per_request=3, with_critic=False)  # type: ignore[arg-type]
-    scorer.mixture = RewardMixture(("a",), groupwise)
+    scorer.reward = ServedModel(components=("a",), groupwise=groupwise)
     scores = asyncio.run(scorer.score(join_rollouts([one_row(i) for i in range(6)], pad_id=0), group_size))
     assert sorted(client.groups) == groups  # the requests' rows are prepared in threads
     assert scores.scored.all()
@@ -154,7 +155,7 @@ def test_a_row_that_the_server_refuses_costs_only_itself_or_its_group(
             return await super().rewards(rows, outputs, metadata)
 
     scorer = Scorer(Picky(), Words(), rows_per_request=8, with_critic=False)  # type: ignore[arg-type]
-    scorer.mixture = RewardMixture(("a",), groupwise)
+    scorer.reward = ServedModel(components=("a",), groupwise=groupwise)
     scores = asyncio.run(scorer.score(join_rollouts([one_row(i) for i in range(8)], pad_id=0), group_size))
     assert (~scores.scored).nonzero()[:, 0].tolist() == refused
     assert scores.failures == ["refused"]
@@ -162,7 +163,7 @@ def test_a_row_that_the_server_refuses_costs_only_itself_or_its_group(
 
 def test_a_column_named_group_is_refused_only_where_it_would_be_replaced():
     prompt = Prompt("1", "a", np.asarray([1]), {"group": "mine"})
-    RewardMixture(("a",)).check_prompts([prompt])
-    assert RewardMixture(("a",)).metadata(prompt, "b", 3)["group"] == "mine"
+    check_prompts(ServedModel(components=("a",)), [prompt])
+    assert row_metadata(ServedModel(components=("a",)), prompt, "b", 3)["group"] == "mine"
     with pytest.raises(PromptError, match="prompt 1 has a column 'group'"):
-        RewardMixture(("a",), groupwise=True).check_prompts([prompt])
+        check_prompts(ServedModel(components=("a",), groupwise=True), [prompt])

@@ -12,7 +12,7 @@ from fake_vllm import FakeVllm
 from vllm_setup import END, PROMPTS, VllmSetup, run_async, save_policy
 
 from actor.vllm.connection import VllmUnusable
-from python_backend.client.retry import RequestFailed
+from python_backend.client.errors import RequestFailed
 from python_backend.config import ConfigError
 from tests.support.loaders import skip_on_cards
 

@@ -18,7 +18,7 @@ from triton_python_backend_utils import InferenceResponse, Request
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.client.connection import trouble_of
-from python_backend.client.retry import Kind
+from python_backend.client.errors import Kind
 from python_backend.models.modeling import load_reward
 from python_backend.wire.contract import REWARDS, UNTIL_LOADED
 from trainer.publish import initialise_store

@@ -20,8 +20,8 @@ from tiny_serve import serve, wait_for, write_run
 
 from python_backend.client.client import TritonClient
 from python_backend.client.connection import HTTPConnection
+from python_backend.client.errors import Kind, Trouble
 from python_backend.client.pool import ServerPool
-from python_backend.client.retry import Kind, Trouble
 from python_backend.client.server import Server
 from python_backend.config import ClientSection
 from python_backend.wire.contract import REWARDS, VALUES

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from python_backend.client.errors import Kind, Trouble
 from python_backend.client.pool import ServerPool
-from python_backend.client.retry import Kind, RequestCounters, Trouble
+from python_backend.client.retry import RequestCounters
 from python_backend.client.server import Server
 from python_backend.config import ClientSection
 

@@ -16,7 +16,8 @@ from fake_triton import Behaviour, FakeTriton
 from live_system import training_inputs
 
 from python_backend.client.client import TritonClient
-from python_backend.client.retry import RETRY_RESERVE, OverBudget, RequestCounters, RequestFailed, ServerFailed
+from python_backend.client.errors import OverBudget, RequestFailed, ServerFailed
+from python_backend.client.retry import RETRY_RESERVE, RequestCounters
 from python_backend.config import ClientSection
 from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
 
@@ -243,9 +244,9 @@ def test_the_first_contact_is_impatient():
             with pytest.raises(
                 RequestFailed, match=r"cannot be reached after 2 attempts: Connection refused; is `python"
             ):
-                await client.model_parameters(REWARD_MODEL)
+                await client.describe(REWARD_MODEL)
             await server.start()
-            assert await client.model_parameters(REWARD_MODEL) == server.parameters
+            assert (await client.describe(REWARD_MODEL)).parameters == server.parameters
             assert client.counters.outages == 0
 
     scene(play)
@@ -293,7 +294,7 @@ def test_the_first_contact_takes_the_server_that_is_there():
             for order in ([lost, other], [other, lost]):
                 async with client_of(*order, retries=0) as client:
                     for _ in range(2):
-                        assert await client.model_parameters(REWARD_MODEL)
+                        assert await client.describe(REWARD_MODEL)
 
     scene(play)
 

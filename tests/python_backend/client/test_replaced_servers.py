@@ -63,7 +63,7 @@ def test_a_server_whose_scores_mean_something_else_does_not_come_back(setting: s
     async def play() -> None:
         async with FakeTriton() as first, FakeTriton() as second, client_of(first, second) as client:
             first.parameters[setting] = second.parameters[setting] = "ours"
-            await client.model_parameters(REWARD_MODEL)
+            await client.describe(REWARD_MODEL)
             await second.stop()
             await asyncio.gather(*(client.rewards(ROWS) for _ in range(4)))
             second.parameters[setting] = "theirs"

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from python_backend.client.errors import Kind, OverBudget, RequestFailed, Trouble
 from python_backend.client.ordering import Turns
-from python_backend.client.retry import MAX_BACKOFF_S, Attempts, Kind, OverBudget, RequestFailed, RetryBudget, Trouble
+from python_backend.client.retry import MAX_BACKOFF_S, Attempts, RetryBudget
 from python_backend.config import ClientSection
 
 BUSY = Trouble(Kind.BUSY, "refused", "no room")

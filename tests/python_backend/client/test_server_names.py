@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripted_servers import LOST, REFUSED, Rig, Scripted, scene, until
 
-from python_backend.client.retry import RequestFailed
+from python_backend.client.errors import RequestFailed
 
 
 class Names:

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 import pytest
 from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, scene, until
 
-from python_backend.client.retry import RequestFailed, Trouble
+from python_backend.client.errors import RequestFailed, Trouble
 
 # ---- choosing ----
 

@@ -11,7 +11,8 @@ from fake_triton import FakeTriton
 from live_system import training_inputs
 
 from python_backend.client import client as client_module
-from python_backend.client.client import RequestFailed, TritonClient
+from python_backend.client.client import TritonClient
+from python_backend.client.errors import RequestFailed
 from python_backend.config import ClientSection
 
 
