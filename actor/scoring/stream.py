@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from actor.data.compute import AT_ONCE
+from actor.data.compute import AT_ONCE, cancelled
 from actor.data.rollout import Rollout, Scores, join_rollouts
 from actor.scoring.scorer import Scorer, join_scores
 from python_backend.client.batching import Gathering
@@ -74,9 +74,7 @@ class RowStream(Generic[T]):
     async def close(self) -> None:
         """Cancel requests in flight; there are none once `answers` has returned."""
         self._is_closed = True
-        for request in self._requests:
-            request.cancel()
-        await asyncio.gather(*self._requests, return_exceptions=True)
+        await cancelled(self._requests)
 
     def _add(self, index: int, row: Rollout) -> None:
         number = index // self._group_size

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from actor.data.compute import cancelled
 from actor.generation.engine import Generation
 from actor.generation.slots import Finished, Response
 from actor.policy.policy import Policy
@@ -111,9 +112,7 @@ class VllmGeneration(Generation):
             await asyncio.gather(*responses)
         finally:
             self._running = None
-            for response in responses:
-                response.cancel()
-            await asyncio.gather(*responses, return_exceptions=True)
+            await cancelled(responses)
             await pool.close()
 
     def _sampling(self, seed: int, row: int, *, greedy: bool) -> dict[str, Any]:

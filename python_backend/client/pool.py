@@ -13,11 +13,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
+from python_backend.backoff import backoff_s
 from python_backend.client.errors import Kind, OverBudget, RequestFailed, ServersDiffer, Trouble
 from python_backend.client.names import ServerNames
 from python_backend.client.ordering import Turn, Turns
 from python_backend.client.outage import Outage
-from python_backend.client.retry import HINT, Attempts, RequestCounters, backoff_s
+from python_backend.client.retry import HINT, Attempts, RequestCounters
 from python_backend.client.server import C, Server, Suspension
 from python_backend.config import ClientSection
 from python_backend.errors import RlhfError

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from dataclasses import dataclass
 
+from python_backend.backoff import backoff_s
 from python_backend.client.errors import (
     Kind,
     OverBudget,
@@ -19,7 +19,6 @@ from python_backend.client.errors import (
 from python_backend.config import ClientSection
 
 logger = logging.getLogger(__name__)
-MAX_BACKOFF_S = 8.0
 HINT = "; is `python -m tools serve` running there?"
 RETRY_RESERVE = 100  # size of a retry budget: enough for the hiccups of a small run, too little for a storm
 
@@ -143,8 +142,3 @@ class Attempts:
             return RequestRefused(sentence, trouble.why)
         kinds = {Kind.FAILED: ServerFailed, Kind.DIFFERENT: ServersDiffer}
         return kinds.get(trouble.kind, RequestFailed)(sentence)
-
-
-def backoff_s(first_s: float, doublings: int) -> float:
-    """Return `first_s`, doubled so often but at most `MAX_BACKOFF_S`, with jitter: retries must not come in bursts."""
-    return min(MAX_BACKOFF_S, first_s * 2.0 ** min(doublings, 16)) * random.uniform(0.5, 1.0)

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
+from python_backend.backoff import LONGEST_PAUSE_S
 from python_backend.client.errors import Kind, OverBudget, RequestFailed, Trouble
 from python_backend.client.ordering import Turns
-from python_backend.client.retry import MAX_BACKOFF_S, Attempts, RetryBudget
+from python_backend.client.retry import Attempts, RetryBudget
 from python_backend.config import ClientSection
 
 BUSY = Trouble(Kind.BUSY, "refused", "no room")
@@ -78,7 +79,7 @@ def test_the_budget_refuses_with_the_cause():
 
 
 def test_pauses_double_up_to_a_limit_with_jitter():
-    one, longest = attempts(20, backoff_s=1.0), [1.0, 2.0, 4.0, MAX_BACKOFF_S, MAX_BACKOFF_S]
+    one, longest = attempts(20, backoff_s=1.0), [1.0, 2.0, 4.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
     pauses = [one.pause_s(BUSY, "here:1") for _ in longest]
     assert all(most / 2 <= pause <= most for pause, most in zip(pauses, longest, strict=True))
     firsts = {attempts(1, backoff_s=1.0).pause_s(BUSY, "here:1") for _ in range(20)}
