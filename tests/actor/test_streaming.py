@@ -63,17 +63,14 @@ def test_rows_that_end_together_share_requests():
     assert answers_of([1, 0], rows_per_request=1) == ([1, 1], [0, 1])
 
 
-def test_a_row_that_ends_alone_waits_for_no_other():
-    async def play() -> None:
-        asked = Asked()
-        stream = RowStream(asked, rows_per_request=8)
-        stream.take(0, one_row(0))
-        await asyncio.wait_for(asked.first.wait(), PATIENCE_S)  # though another is written still
-        stream.take(1, one_row(1))
-        await asyncio.sleep(0)  # the loop takes it in
-        assert (await stream.answers())[0] == [[0], [1]]
-
-    asyncio.run(play())
+async def test_a_row_that_ends_alone_waits_for_no_other():
+    asked = Asked()
+    stream = RowStream(asked, rows_per_request=8)
+    stream.take(0, one_row(0))
+    await asyncio.wait_for(asked.first.wait(), PATIENCE_S)  # though another is written still
+    stream.take(1, one_row(1))
+    await asyncio.sleep(0)  # the loop takes it in
+    assert (await stream.answers())[0] == [[0], [1]]
 
 
 def test_a_group_is_in_one_request_as_a_whole_and_in_order():
@@ -82,32 +79,26 @@ def test_a_group_is_in_one_request_as_a_whole_and_in_order():
     assert answers_of([3, 0, 5, 2, 1, 4], rows_per_request=1, group_size=3) == ([3, 3], [0, 1, 2, 3, 4, 5])
 
 
-def test_a_row_waits_for_its_own_group_alone():
-    async def play() -> None:
-        asked = Asked()
-        stream = RowStream(asked, rows_per_request=8, group_size=2)
-        for index in (2, 1, 3):  # 0 is written still
-            stream.take(index, one_row(index))
-        await asyncio.wait_for(asked.first.wait(), PATIENCE_S)
-        assert asked.rows == [[2, 3]]
-        stream.take(0, one_row(0))
-        await asyncio.sleep(0)
-        assert (await stream.answers())[1].tolist() == [2, 3, 0, 1]
-        assert asked.rows == [[2, 3], [0, 1]]
-
-    asyncio.run(play())
+async def test_a_row_waits_for_its_own_group_alone():
+    asked = Asked()
+    stream = RowStream(asked, rows_per_request=8, group_size=2)
+    for index in (2, 1, 3):  # 0 is written still
+        stream.take(index, one_row(index))
+    await asyncio.wait_for(asked.first.wait(), PATIENCE_S)
+    assert asked.rows == [[2, 3]]
+    stream.take(0, one_row(0))
+    await asyncio.sleep(0)
+    assert (await stream.answers())[1].tolist() == [2, 3, 0, 1]
+    assert asked.rows == [[2, 3], [0, 1]]
 
 
-def test_rows_of_a_group_that_was_not_completed_are_never_sent():
-    async def play() -> None:
-        asked = Asked()
-        stream = RowStream(asked, rows_per_request=1, group_size=2)
-        stream.take(0, one_row(0))
-        await asyncio.sleep(0)
-        await stream.close()
-        assert asked.rows == []
-
-    asyncio.run(play())
+async def test_rows_of_a_group_that_was_not_completed_are_never_sent():
+    asked = Asked()
+    stream = RowStream(asked, rows_per_request=1, group_size=2)
+    stream.take(0, one_row(0))
+    await asyncio.sleep(0)
+    await stream.close()
+    assert asked.rows == []
 
 
 class Client:

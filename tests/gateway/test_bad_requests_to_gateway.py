@@ -226,78 +226,66 @@ def test_a_stopped_server_is_waited_for_until_the_deadline() -> None:
     play(scene, deadline_s=2.0)  # also enough for the first request on a starved machine
 
 
-def test_a_first_request_waits_for_a_server_and_fails_with_the_cause() -> None:
-    async def run() -> None:
-        async with FakeReward() as later, gateway(later.url, deadline_s=20.0) as caller:
-            await later.stop()
-            asked = asyncio.create_task(caller.post("/v1/rewards", {"inputs": [{"text": "abc"}]}))
-            await asyncio.sleep(0.3)
-            assert (await caller.get("/readyz"))[0] == 503
-            await later.start()
-            assert (await asked)[1]["rewards"] == [3]
-        async with gateway("127.0.0.1:1", deadline_s=0.1) as caller:
-            for path, body in PROTOCOLS.items():
-                assert "127.0.0.1:1" in await caller.error(path, body, 503)
-            assert (await caller.get("/healthz"))[0] == 200
-            assert (await caller.get("/readyz"))[0] == 503
-
-    asyncio.run(run())
+async def test_a_first_request_waits_for_a_server_and_fails_with_the_cause() -> None:
+    async with FakeReward() as later, gateway(later.url, deadline_s=20.0) as caller:
+        await later.stop()
+        asked = asyncio.create_task(caller.post("/v1/rewards", {"inputs": [{"text": "abc"}]}))
+        await asyncio.sleep(0.3)
+        assert (await caller.get("/readyz"))[0] == 503
+        await later.start()
+        assert (await asked)[1]["rewards"] == [3]
+    async with gateway("127.0.0.1:1", deadline_s=0.1) as caller:
+        for path, body in PROTOCOLS.items():
+            assert "127.0.0.1:1" in await caller.error(path, body, 503)
+        assert (await caller.get("/healthz"))[0] == 200
+        assert (await caller.get("/readyz"))[0] == 503
 
 
-def test_rewards_of_other_terms_are_none_until_the_server_serves_the_yaml() -> None:
+async def test_rewards_of_other_terms_are_none_until_the_server_serves_the_yaml() -> None:
     ours, theirs = '["verdict"]', '["length"]'
 
-    async def run() -> None:
-        body = {"query": ["abc"]}
-        async with (
-            FakeReward(terms=("length",)) as server,
-            gateway(server.url, expected={"reward_components": ours, "groupwise": None}) as caller,
-        ):
-            for path in ("/get_reward", "/get_reward", "/classify"):
-                message = await caller.error(path, body if path == "/get_reward" else {"input": "abc"}, 503)
-                assert f"{server.url} serves another configuration" in message
-                assert f"reward_model has reward_components {theirs}, but {ours} is expected" in message
-            assert theirs in (await caller.get("/readyz"))[1]["error"]["message"]
-            for terms in (ours, '["other"]', ours, None, ours):  # each time another server at the address
-                await server.stop()
-                server.parameters = {**server.parameters, "reward_components": terms or ""}
-                server.terms = tuple(json.loads(terms or "[]"))
-                server.received.clear()
-                await server.start()
-                status = 0
-                while status != (200 if terms == ours else 503):
-                    status, reply = await caller.post("/get_reward", body)
-                    assert status in ((200, 503) if terms == ours else (503,)), reply
-                if terms == ours:
-                    assert reply == {"rewards": [3], "scores": [3], "extra_logs": {"verdict": [3]}}
-
-    asyncio.run(run())
-
-
-def test_what_servers_declare_is_read_again_from_one_that_was_started_again() -> None:
-    async def run() -> None:
-        async with (
-            FakeReward(labels=("bad", "good")) as server,
-            gateway(server.url, expected={"text": "joined"}) as caller,
-        ):
-            assert (await caller.post("/classify", {"input": "abc"}))[1]["data"][0]["label"] == "good"
+    body = {"query": ["abc"]}
+    async with (
+        FakeReward(terms=("length",)) as server,
+        gateway(server.url, expected={"reward_components": ours, "groupwise": None}) as caller,
+    ):
+        for path in ("/get_reward", "/get_reward", "/classify"):
+            message = await caller.error(path, body if path == "/get_reward" else {"input": "abc"}, 503)
+            assert f"{server.url} serves another configuration" in message
+            assert f"reward_model has reward_components {theirs}, but {ours} is expected" in message
+        assert theirs in (await caller.get("/readyz"))[1]["error"]["message"]
+        for terms in (ours, '["other"]', ours, None, ours):  # each time another server at the address
             await server.stop()
-            server.labels, server.parameters["labels"] = ("no", "yes"), '["no", "yes"]'
+            server.parameters = {**server.parameters, "reward_components": terms or ""}
+            server.terms = tuple(json.loads(terms or "[]"))
+            server.received.clear()
             await server.start()
-            await caller.post("/classify", {"input": "abc"})
-            assert (await caller.post("/classify", {"input": "abc"}))[1]["data"][0]["label"] == "yes"
+            status = 0
+            while status != (200 if terms == ours else 503):
+                status, reply = await caller.post("/get_reward", body)
+                assert status in ((200, 503) if terms == ours else (503,)), reply
+            if terms == ours:
+                assert reply == {"rewards": [3], "scores": [3], "extra_logs": {"verdict": [3]}}
 
-    asyncio.run(run())
+
+async def test_what_servers_declare_is_read_again_from_one_that_was_started_again() -> None:
+    async with (
+        FakeReward(labels=("bad", "good")) as server,
+        gateway(server.url, expected={"text": "joined"}) as caller,
+    ):
+        assert (await caller.post("/classify", {"input": "abc"}))[1]["data"][0]["label"] == "good"
+        await server.stop()
+        server.labels, server.parameters["labels"] = ("no", "yes"), '["no", "yes"]'
+        await server.start()
+        await caller.post("/classify", {"input": "abc"})
+        assert (await caller.post("/classify", {"input": "abc"}))[1]["data"][0]["label"] == "yes"
 
 
-def test_a_lost_server_is_replaced_by_another() -> None:
-    async def run() -> None:
-        async with FakeReward() as one, FakeReward() as other, gateway(one.url, other.url) as caller:
-            await caller.post("/get_reward", {"query": ["abc"]})
-            await one.stop()
-            replies = await asyncio.gather(*(caller.post("/get_reward", {"query": ["x" * i]}) for i in range(1, 20)))
-            assert [reply["rewards"] for _, reply in replies] == [[i] for i in range(1, 20)]
-            assert sum(len(rows_of(inputs)) for inputs in other.received) >= 19
-            assert (await caller.get("/readyz"))[0] == 200
-
-    asyncio.run(run())
+async def test_a_lost_server_is_replaced_by_another() -> None:
+    async with FakeReward() as one, FakeReward() as other, gateway(one.url, other.url) as caller:
+        await caller.post("/get_reward", {"query": ["abc"]})
+        await one.stop()
+        replies = await asyncio.gather(*(caller.post("/get_reward", {"query": ["x" * i]}) for i in range(1, 20)))
+        assert [reply["rewards"] for _, reply in replies] == [[i] for i in range(1, 20)]
+        assert sum(len(rows_of(inputs)) for inputs in other.received) >= 19
+        assert (await caller.get("/readyz"))[0] == 200

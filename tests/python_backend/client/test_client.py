@@ -55,277 +55,224 @@ def counted(**counters: float) -> RequestCounters:
 # ---- one server ----
 
 
-def test_answers_travel_uncompressed():
+async def test_answers_travel_uncompressed():
     """Where a client accepts gzip, Triton compresses: CPU time of server and client, for floats that hardly shrink."""
 
-    async def play() -> None:
-        async with FakeTriton() as server, client_of(server) as client:
-            await client.rewards(ROWS)
-            await client.train(training_inputs(seed=1), run_id="test", step=1)
-            assert server.encodings == {"identity"}
-
-    scene(play)
+    async with FakeTriton() as server, client_of(server) as client:
+        await client.rewards(ROWS)
+        await client.train(training_inputs(seed=1), run_id="test", step=1)
+        assert server.encodings == {"identity"}
 
 
 @pytest.mark.parametrize("trouble", ["busy", "drop", "failed"])
-def test_what_passes_is_repeated(trouble: str):
-    async def play() -> None:
-        async with FakeTriton(first(trouble, trouble)) as server, client_of(server, retries=2) as client:
-            assert (await client.rewards(ROWS))["rewards"] == [[0.5]]
-            assert client.counters == counted(requests=1, retries=2)
-
-    scene(play)
+async def test_what_passes_is_repeated(trouble: str):
+    async with FakeTriton(first(trouble, trouble)) as server, client_of(server, retries=2) as client:
+        assert (await client.rewards(ROWS))["rewards"] == [[0.5]]
+        assert client.counters == counted(requests=1, retries=2)
 
 
-def test_a_server_that_never_has_room_is_an_error_with_its_words():
-    async def play() -> None:
-        async with FakeTriton(lambda *_: "busy") as server, client_of(server, retries=3) as client:
-            sentence = f"reward_model at {server.url} refused after 4 attempts: no room"
-            with pytest.raises(RequestFailed, match=f"^{re.escape(sentence)}$"):
-                await client.rewards(ROWS)
-            assert client.counters == counted(requests=1, retries=3, failed_requests=1)
-
-    scene(play)
+async def test_a_server_that_never_has_room_is_an_error_with_its_words():
+    async with FakeTriton(lambda *_: "busy") as server, client_of(server, retries=3) as client:
+        sentence = f"reward_model at {server.url} refused after 4 attempts: no room"
+        with pytest.raises(RequestFailed, match=f"^{re.escape(sentence)}$"):
+            await client.rewards(ROWS)
+        assert client.counters == counted(requests=1, retries=3, failed_requests=1)
 
 
-def test_a_wrong_request_is_asked_once():
-    async def play() -> None:
-        async with FakeTriton(lambda *_: "wrong") as server, client_of(server, retries=3) as client:
-            with pytest.raises(RequestFailed, match="refused: tokens: missing"):
-                await client.rewards(ROWS)
-            assert len(server.asked) == 1
-
-    scene(play)
+async def test_a_wrong_request_is_asked_once():
+    async with FakeTriton(lambda *_: "wrong") as server, client_of(server, retries=3) as client:
+        with pytest.raises(RequestFailed, match="refused: tokens: missing"):
+            await client.rewards(ROWS)
+        assert len(server.asked) == 1
 
 
-def test_every_attempt_has_a_deadline():
+async def test_every_attempt_has_a_deadline():
     """Each kind its own: with the other's, this would not end."""
 
-    async def play() -> None:
-        async with FakeTriton(lambda *_: "hang") as server:
-            async with client_of(server, retries=1, deadline_s=0.05, train_deadline_s=1000) as client:
-                with pytest.raises(RequestFailed, match=r"did not respond within 0\.05 s after 2 attempts$"):
-                    await client.rewards(ROWS)
-                assert client.counters == counted(requests=1, retries=1, failed_requests=1)
-            async with client_of(server, retries=1, deadline_s=1000, train_deadline_s=0.05) as client:
-                with pytest.raises(RequestFailed, match=r"did not respond within 0\.05 s after 2 attempts$"):
-                    await client.train(training_inputs(seed=1), run_id="r", step=1)
-
-    scene(play)
+    async with FakeTriton(lambda *_: "hang") as server:
+        async with client_of(server, retries=1, deadline_s=0.05, train_deadline_s=1000) as client:
+            with pytest.raises(RequestFailed, match=r"did not respond within 0\.05 s after 2 attempts$"):
+                await client.rewards(ROWS)
+            assert client.counters == counted(requests=1, retries=1, failed_requests=1)
+        async with client_of(server, retries=1, deadline_s=1000, train_deadline_s=0.05) as client:
+            with pytest.raises(RequestFailed, match=r"did not respond within 0\.05 s after 2 attempts$"):
+                await client.train(training_inputs(seed=1), run_id="r", step=1)
 
 
-def test_a_dead_model_is_waited_for():
-    async def play() -> None:
-        async with FakeTriton(first("dead", "dead")) as server, client_of(server, retries=2) as client:
-            await client.rewards(ROWS)
-            seen = client.counters
-            assert seen.outages <= 1, "none if its pause was over before the next attempt chose a server"
-            assert seen == counted(requests=1, retries=2, outages=seen.outages, outage_seconds=seen.outage_seconds)
-
-    scene(play)
+async def test_a_dead_model_is_waited_for():
+    async with FakeTriton(first("dead", "dead")) as server, client_of(server, retries=2) as client:
+        await client.rewards(ROWS)
+        seen = client.counters
+        assert seen.outages <= 1, "none if its pause was over before the next attempt chose a server"
+        assert seen == counted(requests=1, retries=2, outages=seen.outages, outage_seconds=seen.outage_seconds)
 
 
-def test_no_more_requests_than_allowed_are_under_way_on_connections_that_are_kept():
-    async def play() -> None:
-        async with FakeTriton(lambda *_: "wait") as server, client_of(server, max_in_flight=3) as client:
-            asking = [asyncio.create_task(client.rewards(ROWS)) for _ in range(12)]
-            await until(lambda: server.in_flight == 3)
-            await asyncio.sleep(0.05)
-            assert len(server.asked) == 3
-            server.go.set()
-            await asyncio.gather(*asking)
-            assert server.most_in_flight == 3
-            assert len(server.connections) == 3
-
-    scene(play)
+async def test_no_more_requests_than_allowed_are_under_way_on_connections_that_are_kept():
+    async with FakeTriton(lambda *_: "wait") as server, client_of(server, max_in_flight=3) as client:
+        asking = [asyncio.create_task(client.rewards(ROWS)) for _ in range(12)]
+        await until(lambda: server.in_flight == 3)
+        await asyncio.sleep(0.05)
+        assert len(server.asked) == 3
+        server.go.set()
+        await asyncio.gather(*asking)
+        assert server.most_in_flight == 3
+        assert len(server.connections) == 3
 
 
-def test_the_budget_ends_a_storm():
+async def test_the_budget_ends_a_storm():
     """Forty requests that each may be repeated six times: 240 more attempts without a budget, here 5 + 20 % of 40."""
 
-    async def play() -> None:
-        limits = {"retries": 6, "retry_budget": 0.2, "retry_reserve": 5}
-        async with FakeTriton(lambda *_: "busy") as server, client_of(server, **limits) as client:
-            asking = [client.rewards(ROWS) for _ in range(40)]
-            answers = await asyncio.gather(*asking, return_exceptions=True)
-            assert all(isinstance(answer, RequestFailed) for answer in answers)
-            assert 5 <= client.counters.retries <= 5 + 8
-            assert len(server.asked) == 40 + client.counters.retries
-            assert client.counters.over_budget >= 40 - 5 - 8
-            assert client.counters.failed_requests == 40
-            spent = [str(answer) for answer in answers if "retry_budget is exhausted" in str(answer)]
-            assert len(spent) == client.counters.over_budget
-            assert all("no room" in sentence for sentence in spent)
-
-    scene(play)
+    limits = {"retries": 6, "retry_budget": 0.2, "retry_reserve": 5}
+    async with FakeTriton(lambda *_: "busy") as server, client_of(server, **limits) as client:
+        asking = [client.rewards(ROWS) for _ in range(40)]
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        assert all(isinstance(answer, RequestFailed) for answer in answers)
+        assert 5 <= client.counters.retries <= 5 + 8
+        assert len(server.asked) == 40 + client.counters.retries
+        assert client.counters.over_budget >= 40 - 5 - 8
+        assert client.counters.failed_requests == 40
+        spent = [str(answer) for answer in answers if "retry_budget is exhausted" in str(answer)]
+        assert len(spent) == client.counters.over_budget
+        assert all("no room" in sentence for sentence in spent)
 
 
-def test_a_storm_of_scoring_leaves_training_its_retries():
+async def test_a_storm_of_scoring_leaves_training_its_retries():
     """Of 200 rounds in which scoring had spent the budget, every critic_train failed at its first 503."""
 
-    async def play() -> None:
-        turned_down = {REWARD_MODEL: 10_000, CRITIC_TRAIN: 2, CRITIC_SAVE: 2}
+    turned_down = {REWARD_MODEL: 10_000, CRITIC_TRAIN: 2, CRITIC_SAVE: 2}
 
-        def behave(model: str, number: int) -> str:
-            turned_down[model] -= 1
-            return "busy" if turned_down[model] >= 0 else "ok"
+    def behave(model: str, number: int) -> str:
+        turned_down[model] -= 1
+        return "busy" if turned_down[model] >= 0 else "ok"
 
-        async with (
-            FakeTriton(behave) as server,
-            client_of(server, retry_reserve=5, retries=6, train_retries=2, retry_budget=0.0) as client,
-        ):
-            storm = await asyncio.gather(*(client.rewards(ROWS) for _ in range(20)), return_exceptions=True)
-            assert any(isinstance(answer, OverBudget) for answer in storm)
+    async with (
+        FakeTriton(behave) as server,
+        client_of(server, retry_reserve=5, retries=6, train_retries=2, retry_budget=0.0) as client,
+    ):
+        storm = await asyncio.gather(*(client.rewards(ROWS) for _ in range(20)), return_exceptions=True)
+        assert any(isinstance(answer, OverBudget) for answer in storm)
+        await client.train(training_inputs(seed=1), run_id="r", step=1)
+        await client.save(run_id="r", step=1)
+        assert [server.asked.count(model) for model in (CRITIC_TRAIN, CRITIC_SAVE)] == [3, 3]
+
+
+async def test_a_step_that_failed_at_the_sidecar_is_told_from_a_refused_one():
+    async with FakeTriton(first("failed", "wrong")) as server, client_of(server) as client:
+        with pytest.raises(ServerFailed, match=r"critic_train at .* refused: the gradients are not finite"):
             await client.train(training_inputs(seed=1), run_id="r", step=1)
-            await client.save(run_id="r", step=1)
-            assert [server.asked.count(model) for model in (CRITIC_TRAIN, CRITIC_SAVE)] == [3, 3]
-
-    scene(play)
-
-
-def test_a_step_that_failed_at_the_sidecar_is_told_from_a_refused_one():
-    async def play() -> None:
-        async with FakeTriton(first("failed", "wrong")) as server, client_of(server) as client:
-            with pytest.raises(ServerFailed, match=r"critic_train at .* refused: the gradients are not finite"):
-                await client.train(training_inputs(seed=1), run_id="r", step=1)
-            with pytest.raises(RequestFailed, match="tokens: missing") as refused:
-                await client.train(training_inputs(seed=1), run_id="r", step=2)
-            assert not isinstance(refused.value, ServerFailed)
-            assert len(server.asked) == 2, "neither is repeated"
-
-    scene(play)
+        with pytest.raises(RequestFailed, match="tokens: missing") as refused:
+            await client.train(training_inputs(seed=1), run_id="r", step=2)
+        assert not isinstance(refused.value, ServerFailed)
+        assert len(server.asked) == 2, "neither is repeated"
 
 
 # ---- a server that goes away ----
 
 
-def test_requests_wait_for_a_server_that_comes_back_and_burn_nothing():
-    async def play() -> None:
-        async with FakeTriton(lambda *_: "wait") as server, client_of(server, retries=1, retry_reserve=0) as client:
-            asking = [asyncio.create_task(client.rewards(ROWS)) for _ in range(10)]
-            await until(lambda: server.in_flight == 10)
-            await server.stop()  # breaks ten connections
-            asking += [asyncio.create_task(client.rewards(ROWS)) for _ in range(10)]
-            await until(lambda: client.counters.outages == 1)
-            await asyncio.sleep(0.05)
-            assert not any(task.done() for task in asking)
-            server.ready = lambda model: False
-            server.go.set()
-            await server.start()
-            await until(lambda: server.probes >= 3)
-            assert len(server.asked) == 10, "it listens, but its models are not ready"
-            server.ready = lambda model: True
-            await asyncio.gather(*asking)
-            assert client.counters.failed_requests == client.counters.over_budget == 0
-            assert client.counters.outages == 1
-            assert client.counters.outage_seconds > 0
-
-    scene(play)
+async def test_requests_wait_for_a_server_that_comes_back_and_burn_nothing():
+    async with FakeTriton(lambda *_: "wait") as server, client_of(server, retries=1, retry_reserve=0) as client:
+        asking = [asyncio.create_task(client.rewards(ROWS)) for _ in range(10)]
+        await until(lambda: server.in_flight == 10)
+        await server.stop()  # breaks ten connections
+        asking += [asyncio.create_task(client.rewards(ROWS)) for _ in range(10)]
+        await until(lambda: client.counters.outages == 1)
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in asking)
+        server.ready = lambda model: False
+        server.go.set()
+        await server.start()
+        await until(lambda: server.probes >= 3)
+        assert len(server.asked) == 10, "it listens, but its models are not ready"
+        server.ready = lambda model: True
+        await asyncio.gather(*asking)
+        assert client.counters.failed_requests == client.counters.over_budget == 0
+        assert client.counters.outages == 1
+        assert client.counters.outage_seconds > 0
 
 
-def test_a_server_that_stays_away_is_an_error():
-    async def play() -> None:
-        async with FakeTriton() as server, client_of(server, max_outage_s=0.1) as client:
+async def test_a_server_that_stays_away_is_an_error():
+    async with FakeTriton() as server, client_of(server, max_outage_s=0.1) as client:
+        await client.rewards(ROWS)
+        await server.stop()
+        sentence = r"^reward_model: no healthy server for \d+ s \(max_outage_s\)"
+        with pytest.raises(RequestFailed, match=sentence) as caught:
             await client.rewards(ROWS)
-            await server.stop()
-            sentence = r"^reward_model: no healthy server for \d+ s \(max_outage_s\)"
-            with pytest.raises(RequestFailed, match=sentence) as caught:
-                await client.rewards(ROWS)
-            assert f"{server.url}: Connection refused; is `python -m tools serve` running there?" in str(caught.value)
-            assert client.counters.failed_requests == 1
-
-    scene(play)
+        assert f"{server.url}: Connection refused; is `python -m tools serve` running there?" in str(caught.value)
+        assert client.counters.failed_requests == 1
 
 
-def test_the_first_contact_is_impatient():
-    async def play() -> None:
-        async with FakeTriton() as server, client_of(server, retries=6) as client:
-            await server.stop()
-            with pytest.raises(
-                RequestFailed, match=r"cannot be reached after 2 attempts: Connection refused; is `python"
-            ):
-                await client.describe(REWARD_MODEL)
-            await server.start()
-            assert (await client.describe(REWARD_MODEL)).parameters == server.parameters
-            assert client.counters.outages == 0
-
-    scene(play)
+async def test_the_first_contact_is_impatient():
+    async with FakeTriton() as server, client_of(server, retries=6) as client:
+        await server.stop()
+        with pytest.raises(RequestFailed, match=r"cannot be reached after 2 attempts: Connection refused; is `python"):
+            await client.describe(REWARD_MODEL)
+        await server.start()
+        assert (await client.describe(REWARD_MODEL)).parameters == server.parameters
+        assert client.counters.outages == 0
 
 
-def test_without_patience_retries_are_all_there_is():
-    async def play() -> None:
-        async with FakeTriton() as server, client_of(server, retries=2, max_outage_s=0) as client:
-            await server.stop()
-            with pytest.raises(RequestFailed, match=r"cannot be reached after 3 attempts: Connection refused"):
-                await client.rewards(ROWS)
-            assert client.counters == counted(requests=1, retries=2, failed_requests=1)
-
-    scene(play)
+async def test_without_patience_retries_are_all_there_is():
+    async with FakeTriton() as server, client_of(server, retries=2, max_outage_s=0) as client:
+        await server.stop()
+        with pytest.raises(RequestFailed, match=r"cannot be reached after 3 attempts: Connection refused"):
+            await client.rewards(ROWS)
+        assert client.counters == counted(requests=1, retries=2, failed_requests=1)
 
 
 # ---- several servers ----
 
 
-def test_requests_are_balanced_and_go_on_elsewhere_when_a_server_is_lost():
+async def test_requests_are_balanced_and_go_on_elsewhere_when_a_server_is_lost():
     """Not one of the requests is given a retry or a budget: failing over takes neither pause nor budget."""
 
-    async def play() -> None:
-        lost, other = FakeTriton(lambda *_: "wait"), FakeTriton(lambda *_: "wait")
-        async with lost, other, client_of(lost, other, retries=1, retry_reserve=0, backoff_s=60.0) as client:
-            asking = [asyncio.create_task(client.rewards(ROWS)) for _ in range(20)]
-            await until(lambda: lost.in_flight + other.in_flight == 20)
-            assert (lost.in_flight, other.in_flight) == (10, 10)
-            await lost.stop()
-            await until(lambda: other.in_flight == 20)
-            other.go.set()
-            await asyncio.gather(*asking)
-            for _ in range(5):
-                await client.rewards(ROWS)
-            assert client.counters == counted(requests=25, retries=10, failovers=10)
-            assert len(lost.asked) == 10
-
-    scene(play)
+    lost, other = FakeTriton(lambda *_: "wait"), FakeTriton(lambda *_: "wait")
+    async with lost, other, client_of(lost, other, retries=1, retry_reserve=0, backoff_s=60.0) as client:
+        asking = [asyncio.create_task(client.rewards(ROWS)) for _ in range(20)]
+        await until(lambda: lost.in_flight + other.in_flight == 20)
+        assert (lost.in_flight, other.in_flight) == (10, 10)
+        await lost.stop()
+        await until(lambda: other.in_flight == 20)
+        other.go.set()
+        await asyncio.gather(*asking)
+        for _ in range(5):
+            await client.rewards(ROWS)
+        assert client.counters == counted(requests=25, retries=10, failovers=10)
+        assert len(lost.asked) == 10
 
 
-def test_the_first_contact_takes_the_server_that_is_there():
-    async def play() -> None:
-        async with FakeTriton() as lost, FakeTriton() as other:
-            await lost.stop()
-            for order in ([lost, other], [other, lost]):
-                async with client_of(*order, retries=0) as client:
-                    for _ in range(2):
-                        assert await client.describe(REWARD_MODEL)
-
-    scene(play)
+async def test_the_first_contact_takes_the_server_that_is_there():
+    async with FakeTriton() as lost, FakeTriton() as other:
+        await lost.stop()
+        for order in ([lost, other], [other, lost]):
+            async with client_of(*order, retries=0) as client:
+                for _ in range(2):
+                    assert await client.describe(REWARD_MODEL)
 
 
-def test_steps_reach_the_next_server_in_order():
+async def test_steps_reach_the_next_server_in_order():
     """Two steps and a save are under way when the server dies: the other one gets each after the answer to the last."""
 
-    async def play() -> None:
-        asked: list[tuple[str, str]] = []
+    asked: list[tuple[str, str]] = []
 
-        def behaviour(name: str) -> Behaviour:
-            def behave(model: str, number: int) -> str:
-                asked.append((name, model))
-                return "wait" if name == "lost" else "ok"
+    def behaviour(name: str) -> Behaviour:
+        def behave(model: str, number: int) -> str:
+            asked.append((name, model))
+            return "wait" if name == "lost" else "ok"
 
-            return behave
+        return behave
 
-        lost, other = FakeTriton(behaviour("lost")), FakeTriton(behaviour("other"))
-        async with lost, other, client_of(lost, other) as client:
-            work: list[asyncio.Task[Any]] = []
-            for step, model in enumerate((CRITIC_TRAIN, CRITIC_SAVE, CRITIC_TRAIN), 1):
-                call = client.save if model == CRITIC_SAVE else _training(client)
-                work.append(asyncio.create_task(call(run_id="r", step=step)))
-                await until(lambda: lost.in_flight == len(work))
-            await lost.stop()
-            await asyncio.gather(*work)
-            assert asked[:3] == [("lost", CRITIC_TRAIN), ("lost", CRITIC_SAVE), ("lost", CRITIC_TRAIN)]
-            assert asked[3:] == [("other", CRITIC_TRAIN), ("other", CRITIC_SAVE), ("other", CRITIC_TRAIN)]
-            assert other.most_in_flight == 1
-
-    scene(play)
+    lost, other = FakeTriton(behaviour("lost")), FakeTriton(behaviour("other"))
+    async with lost, other, client_of(lost, other) as client:
+        work: list[asyncio.Task[Any]] = []
+        for step, model in enumerate((CRITIC_TRAIN, CRITIC_SAVE, CRITIC_TRAIN), 1):
+            call = client.save if model == CRITIC_SAVE else _training(client)
+            work.append(asyncio.create_task(call(run_id="r", step=step)))
+            await until(lambda: lost.in_flight == len(work))
+        await lost.stop()
+        await asyncio.gather(*work)
+        assert asked[:3] == [("lost", CRITIC_TRAIN), ("lost", CRITIC_SAVE), ("lost", CRITIC_TRAIN)]
+        assert asked[3:] == [("other", CRITIC_TRAIN), ("other", CRITIC_SAVE), ("other", CRITIC_TRAIN)]
+        assert other.most_in_flight == 1
 
 
 def _training(client: TritonClient) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -335,20 +282,17 @@ def _training(client: TritonClient) -> Callable[..., Coroutine[Any, Any, Any]]:
 # ---- the end ----
 
 
-def test_closing_cancels_what_is_asked_and_what_comes_too_late():
-    async def play() -> None:
-        async with FakeTriton(lambda *_: "hang") as server:
-            async with client_of(server, max_in_flight=2) as client:
-                asking = [asyncio.create_task(client.rewards(ROWS)) for _ in range(4)]
-                asking.append(asyncio.create_task(client.train(training_inputs(seed=1), run_id="r", step=1)))
-                await until(lambda: server.in_flight == 2)
-                late = asyncio.create_task(client.rewards(ROWS))
-            assert all(task.cancelled() for task in asking)
-            with pytest.raises(asyncio.CancelledError):
-                await late
-        assert len(asyncio.all_tasks()) == 1
-
-    scene(play)
+async def test_closing_cancels_what_is_asked_and_what_comes_too_late():
+    async with FakeTriton(lambda *_: "hang") as server:
+        async with client_of(server, max_in_flight=2) as client:
+            asking = [asyncio.create_task(client.rewards(ROWS)) for _ in range(4)]
+            asking.append(asyncio.create_task(client.train(training_inputs(seed=1), run_id="r", step=1)))
+            await until(lambda: server.in_flight == 2)
+            late = asyncio.create_task(client.rewards(ROWS))
+        assert all(task.cancelled() for task in asking)
+        with pytest.raises(asyncio.CancelledError):
+            await late
+    assert len(asyncio.all_tasks()) == 1
 
 
 STOPPED = """
@@ -380,22 +324,19 @@ except (KeyboardInterrupt, ValueError) as error:
 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "error"])
 @pytest.mark.parametrize("state", ["hanging", "away"])
-def test_nothing_is_left_however_it_ends(how: str, state: str):
+async def test_nothing_is_left_however_it_ends(how: str, state: str):
     """In a process of its own, with asyncio's debug mode and every warning shown."""
     ended = {"SIGINT": "KeyboardInterrupt", "SIGTERM": "KeyboardInterrupt", "error": "ValueError"}[how]
     number = {"SIGINT": 2, "SIGTERM": 15, "error": 0}[how]
 
-    async def play() -> None:
-        async with FakeTriton(lambda *_: "hang") as server:
-            if state == "away":
-                await server.stop()
-            command = [sys.executable, "-X", "dev", "-c", STOPPED, server.url, str(number), how]
-            process = await asyncio.create_subprocess_exec(
-                *command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
-            output, errors = (text.decode() for text in await process.communicate())
-            assert output == f"ended by {ended}\n", errors
-            for words in ("destroyed", "nclosed", "never retrieved", "never awaited", "Traceback", "Warning"):
-                assert words not in errors, errors
-
-    scene(play)
+    async with FakeTriton(lambda *_: "hang") as server:
+        if state == "away":
+            await server.stop()
+        command = [sys.executable, "-X", "dev", "-c", STOPPED, server.url, str(number), how]
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        output, errors = (text.decode() for text in await process.communicate())
+        assert output == f"ended by {ended}\n", errors
+        for words in ("destroyed", "nclosed", "never retrieved", "never awaited", "Traceback", "Warning"):
+            assert words not in errors, errors

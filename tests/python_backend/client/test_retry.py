@@ -163,79 +163,64 @@ async def line_of(*names: str) -> tuple[Line, list[asyncio.Task[None]]]:
     return line, tasks
 
 
-def test_a_step_is_sent_while_the_one_before_is_under_way():
-    async def scene() -> None:
-        line, tasks = await line_of("a", "b")
-        assert line.sent == ["a", "b"]
-        await line.tell("b", "done")
-        await line.tell("a", "done")
-        await asyncio.gather(*tasks)
-
-    asyncio.run(scene())
+async def test_a_step_is_sent_while_the_one_before_is_under_way():
+    line, tasks = await line_of("a", "b")
+    assert line.sent == ["a", "b"]
+    await line.tell("b", "done")
+    await line.tell("a", "done")
+    await asyncio.gather(*tasks)
 
 
-def test_what_is_repeated_waits_for_the_answer_of_those_before():
-    async def scene() -> None:
-        line, tasks = await line_of("a", "b")
-        await line.tell("b", "lost")
-        assert line.sent == ["a", "b"]
-        await line.tell("a", "lost")
-        assert line.sent == ["a", "b", "a"]
-        late = line.add("c")
-        await line.settle()
-        assert line.sent == ["a", "b", "a"], "nothing overtakes a step that may not have arrived"
-        await line.tell("a", "done")
-        await line.tell("b", "done")
-        await line.tell("c", "done")
-        await asyncio.gather(*tasks, late)
-        assert line.sent == ["a", "b", "a", "b", "c"]
-
-    asyncio.run(scene())
+async def test_what_is_repeated_waits_for_the_answer_of_those_before():
+    line, tasks = await line_of("a", "b")
+    await line.tell("b", "lost")
+    assert line.sent == ["a", "b"]
+    await line.tell("a", "lost")
+    assert line.sent == ["a", "b", "a"]
+    late = line.add("c")
+    await line.settle()
+    assert line.sent == ["a", "b", "a"], "nothing overtakes a step that may not have arrived"
+    await line.tell("a", "done")
+    await line.tell("b", "done")
+    await line.tell("c", "done")
+    await asyncio.gather(*tasks, late)
+    assert line.sent == ["a", "b", "a", "b", "c"]
 
 
-def test_the_next_step_goes_to_another_server_only_after_the_answer():
-    async def scene() -> None:
-        line, tasks = await line_of("a")
-        line.writer = "two"  # the first is lost, which the request to it has not noticed
-        tasks.append(line.add("b"))
-        await line.settle()
-        assert line.sent == ["a"]
-        await line.tell("a", "lost")
-        assert line.sent == ["a", "a"]
-        await line.tell("a", "done")
-        await line.tell("b", "done")
-        await asyncio.gather(*tasks)
-        assert line.sent == ["a", "a", "b"]
-
-    asyncio.run(scene())
+async def test_the_next_step_goes_to_another_server_only_after_the_answer():
+    line, tasks = await line_of("a")
+    line.writer = "two"  # the first is lost, which the request to it has not noticed
+    tasks.append(line.add("b"))
+    await line.settle()
+    assert line.sent == ["a"]
+    await line.tell("a", "lost")
+    assert line.sent == ["a", "a"]
+    await line.tell("a", "done")
+    await line.tell("b", "done")
+    await asyncio.gather(*tasks)
+    assert line.sent == ["a", "a", "b"]
 
 
-def test_those_that_were_held_up_go_one_by_one():
+async def test_those_that_were_held_up_go_one_by_one():
     """Sent in the same moment, the last might arrive first."""
 
-    async def scene() -> None:
-        line, tasks = await line_of("a")
-        await line.tell("a", "lost")
-        tasks += [line.add("b"), line.add("c")]
-        await line.settle()
-        await line.tell("a", "done")
-        assert line.sent == ["a", "a", "b"]
-        await line.tell("b", "done")
-        assert line.sent == ["a", "a", "b", "c"]
-        await line.tell("c", "done")
-        await asyncio.gather(*tasks)
-
-    asyncio.run(scene())
+    line, tasks = await line_of("a")
+    await line.tell("a", "lost")
+    tasks += [line.add("b"), line.add("c")]
+    await line.settle()
+    await line.tell("a", "done")
+    assert line.sent == ["a", "a", "b"]
+    await line.tell("b", "done")
+    assert line.sent == ["a", "a", "b", "c"]
+    await line.tell("c", "done")
+    await asyncio.gather(*tasks)
 
 
-def test_a_request_that_is_given_up_leaves_the_line():
-    async def scene() -> None:
-        line, (first, second) = await line_of("a", "b")
-        await line.tell("b", "lost")
-        first.cancel()
-        await line.settle()
-        assert line.sent == ["a", "b", "b"]
-        await line.tell("b", "done")
-        await second
-
-    asyncio.run(scene())
+async def test_a_request_that_is_given_up_leaves_the_line():
+    line, (first, second) = await line_of("a", "b")
+    await line.tell("b", "lost")
+    first.cancel()
+    await line.settle()
+    assert line.sent == ["a", "b", "b"]
+    await line.tell("b", "done")
+    await second
