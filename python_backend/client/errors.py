@@ -27,10 +27,15 @@ def code_of(message: str) -> str | None:
 class RequestFailed(RlhfError):
     """A request failed and is not retried any more; the message names model, server, attempts and cause."""
 
+    def __init__(self, message: str, why: str = "") -> None:
+        """`why`: the server's own message, if it sent one."""
+        super().__init__(message)
+        self.why = why
+
     @property
     def code(self) -> str | None:
         """The code of the server's error, if it has one."""
-        return code_of(str(self))
+        return code_of(self.why or str(self))
 
 
 class ServerFailed(RequestFailed):
@@ -38,11 +43,7 @@ class ServerFailed(RequestFailed):
 
 
 class RequestRefused(RequestFailed):
-    """The server rejects the request, as it would any repetition; `why` is its own message."""
-
-    def __init__(self, message: str, why: str) -> None:
-        super().__init__(message)
-        self.why = why
+    """The server rejects the request, as it would any repetition."""
 
 
 class ServersDiffer(RequestFailed):
@@ -87,6 +88,9 @@ KINDS = {
 }
 
 
+FAILURES = {Kind.FAILED: ServerFailed, Kind.WRONG: RequestRefused, Kind.DIFFERENT: ServersDiffer}
+
+
 class Trouble(Exception):
     """A failed attempt; raised `from` the original error."""
 
@@ -104,6 +108,10 @@ class Trouble(Exception):
     def is_out_of_order(self) -> bool:
         """Whether the server refuses a step because it has not received the one before it."""
         return self.kind is Kind.WRONG and code_of(self.why) == STEP_AHEAD
+
+    def failure(self, sentence: str) -> RequestFailed:
+        """Return the error of a request that is not repeated."""
+        return FAILURES.get(self.kind, RequestFailed)(sentence, self.why)
 
     def sentence(self, model: str, url: str, attempts: int) -> str:
         """Return the error message."""

@@ -11,9 +11,6 @@ from python_backend.client.errors import (
     Kind,
     OverBudget,
     RequestFailed,
-    RequestRefused,
-    ServerFailed,
-    ServersDiffer,
     Trouble,
 )
 from python_backend.config import ClientSection
@@ -137,8 +134,4 @@ class Attempts:
             raise self._failure(trouble, url) from trouble.__cause__
 
     def _failure(self, trouble: Trouble, url: str) -> RequestFailed:
-        sentence = trouble.sentence(self.model, url, self.retried + 1)
-        if trouble.kind is Kind.WRONG:
-            return RequestRefused(sentence, trouble.why)
-        kinds = {Kind.FAILED: ServerFailed, Kind.DIFFERENT: ServersDiffer}
-        return kinds.get(trouble.kind, RequestFailed)(sentence)
+        return trouble.failure(trouble.sentence(self.model, url, self.retried + 1))

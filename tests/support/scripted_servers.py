@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from python_backend.client.errors import Kind, Trouble
@@ -76,10 +76,6 @@ class Rig(ServerPool[Scripted]):
         for server in self.servers:
             server.connection.refuses = True
             await self.failed(server, "m", REFUSED)
-
-
-def scene(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(play())
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -12,35 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_triton import Behaviour, FakeTriton
+from fake_triton import Behaviour, FakeTriton, client_of
 from live_system import training_inputs
+from scripted_servers import until
 
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import OverBudget, RequestFailed, ServerFailed
-from python_backend.client.retry import RETRY_RESERVE, RequestCounters
-from python_backend.config import ClientSection
+from python_backend.client.retry import RequestCounters
 from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [np.asarray([3, 4, 5])]
-
-
-def settings(*servers: FakeTriton, **changes: Any) -> ClientSection:
-    values = {"backoff_s": 0.001, "deadline_s": 20.0, "servers": [server.url for server in servers], **changes}
-    return ClientSection(**values)
-
-
-def client_of(*servers: FakeTriton, retry_reserve: int = RETRY_RESERVE, **changes: Any) -> TritonClient:
-    return TritonClient("unused:1", settings(*servers, **changes), retry_reserve=retry_reserve)
-
-
-def scene(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(play())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 def first(*answers: str) -> Behaviour:

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import numpy as np
 import pytest
-from fake_triton import FakeTriton
+from fake_triton import FakeTriton, client_of
 from live_system import training_inputs
 from scripted_servers import until
 
 from python_backend.client import pool
-from python_backend.client.client import TritonClient
-from python_backend.client.retry import RETRY_RESERVE, RequestCounters
-from python_backend.config import ClientSection
+from python_backend.client.retry import RequestCounters
 from python_backend.wire.contract import REWARD_MODEL
 
 ROWS = [np.asarray([3, 4, 5])]
-
-
-def client_of(*servers: FakeTriton, retry_reserve: int = RETRY_RESERVE, **changes: Any) -> TritonClient:
-    settings = ClientSection(**{"backoff_s": 0.001, "servers": [server.url for server in servers], **changes})
-    return TritonClient("unused:1", settings, retry_reserve=retry_reserve)
 
 
 async def test_draining_servers_one_after_the_other_costs_nothing():

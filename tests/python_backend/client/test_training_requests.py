@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
-from fake_triton import FakeTriton
+from fake_triton import FakeTriton, client_of
 from live_system import training_inputs
 
 from python_backend.client import client as client_module
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import RequestFailed
-from python_backend.config import ClientSection
-
-
-def client_of(server: FakeTriton, **changes: Any) -> TritonClient:
-    settings = {"backoff_s": 0.001, "retries": 6, "train_retries": 1, **changes}
-    return TritonClient(server.url, ClientSection(**settings))
-
-
-def scene(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(play(), 60))
 
 
 def answers(*first: str) -> Callable[[str, int], str]:
@@ -36,14 +25,14 @@ async def train(client: TritonClient, step: int) -> None:
 
 
 async def test_a_sidecar_that_is_away_costs_no_retries_once_the_run_has_trained():
-    async with FakeTriton(answers("ok", *["busy"] * 9)) as server, client_of(server) as client:
+    async with FakeTriton(answers("ok", *["busy"] * 9)) as server, client_of(server, train_retries=1) as client:
         await train(client, 1)
         await train(client, 2)
         assert len(server.asked) == 1 + 9 + 1
 
 
 async def test_before_the_first_update_a_missing_sidecar_is_an_error_after_few_retries():
-    async with FakeTriton(lambda model, number: "busy") as server, client_of(server) as client:
+    async with FakeTriton(lambda model, number: "busy") as server, client_of(server, train_retries=1) as client:
         with pytest.raises(RequestFailed, match="after 2 attempts: no room"):
             await train(client, 1)
 
@@ -81,6 +70,6 @@ async def test_a_step_that_overtakes_a_lost_one_waits_for_it(monkeypatch: pytest
 
 
 async def test_a_step_that_is_ahead_of_the_journal_alone_is_an_error():
-    async with FakeTriton(answers("early")) as server, client_of(server) as client:
+    async with FakeTriton(answers("early")) as server, client_of(server, train_retries=1) as client:
         with pytest.raises(RequestFailed, match="send step 1 first"):
             await train(client, 2)
