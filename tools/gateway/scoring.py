@@ -74,8 +74,8 @@ class RewardSource:
         self._client = client
         self._deadline_s, self._rows_per_request = settings.deadline_s, settings.rows_per_request
         self._max_rows, self._max_bytes = settings.max_rows, settings.max_body_bytes
-        self._gatherings: dict[tuple[bool, frozenset[str]], Gathering[Row, list[RowResult]]] = {}
-        """By kind of row and the further outputs."""
+        self._gatherings: dict[tuple[bool, frozenset[str], int], Gathering[Row, list[RowResult]]] = {}
+        """By kind of row, the further outputs and the most characters of a request."""
         self._asking = asyncio.Lock()
 
     async def served(self) -> ServedModel:
@@ -140,7 +140,7 @@ class RewardSource:
 
     async def _shared(self, row: Row, extra: frozenset[str], most: int) -> RowResult:
         """Score a row in a request that rows of other callers may join, up to `most` characters."""
-        kind = (row.tokens is not None, extra)
+        kind = (row.tokens is not None, extra, most)
         if kind not in self._gatherings:
             send = functools.partial(self._results, extra=extra)
             self._gatherings[kind] = Gathering(send, gather_s=GATHER_S, max_rows=self._rows_per_request, max_size=most)
