@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import subprocess
 import sys
@@ -46,26 +47,27 @@ async def test_answers_travel_uncompressed():
         assert server.encodings == {"identity"}
 
 
-@pytest.mark.parametrize("trouble", ["busy", "drop", "failed"])
-async def test_what_passes_is_repeated(trouble: str):
-    async with FakeTriton(first(trouble, trouble)) as server, client_of(server, retries=2) as client:
-        assert (await client.rewards(ROWS))["rewards"] == [[0.5]]
-        assert client.counters == counted(requests=1, retries=2)
-
-
-async def test_a_server_that_never_has_room_is_an_error_with_its_words():
-    async with FakeTriton(lambda *_: "busy") as server, client_of(server, retries=3) as client:
-        sentence = f"reward_model at {server.url} refused after 4 attempts: no room"
-        with pytest.raises(RequestFailed, match=f"^{re.escape(sentence)}$"):
-            await client.rewards(ROWS)
-        assert client.counters == counted(requests=1, retries=3, failed_requests=1)
-
-
-async def test_a_wrong_request_is_asked_once():
-    async with FakeTriton(lambda *_: "wrong") as server, client_of(server, retries=3) as client:
-        with pytest.raises(RequestFailed, match="refused: tokens: missing"):
-            await client.rewards(ROWS)
-        assert len(server.asked) == 1
+@pytest.mark.parametrize(
+    ("answers", "error", "num_asked"),
+    [
+        (["busy", "busy"], None, 3),
+        (["drop", "drop"], None, 3),
+        (["failed", "failed"], None, 3),
+        (["dead", "dead"], None, 3),
+        (["busy"] * 4, "^reward_model at URL refused after 3 attempts: no room$", 3),
+        (["wrong"], "^reward_model at URL refused: tokens: missing$", 1),
+    ],
+)
+async def test_what_may_pass_is_repeated_and_what_is_final_is_not(
+    answers: list[str], error: str | None, num_asked: int
+):
+    async with FakeTriton(first(*answers)) as server, client_of(server, retries=2) as client:
+        told = (error or "").replace("URL", re.escape(server.url))
+        with pytest.raises(RequestFailed, match=told) if error else contextlib.nullcontext():
+            assert (await client.rewards(ROWS))["rewards"] == [[0.5]]
+        assert len(server.asked) == num_asked
+        seen = client.counters
+        assert (seen.requests, seen.retries, seen.failed_requests) == (1, num_asked - 1, bool(error))
 
 
 async def test_every_attempt_has_a_deadline():
@@ -79,14 +81,6 @@ async def test_every_attempt_has_a_deadline():
         async with client_of(server, retries=1, deadline_s=1000, train_deadline_s=0.05) as client:
             with pytest.raises(RequestFailed, match=r"did not respond within 0\.05 s after 2 attempts$"):
                 await client.train(training_inputs(seed=1), run_id="r", step=1)
-
-
-async def test_a_dead_model_is_waited_for():
-    async with FakeTriton(first("dead", "dead")) as server, client_of(server, retries=2) as client:
-        await client.rewards(ROWS)
-        seen = client.counters
-        assert seen.outages <= 1, "none if its pause was over before the next attempt chose a server"
-        assert seen == counted(requests=1, retries=2, outages=seen.outages, outage_seconds=seen.outage_seconds)
 
 
 async def test_no_more_requests_than_allowed_are_under_way_on_connections_that_are_kept():

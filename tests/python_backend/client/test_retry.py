@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
 from python_backend.backoff import LONGEST_PAUSE_S
-from python_backend.client.errors import Kind, OverBudget, RequestFailed, Trouble
+from python_backend.client.errors import Kind, RequestFailed, Trouble
 from python_backend.client.ordering import Turns
 from python_backend.client.retry import Attempts, RetryBudget
 from python_backend.config import ClientSection
 
 BUSY = Trouble(Kind.BUSY, "refused", "no room")
 LOST = Trouble(Kind.LOST, "cannot be reached", "Connection reset by peer", hint="; is it there?")
+WRONG = Trouble(Kind.WRONG, "refused", "step: 9")
 GONE = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")
 
 
@@ -22,22 +24,6 @@ def attempts(retries: int, *, budget: RetryBudget | None = None, **settings: flo
 
 
 # ---- the budget ----
-
-
-def test_the_budget_begins_with_the_reserve_and_is_spent_one_by_one():
-    budget = RetryBudget(0.2, 3)
-    assert [budget.spend() for _ in range(5)] == [True, True, True, False, False]
-
-
-def test_five_requests_earn_a_retry():
-    budget = RetryBudget(0.25, 1)
-    assert budget.spend()
-    for _ in range(3):
-        budget.earn()
-    assert not budget.spend()
-    budget.earn()
-    assert budget.spend()
-    assert not budget.spend()
 
 
 def test_the_budget_saves_up_no_more_than_the_reserve():
@@ -59,23 +45,26 @@ def test_where_everything_fails_retries_are_a_fraction_of_the_requests():
 # ---- one request ----
 
 
-def test_a_busy_server_costs_retries_of_its_own_and_of_the_budget():
-    budget = RetryBudget(0.0, 100)
-    one = attempts(2, budget=budget)
-    one.pause_s(BUSY, "here:1")
-    one.pause_s(BUSY, "here:1")
-    with pytest.raises(RequestFailed, match=r"^critic at here:1 refused after 3 attempts: no room$"):
-        one.pause_s(BUSY, "here:1")
-    assert sum(budget.spend() for _ in range(200)) == 98
-
-
-def test_the_budget_refuses_with_the_cause():
-    one = attempts(5, budget=RetryBudget(0.0, 1))
-    one.pause_s(BUSY, "here:1")
-    with pytest.raises(
-        OverBudget, match=r"refused after 2 attempts: no room; not retried: .*retry_budget is exhausted"
-    ):
-        one.pause_s(BUSY, "here:1")
+@pytest.mark.parametrize(
+    ("failures", "retries", "reserve", "error"),
+    [
+        ([BUSY] * 2, 2, 2, None),
+        ([BUSY] * 3, 2, 2, r"^critic at here:1 refused after 3 attempts: no room$"),
+        ([BUSY] * 2, 5, 1, r"refused after 2 attempts: no room; not retried: .*retry_budget is exhausted"),
+        ([LOST], 1, 0, None),
+        ([LOST] * 2, 1, 0, r"^critic at here:1 cannot be reached after 2 attempts: Connection reset by peer; is it"),
+        ([GONE] * 100, 0, 0, None),
+        ([WRONG], 5, 9, r"^critic at here:1 refused: step: 9$"),
+    ],
+)
+def test_what_each_failure_costs(failures: list[Trouble], retries: int, reserve: int, error: str | None):
+    one = attempts(retries, budget=RetryBudget(0.0, reserve))
+    record = {BUSY: one.pause_s, WRONG: one.pause_s, LOST: one.moves_on, GONE: one.moves_on}
+    for trouble in failures[:-1]:
+        record[trouble](trouble, "here:1")
+    with pytest.raises(RequestFailed, match=error) if error else contextlib.nullcontext():
+        record[failures[-1]](failures[-1], "here:1")
+    assert one.budget.spend() == (failures == [WRONG]), "only what pauses takes from it"
 
 
 def test_pauses_double_up_to_a_limit_with_jitter():
@@ -84,19 +73,6 @@ def test_pauses_double_up_to_a_limit_with_jitter():
     assert all(most / 2 <= pause <= most for pause, most in zip(pauses, longest, strict=True))
     firsts = {attempts(1, backoff_s=1.0).pause_s(BUSY, "here:1") for _ in range(20)}
     assert len(firsts) > 10, "those that failed together come back one by one"
-
-
-def test_a_lost_connection_costs_a_retry_but_nothing_of_the_budget():
-    one = attempts(1, budget=RetryBudget(0.0, 0))
-    one.moves_on(LOST, "here:1")
-    with pytest.raises(RequestFailed, match=r"here:1 cannot be reached after 2 attempts: Connection reset by peer; is"):
-        one.moves_on(LOST, "here:1")
-
-
-def test_what_never_was_sent_costs_nothing():
-    one = attempts(0, budget=RetryBudget(0.0, 0))
-    for _ in range(100):
-        one.moves_on(GONE, "here:1")
 
 
 def test_servers_that_are_ready_and_gone_when_asked_end_in_an_error(monkeypatch: pytest.MonkeyPatch):
@@ -112,11 +88,6 @@ def test_servers_that_are_ready_and_gone_when_asked_end_in_an_error(monkeypatch:
     now += 11
     with pytest.raises(RequestFailed, match=r"cannot be reached after 5 attempts: Connection refused"):
         one.moves_on(GONE, "here:1")
-
-
-def test_a_wrong_request_is_never_repeated():
-    with pytest.raises(RequestFailed, match=r"^critic at here:1 refused: step: 9"):
-        attempts(5).pause_s(Trouble(Kind.WRONG, "refused", "step: 9"), "here:1")
 
 
 # ---- training requests keep their order ----
