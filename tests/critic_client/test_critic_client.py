@@ -139,17 +139,20 @@ def test_many_threads_share_a_client() -> None:
     assert play(call) == [7] * 64
 
 
-async def test_async_calls_overlap() -> None:
-    async with FakeTriton(lambda model, number: "wait" if model == "critic_infer" else "ok") as server:
-        async with AsyncCriticClient([server.url], run_id="mine", settings=QUICK) as critic:
-            asked = [asyncio.create_task(critic.values(ROWS)) for _ in range(3)]
-            while server.in_flight < 3:
-                await asyncio.sleep(0.001)
-            await critic.rewind(0)
-            server.go.set()
-            assert [found.weights_version for found in await asyncio.gather(*asked)] == [7] * 3
-        with pytest.raises(CriticClientError, match="the client is closed"):
-            await critic.values(ROWS)
+def test_async_calls_overlap() -> None:
+    async def run() -> None:
+        async with FakeTriton(lambda model, number: "wait" if model == "critic_infer" else "ok") as server:
+            async with AsyncCriticClient([server.url], run_id="mine", settings=QUICK) as critic:
+                asked = [asyncio.create_task(critic.values(ROWS)) for _ in range(3)]
+                while server.in_flight < 3:
+                    await asyncio.sleep(0.001)
+                await critic.rewind(0)
+                server.go.set()
+                assert [found.weights_version for found in await asyncio.gather(*asked)] == [7] * 3
+            with pytest.raises(CriticClientError, match="the client is closed"):
+                await critic.values(ROWS)
+
+    asyncio.run(run())
 
 
 # ---- wrong use ----
@@ -192,11 +195,14 @@ def test_the_blocking_client_refuses_to_block_an_event_loop() -> None:
     play(call)
 
 
-async def test_the_client_of_one_loop_is_refused_in_another() -> None:
-    async with FakeTriton() as server, AsyncCriticClient(server.url, run_id="mine", settings=QUICK) as critic:
-        await critic.values(ROWS)
-        with pytest.raises(CriticClientError, match="used in another event loop"):
-            await asyncio.to_thread(lambda: asyncio.run(critic.values(ROWS)))
+def test_the_client_of_one_loop_is_refused_in_another() -> None:
+    async def run() -> None:
+        async with FakeTriton() as server, AsyncCriticClient(server.url, run_id="mine", settings=QUICK) as critic:
+            await critic.values(ROWS)
+            with pytest.raises(CriticClientError, match="used in another event loop"):
+                await asyncio.to_thread(lambda: asyncio.run(critic.values(ROWS)))
+
+    asyncio.run(run())
 
 
 def test_a_forked_process_needs_a_client_of_its_own() -> None:
@@ -259,15 +265,18 @@ def test_failures_are_of_one_kind_each(what: str, kind: type[RequestFailed], tol
     play(call, lambda model, number: what if model == "critic_train" else "ok")
 
 
-async def test_a_server_that_is_away_or_hangs_is_an_error_in_time() -> None:
+def test_a_server_that_is_away_or_hangs_is_an_error_in_time() -> None:
     away = r"critic at 127\.0\.0\.1:1 cannot be reached.*tools serve"
     with CriticClient("127.0.0.1:1", run_id="mine", settings=QUICK) as critic, pytest.raises(RequestFailed, match=away):
         critic.values(ROWS)
 
-    hasty = ClientSection(retries=0, deadline_s=0.5)
-    async with (
-        FakeTriton(lambda *_: "hang") as server,
-        AsyncCriticClient(server.url, run_id="mine", settings=hasty) as critic,
-    ):
-        with pytest.raises(RequestFailed, match=r"critic\w* at .* did not respond within 0\.5 s"):
-            await critic.values(ROWS)
+    async def run() -> None:
+        hasty = ClientSection(retries=0, deadline_s=0.5)
+        async with (
+            FakeTriton(lambda *_: "hang") as server,
+            AsyncCriticClient(server.url, run_id="mine", settings=hasty) as critic,
+        ):
+            with pytest.raises(RequestFailed, match=r"critic\w* at .* did not respond within 0\.5 s"):
+                await critic.values(ROWS)
+
+    asyncio.run(run())
