@@ -86,16 +86,16 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
 def _train(config: RunConfig, ranks: Ranks | None = None, *, accepts_changes: bool) -> int:
     with long_lived_imports():
         from actor.loop import PPORun
-        from actor.run.lock import only_actor
         from actor.run.settings import describe_changes, find_changes, write_settings
         from actor.run.stopping import INTERRUPTED, Stopped, stop_on_signals
-        from actor.scoring.client import TritonClient
+        from python_backend.client.client import TritonClient
+        from python_backend.store.run_lock import only_actor
         from python_backend.wire.contract import REWARD_MODEL
 
     async def ppo() -> None:
         key = os.environ.get(config.server.training_key_env or "")
         async with TritonClient(config.server.http_url, config.actor.client, training_key=key) as client:
-            await client.model_parameters(REWARD_MODEL)  # fail before loading models if no server answers
+            await client.describe(REWARD_MODEL)  # fail before loading models if no server answers
             run = PPORun(config, client, ranks)
             # Until here a signal raises KeyboardInterrupt; from here on it stops the run with a checkpoint.
             stop_on_signals(run.stop, config.actor.stop_grace_s, stop_signals())

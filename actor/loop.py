@@ -27,9 +27,9 @@ from actor.run.recorder import Recorder
 from actor.run.rollouts import Rollouts
 from actor.run.stopping import Stop, Stopped, TimeLimit, end_forwards, stopped_early
 from actor.run.validation import Validator
-from actor.scoring.client import TritonClient
 from actor.scoring.reference import make_reference
 from actor.scoring.scorer import Scorer
+from python_backend.client.client import TritonClient
 from python_backend.config import RunConfig
 from python_backend.training.ranks import Ranks
 
@@ -119,7 +119,7 @@ class PPORun:
         settings, limit = self.settings, TimeLimit(self.settings.max_minutes)
         await self.scorer.compare_tokenizers()
         await self.reference.compare()
-        self.scorer.mixture.check_prompts([*self.inputs.stream.first_prompts(), *self.validator.prompts])
+        self.scorer.check_prompts([*self.inputs.stream.first_prompts(), *self.validator.prompts])
         self.done = await self.stop.or_done(self.recorder.resume())
         is_last = self.done >= settings.steps
         if self.done == 0:

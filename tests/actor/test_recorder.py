@@ -24,8 +24,9 @@ from actor.policy.checkpoint import RunState, critic_steps, saved_steps
 from actor.policy.policy import Policy
 from actor.run.recorder import Recorder
 from actor.run.validation import Validation
-from actor.scoring.client import RequestCounters, RequestFailed
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.client.errors import RequestFailed
+from python_backend.client.retry import RequestCounters
 from python_backend.config import ActorSection, PolicySection, RunConfig
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import WeightsStore

@@ -56,7 +56,7 @@ WITHOUT_TORCH = [
     "trainer.__main__",
     "trainer.control_plane",
     "actor.__main__",
-    "actor.scoring.client",
+    "python_backend.client.client",
     "critic_client",
     "tools.__main__",
     "benchmarks.scoring.processes",

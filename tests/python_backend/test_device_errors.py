@@ -16,9 +16,9 @@ from live_system import Checkpoints, LiveRun, make_run, random_rows, scoring_inp
 from served_model import served_model
 from triton_python_backend_utils import InferenceResponse, Request
 
-from actor.scoring.connection import trouble_of
-from actor.scoring.retry import Kind
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.client.connection import trouble_of
+from python_backend.client.errors import Kind
 from python_backend.models.modeling import load_reward
 from python_backend.wire.contract import REWARDS, UNTIL_LOADED
 from trainer.publish import initialise_store
