@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from actor.data.rollout import PPOBatch
@@ -21,7 +20,4 @@ class RankedUpdate(PolicyUpdate):
     def run(self, batch: PPOBatch | None, *, seed: int, kl_coef: float) -> dict[str, float]:
         """Train as `PolicyUpdate.run` does; collective. Other ranks than 0 pass no batch."""
         self._ranks.announce("update", seed=seed, kl_coef=kl_coef)
-        names = [field.name for field in dataclasses.fields(PPOBatch)]
-        given = None if batch is None else {name: getattr(batch, name) for name in names}
-        sent = self._ranks.broadcast(given and {name: tensor for name, tensor in given.items() if tensor is not None})
-        return super().run(PPOBatch(**{name: sent.get(name) for name in names}), seed=seed, kl_coef=kl_coef)  # type: ignore[arg-type]
+        return super().run(self._ranks.broadcast(batch, PPOBatch), seed=seed, kl_coef=kl_coef)
