@@ -20,14 +20,14 @@ from actor.scoring.client import TritonClient
 from actor.scoring.reference import make_reference
 from actor.scoring.scorer import Scorer
 from python_backend.config import RunConfig
-from python_backend.training.ranks import Ranks
+from python_backend.training.ranks import ALONE, AnyRanks
 
 
 class RunParts:
     """Base class of the training loop: creates the parts of the run as attributes."""
 
-    def __init__(self, config: RunConfig, client: TritonClient, ranks: Ranks | None = None) -> None:
-        """`ranks`: the processes that train the policy, of which this is rank 0; None if it is the only one."""
+    def __init__(self, config: RunConfig, client: TritonClient, ranks: AnyRanks = ALONE) -> None:
+        """`ranks`: the processes that train the policy, of which this is rank 0."""
         self.settings = actor = config.actor
         self.stop = Stop()
         seed, validation, has_critic = config.run.seed, actor.validation, actor.algorithm.uses_critic

@@ -251,6 +251,12 @@ class Ranks:
 AnyRanks = OneRank | Ranks
 
 
+def dealt(lengths: Tensor, size: int) -> list[Tensor]:
+    """Deal rows to `size` ranks, so that each gets rows of similar lengths; return their indices, by rank."""
+    order = lengths.argsort(stable=True)
+    return [order[rank::size] for rank in range(size)]
+
+
 class Operations:
     """A numbered list of operations that rank 0 announces and every other rank executes in order."""
 
