@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -33,13 +32,13 @@ from python_backend.models.card.streams import use_card
 from python_backend.models.collation import collate
 from python_backend.models.modeling import CriticModel, save_critic, write_config
 from python_backend.models.precision import computing
-from python_backend.models.sharded_tensors import whole
 from python_backend.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
 from python_backend.store.weights import WeightsStore
 from python_backend.training.adamw import empty_state, load_state, make_adamw, named_state, state_tensors
 from python_backend.training.gradient_checkpointing import recomputing
 from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
 from python_backend.training.sharding import read_tensors, stored_shapes, sync_gradients, write_slices
+from python_backend.training.step import take_step
 from python_backend.wire.training_payload import TrainPayload
 from trainer.trained_critic import TrainedCritic, build_critic
 from trainer.value_loss import clipped_value_loss
@@ -278,16 +277,11 @@ class CriticUpdate:
         return float(loss.detach())
 
     def _step(self) -> float | None:
-        clipped = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.optimizer.grad_clip)
-        norm = float(whole(clipped))
-        finite = math.isfinite(norm)
-        if finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.settings.optimizer.learning_rate(self.optimizer_step)
-            self.optimizer.step()
-            self.optimizer_step += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm if finite else None
+        settings = self.settings.optimizer
+        lr = settings.learning_rate(self.optimizer_step)
+        norm = take_step(self.optimizer, self.parameters.values(), lr=lr, grad_clip=settings.grad_clip)
+        self.optimizer_step += norm is not None
+        return norm
 
 
 def load_update(folder: Path, settings: TrainerSection, *, seed: int, ranks: AnyRanks = ALONE) -> CriticUpdate:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
 
 import torch
@@ -21,10 +20,10 @@ from actor.policy.policy import Policy
 from python_backend.config import ActorSection, OptimizerSection, UpdateSection
 from python_backend.errors import NotFinite
 from python_backend.models.adapters import adapter_dropouts
-from python_backend.models.sharded_tensors import whole
 from python_backend.training.gradient_checkpointing import in_training, recomputing
 from python_backend.training.ranks import dealt
 from python_backend.training.sharding import sync_gradients
+from python_backend.training.step import take_step
 
 
 class PolicyUpdate:
@@ -182,21 +181,14 @@ class PolicyUpdate:
         return loss, stats
 
     def _step(self) -> float:
-        policy = self._policy
-        parameters = [parameter for parameter in policy.model.parameters() if parameter.grad is not None]
-        total = whole(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
-        torch.nn.utils.clip_grads_with_norm_(parameters, self._optimizer.grad_clip, total)
-        norm = float(total)
-        if not math.isfinite(norm):
-            policy.optimizer.zero_grad(set_to_none=True)
+        policy, grad_clip = self._policy, self._optimizer.grad_clip
+        lr = self._learning_rate(policy.optimizer_step)
+        norm = take_step(policy.optimizer, policy.model.parameters(), lr=lr, grad_clip=grad_clip)
+        if norm is None:
             raise NotFinite(
                 f"the policy's gradient is not finite at optimizer step {policy.optimizer_step}; lower "
                 f"actor.optimizer.lr ({self._optimizer.lr:g}) or check the rewards of this step in metrics.jsonl"
             )
-        for group in policy.optimizer.param_groups:
-            group["lr"] = self._learning_rate(policy.optimizer_step)
-        policy.optimizer.step()
-        policy.optimizer.zero_grad(set_to_none=True)
         policy.optimizer_step += 1
         return norm
 
