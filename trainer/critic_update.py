@@ -25,7 +25,7 @@ from torch import Tensor
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.config import TrainerSection
 from python_backend.errors import NotFinite
-from python_backend.models.adapters import check_trained, load_trained, trained_tensors
+from python_backend.models.adapters import load_trained, trained_tensors
 from python_backend.models.batching import padded_rows, plan_micro_batches
 from python_backend.models.card.memory import Halving, OutOfMemory, card_bytes
 from python_backend.models.card.streams import use_card
@@ -34,10 +34,11 @@ from python_backend.models.modeling import CriticModel, save_critic, write_confi
 from python_backend.models.precision import computing
 from python_backend.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
 from python_backend.store.weights import WeightsStore
-from python_backend.training.adamw import empty_state, load_state, make_adamw, named_state, state_tensors
+from python_backend.training.adamw import load_state, make_adamw, named_state, state_tensors
 from python_backend.training.gradient_checkpointing import recomputing
 from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
-from python_backend.training.sharding import read_tensors, stored_shapes, sync_gradients, write_slices
+from python_backend.training.sharding import read_tensors, sync_gradients, write_slices
+from python_backend.training.state import read_optimizer, read_trained, trained_slices
 from python_backend.training.step import take_step
 from python_backend.wire.training_payload import TrainPayload
 from trainer.trained_critic import TrainedCritic, build_critic
@@ -167,8 +168,9 @@ class CriticUpdate:
         ranks = self.ranks
         ranks.announce("write", folder=str(folder))
         if isinstance(ranks, Ranks):
-            state = named_state(self.optimizer, self.parameters)
-            write_slices({**self._stored_weights(), **state, **self._random_state()}, folder)
+            model, state = self.critic.model, named_state(self.optimizer, self.parameters)
+            weights = trained_slices(model) if self.settings.lora_rank else model.state_dict()
+            write_slices({**weights, **state, **self._random_state()}, folder)
             if ranks.rank == 0 and not self.settings.lora_rank:
                 write_config(self.critic, folder)
         else:
@@ -213,20 +215,14 @@ class CriticUpdate:
 
     def _read_slices(self, folder: Path) -> None:
         """Load weights, optimizer and random state from files of any number of ranks."""
-        stored, weights, random_state = stored_shapes(folder), self._stored_weights(), self._random_state()
+        no_dist, random_state = self.ranks.size == 1, self._random_state()
         if self.settings.lora_rank:
-            shapes = {name: shape for name, shape in stored.items() if "/" not in name}
-            check_trained({name: tensor.shape for name, tensor in weights.items()}, shapes, folder, "trainer")
-        state = empty_state(self.parameters, stored)  # none before the first step
-        read_tensors({**weights, **state, **random_state}, folder, no_dist=not isinstance(self.ranks, Ranks))
+            read_trained(self.critic.model, folder, "trainer", self.ranks)
+        else:
+            read_tensors(self.critic.model.state_dict(), folder, no_dist=no_dist)
+        read_tensors(random_state, folder, no_dist=no_dist)
         torch.set_rng_state(random_state[RANDOM_STATE])
-        load_state(self.optimizer, self.parameters, state)
-
-    def _stored_weights(self) -> dict[str, Tensor]:
-        """Return the weights of a checkpoint of several ranks: under LoRA only the trained ones."""
-        if self.settings.lora_rank:
-            return {name: parameter.detach() for name, parameter in self.parameters.items()}
-        return dict(self.critic.model.state_dict())
+        read_optimizer(self.optimizer, self.parameters, folder, self.ranks)
 
     @staticmethod
     def _random_state() -> dict[str, Tensor]:

@@ -41,6 +41,7 @@ from python_backend.training.gradient_checkpointing import checkpoint_gradients
 from python_backend.training.merged_slices import MergedSlices
 from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
 from python_backend.training.sharding import all_finite, differing, gathered_as_stored, shard, write_checkpoint
+from python_backend.training.state import trained_slices
 
 BASE_VERSION = 0  # which training starts from; never pruned
 
@@ -67,7 +68,9 @@ class TrainedCritic(CriticModel):
         """
         super().__init__(model, constants=Constants(plain.mean, plain.std), note=plain.note, like=plain)
         self._plain, self.ranks = plain, ranks
-        if model is not plain.model or self.in_slices:
+        if model is plain.model and not self.in_slices:
+            self._token_head = plain._token_head
+        else:
             self._token_head.lean = None  # it reads the weights of the layers, without adapters and not gathered
         if isinstance(ranks, Ranks):
             self._shard(ranks, precision)
@@ -176,8 +179,7 @@ class TrainedCritic(CriticModel):
         info = inspect_checkpoint(folder)
         if info.adapters is None:
             return differing(weights, info)
-        trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
-        return [ADAPTERS_KEY] if info.adapters != self.adapters else differing(trained, info)
+        return [ADAPTERS_KEY] if info.adapters != self.adapters else differing(trained_slices(self.model), info)
 
 
 def build_critic(folder: Path, settings: TrainerSection, *, seed: int, ranks: AnyRanks = ALONE) -> TrainedCritic:
