@@ -85,13 +85,18 @@ def hollow(model: Any, device: torch.device | str) -> Any:
     return copy.deepcopy(model, memo)
 
 
+def is_sharded(model: Any) -> bool:
+    """Return whether `shard` has been called with this model."""
+    return isinstance(model, FSDPModule)
+
+
 def sync_gradients(model: Any, *, is_last: bool) -> None:
     """Let the next backward pass add up gradients over the ranks; on cards only that of the last micro-batch.
 
     Until then each rank holds gradients of all trained weights. Where these take more than MOST_UNREDUCED, and on a
     CPU, every backward pass adds them up. No effect on a model that is not sharded.
     """
-    if not isinstance(model, FSDPModule):
+    if not is_sharded(model):
         return
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     waits = model.device.type == "cuda" and trained * torch.float32.itemsize <= MOST_UNREDUCED
@@ -105,7 +110,7 @@ def gathered_as_stored(model: Any) -> Iterator[None]:
     FSDP cannot change the dtype in which it gathers, so that each layer gathers once more what was cast. After the
     block each rank holds its slices alone. No effect on a model that is not sharded.
     """
-    if not isinstance(model, FSDPModule):
+    if not is_sharded(model):
         yield
         return
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -23,7 +23,7 @@ def take_step(optimizer: Optimizer, parameters: Iterable[nn.Parameter], *, lr: f
         The norm before clipping; None if it is not finite, in which case the weights are unchanged.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    total = whole(torch.nn.utils.get_total_norm([parameter.grad for parameter in trained]))
+    total = whole(torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None]))
     torch.nn.utils.clip_grads_with_norm_(trained, grad_clip, total)
     norm = float(total)
     is_finite = math.isfinite(norm)
