@@ -16,7 +16,7 @@ from live_system import make_tokenizer
 from tiny_checkpoints import save_tiny
 from transformers import AutoModelForCausalLM
 
-from actor.algorithms.methods import Method
+from actor.algorithms.method import Method
 from actor.data.rollout import PPOBatch, Prompt
 from actor.policy import policy as policy_module
 from actor.policy.checkpoint import save_checkpoint
