@@ -31,7 +31,7 @@ from actor.scoring.reference import make_reference
 from actor.scoring.scorer import Scorer
 from python_backend.client.client import TritonClient
 from python_backend.config import RunConfig
-from python_backend.training.ranks import Ranks
+from python_backend.training.ranks import ALONE, AnyRanks
 
 
 class PPORun:
@@ -39,8 +39,8 @@ class PPORun:
 
     done = 0  # steps whose updates are complete
 
-    def __init__(self, config: RunConfig, client: TritonClient, ranks: Ranks | None = None) -> None:
-        """`ranks`: the processes that train the policy, of which this is rank 0; None if it is the only one."""
+    def __init__(self, config: RunConfig, client: TritonClient, ranks: AnyRanks = ALONE) -> None:
+        """`ranks`: the processes that train the policy, of which this is rank 0."""
         self.settings = actor = config.actor
         self.stop = Stop()
         seed, validation, has_critic = config.run.seed, actor.validation, actor.algorithm.uses_critic

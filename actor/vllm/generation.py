@@ -58,7 +58,7 @@ class VllmGeneration(Generation):
 
     def renew(self) -> None:
         """Publish the sampler's weights, if they are new, as a version that servers load before their next response."""
-        if self._policy.rank == 0 and self._published != self._policy.optimizer_step:
+        if self._policy.ranks.rank == 0 and self._published != self._policy.optimizer_step:
             self._versions.publish(self._write)
             self._published = self._policy.optimizer_step
 

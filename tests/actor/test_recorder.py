@@ -30,6 +30,7 @@ from python_backend.client.retry import RequestCounters
 from python_backend.config import ActorSection, PolicySection, RunConfig
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import WeightsStore
+from python_backend.training.ranks import ALONE
 from python_backend.wire.contract import STEP_AHEAD
 from tests.support.prompts import one_prompt
 from tests.support.settings import nested
@@ -38,7 +39,7 @@ from tests.support.settings import nested
 class TinyPolicy:
     """What checkpoints are made of, and nothing that generates."""
 
-    world_size = 1
+    ranks = ALONE
     write_state, read_state = Policy.write_state, Policy.read_state
 
     def __init__(self) -> None:
