@@ -33,14 +33,15 @@ from python_backend.models.card.copies import to_host
 from python_backend.models.collation import collate, limits_of
 from python_backend.models.heads import POOLS, label_probabilities, log_odds, merge_attributes, pool_last, standardise
 from python_backend.models.loading import (
+    attribute_weights_of,
     check_finite,
-    load_pooled_model,
+    load_classifier,
     load_token_model,
     read_head,
     twin,
     twin_with_head,
 )
-from python_backend.models.token_head import PooledHead, TokenHead, compile_body, head_of, measure_causality
+from python_backend.models.token_head import PooledHead, TokenHead, compile_body, head_of
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from python_backend.models.tensor_parallel import RankGroup
@@ -298,7 +299,7 @@ def load_reward(
     info = inspect_checkpoint(folder)
     head = reward_head(info)
     copied = None if like is None or like.origin is None else twin_with_head(like.model, like.origin, info, group)
-    weights = _attribute_weights(info, head, attribute_weights)
+    weights = attribute_weights_of(info, head, attribute_weights)
     constants = constants_for(info, standardization)
     device = device if group is None else str(group.device)
     # The parts of a group are read anew, but not probed: other ranks' requests would meet the probes' collectives.
@@ -317,7 +318,7 @@ def load_reward(
                 f"{info.folder}: the head {head.prefix} has its own pooling, which cannot be split; set "
                 "tensor_parallel: 1"
             )
-        model = _load_pooled(info, head, device, dtype, pooling) if copied is None else copied
+        model = load_classifier(info, head, device, dtype, pooling) if copied is None else copied
         outputs = PooledHead(model, like=known)
         if compile_forward:
             compile_body(model, outputs)
@@ -365,7 +366,7 @@ def load_critic(
     else:
         note = f"the value head is {info.head.prefix}"
         if info.head.num_labels > 1 or attribute_weights is not None:
-            head = head.merged(_attribute_weights(info, info.head, attribute_weights))
+            head = head.merged(attribute_weights_of(info, info.head, attribute_weights))
             note += f", its {info.head.num_labels} outputs merged into one"
     logger.info("%s: %s", folder, note)
     model = load_token_model(info, head, dtype, group).to(device if group is None else group.device)
@@ -396,37 +397,11 @@ def quiet_transformers() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _load_pooled(info: CheckpointInfo, head: Head, device: str, dtype: str, pooling: Pooling) -> Any:
-    if pooling != "auto":
-        raise CheckpointError(
-            f"{info.folder}: pooling: {pooling} does not fit the head {head.prefix}, trained with the pooling of "
-            f"its {info.architecture or 'class'}; set pooling: auto"
-        )
-    model = load_pooled_model(info, head, dtype).to(device)
-    # A decoder's pooling searches for the padding id, which a row may contain: it would pool the wrong token.
-    if measure_causality(model):
-        raise CheckpointError(
-            f"{info.folder}: a causal body under the head {head.prefix} of {info.architecture} is not supported; "
-            "use a checkpoint whose head is a linear `score`"
-        )
-    return model
-
-
 def _skipped_pad_id(outputs: TokenHead, head: Head) -> int | None:
     """Return the padding id if transformers' own class pools the last token that is not padding, else None."""
     if head.kind != "sequence" or not outputs.is_causal:
         return None
     return outputs.model.config.get_text_config().pad_token_id
-
-
-def _attribute_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | None) -> Tensor:
-    weights = [1 / head.num_labels] * head.num_labels if given is None else list(given)
-    if len(weights) != head.num_labels:
-        raise CheckpointError(
-            f"{info.folder}: {len(weights)} attribute weights for a head of {head.num_labels} outputs; "
-            "give one weight per output"
-        )
-    return torch.tensor(weights, dtype=torch.float32)
 
 
 def constants_for(info: CheckpointInfo, setting: Standardization) -> Constants:

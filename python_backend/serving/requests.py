@@ -22,8 +22,8 @@ from python_backend.wire.contract import (
     TOKENS,
     ContractError,
     Limits,
-    Row,
     ScoringRows,
+    TokenRow,
     check_row,
     check_size,
     scoring_rows,
@@ -99,7 +99,7 @@ class RowReader:
 
     def _tokenized(
         self, sentences: np.ndarray, pairs: np.ndarray | None, encoded_metadata: np.ndarray | None
-    ) -> Iterator[Row]:
+    ) -> Iterator[TokenRow]:
         texts = sentence_texts(sentences)
         seconds = pair_texts(pairs, len(texts))
         width = 0
@@ -119,7 +119,7 @@ class RowReader:
             raise ContractError(f"{TEXT_PAIRS}: only valid with {SENTENCES}, and not with {TOKENS}")
         return pairs
 
-    def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> Row:
+    def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> TokenRow:
         """Return the row of one sentence; `pair`: the second text, if not empty.
 
         It is truncated to the model's limit, unless that is an error.
@@ -143,8 +143,8 @@ class RowReader:
             )
         return self._checked(index, ids, types)
 
-    def _checked(self, index: int, ids: Sequence[int], types: Sequence[int] | None = None) -> Row:
-        row = Row(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
+    def _checked(self, index: int, ids: Sequence[int], types: Sequence[int] | None = None) -> TokenRow:
+        row = TokenRow(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
         check_row(row.tokens, index, self._limits)
         return row
 

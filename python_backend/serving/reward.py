@@ -24,7 +24,7 @@ from python_backend.serving.torch_scoring import TorchProcess
 from python_backend.serving.triton import Parameters, log, triton_model
 from python_backend.serving.versions.follower import Version
 from python_backend.serving.versions.stored_model import OneVersion, follow_store, version_column
-from python_backend.wire.contract import PROBABILITIES, PROCESS, REWARD_VERSION, REWARDS, STORE, Limits, Row
+from python_backend.wire.contract import PROBABILITIES, PROCESS, REWARD_VERSION, REWARDS, STORE, Limits, TokenRow
 
 
 def serve(args: Mapping[str, str]) -> Engine:
@@ -49,11 +49,11 @@ def serve(args: Mapping[str, str]) -> Engine:
     )
 
 
-def _forward(model: Any, rows: Sequence[Row], width: int) -> Wait:
+def _forward(model: Any, rows: Sequence[TokenRow], width: int) -> Wait:
     return model.launch([row.tokens for row in rows], width, [row.types for row in rows])
 
 
-def _forward_token_scores(model: Any, rows: Sequence[Row], width: int) -> Wait:
+def _forward_token_scores(model: Any, rows: Sequence[TokenRow], width: int) -> Wait:
     return model.launch_token_scores([row.tokens for row in rows], width)
 
 

@@ -16,7 +16,7 @@ from python_backend.serving.triton import Call, Parameters, answer_each, triton_
 from python_backend.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARD_WEIGHTS, REWARDS, texts_array
 
 
-class RewardMixture:
+class WeightedSum:
     """Computes the weighted sum of the components' scores."""
 
     def __init__(self, args: Mapping[str, str]) -> None:
@@ -47,4 +47,4 @@ class RewardMixture:
         }
 
 
-TritonPythonModel = triton_model(RewardMixture)
+TritonPythonModel = triton_model(WeightedSum)

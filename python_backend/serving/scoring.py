@@ -25,7 +25,7 @@ from python_backend.models.batching import padded_width
 from python_backend.serving.round_robin import RoundRobin
 from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RowPool
 from python_backend.serving.triton import Call, MetricCounters, Parameters, Unavailable, log_error
-from python_backend.wire.contract import COMPUTE_US, FORWARD_OUTPUTS, QUEUE_US, Row, ScoringRows
+from python_backend.wire.contract import COMPUTE_US, FORWARD_OUTPUTS, QUEUE_US, ScoringRows, TokenRow
 
 # Backpressure: while the backlog exceeds this many forward passes, `execute` blocks, so that further requests wait in
 # Triton's own queue, where Triton's limits on queue size and time apply.
@@ -48,7 +48,7 @@ class Scoring:
     """A request in flight: its rows, their outputs so far, and the model that scores all of them."""
 
     call: Call
-    rows: list[Row]
+    rows: list[TokenRow]
     width: int  # S, the padded length of the rows in the reply
     received: float  # by time.monotonic()
     deadline: float | None  # the request fails if its first forward pass has not started by then
@@ -62,7 +62,7 @@ Reply = Mapping[str, Callable[[Scoring], np.ndarray | None]]
 """Output name -> function that returns its tensor for a request whose rows are all done; None: it cannot be sent."""
 Wait = Callable[[], Sequence[np.ndarray]]
 """Waits for the results of a forward pass: one output array per row."""
-Forward = Callable[[Any, Sequence[Row], int], Wait]
+Forward = Callable[[Any, Sequence[TokenRow], int], Wait]
 """Launches a forward pass of a model with rows that are to be padded to a width."""
 TIMES: Reply = {
     QUEUE_US: lambda scoring: _microseconds(scoring, 0),
@@ -88,7 +88,7 @@ class Compute(Protocol):
     def prepare_worker(self) -> None:
         """Prepare a worker thread, before its first forward pass."""
 
-    def launch(self, forward: Forward, model: Any, rows: Sequence[Row], width: int) -> Wait:
+    def launch(self, forward: Forward, model: Any, rows: Sequence[TokenRow], width: int) -> Wait:
         """Launch `forward`."""
         ...
 
@@ -213,7 +213,7 @@ class Engine:
             self._unread_bytes -= read.unread_bytes
             self._line_up([scoring])
 
-    def _scoring(self, call: Call, rows: list[Row], width: int | None, received: float) -> Scoring:
+    def _scoring(self, call: Call, rows: list[TokenRow], width: int | None, received: float) -> Scoring:
         timeout_s = call.timeout_s or self._timeout_s
         deadline = None if timeout_s is None else received + timeout_s
         width = width or max(row.tokens.size for row in rows)

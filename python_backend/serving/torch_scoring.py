@@ -27,7 +27,7 @@ from python_backend.serving.ranks.loaders import load_model
 from python_backend.serving.scoring import Forward, Wait
 from python_backend.serving.triton import Gauge, MetricCounters, Parameters, Unavailable, log_error
 from python_backend.serving.versions.follower import Version
-from python_backend.wire.contract import UNTIL_LOADED, Row
+from python_backend.wire.contract import UNTIL_LOADED, TokenRow
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from python_backend.serving.ranks.controller import ServingRanks
@@ -90,7 +90,7 @@ class TorchProcess:
         with staging(self.device):
             return load_model(loader, folder, served, options)
 
-    def launch(self, forward: Forward, version: Version, rows: Sequence[Row], width: int) -> Wait:
+    def launch(self, forward: Forward, version: Version, rows: Sequence[TokenRow], width: int) -> Wait:
         """Launch a forward pass, in halves if it does not fit into the device's memory, and on all ranks."""
         if self._ranks is not None:
             with self.on_all_ranks(version.model, rows, width):
@@ -128,7 +128,7 @@ class TorchProcess:
         for name, value in card_bytes(self.device).items():
             self._gauges[name].show(value)
 
-    def on_all_ranks(self, model: Any, rows: Sequence[Row], width: int) -> contextlib.AbstractContextManager[None]:
+    def on_all_ranks(self, model: Any, rows: Sequence[TokenRow], width: int) -> contextlib.AbstractContextManager[None]:
         """Return the context for a forward pass of `model`, in which the other ranks, if any, run theirs."""
         if self._ranks is None:
             return contextlib.nullcontext()
@@ -169,6 +169,6 @@ class TorchProcess:
         self.stop_loading(False)
 
 
-def forward_tokens(model: Any, rows: Sequence[Row], width: int) -> Wait:
+def forward_tokens(model: Any, rows: Sequence[TokenRow], width: int) -> Wait:
     """Launch a forward pass of a model that reads nothing of a row but its tokens."""
     return model.launch([row.tokens for row in rows], width)

@@ -155,7 +155,7 @@ def answer_each(calls: Sequence[Call], handle: Callable[[Call], None]) -> None:
             call.fail(error)
 
 
-class Served(Protocol):
+class ModelServer(Protocol):
     """What serves the requests of a model."""
 
     def execute(self, calls: Sequence[Call]) -> None:
@@ -168,8 +168,8 @@ class Served(Protocol):
 class TritonModel:
     """What Triton loads, under the name `TritonPythonModel`: passes its calls on to what `serve` returns."""
 
-    serve: Callable[[Mapping[str, str]], Served]
-    served: Served
+    serve: Callable[[Mapping[str, str]], ModelServer]
+    served: ModelServer
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load. A reload through Triton runs this in a new process."""
@@ -185,7 +185,7 @@ class TritonModel:
         self.served.finalize()
 
 
-def triton_model(serve: Callable[[Mapping[str, str]], Served]) -> type[TritonModel]:
+def triton_model(serve: Callable[[Mapping[str, str]], ModelServer]) -> type[TritonModel]:
     """Return the class for Triton that serves what `serve` returns for the arguments of `initialize`."""
 
     class TritonPythonModel(TritonModel):

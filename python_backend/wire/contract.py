@@ -189,7 +189,7 @@ class RowSteps:
     ends: np.ndarray  # the step's end as `step_ends` returns it
 
 
-class Row(NamedTuple):
+class TokenRow(NamedTuple):
     """A row to score. It is ragged from the request to the forward pass, and padded there and in the reply alone."""
 
     tokens: np.ndarray  # int64 [length]
@@ -207,7 +207,7 @@ class ScoringRows:
     0: all rows are there.
     """
 
-    rows: Iterable[Row]
+    rows: Iterable[TokenRow]
     width: int | None = None
     unread_bytes: int = 0
 
@@ -261,7 +261,7 @@ def scoring_rows(
     prompts: Sequence[int | None] = [None] * rows
     if prompt_lengths is not None:
         prompts = row_lengths(PROMPT_LENGTHS, prompt_lengths, rows, sizes).tolist()
-    cut = [Row(np.ascontiguousarray(tokens[i, : sizes[i]], dtype=np.int64), prompts[i]) for i in range(rows)]
+    cut = [TokenRow(np.ascontiguousarray(tokens[i, : sizes[i]], dtype=np.int64), prompts[i]) for i in range(rows)]
     for i, row in enumerate(cut):
         check_row(row.tokens, i, limits)
     return ScoringRows(cut, width)

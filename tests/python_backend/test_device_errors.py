@@ -21,7 +21,7 @@ from actor.scoring.retry import Kind
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.models.modeling import load_reward
 from python_backend.serving.versions.follower import Version
-from python_backend.wire.contract import REWARDS, UNTIL_LOADED, Row
+from python_backend.wire.contract import REWARDS, UNTIL_LOADED, TokenRow
 from trainer.publish import initialise_store
 
 ROWS = random_rows([3, 7, 5, 12, 9], seed=1)
@@ -92,7 +92,7 @@ def test_a_pass_that_does_not_fit_is_halved_and_a_row_that_does_not_fit_is_refus
     most, sizes, halved = 2, [], []
     forward = reward.served.forward
 
-    def limited(model: Any, rows: list[Row], width: int) -> Any:
+    def limited(model: Any, rows: list[TokenRow], width: int) -> Any:
         sizes.append(len(rows))
         if len(rows) > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 80 GiB.")

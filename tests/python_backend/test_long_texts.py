@@ -15,7 +15,7 @@ from tiny_tokenizers import CHATS, make_text_tokenizer
 from triton_python_backend_utils import Request
 
 from python_backend.checkpoints.tokenization import encode_bare_text, encode_text
-from python_backend.wire.contract import REWARDS, Limits, Row, ScoringRows, scoring_rows
+from python_backend.wire.contract import REWARDS, Limits, ScoringRows, TokenRow, scoring_rows
 
 WORDS = [word for text in TEXTS for word in text.split()]
 
@@ -79,13 +79,13 @@ class Model:
             return ScoringRows(self.tokenized(sentences), unread_bytes=10)
         return scoring_rows(call.array("tokens"), None, limits=Limits(100))
 
-    def tokenized(self, sentences: np.ndarray) -> Iterator[Row]:
+    def tokenized(self, sentences: np.ndarray) -> Iterator[TokenRow]:
         assert self.go.wait(30)
         if b"bad" in sentences[0, 0]:
             raise ValueError("a bad sentence")
-        yield Row(np.zeros(1, np.int64))
+        yield TokenRow(np.zeros(1, np.int64))
 
-    def forward(self, model: int, rows: list[Row], width: int) -> Callable[[], list[np.ndarray]]:
+    def forward(self, model: int, rows: list[TokenRow], width: int) -> Callable[[], list[np.ndarray]]:
         return lambda: [np.zeros(1, np.float32)] * len(rows)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from scoring_rig import started
 
-from python_backend.wire.contract import VALUES, Row, ScoringRows
+from python_backend.wire.contract import VALUES, ScoringRows, TokenRow
 
 ROW_TOKENS, BUDGET = 20, 200  # ten rows a forward
 PATIENCE_S = 120.0
@@ -49,9 +49,9 @@ class Model:
         self.engine = started(self, token_budget=BUDGET).served
 
     def read(self, call: Call) -> ScoringRows:
-        return ScoringRows([Row(np.zeros(ROW_TOKENS, np.int64))] * call.rows, ROW_TOKENS)
+        return ScoringRows([TokenRow(np.zeros(ROW_TOKENS, np.int64))] * call.rows, ROW_TOKENS)
 
-    def forward(self, model: int, rows: list[Row], width: int) -> Callable[[], list[np.ndarray]]:
+    def forward(self, model: int, rows: list[TokenRow], width: int) -> Callable[[], list[np.ndarray]]:
         self.begun += 1
         assert self.go.acquire(timeout=PATIENCE_S)
         self.ran.put((model, len(rows)))

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, pipeline
 from python_backend.checkpoints.tokenization import encode_text
 from python_backend.models.modeling import RewardModel, quiet_transformers
 from python_backend.serving.requests import RowReader
-from python_backend.wire.contract import METADATA, SENTENCES, TEXT_PAIRS, TOKENS, ContractError, Row, texts_array
+from python_backend.wire.contract import METADATA, SENTENCES, TEXT_PAIRS, TOKENS, ContractError, TokenRow, texts_array
 from tests.support.loaders import load_reward
 
 TOLERANCE = 1e-5
@@ -56,7 +56,7 @@ def read(
     takes_pairs: bool = False,
     append_eos: bool = False,
     **arrays: np.ndarray | None,
-) -> tuple[RewardModel, list[Row]]:
+) -> tuple[RewardModel, list[TokenRow]]:
     """The model and the rows of one request, by what runs in the server."""
     model = load_reward(folder)
     reader = RowReader(

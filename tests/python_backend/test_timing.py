@@ -13,7 +13,7 @@ import pytest
 import triton_python_backend_utils as stub
 from scoring_rig import started
 
-from python_backend.wire.contract import REWARDS, Row, ScoringRows
+from python_backend.wire.contract import REWARDS, ScoringRows, TokenRow
 
 PATIENCE_S = 120.0
 FORWARD_S = 2.0
@@ -25,7 +25,7 @@ def model(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     clock = types.SimpleNamespace(now=100.0)
     monkeypatch.setattr(scoring, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
 
-    def launch(model: None, rows: list[Row], width: int) -> Callable[[], list[np.ndarray]]:
+    def launch(model: None, rows: list[TokenRow], width: int) -> Callable[[], list[np.ndarray]]:
         assert go.wait(PATIENCE_S)
         clock.now += FORWARD_S
         return lambda: [np.zeros(1)] * len(rows)
@@ -33,7 +33,7 @@ def model(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     go = threading.Event()
     parts = types.SimpleNamespace(
         version=None,
-        read=lambda call: ScoringRows([Row(np.zeros(10, np.int64))] * 3, 10),
+        read=lambda call: ScoringRows([TokenRow(np.zeros(10, np.int64))] * 3, 10),
         forward=launch,
         reply={REWARDS: lambda done: np.zeros((3, 1), np.float32)},
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from python_backend.wire.contract import Row
+from python_backend.wire.contract import TokenRow
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ class Compute:
     def __init__(self, parameters: Any) -> None:
         self.parameters = parameters
 
-    def launch(self, forward: Any, model: Any, rows: Sequence[Row], width: int) -> Any:
+    def launch(self, forward: Any, model: Any, rows: Sequence[TokenRow], width: int) -> Any:
         return forward(model, rows, width)
 
     def prepare_worker(self) -> None:

@@ -19,7 +19,7 @@ from python_backend.checkpoints.tokenization import (
 )
 from python_backend.config import ConfigError, RewardSection
 from python_backend.models.modeling import RewardModel
-from python_backend.wire.contract import Row
+from python_backend.wire.contract import TokenRow
 
 ROWS_PER_FORWARD = 16
 SIDES = ("chosen", "rejected")
@@ -29,8 +29,8 @@ SIDES = ("chosen", "rejected")
 class Pairs:
     """The texts of the gate, tokenised as the served model does."""
 
-    chosen: list[Row]
-    rejected: list[Row]
+    chosen: list[TokenRow]
+    rejected: list[TokenRow]
 
     def accuracy(self, model: RewardModel) -> float:
         """Return the share of pairs whose chosen text has the higher reward; a tie counts as wrong, and so does NaN."""
@@ -50,7 +50,7 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
     tokenizer = load_tokenizer(section.checkpoint.absolute())
     lengths = [length for length in (model.limits.max_length, section.max_length) if length]
 
-    def encode(prompt: Any, reply: Any, where: str) -> Row:
+    def encode(prompt: Any, reply: Any, where: str) -> TokenRow:
         is_chat = not isinstance(reply, str) or isinstance(prompt, list)
         is_pair = section.text == "pair" and prompt is not None and isinstance(reply, str)
         text = _text(tokenizer, None, prompt, where) if is_pair else _text(tokenizer, prompt, reply, where)
@@ -65,9 +65,9 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
         )
         if not ids:
             raise ConfigError(f"{where} has no tokens")
-        return Row(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
+        return TokenRow(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
 
-    sides: dict[str, list[Row]] = {side: [] for side in SIDES}
+    sides: dict[str, list[TokenRow]] = {side: [] for side in SIDES}
     for where, pair in _lines(section.gate.pairs):
         for side in SIDES:
             sides[side].append(encode(pair.get("prompt"), pair.get(side), f"{where}: {side}"))
@@ -123,7 +123,7 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
     )
 
 
-def _scores(model: RewardModel, rows: list[Row]) -> np.ndarray:
+def _scores(model: RewardModel, rows: list[TokenRow]) -> np.ndarray:
     """Return the rewards float32 `[n]`; rows of similar length share a forward pass."""
     scores = np.empty(len(rows), np.float32)
     order = sorted(range(len(rows)), key=lambda i: rows[i].tokens.size)

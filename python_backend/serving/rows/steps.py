@@ -20,7 +20,7 @@ from python_backend.models.batching import padded_rows
 from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
 from python_backend.serving.requests import RowReader
 from python_backend.wire import contract
-from python_backend.wire.contract import METADATA, SENTENCES, ContractError, Limits, Row, RowSteps, ScoringRows
+from python_backend.wire.contract import METADATA, SENTENCES, ContractError, Limits, RowSteps, ScoringRows, TokenRow
 from python_backend.wire.texts import metadata_rows
 
 if TYPE_CHECKING:  # these import triton_python_backend_utils, which exists only inside tritonserver
@@ -85,19 +85,19 @@ class StepReader(RowReader):
         size = sum(row.tokens.nbytes for row in given)
         return ScoringRows(map(self._row_of_tokens, itertools.count(), given, metadata), rows.width, size)
 
-    def _row_of_tokens(self, index: int, given_row: Row, metadata: Mapping[str, Any]) -> Row:
+    def _row_of_tokens(self, index: int, given_row: TokenRow, metadata: Mapping[str, Any]) -> TokenRow:
         """Return the row to score, with a mark behind its last step, and the steps of its tokens from the prompt on."""
         row, start = given_row.tokens, given_row.prompt_length or 0
         given = given_ends(index, metadata, start, row.size - 1)
         if given is not None:
-            return Row(row, steps=RowSteps(given, given, given))
+            return TokenRow(row, steps=RowSteps(given, given, given))
         separator = self._separator(index)
         pieces = [self._piece(token) for token in row[start:].tolist()]
         text, after = "".join(pieces), np.cumsum([len(piece) for piece in pieces])
         spans = split_steps(text, 0, separator)
         ends = np.unique(np.searchsorted(after, [span.end for span in spans], side="left")) + start
         if not spans or spans[-1].content_end < spans[-1].end:  # no step, or the last one ends in a separator
-            return Row(row, steps=RowSteps(ends, ends, ends))
+            return TokenRow(row, steps=RowSteps(ends, ends, ends))
         # The last step ends with the row. It is read at a mark behind its text, which takes the place of an
         # end-of-sequence token: no published model was trained to score that.
         marked = [*row[: int(ends[-1]) + 1].tolist(), *self._bare(separator)]
@@ -105,7 +105,7 @@ class StepReader(RowReader):
         steps = RowSteps(np.append(ends[:-1], len(marked) - 1), ends, ends)
         return self._checked(index, marked)._replace(steps=steps)
 
-    def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> Row:
+    def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> TokenRow:
         """Return the row of a sentence, with a mark behind each step, and the steps."""
         if self._rules.per_token:
             return _every_token(super().row_of_text(index, text, metadata, pair))
@@ -229,7 +229,7 @@ def response_start(index: int, text: str, metadata: Mapping[str, Any]) -> int:
     return 0
 
 
-def _every_token(row: Row) -> Row:
+def _every_token(row: TokenRow) -> TokenRow:
     """Return the row with a step at each token from its prompt on."""
     at = np.arange(row.prompt_length or 0, row.tokens.size)
     return row._replace(steps=RowSteps(at, at, at))

@@ -17,7 +17,7 @@ from python_backend.serving.torch_scoring import TorchProcess
 from python_backend.serving.triton import Gauge, MetricCounters, log, log_error
 from python_backend.serving.versions.follower import Follower, Version
 from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import STORE, Row
+from python_backend.wire.contract import STORE, TokenRow
 
 COUNTERS = {
     "rlhf_weights_taken_up_total": "Versions of a model's weights that an instance loaded",
@@ -53,7 +53,7 @@ def follow_store(process: TorchProcess, name: str, load: Callable[[Path, Any], A
             canary = store.manifest(int(folder.name)).canary
             if canary is not None:  # several ranks wrote the version, and none of them has loaded it whole
                 row = canary_row(model)
-                with process.on_all_ranks(model, [Row(row)], row.size):
+                with process.on_all_ranks(model, [TokenRow(row)], row.size):
                     values = canary_outputs(model)
                 check_canary(model, values, canary)
         return model
