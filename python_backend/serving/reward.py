@@ -7,7 +7,6 @@ from a store, `reward_version` INT64 [B, 1] names their version; one version sco
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,7 +32,10 @@ def serve(args: Mapping[str, str]) -> Engine:
     parameters = process.parameters
     folder = parameters.path("checkpoint")
     loader, options = read_loader(parameters)
-    load = functools.partial(process.load, loader, **options)
+
+    def load(folder: Path, served: Any = None) -> Any:
+        return process.load(loader, folder, served, **options)
+
     stored, per_token = (parameters.optional(name) is not None for name in (STORE, PROCESS))
     versions = follow_store(process, "reward", load) if stored else OneVersion(Version(0, load(folder)))
     model: RewardModel = versions.version.model
