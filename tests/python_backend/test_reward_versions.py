@@ -71,7 +71,7 @@ def test_it_scores_as_a_fresh_load_does(tmp_path: Path, kind: str, monkeypatch: 
     served, fresh = (load_reward(tmp_path / str(seed), **settings) for seed in (1, 2))
     before = served.score(ROWS)
     if kind != "mixtral":  # its experts are stored one by one, and only transformers knows how to join them
-        for slow in ("load_token_model", "_load_pooled"):
+        for slow in ("load_token_model", "load_classifier"):
             monkeypatch.setattr(modeling, slow, lambda *_: pytest.fail("built the module again"))
     other = served.with_weights(tmp_path / "2")
     assert np.array_equal(other.score(ROWS), fresh.score(ROWS))
