@@ -218,7 +218,7 @@ def summarise(result: Result) -> list[Row]:
                     "p50_ms": median_of(s["p50_ms"] for s in own),
                     "p99_ms": median_of(s["p99_ms"] for s in own),
                     "ours_later_ms": median_of(
-                        a["p50_ms"] - b["p50_ms"] for a, b in pairs(samples, OURS, name) if name != IDEAL
+                        a["p50_ms"] - b["p50_ms"] for a, b in pairs(samples, OURS, name) if b["p50_ms"] is not None
                     ),
                     "cpu_ms_per_token": median_of(s["cpu_s"] * 1e3 / s["tokens"] for s in own),
                 }
