@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import psutil
 
-from actor.scoring.client import TritonClient
 from benchmarks.reload.service import LOWEST_PRIORITY, RUN_ID, CriticService, ReloadSetup, under_load
 from benchmarks.reload.windows import Samples, p99, ratio
 from benchmarks.support.benchmark import Target
 from benchmarks.support.children import running_sidecar
 from benchmarks.support.samples import grouped, median_of
 from benchmarks.support.workload import make_trace, model_title, noise_payload
+from python_backend.client.client import TritonClient
 from python_backend.config import ClientSection, CriticOptimizerSection, TrainerSection
 from python_backend.wire.contract import SEQUENCE_LENGTHS
 

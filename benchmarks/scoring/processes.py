@@ -21,10 +21,10 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
-from actor.scoring.client import TritonClient
 from benchmarks.support.children import HOST, serve_http, serve_json
 from benchmarks.support.usage import cpu_seconds
 from benchmarks.support.workload import LONGEST, as_requests, closed_loop, make_trace
+from python_backend.client.client import TritonClient
 from python_backend.config import ClientSection, GatewaySection
 from python_backend.serving.allocator import keep_freed_memory
 from python_backend.serving.scheduling import RowPool

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actor.algorithms.experience import critic_payload
+from actor.algorithms.batch import critic_payload
 from actor.data.rollout import Prompt, ScoredRollout
 from actor.data.step_inputs import StepInputs
 from actor.generation.engine import Generation, uniform_draws
 from actor.loop import PPORun
 from actor.run.metrics import Timers
-from actor.scoring.client import TritonClient
 from benchmarks.generation import decoder_of, make_prompts, response_lengths
 from benchmarks.support.benchmark import Record
 from benchmarks.support.children import SERVED, free_ports, running_sidecar, running_triton
 from benchmarks.support.samples import in_turn
 from benchmarks.support.usage import cpu_seconds
 from benchmarks.support.workload import SIZES, make_checkpoint, trace_tokenizer
+from python_backend.client.client import TritonClient
 from python_backend.config import ClientSection, RunConfig
 from python_backend.store.jsonl import write_jsonl
 from python_backend.store.weights import WeightsStore
@@ -81,7 +81,7 @@ async def _measure(config: RunConfig, settings: argparse.Namespace, record: Reco
     async with TritonClient(config.server.http_url, client) as ours:
         run = MeasuredRun(config, ours)
         await run.scorer.compare_tokenizers()
-        await run.books.resume()
+        await run.recorder.resume()
         for mode in (OVERLAPPED, SERIAL):  # warm-up: absorbs one-time costs
             await run.block(mode, 1)
         for number, mode in in_turn((OVERLAPPED, SERIAL), settings.rounds):
@@ -124,7 +124,7 @@ class MeasuredRun(PPORun):
         self.done = 0  # steps so far
         self.place = 0  # of the current step within its block, from 1
         self.spans: list[tuple[str, float, float]] = []  # (phase, begin, end) of the current block
-        self.books.log_timeline = lambda step, spans: self.spans.extend(spans)  # type: ignore[method-assign]
+        self.recorder.log_timeline = lambda step, spans: self.spans.extend(spans)  # type: ignore[method-assign]
         # Replaces the class of the policy's generation and keeps its state.
         given = GivenLengths.__new__(GivenLengths)
         given.__dict__ = self.policy.generation.__dict__
@@ -159,4 +159,4 @@ class MeasuredRun(PPORun):
         await self.critic.train(step, critic_payload(batch))
         with timers.phase("train_time"):
             await self.in_thread(self.policy_update.run, batch, seed=seed, kl_coef=self.kl.coef)
-        self.books.log_timeline(step, timers.spans)
+        self.recorder.log_timeline(step, timers.spans)

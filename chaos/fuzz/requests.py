@@ -95,18 +95,7 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
     {"triton_enable_empty_final_response": True},
     {"unknown": {"a": 1}},
 )
-OUTPUTS = (
-    "rewards",
-    "values",
-    "response_values",
-    "weights_version",
-    "after_critic",
-    "nothing",
-    "",
-    "probabilities",
-    "queue_us",
-    "compute_us",
-)
+OUTPUTS = ("nothing", "", *(output.name for output in contract.OUTPUTS))
 JSON_VALUES: tuple[Any, ...] = (
     [],
     [1],

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from actor.run.metrics import MetricsLog
-from actor.run.prometheus import ActorMetrics
-from actor.scoring.retry import RequestCounters
+from actor.run.metrics import ActorMetrics, MetricsLog
+from python_backend.client.retry import RequestCounters
 from python_backend.config import RunConfig
 
 

@@ -24,17 +24,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_bookkeeping import TinyPolicy
+from test_recorder import TinyPolicy
 from tiny_tokenizers import make_text_tokenizer
 
-import actor.algorithms.experience
-import actor.run.parts
+import actor.algorithms.rollout_metrics
+import actor.loop
 from actor.data.rollout import Prompt, Rollout
 from actor.loop import PPORun
-from actor.scoring.client import RequestCounters, TrainAnswer
 from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.client.client import TrainAnswer
+from python_backend.client.retry import RequestCounters
+from python_backend.client.served import ServedModel
 from python_backend.config import ActorSection, RunConfig
-from python_backend.wire.contract import CRITIC
+from python_backend.wire.contract import CRITIC, REWARD_VERSION
 from tests.support.settings import nested
 
 LIMIT_S = 0.1
@@ -118,9 +120,10 @@ class InstantServer:
         self.counters, self.outage = RequestCounters(), ""
         self._rows, self.scored = rows, 0
 
-    async def model_parameters(self, model: str) -> dict[str, str]:
-        ours = {"checkpoint": "there", "tokenizer_fingerprint": fingerprint(InstantPolicy.tokenizer)}
-        return ours if model == CRITIC else {**ours, "tokenizer_fingerprint": "x", "process": "step", "store": "there"}
+    async def describe(self, model: str) -> ServedModel:
+        if model == CRITIC:
+            return ServedModel.of({"tokenizer_fingerprint": fingerprint(InstantPolicy.tokenizer)})
+        return ServedModel.of({"tokenizer_fingerprint": "x", "process": "step"}, [REWARD_VERSION])
 
     async def score(self, rows: list[np.ndarray], outputs: Any, *_: Any) -> dict[str, np.ndarray]:
         await asyncio.sleep(0)
@@ -169,11 +172,11 @@ def test_the_loop_is_never_blocked_for_long(rows: int, width: int, tmp_path: Pat
     for name in ("set_experiment", "start_run", "log_metrics", "log_dict", "end_run"):
         setattr(mlflow, name, lambda *_, **__: callers.add(threading.get_ident()))
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    for module, name in ((os, "fsync"), (actor.algorithms.experience, "distinct_bigrams")):
+    for module, name in ((os, "fsync"), (actor.algorithms.rollout_metrics, "distinct_bigrams")):
         monkeypatch.setattr(module, name, noted(getattr(module, name), callers))
     policy = InstantPolicy(width)
     update = types.SimpleNamespace(run=lambda batch, **_: {})
-    monkeypatch.setattr(actor.run.parts, "make_policy", lambda *_: (policy, update))
+    monkeypatch.setattr(actor.loop, "make_policy", lambda *_: (policy, update))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"id": str(i), "text": "Open it."}) + "\n" for i in range(rows)))
     settings = {

@@ -21,9 +21,10 @@ from live_system import Checkpoints, make_run, validations_of
 from actor.loop import PPORun
 from actor.policy.checkpoint import saved_steps
 from actor.run.stopping import Stop, Stopped
-from actor.scoring.client import TrainAnswer
-from actor.scoring.retry import RequestCounters
 from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.client.client import TrainAnswer
+from python_backend.client.retry import RequestCounters
+from python_backend.client.served import ServedModel
 from python_backend.store.durable import read_json
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import sha256_of
@@ -145,8 +146,8 @@ class Server:
         self.tokenizer: Any = None
         self.payloads: list[dict[str, np.ndarray]] = []  # of the critic
 
-    async def model_parameters(self, _: str) -> dict[str, str]:
-        return {"tokenizer_fingerprint": fingerprint(self.tokenizer)}
+    async def describe(self, _: str) -> ServedModel:
+        return ServedModel.of({"tokenizer_fingerprint": fingerprint(self.tokenizer)})
 
     async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
         return {REWARDS: np.asarray([[float(row.sum() % 7)] for row in rows], np.float32)}
@@ -349,7 +350,7 @@ def test_a_stop_while_the_critic_goes_back_names_the_checkpoint(tmp_path: Path, 
         again.stop.request()
         await asyncio.Event().wait()
 
-    again.books._client.rewind = rewind  # type: ignore[method-assign, assignment]
+    again.recorder._client.rewind = rewind  # type: ignore[method-assign, assignment]
     with pytest.raises(Stopped, match=r"^stopped before it had resumed; the next start resumes from the newest checkp"):
         go(again)
 

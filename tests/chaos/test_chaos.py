@@ -17,11 +17,11 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from actor.scoring.retry import RequestFailed, RequestRefused
 from chaos.command import _drive, main, summary
 from chaos.killer import NOTHING, POINTS, VICTIMS, Points, plan_kills, stop_for, stop_for_good, ways_of
 from chaos.system import write_config
 from chaos.traffic import LONGEST, VOCAB_SIZE, Background, RequestRecord, Traffic, batch, probes
+from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.config import RunConfig, load_config
 from python_backend.store.journal import Heartbeat, Journal
 from python_backend.wire.contract import Limits

@@ -1,0 +1,147 @@
+"""Connections to one server over tritonclient's async HTTP, with a deadline per attempt.
+
+The only module that imports tritonclient.http.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+from tritonclient.http import InferInput, InferRequestedOutput
+from tritonclient.http.aio import InferenceServerClient
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from python_backend.client.errors import Kind, Trouble
+from python_backend.client.retry import HINT
+from python_backend.client.served import Expected, ServedModel, served_model
+from python_backend.config import ClientSection
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+PROBE_TIMEOUT_S = 5.0
+MORE_CONNECTIONS = 8  # beyond the requests in flight, so that probes never wait for a connection
+
+
+class Message:
+    """An inference request, encoded once for all its attempts."""
+
+    def __init__(
+        self, model: str, arrays: Mapping[str, np.ndarray], outputs: tuple[str, ...], headers: Mapping[str, str]
+    ) -> None:
+        self.model, self.outputs, self.headers = model, outputs, headers
+        self.inputs = []
+        for name, array in arrays.items():
+            tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+            tensor.set_data_from_numpy(array)
+            self.inputs.append(tensor)
+
+
+class HTTPConnection:
+    """A pool of connections to one server."""
+
+    def __init__(
+        self, url: str, *, settings: ClientSection, expected: Mapping[str, Expected], declared: dict[str, ServedModel]
+    ) -> None:
+        """
+        Args:
+            expected: parameters by model; a server with others gets no requests. Read at each check.
+            declared: receives what the models declare, as it is found.
+        """
+        self._url, self._expected, self._declared = url, expected, declared
+        self._difference = ""
+        self._num_connected = self._num_checked = 0  # connections made so far, and before the last check
+        self._checking = asyncio.Lock()
+        limit = settings.max_in_flight + MORE_CONNECTIONS
+        # No connection timeout here: `answer` sets the only deadline.
+        self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_create_end.append(self._connected)
+        trace.freeze()
+        self.http._stub.trace_configs.append(trace)  # tritonclient passes no options to its session
+
+    async def answer(
+        self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float, *, repeat_after_s: float | None = None
+    ) -> T:
+        """Return the result of `ask`. Raises Trouble if it fails or misses the deadline.
+
+        `repeat_after_s`: repeat an idempotent request without a response after this time, then after twice as long, and
+        so on. Triton never answers a request that waits in a model's process when that process is killed.
+        """
+        try:
+            async with timeout(deadline_s):  # before Python 3.12, wait_for may swallow a cancellation
+                while repeat_after_s is not None:
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        async with timeout(repeat_after_s):
+                            return await ask(self)
+                    repeat_after_s *= 2
+                return await ask(self)
+        except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise trouble_of(error, deadline_s) from error
+
+    async def infer(self, message: Message) -> dict[str, np.ndarray]:
+        """Return the outputs of an inference request. Raises the client library's errors: call it within `answer`."""
+        wanted = [InferRequestedOutput(name, binary_data=True) for name in message.outputs]
+        # The client library changes the dictionary of headers.
+        answer = await self.http.infer(message.model, message.inputs, outputs=wanted, headers=dict(message.headers))
+        async with self._checking:
+            if message.model in self._expected and self._num_checked < (connected := self._num_connected):
+                await self.describe(message.model)
+                self._num_checked = connected
+        return {name: answer.as_numpy(name) for name in message.outputs}
+
+    async def describe(self, model: str) -> ServedModel:
+        """Return what a model declares. Raises Trouble if its parameters are not as expected; see `infer`."""
+        served = served_model(await self.http.get_model_config(model))
+        theirs, ours = served.parameters, self._expected.get(model, {})
+        different = [key for key in ours if theirs.get(key) != ours[key]]
+        if not different:
+            self._declared[model] = served
+            return served
+        found, wanted = (values.get(different[0]) or "none" for values in (theirs, ours))
+        difference = f"{model} has {different[0]} {found}, but {wanted} is expected; start both from the same YAML"
+        if difference != self._difference:
+            logger.warning("%s gets no requests: %s; serve it with the same configuration", self._url, difference)
+        self._difference = difference
+        raise Trouble(Kind.DIFFERENT, "serves another configuration", difference)
+
+    async def why_not_ready(self, model: str) -> str | None:
+        """Return why the model is not ready; None if it is. Raises Trouble, also if it is not what is expected."""
+        if not await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S):
+            return f"{model} not ready"
+        if model in self._expected:
+            await self.answer(lambda this: this.describe(model), PROBE_TIMEOUT_S)
+        return None
+
+    async def _connected(self, *_: Any) -> None:
+        self._num_connected += 1  # perhaps to a server that was started again, with another configuration
+
+    async def close(self) -> None:
+        """Close all connections; requests in flight fail."""
+        await self.http.close()
+
+
+def trouble_of(error: Exception, deadline_s: float, *, hint: str = HINT) -> Trouble:
+    """Classify an error; timeouts and connection errors are transient.
+
+    `hint` ends the message if the server cannot be reached.
+    """
+    if isinstance(error, InferenceServerException):
+        return Trouble.refused(str(error.status() or ""), str(error.message()))
+    if isinstance(error, asyncio.TimeoutError):
+        return Trouble(Kind.LOST, f"did not respond within {deadline_s:g} s")
+    cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    kind = Kind.UNREACHABLE if isinstance(error, aiohttp.ClientConnectorError) else Kind.LOST
+    return Trouble(kind, "cannot be reached", cause, hint=hint)
