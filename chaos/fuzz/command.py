@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import itertools
 import os
+import random
 import resource
 import sys
 import threading
@@ -99,18 +100,19 @@ def run_stage(outcome: StageOutcome, out: Path, count: int, seed: int, *, kills:
     path = out / outcome.stage / "fuzz.yaml"
     supervisor = Supervisor(lambda: start_server(config, log=lambda line: None), log=partial(_note, outcome))
     gateway = GatewayProcess(config, path) if outcome.stage == "gateway" else None
+    strategies: Sequence[st.SearchStrategy[Any]]
     if gateway:
         good = GoodClient(outcome, gateway.address, "/v1/rewards", ROWS_AT_GATEWAY, _rewards_of, HEADERS)
-        strategy, sender = attacks(), partial(_to_gateway, gateway)
+        strategies, sender = [attacks()], partial(_to_gateway, gateway)
     else:
         rows = np.random.default_rng(seed).integers(0, VOCAB_SIZE, (3, 17), dtype=np.int64)
         tensor = {"name": "tokens", "datatype": "INT64", "shape": list(rows.shape), "data": rows.ravel().tolist()}
         address = config.server.http_url, f"/v2/models/{CRITIC_INFER}/infer"
         good = GoodClient(outcome, *address, {"inputs": [tensor]}, numbers_of, {})
         models = sorted(path.parent.name for path in config.run.repository_dir.glob("*/config.pbtxt"))
-        strategy = requests(models, KEY if outcome.stage == "guarded" else None, kills=kills)
+        strategies = requests(models, KEY if outcome.stage == "guarded" else None, kills=kills)
         sender = partial(_to_server, config)
-    send = partial(send_examples, outcome, strategy, sender)
+    send = partial(send_examples, outcome, strategies, sender)
     senders = [
         Background(f"sender {i}", partial(send, len(range(i, count, SENDERS)), seed * SENDERS + i))
         for i in range(SENDERS)
@@ -139,17 +141,17 @@ Send = Callable[[Any], tuple[str, Answer]]
 
 def send_examples(
     outcome: StageOutcome,
-    strategy: st.SearchStrategy[Any],
+    strategies: Sequence[st.SearchStrategy[Any]],
     sender: Callable[[], contextlib.AbstractContextManager[Send]],
     count: int,
     number: int,
 ) -> None:
-    """Send `count` examples of the strategy, and judge the answers; `number` decides which examples."""
-    with sender() as send:
+    """Send `count` examples, as many of each strategy, and judge the answers; `number` decides which examples."""
 
+    def send_of(strategy: st.SearchStrategy[Any], share: int) -> None:
         @hypothesis.seed(number)
         @hypothesis.settings(
-            max_examples=count,
+            max_examples=share,
             database=None,
             deadline=None,
             phases=[hypothesis.Phase.generate],
@@ -161,6 +163,11 @@ def send_examples(
             outcome.judge(f"{number}: {what}", answer)
 
         send_one()
+
+    order = random.Random(number).sample(strategies, len(strategies))  # which ones get one more, or none of a few
+    with sender() as send:
+        for i in range(min(count, len(order))):
+            send_of(order[i], len(range(i, count, len(order))))
 
 
 @contextlib.contextmanager

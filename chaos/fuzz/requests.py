@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -186,20 +187,36 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 Change = Callable[[Draw, Request], None]
 
 
-@st.composite
-def requests(draw: Draw, models: Sequence[str], key: str | None, *, kills: bool) -> Request:
-    """Draw a request with up to three defects.
+def requests(models: Sequence[str], key: str | None, *, kills: bool) -> list[st.SearchStrategy[Request]]:
+    """Return a strategy of valid requests, and one for each defect, of requests that have it and up to two others.
 
     Args:
         models: models to choose from.
         key: training key, which half of the requests have; None for a server without one.
         kills: include bodies that are known to kill tritonserver 2.51 itself.
     """
+    changes = {**CHANGES, **(KILLING if kills else {})}
+    others = st.lists(st.sampled_from([*changes]), max_size=2)
+    defects = [st.just([]), *(others.map(partial(_distinct, name)) for name in changes)]
+    return [_request(models, key, changes, wrong) for wrong in defects]
+
+
+def _distinct(first: str, others: list[str]) -> list[str]:
+    return [*dict.fromkeys([first, *others])]
+
+
+@st.composite
+def _request(
+    draw: Draw,
+    models: Sequence[str],
+    key: str | None,
+    changes: Mapping[str, Change],
+    defects: st.SearchStrategy[list[str]],
+) -> Request:
     request = _good(draw, draw(st.sampled_from(models)))
     if key is not None and draw(st.booleans()):
         request.headers[KEY_HEADER] = key
-    changes = {**CHANGES, **(KILLING if kills else {})}
-    request.wrong = draw(st.lists(st.sampled_from([*changes]), max_size=3, unique=True))
+    request.wrong = draw(defects)
     for name in request.wrong:
         changes[name](draw, request)
     return request
@@ -273,7 +290,7 @@ def _of_number(datatype: str, dtype: type, values: Sequence[float]) -> Change:
     def change(draw: Draw, request: Request) -> None:
         for tensor in request.tensors:
             if tensor.datatype == datatype and tensor.data and len(tensor.data) % np.dtype(dtype).itemsize == 0:
-                array = np.frombuffer(tensor.data, dtype).copy()
+                array: np.ndarray = np.frombuffer(tensor.data, dtype).copy()
                 array[draw(st.integers(0, array.size - 1))] = draw(st.sampled_from(values))
                 tensor.data = array.tobytes()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from chaos.fuzz.requests import CHANGES, KILLING, Request, requests
 MODELS = ["critic", "critic_infer", "critic_save", "critic_train", "reference", "reward_model"]
 
 
-def sent(strategy: st.SearchStrategy[Any], seed: int, count: int, seen: Callable[[Any], Any]) -> list[Any]:
+def sent(strategies: list[st.SearchStrategy[Any]], seed: int, count: int, seen: Callable[[Any], Any]) -> list[Any]:
     """What `seen` returns of each example that a sender sends."""
     examples: list[Any] = []
 
@@ -27,7 +28,7 @@ def sent(strategy: st.SearchStrategy[Any], seed: int, count: int, seen: Callable
     def sender() -> Iterator[fuzz.Send]:
         yield lambda example: (str(examples.append(seen(example))), Answer("400", "", 0.0))
 
-    fuzz.send_examples(StageOutcome("plain"), strategy, sender, count, seed)
+    fuzz.send_examples(StageOutcome("plain"), strategies, sender, count, seed)
     return examples
 
 
@@ -36,11 +37,12 @@ def outline(request: Request) -> tuple[str, list[str], list[Any]]:
 
 
 def test_the_same_seed_makes_the_same_requests_and_every_defect_comes_up() -> None:
-    strategy = requests(MODELS, "key", kills=True)
-    found = sent(strategy, 3, 150, outline)
-    assert len(found) == 150
-    assert found == sent(strategy, 3, 150, outline) != sent(strategy, 4, 150, outline)
-    assert {name for _, wrong, _ in found for name in wrong} == {*CHANGES, *KILLING}
+    strategies = requests(MODELS, "key", kills=True)
+    found = sent(strategies, 3, 3 * len(strategies), outline)
+    assert found == sent(strategies, 3, 3 * len(strategies), outline)
+    assert found != sent(strategies, 4, 3 * len(strategies), outline)
+    firsts = Counter(wrong[0] if wrong else None for _, wrong, _ in found)
+    assert firsts == dict.fromkeys([None, *CHANGES, *KILLING], 3)
     assert {model for model, _, _ in found} == set(MODELS)
 
 
@@ -50,7 +52,7 @@ def test_what_kills_the_server_itself_is_left_out_unless_asked_for() -> None:
 
 
 def test_every_attack_at_the_gateway_is_a_request() -> None:
-    found = sent(attacks(), 3, 50, lambda attack: (attack.name, attack.content[:6], attack.left_open))
+    found = sent([attacks()], 3, 50, lambda attack: (attack.name, attack.content[:6], attack.left_open))
     assert {name for name, _, _ in found} == {*ATTACKS, "left open"}
     assert all(left_open or start == b"POST /" for _, start, left_open in found)
 
