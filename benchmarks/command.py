@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import io
 import json
@@ -15,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.benchmark import Benchmark, Record, Result, Target
-from benchmarks.support.machine import describe_machine, describe_versions, now_utc
 from python_backend.config import command_line
+from python_backend.store.durable import write_json
 from tools.arguments import SHELL_ASKS, command_to_complete, parse_or_complete
 
 BENCHMARKS = {
-    "scoring": ("benchmarks.scoring.sweep", "speed of scoring, compared with PyTriton and a plain HTTP server"),
-    "gateway": ("benchmarks.gateway", "speed of the gateway, compared with Triton and OpenRLHF's reward server"),
+    "scoring": ("benchmarks.scoring.sweep", "speed of scoring and of the gateway, compared with other servers"),
     "reload": ("benchmarks.reload.parts", "failures and latency that critic reloads and updates cause for clients"),
     "learning": ("benchmarks.learning", "reward that each algorithm reaches on a task with a known optimum"),
     "generation": ("benchmarks.generation", "speed of generation, compared with transformers"),
@@ -62,7 +60,10 @@ def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
         signal.signal(number, _interrupt)
     try:
         if settings.report_only is None:
-            _measure(benchmark, settings, out)
+            values = {key: getattr(settings, key) for key in benchmark.OPTIONS}
+            record = Record(out, settings=json.loads(json.dumps(values, default=str)))
+            benchmark.measure(settings, record)
+            record.save()
         result = json.loads((out / "result.json").read_text())
         print(report(benchmark, result, out))
     except KeyboardInterrupt:
@@ -87,14 +88,19 @@ def report(benchmark: Benchmark, result: Result, out: Path) -> str:
     """Add summary and targets to result.json, write report.md and pictures; return the text of report.md."""
     result["summary"] = benchmark.summarise(result)
     judged = benchmark.targets(result)
-    result["targets"] = [{**dataclasses.asdict(target), "verdict": target.verdict} for target in judged]
-    Record(out, result).save()
+    result["targets"] = [{**vars(target), "verdict": target.verdict} for target in judged]
+    write_json(out / "result.json", result, durable=False)
+    facts = {key: result.get(key) for key in ("date", "settings", "machine", "versions", "note")}
+    lines = [f"* {key}: {_listed(value)}" for key, value in facts.items() if value]
     tables = [result["summary"]] if isinstance(result["summary"], list) else []
-    pieces = getattr(benchmark, "sections", lambda _: [*tables, targets_table(judged)])(result)
-    text = "\n\n".join(piece if isinstance(piece, str) else markdown(piece) for piece in pieces if piece)
+    text = "\n\n".join(["\n".join(lines), *map(markdown, [*tables, targets_table(judged)])])
     (out / "report.md").write_text(text + "\n")
     getattr(benchmark, "draw", lambda *_: None)(result, out)
     return text
+
+
+def _listed(value: Any) -> str:
+    return ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
 
 
 def targets_table(targets: Sequence[Target]) -> list[dict[str, Any]]:
@@ -133,22 +139,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _measure(benchmark: Benchmark, settings: argparse.Namespace, out: Path) -> None:
-    values = {key: getattr(settings, key) for key in benchmark.OPTIONS}
-    record = Record(
-        out,
-        {
-            "date": now_utc(),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "settings": json.loads(json.dumps(values, default=str)),
-            "samples": [],
-        },
-    )
-    benchmark.measure(settings, record)
-    record.save()
 
 
 def _interrupt(number: int, frame: object) -> None:

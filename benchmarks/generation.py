@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from benchmarks.support.benchmark import Option, Record, Result, Target
-from benchmarks.support.samples import grouped, in_turn, median_of, ratio, select
-from benchmarks.support.usage import timed
-from benchmarks.support.workload import SEED, SIZES, VOCAB_SIZE, make_policy, trace_lengths
+from benchmarks.support.samples import grouped, speeds, time_in_turn
+from benchmarks.support.workload import SEED, SIZES, VOCAB_SIZE, make_model, trace_lengths
 
 PLAIN = "generate"
 LEAST_SPEEDUP = {"varied": 1.5, "equal": 1.0}
@@ -25,7 +24,6 @@ OPTIONS = {
     "slots": Option([16, 32, 64], "numbers of slots of our decoder", quick=[4]),
     "repeats": Option(5, "rounds; each measures every contender", quick=1),
 }
-Contender = Callable[[], dict[int, list[int]]]
 
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
@@ -36,44 +34,27 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
     prompts = make_prompts(settings.rows)
     record.result["greedy_identical"] = {}
     for name in settings.models:
-        model = make_policy(name)
+        model = make_model("policy", SIZES[name], 1024)
         record.result["greedy_identical"][name] = identical(model, prompts, settings.slots[0], settings.longest)
         for workload in LEAST_SPEEDUP:
             lengths = response_lengths(workload, settings.rows, settings.longest)
-            contenders: dict[str, Contender] = {PLAIN: functools.partial(plain, model, prompts, lengths)}
+            contenders = {PLAIN: functools.partial(plain, model, prompts, lengths)}
             for slots in settings.slots:
                 contenders[f"slots-{slots}"] = functools.partial(ours, model, prompts, lengths, slots)
-            for number, contender in in_turn(list(contenders), settings.repeats):
-                seconds, written = timed(contenders[contender])
-                assert [len(written[i]) for i in range(len(prompts))] == lengths, f"{contender} generated other lengths"
-                labels = {"model": name, "workload": workload, "round": number, "contender": contender}
-                record.add({**labels, "seconds": seconds, "tokens": sum(lengths)})
-                record.say(f"{name}  {workload}  round {number}  {contender}: {seconds:.2f} s")
+            time_in_turn(record, contenders, settings.repeats, model=name, workload=workload, tokens=sum(lengths))
 
 
 def summarise(result: Result) -> list[dict[str, Any]]:
     """Return each contender's tokens/s, and its speed-up over one plain `generate` call."""
-    rows = []
-    for (model, workload, name), own in grouped(result["samples"], "model", "workload", "contender").items():
-        matched = select(result["samples"], model=model, workload=workload)
-        rows.append(
-            {
-                "model": model,
-                "workload": workload,
-                "contender": name,
-                "tokens_per_s": median_of(sample["tokens"] / sample["seconds"] for sample in own),
-                "over_generate": ratio(matched, PLAIN, name, "seconds"),
-            }
-        )
-    return rows
+    return speeds(result["samples"], PLAIN, "model", "workload")
 
 
 def targets(result: Result) -> list[Target]:
     """Return our speed-up with the best number of slots, and the share of identical greedy responses, by model."""
     found = []
     for (model, workload), rows in grouped(result["summary"], "model", "workload").items():
-        timed = [row for row in rows if row["contender"].startswith("slots") and row["over_generate"] is not None]
-        best, contender = max(((row["over_generate"], row["contender"]) for row in timed), default=(None, ""))
+        timed = [row for row in rows if row["contender"].startswith("slots") and row["speed_up"] is not None]
+        best, contender = max(((row["speed_up"], row["contender"]) for row in timed), default=(None, ""))
         name = f"{model}, {workload} lengths: ours / {PLAIN}, times as fast"
         found.append(Target(name, best, LEAST_SPEEDUP[workload], None, contender))
     shares = result["greedy_identical"].items()
@@ -122,6 +103,7 @@ def ours(model: Any, prompts: list[np.ndarray], lengths: list[int], slots: int) 
         lambda index: iter(draws[index].tolist()),
         lambda index, response: written.update({index: response.tokens}),
     )
+    assert [len(written[i]) for i in range(len(prompts))] == lengths, "responses of other lengths than given"
     return written
 
 

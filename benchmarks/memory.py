@@ -19,35 +19,16 @@ import numpy as np
 
 from benchmarks.support.benchmark import Option, Record, Result, Target
 from benchmarks.support.usage import peak_rss_bytes, reset_peak_rss
-from benchmarks.support.workload import trace_tokenizer
+from benchmarks.support.workload import SIZES, make_checkpoint, trace_tokenizer
 from python_backend.config import RunConfig
-from tools.demo.random_models import random_llama
 
-SHAPES = {  # layers, width, feed-forward size
-    "2m": (4, 192, 512),
-    "5m": (4, 256, 896),
-    "10m": (8, 256, 896),
-    "20m": (8, 384, 1280),
-    "60m": (12, 512, 2048),
-    "125m": (12, 768, 3072),
-    "1b": (16, 2048, 8192),
-    "8b": (32, 4096, 14336),
-}
-LLAMA_3 = {
-    "vocab_size": 128_256,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096,
-}
-LARGE: dict[str, dict[str, Any]] = {"1b": {**LLAMA_3, "tie_word_embeddings": True}, "8b": LLAMA_3}
-"""What the models of Llama 3's shape have besides their entry in `SHAPES`."""
 KINDS = ("policy", "reward", "critic")
 ROLES = ("actor", "generation", "trainer", "reward", "critic")
-WARM_UP = "warm-up"
+WARM_UP = "tiny"
 NEAR = 0.15
 PROMPT, RESPONSE, ROWS = 96, 160, 8
 OPTIONS = {
-    "models": Option(["5m", "20m", "60m"], f"any of {', '.join(SHAPES)}", quick=["2m"], known=SHAPES),
+    "models": Option(["5m", "20m", "60m"], f"any of {', '.join(SIZES)}", quick=["2m"], known=SIZES),
     "roles": Option(list(ROLES), f"any of {', '.join(ROLES)}", known=ROLES),
     "budget": Option(1024, "tokens in one forward pass"),
     "device": Option("cpu", "device of the roles, in bfloat16 unless it is the CPU"),
@@ -72,37 +53,16 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
 
 
 def make_checkpoints(model: str, folder: Path, *, device: str = "cpu", kinds: Sequence[str] = KINDS) -> None:
-    """Write a policy, a reward model and a critic of the reward's weights, or those in `kinds`, with random weights.
-
-    Policy and reward model are made on the device, and stored in bfloat16 unless it is the CPU.
-    """
-    import torch
-
+    """Write a policy, a reward model and a critic of the reward's weights, or those in `kinds`, with random weights."""
     from python_backend.models.modeling import load_critic, save_critic
 
-    layers, width, feed_forward = SHAPES.get(model, (1, 64, 64))
-    shape = {
-        "vocab_size": 4096,
-        "hidden_size": width,
-        "intermediate_size": feed_forward,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 64,
-        "num_key_value_heads": width // 64,
-        "max_position_embeddings": 512,
-        **LARGE.get(model, {}),
-    }
-    for kind in ("policy", "reward"):
-        if kind in kinds:
-            torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
-            with torch.device(device):
-                random = random_llama(kind, seed=0, **shape)
-            torch.set_default_dtype(torch.float32)
-            random.save_pretrained(folder / kind)
-            trace_tokenizer().save_pretrained(folder / kind)
-    if "critic" in kinds:
-        (folder / "critic").mkdir(exist_ok=True)
-        save_critic(load_critic(folder / "reward"), folder / "critic")  # as its versions are stored
-        trace_tokenizer().save_pretrained(folder / "critic")
+    for kind in kinds:
+        if kind == "critic":
+            (folder / "critic").mkdir(exist_ok=True)
+            save_critic(load_critic(folder / "reward"), folder / "critic")  # as its versions are stored
+            trace_tokenizer().save_pretrained(folder / "critic")
+        else:
+            make_checkpoint(SIZES[model], folder / kind, kind, device=device)
 
 
 def config_of(

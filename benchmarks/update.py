@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.support.benchmark import Option, Record, Result, Target
-from benchmarks.support.samples import grouped, in_turn, median_of, ratio, select
-from benchmarks.support.usage import timed
+from benchmarks.support.samples import speeds, time_in_turn
 from benchmarks.support.workload import SIZES, make_checkpoint, make_trace, noise_payload
 from python_backend.config import TrainerSection
 from python_backend.serving.allocator import keep_freed_memory
@@ -37,16 +36,15 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
     torch.set_num_threads(settings.threads)
     keep_freed_memory()
     payload = make_payload(settings.rows)
-    contenders = {OURS: payload, PADDED: padded_payload(payload)}
-    record.result["tokens"] = int(payload.lengths.sum())
+    padded, tokens = padded_payload(payload), int(payload.lengths.sum())
     with tempfile.TemporaryDirectory() as scratch:
         for model in settings.models:
-            checkpoint = Path(scratch) / model
-            make_checkpoint(SIZES[model], checkpoint)
-            for number, name in in_turn(list(contenders), settings.repeats):
-                seconds = one_update(checkpoint, contenders[name], settings.token_budget)
-                record.add({"model": model, "round": number, "contender": name, "seconds": seconds})
-                record.say(f"{model}  round {number}  {name}: {seconds:.2f} s")
+            make_checkpoint(SIZES[model], Path(scratch) / model)
+            contenders = {
+                name: critic_update(Path(scratch) / model, sent, settings.token_budget)
+                for name, sent in ((OURS, payload), (PADDED, padded))
+            }
+            time_in_turn(record, contenders, settings.repeats, model=model, tokens=tokens)
 
 
 def make_payload(num_rows: int) -> TrainPayload:
@@ -72,37 +70,26 @@ def padded_payload(payload: TrainPayload) -> TrainPayload:
     return TrainPayload(tokens, np.full_like(payload.lengths, longest), *fields)
 
 
-def one_update(checkpoint: Path, payload: TrainPayload, budget: int) -> float:
-    """Return the seconds of one update of the critic in `checkpoint`."""
+def critic_update(checkpoint: Path, payload: TrainPayload, budget: int) -> Callable[[], Any]:
+    """Return a function that updates the critic in `checkpoint` once."""
     from python_backend.models.modeling import load_critic
     from trainer.critic_update import CriticUpdate
 
     update = CriticUpdate(load_critic(checkpoint), TrainerSection(token_budget=budget))
-    return timed(lambda: update.train(payload, lambda _: None))[0]
+    return lambda: update.train(payload, lambda _: None)
 
 
 def summarise(result: Result) -> list[dict[str, Any]]:
-    """Return each contender's tokens/s, and our speed-up over it."""
-    rows = []
-    for (model, name), own in grouped(result["samples"], "model", "contender").items():
-        matched = select(result["samples"], model=model)
-        rows.append(
-            {
-                "model": model,
-                "contender": name,
-                "tokens_per_s": median_of(result["tokens"] / sample["seconds"] for sample in own),
-                "ours_over_this": ratio(matched, name, OURS, "seconds"),
-            }
-        )
-    return rows
+    """Return each contender's tokens/s, and its speed-up over the padded update."""
+    return speeds(result["samples"], PADDED, "model")
 
 
 def targets(result: Result) -> list[Target]:
     """Return the speed-up over the padded update for each model."""
     return [
-        Target(f"{row['model']}: ours / padded to the longest, times as fast", row["ours_over_this"], LEAST_RATIO)
+        Target(f"{row['model']}: ours / padded to the longest, times as fast", row["speed_up"], LEAST_RATIO)
         for row in result["summary"]
-        if row["contender"] == PADDED
+        if row["contender"] == OURS
     ]
 
 

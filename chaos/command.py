@@ -16,21 +16,22 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+import numpy as np
 
 from benchmarks.support.benchmark import Record
-from benchmarks.support.machine import describe_machine, describe_versions, now_utc
 from chaos import verdict
-from chaos.killer import Killer
-from chaos.points import plan_kills
+from chaos.killer import Killer, freeze_models, plan_kills, stop_accepting
 from chaos.reference import Reference, run_reference
-from chaos.stopping import freeze_models, stop_accepting
-from chaos.summary import kills_with_recovery, outages, summary
 from chaos.system import ChaosSystem, write_config
 from chaos.traffic import RequestRecord, Traffic
+from chaos.verdict import Verdict
 from python_backend.config.command_line import reporting
 from python_backend.monitoring.log_lines import say
 from python_backend.store.journal import Entry, Journal
@@ -39,6 +40,9 @@ from tools.arguments import parse_or_complete
 
 LOOK_EVERY_S = 0.05
 STEPS_AFTER = 6  # steps trained after the last kill
+OUTAGE_S = 1.0
+Test = Callable[[threading.Event, Record], list[Verdict]]
+"""Runs a test until it is done, or the event is set; its result goes into the record."""
 
 
 @reporting
@@ -68,21 +72,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out.exists() and any(args.out.iterdir()):
         print(f"error: --out {args.out} is not empty; name a new or empty folder", file=sys.stderr)
         return 2
+    if args.minutes is None:
+        return run_test(args.out, args.seed, functools.partial(run_chaos, args))
+    from chaos.soak.command import run_soak  # torch: slow to import
+
+    return run_test(args.out, args.seed, functools.partial(run_soak, args.minutes, args.seed))
+
+
+def run_test(out: Path, seed: int, test: Test) -> int:
+    """Run a test in `out`, print its verdicts, and return the exit code, which is 130 after a second signal."""
     enough = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, functools.partial(_enough, enough))
-    about = {"date": now_utc(), "seed": args.seed, "machine": describe_machine(), "versions": describe_versions()}
-    record = Record(args.out.resolve(), about)
+    record = Record(out.resolve(), seed=seed)
+    say(f"seed {seed}, in {record.out}")
     try:
-        if args.minutes is not None:
-            from chaos.soak.command import run_soak  # torch: slow to import
-
-            verdicts = run_soak(args.minutes, args.seed, enough, record)
-        else:
-            verdicts = run_chaos(args, enough, record)
+        verdicts = test(enough, record)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+    record.result["verdicts"] = [vars(item) for item in verdicts]
+    record.save()
     for item in verdicts:
         say(item.sentence())
     return 0 if all(item.kept for item in verdicts) else 1
@@ -95,7 +105,7 @@ def _enough(event: threading.Event, number: int, frame: FrameType | None) -> Non
     event.set()
 
 
-def run_chaos(args: argparse.Namespace, enough: threading.Event, record: Record) -> list[verdict.Verdict]:
+def run_chaos(args: argparse.Namespace, enough: threading.Event, record: Record) -> list[Verdict]:
     """Run the system in `record.out`, kill its processes, compare it with a reference run, and return the verdicts.
 
     Call it from the main thread.
@@ -116,7 +126,7 @@ def run_chaos(args: argparse.Namespace, enough: threading.Event, record: Record)
     traffic = Traffic(config.server.http_url, config.run.identity, seed, functools.partial(stop_accepting, system))
     killer = Killer(system, traffic, plan, random.Random(seed + 2), hung=args.hung)
     try:
-        say(f"{args.kills} kills, seed {seed}, in {out}")
+        say(f"{args.kills} kills")
         _drive(system, traffic, killer, enough)
         system.stop_program("sidecar")  # it may still reload a model, and a frozen process would then end the server
         freeze_models(system, args.freezes, random.Random(seed + 4), enough)
@@ -130,21 +140,44 @@ def run_chaos(args: argparse.Namespace, enough: threading.Event, record: Record)
     manifests = [system.store.manifest(version) for version in system.store.versions()]
     last_step = max([traffic.last_step, *(manifest.step for manifest in manifests)])
     reference = run_reference(config, path, seed, last_step, out / "reference")
-    verdicts = _verdicts(system, requests, reference, killer, manifests)
-    kills = kills_with_recovery(killer.kills, requests)
-    totals = summary(requests, kills) | {"seconds": time.monotonic() - started}
-    failures = [{"time_s": when, "who": who, "why": why} for when, who, why in requests.failures]
     record.result |= {
-        "summary": totals,
-        "kills": kills,
-        "outages": outages(requests),
-        "failures": failures,
-        "verdicts": [asdict(item) for item in verdicts],
+        "summary": summary(requests, killer.kills) | {"seconds": time.monotonic() - started},
+        "kills": killer.kills,
+        "failures": [{"time_s": when, "who": who, "why": why} for when, who, why in requests.failures],
     }
-    record.save()
-    for name, value in totals.items():
+    for name, value in record.result["summary"].items():
         say(f"  {name:<28}{value:.3g}" if isinstance(value, float) else f"  {name:<28}{value}")
-    return verdicts
+    return _verdicts(system, requests, reference, killer, manifests)
+
+
+def summary(record: RequestRecord, kills: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return counts, latencies and outages of a run.
+
+    An outage is a gap between scoring answers that is longer than OUTAGE_S. Each kill receives `trained_after_s`, the
+    seconds until the next acknowledged step, or None.
+    """
+    trained = [when for _, when, _ in record.trained]
+    for kill in kills:
+        kill["trained_after_s"] = min((t - kill["time_s"] for t in trained if t > kill["time_s"]), default=None)
+    times = sorted(when for when, _ in record.latencies)
+    gaps = [after - before for before, after in pairwise(times) if after - before > OUTAGE_S]
+    ways = Counter(kill.get("way", "killed") for kill in kills if kill["hit"])
+    failed = Counter(who for _, who, _ in record.failures)
+    return {
+        "kills": ways.pop("killed", 0),
+        "stops": ways.total(),
+        "steps": len(trained),
+        "steps_repeated": len(record.repeated),
+        "saves": len(record.saved),
+        "rewinds": len(record.rewound),
+        "scoring_requests": len(times),
+        "scoring_requests_given_up": failed["scorer"],
+        "training_attempts_given_up": failed["writer"],
+        "scoring_p50_ms": float(np.median([1e3 * seconds for _, seconds in record.latencies])) if times else None,
+        "outages": len(gaps),
+        "longest_outage_s": max(gaps, default=0.0),
+        "longest_until_trained_s": max((kill["trained_after_s"] or 0.0 for kill in kills), default=0.0),
+    }
 
 
 def _drive(system: ChaosSystem, traffic: Traffic, killer: Killer, enough: threading.Event) -> None:
@@ -171,7 +204,7 @@ def _drive(system: ChaosSystem, traffic: Traffic, killer: Killer, enough: thread
 
 def _verdicts(
     system: ChaosSystem, record: RequestRecord, reference: Reference, killer: Killer, manifests: Sequence[Manifest]
-) -> list[verdict.Verdict]:
+) -> list[Verdict]:
     store, config = system.store, system.config
     results = Journal(config.run.journal_dir, config.run.identity).results()
     trained = {Entry.parse(result.entry).step: result for result in results if result.entry.endswith(".train")}

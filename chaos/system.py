@@ -15,7 +15,6 @@ import yaml
 
 from benchmarks.support.children import free_ports
 from benchmarks.support.workload import SIZES, make_checkpoint
-from chaos.points import RANK
 from python_backend.config import load_config
 from python_backend.config.sections import UNMEASURED
 from python_backend.monitoring.log_lines import say
@@ -34,6 +33,7 @@ LONGEST_PAUSE_S = 1.5  # before a program that has ended is restarted
 FAILED_STARTS = 3
 GONE_S = 5.0  # how long the other ranks may outlive one that was killed
 POLL_S = 0.02
+RANK = "rank "  # and its number: a victim
 
 
 class Program(NamedTuple):

@@ -14,11 +14,33 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.support.workload import VOCAB_SIZE
-from chaos.background import Background
 from python_backend.client.client import TrainAnswer, TritonClient
 from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.config import ClientSection
 from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
+
+
+class Background(threading.Thread):
+    """A thread that runs `work` and keeps the error that ends it."""
+
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        """`work` returns soon after `given_up` is set."""
+        super().__init__(target=work, name=name, daemon=True)
+        self.error: BaseException | None = None
+        self.given_up = threading.Event()
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except BaseException as error:  # thread edge: the main thread reports it
+            self.error = error
+
+    def give_up(self) -> None:
+        """Set `given_up`, and wait for the thread if it has been started."""
+        self.given_up.set()
+        if self.is_alive():
+            self.join()
+
 
 T = TypeVar("T")
 ROWS, LONGEST = 48, 96  # of a batch: its rows, and the tokens of a row

@@ -25,7 +25,7 @@ from actor.policy.policy import Policy
 from benchmarks import memory
 from benchmarks.support.benchmark import Target
 from benchmarks.support.usage import timed
-from benchmarks.support.workload import make_trace, noise_payload, trace_lengths
+from benchmarks.support.workload import SIZES, make_trace, noise_payload, trace_lengths
 from python_backend.config import RunConfig
 from python_backend.models.batching import padded_rows
 from python_backend.models.modeling import load_reward, quiet_transformers
@@ -156,14 +156,13 @@ def tritonserver(job: Job) -> Found:
         yield Target("skipped", None, detail="needs nvidia-pytriton, whose wheel has a tritonserver, and numpy<2")
         return
     from benchmarks.scoring.processes import measure
-    from benchmarks.support.servers import start_triton
+    from benchmarks.support.children import running_triton
 
     config = job.config(algorithm="reinforce++")
-    server = start_triton(config)
-    try:
+    with running_triton(config) as server:
         measured = measure(
             urls=[server.section.http_url],
-            plain=False,
+            form="triton",
             width=0,
             num_rows=job.num_scored,
             rows=1,
@@ -171,11 +170,8 @@ def tritonserver(job: Job) -> Found:
             num_warmup=IN_FLIGHT,
             num_checked=0,
             pids=[],
-            counters=job.scratch,
         )
         yield from _speed(job, config.reward.checkpoint.parent.name, asyncio.run(measured)["seconds"])
-    finally:
-        server.stop()
 
 
 def _speed(job: Job, model: str, seconds: float) -> Found:
@@ -183,7 +179,8 @@ def _speed(job: Job, model: str, seconds: float) -> Found:
     lengths = trace_lengths(job.num_scored)
     yield Target(f"{model}: tokens/s", lengths.sum() / seconds)
     if job.device == "cuda":
-        layers, width, feed_forward = memory.SHAPES.get(model, (1, 64, 64))
+        size = SIZES[model]
+        layers, width, feed_forward = size.layers, size.width, size.feed_forward
         weights = layers * width * (2.5 * width + 3 * feed_forward)  # a quarter as many heads for keys and values
         operations = 2.0 * weights * lengths.sum() + 2.0 * layers * width * (lengths**2).sum()
         yield Target(f"{model}: share of the dense rate", operations / seconds / job.dense_rate())

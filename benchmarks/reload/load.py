@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks.reload.critic_service import SERVICES, CriticService
-from benchmarks.reload.setup import ReloadSetup, under_load
+from benchmarks.reload.service import SERVICES, CriticService, ReloadSetup, under_load
 from benchmarks.reload.windows import Samples, Window, p99, quiet_windows, ratio
 from benchmarks.support.benchmark import Target
 from benchmarks.support.samples import Sample, median_of, select
+from benchmarks.support.workload import model_title
 
 MOST_P99 = {"swap": 1.5, "triton": 3.0}
 WORDS = {"swap": "swaps", "triton": "Triton reloads"}
@@ -23,6 +22,9 @@ MARGIN_S = 0.05
 SETTLE_S = 1.0
 SWAP_EVERY_S = 0.5
 DRAWS = 40
+COLOURS = {"swap": "#009E73", "triton": "#E69F00"}
+SHOWN_BLOCKS = 8
+MOST_POINTS = 20_000
 
 
 def measure(setup: ReloadSetup) -> dict[str, Any]:
@@ -92,24 +94,17 @@ def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
     serving = [(r["end_s"] - (r["verify_ms"] + r["reload_ms"]) / 1e3, r["end_s"]) for r in swaps]
     around = samples.longest_silences(serving, margin_s=MARGIN_S)
     draws = [quiet_windows(serving, quiet, margin_s=MARGIN_S, seed=seed) for seed in range(DRAWS)]
-    without = [samples.longest_silences(drawn, margin_s=MARGIN_S) for drawn in draws if drawn]
-    longest = sorted(map(max, without))  # maxima are noisy: these occur by chance in as many windows without a swap
+    # Maxima are noisy: the median of those that occur by chance in as many windows without a swap.
+    without = median_of(max(samples.longest_silences(drawn, margin_s=MARGIN_S)) for drawn in draws if drawn)
+    longest = max(around, default=None)
     return {
         "requests": int(samples.start.size),
         "failed_by_clients": len(found["samples"]["failures"]),
         "failed_by_server": found["failed_by_server"],
         "versions_seen": int(np.unique(samples.version).size),
         **{how: _latencies(samples, windows[how], quiet) for how in MOST_P99},
-        "silence_ms": {
-            "swap_median": median_of(around),
-            "swap_longest": max(around, default=None),
-            "quiet_median": median_of(ms for draw in without for ms in draw),
-            "quiet_longest": median_of(longest),
-            "quiet_longest_95": [longest[int(share * (len(longest) - 1))] for share in (0.025, 0.975)]
-            if longest
-            else None,
-        },
-        "pause_ms": max(0.0, max(around) - statistics.median(longest)) if around and longest else None,
+        "silence_ms": {"swap": longest, "quiet": without},
+        "pause_ms": None if longest is None or without is None else max(0.0, longest - without),
     }
 
 
@@ -152,15 +147,40 @@ def targets(summary: dict[str, Any]) -> list[Target]:
                 Target(f"a, {model}: p99 during {WORDS[how]} / without", p99s["p99_ratio"], None, most, detail)
             )
         silence = of["silence_ms"]
-        low, high = silence["quiet_longest_95"] or (None, None)
-        detail = (
-            f"longest silence {_ms(silence['swap_longest'])}; in as many moments without a swap "
-            f"{_ms(silence['quiet_longest'])}, by chance {_ms(low)} to {_ms(high)}; medians "
-            f"{_ms(silence['swap_median'])} and {_ms(silence['quiet_median'])}"
-        )
+        detail = f"longest silence {_ms(silence['swap'])}; in as many moments without a swap {_ms(silence['quiet'])}"
         found.append(Target(f"a, {model}: longest pause of a swap, ms", of["pause_ms"], None, MOST_PAUSE_MS, detail))
     return found
 
 
 def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:,.1f} ms"
+
+
+def draw(axes: Any, parts: dict[str, Any], summaries: dict[str, Any]) -> None:
+    """Draw every request of the first blocks as a dot, and each reload as a band that ends in a line."""
+    model, part = next(iter(parts.items()))
+    summary = summaries[model]
+    blocks = part["blocks"][:SHOWN_BLOCKS]
+    begin, end = blocks[0]["begin_s"], blocks[-1]["end_s"]
+    samples = Samples.of(part["samples"])
+    inside = np.flatnonzero((samples.end >= begin) & (samples.end <= end))
+    inside = inside[:: max(1, inside.size // MOST_POINTS)]
+    axes.scatter(
+        samples.end[inside] - begin, samples.latency_ms[inside], s=3, lw=0, color="#0072B2", alpha=0.5, rasterized=True
+    )
+    for how, colour in COLOURS.items():
+        reloads = [r for r in part["reloads"] if r["reload"] == how and begin <= r["begin_s"] <= end]
+        p99s = summary[how]
+        label = f"{WORDS[how]}; p99 {_ms(p99s['p99_ms'])}, {_ms(p99s['quiet_p99_ms'])} without"
+        for i, reload in enumerate(reloads):
+            left, right = reload["begin_s"] - begin, reload["end_s"] - begin
+            axes.axvspan(left, right, color=colour, alpha=0.14, lw=0, zorder=0)
+            axes.axvline(right, color=colour, lw=1.0, label=None if i else label)
+    failed = summary["failed_by_clients"] + summary["failed_by_server"]
+    title = (
+        f"{model_title(model)}, {part['clients']} clients: the first of {summary['swap']['reloads']} swaps and "
+        f"{summary['triton']['reloads']} Triton reloads; {failed} of {summary['requests']:,} requests failed"
+    )
+    axes.set(title=title, yscale="log", xlim=(0, end - begin), xlabel="seconds", ylabel="latency of a request (ms)")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)

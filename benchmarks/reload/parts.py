@@ -1,42 +1,39 @@
 """Benchmark of reloads of the critic (or reward model): their cost for clients, and the time until one is served.
 
-Server and clients have one core each. Each part is saved when it is done, and a later run can add other parts.
+Server and clients have one core each.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from benchmarks.reload import load, publish, training
-from benchmarks.reload.picture import draw_parts
-from benchmarks.reload.setup import Cores, ReloadSetup, on_core
+from benchmarks.reload.service import SERVICES, Cores, ReloadSetup, on_core
 from benchmarks.support.benchmark import Option, Record, Result, Target
 from benchmarks.support.children import running_child
-from benchmarks.support.machine import now_utc
 from benchmarks.support.workload import SIZES
-from python_backend.store.durable import read_json
+from tools.report.curves import figure_of
 
 PARTS: dict[str, tuple[str, ModuleType]] = {
     "load": ("a", load),
     "publish": ("b", publish),
     "training": ("c", training),
 }
-"""Letter and module of each part; a module has `measure(setup)`, `summarise(part)` and `targets(summary)`."""
+"""Letter and module of each part; a module has `measure(setup)`, `summarise(part)`, `targets(summary)`, and
+`draw(axes, part, summary)` if it has a picture."""
 LETTERS = "abc"
 OPTIONS = {
     "parts": Option(
         list(LETTERS),
-        "a: clients during reloads, b: time until served, c: clients during updates; "
-        "earlier results of other parts in OUT are kept",
+        "a: clients during reloads, b: time until served, c: clients during updates",
         known=LETTERS,
     ),
-    "model": Option("critic", "model that is reloaded in part a: critic or reward", known=("critic", "reward")),
+    "model": Option("critic", "model that is reloaded in part a: critic or reward", known=tuple(SERVICES)),
     "models": Option(["1m", "7m", "110m"], f"any of {', '.join(SIZES)}; above 7m only in b", ["tiny"], SIZES),
     "swaps": Option(200, "part a: number of swaps", quick=4),
     "triton_reloads": Option(50, "part a: number of Triton reloads", quick=1),
@@ -54,12 +51,10 @@ OPTIONS = {
 
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
-    """Measure the parts in turn; parts of an earlier run in the same folder are kept."""
-    earlier, facts = read_json(record.out / "result.json") or {}, {**record.result}
-    record.result |= {key: earlier.get(key, {}) for key in ("parts", "measured")}
-    cores = Cores.of_machine()
+    """Measure the parts in turn, and save each as soon as it is done."""
+    record.result["parts"] = {}
+    cores, servers = Cores.of_machine(), record.out / "servers"
     record.say(f"cores: server {cores.server}, clients {cores.clients}, trainer {cores.trainer}")
-    servers = record.out / "servers"
     with contextlib.ExitStack() as running:
         with on_core(cores.clients):
             clients = running.enter_context(
@@ -71,8 +66,6 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
             if letter in settings.parts:
                 record.say(f"{letter}: {name}")
                 record.result["parts"][name] = part.measure(setup)
-                kept = {key: facts[key] for key in ("versions", "settings")}
-                record.result["measured"][name] = {**kept, "date": now_utc(), "load_after": os.getloadavg()[0]}
                 record.save()
     shutil.rmtree(servers)
 
@@ -89,4 +82,8 @@ def targets(result: Result) -> list[Target]:
 
 def draw(result: Result, out: Path) -> None:
     """Draw latency over time and p99 while training, for the parts that were measured."""
-    draw_parts(result["parts"], result["summary"], out / "reload.png")
+    drawn = [name for name in result["parts"] if hasattr(PARTS[name][1], "draw")]
+    if drawn:
+        with figure_of(out / "reload.png", (11, 4.1 * len(drawn))) as figure:
+            for axes, name in zip(figure.subplots(len(drawn), 1, squeeze=False).flat, drawn, strict=True):
+                PARTS[name][1].draw(axes, result["parts"][name], result["summary"][name])

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reload.critic_service import CriticService
-from benchmarks.reload.setup import MOST_SIZE_UNDER_LOAD, ReloadSetup, on_core
+from benchmarks.reload.service import MOST_SIZE_UNDER_LOAD, CriticService, ReloadSetup, on_core
 from benchmarks.reload.windows import ratio
 from benchmarks.support.benchmark import Target
 from benchmarks.support.children import output_of

@@ -1,16 +1,19 @@
-"""Child processes of the scoring benchmark: its load generator, and contenders with one process per instance.
+"""Child processes of the scoring benchmark: its load generator, and the contenders other than Triton and PyTriton.
 
-These contenders are `one_forward` (one forward pass per request) and `ideal` (no server).
+These are `one_forward` (one forward pass per request), `ideal` (no server), the project's gateway, and the logic of
+OpenRLHF's reward server, `serve_rm`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,12 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
-from benchmarks.support.children import serve_http, serve_json
-from benchmarks.support.forward import CountedReward
-from benchmarks.support.usage import difference, snapshot
-from benchmarks.support.workload import as_requests, closed_loop, make_trace
+from benchmarks.support.children import HOST, serve_http, serve_json
+from benchmarks.support.usage import cpu_seconds
+from benchmarks.support.workload import LONGEST, as_requests, closed_loop, make_trace
 from python_backend.client.client import TritonClient
-from python_backend.config import ClientSection
+from python_backend.config import ClientSection, GatewaySection
+from python_backend.serving.allocator import keep_freed_memory
 from python_backend.serving.scheduling import RowPool
 from python_backend.wire.contract import REWARDS
 
@@ -42,29 +45,44 @@ async def _triton(urls: list[str], width: int, concurrency: int) -> Any:
 
 
 @asynccontextmanager
-async def _plain(urls: list[str]) -> Any:
+async def _http(urls: list[str], form: str) -> Any:
     """Send each request to the least-loaded instance, which is fairer to the contender than a random choice."""
+    path, body_of, rewards_of = FORMS[form]
     in_flight = dict.fromkeys(urls, 0)
-    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    # uvicorn closes a connection that is idle for 5 s, as all are during the turns of the others.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S), connector=connector) as session:
 
-        async def send(rows: list[np.ndarray]) -> np.ndarray:
+        async def send(rows: list[np.ndarray]) -> Any:
             url = min(in_flight, key=in_flight.__getitem__)
             in_flight[url] += 1
+            headers = {"Content-Type": "application/json"}
             try:
-                async with session.post(f"http://{url}/score", data=pack(rows)) as answer:
+                async with session.post(f"http://{url}{path}", data=body_of(rows), headers=headers) as answer:
                     answer.raise_for_status()
-                    return np.frombuffer(await answer.read(), np.float32)
+                    return rewards_of(await answer.read())
             finally:
                 in_flight[url] -= 1
 
         yield send
 
 
+def _token_body(rows: list[np.ndarray]) -> bytes:
+    return json.dumps({"inputs": [{"tokens": row.tolist()} for row in rows]}).encode()
+
+
+def _text_body(rows: list[np.ndarray]) -> bytes:
+    return json.dumps({"query": [" ".join(f"w{token}" for token in row) for row in rows]}).encode()
+
+
+def _rewards(content: bytes) -> np.ndarray:
+    return np.asarray(json.loads(content)["rewards"], np.float32)
+
+
 async def measure(
     *,
     urls: list[str],
-    plain: bool,
+    form: str,
     width: int,
     num_rows: int,
     rows: int,
@@ -72,37 +90,34 @@ async def measure(
     num_warmup: int,
     num_checked: int,
     pids: list[int],
-    counters: str,
 ) -> dict[str, Any]:
-    """Measure one server with the first `num_rows` rows of the trace; return times, rewards and usage.
+    """Measure one server with the first `num_rows` rows of the trace; return times, rewards and CPU time.
 
     Args:
-        urls: `host:port`, one for Triton, one per instance for `plain` servers (`serve_one_forward`).
+        urls: `host:port`, one for each instance.
+        form: how requests are written, of `FORMS`, or `triton`.
         width: pad every request to this many tokens; 0: to its own longest row.
         rows: rows per request.
         num_warmup: number of requests before the clock starts.
         num_checked: number of rewards to return.
-        pids, counters: the server's processes and folder of counters, read before and after the measurement.
+        pids: the server's processes, whose CPU time is read before and after the measurement.
     """
     requests = as_requests(make_trace(num_rows), rows)
-    async with _plain(urls) if plain else _triton(urls, width, concurrency) as send:
+    async with _triton(urls, width, concurrency) if form == "triton" else _http(urls, form) as send:
         await closed_loop(send, requests[:num_warmup], concurrency)
-        before = snapshot(pids, Path(counters))
-        cpu = time.process_time()
+        before = cpu_seconds([os.getpid(), *pids])
         seconds, latencies, answers = await closed_loop(send, requests, concurrency)
-        cpu_s = time.process_time() - cpu
-        used = difference(snapshot(pids, Path(counters)), before)
+        cpu_s = cpu_seconds([os.getpid(), *pids]) - before
     rewards = np.concatenate([np.ravel(answer) for answer in answers])
     if rewards.size != num_rows or not np.isfinite(rewards).all():
         raise ValueError(f"{urls} returned {rewards.size} rewards for {num_rows} rows, or a reward that is not finite")
-    p50, p99 = np.percentile(np.asarray(latencies) * 1000, [50, 99])
+    p50, p99 = np.percentile(np.asarray(latencies) * 1000, [50, 99]).tolist()
     return {
         "seconds": seconds,
-        "p50_ms": float(p50),
-        "p99_ms": float(p99),
-        "client_cpu_s": cpu_s,
-        "rewards": [float(reward) for reward in rewards[:num_checked]],
-        **used,
+        "p50_ms": p50,
+        "p99_ms": p99,
+        "cpu_s": cpu_s,
+        "rewards": rewards[:num_checked].tolist(),
     }
 
 
@@ -111,20 +126,34 @@ def serve_load(ports: list[int]) -> None:
     serve_json(ports[0], measure=measure)
 
 
-def serve_one_forward(ports: list[int], checkpoint: str, counters: str, threads: int) -> None:
+def load_contender(checkpoint: str, threads: int, *, lean: bool = False) -> Callable[..., np.ndarray]:
+    """Load the reward model; return its `score`, with transformers' own forward pass unless `lean`."""
+    import torch
+
+    from python_backend.models.modeling import load_reward, quiet_transformers
+
+    keep_freed_memory()
+    torch.set_num_threads(threads)
+    quiet_transformers()
+    reward = load_reward(Path(checkpoint))
+    if not lean:
+        reward.use_own_forward()
+    return reward.score
+
+
+def serve_one_forward(ports: list[int], checkpoint: str, threads: int) -> None:
     """Serve `POST /score` with one forward pass per request, as OpenRLHF's remote reward server does.
 
     Leaner than OpenRLHF's server: binary bodies, no tokenisation, and the forward pass in a thread, so that the event
     loop keeps accepting requests.
     """
-    model, executor = CountedReward(checkpoint, counters, threads=threads), ThreadPoolExecutor(1)
+    score, executor = load_contender(checkpoint, threads), ThreadPoolExecutor(1)
 
-    async def score(request: web.Request) -> web.Response:
-        rows = unpack(await request.read())
-        scores = await asyncio.get_running_loop().run_in_executor(executor, model.score, rows)
+    async def answer(request: web.Request) -> web.Response:
+        scores = await asyncio.get_running_loop().run_in_executor(executor, score, unpack(await request.read()))
         return web.Response(body=scores.astype(np.float32).tobytes())
 
-    serve_http(ports[0], {"/score": score})
+    serve_http(ports[0], {"/score": answer})
 
 
 def pack(rows: list[np.ndarray]) -> bytes:
@@ -136,39 +165,79 @@ def unpack(body: bytes) -> list[np.ndarray]:
     """Return the token rows int64 `[length_i]` of a request's body."""
     numbers = np.frombuffer(body, np.int32).astype(np.int64)
     count = int(numbers[0])
-    ends = np.cumsum(numbers[1 : count + 1])
-    return np.split(numbers[count + 1 :], ends[:-1])
+    return np.split(numbers[count + 1 :], np.cumsum(numbers[1:count]))
 
 
-def serve_ideal(ports: list[int], checkpoint: str, counters: str, threads: int) -> None:
-    """Serve `POST /run`, which scores the server's micro-batches in this process: an upper bound on throughput."""
-    model = CountedReward(checkpoint, counters, threads=threads, lean=True)
+FORMS: dict[str, tuple[str, Callable[[list[np.ndarray]], bytes], Callable[[bytes], np.ndarray]]] = {
+    "binary": ("/score", pack, partial(np.frombuffer, dtype=np.float32)),
+    "tokens": ("/v1/rewards", _token_body, _rewards),
+    "texts": ("/get_reward", _text_body, _rewards),
+}
+"""Path of a request, the body of token rows, and the rewards in the reply's body."""
 
-    async def run(**job: Any) -> dict[str, Any]:
-        return run_share(model, **job)
+
+def serve_gateway(ports: list[int], triton: str) -> None:
+    """Serve the gateway until SIGTERM."""
+    import uvicorn
+
+    from tools.gateway.app import create_app
+    from tools.gateway.connections import bounded
+
+    settings = GatewaySection(host=HOST, port=ports[0])
+    uvicorn.Server(bounded(create_app(TritonClient(triton, ClientSection()), settings), settings)).run()
+
+
+def serve_rm(ports: list[int], checkpoint: str, threads: int) -> None:
+    """Serve `/get_reward` as OpenRLHF's `serve_rm` does: a forward pass per request, padded on the left."""
+    import torch
+    import uvicorn
+    from fastapi import FastAPI
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.set_num_threads(threads)
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+    given = {"return_tensors": "pt", "add_special_tokens": False, "max_length": LONGEST, "truncation": True}
+    app = FastAPI()
+
+    @app.post("/get_reward")
+    async def get_reward(body: dict[str, Any]) -> dict[str, Any]:
+        inputs = tokenizer(body["query"], padding=True, **given)
+        mask = inputs["attention_mask"]
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad():
+            hidden = model.model(inputs["input_ids"], attention_mask=mask, position_ids=positions).last_hidden_state
+            rewards = model.score(hidden[:, -1])[:, 0].tolist()
+        return {"rewards": rewards, "scores": rewards, "extra_logs": {"dummy_scores": rewards}}
+
+    uvicorn.run(app, host=HOST, port=ports[0], log_level="warning")
+
+
+def serve_ideal(ports: list[int], checkpoint: str, threads: int, pool: dict[str, int]) -> None:
+    """Serve `POST /run`, which scores the server's micro-batches in this process: an upper bound on throughput.
+
+    `pool`: arguments of the `RowPool` that plans the micro-batches.
+    """
+    score = load_contender(checkpoint, threads, lean=True)
+
+    async def run(*, num_rows: int, num_checked: int, claims: str, start_at: float) -> dict[str, Any]:
+        """Score a share of the trace's first `num_rows` rows; return its start, end and first rewards.
+
+        Times are on the monotonic clock that all processes share. Rewards that other instances compute are None.
+        """
+        rows, row_pool = make_trace(num_rows), RowPool[str](**pool)
+        row_pool.add("all", [row.size for row in rows])
+        plan = [[index for _, index in batch] for batch in iter(row_pool.take, [])]
+        scores = np.full(len(rows), np.nan, np.float32)
+        time.sleep(max(0.0, start_at - time.monotonic()))
+        start = time.monotonic()
+        for index in claim(Path(claims), len(plan)):
+            scores[plan[index]] = score([rows[i] for i in plan[index]])[:, 0]
+        end = time.monotonic()
+        first = [None if np.isnan(reward) else float(reward) for reward in scores[:num_checked]]
+        return {"start": start, "end": end, "rewards": first}
 
     serve_json(ports[0], run=run)
-
-
-def run_share(
-    model: CountedReward, *, num_rows: int, num_checked: int, pool: dict[str, int], claims: str, start_at: float
-) -> dict[str, Any]:
-    """Score this instance's share of the trace's first `num_rows` rows; return its start, end and first rewards.
-
-    Times are on the monotonic clock that all processes share. Rewards that other instances compute are None.
-    """
-    rows = make_trace(num_rows)
-    row_pool: RowPool[str] = RowPool(**pool)
-    row_pool.add("all", [row.size for row in rows])
-    plan = [[index for _, index in batch] for batch in iter(row_pool.take, [])]
-    scores = np.full(len(rows), np.nan, np.float32)
-    time.sleep(max(0.0, start_at - time.monotonic()))
-    start = time.monotonic()
-    for index in claim(Path(claims), len(plan)):
-        scores[plan[index]] = model.score([rows[i] for i in plan[index]])[:, 0]
-    end = time.monotonic()
-    first = [None if np.isnan(score) else float(score) for score in scores[:num_checked]]
-    return {"start": start, "end": end, "rewards": first}
 
 
 def claim(path: Path, count: int) -> Iterator[int]:

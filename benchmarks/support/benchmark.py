@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
 
 from python_backend.errors import RlhfError
 from python_backend.store.durable import write_json
 
+PACKAGES = ("torch", "transformers", "numpy", "tritonclient", "nvidia-pytriton", "aiohttp")
 Result = dict[str, Any]
 """Content of result.json."""
 
@@ -86,9 +96,12 @@ class Record:
     result.json is rewritten after every sample, so an interruption loses at most one sample.
     """
 
-    def __init__(self, out: Path, result: Result) -> None:
+    def __init__(self, out: Path, **facts: Any) -> None:
+        """Begin a result with `facts`, date, machine and versions."""
         self.out = out
-        self.result = result
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        machine, versions = describe_machine(), describe_versions()
+        self.result: Result = {"date": date, "machine": machine, "versions": versions, **facts, "samples": []}
         self._start = time.monotonic()
         out.mkdir(parents=True, exist_ok=True)
 
@@ -109,9 +122,8 @@ class Record:
 class Benchmark(Protocol):
     """Interface of a benchmark, implemented by the modules named in `command.BENCHMARKS`.
 
-    A module with pictures also has `draw(result, out)`, which writes them to the folder `out`. If it has
-    `sections(result)`, that returns the texts and tables of report.md instead of summary and targets, and
-    `has_failed(result)` whether the command returns 1.
+    A module with pictures also has `draw(result, out)`, which writes them to the folder `out`; if it has
+    `has_failed(result)`, that decides whether the command returns 1.
     """
 
     OPTIONS: dict[str, Option]
@@ -124,3 +136,35 @@ class Benchmark(Protocol):
 
     def targets(self, result: Result) -> list[Target]:
         """Return the targets; `result["summary"]` is what `summarise` returned."""
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return processor, cores, memory, system, load and GPUs."""
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
+    return {
+        "processor": found[1] if found else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "load_at_start": os.getloadavg()[0],
+        "gpus": _describe_gpus(),
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that are installed, and the commit of this checkout."""
+    versions = {"python": platform.python_version()}
+    installed = {found.name: found.version for found in importlib.metadata.distributions()}
+    versions |= {name: installed[name] for name in PACKAGES if name in installed}
+    root = Path(__file__).resolve().parent
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
+    return {**versions, "commit": done.stdout.strip() or "unknown"}
+
+
+def _describe_gpus() -> list[str]:
+    """Return name, memory, driver and power limit of each GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,power.limit", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.splitlines()

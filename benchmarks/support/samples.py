@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from benchmarks.support.benchmark import Record
+from benchmarks.support.usage import timed
 
 Sample = dict[str, Any]
 
@@ -52,3 +55,25 @@ def median_of(values: Iterable[float | None]) -> float | None:
     """Return the median of the values that are not None; None if there is no such value."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
+
+
+def time_in_turn(record: Record, contenders: Mapping[str, Callable[[], Any]], num_rounds: int, **labels: Any) -> None:
+    """Time every contender once in each round; each sample has `labels`, `round`, `contender` and `seconds`."""
+    for number, name in in_turn(list(contenders), num_rounds):
+        seconds, _ = timed(contenders[name])
+        record.add({**labels, "round": number, "contender": name, "seconds": seconds})
+        record.say(f"{' '.join(map(str, labels.values()))}  round {number}  {name}: {seconds:.2f} s")
+
+
+def speeds(samples: Iterable[Sample], against: str, *cell: str) -> list[Sample]:
+    """Return tokens/s of each contender in each cell, and `speed_up`: how many times as fast as `against` it is."""
+    return [
+        {
+            **{key: own[0][key] for key in cell},
+            "contender": name,
+            "tokens_per_s": median_of(sample["tokens"] / sample["seconds"] for sample in own),
+            "speed_up": ratio(matched, against, name, "seconds"),
+        }
+        for matched in grouped(samples, *cell).values()
+        for (name,), own in grouped(matched, "contender").items()
+    ]

@@ -1,4 +1,4 @@
-"""CPU time, memory and counted work of a contender's processes."""
+"""Time, CPU time and memory of processes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from typing import TypeVar
 
 import psutil
 
-from benchmarks.support.benchmark import BenchError
-from benchmarks.support.forward import read_counters
-
 T = TypeVar("T")
 
 
@@ -24,27 +21,9 @@ def timed(do: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
-def snapshot(pids: Iterable[int], counters: Path) -> dict[str, float]:
-    """Return the CPU seconds that the processes and their descendants have used, and the sums of their counters.
-
-    The key of the CPU seconds is `server_cpu_s`. `counters` is the folder of the processes' `ForwardCounters`.
-    """
-    return {"server_cpu_s": cpu_seconds(pids), **read_counters(counters)}
-
-
-def difference(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
-    """Return the difference between two snapshots."""
-    return {name: value - before[name] for name, value in after.items()}
-
-
 def cpu_seconds(pids: Iterable[int]) -> float:
     """Return CPU seconds, user and system, of the processes and all their descendants."""
     return _family_sum(pids, lambda process: sum(process.cpu_times()[:2]))
-
-
-def memory_mb(pids: Iterable[int]) -> float:
-    """Return the memory (PSS, MiB) of the processes and descendants: a shared page is divided among its users."""
-    return _family_sum(pids, lambda process: process.memory_full_info().pss) / 2**20
 
 
 def peak_rss_mb(pids: Iterable[int]) -> float:
@@ -55,9 +34,7 @@ def peak_rss_mb(pids: Iterable[int]) -> float:
 def peak_rss_bytes(pid: int | str = "self") -> int:
     """Return the largest resident memory of a process since its start, or since its last `reset_peak_rss`."""
     found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    if found is None:  # a zombie, or a system without this line
-        raise BenchError(f"/proc/{pid}/status has no VmHWM")
-    return int(found[1]) * 1024
+    return int(found[1]) * 1024 if found else 0  # a zombie has none
 
 
 def reset_peak_rss() -> None:
@@ -72,6 +49,6 @@ def _family_sum(pids: Iterable[int], value: Callable[[psutil.Process], float]) -
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(pid)
             for process in [root, *root.children(recursive=True)]:
-                with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, BenchError):
+                with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
                     total += value(process)
     return total

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,31 @@ class ModelSize:
     max_repeats: int = 99
     effort: float = 1.0
     """Factor on the seconds per cell: fast models score enough rows in less time."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `LlamaConfig`."""
 
 
+LLAMA_3 = {
+    "vocab_size": 128_256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.02,
+}
 SIZES = {
     size.name: size
     for size in (
         ModelSize("tiny", layers=2, width=64, feed_forward=128),
         ModelSize("1m", layers=4, width=128, feed_forward=336, effort=0.5),  # the demo's shape
+        ModelSize("2m", layers=4, width=192, feed_forward=512),
+        ModelSize("5m", layers=4, width=256, feed_forward=896),
         ModelSize("7m", layers=6, width=256, feed_forward=896),
+        ModelSize("10m", layers=8, width=256, feed_forward=896),
+        ModelSize("20m", layers=8, width=384, feed_forward=1280),
+        ModelSize("60m", layers=12, width=512, feed_forward=2048),
         ModelSize("110m", layers=12, width=768, feed_forward=2816, concurrency=(1, 64), rows=(1,), max_repeats=1),
+        ModelSize("1b", layers=16, width=2048, feed_forward=8192, more={**LLAMA_3, "tie_word_embeddings": True}),
+        ModelSize("8b", layers=32, width=4096, feed_forward=14336, more=LLAMA_3),
     )
 }
 
@@ -72,12 +88,6 @@ def make_trace(num_rows: int) -> list[np.ndarray]:
     """Return token rows int64 `[length_i]` with ids of at least 3; a shorter trace is a prefix of a longer one."""
     generator = np.random.default_rng(SEED + 1)
     return [generator.integers(3, VOCAB_SIZE, length, dtype=np.int64) for length in trace_lengths(num_rows)]
-
-
-def rows_for_tokens(num_tokens: int) -> int:
-    """Return the number of rows of the shortest trace with at least `num_tokens` tokens."""
-    lengths = trace_lengths(num_tokens // SHORTEST + 1)
-    return int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1
 
 
 def as_requests(rows: Sequence[np.ndarray], rows_per_request: int) -> list[list[np.ndarray]]:
@@ -113,34 +123,36 @@ def noise_payload(rows: Sequence[np.ndarray]) -> TrainPayload:
     return TrainPayload(np.concatenate(rows), lengths, returns, prev_values, np.ones_like(returns))
 
 
-def make_model(kind: str, size: ModelSize, max_positions: int) -> Any:
-    """Return a `policy`, `reward` or `critic` of this size with random weights."""
+def make_model(kind: str, size: ModelSize, max_positions: int = LONGEST, device: str = "cpu") -> Any:
+    """Return a `policy`, `reward` or `critic` of this size with random weights, in bfloat16 unless on the CPU."""
+    import torch
+
     heads = max(1, size.width // 64)
-    return random_llama(
-        kind,
-        seed=SEED,
-        vocab_size=VOCAB_SIZE,
-        hidden_size=size.width,
-        intermediate_size=size.feed_forward,
-        num_hidden_layers=size.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=max_positions,
-        initializer_range=0.1,
-    )
+    shape = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": size.width,
+        "intermediate_size": size.feed_forward,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": max_positions,
+        "initializer_range": 0.1,
+        **size.more,
+    }
+    torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
+    try:
+        with torch.device(device):
+            return random_llama(kind, seed=SEED, **shape).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
-def make_checkpoint(size: ModelSize, folder: Path) -> int:
-    """Write a model with a scalar head and a tokenizer to `folder`; return its number of parameters."""
-    model = make_model("reward", size, LONGEST)
+def make_checkpoint(size: ModelSize, folder: Path, kind: str = "reward", *, device: str = "cpu") -> int:
+    """Write a model and a tokenizer to `folder`; return its number of parameters."""
+    model = make_model(kind, size, 1024 if kind == "policy" else LONGEST, device)
     model.save_pretrained(folder)
     trace_tokenizer().save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def make_policy(name: str) -> Any:
-    """Return a causal LM of the size `name`."""
-    return make_model("policy", SIZES[name], 1024).eval()
 
 
 def trace_tokenizer() -> Any:

@@ -9,16 +9,44 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import json
+import os
+import shutil
 import statistics
-from collections.abc import Callable
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.support.benchmark import BenchError, Option, Record, Result, Target
+from benchmarks.support.children import free_ports, running_triton
 from benchmarks.support.samples import grouped, in_turn, medians, ratio
-from benchmarks.support.workload import SIZES
-from benchmarks.trl.trainers import GROUP, prepare_cell, prepare_environment, prepare_model, running
+from benchmarks.support.usage import cpu_seconds, peak_rss_mb
+from benchmarks.support.workload import SIZES, VOCAB_SIZE, make_checkpoint
+from benchmarks.trl.turns import GO
+from python_backend.config import load_config
+from python_backend.store.jsonl import write_jsonl
+from tools.run import LIBRARY_ENV
+from tools.server.log import tail
 
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+STOP_TIMEOUT_S = 20.0
+GROUP = 8  # responses per prompt
+LEARNING_RATE = 1e-6
+PROMPTS = (
+    "Explain to a child why the sky is blue during the day and turns red in the evening.",
+    "Write the first sentence of a short story about a lighthouse keeper who is afraid of the sea.",
+    "What should I pack for a week of hiking in the mountains in early spring?",
+    "My neighbour practises the trumpet every night until eleven. How can I ask for quiet and stay friends?",
+    "List three ways to cook potatoes.",
+    "Describe how a bicycle stays upright while it moves, without using any formula at all.",
+    "A shop sells two apples for one euro and three pears for two euros. Which fruit is cheaper, by how much?",
+    "Give me some advice for learning to play chess as an adult with little time.",
+)
 OURS, TRL = "ours", "trl"
 MOST_RATIO = 0.85
 SMOLLM2 = "135m"
@@ -38,6 +66,176 @@ OPTIONS = {
     "trl_micro_batch": Option(64, "rows per forward pass of TRL; gradients of more rows are accumulated"),
     "environment": Option(Path("runs/trl-environment"), "folder of TRL's environment; created if missing"),
 }
+
+
+def prepare_environment(folder: Path, log: Callable[[str], None]) -> Path:
+    """Install TRL's environment in `folder` unless it has the requirements already; return its Python interpreter."""
+    done, python = folder / "complete", folder.absolute() / "bin" / "python"
+    if not done.is_file() or done.read_text() != REQUIREMENTS.read_text():
+        log(f"installing TRL into {folder}: a few minutes, once")
+        venv.create(folder, with_pip=True, clear=True)
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", "--quiet", "-r", str(REQUIREMENTS)], check=True)
+        done.write_text(REQUIREMENTS.read_text())
+    return python
+
+
+def prepare_model(folder: Path, name: str, smollm2: Path | None) -> Path:
+    """Return the folder of the model `name`: SmolLM2's own, or a Llama with random weights and one token per word."""
+    if name not in SIZES:
+        assert smollm2 is not None
+        return smollm2
+    made = folder / name
+    if not (made / "tokenizer.json").is_file():
+        make_checkpoint(SIZES[name], made, "policy")
+    return made
+
+
+def prompts_for(name: str, count: int) -> list[str]:
+    """Return `count` English prompts; for a model with random weights, replace each word with one of its vocabulary."""
+    chosen = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
+    return [_in_words(text) for text in chosen] if name in SIZES else chosen
+
+
+def _in_words(text: str) -> str:
+    numbers = [int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "big") for word in text.split()]
+    return " ".join(f"w{3 + number % (VOCAB_SIZE - 3)}" for number in numbers)
+
+
+def prepare_cell(arguments: argparse.Namespace, out: Path, cell: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Empty the cell's folder, write the prompts of every step to it, and return the settings of both trainers."""
+    name = "-".join(str(value) for value in cell.values())
+    folder = out.absolute() / "runs" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    prompts = prompts_for(cell["model"], cell["rows"] // GROUP)
+    write_jsonl(folder / "prompts.jsonl", ({"text": text} for text in prompts))
+    return {
+        **cell,
+        "folder": str(folder),
+        "prompts": str(folder / "prompts.jsonl"),
+        "checkpoint": str(checkpoint.absolute()),
+        "group": GROUP,
+        "lr": LEARNING_RATE,
+        "threads": arguments.threads,
+        "trl_micro_batch": arguments.trl_micro_batch,
+    }
+
+
+@contextlib.contextmanager
+def running(name: str, settings: dict[str, Any], theirs: Path | None) -> Iterator[SteppedTrainer]:
+    """Run one side of the comparison: `trl` with the interpreter `theirs`, or ours; yield its trainer."""
+    folder = Path(settings["folder"])
+    env = {
+        **LIBRARY_ENV,
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", LIBRARY_ENV["OMP_WAIT_POLICY"]),
+        "OMP_NUM_THREADS": str(settings["threads"]),
+    }
+    with contextlib.ExitStack() as stack:
+        servers: list[int] = []
+        if theirs is not None and name == "trl":
+            command = [str(theirs), "-u", "-m", "benchmarks.trl.theirs", json.dumps(settings)]
+            env["PYTHONPATH"] = str(ROOT)
+        else:
+            path = folder / "run.yaml"
+            path.write_text(json.dumps(configuration(settings), indent=1))  # JSON is YAML
+            servers.append(stack.enter_context(running_triton(load_config(path))).pid)
+            command = [sys.executable, "-u", "-m", "benchmarks.trl.ours", "--config", str(path)]
+        contender = SteppedTrainer(name, command, folder / f"{name}.log", env, servers)
+        stack.callback(contender.stop)
+        yield contender
+
+
+def configuration(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return our run's YAML: a reward function is the only reward, and all other settings equal TRL's."""
+    tokens = settings["new_tokens"]
+    return {
+        "run": {"dir": f"{settings['folder']}/run"},
+        "server": free_ports(),
+        "rewards": {"variety": {"function": "benchmarks.support.reward_functions:variety"}},
+        "actor": {
+            "steps": 1_000_000,
+            "checkpoint_every": 1_000_000,
+            "threads": settings["threads"],
+            "rollout_size": settings["rows"],
+            "update": {"minibatch_size": settings["rows"]},
+            "policy": {"checkpoint": settings["checkpoint"]},
+            "prompts": {"path": settings["prompts"]},
+            "generation": {"max_new_tokens": tokens, "min_new_tokens": tokens},
+            "validation": {"size": 0},
+            "algorithm": {
+                "name": settings["algorithm"],
+                "responses_per_prompt": settings["group"],
+                "mask_unfinished": False,
+            },
+            "kl": {"coef": 0.0},
+            "optimizer": {"lr": settings["lr"], "weight_decay": 0.0},
+        },
+    }
+
+
+class SteppedTrainer:
+    """A trainer in its own process that runs steps on request; also measures the processes that serve it."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str], servers: Sequence[int] = ()
+    ) -> None:
+        """`servers`: ids of processes whose CPU time and memory count as the contender's."""
+        self.name, self._log = name, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._input, self._output = process, process.stdin, process.stdout
+        self._pids = [process.pid, *servers]
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Run `count` steps; return means per step, the last step's tokens, and peak memory.
+
+        Raises BenchError if the trainer exits.
+        """
+        cpu = cpu_seconds(self._pids)
+        answers = [self._step() for _ in range(count)]
+        cpu = cpu_seconds(self._pids) - cpu
+        phases = {name: sum(a["phases"].get(name, 0.0) for a in answers) / count for name in answers[0]["phases"]}
+        return {
+            "seconds_per_step": sum(answer["seconds"] for answer in answers) / count,
+            "cpu_seconds_per_step": cpu / count,
+            "steps": count,
+            "tokens": answers[-1]["tokens"],
+            "peak_rss_mb": peak_rss_mb(self._pids),
+            "phases": phases,
+        }
+
+    def _step(self) -> dict[str, Any]:
+        with contextlib.suppress(BrokenPipeError):
+            self._input.write(GO)
+            self._input.flush()
+        line = self._output.readline()
+        if not line:
+            code = self._process.wait()
+            raise BenchError(f"{self.name} ended with exit code {code}; {self._log} ends with:\n{tail(self._log)}")
+        return dict(json.loads(line))
+
+    def stop(self) -> None:
+        """Close the process's input, which makes it exit; kill it if it does not exit in time."""
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._output.close()
 
 
 def measure(settings: argparse.Namespace, record: Record) -> None:

@@ -1,4 +1,4 @@
-"""Sends the fuzz test's requests over HTTP or gRPC exactly as built: no client library validates or corrects them."""
+"""Clients of the fuzz test: one sends requests over HTTP or gRPC exactly as built, one scores valid rows meanwhile."""
 
 from __future__ import annotations
 
@@ -7,17 +7,116 @@ import functools
 import http.client
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from chaos.fuzz.requests import Request
+from chaos.traffic import Background
+from chaos.verdict import Verdict, verdict
 
+LONGEST_WAIT_S = {"plain": 1.0, "guarded": 1.0, "gateway": 2.0}
+GATEWAY_MB = 300.0  # above its memory at the start
+# A status 500 counts as a defect, unless its message contains one of these, which tritonserver's own parsers send.
+TRITONS_OWN = ("failed to parse the request JSON buffer", "Unable to parse", "unexpected", "Unexpected")
+PAUSE_S = 0.05
+TOLERANCE = 1e-4
 HANG_S = 30.0
 LARGEST_MESSAGE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+@dataclass
+class StageOutcome:
+    """Findings of one stage."""
+
+    stage: str
+    sent: Counter[str] = field(default_factory=Counter)
+    """Number of requests by the status of their answer."""
+    hangs: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    restarts: list[str] = field(default_factory=list)
+    outages: list[str] = field(default_factory=list)
+    """Failed requests of the good client."""
+    lost: list[str] = field(default_factory=list)
+    """Requests whose connection broke; if the server died, one of the first of them killed it."""
+    longest_good_wait_s: float = 0.0
+    good_answers: int = 0
+    gateway_mb: float = 0.0
+    """Most memory of the gateway, above that at the start."""
+
+    def judge(self, request: str, answer: Answer) -> None:
+        """Count the answer to a request, and note what is wrong with it."""
+        self.sent[str(answer.status)] += 1
+        what = f"{request}: {answer.status} {answer.text}"[:1000]
+        if answer.hung:
+            self.hangs.append(what)
+        elif answer.status is None or "Socket closed" in answer.text:
+            self.lost.append(what)
+        elif answer.status in ("500", "INTERNAL", "UNKNOWN") and not any(words in answer.text for words in TRITONS_OWN):
+            self.wrong.append(what)
+        elif answer.status == "200":
+            self.wrong += [f"{what} {name} has shape {shape}" for name, shape in answer.outputs.items() if 0 in shape]
+
+    def verdicts(self) -> list[Verdict]:
+        """Return whether the stage kept each promise; a restart's verdict names the requests that were lost."""
+        wait, limit = self.longest_good_wait_s, LONGEST_WAIT_S[self.stage]
+        late = [f"{wait:.2f} s"] if wait > limit else []
+        large = [f"{self.gateway_mb:.0f} MB"] if self.gateway_mb > GATEWAY_MB else []
+        promises = {
+            f"every request is answered within {HANG_S:g} s": self.hangs,
+            "no answer is wrong": self.wrong,
+            "no process is restarted": [*self.restarts, *(self.lost if self.restarts else [])],
+            f"the good client is always served, within {limit:g} s": [*self.outages, *late],
+            f"the gateway takes at most {GATEWAY_MB:g} MB more than at the start": large,
+        }
+        count = self.sent.total()
+        return [verdict(f"{self.stage}: {promise}", count, found) for promise, found in promises.items()]
+
+
+class GoodClient:
+    """Scores the same rows repeatedly in its `thread`; the first answer is the reference for all others."""
+
+    def __init__(
+        self,
+        outcome: StageOutcome,
+        url: str,
+        path: str,
+        body: Any,
+        read: Callable[[Any], dict[str, Any]],
+        headers: Mapping[str, str],
+    ) -> None:
+        """Get the first answer.
+
+        Args:
+            outcome: of the stage; receives what is wrong, and how long the client waited.
+            read: returns the numbers of a reply, by name.
+        """
+        self._outcome, self._read, self._expected = outcome, read, dict[str, Any]()
+        self._request = url, path, json.dumps(body).encode(), headers
+        self._ask()
+        self.thread = Background("good-client", self._run)
+
+    def _run(self) -> None:
+        while not self.thread.given_up.wait(PAUSE_S):
+            self._ask()
+
+    def _ask(self) -> None:
+        answer = post(*self._request)
+        self._outcome.longest_good_wait_s = max(self._outcome.longest_good_wait_s, answer.seconds)
+        if answer.status != "200":
+            self._outcome.outages.append(f"{answer.status} {answer.text[:200]}")
+            return
+        found = {name: np.asarray(values, np.float64) for name, values in self._read(json.loads(answer.text)).items()}
+        self._expected = self._expected or found
+        self._outcome.good_answers += 1
+        for name, array in self._expected.items():
+            if name not in found or not np.allclose(found[name], array, atol=TOLERANCE, rtol=0, equal_nan=True):
+                self._outcome.wrong.append(f"{name}: {found.get(name)} instead of {array}")
 
 
 @dataclass

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from hypothesis import strategies as st
 
 from chaos.fuzz.client import HANG_S, Answer
 from chaos.fuzz.requests import METADATA_TEXTS
@@ -46,11 +46,12 @@ class Attack:
     left_open: int = 0
 
 
-def make_attack(generator: random.Random) -> Attack:
-    """Return an attack of any kind."""
-    name = generator.choice([*ATTACKS])
-    left_open = generator.choice((10, 100, 300)) if name == LEFT_OPEN else 0
-    return Attack(name, ATTACKS[name](generator), left_open)
+def attacks() -> st.SearchStrategy[Attack]:
+    """Return attacks of all kinds."""
+    kinds = [st.builds(Attack, st.just(name), content, st.just(0)) for name, content in ATTACKS.items()]
+    open_heads = (b"", b"GET /hea", _head("/healthz", 10, {}) + b"{", _head("/get_reward", 10, HEADERS))
+    left_open = st.builds(Attack, st.just("left open"), st.sampled_from(open_heads), st.sampled_from((10, 100, 300)))
+    return st.one_of(*kinds, left_open)
 
 
 class GatewayProcess:
@@ -113,38 +114,59 @@ def _post(path: str, body: Any, headers: dict[str, str] = HEADERS) -> bytes:
     return _head(path, len(content), headers) + content
 
 
-def _text(g: random.Random, *lengths: int) -> str:
-    return g.choice(TEXTS) * g.choice(lengths)
-
-
 def _repeated(item: Any, number: int) -> bytes:
     """Return the JSON of a list; `json` would hold the interpreter's lock for seconds, which the good client needs."""
     return b"[%s]" % b", ".join([json.dumps(item, ensure_ascii=False).encode()] * number)
 
 
-def _many_items(g: random.Random) -> bytes:
-    item, number = g.choice(ITEMS), g.choice((1000, 400_000, 2_000_000))
-    place = g.choice(PLACES)
+def _many_items(item: Any, number: int, place: bytes) -> bytes:
     if b"**" not in place:
-        return place % _repeated(item, number)
+        return _post("/v1/rewards", place % _repeated(item, number))
     value = json.dumps(item, ensure_ascii=False).encode()
-    return place.replace(b"**", b", ".join(b'"%d": %s' % (i, value) for i in range(number // 4)))
+    fields = b", ".join(b'"%d": %s' % (i, value) for i in range(number // 4))
+    return _post("/v1/rewards", place.replace(b"**", fields))
 
 
-LEFT_OPEN = "left open"
-ATTACKS: dict[str, Callable[[random.Random], bytes]] = {
-    "product": lambda g: _post("/score", {"text_1": _text(g, 1, 100, 1_000_000), "text_2": ["b"] * g.choice(ROWS)}),
-    "long texts": lambda g: _post("/get_reward", {"query": [_text(g, 10_000, 300_000, 3_000_000)] * g.choice((1, 5))}),
-    "invalid inputs": lambda g: _post("/v1/rewards", b'{"inputs": %s}' % _repeated(g.choice(INVALID), g.choice(ROWS))),
-    "invalid query": lambda g: _post("/get_reward", b'{"query": %s}' % _repeated(g.choice(INVALID), g.choice(ROWS))),
-    "items": lambda g: _post("/v1/rewards", _many_items(g)),
-    "metadata": lambda g: _post(
-        "/v1/rewards", b'{"inputs": [{"text": "a"}, {"text": "a", "metadata": %s}]}' % g.choice(METADATA_TEXTS)
+def _texts(*lengths: int) -> st.SearchStrategy[str]:
+    return st.builds(lambda text, length: text * length, st.sampled_from(TEXTS), st.sampled_from(lengths))
+
+
+def _invalid(path: str, name: str) -> st.SearchStrategy[bytes]:
+    def content(item: Any, number: int) -> bytes:
+        return _post(path, b'{"%s": %s}' % (name.encode(), _repeated(item, number)))
+
+    return st.builds(content, st.sampled_from(INVALID), st.sampled_from(ROWS))
+
+
+def _headers(sizes: Iterable[int], headers_of: Any) -> st.SearchStrategy[bytes]:
+    return st.sampled_from(list(sizes)).map(lambda size: _head("/get_reward", 0, headers_of(size)))
+
+
+ATTACKS: dict[str, st.SearchStrategy[bytes]] = {
+    "product": st.builds(
+        lambda text, rows: _post("/score", {"text_1": text, "text_2": ["b"] * rows}),
+        _texts(1, 100, 1_000_000),
+        st.sampled_from(ROWS),
     ),
-    "long head": lambda g: _head("/get_reward", 0, {"X": "a" * g.choice((60_000, 1_000_000, 50_000_000))}),
-    "many headers": lambda g: _head("/get_reward", 0, {f"X{i}": "a" for i in range(g.choice((1000, 100_000)))}),
-    "no key": lambda g: _post(g.choice(("/get_reward", "/healthz")), b" " * g.choice((10, 100_000, 17_000_000)), {}),
-    LEFT_OPEN: lambda g: g.choice(
-        (b"", b"GET /hea", _head("/healthz", 10, {}) + b"{", _head("/get_reward", 10, HEADERS))
+    "long texts": st.builds(
+        lambda text, rows: _post("/get_reward", {"query": [text] * rows}),
+        _texts(10_000, 300_000, 3_000_000),
+        st.sampled_from((1, 5)),
+    ),
+    "invalid inputs": _invalid("/v1/rewards", "inputs"),
+    "invalid query": _invalid("/get_reward", "query"),
+    "items": st.builds(
+        _many_items, st.sampled_from(ITEMS), st.sampled_from((1000, 400_000, 2_000_000)), st.sampled_from(PLACES)
+    ),
+    "metadata": st.sampled_from(METADATA_TEXTS).map(
+        lambda text: _post("/v1/rewards", b'{"inputs": [{"text": "a"}, {"text": "a", "metadata": %s}]}' % text)
+    ),
+    "long head": _headers((60_000, 1_000_000, 50_000_000), lambda size: {"X": "a" * size}),
+    "many headers": _headers((1000, 100_000), lambda size: {f"X{i}": "a" for i in range(size)}),
+    "no key": st.builds(
+        lambda path, size: _post(path, b" " * size, {}),
+        st.sampled_from(("/get_reward", "/healthz")),
+        st.sampled_from((10, 100_000, 17_000_000)),
     ),
 }
+"""What is sent over one connection, by kind."""

@@ -1,39 +1,22 @@
-"""Requests of the fuzz test: valid ones with up to three defects, in tensors, parameters, headers or the JSON body.
+"""Requests of the fuzz test, as Hypothesis strategies: valid ones with up to three defects.
 
-Needs only numpy and the standard library. The same seed gives the same requests.
+Defects are in tensors, parameters, headers or the JSON body.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from python_backend.rewards.function import Sample
-from python_backend.wire.contract import (
-    CRITIC_SAVE,
-    CRITIC_TRAIN,
-    MASK,
-    METADATA,
-    OUTPUTS,
-    PREV_VALUES,
-    PROMPT_LENGTHS,
-    REFERENCE,
-    RETURNS,
-    REWARDS,
-    RUN_ID,
-    SENTENCES,
-    SEQUENCE_LENGTHS,
-    STEP,
-    TEXT_PAIRS,
-    TOKENS,
-)
+from python_backend.wire import contract
 
 VOCAB_SIZE, POSITIONS = 300, 128
 KEY_HEADER = "x-triton-training-key"
@@ -54,14 +37,14 @@ DATATYPES = (
     "",
 )
 NAMES = (
-    TOKENS,
-    SEQUENCE_LENGTHS,
-    SENTENCES,
-    TEXT_PAIRS,
-    METADATA,
-    PROMPT_LENGTHS,
-    RETURNS,
-    STEP,
+    contract.TOKENS,
+    contract.SEQUENCE_LENGTHS,
+    contract.SENTENCES,
+    contract.TEXT_PAIRS,
+    contract.METADATA,
+    contract.PROMPT_LENGTHS,
+    contract.RETURNS,
+    contract.STEP,
     "after_critic",
     "",
     "x" * 5000,
@@ -113,6 +96,56 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
     {"triton_enable_empty_final_response": True},
     {"unknown": {"a": 1}},
 )
+OUTPUTS = ("nothing", "", *(output.name for output in contract.OUTPUTS))
+JSON_VALUES: tuple[Any, ...] = (
+    [],
+    [1],
+    [[1, 2], [3]],
+    [1.5],
+    ["text"],
+    [None],
+    [{}],
+    [2**70],
+    "text",
+    {"a": 1},
+    [True],
+    ["\ud800\x1b"],
+    5,
+)
+BODIES = (
+    b"",
+    b"{}",
+    b"null",
+    b"[]",
+    b'{"inputs": 5}',
+    b'{"inputs": [{}]}',
+    b'{"inputs": [5]}',
+    b'{"inputs": []}',
+    b"\xff" * 100,
+    b'{"inputs": [{"name": "tokens"',
+    b"[" * 500,
+    b'{"inputs": [{"name": 5, "shape": "x", "datatype": [], "data": {}}]}',
+    b'{"id": "' + b"i" * 10_000 + b'"}',
+)
+HEADERS = (
+    {"Inference-Header-Content-Length": "5"},
+    {"Inference-Header-Content-Length": "99999999"},
+    {"Inference-Header-Content-Length": "-1"},
+    {"Inference-Header-Content-Length": "x"},
+    {KEY_HEADER: "5"},
+    {KEY_HEADER: "\x7f"},
+    {"x-triton-odd": "a" * 4000},
+    {"Content-Encoding": "gzip"},
+    {"Content-Encoding": "odd"},
+    {"Accept-Encoding": "gzip"},
+)
+FATAL_BODIES = (  # tritonserver 2.51 crashes on these
+    *(
+        b'{"inputs": [{"name": "tokens", "shape": [1, %d], "datatype": "INT64", "data": [1]}]}' % size
+        for size in (2**31, 2**37)
+    ),
+    b"[" * 400_000,
+)
 
 
 @dataclass
@@ -150,21 +183,42 @@ def num_tokens(sample: Sample) -> float:
     return float(len(sample.tokens))
 
 
-def make_request(generator: random.Random, models: Sequence[str], key: str | None, *, kills: bool) -> Request:
-    """Return a request with up to three defects.
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+Change = Callable[[Draw, Request], None]
+
+
+def requests(models: Sequence[str], key: str | None, *, kills: bool) -> list[st.SearchStrategy[Request]]:
+    """Return a strategy of valid requests, and one for each defect, of requests that have it and up to two others.
 
     Args:
         models: models to choose from.
         key: training key, which half of the requests have; None for a server without one.
-        kills: include defects that are known to kill tritonserver 2.51 itself.
+        kills: include bodies that are known to kill tritonserver 2.51 itself.
     """
-    request = _good(generator, generator.choice(models))
-    if key is not None and generator.random() < 0.5:
-        request.headers[KEY_HEADER] = key
     changes = {**CHANGES, **(KILLING if kills else {})}
-    request.wrong = generator.sample([*changes], generator.randint(0, 3))
+    others = st.lists(st.sampled_from([*changes]), max_size=2)
+    defects = [st.just([]), *(others.map(partial(_distinct, name)) for name in changes)]
+    return [_request(models, key, changes, wrong) for wrong in defects]
+
+
+def _distinct(first: str, others: list[str]) -> list[str]:
+    return [*dict.fromkeys([first, *others])]
+
+
+@st.composite
+def _request(
+    draw: Draw,
+    models: Sequence[str],
+    key: str | None,
+    changes: Mapping[str, Change],
+    defects: st.SearchStrategy[list[str]],
+) -> Request:
+    request = _good(draw, draw(st.sampled_from(models)))
+    if key is not None and draw(st.booleans()):
+        request.headers[KEY_HEADER] = key
+    request.wrong = draw(defects)
     for name in request.wrong:
-        changes[name](generator, request)
+        changes[name](draw, request)
     return request
 
 
@@ -179,222 +233,153 @@ def texts_tensor(name: str, texts: Sequence[bytes]) -> Tensor:
     return Tensor(name, "BYTES", [len(texts), 1], data)
 
 
-def _good(generator: random.Random, model: str) -> Request:
-    if model == CRITIC_SAVE:
+def _good(draw: Draw, model: str) -> Request:
+    if model == contract.CRITIC_SAVE:
         return Request(model, [array_tensor("dummy_var", np.zeros(1, np.int64))])
-    rows, width = generator.randint(1, 4), generator.randint(2, POSITIONS)
-    numbers = np.random.default_rng(generator.getrandbits(32))
-    tokens = array_tensor(TOKENS, numbers.integers(0, VOCAB_SIZE, (rows, width), dtype=np.int64))
-    if model == CRITIC_TRAIN:
-        targets = numbers.normal(size=(3, rows, width - 1)).astype(np.float32)
-        parts = [array_tensor(name, part) for name, part in zip((RETURNS, PREV_VALUES), targets[:2], strict=True)]
-        return Request(model, [tokens, *parts, array_tensor(MASK, np.ones((rows, width - 1), np.float32))])
-    if model != REFERENCE and generator.random() < 0.4:
-        return Request(model, [texts_tensor(SENTENCES, [b"A list of words"] * rows)])
-    lengths = array_tensor(SEQUENCE_LENGTHS, numbers.integers(1, width + 1, (rows, 1), dtype=np.int64))
-    return Request(model, [tokens, lengths])
+    rows, width = draw(st.integers(1, 4)), draw(st.integers(2, POSITIONS))
+    numbers = np.random.default_rng(draw(SEEDS))
+    tokens = array_tensor(contract.TOKENS, numbers.integers(0, VOCAB_SIZE, (rows, width), dtype=np.int64))
+    if model == contract.CRITIC_TRAIN:
+        targets = numbers.normal(size=(2, rows, width - 1)).astype(np.float32)
+        arrays = {
+            contract.RETURNS: targets[0],
+            contract.PREV_VALUES: targets[1],
+            contract.MASK: np.ones_like(targets[0]),
+        }
+        return Request(model, [tokens, *(array_tensor(name, array) for name, array in arrays.items())])
+    if model != contract.REFERENCE and draw(st.booleans()):
+        return Request(model, [texts_tensor(contract.SENTENCES, [b"A list of words"] * rows)])
+    lengths = numbers.integers(1, width + 1, (rows, 1), dtype=np.int64)
+    return Request(model, [tokens, array_tensor(contract.SEQUENCE_LENGTHS, lengths)])
 
 
-def _pick(generator: random.Random, request: Request) -> Tensor:
+def _pick(draw: Draw, request: Request) -> Tensor:
     if not request.tensors:
-        request.tensors.append(array_tensor(TOKENS, np.zeros((1, 2), np.int64)))
-    return generator.choice(request.tensors)
+        request.tensors.append(array_tensor(contract.TOKENS, np.zeros((1, 2), np.int64)))
+    return draw(st.sampled_from(request.tensors))
 
 
-def _drop_tensor(generator: random.Random, request: Request) -> None:
-    request.tensors.remove(_pick(generator, request))
+def _of_request(attribute: str, values: st.SearchStrategy[Any]) -> Change:
+    """Return a change that replaces an attribute of the request; to a dictionary it adds."""
+
+    def change(draw: Draw, request: Request) -> None:
+        before, value = getattr(request, attribute), draw(values)
+        setattr(request, attribute, before | value if isinstance(before, dict) else value)
+
+    return change
 
 
-def _repeat_tensor(generator: random.Random, request: Request) -> None:
-    request.tensors.append(_pick(generator, request))
+def _of_tensor(attribute: str, values: st.SearchStrategy[Any]) -> Change:
+    """Return a change that replaces an attribute of one of the tensors."""
+    return lambda draw, request: setattr(_pick(draw, request), attribute, draw(values))
 
 
-def _rename_tensor(generator: random.Random, request: Request) -> None:
-    _pick(generator, request).name = generator.choice(NAMES)
+def _of_data(change_of: Callable[[bytes, random.Random], bytes]) -> Change:
+    """Return a change of the data of one of the tensors."""
+
+    def change(draw: Draw, request: Request) -> None:
+        tensor = _pick(draw, request)
+        tensor.data = change_of(tensor.data, random.Random(draw(SEEDS)))
+
+    return change
 
 
-def _change_datatype(generator: random.Random, request: Request) -> None:
-    _pick(generator, request).datatype = generator.choice(DATATYPES)
+def _of_number(datatype: str, dtype: type, values: Sequence[float]) -> Change:
+    """Return a change of one number in each tensor of the type."""
+
+    def change(draw: Draw, request: Request) -> None:
+        for tensor in request.tensors:
+            if tensor.datatype == datatype and tensor.data and len(tensor.data) % np.dtype(dtype).itemsize == 0:
+                array: np.ndarray = np.frombuffer(tensor.data, dtype).copy()
+                array[draw(st.integers(0, array.size - 1))] = draw(st.sampled_from(values))
+                tensor.data = array.tobytes()
+
+    return change
 
 
-def _change_shape(generator: random.Random, request: Request) -> None:
-    tensor = _pick(generator, request)
-    tensor.shape = [generator.choice((0, 1, 2, 5, 8193, -1, -5)) for _ in range(generator.randint(0, 4))]
+def _more(tensors: Callable[[int], st.SearchStrategy[Tensor]]) -> Change:
+    """Return a change that adds a tensor, made for the number of rows of the first one, at least 1 and at most 8."""
+
+    def change(draw: Draw, request: Request) -> None:
+        rows = request.tensors[0].shape[0] if request.tensors and request.tensors[0].shape else 1
+        request.tensors.append(draw(tensors(min(8, max(1, rows)))))
+
+    return change
 
 
-def _empty(generator: random.Random, request: Request) -> None:
-    tensor = _pick(generator, request)
-    tensor.shape, tensor.data = generator.choice(([0, 0], [0, 5], [1, 0], [0], [0, 1])), b""
-
-
-def _cut_data(generator: random.Random, request: Request) -> None:
-    tensor = _pick(generator, request)
-    tensor.data = tensor.data[: generator.randrange(len(tensor.data) + 1)]
-
-
-def _extend_data(generator: random.Random, request: Request) -> None:
-    _pick(generator, request).data += generator.randbytes(generator.choice((1, 4, 8, 4096)))
-
-
-def _scramble_data(generator: random.Random, request: Request) -> None:
-    tensor = _pick(generator, request)
-    tensor.data = generator.randbytes(len(tensor.data))
-
-
-def _edge_values(generator: random.Random, request: Request) -> None:
-    _change_one_number(generator, _pick(generator, request), "INT64", np.dtype(np.int64), EDGES)
-
-
-def _bad_floats(generator: random.Random, request: Request) -> None:
-    for tensor in request.tensors:
-        _change_one_number(generator, tensor, "FP32", np.dtype(np.float32), (np.nan, np.inf, -np.inf, 3e38, -1.0))
-
-
-def _change_one_number(
-    generator: random.Random, tensor: Tensor, datatype: str, dtype: np.dtype, values: Sequence[float]
-) -> None:
-    if tensor.datatype == datatype and tensor.data and len(tensor.data) % dtype.itemsize == 0:
-        array = np.frombuffer(tensor.data, dtype).copy()
-        array[generator.randrange(array.size)] = generator.choice(values)
-        tensor.data = array.tobytes()
-
-
-def _replace_tensors(make: Callable[[random.Random], list[Tensor]], generator: random.Random, request: Request) -> None:
-    request.tensors = make(generator)
-
-
-def _add_tensor(make: Callable[[random.Random, int], Tensor], generator: random.Random, request: Request) -> None:
-    """Add what `make` returns for the number of rows of the request's first tensor, at least 1 and at most 8."""
-    rows = request.tensors[0].shape[0] if request.tensors and request.tensors[0].shape else 1
-    request.tensors.append(make(generator, min(8, max(1, rows))))
-
-
-def _odd_outputs(generator: random.Random, request: Request) -> None:
-    known = [REWARDS, "nothing", "", *(output.name for output in OUTPUTS)]
-    request.outputs = generator.choices(known, k=generator.randint(1, 3))
-
-
-def _odd_parameters(generator: random.Random, request: Request) -> None:
-    request.parameters |= generator.choice(PARAMETERS)
-
-
-def _odd_version(generator: random.Random, request: Request) -> None:
-    request.version = generator.choice(("2", "0", "-1", "99999999999999999999", "x"))
-
-
-def _as_json(generator: random.Random, request: Request) -> None:
-    values: tuple[Any, ...] = (
-        [],
-        [1],
-        [[1, 2], [3]],
-        [1.5],
-        ["text"],
-        [None],
-        [{}],
-        [2**70],
-        "text",
-        {"a": 1},
-        [True],
-        ["\ud800\x1b"],
-        5,
-    )
-    tensor = _pick(generator, request)
-    tensor.values = generator.choice(values)
-    if generator.random() < 0.5:
-        tensor.shape = [1, max(1, len(tensor.values))] if isinstance(tensor.values, list) else [1, 1]
-
-
-def _odd_body(generator: random.Random, request: Request) -> None:
-    bodies: tuple[bytes, ...] = (
-        b"",
-        b"{}",
-        b"null",
-        b"[]",
-        b'{"inputs": 5}',
-        b'{"inputs": [{}]}',
-        b'{"inputs": [5]}',
-        b'{"inputs": []}',
-        b"\xff" * 100,
-        b'{"inputs": [{"name": "tokens"',
-        generator.randbytes(200),
-        b"[" * 500,
-        b'{"inputs": [{"name": 5, "shape": "x", "datatype": [], "data": {}}]}',
-        b'{"id": "' + b"i" * 10_000 + b'"}',
-    )
-    request.body = generator.choice(bodies)
-
-
-def _odd_headers(generator: random.Random, request: Request) -> None:
-    request.headers |= generator.choice(
-        (
-            {"Inference-Header-Content-Length": "5"},
-            {"Inference-Header-Content-Length": "99999999"},
-            {"Inference-Header-Content-Length": "-1"},
-            {"Inference-Header-Content-Length": "x"},
-            {KEY_HEADER: "5"},
-            {KEY_HEADER: "\x7f"},
-            {"x-triton-odd": "a" * 4000},
-            {"Content-Encoding": "gzip"},
-            {"Content-Encoding": "odd"},
-            {"Accept-Encoding": "gzip"},
-        )
+def _integers(names: Sequence[str], *shape: int) -> st.SearchStrategy[Tensor]:
+    """Return tensors of one of these names, with edge values."""
+    return st.builds(
+        lambda name, value: array_tensor(name, np.full(shape, value, np.int64)),
+        st.sampled_from(names),
+        st.sampled_from(EDGES),
     )
 
 
-def _kill_by_shape(generator: random.Random, request: Request) -> None:
-    shape = [1, generator.choice((2**31, 2**37))]
-    tensor = {"name": TOKENS, "shape": shape, "datatype": "INT64", "data": [1]}
-    request.body = json.dumps({"inputs": [tensor]}).encode()
+def _texts(name: str, texts: Sequence[bytes], least: int, most: int) -> st.SearchStrategy[Tensor]:
+    drawn = st.lists(st.sampled_from(texts), min_size=least, max_size=most)
+    return drawn.map(lambda rows: texts_tensor(name, rows))
 
 
-def _kill_by_brackets(generator: random.Random, request: Request) -> None:
-    request.body = b"[" * 400_000
+def _many_rows(rows: int) -> list[Tensor]:
+    return [array_tensor(contract.TOKENS, np.ones((rows, 1), np.int64))]
+
+
+def _many_sentences(rows: int, text: bytes) -> list[Tensor]:
+    return [texts_tensor(contract.SENTENCES, [*[text] * rows, b"word " * 100])]
 
 
 def _wide_rows(rows: int, length: int) -> list[Tensor]:
-    tokens = array_tensor(TOKENS, np.ones((rows, 1100), np.int64))
-    return [tokens, array_tensor(SEQUENCE_LENGTHS, np.full((rows, 1), length, np.int64))]
+    tokens = array_tensor(contract.TOKENS, np.ones((rows, 1100), np.int64))
+    return [tokens, array_tensor(contract.SEQUENCE_LENGTHS, np.full((rows, 1), length, np.int64))]
 
 
-# Changes that replace all tensors of a request.
-NEW_TENSORS: dict[str, Callable[[random.Random], list[Tensor]]] = {
-    "odd_sentences": lambda g: [texts_tensor(SENTENCES, [g.choice(TEXTS) for _ in range(g.randint(1, 3))])],
-    "many_rows": lambda g: [array_tensor(TOKENS, np.ones((g.choice((2000, 8192, 8193, 100_000)), 1), np.int64))],
-    "many_sentences": lambda g: [texts_tensor(SENTENCES, [b"a"] * g.choice((2000, 8192, 20_000)) + [b"word " * 100])],
-    "long_sentences": lambda g: [texts_tensor(SENTENCES, [b"word " * 190_000] * g.choice((4, 12, 30)))],
-    "wide_rows": lambda g: _wide_rows(g.choice((1, 64, 4000)), g.choice((1, 100, 1100))),
-}
-# Changes that add a tensor to a request; called with its number of rows.
-MORE_TENSORS: dict[str, Callable[[random.Random, int], Tensor]] = {
-    "odd_pairs": lambda g, rows: texts_tensor(TEXT_PAIRS, [g.choice(TEXTS) for _ in range(rows)]),
-    "odd_metadata": lambda g, rows: texts_tensor(METADATA, [g.choice(METADATA_TEXTS) for _ in range(rows)]),
-    "prompt_lengths": lambda g, rows: array_tensor(
-        PROMPT_LENGTHS, np.asarray([[g.choice(EDGES)] for _ in range(g.randint(1, 4))], np.int64)
-    ),
-    "odd_run_id": lambda g, rows: replace(texts_tensor(RUN_ID, [g.choice(TEXTS[:9])]), shape=[1]),
-    "odd_step": lambda g, rows: array_tensor(
-        g.choice((STEP, "rewind_to", "keep_steps")), np.asarray([g.choice(EDGES)], np.int64)
-    ),
-}
-CHANGES: dict[str, Callable[[random.Random, Request], None]] = {
-    "drop_tensor": _drop_tensor,
-    "repeat_tensor": _repeat_tensor,
-    "rename_tensor": _rename_tensor,
-    "change_datatype": _change_datatype,
-    "change_shape": _change_shape,
-    "empty": _empty,
-    "cut_data": _cut_data,
-    "extend_data": _extend_data,
-    "scramble_data": _scramble_data,
-    "edge_values": _edge_values,
-    "bad_floats": _bad_floats,
-    "odd_outputs": _odd_outputs,
-    "odd_parameters": _odd_parameters,
-    "odd_version": _odd_version,
+def _as_json(draw: Draw, request: Request) -> None:
+    tensor = _pick(draw, request)
+    tensor.values = draw(st.sampled_from(JSON_VALUES))
+    if draw(st.booleans()):
+        tensor.shape = [1, max(1, len(tensor.values))] if isinstance(tensor.values, list) else [1, 1]
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+RUN_IDS = _texts(contract.RUN_ID, TEXTS[:9], 1, 1).map(lambda tensor: replace(tensor, shape=[1]))
+CHANGES: dict[str, Change] = {
+    "drop_tensor": lambda draw, request: request.tensors.remove(_pick(draw, request)),
+    "repeat_tensor": lambda draw, request: request.tensors.append(_pick(draw, request)),
+    "rename_tensor": _of_tensor("name", st.sampled_from(NAMES)),
+    "change_datatype": _of_tensor("datatype", st.sampled_from(DATATYPES)),
+    "change_shape": _of_tensor("shape", st.lists(st.sampled_from((0, 1, 2, 5, 8193, -1, -5)), max_size=4)),
+    "empty_shape": _of_tensor("shape", st.sampled_from(([0, 0], [0, 5], [1, 0], [0], [0, 1]))),
+    "empty_data": _of_data(lambda data, random: b""),
+    "cut_data": _of_data(lambda data, random: data[: random.randrange(len(data) + 1)]),
+    "extend_data": _of_data(lambda data, random: data + random.randbytes(random.choice((1, 4, 8, 4096)))),
+    "scramble_data": _of_data(lambda data, random: random.randbytes(len(data))),
+    "edge_values": _of_number("INT64", np.int64, EDGES),
+    "bad_floats": _of_number("FP32", np.float32, (np.nan, np.inf, -np.inf, 3e38, -1.0)),
     "as_json": _as_json,
-    "odd_body": _odd_body,
-    "odd_headers": _odd_headers,
-    **{name: partial(_replace_tensors, make) for name, make in NEW_TENSORS.items()},
-    **{name: partial(_add_tensor, make) for name, make in MORE_TENSORS.items()},
+    "odd_outputs": _of_request("outputs", st.lists(st.sampled_from(OUTPUTS), min_size=1, max_size=3)),
+    "odd_parameters": _of_request("parameters", st.sampled_from(PARAMETERS)),
+    "odd_version": _of_request("version", st.sampled_from(("2", "0", "-1", "99999999999999999999", "x"))),
+    "odd_body": _of_request("body", st.sampled_from(BODIES) | st.binary(min_size=200, max_size=200)),
+    "odd_headers": _of_request("headers", st.sampled_from(HEADERS)),
+    "odd_sentences": _of_request("tensors", _texts(contract.SENTENCES, TEXTS, 1, 3).map(lambda tensor: [tensor])),
+    "many_rows": _of_request("tensors", st.sampled_from((2000, 8192, 8193, 100_000)).map(_many_rows)),
+    "many_sentences": _of_request(
+        "tensors", st.builds(_many_sentences, st.sampled_from((2000, 8192, 20_000)), st.just(b"a"))
+    ),
+    "long_sentences": _of_request(
+        "tensors", st.builds(_many_sentences, st.sampled_from((4, 12, 30)), st.just(b"word " * 190_000))
+    ),
+    "wide_rows": _of_request(
+        "tensors", st.builds(_wide_rows, st.sampled_from((1, 64, 4000)), st.sampled_from((1, 100, 1100)))
+    ),
+    "odd_pairs": _more(lambda rows: _texts(contract.TEXT_PAIRS, TEXTS, rows, rows)),
+    "odd_metadata": _more(lambda rows: _texts(contract.METADATA, METADATA_TEXTS, rows, rows)),
+    "prompt_lengths": _more(lambda rows: _integers([contract.PROMPT_LENGTHS], rows, 1)),
+    "odd_run_id": _more(
+        lambda rows: _texts(contract.RUN_ID, TEXTS[:9], 1, 1).map(lambda tensor: replace(tensor, shape=[1]))
+    ),
+    "odd_step": _more(lambda rows: _integers([contract.STEP, "rewind_to", "keep_steps"], 1)),
 }
-KILLING = {"kill_by_shape": _kill_by_shape, "kill_by_brackets": _kill_by_brackets}
+"""What may be wrong with a request, by name."""
+KILLING = {"fatal_body": _of_request("body", st.sampled_from(FATAL_BODIES))}

@@ -6,18 +6,33 @@ measured. The results are in DIR/result.json and DIR/soak.png.
 
 from __future__ import annotations
 
+import argparse
 import random
 import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from actor.policy.checkpoint import saved_steps
+from benchmarks.learning import configuration, make_checkpoints
 from benchmarks.support.benchmark import Record
-from chaos.soak.config import write_soak_config
-from chaos.soak.picture import draw
-from chaos.soak.usage import UsageSample, take_sample
-from chaos.soak.verdict import Ended, check_disk, check_processes, check_responses, check_survival, check_updates
+from benchmarks.support.children import free_ports
+from chaos.soak.verdict import (
+    MOST_REQUESTS,
+    ROWS,
+    Ended,
+    UsageSample,
+    check_disk,
+    check_processes,
+    check_responses,
+    check_survival,
+    check_updates,
+    draw,
+    take_sample,
+)
 from chaos.system import ChaosSystem
 from chaos.verdict import Verdict
 from python_backend.monitoring.log_lines import say
@@ -32,6 +47,32 @@ LEAST_PAUSE_S = 10.0  # between the step after a kill and the next kill
 NUM_SAMPLES = 600
 LOOK_EVERY_S = 0.1
 LONGEST_UNTIL_S = 600.0  # until the next step after a kill
+
+
+def write_soak_config(folder: Path, seed: int) -> Path:
+    """Write checkpoints, prompts and the YAML of a PPO run without an end in `folder`; return the YAML's path."""
+    make_checkpoints(folder, seed)
+    data = configuration(argparse.Namespace(steps=10**9, rollout_size=ROWS), folder, "ppo", seed)
+    data["run"]["run_id"] = "soak"
+    data["server"] |= free_ports()
+    data["critic"] |= {"reload": "swap"}
+    data["trainer"] |= {
+        "global_batch_size": ROWS,
+        "checkpoint_every": 10,
+        "keep_checkpoints": 3,
+        "reload_on_save": "none",
+        "publish": {"every": 1, "keep": 4},
+    }
+    data["trainer"]["optimizer"]["max_steps"] = 10**6
+    data["actor"] |= {
+        "checkpoint_every": 20,
+        "keep_checkpoints": 3,
+        "stop_grace_s": 60,
+        "client": {"max_in_flight": MOST_REQUESTS, "backoff_s": 0.1, "deadline_s": 20},
+    }
+    path = folder / "soak.yaml"
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    return path
 
 
 class Soak:
@@ -117,7 +158,7 @@ def run_soak(minutes: float, seed: int, enough: threading.Event, record: Record)
     Raises:
         ServerStartError: the server did not start at the beginning, or FAILED_STARTS restarts failed.
     """
-    say(f"{minutes:g} minutes, seed {seed}, in {record.out}")
+    say(f"{minutes:g} minutes")
     system = ChaosSystem(write_soak_config(record.out, seed), random.Random(seed + 1), ("actor", "sidecar"))
     soak = Soak(system, minutes, random.Random(seed + 2))
     try:
@@ -137,13 +178,8 @@ def run_soak(minutes: float, seed: int, enough: threading.Event, record: Record)
         check_disk(calm),
     ]
     totals = {"minutes": minutes, "steps": ended.actor["step"], "kills": len(soak.kills), "calm_samples": len(calm)}
-    record.result |= {
-        "summary": totals,
-        "kills": soak.kills,
-        "samples": [asdict(sample) for sample in soak.samples],
-        "verdicts": [asdict(item) for item in verdicts],
-    }
-    record.save()
+    samples = [asdict(sample) for sample in soak.samples]
+    record.result |= {"summary": totals, "kills": soak.kills, "samples": samples}
     draw(record.out / "soak.png", soak.samples, soak.kills, soak.calm_from_s)
     return verdicts
 

@@ -1,4 +1,4 @@
-"""What the soak test checks: no update lost, every response scored, every kill survived, and nothing grows.
+"""What the soak test measures and checks: no update lost, every response scored, every kill survived, and no growth.
 
 Growth is measured in the last part of the test, in which nothing is killed: from the median of its first quarter to the
 median of its last quarter, within the life of one process.
@@ -6,6 +6,8 @@ median of its last quarter, within the life of one process.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +15,18 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from chaos.soak.config import MOST_REQUESTS, ROWS
-from chaos.soak.usage import UsageSample
+import psutil
+
+from chaos.system import ChaosSystem
 from chaos.verdict import Verdict, verdict
 from python_backend.store.jsonl import read_jsonl
+from tools.report.curves import figure_of
+from tools.server.shared_memory import SHARED_MEMORY
 
+Axes = Any  # matplotlib is imported only by functions that draw
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#3C4043", "#9AA0A6", "#F0E442")
+ROWS = 16  # responses per step
+MOST_REQUESTS = 32  # in flight
 LONG_S = 900.0  # of calm, after which allocators and caches have settled
 MEMORY_SHARE, SHORT_MEMORY_SHARE = 0.05, 0.5  # allowed growth after a long and a short calm
 MEMORY_MB = 16.0  # in addition
@@ -27,6 +36,126 @@ FLAT_MB = 2.0
 FLAT_FILES = 8  # versions, entries or checkpoints that are being replaced
 RESULTS = 1100  # python_backend.store.journal.KEPT_RESULTS, and those of the last steps
 QUARTER = 4
+
+
+@dataclass(frozen=True)
+class ProcessUsage:
+    """What one process uses."""
+
+    pid: int
+    rss_mb: float
+    files: int
+    """Open file descriptors other than sockets."""
+    sockets: int
+    """These follow the number of requests in flight."""
+    threads: int
+
+
+@dataclass(frozen=True)
+class UsageSample:
+    """What the system uses at one moment."""
+
+    time_s: float
+    step: int
+    processes: dict[str, ProcessUsage]
+    """By name; a model of several processes or none is left out."""
+    shared_memory_mb: float
+    versions: int
+    journal_entries: int
+    journal_results: int
+    checkpoints: int
+    disk_mb: float
+    """Of versions, journal entries and checkpoints; metrics and logs grow with the number of steps."""
+
+
+def take_sample(system: ChaosSystem, time_s: float, step: int) -> UsageSample:
+    """Return what the system uses now; a process that ends meanwhile is left out."""
+    run, journal = system.config.run, system.config.run.journal_dir / system.config.run.identity
+    folders = [run.weights_dir, journal / "entries", run.dir / "checkpoints"]
+    return UsageSample(
+        time_s=round(time_s, 2),
+        step=step,
+        processes={
+            name: usage for name in system.victims if (usage := _usage_of(system.processes_of(name))) is not None
+        },
+        shared_memory_mb=_megabytes(SHARED_MEMORY, system.region_prefix),
+        versions=len(system.store.versions()),
+        journal_entries=_num_files(journal / "entries"),
+        journal_results=_num_files(journal / "results"),
+        checkpoints=sum(_num_files(run.dir / "checkpoints" / role) for role in ("actor", "critic")),
+        disk_mb=sum(map(_megabytes, folders)),
+    )
+
+
+def _usage_of(processes: list[psutil.Process]) -> ProcessUsage | None:
+    if len(processes) != 1:
+        return None
+    process = processes[0]
+    try:
+        links = [_target(path) for path in Path(f"/proc/{process.pid}/fd").iterdir()]
+        sockets = sum(link.startswith("socket:") for link in links)
+        rss_mb = process.memory_info().rss / 1e6
+        return ProcessUsage(process.pid, rss_mb, len(links) - sockets, sockets, process.num_threads())
+    except (psutil.Error, OSError):
+        return None
+
+
+def _target(path: Path) -> str:
+    try:
+        return os.readlink(path)  # noqa: PTH115 - Path.readlink would parse the text as a path
+    except FileNotFoundError:  # closed since it was listed
+        return ""
+
+
+def _num_files(folder: Path) -> int:
+    return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
+
+
+def _megabytes(root: Path, prefix: str = "") -> float:
+    """Return the size on disk of the files below `root` whose names begin with `prefix`."""
+    total = 0
+    for folder, _, names in os.walk(root):  # which ignores a folder that was removed since it was listed
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += (Path(folder) / name).stat().st_blocks * 512 if name.startswith(prefix) else 0
+    return total / 1e6
+
+
+def draw(path: Path, samples: Sequence[UsageSample], kills: Sequence[Mapping[str, Any]], calm_from_s: float) -> None:
+    """Write the picture, a timeline of the run, to `path`."""
+    with figure_of(path, (12, 12)) as figure:
+        steps, killed, memory, files, disk = figure.subplots(5, 1, sharex=True, height_ratios=[1, 1, 1.3, 1.3, 1])
+        minutes = [sample.time_s / 60 for sample in samples]
+        steps.plot(minutes, [sample.step for sample in samples], color=COLOURS[2], lw=1.5)
+        steps.set(title="steps completed by the actor", ylabel="step")
+        names = list(dict.fromkeys(name for sample in samples for name in sample.processes))
+        _draw_kills(killed, kills, names)
+        for name, colour in zip(names, COLOURS, strict=False):
+            for ax, field in ((memory, "rss_mb"), (files, "files")):
+                values = [getattr(s.processes[name], field) if name in s.processes else float("nan") for s in samples]
+                ax.plot(minutes, values, color=colour, lw=1.2, label=name)
+        memory.set(title="resident memory of each process", ylabel="MB", ylim=(0, None))
+        files.set(title="open files of each process, without sockets", ylabel="files", ylim=(0, None))
+        memory.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0))
+        disk.plot(
+            minutes, [s.disk_mb for s in samples], color=COLOURS[0], lw=1.2, label="versions, journal, checkpoints"
+        )
+        disk.plot(minutes, [s.shared_memory_mb for s in samples], color=COLOURS[3], lw=1.2, label="/dev/shm")
+        disk.set(title="disk and shared memory", ylabel="MB", ylim=(0, None), xlabel="minutes")
+        disk.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0))
+        for ax in (steps, killed, memory, files, disk):
+            ax.axvspan(calm_from_s / 60, minutes[-1] if minutes else 0, color="#E8F0FE", lw=0, zorder=0)
+
+
+def _draw_kills(axes: Axes, kills: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    for kill in kills:
+        at = names.index(kill["victim"])
+        start, until = kill["time_s"] / 60, (kill["time_s"] + (kill["until_s"] or 0)) / 60
+        axes.plot([start, until], [at, at], color="#D55E00", lw=4, solid_capstyle="butt")
+        axes.plot([start], [at], marker="|", ms=12, color="#3C4043")
+    axes.set_yticks(range(len(names)), names)
+    title = "processes killed (SIGKILL), and how long until the next step; growth is measured where blue"
+    axes.set(ylim=(len(names) - 0.5, -0.5), title=f"{len(kills)} {title}")
 
 
 @dataclass(frozen=True)

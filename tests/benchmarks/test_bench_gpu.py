@@ -8,21 +8,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.command import main
+from benchmarks.command import main, report
 from benchmarks.gpu import check, parts
-from benchmarks.support.machine import describe_machine
 
 
 def sample_of(name: str, tmp_path: Path, *, device: str = "cpu", limit_s: float = 120) -> dict[str, Any]:
     job = {"device": device, "small": True, "scratch": str(tmp_path), "tests": ""}
     return check.run_part(name, job, limit_s, tmp_path / f"{name}.log")
-
-
-def report_on(*samples: dict[str, Any]) -> str:
-    result = {"date": "today", "device": "cpu", "small": True, "machine": describe_machine(), "versions": {}}
-    result |= {"samples": list(samples)}
-    result["summary"] = check.summarise(result)
-    return "\n".join(map(str, check.sections(result)))
 
 
 def test_each_part_has_a_function():
@@ -35,8 +27,10 @@ def test_a_part_that_fails_keeps_its_numbers_and_says_why(tmp_path: Path):
     assert sample["state"] == "FAILED"
     assert "nowhere" in sample["why"]
     assert check.has_failed({"samples": [sample]})
-    text = report_on(sample, sample_of("device_tests", tmp_path))
-    assert "**Not passed: environment.**" in text
+    result: dict[str, Any] = {"samples": [sample, sample_of("device_tests", tmp_path)]}
+    text = report(check, result, tmp_path)
+    assert "FAILED" in text
+    assert "nowhere" in text
     assert "there is no GPU" in text
 
 

@@ -50,14 +50,3 @@ def test_every_configuration_is_valid(tmp_path: Path, algorithm: str):
     path.write_text(json.dumps(learning.configuration(arguments, tmp_path, algorithm, 3)))
     config = load_config(path)
     assert (config.actor.algorithm.name, config.run.seed, config.actor.kl.coef) == (algorithm, 3, 0.0)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_short_run(tmp_path: Path):
-    assert command.main(["learning", "--out", str(tmp_path), "--quick"]) == 0
-    samples = json.loads((tmp_path / "result.json").read_text())["samples"]
-    assert [sample["step"] for sample in samples] == [1, 2]
-    assert set(samples[0]) == {"algorithm", "seed", "step", "reward", "optimum", "kl"}
-    assert 0 <= samples[0]["reward"] <= 1
-    assert not list((tmp_path / "runs" / "rloo-0" / "run").glob("journal/*/entries/*"))  # no critic in this run

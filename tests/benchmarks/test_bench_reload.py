@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.command import parse_arguments
 from benchmarks.reload import parts
-from benchmarks.reload.parts import PARTS
-from benchmarks.reload.setup import Cores, on_core, under_load
+from benchmarks.reload.service import Cores, on_core, under_load
 from benchmarks.reload.training import make_payload
-from benchmarks.support.pytriton import LockedCritic
-from benchmarks.support.workload import LONGEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace
+from benchmarks.support.workload import LONGEST, VOCAB_SIZE
 from python_backend.wire.contract import SEQUENCE_LENGTHS, Limits
 from python_backend.wire.training_payload import train_payload
-from tests.support.settings import trainer_section
 
 ROOT = Path(__file__).resolve().parents[2]
 SOME = Limits(VOCAB_SIZE, LONGEST)
@@ -58,23 +53,6 @@ def test_payloads_are_exact_multiples_that_the_contract_accepts():
     assert make_payload(3, copies=2)[SEQUENCE_LENGTHS].shape == (6, 1)
 
 
-def test_the_locked_server_computes_what_ours_does_and_trains(tmp_path: Path):
-    from python_backend.models.modeling import load_critic
-
-    make_checkpoint(SIZES["tiny"], tmp_path)
-    critic = LockedCritic(tmp_path, trainer_section(lr=1e-2, warmup_steps=0))
-    rows = make_trace(2)
-    width = max(row.size for row in rows)
-    values, version = critic.values(rows, width)
-    direct = load_critic(tmp_path).values(rows, width)
-    assert version == 0
-    assert all(np.allclose(values[i, : row.size], direct[i]) for i, row in enumerate(rows))
-    loss, version = critic.train(make_payload(2, copies=1))
-    assert np.isfinite(loss)
-    assert version == 1
-    assert not np.allclose(critic.values(rows, width)[0], values)
-
-
 # ---- the command ----
 
 
@@ -89,31 +67,3 @@ def test_quick_changes_defaults_only(tmp_path: Path):
 def test_models_too_large_for_milliseconds_are_published_only():
     assert under_load(["1m", "7m", "110m"]) == ["1m", "7m"]
     assert under_load(["110m"]) == ["110m"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_quick_run_measures_every_part_and_leaves_nothing_running(tmp_path: Path):
-    command = [sys.executable, "-m", "tools", "bench", "reload", "--out", str(tmp_path), "--quick"]
-    first = subprocess.run([*command, "--parts", "b"], cwd=ROOT, capture_output=True, text=True)
-    assert first.returncode == 0, first.stdout + first.stderr
-    assert list(json.loads((tmp_path / "result.json").read_text())["parts"]) == ["publish"]
-    done = subprocess.run([*command, "--parts", "a,c"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert set(result["parts"]) == set(PARTS)
-    (load,) = result["summary"]["load"].values()
-    assert load["failed_by_clients"] == load["failed_by_server"] == 0
-    assert (load["swap"]["reloads"], load["triton"]["reloads"]) == (4, 1)
-    assert load["versions_seen"] > 1
-    assert result["summary"]["training"]["one lock"]["x4"]["updates"] == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"result.json", "report.md", "reload.png"}
-    reward = [*command, "--parts", "a", "--model", "reward", "--swaps", "3", "--triton-reloads", "0"]
-    done = subprocess.run(reward, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (load,) = json.loads((tmp_path / "result.json").read_text())["summary"]["load"].values()
-    assert load["failed_by_clients"] == load["failed_by_server"] == 0
-    assert load["swap"]["reloads"] == 3
-    assert load["versions_seen"] > 1
-    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert str(tmp_path) not in running

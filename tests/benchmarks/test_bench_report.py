@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from benchmarks.command import BENCHMARKS, main, markdown, parse_arguments, report, targets_table
+from benchmarks.generation import response_lengths
 from benchmarks.scoring import sweep
-from benchmarks.scoring.report import flatness, padding_share, points_of, power_law, summarise, targets, throughput
+from benchmarks.scoring.sweep import summarise, targets
+from benchmarks.step import phases
 from benchmarks.support.benchmark import Target
 from benchmarks.support.samples import in_turn, median_of, pairs, ratio
-from benchmarks.support.workload import model_size
+from benchmarks.update import make_payload, padded_payload
 
 
 def sample(contender: str, seconds: float, **changes: Any) -> dict[str, Any]:
@@ -33,10 +35,7 @@ def sample(contender: str, seconds: float, **changes: Any) -> dict[str, Any]:
         "tokens": 1000,
         "p50_ms": 100.0,
         "p99_ms": 200.0,
-        "server_cpu_s": 2.0,
-        "client_cpu_s": 1.0,
-        "forward_tokens": 900,
-        "computed_tokens": 1200,
+        "cpu_s": 3.0,
     }
     return {**row, **changes}
 
@@ -51,15 +50,9 @@ def result_of(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def target(samples: list[dict[str, Any]], words: str) -> Target:
-    (found,) = [target for target in targets(result_of(samples)) if words in target.name]
+    result = result_of(samples)
+    (found,) = [target for target in targets(result | {"summary": summarise(result)}) if words in target.name]
     return found
-
-
-def test_one_sample():
-    one = sample("ours", 4.0)
-    assert throughput(one) == 250.0
-    assert padding_share(one) == 0.25
-    assert padding_share(sample("ours", 1.0, computed_tokens=0)) is None
 
 
 def test_median_leaves_out_what_is_unknown():
@@ -86,16 +79,6 @@ def test_a_different_contender_comes_first_in_each_round():
     ]
 
 
-def test_only_the_sweep_counts():
-    assert points_of([sample("ours", 1.0, purpose="split"), sample("ours", 1.0, purpose="scaling")]) == {}
-
-
-def test_points_begin_with_the_small_model():
-    samples = [sample("ours", 1.0, model=model, concurrency=c) for model in ("110m", "7m", "1m") for c in (64, 8)]
-    assert [point[0] for point in points_of(samples)] == ["1m", "1m", "7m", "7m", "110m", "110m"]
-    assert model_size("tiny") == 0.0
-
-
 @pytest.mark.parametrize(("seconds", "verdict"), [(3.2, "miss"), (3.4, "pass")])
 def test_ratio_bar(seconds: float, verdict: str):
     found = target([*in_rounds("ours", 1, 1, 1), *in_rounds("pytriton_padded", *[seconds] * 3)], "pytriton_padded")
@@ -111,7 +94,7 @@ def test_too_few_rounds_are_told():
 
 
 def test_what_was_not_measured_is_neither_pass_nor_miss():
-    assert {found.verdict for found in targets(result_of([]))} == {"not measured"}
+    assert {found.verdict for found in targets({"samples": [], "summary": []})} == {"not measured"}
 
 
 def test_never_slower_names_the_worst_point_and_leaves_out_ideal_and_low_concurrency():
@@ -127,36 +110,13 @@ def test_never_slower_names_the_worst_point_and_leaves_out_ideal_and_low_concurr
     found = target(samples, "any other server")
     assert found.value == pytest.approx(0.8)
     assert found.verdict == "miss"
-    assert found.detail == "worst at 7m, 1 row a request, concurrency 8 against one_forward"
+    assert found.detail == "worst at 7m, 1 x 8 against one_forward"
 
 
 @pytest.mark.parametrize(("ours_ms", "verdict"), [(13.9, "pass"), (14.1, "miss")])
 def test_latency_alone_may_exceed_theirs_by_delay_and_margin(ours_ms: float, verdict: str):
     samples = [sample("ours", 1, concurrency=1, p50_ms=ours_ms), sample("one_forward", 1, concurrency=1, p50_ms=10.0)]
     assert target(samples, "concurrency 1").verdict == verdict
-
-
-@pytest.mark.parametrize(("curve", "flat"), [([10, 50, 92, 100, 95], 0.92), ([10, 100, 80], 0.8), ([10, 89, 100], 1.0)])
-def test_flatness_looks_from_the_saturating_level_on(curve: list[float], flat: float):
-    assert flatness(curve) == pytest.approx(flat)
-
-
-def test_power_law():
-    assert power_law([1, 10, 100], [3, 30, 300]) == pytest.approx(1.0)
-    assert power_law([1, 4, 16], [1, 8, 64]) == pytest.approx(1.5)
-
-
-def test_growth():
-    def scaling(tokens: int, seconds: float, pss_mb: float) -> dict[str, Any]:
-        return sample("ours", seconds, purpose="scaling", scaling_tokens=tokens, tokens=tokens, pss_mb=pss_mb)
-
-    samples = [scaling(1000, 1, 100.0), scaling(10_000, 10, 105.0), scaling(100_000, 100, 120.0)]
-    assert target(samples, "exponent").verdict == "pass"
-    assert target(samples, "memory").value == pytest.approx(1.2)
-    assert target(samples, "memory").verdict == "miss"
-    square = [scaling(1000, 1, 100.0), scaling(10_000, 100, 100.0)]
-    assert target(square, "exponent").value == pytest.approx(2.0)
-    assert target(square, "exponent").verdict == "miss"
 
 
 def test_summary_and_tables():
@@ -217,7 +177,7 @@ def test_targets_table_says_what_was_promised():
 
 def test_report_of_one_round_is_written_whole(tmp_path: Path):
     samples = [sample(name, 1.0, concurrency=c) for name in ("ours", "one_forward") for c in (1, 8)]
-    samples.append(sample("ours", 1.0, purpose="scaling", scaling_tokens=1000, pss_mb=10.0))
+    samples.append(sample("ours", 1.0, purpose="split"))
     text = report(sweep, result_of(samples), tmp_path)
     assert "not measured" in text
     written = json.loads((tmp_path / "result.json").read_text())
@@ -225,3 +185,39 @@ def test_report_of_one_round_is_written_whole(tmp_path: Path):
     assert {target["verdict"] for target in written["targets"]} >= {"pass", "not measured"}
     names = {"result.json", "report.md", "throughput.png"}
     assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_a_step_is_compared_within_a_round() -> None:
+    def block(mode: str, number: int, seconds: float, **lengths: float) -> dict[str, Any]:
+        spans = [[name, 1.0, 1.0 + length] for name, length in lengths.items()]
+        return {
+            "mode": mode,
+            "round": number,
+            "steps": 2,
+            "seconds": seconds,
+            "cpu_seconds": 1.5 * seconds,
+            "spans": spans,
+        }
+
+    own = {"generate": 4.0, "logprobs": 1.0, "init_logprobs": 1.0, "train_time": 2.0}
+    samples = [block("serial", i, seconds, **own, scoring=2.0) for i, seconds in enumerate((10.0, 20.0, 10.0))]
+    samples += [block("overlapped", i, seconds, generate=5.0) for i, seconds in enumerate((8.0, 12.0, 9.0))]
+    overlapped, path, cores = phases.targets({"samples": samples})
+    assert overlapped.value == 0.8  # the median of 0.8, 0.6 and 0.9, each of one round
+    assert path.value == pytest.approx(4.0 / 5.0)  # scoring is not the actor's own, and a block has two steps
+    assert cores.value == 0.75
+
+
+def test_lengths_are_given_and_vary() -> None:
+    varied = response_lengths("varied", 200, 128)
+    assert response_lengths("equal", 3, 9) == [9, 9, 9]
+    assert (max(varied), min(varied) < 30) == (128, True)
+    assert 0.2 < sum(varied) / 200 / 128 < 0.5  # most end long before the longest
+
+
+def test_padding_lengthens_rows_and_trains_nothing() -> None:
+    payload = make_payload(16)
+    padded = padded_payload(payload)
+    assert padded.mask.sum() == payload.mask.sum()
+    assert padded.lengths.tolist() == [payload.lengths.max()] * 16
+    assert padded.tokens.sum() == payload.tokens.sum()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ import pytest
 
 from benchmarks.command import main
 from benchmarks.support.benchmark import BenchError, Record
-from benchmarks.trl.comparison import summarise, take_turns, targets
+from benchmarks.trl.comparison import REQUIREMENTS, SteppedTrainer, prompts_for, summarise, take_turns, targets
 from benchmarks.trl.theirs import trl_arguments
-from benchmarks.trl.trainers import REQUIREMENTS, SteppedTrainer, prompts_for
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL = {"model": "tiny", "algorithm": "grpo", "rows": 16, "new_tokens": 8}
@@ -74,7 +72,7 @@ def test_a_contender_that_ends_early_is_named_with_the_end_of_its_log(tmp_path: 
 
 def test_turns_alternate_after_the_warm_up(tmp_path: Path) -> None:
     taken: list[tuple[str, int]] = []
-    record = Record(tmp_path, {"samples": []})
+    record = Record(tmp_path)
 
     def steps(name: str, seconds: float) -> Any:
         def take(count: int) -> dict[str, Any]:
@@ -137,12 +135,3 @@ def test_both_environments_have_the_same_torch_and_transformers() -> None:
 def test_smollm2_needs_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trl", "--out", str(tmp_path), "--models", "135m"]) == 2
     assert "--smollm2 DIR" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_quick_run_of_our_side_measures_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trl", "--out", str(tmp_path), "--quick", "--contenders", "ours"]) == 0
-    [measured] = json.loads((tmp_path / "result.json").read_text())["samples"]
-    assert measured["tokens"] == 16 * 8  # no response ended early
-    assert {"generate", "train_time", "step_time"} <= measured["phases"].keys()
-    assert "tiny grpo 16x8" in capsys.readouterr().out

@@ -17,13 +17,10 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from chaos.background import Background
-from chaos.command import _drive, main
-from chaos.points import NOTHING, POINTS, VICTIMS, Points, plan_kills
-from chaos.stopping import stop_for, stop_for_good, ways_of
-from chaos.summary import kills_with_recovery, outages, summary
+from chaos.command import _drive, main, summary
+from chaos.killer import NOTHING, POINTS, VICTIMS, Points, plan_kills, stop_for, stop_for_good, ways_of
 from chaos.system import write_config
-from chaos.traffic import LONGEST, VOCAB_SIZE, RequestRecord, Traffic, batch, probes
+from chaos.traffic import LONGEST, VOCAB_SIZE, Background, RequestRecord, Traffic, batch, probes
 from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.config import RunConfig, load_config
 from python_backend.store.journal import Heartbeat, Journal
@@ -240,11 +237,10 @@ def test_an_outage_is_a_span_without_any_answer():
     record = RequestRecord(
         latencies=[(1.0, 0.1), (0.5, 0.1), (4.0, 0.1), (4.5, 0.1)], failures=[(2.0, "scorer", "dead")]
     )
-    assert outages(record) == [{"time_s": 1.0, "seconds": 3.0}]
-    kills = kills_with_recovery([{"time_s": 1.2, "hit": True}, {"time_s": 4.5, "hit": True}], record)
-    assert [kill["scored_after_s"] for kill in kills] == [2.8, None]
-    assert [kill["trained_after_s"] for kill in kills] == [None, None]
+    kills = [{"time_s": 1.2, "hit": True}, {"time_s": 4.5, "hit": True}]
+    record.trained.append((1, 2.0, "answer"))
     totals = summary(record, kills)
+    assert [kill["trained_after_s"] for kill in kills] == [0.8, None]
     assert (totals["longest_outage_s"], totals["scoring_requests"], totals["scoring_requests_given_up"]) == (3.0, 4, 1)
 
 

@@ -12,9 +12,17 @@ from typing import Any
 import pytest
 
 from chaos.command import main
-from chaos.soak.picture import draw
-from chaos.soak.usage import ProcessUsage, UsageSample
-from chaos.soak.verdict import Ended, check_disk, check_processes, check_responses, check_survival, check_updates
+from chaos.soak.verdict import (
+    Ended,
+    ProcessUsage,
+    UsageSample,
+    check_disk,
+    check_processes,
+    check_responses,
+    check_survival,
+    check_updates,
+    draw,
+)
 from python_backend.store.jsonl import write_jsonl
 
 USAGE = ProcessUsage(pid=7, rss_mb=400.0, files=30, sockets=20, threads=9)

@@ -27,7 +27,7 @@ from actor.generation.engine import Generation
 from actor.policy.policy import Policy
 from actor.vllm.generation import VllmGeneration
 from benchmarks.learning import make_checkpoints
-from benchmarks.support.servers import SERVED
+from benchmarks.support.children import SERVED
 from python_backend.config import RunConfig
 from python_backend.store.jsonl import read_jsonl
 from tools.server.vllm import VllmServer

@@ -1,21 +1,24 @@
-"""The server of the reload benchmark, with a critic or a reward model whose versions can be published."""
+"""What every part of the reload benchmark runs: clients, and a server whose model has new versions published."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import dataclasses
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from benchmarks.reload.setup import ReloadSetup, on_core
+from benchmarks.support.children import SERVED, BenchChild, running_triton
 from benchmarks.support.samples import Sample
-from benchmarks.support.servers import SERVED, start_triton
-from benchmarks.support.workload import SIZES, make_checkpoint
+from benchmarks.support.workload import SIZES, make_checkpoint, model_size
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
-from python_backend.config import CriticSection, RewardSection, RunConfig, RunSection, ServerSection, TrainerSection
+from python_backend.config import RunConfig, TrainerSection
 from python_backend.config.live_models import live_model
 from python_backend.store.weights import WeightsStore
 from tools.serve import with_fixed_ports
@@ -29,6 +32,54 @@ RUN_ID = "bench"
 LOWEST_PRIORITY = 19
 PERTURBATION = 1e-4
 LOAD_TIMEOUT_S = 300.0
+MOST_SIZE_UNDER_LOAD = 7  # million parameters; latencies of larger models are too long
+
+
+def under_load(models: list[str]) -> list[str]:
+    """Return the models that are small enough to be reloaded under load; the first model if none is."""
+    return [name for name in models if model_size(name) <= MOST_SIZE_UNDER_LOAD] or models[:1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cores:
+    """Cores of server, clients and trainer; the trainer has all cores but two.
+
+    With two cores the trainer shares the clients' core; with one, all share it.
+    """
+
+    server: int
+    clients: int
+    trainer: tuple[int, ...]
+
+    @classmethod
+    def of_machine(cls) -> Cores:
+        """Divide the cores that this process may use."""
+        cores = sorted(os.sched_getaffinity(0))
+        return cls(cores[0], cores[min(1, len(cores) - 1)], tuple(cores[2:] or cores[-1:]))
+
+
+@contextlib.contextmanager
+def on_core(*cores: int) -> Iterator[None]:
+    """Pin this thread, and the threads and processes that it starts in the block, to these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReloadSetup:
+    """Settings and resources that every part receives."""
+
+    settings: argparse.Namespace
+    folder: Path
+    """Folder for temporary files, which are removed when the measurement ends."""
+    cores: Cores
+    clients: BenchChild
+    """Process that runs `clients.serve`."""
+    say: Callable[[str], None]
 
 
 class CriticService:
@@ -48,16 +99,16 @@ class CriticService:
         shutil.rmtree(self.folder, ignore_errors=True)
         checkpoint = self.folder / "checkpoint"
         self.num_parameters = make_checkpoint(SIZES[model], checkpoint)
-        self.config = with_fixed_ports(
-            RunConfig(
-                run=RunSection(dir=self.folder, run_id=RUN_ID),
-                server=ServerSection(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1),
-                reward=RewardSection(checkpoint=checkpoint, store=self.name == "reward", **SERVED),
-                critic=CriticSection(checkpoint=checkpoint, **SERVED),
-                trainer=trainer or TrainerSection(serve_timeout_s=LOAD_TIMEOUT_S),
-                **self.sections,
-            )
-        )
+        served = {"checkpoint": checkpoint, **SERVED}
+        sections = {
+            "run": {"dir": self.folder, "run_id": RUN_ID},
+            "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
+            "reward": {**served, "store": self.name == "reward"},
+            "critic": served,
+            "trainer": trainer or TrainerSection(serve_timeout_s=LOAD_TIMEOUT_S),
+            **self.sections,
+        }
+        self.config = with_fixed_ports(RunConfig.model_validate(sections))
         initialise_stores(self.config)
         self.live = live_model(self.config, self.name)
         self.store = WeightsStore(self.live.store)
@@ -66,15 +117,16 @@ class CriticService:
         # Publishes at low priority, as a trainer should if it shares a core with clients. Only this thread has the low
         # priority, since child processes would inherit the priority of the whole process.
         self._publishing = ThreadPoolExecutor(1, "publisher", initializer=_step_back)
+        self._stack = contextlib.ExitStack()
         with on_core(setup.cores.server):
-            self.server = start_triton(self.config)
+            self._stack.enter_context(running_triton(self.config))
 
     def __enter__(self) -> CriticService:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._publishing.shutdown()
-        self.server.stop()
+        self._stack.close()
         for heavy in ("checkpoint", "second", "weights", "journal", "checkpoints", "backends"):
             shutil.rmtree(self.folder / heavy, ignore_errors=True)
 

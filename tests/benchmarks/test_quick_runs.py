@@ -1,0 +1,90 @@
+"""One whole quick run of each benchmark: it measures all contenders, reports, and leaves nothing running."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOW = pytest.mark.slow, pytest.mark.timeout(900)
+OURS = ["ours"]
+SCORING = ["ideal", "one_forward", "ours", "pytriton_padded", "pytriton_stripped"]
+GATEWAY = ["gateway_texts", "gateway_tokens", "ours", "serve_rm"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "contenders", "target"),
+    [
+        ("generation", [], ["generate", "slots-4"], "tiny: identical greedy responses, share"),
+        ("update", ["--threads", "1"], ["ours", "padded"], "tiny: ours / padded to the longest, times as fast"),
+        pytest.param("scoring", [], SCORING, "ours / any other server", marks=SLOW),
+        pytest.param("scoring", ["--contenders", ",".join(GATEWAY)], GATEWAY, "through the gateway", marks=SLOW),
+        pytest.param("step", [], ["overlapped", "serial"], "overlapped / serial", marks=SLOW),
+        pytest.param("learning", [], ["rloo"], "share of the optimum, worst seed", marks=SLOW),
+        pytest.param("trl", ["--contenders", "ours"], OURS, "tiny grpo 16x8: ours / TRL", marks=SLOW),
+        pytest.param("reload", ["--parts", "b"], [], "swap / hash + load + canary", marks=SLOW),
+        pytest.param("reload", ["--parts", "a,c"], [], "p99 while the critic trains", marks=SLOW),
+        pytest.param("reload", ["--parts", "a", "--model", "reward"], [], "failed requests", marks=SLOW),
+    ],
+)
+def test_quick_run(name: str, options: list[str], contenders: list[str], target: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools", "bench", name, "--out", str(tmp_path), "--quick", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert target in done.stdout
+    assert done.stdout.strip() == (tmp_path / "report.md").read_text().strip()
+    result = json.loads((tmp_path / "result.json").read_text())
+    key = {"step": "mode", "learning": "algorithm"}.get(name, "contender")
+    assert sorted({sample[key] for sample in result["samples"]}) == contenders
+    CHECKS.get(name, lambda result: None)(result)
+    pictures = {"scoring": "throughput.png", "step": "step.png", "learning": "learning.png"}
+    assert name not in pictures or (tmp_path / pictures[name]).stat().st_size > 5_000
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path) not in running
+
+
+def greedy_responses_are_identical(result: dict[str, Any]) -> None:
+    assert result["greedy_identical"] == {"tiny": 1.0}
+
+
+def every_cell_is_measured(result: dict[str, Any]) -> None:
+    swept = [sample for sample in result["samples"] if sample["purpose"] == "sweep"]
+    assert {(sample["rows"], sample["concurrency"]) for sample in swept} == {(r, c) for r in (1, 8) for c in (1, 8)}
+    assert all(sample["cpu_s"] > 0 for sample in swept)
+
+
+def phases_follow_each_other_unless_overlapped(result: dict[str, Any]) -> None:
+    phases = {"generate", "scoring", "logprobs", "init_logprobs", "critic_update", "train_time"}
+    for sample in result["samples"]:
+        assert phases <= {name for name, _, _ in sample["spans"]}
+        ordered = sorted((start, end) for name, start, end in sample["spans"] if name in phases)
+        serial = all(before[1] <= after[0] for before, after in itertools.pairwise(ordered))
+        assert serial or sample["mode"] == "overlapped"
+
+
+def no_response_ended_early(result: dict[str, Any]) -> None:
+    (sample,) = result["samples"]
+    assert sample["tokens"] == 16 * 8
+    assert {"generate", "train_time", "step_time"} <= sample["phases"].keys()
+
+
+def no_request_failed(result: dict[str, Any]) -> None:
+    for load in result["summary"].get("load", {}).values():
+        assert load["failed_by_clients"] == load["failed_by_server"] == 0
+        assert (load["swap"]["reloads"], load["triton"]["reloads"]) == (4, 1)
+        assert load["versions_seen"] > 1
+
+
+CHECKS = {
+    "generation": greedy_responses_are_identical,
+    "scoring": every_cell_is_measured,
+    "step": phases_follow_each_other_unless_overlapped,
+    "trl": no_response_ended_early,
+    "reload": no_request_failed,
+}
