@@ -22,7 +22,7 @@ from benchmarks.support.samples import grouped
 from benchmarks.support.servers import SERVED
 from benchmarks.support.workload import word_tokenizer
 from python_backend.store.jsonl import read_jsonl, write_jsonl
-from tools.demo.random_models import random_llama
+from benchmarks.support.random_models import random_llama
 from tools.report.curves import figure_of
 from tools.server.child import Child
 

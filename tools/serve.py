@@ -22,7 +22,7 @@ from python_backend.stop_signal import StopRequested, StopSignals
 from python_backend.store.control_key import control_key
 from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
-from tools.demo.pretrained import PRETRAINED
+from examples.demo.pretrained import PRETRAINED
 from tools.server.ports import with_free_ports
 from tools.server.shell_command import shell_command
 from tools.server.supervisor import Supervisor
@@ -115,7 +115,7 @@ def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
         "actor.prompts.path": out / "prompts.jsonl",
         "actor.validation.prompts": out / "validation.jsonl",
     }
-    arguments = ["tools.demo.prepare", "--recipe", demo.recipe, "--out", str(out), "--seed", str(config.run.seed)]
+    arguments = ["examples.demo.prepare", "--recipe", demo.recipe, "--out", str(out), "--seed", str(config.run.seed)]
     return [*arguments, *(["--quick"] if demo.quick else [])], [f"{key}={path}" for key, path in paths.items()]
 
 

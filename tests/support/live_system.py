@@ -31,7 +31,7 @@ from python_backend.store.journal import Journal
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import WeightsStore, sha256_of
 from tests.support.settings import nested
-from tools.demo.random_models import random_llama, train_bpe
+from benchmarks.support.random_models import random_llama, train_bpe
 from tools.render_configs import render_repository
 from tools.server.child import Child
 from tools.server.model_loading import probe

@@ -14,7 +14,7 @@ from actor.run.lock import LOCK_FILE, RUN_LOCK_FILE, in_progress
 from actor.run.settings import CHANGES_FILE, SETTINGS_FILE, read_settings
 from python_backend.errors import RlhfError
 from python_backend.store.jsonl import each_line
-from tools.demo.gold import paired_ci95
+from examples.demo.gold import paired_ci95
 from tools.report.summary import Pair, current_summary, gold_gains, has_samples, read_pairs
 
 Row = TypeVar("Row")

@@ -14,7 +14,7 @@ from typing import Any
 
 from python_backend.store.durable import read_json, replace_file
 from python_backend.store.jsonl import each_line, write_jsonl
-from tools.demo.gold import gold_scorer, paired_ci95, words_that_gained
+from examples.demo.gold import gold_scorer, paired_ci95, words_that_gained
 
 OF_EVERY_ACTOR = ("steps", "failed_requests", "masked_samples", "seconds_per_step")
 SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with their descriptions in the report

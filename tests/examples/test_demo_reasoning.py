@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from python_backend.rewards.function import Sample, checked, load_function
-from tools.demo.reasoning import prepare, write_tasks
+from examples.demo.reasoning import prepare, write_tasks
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install '.[rlvr]'")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tools.demo.gold import TECHNICAL_WORDS, gold_scorer, paired_ci95, words_that_gained
+from examples.demo.gold import TECHNICAL_WORDS, gold_scorer, paired_ci95, words_that_gained
 
 
 def test_the_score_knows_good_from_bad_and_stays_in_its_range() -> None:

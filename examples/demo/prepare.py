@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 from python_backend.config.command_line import reporting
 from python_backend.store.jsonl import write_jsonl
 from tools.arguments import parse_or_complete
-from tools.demo import reasoning
-from tools.demo.corpus import corpus_fingerprint, load_corpus
-from tools.demo.gold import gold_scorer
-from tools.demo.prepared_folder import Built, Log, build_once, code_fingerprint
+from examples.demo import reasoning
+from examples.demo.corpus import corpus_fingerprint, load_corpus
+from examples.demo.gold import gold_scorer
+from examples.demo.prepared_folder import Built, Log, build_once, code_fingerprint
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from tools.demo.models import Recipe
+    from examples.demo.models import Recipe
 
 NUM_VALIDATION_PROMPTS = 512
 _SOURCES = ("corpus.py", "gold.py", "models.py", "prepare.py", "random_models.py")
@@ -48,7 +48,7 @@ def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> 
 def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
     import torch
 
-    from tools.demo.models import FULL, QUICK
+    from examples.demo.models import FULL, QUICK
 
     recipe = QUICK if quick else FULL
     threads = torch.get_num_threads()
@@ -61,7 +61,7 @@ def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
 
 def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> dict[str, Any]:
     """Train all models, write them and the prompts to `root`, and return the figures."""
-    from tools.demo import models as m
+    from examples.demo import models as m
 
     start = time.monotonic()
     corpus = load_corpus(every_nth_source=recipe.every_nth_source)
@@ -124,7 +124,7 @@ class _RewardTexts:
 
     def samples(self, prompts: dict[str, list[int]], number: int, *, seed: int) -> list[list[int]]:
         """Return `number` continuations of prompts drawn with replacement."""
-        from tools.demo.models import sample
+        from examples.demo.models import sample
 
         drawn = random.Random(seed).choices(list(prompts.values()), k=number)
         return sample(self.policy, drawn, new_tokens=self.recipe.new_tokens, seed=seed)
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.recipe == "reasoning":
         built = reasoning.prepare(arguments.out)
     elif arguments.recipe == "chat":
-        from tools.demo import llm
+        from examples.demo import llm
 
         built = llm.prepare(arguments.out, arguments.seed, arguments.quick)
     else:
