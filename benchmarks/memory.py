@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.benchmark import Option, Record, Result, Target
+from benchmarks.support.random_models import random_llama
 from benchmarks.support.usage import peak_rss_bytes, reset_peak_rss
 from benchmarks.support.workload import trace_tokenizer
 from python_backend.config import RunConfig
-from benchmarks.support.random_models import random_llama
 
 SHAPES = {  # layers, width, feed-forward size
     "2m": (4, 192, 512),

@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 
 from benchmarks.support.children import free_ports
+from benchmarks.support.random_models import random_llama, train_bpe
 from chaos.fuzz.gateway import KEY_VARIABLE as GATEWAY_KEY_VARIABLE
 from chaos.fuzz.requests import POSITIONS, VOCAB_SIZE
 from python_backend.config import RunConfig, load_config
 from python_backend.config.sections import UNMEASURED
-from benchmarks.support.random_models import random_llama, train_bpe
 
 KEY_VARIABLE, KEY = "FUZZ_TRAINING_KEY", "open sesame"
 STAGES: dict[str, dict[str, Any]] = {

@@ -115,6 +115,8 @@ def _of_actor(config: RunConfig) -> dict[str, str | None]:
         )
     if actor.validation.prompts is not None and actor.validation.size:
         problems["actor.validation.prompts"] = _of_prompts(actor.validation.prompts)
+    if found := FILE_SPEC.fullmatch(config.report or ""):
+        problems["report"] = _of_function(Path(found["file"]), found["name"])
     return problems | missing_packages("actor.policy", actor.policy, "actor.optimizer", actor.optimizer.kind)
 
 
@@ -147,7 +149,7 @@ def _refused(check: Callable[..., object], *arguments: Any) -> str | None:
 
 
 def _of_function(file: Path, name: str) -> str | None:
-    """Return the problem with a reward function, or None; reads the file's symbol table without running the file."""
+    """Return the problem with a function, or None; reads the file's symbol table without running the file."""
     if not file.is_file():
         return f"{file} does not exist; give the path of a Python file{_start_of(file)}"
     try:

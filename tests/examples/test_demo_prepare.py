@@ -95,9 +95,9 @@ def test_a_second_call_returns_what_is_there(prepared: Built, monkeypatch: pytes
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits(prepared: Built, tmp_path: Path) -> None:
     """In another process: no hash seed or earlier draw may matter."""
-    command = [sys.executable, "-m", "examples.demo.prepare", "--out", str(tmp_path / "again"), "--seed", "3", "--quick"]
-    subprocess.run(command, check=True, timeout=240, capture_output=True)
-    again = prepare(tmp_path / "again", 3, quick=True, log=lambda line: None)
+    command = [sys.executable, "-m", "examples.demo", "sentences", "--prepare-only", "--quick", "run.seed=3"]
+    subprocess.run([*command, "--cache-dir", str(tmp_path)], check=True, timeout=240, capture_output=True)
+    again = prepare(tmp_path / "seed-3-quick", 3, quick=True, log=lambda line: None)
     assert _hashes(again) == _hashes(prepared)
 
 

@@ -34,7 +34,6 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
     "gateway": CONFIG,
     "status": CONFIG,
     "import": ["--reward", "{folder}", "--no-load"],
-    "prepare": ["--out", "{folder}/file/out"],
     "chaos": ["--out", "{folder}"],
     "fuzz": ["--out", "{folder}/file/out"],
     "bench": ["update", "--report-only", "{folder}"],
