@@ -62,7 +62,7 @@ def write_run(
             for i in range(30)
             for when, text, reward in (
                 ("before", f" thing {i}.", 0.0),
-                ("after", EVIL if i == 0 else f" good thing {i}.", 1.0 + i % 3),
+                ("after", EVIL if i == 2 else f" good thing {i}.", 1.0 + i % 3),
             )
         ]
         (run_dir / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
