@@ -2,7 +2,7 @@
 # constraints.txt or pyproject.toml changed.
 PYTHON ?= python3
 SEED ?= 0
-DEVICE_TESTS ?= tests/device tests/actor tests/python_backend tests/trainer tests/parallel
+DEVICE_TESTS ?= tests/device tests/actor tests/python_backend tests/trainer tests/training
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr

@@ -27,10 +27,10 @@ from python_backend.errors import REPORTED
 from python_backend.long_lived import long_lived_imports
 from python_backend.monitoring.log_lines import say
 from python_backend.monitoring.tracing import tracing
-from python_backend.parallel.launch import ended, launch_ranks, stop_signals
+from python_backend.training.launch import ended, launch_ranks, stop_signals
 
 if TYPE_CHECKING:
-    from python_backend.parallel.ranks import Ranks
+    from python_backend.training.ranks import Ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
         from python_backend.models.card.memory import on_rank
         from python_backend.models.card.placement import own_device
         from python_backend.models.modeling import quiet_transformers
-        from python_backend.parallel.ranks import Ranks
+        from python_backend.training.ranks import Ranks
 
     torch.set_num_threads(config.actor.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)

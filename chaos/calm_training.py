@@ -15,9 +15,9 @@ from chaos.traffic import batch
 from python_backend.config import load_config
 from python_backend.models.card.placement import own_device
 from python_backend.models.modeling import load_critic, quiet_transformers
-from python_backend.parallel.launch import ended, launch_ranks
-from python_backend.parallel.ranks import Ranks
 from python_backend.store.weights import WeightsStore
+from python_backend.training.launch import ended, launch_ranks
+from python_backend.training.ranks import Ranks
 from python_backend.wire.training_payload import train_payload
 from trainer.checkpoint import CheckpointFolder, CheckpointState
 from trainer.critic_update import CriticUpdate

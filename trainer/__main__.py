@@ -16,8 +16,8 @@ from python_backend.config.required_files import check_critic
 from python_backend.errors import REPORTED
 from python_backend.long_lived import long_lived_imports
 from python_backend.monitoring.tracing import tracing
-from python_backend.parallel.launch import ended, launch_ranks, stop_signals
 from python_backend.stop_signal import stop_event
+from python_backend.training.launch import ended, launch_ranks, stop_signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def _run_ranks(config: RunConfig) -> None:
     """Join the other ranks; follow the journal on rank 0, and rank 0 on the others."""
     from python_backend.models.card.memory import on_rank
     from python_backend.models.card.placement import own_device
-    from python_backend.parallel.ranks import Ranks
+    from python_backend.training.ranks import Ranks
     from trainer.sharded.publish import ShardedPublisher
     from trainer.sharded.update import ShardedUpdate, follow_rank_0
     from trainer.sidecar import follow

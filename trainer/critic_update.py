@@ -22,17 +22,17 @@ from torch import Tensor
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.config import TrainerSection
 from python_backend.errors import NotFinite
-from python_backend.models.adamw import empty_state, load_state, make_adamw, state_tensors
 from python_backend.models.adapters import check_trained, load_trained, trained_tensors
 from python_backend.models.batching import padded_rows, plan_micro_batches
 from python_backend.models.card.memory import Halving, OutOfMemory, card_bytes
 from python_backend.models.card.streams import use_card
 from python_backend.models.collation import collate
-from python_backend.models.gradient_checkpointing import recomputing
 from python_backend.models.modeling import CriticModel, save_critic
 from python_backend.models.precision import computing
-from python_backend.parallel.sharding import read_tensors, stored_shapes
 from python_backend.store.sealed_folder import hashes, verify_folder
+from python_backend.training.adamw import empty_state, load_state, make_adamw, state_tensors
+from python_backend.training.gradient_checkpointing import recomputing
+from python_backend.training.sharding import read_tensors, stored_shapes
 from python_backend.wire.training_payload import TrainPayload
 from trainer.value_loss import clipped_value_loss
 

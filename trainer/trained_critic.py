@@ -20,12 +20,12 @@ from torch import Tensor
 from python_backend.checkpoints.inspection import ADAPTERS_KEY, CONFIG_FILE, WEIGHTS_FILE, Constants, StoredAdapters
 from python_backend.config import TrainerSection
 from python_backend.models.adapters import Lora, describe_adapters, trained_tensors, with_adapters
-from python_backend.models.attention import use_attention
-from python_backend.models.gradient_checkpointing import checkpoint_gradients
 from python_backend.models.modeling import CriticModel, load_critic, write_config
 from python_backend.models.precision import in_float32, use_bfloat16
 from python_backend.models.token_head import head_of
 from python_backend.store.durable import disk_errors
+from python_backend.training.attention import use_attention
+from python_backend.training.gradient_checkpointing import checkpoint_gradients
 
 BASE_VERSION = 0  # which training starts from; never pruned
 

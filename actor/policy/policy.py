@@ -26,21 +26,21 @@ from actor.policy.state_files import read_state, write_state
 from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, fingerprint_weights
 from python_backend.checkpoints.tokenization import load_tokenizer, special_tokens
 from python_backend.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
-from python_backend.models.adamw import make_adamw
 from python_backend.models.adapters import Lora, MergedWeights, with_adapters
-from python_backend.models.attention import use_attention
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.card.copies import to_device
 from python_backend.models.card.inspections import skip_inspections
 from python_backend.models.card.memory import Halving
 from python_backend.models.card.streams import CardStream
-from python_backend.models.gradient_checkpointing import checkpoint_gradients
 from python_backend.models.loading import load_weights, map_tensors
 from python_backend.models.logprobs import sampling_entropy, target_logprobs
 from python_backend.models.output_head import head_logprobs, linear_head
 from python_backend.models.precision import computing, in_float32, use_bfloat16
+from python_backend.models.sharded_tensors import whole
 from python_backend.models.token_head import measure_causality
-from python_backend.parallel.sharding import whole
+from python_backend.training.adamw import make_adamw
+from python_backend.training.attention import use_attention
+from python_backend.training.gradient_checkpointing import checkpoint_gradients
 
 logger = logging.getLogger(__name__)
 PROOF_ROWS = 16  # of the first rollout, to compare generation's log-probs with those of a forward pass

@@ -7,7 +7,7 @@ from typing import Any
 
 from actor.data.rollout import PPOBatch
 from actor.policy.update import PolicyUpdate
-from python_backend.parallel.ranks import Ranks
+from python_backend.training.ranks import Ranks
 
 
 class RankedUpdate(PolicyUpdate):

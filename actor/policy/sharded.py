@@ -30,9 +30,10 @@ from actor.policy.policy import Policy
 from actor.policy.state_files import write_sharded_state
 from python_backend.errors import RlhfError
 from python_backend.models.precision import use_bfloat16
-from python_backend.parallel.mailbox import Mailbox
-from python_backend.parallel.ranks import Operations, Ranks
-from python_backend.parallel.sharding import hollow, shard, sync_gradients, whole
+from python_backend.models.sharded_tensors import whole
+from python_backend.training.mailbox import Mailbox
+from python_backend.training.ranks import Operations, Ranks
+from python_backend.training.sharding import hollow, shard, sync_gradients
 
 POLL_S = 0.002
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from python_backend.models.adamw import empty_state, load_state, named_state, state_tensors
 from python_backend.models.adapters import check_trained, load_trained, trained_tensors
-from python_backend.parallel.sharding import read_tensors, stored_shapes, write_slices
+from python_backend.training.adamw import empty_state, load_state, named_state, state_tensors
+from python_backend.training.sharding import read_tensors, stored_shapes, write_slices
 
 if TYPE_CHECKING:
     from actor.policy.policy import Policy

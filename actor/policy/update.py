@@ -21,8 +21,8 @@ from actor.policy.policy import Policy
 from python_backend.config import ActorSection, OptimizerSection, UpdateSection
 from python_backend.errors import NotFinite
 from python_backend.models.adapters import adapter_dropouts
-from python_backend.models.gradient_checkpointing import in_training, recomputing
-from python_backend.parallel.sharding import whole
+from python_backend.models.sharded_tensors import whole
+from python_backend.training.gradient_checkpointing import in_training, recomputing
 
 
 class PolicyUpdate:

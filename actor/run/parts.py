@@ -20,7 +20,7 @@ from actor.scoring.client import TritonClient
 from actor.scoring.reference import make_reference
 from actor.scoring.scorer import Scorer
 from python_backend.config import RunConfig
-from python_backend.parallel.ranks import Ranks
+from python_backend.training.ranks import Ranks
 
 
 class RunParts:

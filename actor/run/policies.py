@@ -17,7 +17,7 @@ from actor.policy.update import PolicyUpdate
 from python_backend.config import RunConfig
 from python_backend.errors import RlhfError
 from python_backend.models.card.streams import use_card
-from python_backend.parallel.ranks import RankLost, Ranks
+from python_backend.training.ranks import RankLost, Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from types import FrameType
 from typing import Any, TypeVar
 
-from python_backend.parallel.launch import ended
+from python_backend.training.launch import ended
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

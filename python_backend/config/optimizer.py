@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from python_backend.config.fields import Beta, Count, CountOrZero, Section
-from python_backend.models.lr_schedule import scheduled_lr
+from python_backend.training.lr_schedule import scheduled_lr
 
 
 class OptimizerSection(Section):

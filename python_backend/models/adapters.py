@@ -132,7 +132,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        from python_backend.parallel.sharding import whole  # adds seconds to the start of a serving process
+        from python_backend.models.sharded_tensors import whole  # adds seconds to the start of a serving process
 
         tensor = self.plain[name].detach()
         if name in self.adapted:
@@ -231,7 +231,7 @@ def with_stored_adapters(
 
 def trained_tensors(model: Any) -> dict[str, Tensor]:
     """Return the trainable parameters by name, whole and on the CPU; collective if the model is sharded."""
-    from python_backend.parallel.sharding import whole  # adds seconds to the start of a serving process
+    from python_backend.models.sharded_tensors import whole  # adds seconds to the start of a serving process
 
     return {
         name: whole(parameter.detach()).cpu().contiguous()

@@ -27,7 +27,7 @@ from python_backend.models.precision import computing, in_float32, use_bfloat16
 from python_backend.models.token_head import compile_body, measure_causality
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from python_backend.parallel.tensor_parallel import RankGroup
+    from python_backend.models.tensor_parallel import RankGroup
 
 
 class LanguageModel:

@@ -40,7 +40,7 @@ from python_backend.models.adapters import with_stored_adapters
 from python_backend.models.token_head import head_of
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from python_backend.parallel.tensor_parallel import RankGroup
+    from python_backend.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -149,7 +149,7 @@ def load_weights(model: Any, folder: Path) -> None:
     Raises:
         CheckpointError: names or shapes differ, or a file is damaged.
     """
-    from python_backend.parallel.sharding import sharded_like  # adds seconds to the start of a serving process
+    from python_backend.models.sharded_tensors import sharded_like  # adds seconds to the start of a serving process
 
     info = inspect_checkpoint(folder)
     with as_checkpoint_error(folder):

@@ -42,7 +42,7 @@ from python_backend.models.loading import (
 from python_backend.models.token_head import PooledHead, TokenHead, compile_body, head_of, measure_causality
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from python_backend.parallel.tensor_parallel import RankGroup
+    from python_backend.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
 Pooling = Literal["auto", "last", "mean"]

@@ -31,7 +31,7 @@ from actor.policy.policy import Policy
 from actor.run.policies import _sample
 from python_backend.models.adapters import MergedWeights, with_merged_layers
 from python_backend.models.card.memory import OutOfMemory
-from python_backend.parallel.ranks import RankLost
+from python_backend.training.ranks import RankLost
 from tests.support.policy_training import TrainablePolicy, train, trainable_policy
 from tools.plan.training import generation_sizes
 

@@ -14,8 +14,8 @@ from tiny_checkpoints import VOCAB, save_tiny
 
 from python_backend.models.canary import CANARY_TOKENS, check_canary
 from python_backend.models.modeling import load_critic, save_critic
-from python_backend.parallel import sharding
-from python_backend.parallel.ranks import Ranks
+from python_backend.training import sharding
+from python_backend.training.ranks import Ranks
 from python_backend.wire.contract import Limits
 from python_backend.wire.training_payload import TrainPayload, train_payload
 from tests.device.test_ranks import recorded_traffic

@@ -17,12 +17,12 @@ from tiny_checkpoints import VOCAB, save_tiny
 from actor.data.rollout import PPOBatch, Rollout
 from python_backend.models.card.memory import OutOfMemory, on_rank
 from python_backend.models.modeling import load_critic, save_critic
-from python_backend.parallel.ranks import Ranks
+from python_backend.training.ranks import Ranks
 from python_backend.wire.training_payload import TrainPayload
-from tests.parallel.test_policy_ranks import batch_of, make, settings_of
 from tests.support.policy_training import TrainablePolicy, random_batch, rollout_of, trainable_policy, update_of
 from tests.support.ranks import on_ranks
 from tests.support.settings import trainer_section
+from tests.training.test_policy_ranks import batch_of, make, settings_of
 from trainer.critic_update import CriticUpdate
 from trainer.trained_critic import build_critic
 

@@ -29,9 +29,9 @@ from actor.policy.update import PolicyUpdate
 from actor.run.policies import follow, make_policy
 from python_backend.config import ActorSection, RunConfig, load_config
 from python_backend.models.modeling import load_critic, save_critic
-from python_backend.parallel.ranks import Ranks
 from python_backend.serving.ranks.controller import ServingRanks
 from python_backend.serving.ranks.loaders import load_model
+from python_backend.training.ranks import Ranks
 from python_backend.wire.training_payload import TrainPayload
 from tests.support.ranks import on_ranks, serving_ranks
 from tests.support.settings import nested

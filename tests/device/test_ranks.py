@@ -18,10 +18,10 @@ from tiny_checkpoints import save_tiny
 from actor.algorithms.methods import Method
 from actor.policy.policy import Policy
 from actor.run import policies
-from python_backend.parallel import sharding
-from python_backend.parallel.ranks import Ranks
-from tests.parallel.test_policy_ranks import CASES, PROMPTS, batch_of, gradients, make, settings_of
+from python_backend.training import sharding
+from python_backend.training.ranks import Ranks
 from tests.support.ranks import on_ranks
+from tests.training.test_policy_ranks import CASES, PROMPTS, batch_of, gradients, make, settings_of
 
 PASSES = 2  # micro-batches of each rank for `batch_of`
 CASES["lora in bfloat16"] = {"lora_rank": 2, "precision": "bfloat16"}

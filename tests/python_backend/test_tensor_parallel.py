@@ -21,7 +21,7 @@ from python_backend.checkpoints.inspection import WEIGHTS_FILE, CheckpointError
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.models import token_head
 from python_backend.models.modeling import CriticModel, save_critic
-from python_backend.parallel.tensor_parallel import RankGroup
+from python_backend.models.tensor_parallel import RankGroup
 from python_backend.serving.ranks.controller import ServingRanks
 from python_backend.serving.ranks.loaders import load_model
 from python_backend.serving.ranks.process import Rank

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from python_backend.parallel.sharding import whole
+from python_backend.models.sharded_tensors import whole
 from python_backend.serving.ranks.controller import ServingRanks
 from tools.server.ports import free_port
 
@@ -99,7 +99,7 @@ def _rank(
     import torch
 
     from python_backend.models.card.placement import own_device
-    from python_backend.parallel.ranks import Ranks
+    from python_backend.training.ranks import Ranks
 
     torch.set_num_threads(1)
     ranks = Ranks.join(own_device(device), timeout=timedelta(seconds=group_timeout_s))

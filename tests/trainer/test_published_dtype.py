@@ -15,8 +15,8 @@ import python_backend.store.weights as weights_module
 from python_backend.config import load_config
 from python_backend.models.canary import check_canary
 from python_backend.models.modeling import load_critic, save_critic
-from python_backend.parallel.ranks import Ranks
 from python_backend.store.weights import WeightsStore, sha256_of, weights_files
+from python_backend.training.ranks import Ranks
 from tests.support.ranks import on_ranks
 from tests.support.settings import trainer_section
 from trainer.sharded.publish import ShardedPublisher

@@ -17,9 +17,9 @@ from python_backend.checkpoints.safetensors_header import read_header
 from python_backend.config import TrainerSection
 from python_backend.models.adapters import MergedWeights
 from python_backend.models.modeling import CriticModel, load_critic, save_critic
-from python_backend.parallel.ranks import Ranks
 from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint
 from python_backend.store.weights import WeightsStore
+from python_backend.training.ranks import Ranks
 from python_backend.wire.contract import Limits
 from python_backend.wire.training_payload import TrainPayload, train_payload
 from tests.support.ranks import on_ranks, whole_tensors

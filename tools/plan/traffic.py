@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from python_backend.config import RunConfig
-from python_backend.parallel.sharding import MOST_UNREDUCED
+from python_backend.training.sharding import MOST_UNREDUCED
 from tools.plan.role import Role
 
 FLOAT = 4

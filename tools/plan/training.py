@@ -14,13 +14,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from actor.generation.cache import SlotCache, cache_layers
 from actor.generation.slots import draw
 from python_backend.config import ActorSection, PolicySection, RunConfig, TrainerSection
-from python_backend.models.adamw import make_adamw
 from python_backend.models.adapters import Lora, with_adapters, with_merged_layers
-from python_backend.models.attention import use_attention
 from python_backend.models.card.placement import devices_of
-from python_backend.models.gradient_checkpointing import checkpoint_gradients, recomputing
 from python_backend.models.precision import FLASH_ATTENTION, computing, use_bfloat16
-from python_backend.parallel.sharding import MOST_UNREDUCED
+from python_backend.training.adamw import make_adamw
+from python_backend.training.attention import use_attention
+from python_backend.training.gradient_checkpointing import checkpoint_gradients, recomputing
+from python_backend.training.sharding import MOST_UNREDUCED
 from tools.plan.live_bytes import LiveBytes, counting, model_bytes, num_bytes
 from tools.plan.models import CPU, causal_model, has_linear_head, logprobs_of, placed, token_model, values_of
 from tools.plan.role import Role, Sizes, on_heap

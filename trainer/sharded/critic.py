@@ -26,9 +26,9 @@ from python_backend.models.adapters import describe_adapters, trained_tensors
 from python_backend.models.modeling import CriticModel, write_config
 from python_backend.models.precision import in_float32, use_bfloat16
 from python_backend.models.token_head import head_of
-from python_backend.parallel.ranks import RankFailed, Ranks
-from python_backend.parallel.sharding import all_finite, differing, gathered_as_stored, shard, write_checkpoint
 from python_backend.store.weights import WeightsStore
+from python_backend.training.ranks import RankFailed, Ranks
+from python_backend.training.sharding import all_finite, differing, gathered_as_stored, shard, write_checkpoint
 from trainer.sharded.merged_slices import MergedSlices
 from trainer.trained_critic import TrainedCritic, write_adapters
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from python_backend.models.adapters import MergedWeights, wide
-from python_backend.parallel.sharding import sharded_like, whole
+from python_backend.models.sharded_tensors import sharded_like, whole
 
 
 class MergedSlices(MergedWeights):

@@ -14,8 +14,8 @@ import numpy as np
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.models.modeling import CriticModel, RewardModel
-from python_backend.parallel.ranks import RankFailed
 from python_backend.store.weights import Manifest, WeightsError
+from python_backend.training.ranks import RankFailed
 from trainer.publish import WAIT_POLL_S, Publisher
 from trainer.sharded.critic import ShardedCritic
 from trainer.verification import VersionRejected, rejected

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from python_backend.config import TrainerSection
-from python_backend.models.adamw import named_state
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.modeling import write_config
-from python_backend.parallel.ranks import RankFailed, Ranks
-from python_backend.parallel.sharding import sync_gradients, whole, write_slices
+from python_backend.models.sharded_tensors import whole
 from python_backend.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
+from python_backend.training.adamw import named_state
+from python_backend.training.ranks import RankFailed, Ranks
+from python_backend.training.sharding import sync_gradients, write_slices
 from python_backend.wire.training_payload import TrainPayload
 from trainer.critic_update import MAX_ROWS, CriticUpdate, TrainingRow, UpdateReport
 from trainer.sharded.critic import ShardedCritic, critic_operations

@@ -14,7 +14,6 @@ import torch
 
 from python_backend.errors import RlhfError
 from python_backend.models.card.errors import is_out_of_memory
-from python_backend.parallel.ranks import RankOutOfMemory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,6 +34,10 @@ def card_bytes(device: torch.device) -> dict[str, int]:
 
 class OutOfMemory(RlhfError):
     """The card's memory is too small even for the smallest part of the work."""
+
+
+class RankOutOfMemory(RlhfError):
+    """A rank has run out of its card's memory while the others wait for it in a collective."""
 
 
 class Halving:

@@ -28,7 +28,7 @@ from python_backend.models.output_head import keep_outputs
 from python_backend.models.token_head import TokenHead
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from python_backend.parallel.tensor_parallel import RankGroup
+    from python_backend.models.tensor_parallel import RankGroup
 
 WRONG_AND_RIGHT = (-1.0, 1.0)  # of two labels: their weighted sum is the log-odds of label 1, which TRL trains as True
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from python_backend.models.card.memory import on_rank
 from python_backend.models.card.placement import device_of
-from python_backend.parallel.tensor_parallel import OtherRankLost, RankGroup, existing, release
+from python_backend.models.tensor_parallel import OtherRankLost, RankGroup, existing, release
 from python_backend.rewards.pool import interpreter
 from python_backend.serving.ranks.loaders import Model
 from python_backend.serving.ranks.process import load_part

@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from python_backend.models.card.memory import on_rank
+from python_backend.models.card.memory import RankOutOfMemory, on_rank
 from python_backend.models.card.streams import staging
 from python_backend.models.modeling import quiet_transformers
-from python_backend.parallel.ranks import RankOutOfMemory
-from python_backend.parallel.tensor_parallel import RankGroup, release
+from python_backend.models.tensor_parallel import RankGroup, release
 from python_backend.serving.allocator import keep_freed_memory
 from python_backend.serving.ranks.loaders import Model, load_model
 from python_backend.stop_signal import die_with_parent

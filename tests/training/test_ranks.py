@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from python_backend.parallel.ranks import KEPT, Operations, RankFailed, Ranks
+from python_backend.training.ranks import KEPT, Operations, RankFailed, Ranks
 from tests.support.ranks import on_ranks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from python_backend.config import ActorSection, RunConfig
-from python_backend.models.lr_schedule import scheduled_lr
+from python_backend.training.lr_schedule import scheduled_lr
 from tests.support.settings import actor_section
 
 

@@ -1,4 +1,4 @@
-"""`python_backend.models.adamw`: the state of both kinds of AdamW is stored as plain tensors and restored."""
+"""`python_backend.training.adamw`: the state of both kinds of AdamW is stored as plain tensors and restored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from python_backend.models.adamw import load_state, make_adamw, state_tensors
+from python_backend.training.adamw import load_state, make_adamw, state_tensors
 
 RATES: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.1}
 

@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor.policy import sharded
 from actor.policy.policy import Policy
-from python_backend.parallel.ranks import Ranks
-from tests.parallel.test_policy_ranks import make
+from python_backend.training.ranks import Ranks
 from tests.support.ranks import on_ranks
 from tests.support.settings import actor_section
+from tests.training.test_policy_ranks import make
 
 CASES: dict[str, dict[str, Any]] = {
     "all weights": {"kl_reference": "actor"},

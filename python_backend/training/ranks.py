@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from python_backend.errors import REPORTED, RlhfError
-from python_backend.parallel.launch import end_job
+from python_backend.models.card.memory import RankOutOfMemory
+from python_backend.training.launch import end_job
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,10 +42,6 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bf
 
 class RankFailed(RlhfError):
     """Another rank failed in an operation of all ranks; the message repeats its error."""
-
-
-class RankOutOfMemory(RlhfError):
-    """A rank has run out of its card's memory while the others wait for it in a collective."""
 
 
 class RankLost(Exception):

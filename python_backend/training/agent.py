@@ -1,4 +1,4 @@
-"""`python -m python_backend.parallel.agent RANKS MODULE ARGUMENTS...`: torchrun on this machine, for `launch`.
+"""`python -m python_backend.training.agent RANKS MODULE ARGUMENTS...`: torchrun on this machine, for `launch`.
 
 Restarts all ranks if one dies. On SIGINT or SIGTERM it lets rank 0 finish. Its exit code is that of rank 0, or 1 if the
 ranks died more often than MAX_RESTARTS allows.
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from python_backend.parallel.launch import AGENT, FOLDER, AgentFolder
+from python_backend.training.launch import AGENT, FOLDER, AgentFolder
 
 MAX_RESTARTS = 10  # per start; each one resumes from the newest checkpoint and the journal
 

@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from python_backend.errors import RlhfError
-from python_backend.parallel.ranks import RankFailed
+from python_backend.training.ranks import RankFailed
 
 ERROR = "error"
 

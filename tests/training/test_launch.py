@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from python_backend import stop_signal
-from python_backend.parallel import launch
-from python_backend.parallel.launch import AGENT, FOLDER, AgentFolder, RanksError, ended, launch_ranks, stop_signals
+from python_backend.training import launch
+from python_backend.training.launch import AGENT, FOLDER, AgentFolder, RanksError, ended, launch_ranks, stop_signals
 
 
 def test_a_single_rank_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_several_ranks_replace_the_process_by_an_agent(monkeypatch: pytest.Monke
     called = []
     monkeypatch.setattr(os, "execv", lambda path, command: called.append(command[1:]))
     launch_ranks(2, "trainer", ["--config", "x.yaml"], key="trainer.ranks")
-    assert called == [["-m", "python_backend.parallel.agent", "2", "trainer", "--config", "x.yaml"]]
+    assert called == [["-m", "python_backend.training.agent", "2", "trainer", "--config", "x.yaml"]]
 
 
 @pytest.mark.parametrize("parent", [1, 7])

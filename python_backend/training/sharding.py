@@ -23,15 +23,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_backend.checkpoints.inspection import INDEX_FILE, CheckpointError, CheckpointInfo
 from python_backend.checkpoints.safetensors_header import TensorInfo
 from python_backend.checkpoints.tensor_file import STORED_AS, layout, raw_bytes
-from python_backend.parallel.ranks import Ranks
+from python_backend.models.sharded_tensors import whole
 from python_backend.store.durable import sync_file
 from python_backend.store.weights import sha256_of
+from python_backend.training.ranks import Ranks
 
 MOST_UNREDUCED = 4 << 30  # bytes of gradients on each rank
 COMPARED_AT_ONCE = 1 << 20  # bytes; few enough to stay in the processor's cache
@@ -125,11 +126,6 @@ def gathered_as_stored(model: Any) -> Iterator[None]:
             hook.remove()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of a `DTensor`, collective; any other tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def write_slices(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write sharded tensors to `folder`, each rank its slices to files of its own; collective.
 
@@ -166,13 +162,6 @@ def stored_shapes(folder: Path) -> dict[str, torch.Size]:
     """Return the names and shapes of the whole tensors in the safetensors files in `folder`."""
     stored = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: tensor.size for name, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
-
-
-def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor, sharded as `like` is; any rank may call it alone."""
-    if not isinstance(like, DTensor):
-        return tensor
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def write_checkpoint(

@@ -25,9 +25,9 @@ from actor.policy.ranked_update import RankedUpdate
 from actor.policy.sharded import ShardedPolicy
 from actor.policy.update import PolicyUpdate
 from actor.run.policies import follow, make_policy
-from python_backend.models.adamw import named_state
-from python_backend.parallel.ranks import RankFailed, Ranks
-from python_backend.parallel.sharding import whole
+from python_backend.models.sharded_tensors import whole
+from python_backend.training.adamw import named_state
+from python_backend.training.ranks import RankFailed, Ranks
 from tests.support import ranks as support
 from tests.support.policy_training import load_checkpoint, states
 from tests.support.settings import actor_section

@@ -51,7 +51,7 @@ def launch_ranks(ranks: int, module: str, arguments: Sequence[str], *, key: str)
             if FOLDER not in os.environ:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif ranks > 1:
-        agent = [sys.executable, "-m", "python_backend.parallel.agent", str(ranks), module, *arguments]
+        agent = [sys.executable, "-m", "python_backend.training.agent", str(ranks), module, *arguments]
         os.execv(agent[0], agent)
 
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from python_backend.parallel import sharding
-from python_backend.parallel.ranks import Ranks
-from python_backend.parallel.sharding import read_tensors, shard, write_checkpoint, write_slices
+from python_backend.training import sharding
+from python_backend.training.ranks import Ranks
+from python_backend.training.sharding import read_tensors, shard, write_checkpoint, write_slices
 from tests.support.ranks import on_ranks, whole_tensors
 
 

@@ -1,1 +1,0 @@
-"""Training one model on several processes (ranks): launching them, their protocol, and sharded weights and files."""
