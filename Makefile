@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr test test-all test-device gpu-check test-repeated test-trl test-judge test-vllm test-monitoring check format docs clean
+.PHONY: demo demo-llm demo-rlvr test test-all test-device gpu-check test-repeated mutants test-trl test-judge test-vllm test-monitoring check format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo sentences run.seed=$(SEED)
@@ -44,6 +44,11 @@ gpu-check:
 # Hours: five runs of each Python in a fresh clone, two of them beside busy loops; PYTHONS="python3.11 ...": only those.
 test-repeated:
 	$(PYTHON) tests/repeat.py $(if $(PYTHONS),--pythons $(PYTHONS))
+
+# About ten minutes: breaks the code in a hundred ways (tests/mutations.toml), for each of which a test must fail.
+# ONLY="PART ...": the faults whose name or path has one of these parts.
+mutants: $(INSTALLED)
+	$(BIN)/python tests/mutants.py $(ONLY)
 
 # Installs TRL, which needs another NumPy, into an environment of its own.
 test-trl: $(INSTALLED)
