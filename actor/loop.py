@@ -10,19 +10,89 @@ import asyncio
 import time
 from typing import Any
 
-from actor.algorithms.experience import check_failures, critic_payload, make_batch, sequence_kl
-from actor.data.compute import cancelled
-from actor.data.prompts import PromptError
+from actor.algorithms.batch import check_failures, critic_payload, make_batch, sequence_kl
+from actor.algorithms.kl import KLControl
+from actor.algorithms.method import Method
+from actor.algorithms.stages import RewardShaper
+from actor.data.compute import cancelled, in_a_thread_of
+from actor.data.prompt_stream import PromptStream
+from actor.data.prompts import PromptError, PromptReader, read_prompts
 from actor.data.rollout import PPOBatch, ScoredRollout
+from actor.data.step_inputs import StepInputs
+from actor.policy.checkpoint import RunState
+from actor.run.critic_updates import CriticUpdates
 from actor.run.metrics import Timers
-from actor.run.parts import RunParts
-from actor.run.stopping import Stopped, TimeLimit, end_forwards, stopped_early
+from actor.run.policies import make_policy
+from actor.run.recorder import Recorder
+from actor.run.rollouts import Rollouts
+from actor.run.stopping import Stop, Stopped, TimeLimit, end_forwards, stopped_early
+from actor.run.validation import Validator
+from actor.scoring.client import TritonClient
+from actor.scoring.reference import make_reference
+from actor.scoring.scorer import Scorer
+from python_backend.config import RunConfig
+from python_backend.training.ranks import Ranks
 
 
-class PPORun(RunParts):
+class PPORun:
     """One run of the actor."""
 
     done = 0  # steps whose updates are complete
+
+    def __init__(self, config: RunConfig, client: TritonClient, ranks: Ranks | None = None) -> None:
+        """`ranks`: the processes that train the policy, of which this is rank 0; None if it is the only one."""
+        self.settings = actor = config.actor
+        self.stop = Stop()
+        seed, validation, has_critic = config.run.seed, actor.validation, actor.algorithm.uses_critic
+        self.method = Method.of(actor.algorithm, actor.kl)
+        self.policy, self.policy_update = make_policy(config, self.method, ranks)
+        self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
+        self.kl = KLControl(actor.kl.coef, target=actor.kl.target, horizon=actor.kl.horizon)
+        self.scorer = Scorer(
+            client, self.policy.tokenizer, rows_per_request=actor.client.rows_per_request, with_critic=has_critic
+        )
+        self.reference = make_reference(config, client, self.policy)
+        reader = PromptReader(
+            self.policy.tokenizer,
+            actor.prompts.max_tokens,
+            actor.prompts.too_long,
+            self.policy.vocab_size,
+            actor.prompts.add_special_tokens,
+        )
+        stream = PromptStream(actor.prompts.sources, reader, seed=seed)
+        held_out = (
+            read_prompts(validation.prompts, reader, limit=validation.size)
+            if validation.prompts and validation.size
+            else []
+        )
+        self.inputs = StepInputs(stream, seed, actor.prompts_per_step, actor.algorithm.responses_per_prompt)
+        state = RunState(self.policy, self.shaper, self.kl, self.inputs)
+        self.recorder = Recorder(config, state, client, has_critic=has_critic)
+        device = self.policy.sampler.device
+        self.in_thread = in_a_thread_of(actor.threads, device)
+        # A second thread, so that the update can run beside a rollout.
+        self.in_update_thread = in_a_thread_of(actor.threads, device) if actor.one_step_off_policy else self.in_thread
+        self.critic = CriticUpdates(client, self.recorder, run_id=config.run.identity)
+        self.rollouts = Rollouts(
+            actor,
+            self.inputs,
+            self.policy,
+            self.scorer,
+            self.reference,
+            self.critic,
+            publish_every=config.trainer.publish.every,
+            in_thread=self.in_thread,
+        )
+        self.validator = Validator(
+            held_out,
+            self.policy,
+            self.scorer,
+            self.reference,
+            greedy=validation.greedy,
+            with_kl=actor.kl.uses_reference,
+            seed=seed,
+            in_thread=self.in_thread,
+        )
 
     async def run(self) -> dict[str, Any]:
         """Run all steps, resuming from the newest checkpoint; return the summary.
@@ -32,17 +102,17 @@ class PPORun(RunParts):
                 step has been written.
             RlhfError: the run failed, e.g. with RequestFailed, TooManyFailed or NotFinite.
         """
-        self.stop.saved = lambda: self.done * self.books.has_checkpoint(self.done)
+        self.stop.saved = lambda: self.done * self.recorder.has_checkpoint(self.done)
         try:
             return await self.all_steps()
         except (Stopped, PromptError) as error:  # a prompt is refused before its step begins
             await self.leave()
-            raise stopped_early(error, self.done, has_checkpoint=self.books.has_checkpoint()) from None
+            raise stopped_early(error, self.done, has_checkpoint=self.recorder.has_checkpoint()) from None
         finally:  # after an error: tasks still in flight would otherwise print tracebacks after the reported error
             self.policy.close()
             await self.rollouts.cancel()
             await self.critic.cancel()
-            await cancelled(self.books.saves)
+            await cancelled(self.recorder.saves)
 
     async def all_steps(self) -> dict[str, Any]:
         """Check the servers, resume, then train, validate and checkpoint step by step; return the summary."""
@@ -50,22 +120,22 @@ class PPORun(RunParts):
         await self.scorer.compare_tokenizers()
         await self.reference.compare()
         self.scorer.mixture.check_prompts([*self.inputs.stream.first_prompts(), *self.validator.prompts])
-        self.done = await self.stop.or_done(self.books.resume())
+        self.done = await self.stop.or_done(self.recorder.resume())
         is_last = self.done >= settings.steps
         if self.done == 0:
             await self.validate("before")
         while not is_last:
-            if self.books.owes_validation(self.done):  # also one that a stop or crash interrupted
+            if self.recorder.owes_validation(self.done):  # also one that a stop or crash interrupted
                 await self.validate("between")
             await self.one_step(self.done + 1, is_last=self.done + 1 == settings.steps)
             self.done += 1
             is_last = self.done == settings.steps or limit.is_over(self.done, settings.steps)
             if is_last or self.done % settings.checkpoint_every == 0:
-                await self.books.checkpoint(self.done)
+                await self.recorder.checkpoint(self.done)
         await self.rollouts.cancel()  # `actor.max_minutes` may end the run after the next rollout was begun
         await self.stop.or_done(self.critic.served(self.done))
         await self.validate("after")
-        return await self.books.finish(self.scorer, limit.seconds, steps=self.done)
+        return await self.recorder.finish(self.scorer, limit.seconds, steps=self.done)
 
     async def one_step(self, step: int, *, is_last: bool) -> None:
         """Take a rollout, send the critic its update, and update the policy; do not wait for the critic's update."""
@@ -88,16 +158,15 @@ class PPORun(RunParts):
                 update = await self.in_update_thread(self.policy_update.run, batch, seed=seed, kl_coef=self.kl.coef)
         if self.settings.one_step_off_policy:
             update["train_rollouts/policy_staleness"] = float(step - 1 - rollout.updated)
-        await self.books.log_step(step, scored, batch, {**update, **timers.metrics()})
-        self.books.log_timeline(step, timers.spans)
+        await self.recorder.log_step(step, scored, batch, {**update, **timers.metrics()})
+        self.recorder.log_timeline(step, timers.spans)
         if trains_policy and (distance := await self.in_update_thread(sequence_kl, scored, batch.mask)) is not None:
             self.kl.update(distance, len(batch.lengths))
 
     def make_batch(self, scored: ScoredRollout) -> PPOBatch:
         """Return the training batch of a rollout, with shaped rewards, advantages and returns."""
-        rewards = self.shaper.shape_scores(scored.scores, scored.rollout)
         group_size = self.settings.algorithm.responses_per_prompt
-        return make_batch(scored, self.method, rewards=rewards, kl_coef=self.kl.coef, responses_per_prompt=group_size)
+        return make_batch(scored, self.method, self.shaper, kl_coef=self.kl.coef, responses_per_prompt=group_size)
 
     async def validate(self, when: str) -> None:
         """Validate the current policy; do nothing if there are no held-out prompts."""
@@ -105,7 +174,7 @@ class PPORun(RunParts):
             start = time.monotonic()
             await self.stop.or_done(self.rollouts.settle())  # a rollout in progress uses the sampler
             result = await self.stop.or_done(self.validator.run())
-            await self.books.log_validation(when, self.done, result, seconds=time.monotonic() - start)
+            await self.recorder.log_validation(when, self.done, result, seconds=time.monotonic() - start)
 
     async def leave(self) -> None:
         """Cancel the work in flight; write the checkpoints of the last complete step, and the policy for other uses."""
@@ -115,6 +184,6 @@ class PPORun(RunParts):
         await self.rollouts.cancel()
         await self.in_thread(lambda: None)  # wait until the thread is idle: it may have adapters disabled
         if self.done:
-            await self.books.keep(self.done)
+            await self.recorder.keep(self.done)
         await self.critic.served(self.done)
-        await asyncio.gather(*self.books.saves)
+        await asyncio.gather(*self.recorder.saves)

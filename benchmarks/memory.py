@@ -221,7 +221,7 @@ def _run_policy(role: str, config: RunConfig, rows: list[np.ndarray]) -> None:
 
 def policy_update(config: RunConfig, policy: Any) -> Any:
     """Return the policy's update as the run makes it."""
-    from actor.algorithms.methods import Method
+    from actor.algorithms.method import Method
     from actor.policy.update import PolicyUpdate
 
     return PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))

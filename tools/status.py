@@ -18,6 +18,7 @@ from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_run_arguments, interrupt_on_signals, reporting
 from python_backend.config.live_models import live_models
 from python_backend.monitoring.log_lines import as_text
+from python_backend.monitoring.metrics import ACTOR
 from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
 from python_backend.store.weights import WeightsStore
@@ -128,13 +129,7 @@ def _actor(config: RunConfig) -> str:
     if line is None:
         return "no step has ended"
     ago = time.time() - (config.run.dir / "metrics.jsonl").stat().st_mtime
-    known = {
-        "reward": line.get("train_rollouts/rewards"),
-        "KL": line.get("train_rollouts/init_policy_kl_per_sequence"),
-        "masked": line.get("train_rollouts/masked_samples"),
-        "staleness": line.get("train_rollouts/staleness_mean"),
-        "seconds a step": line.get("timers/step_time"),
-    }
+    known = {spec.status: line.get(spec.key) for spec in ACTOR if spec.status}
     numbers = ", ".join(f"{name} {value:.3g}" for name, value in known.items() if value is not None)
     return f"step {line['step']} of {config.actor.steps} ended {_ago(ago)}: {numbers}{_memory(line)}"
 

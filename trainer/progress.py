@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from python_backend.config import RunConfig
 from python_backend.models.card.memory import card_bytes
-from python_backend.monitoring.exporter import CARD, Exporter, MetricSpec, Values
+from python_backend.monitoring.exporter import Exporter, Values
+from python_backend.monitoring.metrics import TRAINER
 from python_backend.store.heartbeat import Heartbeat
 from python_backend.store.journal import Journal
 from python_backend.store.jsonl import append_jsonl
@@ -28,27 +29,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 BEAT_S = 0.5
 STOP_PATIENCE_S = 20.0  # how long to keep waiting for a server after a stop was requested
-
-PREFIX = "rlhf_trainer_"
-METRICS = (
-    MetricSpec("step", "Last critic update that was trained or failed."),
-    MetricSpec("weights_version", "Version of the critic that CURRENT names."),
-    MetricSpec("loss", "Mean loss of the last update."),
-    MetricSpec("grad_norm", "Mean norm of the gradient of the last update, before clipping."),
-    MetricSpec("learning_rate", "Learning rate of the last update."),
-    MetricSpec("update_seconds", "Duration of the last update."),
-    MetricSpec("publish_seconds", "Time to put the last version into service: write, verify, reload.", label="phase"),
-    MetricSpec("updates", "Critic updates that were trained.", "counter"),
-    MetricSpec("failed_updates", "Critic updates that failed, or whose version was rejected.", "counter"),
-    MetricSpec("skipped_optimizer_steps", "Optimizer steps that were skipped: not finite, or no memory.", "counter"),
-    MetricSpec("out_of_memory", "Micro-batches halved because the card's memory did not suffice.", "counter"),
-    MetricSpec("rejected_versions", "Versions that verification or an instance rejected.", "counter"),
-    MetricSpec("heartbeat_timestamp_seconds", "When the sidecar last made progress or was idle."),
-    MetricSpec("blocked", "1 while a disk error blocks the sidecar, otherwise 0."),
-    MetricSpec("journal_pending_entries", "Accepted requests that have no result yet."),
-    MetricSpec("journal_last_step", "Last training step that the journal accepted."),
-    *CARD.values(),
-)
 
 
 class SidecarMetrics:
@@ -63,7 +43,7 @@ class SidecarMetrics:
             version = store.current()
             return found if version is None else {**found, "weights_version": version}
 
-        self.exporter = Exporter(PREFIX, METRICS, config.run.dir, live=live)
+        self.exporter = Exporter("rlhf_trainer_", TRAINER, config.run.dir, live=live)
         self._rejected = 0
         self.exporter.serve(config.monitoring.host, config.monitoring.trainer_port)
 

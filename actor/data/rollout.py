@@ -98,14 +98,6 @@ class ProcessRewards:
 
 
 @dataclass(frozen=True)
-class ShapedRewards:
-    """Rewards as the policy is trained on them."""
-
-    outcome: Tensor  # float32 [B], given at the end of each response
-    steps: Tensor | None = None  # float32 [B, S], given at token t by a process reward; None without one
-
-
-@dataclass(frozen=True)
 class Scores:
     """The server's scores; `scored` is False in rows whose score is unavailable."""
 
@@ -180,3 +172,5 @@ class PPOBatch:
     kl: Tensor | None  # float32 [B, S-1], KL estimate per token, not multiplied by kl_coef; None if not measured
     rewards_to_go: Tensor | None = None  # float32 [B, S-1], Monte-Carlo returns; None without a critic
     importance: Tensor | None = None  # float32 [B, S-1], factor of each token's policy loss alone; None: 1
+    groups: Tensor | None = None  # int64 [B], equal for responses to the same prompt; None: all different
+    versions: Tensor | None = None  # int64 [B], version of the critic that scored the row; None or -1 without a critic

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actor.algorithms.kl_control import KLControl
-from actor.algorithms.shaping import RewardShaper, RunningMoments
+from actor.algorithms.kl import KLControl
+from actor.algorithms.stages import RewardShaper, RunningMoments
 from actor.data.step_inputs import StepInputs
 from actor.policy.policy import Policy
 from actor.policy.state_files import ADAPTERS

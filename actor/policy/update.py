@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actor.algorithms.methods import Method
-from actor.algorithms.policy_loss import kl_loss
+from actor.algorithms.inputs import LossInputs
+from actor.algorithms.kl import kl_loss
+from actor.algorithms.method import Method
 from actor.data.rollout import PPOBatch
 from actor.policy.policy import Policy
 from python_backend.config import ActorSection, OptimizerSection, UpdateSection
@@ -84,6 +85,12 @@ class PolicyUpdate:
             sums = self._gradients(
                 batch, rows, total, kl_coef, seed=int(torch.randint(1 << 62, (), generator=generator))
             )
+            if self._method.own_loss and not math.isfinite(sums["loss"]):
+                self._policy.optimizer.zero_grad(set_to_none=True)
+                raise NotFinite(
+                    f"actor.algorithm.loss: {self._method.own_loss} returned {sums['loss']} at optimizer step "
+                    f"{self._policy.optimizer_step}; the weights are as they were before it"
+                )
             if s.max_kl is not None and sums["approx_kl"] / total > s.max_kl:
                 self._policy.optimizer.zero_grad(set_to_none=True)
                 break
@@ -143,20 +150,34 @@ class PolicyUpdate:
         lengths = batch.lengths[rows]
         tokens = batch.tokens[rows, : int(lengths.max())]
 
-        names = ("advantages", "policy_weights", "logprobs", "ref_logprobs", "importance")
-        given = {name: tensor for name in names if (tensor := getattr(batch, name)) is not None}
-        parts = {name: tensor[rows, : tokens.shape[1] - 1] for name, tensor in given.items()}
-        inputs, placed = policy.placed(policy.model, tokens, lengths, parts["policy_weights"], *parts.values())
+        names = ("advantages", "policy_weights", "mask", "logprobs", "ref_logprobs", "importance", "groups", "versions")
+        given = {name: tensor[rows] for name in names if (tensor := getattr(batch, name)) is not None}
+        parts = {name: part[:, : tokens.shape[1] - 1] if part.ndim == 2 else part for name, part in given.items()}
+        model_inputs, placed = policy.placed(policy.model, tokens, lengths, parts["policy_weights"], *parts.values())
         part = dict(zip(parts, placed, strict=True))
         advantages, weights = part["advantages"], part["policy_weights"]
-        logprobs, entropies = policy.logprobs_of(policy.model, inputs, with_entropy=method.entropy_bonus > 0)
+        entropy_bonus = method.settings.entropy_bonus
+        logprobs, entropies = policy.logprobs_of(policy.model, model_inputs, with_entropy=entropy_bonus > 0)
         # If the rollout is a single minibatch, the policy is still the one that sampled it, so the ratio is exactly 1.
         # Log-probs that were computed for the KL are not used here, so that measuring it does not change the update.
         old = logprobs.detach() if self._is_one_update else part.get("logprobs", logprobs.detach())
         if "importance" in part:
             # As weights they would cancel in the mean, and would also weight the KL, the entropy and `max_kl`.
             advantages = advantages * part["importance"]
-        loss, stats = method.algorithm.loss(logprobs, old, advantages, weights, total, method.clip)
+        inputs = LossInputs(
+            logprobs,
+            old,
+            advantages,
+            weights,
+            total,
+            method.clip,
+            part["mask"],
+            part.get("groups", rows),
+            part.get("versions", torch.full_like(rows, -1)),
+            part.get("ref_logprobs"),
+        )
+        loss, metrics = method.loss(inputs)
+        stats = {**inputs.statistics(), **metrics}
         if method.kl_in_loss and kl_coef:
             assert "ref_logprobs" in part, "a KL penalty needs the reference"
             ref = part["ref_logprobs"]
@@ -164,7 +185,7 @@ class PolicyUpdate:
             loss = loss + penalty
             stats["scaled_kl"] = penalty.detach() * total
         if entropies is not None:
-            bonus = method.entropy_bonus * (entropies * weights).sum() / total
+            bonus = entropy_bonus * (entropies * weights).sum() / total
             loss = loss - bonus
             stats["scaled_entropy"] = bonus.detach() * total
         return loss, stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from actor.algorithms.experience import importance_weights
+from actor.algorithms.batch import importance_weights
 from actor.data.compute import InThread
 from actor.data.rollout import Prompt, Rollout, ScoredRollout
 from actor.policy.policy import Policy

@@ -10,7 +10,7 @@ import numpy as np
 
 from actor.data.compute import cancelled
 from actor.run.metrics import Timers
-from actor.run.recorder import Bookkeeper
+from actor.run.recorder import Recorder
 from actor.scoring.client import TritonClient
 from actor.scoring.retry import ServerFailed
 
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class CriticUpdates:
     """Critic updates that were sent but whose weights have not been awaited yet; empty in a run without a critic."""
 
-    def __init__(self, client: TritonClient, books: Bookkeeper, *, run_id: str) -> None:
-        self._client, self._books, self._run_id = client, books, run_id
+    def __init__(self, client: TritonClient, recorder: Recorder, *, run_id: str) -> None:
+        self._client, self._recorder, self._run_id = client, recorder, run_id
         self._in_flight: dict[int, asyncio.Task[int | None]] = {}  # by step
 
     def send(self, step: int, payload: Mapping[str, np.ndarray]) -> None:
@@ -35,7 +35,7 @@ class CriticUpdates:
                 version = await asyncio.shield(update)  # cancelling a rollout must not cancel the update
                 self._in_flight.pop(sent, None)
                 if version is not None:
-                    self._books.weights_version = version
+                    self._recorder.weights_version = version
 
     async def train(self, step: int, payload: Mapping[str, np.ndarray]) -> int | None:
         """Send the critic its update; return the weights version that serves it, or None if the update failed.
@@ -47,12 +47,12 @@ class CriticUpdates:
             try:
                 answer = await self._client.train(payload, run_id=self._run_id, step=step)
             except ServerFailed as error:  # task edge: the run survives one lost critic update
-                self._books.failed_critic_updates += 1
+                self._recorder.failed_critic_updates += 1
                 text = "step %d: the critic's update failed, the run continues without it: %s"
                 logger.warning(text, step, error, extra={"step": step})
                 return None
-        self._books.log_timeline(step, timers.spans)
-        self._books.version_steps.learn(answer.weights_version, step)
+        self._recorder.log_timeline(step, timers.spans)
+        self._recorder.version_steps.learn(answer.weights_version, step)
         return answer.weights_version
 
     async def cancel(self) -> None:

@@ -5,34 +5,21 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from actor.run.prometheus import ActorMetrics
 from actor.run.trackers import Trackers
+from actor.scoring.retry import RequestCounters
+from python_backend.config import RunConfig
+from python_backend.monitoring.exporter import Exporter, Values
+from python_backend.monitoring.metrics import ACTOR
 from python_backend.monitoring.tracing import span
 from python_backend.store.jsonl import append_jsonl, drop_steps_from
 
 Metric = float | dict[str, int]  # a scalar, or the count of each integer value
-
-
-@dataclass(frozen=True)
-class Text:
-    """One logged response with its reward, for people to read."""
-
-    step: int
-    prompt: str
-    response: str
-    reward: float | None  # None: unavailable
-    reward_version: int | None = None  # of a live reward model
-
-    def line(self) -> dict[str, Any]:
-        """Return the fields, without the version if the reward model is not live."""
-        return {name: value for name, value in asdict(self).items() if name != "reward_version" or value is not None}
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,6 +66,34 @@ class Timers:
         return {f"timers/{name}": value for name, value in phases.items()}
 
 
+class ActorMetrics:
+    """What one actor shows to Prometheus, if `monitoring.actor_port` is set."""
+
+    def __init__(self, config: RunConfig, counters: RequestCounters, failed_critic_updates: Callable[[], int]) -> None:
+        def live() -> Values:
+            return {**vars(counters), "failed_critic_updates": failed_critic_updates()}
+
+        self.exporter = Exporter("rlhf_actor_", ACTOR, config.run.dir, live=live)
+        allowed = max(config.actor.max_staleness, config.trainer.publish.every - 1)
+        self.exporter.show({"steps_planned": config.actor.steps, "step_timestamp_seconds": time.time()})
+        if config.serves_critic:
+            self.exporter.show({"allowed_staleness": allowed})
+        self.exporter.serve(config.monitoring.host, config.monitoring.actor_port)
+
+    def step(self, step: int, line: Mapping[str, Any]) -> None:
+        """Show the numbers of a step, named as in metrics.jsonl."""
+        phases = {name.removeprefix("timers/"): value for name, value in line.items() if name.startswith("timers/")}
+        phases.pop("step_time", None)
+        self.exporter.show({"step": step, "step_timestamp_seconds": time.time(), "phase_seconds": phases})
+        for spec in ACTOR:
+            if spec.kind == "counter" and spec.key in line:
+                self.exporter.count(spec.name, line[spec.key])
+
+    def chart(self, line: Mapping[str, Any]) -> None:
+        """Show the numbers of a step or a validation that have a gauge."""
+        self.exporter.show({spec.name: line[spec.key] for spec in ACTOR if spec.kind == "gauge" and spec.key in line})
+
+
 class MetricsLog:
     """Metrics log of one run: JSONL, TensorBoard, trackers and Prometheus.
 
@@ -119,14 +134,14 @@ class MetricsLog:
         if self._trackers is not None:
             self._trackers.log({name: value for name, value in metrics.items() if not isinstance(value, dict)}, step)
 
-    def add_texts(self, texts: Sequence[Text]) -> None:
-        """Write texts to rollouts.jsonl, TensorBoard and the trackers' tables."""
-        append_jsonl(self._texts_path, (text.line() for text in texts))
+    def add_texts(self, texts: Sequence[Mapping[str, Any]]) -> None:
+        """Write texts, of `read_texts` and with their step, to rollouts.jsonl, TensorBoard and trackers' tables."""
+        append_jsonl(self._texts_path, texts)
         for i, text in enumerate(texts):
-            shown = f"reward {text.reward}\n\n**{text.prompt}**{text.response}"
-            self._board.add_text(f"train_rollouts/text_{i}", shown, text.step)
+            shown = f"reward {text['reward']}\n\n**{text['prompt']}**{text['response']}"
+            self._board.add_text(f"train_rollouts/text_{i}", shown, text["step"])
         if self._trackers is not None and texts:
-            self._trackers.add_texts([text.line() for text in texts])
+            self._trackers.add_texts(texts)
 
     def close(self) -> None:
         """Close the event file and the trackers."""

@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from actor.algorithms.methods import Method
+from actor.algorithms.method import Method
 from actor.policy.policy import Policy
 from actor.policy.ranked_update import RankedUpdate
 from actor.policy.sharded import ShardedPolicy

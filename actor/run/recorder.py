@@ -6,13 +6,12 @@ Large files are written in a thread: on the event loop they would delay response
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 from pathlib import Path
 from typing import Any
 
-from actor.algorithms.experience import process_metrics, rollout_metrics, text_metrics
+from actor.algorithms.rollout_metrics import process_metrics, rollout_metrics, text_metrics
 from actor.data.rollout import PPOBatch, ScoredRollout, Scores
 from actor.policy.checkpoint import (
     RunState,
@@ -24,11 +23,10 @@ from actor.policy.checkpoint import (
     saved_steps,
     set_aside,
 )
-from actor.run.metrics import Metric, MetricsLog, Text, finite
-from actor.run.prometheus import ActorMetrics
+from actor.run.metrics import ActorMetrics, Metric, MetricsLog, finite
 from actor.run.staleness import VersionSteps, staleness_metrics
 from actor.run.trackers import Trackers
-from actor.run.validation import Validation, explained, samples
+from actor.run.validation import Validation, explained, read_texts, samples
 from actor.scoring.client import RequestFailed, TritonClient
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.inspection import CheckpointError
@@ -47,8 +45,8 @@ TIMELINE_FILE = "timeline.jsonl"
 VALIDATIONS_FILE = "validations.jsonl"
 
 
-class Bookkeeper:
-    """Metrics, validations and checkpoints of one run."""
+class Recorder:
+    """Records one run: its metrics, validations and checkpoints."""
 
     def __init__(self, config: RunConfig, state: RunState, client: TritonClient, *, has_critic: bool) -> None:
         self._settings = config.actor
@@ -178,7 +176,8 @@ class Bookkeeper:
             **{f"out_of_memory/{each.setting}": each.count for each in self._state.policy.halvings if each.count},
         }
         self._log.write(step, {**line, **measured})
-        self._log.add_texts(self._texts(step, scored))
+        texts = read_texts(scored.rollout, scores, self._policy.tokenizer, limit=self._settings.logged_texts)
+        self._log.add_texts([{"step": step, **text} for text in texts])
         end_step(step)
         logger.info(
             "step %d/%d: reward %.3f%s%s, %.1f s",
@@ -212,16 +211,6 @@ class Bookkeeper:
             self._settings.generation.max_new_tokens,
             self._num_mostly_excluded,
         )
-
-    def _texts(self, step: int, scored: ScoredRollout) -> list[Text]:
-        texts, scores = list[Text](), scored.scores
-        for i, row in enumerate(scored.rollout.rows(slice(self._settings.logged_texts))):
-            prompt = scored.rollout.prompts[i]
-            response = self._policy.tokenizer.decode(row[prompt.tokens.size :].tolist(), skip_special_tokens=True)
-            reward = float(scores.rewards[i]) if scores.scored[i] else None
-            version = None if scores.reward_versions is None else int(scores.reward_versions[i])
-            texts.append(Text(step, prompt.text, response, reward, version))
-        return texts
 
     def log_timeline(self, step: int, spans: list[tuple[str, float, float]]) -> None:
         """Append the phases of a step to `TIMELINE_FILE`; `spans`: (phase, begin, end), seconds since the epoch."""
@@ -397,8 +386,7 @@ class Bookkeeper:
         return figures
 
     def _validation(self, when: str) -> dict[str, Any]:
-        path = self._dir / f"validation_{when}.json"
-        return json.loads(path.read_text()) if path.is_file() else {}
+        return read_json(self._dir / f"validation_{when}.json") or {}
 
     def _seconds_per_step(self) -> float:
         seconds = [line["timers/step_time"] for line in each_line(self._dir / "metrics.jsonl")]

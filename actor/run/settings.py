@@ -83,14 +83,14 @@ def write_settings(config: RunConfig, changed: Mapping[str, list[Any]]) -> None:
 
 
 def read_contents(config: RunConfig) -> dict[str, str]:
-    """Return a hash of each file of reward functions and of the reward model, by setting.
+    """Return a hash of each file of the user's functions and of the reward model, by setting.
 
     What this machine does not have, because the server runs on another, is left out.
     """
-    specs = {f"rewards.{name}.function": FILE_SPEC.fullmatch(str(t.function)) for name, t in config.functions.items()}
+    specs = {f"rewards.{name}.function": str(term.function) for name, term in config.functions.items()}
     contents: dict[str, str] = {}
-    for key, found in specs.items():
-        if found:
+    for key, spec in {**specs, **config.actor.algorithm.own_functions}.items():
+        if found := FILE_SPEC.fullmatch(spec):
             with contextlib.suppress(OSError):
                 contents[key] = hashlib.sha256(Path(found["file"]).read_bytes()).hexdigest()
     if config.uses_reward_model:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actor.algorithms.advantages import explained_variance, response_mask
-from actor.algorithms.experience import score_returns, sequence_kl
+from actor.algorithms.batch import score_returns, sequence_kl
 from actor.data.compute import InThread
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
 from actor.policy.policy import Policy
@@ -93,26 +93,34 @@ def explained(rollout: Rollout, rewarded: Scores, valued: Scores) -> float:
     return float(explained_variance(valued.values[:, :-1], returns, mask))
 
 
+def read_texts(rollout: Rollout, scores: Scores, tokenizer: Any, limit: int | None = None) -> list[dict[str, Any]]:
+    """Return prompt, response, reward (None if unavailable) and a live reward model's version of the first rows."""
+    texts, versions = [], scores.reward_versions
+    for i, row in enumerate(rollout.rows(slice(limit))):
+        prompt = rollout.prompts[i]
+        text = {
+            "prompt": prompt.text,
+            "response": tokenizer.decode(row[prompt.tokens.size :].tolist(), skip_special_tokens=True),
+            "reward": float(scores.rewards[i]) if scores.scored[i] else None,
+        }
+        texts.append(text if versions is None else {**text, "reward_version": int(versions[i])})
+    return texts
+
+
 def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str, Any]]:
     """Return one line per response of a validation, for samples.jsonl."""
-    lines = []
-    rollout, versions = validation.rollout, validation.scores.reward_versions
-    for i, (prompt, row) in enumerate(zip(rollout.prompts, rollout.rows(), strict=True)):
-        response = tokenizer.decode(row[prompt.tokens.size :].tolist(), skip_special_tokens=True)
-        lines.append(
-            {
-                "prompt_id": prompt.prompt_id,
-                "when": when,
-                "prompt": prompt.text,
-                **_question(prompt),
-                "response": response,
-                "reward": float(validation.scores.rewards[i]) if validation.scores.scored[i] else None,
-                **_steps(validation.scores, i),
-                "ended": bool(rollout.is_end[i]),
-                **({} if versions is None else {"reward_version": int(versions[i])}),
-            }
-        )
-    return lines
+    rollout, scores = validation.rollout, validation.scores
+    return [
+        {
+            "prompt_id": prompt.prompt_id,
+            "when": when,
+            **text,
+            **_question(prompt),
+            **_steps(scores, i),
+            "ended": bool(rollout.is_end[i]),
+        }
+        for i, (prompt, text) in enumerate(zip(rollout.prompts, read_texts(rollout, scores, tokenizer), strict=True))
+    ]
 
 
 def _steps(scores: Scores, index: int) -> dict[str, list[float]]:

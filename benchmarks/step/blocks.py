@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actor.algorithms.experience import critic_payload
+from actor.algorithms.batch import critic_payload
 from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
 from actor.data.step_inputs import StepInputs
 from actor.generation.engine import Generation, uniform_draws
@@ -90,7 +90,7 @@ class MeasuredRun(PPORun):
         self.done = 0  # steps so far
         self.place = 0  # of the current step within its block, from 1
         self.spans: list[tuple[str, float, float]] = []  # (phase, begin, end) of the current block
-        self.books.log_timeline = lambda step, spans: self.spans.extend(spans)  # type: ignore[method-assign]
+        self.recorder.log_timeline = lambda step, spans: self.spans.extend(spans)  # type: ignore[method-assign]
         # Replaces the class of the policy's generation and keeps its state.
         given = GivenLengths.__new__(GivenLengths)
         given.__dict__ = self.policy.generation.__dict__
@@ -103,7 +103,7 @@ class MeasuredRun(PPORun):
         self, modes: Sequence[str], *, steps: int, rounds: int, note: Callable[[dict[str, Any]], None]
     ) -> None:
         """Measure one block of each mode per round, starting with another mode each time; pass samples to `note`."""
-        await self.books.resume()
+        await self.recorder.resume()
         for mode in modes:  # warm-up: absorbs one-time costs
             await self.block(mode, 1)
         for number, mode in in_turn(modes, rounds):
@@ -145,4 +145,4 @@ class MeasuredRun(PPORun):
                 await padded.train(batch, run_id=self._run_id, step=step)
         with timers.phase("train_time"):
             await self.in_thread(self.policy_update.run, batch, seed=self.inputs.seed_of(step), kl_coef=self.kl.coef)
-        self.books.log_timeline(step, timers.spans)
+        self.recorder.log_timeline(step, timers.spans)

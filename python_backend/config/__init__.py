@@ -28,6 +28,7 @@ from python_backend.config.actor_parts import (
     UpdateSection,
     ValidationSection,
 )
+from python_backend.config.algorithms import ALGORITHMS
 from python_backend.config.deterministic import with_fixed_values
 from python_backend.config.gateway import GatewaySection
 from python_backend.config.monitoring import MonitoringSection
@@ -129,10 +130,12 @@ class RunConfig(Section):
         for key, section in (("reward", self.reward), ("critic", self.critic), ("reference", self.reference)):
             check_ranks(key, section)
         check_token_rewards(self.reward)
-        if self.uses_reward_model and self.reward.process and self.actor.algorithm.name == "rloo":
+        algorithm = self.actor.algorithm
+        if self.uses_reward_model and self.reward.process and not algorithm.defaults.takes_process_rewards:
+            others = [name for name, other in ALGORITHMS.items() if other.takes_process_rewards]
             raise ValueError(
-                "actor.algorithm.name is rloo, which has no published form for process rewards (reward.process); "
-                "choose ppo, reinforce++ or grpo, or remove reward.process"
+                f"actor.algorithm.name is {algorithm.name}, which has no published form for process rewards "
+                f"(reward.process); choose {', '.join(others)}, or remove reward.process"
             )
         check_actor(self.actor)
         check_optimizer("actor.optimizer", self.actor.optimizer, total_steps=self.actor.optimizer_steps)

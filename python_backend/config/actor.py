@@ -20,6 +20,7 @@ from python_backend.config.actor_parts import (
     UpdateSection,
     ValidationSection,
 )
+from python_backend.config.algorithms import ON_POLICY_LOSSES
 from python_backend.config.fields import Count, CountOrZero, Seconds, Section
 from python_backend.config.optimizer import OptimizerSection
 
@@ -90,9 +91,6 @@ class ActorSection(Section):
         return each * (self.steps - self.algorithm.critic_warmup_steps)
 
 
-NEEDS_GROUPS = ("rloo", "grpo")
-
-
 def check_actor(actor: ActorSection) -> None:
     """Check constraints between fields. Raises ValueError, which names the fields and their values."""
     algorithm, generation, size = actor.algorithm, actor.generation, actor.rollout_size
@@ -104,12 +102,12 @@ def check_actor(actor: ActorSection) -> None:
             f"actor.rollout_size ({size}) is not a multiple of actor.algorithm.responses_per_prompt ({each}); set it "
             f"to {near}"
         )
-    if algorithm.name in NEEDS_GROUPS and each < 2:
+    if algorithm.defaults.needs_groups and each < 2:
         raise ValueError(
             f"actor.algorithm.name: {algorithm.name} compares the responses to a prompt; set "
             f"actor.algorithm.responses_per_prompt to 2 or more (it is {each})"
         )
-    if algorithm.name == "rloo":
+    if algorithm.loss_name in ON_POLICY_LOSSES:
         _check_on_policy(actor)
     _check_vllm(generation, actor.policy.device)
     if algorithm.critic_warmup_steps and not algorithm.uses_critic:
@@ -228,7 +226,7 @@ def _check_rewards(actor: ActorSection) -> None:
 
 def _check_on_policy(actor: ActorSection) -> None:
     """Reject off-policy settings for an algorithm without probability ratios."""
-    reason = "rloo's loss is on-policy, without probability ratios"
+    reason = f"{actor.algorithm.name}'s loss is on-policy, without probability ratios"
     if actor.update.epochs > 1:
         raise ValueError(
             f"actor.update.epochs ({actor.update.epochs}): {reason}, so a rollout can be used only once; set it to 1, "

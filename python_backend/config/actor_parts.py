@@ -9,6 +9,14 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from python_backend.config.addresses import Address
+from python_backend.config.algorithms import (
+    ALGORITHMS,
+    AdvantageName,
+    Algorithm,
+    AlgorithmName,
+    EstimatorName,
+    LossName,
+)
 from python_backend.config.fields import (
     AUTO_PRECISION,
     Attention,
@@ -160,8 +168,12 @@ class GenerationSection(Section):
 class AlgorithmSection(Section):
     """The algorithm: advantages and policy loss."""
 
-    name: Literal["ppo", "reinforce++", "rloo", "grpo"] = "ppo"
-    """Advantage function and loss, see docs/algorithms.md. Only `ppo` uses the critic."""
+    name: AlgorithmName = "ppo"
+    """Advantage function, loss and defaults, see docs/algorithms.md. Only `ppo` uses the critic."""
+    advantage: AdvantageName = "auto"
+    """Advantage function: the algorithm's, or your own, `path/to/file.py:name`."""
+    loss: LossName = "auto"
+    """Policy loss: the algorithm's, one by name, or your own, `path/to/file.py:name`."""
     responses_per_prompt: Count = 1
     """Responses to each prompt; `rloo` and `grpo` compare their scores and need at least 2."""
     clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -190,7 +202,23 @@ class AlgorithmSection(Section):
     @property
     def uses_critic(self) -> bool:
         """Whether the algorithm needs the critic's values and therefore the sidecar."""
-        return self.name == "ppo"
+        return self.defaults.needs_critic
+
+    @property
+    def defaults(self) -> Algorithm:
+        """What the algorithm needs, and its choices where a setting makes none."""
+        return ALGORITHMS[self.name]
+
+    @property
+    def loss_name(self) -> str:
+        """The policy loss: a built-in one by name, or `path/to/file.py:name`."""
+        return self.defaults.loss if self.loss == "auto" else self.loss
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """The user's own functions, by configuration key."""
+        named = {"actor.algorithm.advantage": self.advantage, "actor.algorithm.loss": self.loss}
+        return {key: spec for key, spec in named.items() if ":" in spec}
 
 
 class KLSection(Section):
@@ -209,7 +237,7 @@ class KLSection(Section):
     """Target KL for adapting `coef`, in nats per sequence; default: `coef` is fixed."""
     horizon: Count = 10_000
     """Horizon of the adaptive `coef`, in responses; a smaller one adapts faster, down to `actor.rollout_size`."""
-    estimator: Literal["auto", "k1", "abs", "k2", "k3"] = "auto"
+    estimator: EstimatorName = "auto"
     """Estimator of the per-token KL; `auto`: `k3` if the penalty is in the loss, `abs` (as in NeMo-Aligner) if it is in
     the rewards."""
 

@@ -96,10 +96,8 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
         problems["reward.gate.pairs"] = (
             f"{gate.pairs} does not exist; give a JSONL file of pairs{_start_of(gate.pairs)}"
         )
-    for name, term in config.functions.items():
-        if found := FILE_SPEC.fullmatch(str(term.function)):
-            problems[f"rewards.{name}.function"] = _of_function(Path(found["file"]), found["name"])
-    return problems
+    specs = {f"rewards.{name}.function": str(term.function) for name, term in config.functions.items()}
+    return problems | _of_functions(specs)
 
 
 def _of_actor(config: RunConfig) -> dict[str, str | None]:
@@ -115,8 +113,8 @@ def _of_actor(config: RunConfig) -> dict[str, str | None]:
         )
     if actor.validation.prompts is not None and actor.validation.size:
         problems["actor.validation.prompts"] = _of_prompts(actor.validation.prompts)
-    if found := FILE_SPEC.fullmatch(config.report or ""):
-        problems["report"] = _of_function(Path(found["file"]), found["name"])
+    own = {"report": config.report} if config.report else {}
+    problems |= _of_functions(actor.algorithm.own_functions | own)
     return problems | missing_packages("actor.policy", actor.policy, "actor.optimizer", actor.optimizer.kind)
 
 
@@ -148,8 +146,14 @@ def _refused(check: Callable[..., object], *arguments: Any) -> str | None:
     return None
 
 
+def _of_functions(specs: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the problem with each user's function that is in a file, by configuration key."""
+    found = {key: FILE_SPEC.fullmatch(spec) for key, spec in specs.items()}
+    return {key: _of_function(Path(file["file"]), file["name"]) for key, file in found.items() if file}
+
+
 def _of_function(file: Path, name: str) -> str | None:
-    """Return the problem with a function, or None; reads the file's symbol table without running the file."""
+    """Return the problem with a user's function, or None; reads the file's symbol table without running the file."""
     if not file.is_file():
         return f"{file} does not exist; give the path of a Python file{_start_of(file)}"
     try:

@@ -24,7 +24,7 @@ def target_logprobs(
 
     Equals log_softmax followed by gather, without materialising the `[..., V]` result of log_softmax. Half-precision
     logits are converted to float32. The result is -inf for a banned target: such a token cannot have been sampled, so
-    it belongs to a prompt or to padding, outside the mask, where `advantages` and `ppo_loss` in `actor.algorithms`
+    it belongs to a prompt or to padding, outside the mask, where `advantages` and `losses` in `actor.algorithms`
     accept -inf.
 
     Args:

@@ -7,11 +7,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from python_backend.errors import RlhfError
+from python_backend.monitoring.metrics import MetricSpec
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -19,34 +19,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 LEVELS = ("warning", "error")
 Values = Mapping[str, float | Mapping[str, float]]  # by name; with a label, by the label's value
-
-
-@dataclass(frozen=True)
-class MetricSpec:
-    """Declaration of a metric. The exporter puts its prefix before `name`, and `_total` after that of a counter."""
-
-    name: str
-    help: str
-    kind: Literal["gauge", "counter"] = "gauge"
-    label: str = ""
-
-
-SHARED = (
-    MetricSpec("log_messages", "Warnings and errors in the log.", "counter", "level"),
-    MetricSpec("last_problem_timestamp_seconds", "When the last warning or error was logged.", label="level"),
-    MetricSpec("disk_free_bytes", "Free space of the file system of run.dir."),
-    MetricSpec("disk_size_bytes", "Size of the file system of run.dir."),
-)
-
-CARD = {  # as in `python_backend.models.card.memory.card_bytes`
-    spec.name: spec
-    for spec in (
-        MetricSpec("card_bytes", "Memory of the GPU that the process's tensors take."),
-        MetricSpec("card_peak_bytes", "Largest card_bytes of the process so far."),
-        MetricSpec("card_reserved_bytes", "Memory of the GPU that the process's allocator holds."),
-        MetricSpec("card_size_bytes", "Memory of the GPU."),
-    )
-}
 
 
 class Exporter:
@@ -59,7 +31,7 @@ class Exporter:
         self, prefix: str, metrics: Sequence[MetricSpec], run_dir: Path, *, live: Callable[[], Values] = dict
     ) -> None:
         """`live` returns further values at each scrape. After an OSError or RlhfError they are absent."""
-        self.metrics = (*metrics, *SHARED)
+        self.metrics = metrics
         self._prefix, self._run_dir, self._live = prefix, run_dir, live
         self._lock = threading.RLock()  # garbage collection inside it may log an error, which is counted
         self._values: dict[str, dict[str, float]] = {}

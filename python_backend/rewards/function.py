@@ -101,6 +101,11 @@ def load_function(spec: str, options: Mapping[str, Any] | None = None, *, timeou
 
     Raises FunctionError if that fails for any reason, or an option is unknown or missing.
     """
+    return _of_samples(spec, _configured(spec, import_function(spec), dict(options or {}), timeout_s))
+
+
+def import_function(spec: str) -> Callable[..., Any]:
+    """Return the function or class that `spec` names. Raises FunctionError if it cannot be imported for any reason."""
     check_spec(spec)
     source, _, name = spec.rpartition(":")
     try:
@@ -113,7 +118,7 @@ def load_function(spec: str, options: Mapping[str, Any] | None = None, *, timeou
             f"has no {name!r}" if function is None else f"defines {name!r} as {type(function).__name__}, not a function"
         )
         raise FunctionError(f"{spec} cannot be imported: {source} {what}")
-    return _of_samples(spec, _configured(spec, function, dict(options or {}), timeout_s))
+    return function
 
 
 def _configured(spec: str, function: Callable[..., Any], options: dict[str, Any], timeout_s: float) -> Function:

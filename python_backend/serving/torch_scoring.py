@@ -23,7 +23,7 @@ from python_backend.models.card.memory import Halving, card_bytes
 from python_backend.models.card.placement import device_of
 from python_backend.models.card.streams import staging, use_own_stream
 from python_backend.models.modeling import quiet_transformers
-from python_backend.monitoring.exporter import CARD
+from python_backend.monitoring.metrics import CARD
 from python_backend.serving.allocator import keep_freed_memory
 from python_backend.serving.ranks.loaders import load_model
 from python_backend.serving.scoring import ScoringModel
@@ -66,9 +66,7 @@ class TorchScoringModel(ScoringModel):
         if self.device.type == "cuda":
             self.passes_in_flight = 2 if size == 1 else 1
             instance, model = args.get("model_instance_name", ""), self.parameters.model
-            self._gauges = {
-                name: Gauge(model, f"rlhf_{name}", spec.help, instance=instance) for name, spec in CARD.items()
-            }
+            self._gauges = {spec.name: Gauge(model, f"rlhf_{spec.name}", spec.help, instance=instance) for spec in CARD}
         self.loading: dict[str, Any] = {
             "device": device,
             "dtype": self.parameters.text("dtype"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from actor.run.metrics import MetricsLog
-from actor.run.prometheus import ActorMetrics
+from actor.run.metrics import ActorMetrics, MetricsLog
 from actor.scoring.retry import RequestCounters
 from python_backend.config import RunConfig
 

@@ -4,7 +4,6 @@ Public vectors are quoted as numbers, with the file that published them beside e
 """
 
 import math
-import typing
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actor.algorithms import advantages as adv
-from python_backend.config import KLSection
 
 close = torch.testing.assert_close
 property_test = settings(max_examples=40)
@@ -76,39 +74,6 @@ def test_mask_refuses_wrong_shapes():
         adv.response_mask(torch.tensor([[1]]), torch.tensor([[2]]), 5)
 
 
-# kl_estimate
-
-
-def test_kl_golden():
-    logprobs, ref = f64([[-1.0, -2.0, -3.0]]), f64([[-1.0, -3.0, -1.0]])  # d = 0, 1, -2
-    expected = {
-        "k1": [0.0, 1.0, -2.0],
-        "abs": [0.0, 1.0, 2.0],
-        "k2": [0.0, 0.5, 2.0],
-        "k3": [0.0, math.exp(-1), math.exp(2) - 3],
-    }
-    assert set(expected) == set(adv.KL_KINDS), "golden numbers for every kind"
-    offered = typing.get_args(typing.get_type_hints(KLSection)["estimator"])
-    assert {*offered} == {"auto", *adv.KL_KINDS}
-    for kind, numbers in expected.items():
-        close(adv.kl_estimate(logprobs, ref, kind), f64([numbers]))
-
-
-def test_k1_and_k3_have_the_mean_of_the_true_kl():
-    p, q = f64([0.5, 0.3, 0.2]), f64([0.2, 0.2, 0.6])
-    exact = float((p * (p / q).log()).sum())
-    for kind in ("k1", "k3"):  # the expectation over the three symbols is exact: no sampling needed
-        estimates = adv.kl_estimate(p.log()[None], q.log()[None], kind)
-        assert float((p * estimates).sum()) == pytest.approx(exact, abs=1e-12)
-
-
-def test_kl_refuses_unknown_kinds_and_shapes():
-    with pytest.raises(ValueError, match=r"kl_estimator.*'k4'"):
-        adv.kl_estimate(torch.zeros(1, 3), torch.zeros(1, 3), "k4")
-    with pytest.raises(ValueError, match="ref_logprobs"):
-        adv.kl_estimate(torch.zeros(1, 3), torch.zeros(1, 2), "k1")
-
-
 # token_rewards
 
 
@@ -135,9 +100,6 @@ def test_token_rewards_leave_their_arguments_alone():
 @pytest.mark.parametrize(
     ("rewards", "kl", "lengths", "kl_coef", "message"),
     [
-        ([1.0], [[0.0]], [2], -0.1, "kl_coef.*-0.1"),
-        ([1.0], [[0.0]], [2], math.nan, "kl_coef.*nan"),
-        ([1.0], [[0.0, 0.0]], [4], 0.1, "lengths.*S = 3, got 4"),
         ([[1.0]], [[0.0]], [2], 0.1, r"rewards.*\(1, 1\)"),
         ([1.0], [[0.0]], [2, 2], 0.1, r"lengths.*\(2,\)"),
         ([1.0], [[]], [1], 0.1, r"kl must.*\(1, 0\)"),
@@ -245,58 +207,22 @@ def test_gae_is_the_discounted_sum_of_deltas(seed: int, batch: int, width: int, 
 
 
 @property_test
-@given(**sizes)
-def test_lambda_1_gamma_1_is_the_return_minus_the_value(seed: int, batch: int, width: int):
-    values, rewards, mask = rollout(seed, batch, width)
-    result, returns = adv.gae(values, rewards, mask, gamma=1.0, lam=1.0)
-    to_go = torch.stack([(rewards * mask)[:, t:].sum(1) for t in range(width)], dim=1) * mask
-    close(returns, to_go)
-    close(result, to_go - values * mask)
-
-
-@property_test
-@given(**sizes, junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
-def test_content_outside_the_mask_never_matters(seed: int, batch: int, width: int, junk: float):
-    values, rewards, mask = rollout(seed, batch, width)
-    dirty_values, dirty_rewards = (x.masked_fill(mask == 0, junk) for x in (values, rewards))
-    clean = adv.gae(values, rewards, mask, gamma=0.9, lam=0.8)
-    close(adv.gae(dirty_values, dirty_rewards, mask, gamma=0.9, lam=0.8), clean)
-    for function in (adv.masked_sum, adv.masked_mean, adv.masked_whiten):
-        close(function(dirty_values, mask), function(values, mask))
-    close(
-        adv.explained_variance(dirty_values, dirty_rewards, mask),
-        adv.explained_variance(values, rewards, mask),
-    )
-
-
-@property_test
-@given(**sizes)
-def test_permuting_samples_permutes_the_results(seed: int, batch: int, width: int):
+@given(**sizes, extra=st.integers(0, 5), junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
+def test_neither_masked_content_nor_order_nor_padding_matters(
+    seed: int, batch: int, width: int, extra: int, junk: float
+):
     values, rewards, mask = rollout(seed, batch, width)
     order = torch.randperm(batch, generator=torch.Generator().manual_seed(seed))
-    result, returns = adv.gae(values, rewards, mask, gamma=0.9, lam=0.8)
-    permuted = adv.gae(values[order], rewards[order], mask[order], gamma=0.9, lam=0.8)
-    close(permuted, (result[order], returns[order]))
-    close(adv.masked_whiten(values[order], mask[order]), adv.masked_whiten(values, mask)[order])
-    close(adv.masked_mean(values[order], mask[order]), adv.masked_mean(values, mask))
-
-
-@property_test
-@given(**sizes, extra=st.integers(1, 5))
-def test_padding_to_a_longer_width_never_matters(seed: int, batch: int, width: int, extra: int):
-    values, rewards, mask = rollout(seed, batch, width)
-    wide = [torch.nn.functional.pad(x, (0, extra)) for x in (values, rewards, mask)]
-    result, returns = adv.gae(values, rewards, mask, gamma=0.9, lam=0.8)
-    wide_result, wide_returns = adv.gae(*wide, gamma=0.9, lam=0.8)
-    close((wide_result[:, :width], wide_returns[:, :width]), (result, returns))
-
-
-@pytest.mark.parametrize("name", ["gamma", "lam"])
-@pytest.mark.parametrize("scalar", [-0.1, 1.1, math.nan])
-def test_gae_refuses_scalars(name: str, scalar: float):
-    ones = torch.ones(1, 2)
-    with pytest.raises(ValueError, match=f"{name}.*{scalar}"):
-        adv.gae(ones, ones, ones, **{"gamma": 1.0, "lam": 1.0, name: scalar})
+    dirty = (values.masked_fill(mask == 0, junk), rewards.masked_fill(mask == 0, junk), mask)
+    others = [torch.nn.functional.pad(x, (0, extra))[order] for x in dirty]
+    for found, expected in zip(
+        adv.gae(*others, gamma=0.9, lam=0.8), adv.gae(values, rewards, mask, gamma=0.9, lam=0.8), strict=True
+    ):
+        close(found[:, :width], expected[order])
+    close(adv.masked_whiten(others[0], others[2])[:, :width], adv.masked_whiten(values, mask)[order])
+    for function in (adv.masked_sum, adv.masked_mean):
+        close(function(others[0], others[2]), function(values, mask))
+    close(adv.explained_variance(*others), adv.explained_variance(values, rewards, mask))
 
 
 def test_gae_refuses_the_critics_full_width():
@@ -317,28 +243,15 @@ def test_masked_statistics_by_hand():
     close(adv.masked_whiten(x, mask), f64([[-step, 0.0, 0.0], [step, 0.0, 0.0]]))
 
 
-def test_empty_mask_gives_zeros():
-    x, mask = f64([[1.0, math.nan, 3.0]]), f64([[0, 0, 0]])
-    assert adv.masked_mean(x, mask) == 0
-    assert adv.explained_variance(x, x, mask) == 0
-    assert adv.masked_whiten(x, mask).tolist() == [[0.0, 0.0, 0.0]]
-
-
-def test_weights_weigh():
+def test_odd_masks_by_hand():
+    x, empty = f64([[1.0, math.nan, 3.0]]), f64([[0, 0, 0]])
+    assert adv.masked_mean(x, empty) == adv.explained_variance(x, x, empty) == 0
+    assert adv.masked_whiten(x, empty).tolist() == [[0.0, 0.0, 0.0]]
     x, weights = f64([[1.0, 3.0, 100.0]]), f64([[0.25, 0.5, 0.0]])
     assert adv.masked_sum(x, weights) == 1.75
     close(adv.masked_mean(x, weights), f64(1.75 / 0.75))
-
-
-def test_a_boolean_mask_is_a_mask():
-    x, mask = f64([[1.0, 3.0, 100.0]]), torch.tensor([[True, True, False]])
-    assert adv.masked_mean(x, mask) == 2.0
-    close(adv.masked_whiten(x, mask), adv.masked_whiten(x, mask.double()))
-
-
-def test_constant_advantages_whiten_to_zero():
-    whitened = adv.masked_whiten(f64([[2.0, 2.0, 2.0]]), f64([[1, 1, 1]]))
-    assert whitened.tolist() == [[0.0, 0.0, 0.0]]
+    assert adv.masked_mean(x, weights > 0) == 2.0
+    close(adv.masked_whiten(x, weights > 0), adv.masked_whiten(x, (weights > 0).double()))
 
 
 @pytest.mark.parametrize("value", [0.1, 117.3, -1234.5])

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_bookkeeping import TinyPolicy
+from test_recorder import TinyPolicy
 from tiny_tokenizers import make_text_tokenizer
 
-import actor.algorithms.experience
-import actor.run.parts
+import actor.algorithms.rollout_metrics
+import actor.loop
 from actor.data.rollout import Prompt, Rollout
 from actor.loop import PPORun
 from actor.scoring.client import RequestCounters, TrainAnswer
@@ -169,11 +169,11 @@ def test_the_loop_is_never_blocked_for_long(rows: int, width: int, tmp_path: Pat
     for name in ("set_experiment", "start_run", "log_metrics", "log_dict", "end_run"):
         setattr(mlflow, name, lambda *_, **__: callers.add(threading.get_ident()))
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    for module, name in ((os, "fsync"), (actor.algorithms.experience, "distinct_bigrams")):
+    for module, name in ((os, "fsync"), (actor.algorithms.rollout_metrics, "distinct_bigrams")):
         monkeypatch.setattr(module, name, noted(getattr(module, name), callers))
     policy = InstantPolicy(width)
     update = types.SimpleNamespace(run=lambda batch, **_: {})
-    monkeypatch.setattr(actor.run.parts, "make_policy", lambda *_: (policy, update))
+    monkeypatch.setattr(actor.loop, "make_policy", lambda *_: (policy, update))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"id": str(i), "text": "Open it."}) + "\n" for i in range(rows)))
     settings = {

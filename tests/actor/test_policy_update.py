@@ -17,12 +17,13 @@ from policy_training import load_checkpoint, states
 from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
-from actor.algorithms import experience
-from actor.algorithms.advantages import KL_KINDS
-from actor.algorithms.methods import ALGORITHMS
-from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, ShapedRewards
+from actor.algorithms import batch as batches
+from actor.algorithms.stages import RewardShaper
+from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
 from actor.policy.checkpoint import save_checkpoint, saved_steps
 from actor.policy.policy import Policy
+from python_backend.config import RewardsSection
+from python_backend.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from tests.support.policy_training import trainable_policy, update_of
 
 LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
@@ -143,8 +144,12 @@ def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoin
         )
         scored = ScoredRollout(rollout, scores, rows.logprobs, rows.ref_logprobs, torch.full_like(rows.mask, weight))
         update = update_of(policy)
-        batch = experience.make_batch(
-            scored, update._method, rewards=ShapedRewards(scores.rewards), kl_coef=0.1, responses_per_prompt=2
+        batch = batches.make_batch(
+            scored,
+            update._method,
+            RewardShaper(RewardsSection(), max_new_tokens=9),
+            kl_coef=0.1,
+            responses_per_prompt=2,
         )
         stats[weight, with_terms] = update.run(batch, seed=0, kl_coef=0.1 if with_terms else 0.0)
     for (weight, with_terms), found in stats.items():
@@ -228,7 +233,7 @@ def test_a_minibatch_that_moved_too_far_ends_the_update(checkpoint: Path):
         torch.testing.assert_close(updated(make_policy(checkpoint, minibatch_size=3), part)[1], weights)
 
 
-@pytest.mark.parametrize("kind", sorted({*KL_KINDS} - {"k1"}))  # k1 has no gradient in expectation
+@pytest.mark.parametrize("kind", sorted({*KL_ESTIMATORS} - {"k1"}))  # k1 has no gradient in expectation
 def test_a_penalty_in_the_loss_pulls_towards_the_reference(checkpoint: Path, kind: str):
     """Advantages of 0, and a reference that likes these tokens more: the penalty alone makes them likelier."""
     settings = {"kl_penalty_in": "loss", "kl_estimator": kind, "algorithm_name": "reinforce++"}

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from actor.algorithms.advantages import response_mask
 from actor.algorithms.baselines import process_supervision
-from actor.algorithms.experience import make_batch, process_metrics, rollout_metrics, score_returns
-from actor.algorithms.methods import Method
-from actor.algorithms.shaping import RewardShaper
+from actor.algorithms.batch import make_batch, score_returns
+from actor.algorithms.inputs import AdvantageInputs
+from actor.algorithms.method import Method
+from actor.algorithms.rollout_metrics import process_metrics, rollout_metrics
+from actor.algorithms.stages import RewardShaper
 from actor.data.prompts import PromptError
-from actor.data.rollout import ProcessRewards, Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
+from actor.data.rollout import ProcessRewards, Prompt, Rollout, ScoredRollout, Scores
 from actor.run.validation import explained
 from actor.scoring.mixture import RewardMixture
 from actor.scoring.process import BLOCK, tokens_with
@@ -56,11 +58,8 @@ def batch(sample: ScoredRollout, name: str, **changes: Any) -> Any:
         kl_coef=0.0,
         **changes,
     )
-    rewards = RewardShaper(actor.rewards, max_new_tokens=8).shape_scores(sample.scores, sample.rollout)
-    method = Method.of(actor.algorithm, actor.kl)
-    return make_batch(
-        sample, method, rewards=rewards, kl_coef=0.0, responses_per_prompt=actor.algorithm.responses_per_prompt
-    )
+    shaper, method = RewardShaper(actor.rewards, max_new_tokens=8), Method.of(actor.algorithm, actor.kl)
+    return make_batch(sample, method, shaper, kl_coef=0.0, responses_per_prompt=actor.algorithm.responses_per_prompt)
 
 
 def test_ppo_and_reinforce_sum_the_steps_that_follow():
@@ -137,26 +136,33 @@ def test_process_supervision_refuses_other_shapes():
         process_supervision(torch.zeros(2, 3), torch.zeros(2, 3).bool(), torch.zeros(3), torch.ones(2).bool())
 
 
-def shaped(sample: ScoredRollout, **changes: Any) -> ShapedRewards:
+def shaped(sample: ScoredRollout, **changes: Any) -> AdvantageInputs:
+    """What an advantage function receives."""
     actor = actor_section(max_new_tokens=10, **changes)
-    return RewardShaper(actor.rewards, max_new_tokens=10).shape_scores(sample.scores, sample.rollout)
+    received: list[AdvantageInputs] = []
+    method = dataclasses.replace(
+        Method.of(actor.algorithm, actor.kl),
+        advantage=lambda inputs: (received.append(inputs), (inputs.mask, inputs.mask))[1],
+    )
+    make_batch(sample, method, RewardShaper(actor.rewards, max_new_tokens=10), kl_coef=0.0)
+    return received[0]
 
 
-def steps_of(found: ShapedRewards) -> Tensor:
+def steps_of(found: AdvantageInputs) -> Tensor:
     assert found.steps is not None
-    assert found.steps[~ENDS].abs().sum() == 0
-    return found.steps[ENDS]
+    assert found.steps[~ENDS[:, 1:]].abs().sum() == 0
+    return found.steps[ENDS[:, 1:]]
 
 
 def test_each_step_is_normalised_and_clipped_and_penalties_come_at_the_end():
     found = shaped(scored((4.0, 0.0)), rewards_normalization="batch", rewards_clip=1.0)
     torch.testing.assert_close(steps_of(found), torch.tensor([-0.4629, -0.9258, 1.0]), atol=1e-4, rtol=0)
-    assert found.outcome.tolist() == [4.0, 0.0]
+    assert found.rewards.tolist() == [4.0, 0.0]
     sample = scored()
     sample.rollout.is_end[1] = False
     found = shaped(sample, rewards_missing_eos_penalty=0.5, algorithm_mask_unfinished=False)
     assert steps_of(found).tolist() == [1.0, 0.5, 3.0]
-    assert found.outcome.tolist() == [0.0, -0.5]
+    assert found.rewards.tolist() == [0.0, -0.5]
     found = shaped(scored(ok=(True, False)), rewards_normalization="static", rewards_mean=1.0)
     torch.testing.assert_close(steps_of(found), torch.tensor([0.0, -0.5, 0.0]))
 

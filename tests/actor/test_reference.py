@@ -13,7 +13,8 @@ import pytest
 import torch
 from live_system import Checkpoints, make_run
 
-from actor.algorithms.experience import TooManyFailed, check_failures, rollout_metrics, sequence_kl
+from actor.algorithms.batch import TooManyFailed, check_failures, sequence_kl
+from actor.algorithms.rollout_metrics import rollout_metrics
 from actor.data.rollout import Prompt, ReferenceLogprobs, Rollout, ScoredRollout, Scores
 from actor.loop import PPORun
 from actor.scoring.client import RequestCounters, RequestFailed, TrainAnswer

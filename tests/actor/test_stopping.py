@@ -349,7 +349,7 @@ def test_a_stop_while_the_critic_goes_back_names_the_checkpoint(tmp_path: Path, 
         again.stop.request()
         await asyncio.Event().wait()
 
-    again.books._client.rewind = rewind  # type: ignore[method-assign, assignment]
+    again.recorder._client.rewind = rewind  # type: ignore[method-assign, assignment]
     with pytest.raises(Stopped, match=r"^stopped before it had resumed; the next start resumes from the newest checkp"):
         go(again)
 

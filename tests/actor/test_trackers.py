@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from actor.run.metrics import MetricsLog, Text
+from actor.run.metrics import MetricsLog
 from actor.run.trackers import TrackerMissing, Trackers
 from python_backend.store.jsonl import read_jsonl
 
@@ -63,11 +63,11 @@ def test_both_are_told_what_the_files_hold(said: list[tuple[str, Any]], tmp_path
 
 def test_texts_are_a_table_everywhere(said: list[tuple[str, Any]], tmp_path: Path):
     log = MetricsLog(tmp_path, first_step=1, trackers=Trackers(["wandb", "mlflow"], tmp_path, "my-run"))
-    log.add_texts([Text(1, "Once", " upon a time", 0.5), Text(1, "Twice", "…", None)])
-    log.add_texts([])
-    log.close()
     rows = [[1, "Once", " upon a time", 0.5], [1, "Twice", "…", None]]
     columns = ["step", "prompt", "response", "reward"]
+    log.add_texts([dict(zip(columns, row, strict=True)) for row in rows])
+    log.add_texts([])
+    log.close()
     assert ("wandb.log", ({"train_rollouts/table": (columns, rows)}, 1)) in said
     table = {"columns": columns, "data": rows}  # no log_table: it reads and writes all rows of the run each time
     assert ("mlflow.dict", (table, "train_rollouts/table/00000001.json")) in said

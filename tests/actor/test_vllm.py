@@ -11,7 +11,7 @@ import torch
 from fake_vllm import FakeVllm
 from vllm_setup import END, PROMPTS, VllmSetup, run_async, save_policy
 
-from actor.algorithms.experience import importance_weights
+from actor.algorithms.batch import importance_weights
 from actor.data.rollout import Rollout
 from actor.generation.slots import Response
 from actor.vllm.generation import VllmGeneration

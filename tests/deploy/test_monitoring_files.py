@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 
 import yaml
 from prometheus_server import MONITORING, queries, rules
 
-import actor.run.prometheus
-import trainer.progress
-from python_backend.monitoring.exporter import SHARED
+from python_backend.monitoring.metrics import TABLES
 
 ROOT = MONITORING.parents[1]
 PAGE = (ROOT / "docs" / "monitoring.md").read_text()
 NAME = re.compile(r"\b(?:rlhf|nv|process)_\w+|\bup\b")
 TRITON = {"nv_inference_request_success", "nv_inference_request_duration_us"}
-OURS = {
-    module.PREFIX + metric.name + ("_total" if metric.kind == "counter" else ""): metric
-    for module in (actor.run.prometheus, trainer.progress)
-    for metric in (*module.METRICS, *SHARED)
-}
+GENERATE = runpy.run_path(str(MONITORING / "generate.py"))
+OURS = {GENERATE["exported"](prefix, metric): metric for prefix, table in TABLES.items() for metric in table}
 
 
 def of_the_server() -> set[str]:
@@ -54,12 +50,14 @@ def test_the_jobs_are_those_that_are_selected() -> None:
     assert set(re.findall(r'job="([\w-]+)"', texts)) <= jobs
 
 
-def test_the_page_has_every_metric_and_every_alert() -> None:
-    rows = dict(re.findall(r"^\| `(rlhf_(?:actor|trainer)_\w+)(?:\{\w+\})?` \| (.+) \|$", PAGE, re.MULTILINE))
-    assert set(rows) == set(OURS)
-    for name, metric in OURS.items():
-        assert rows[name] == metric.help, name
-        assert not metric.label or f"{name}{{{metric.label}}}" in PAGE
+def test_dashboard_and_page_are_those_of_the_table() -> None:
+    board = (MONITORING / "dashboard.json").read_text()
+    assert GENERATE["dashboard"](board) == board, "run python deploy/monitoring/generate.py"
+    assert GENERATE["page"](PAGE) == PAGE, "run python deploy/monitoring/generate.py"
+    assert {metric.panel for metric in OURS.values()} <= {"", *GENERATE["PANELS"]}
+
+
+def test_the_page_has_every_alert() -> None:
     assert re.findall(r"^\| `(Rlhf\w+)`", PAGE, re.MULTILINE) == [rule["alert"] for rule in rules()]
 
 

@@ -22,7 +22,7 @@ from live_system import make_tokenizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from actor.algorithms.methods import Method
+from actor.algorithms.method import Method
 from actor.data.rollout import PPOBatch, Prompt, Rollout
 from actor.policy.policy import Policy
 from actor.policy.update import PolicyUpdate

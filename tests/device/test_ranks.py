@@ -15,7 +15,7 @@ from live_system import make_tokenizer
 from simulated_cuda.threads import recorded_launches
 from tiny_checkpoints import save_tiny
 
-from actor.algorithms.methods import Method
+from actor.algorithms.method import Method
 from actor.policy.policy import Policy
 from actor.run import policies
 from python_backend.training import sharding

@@ -59,8 +59,14 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: {optimizer: {betas: [0.9]}}", "actor.optimizer.betas.1 is missing"),
         (
             "actor: {kl: {estimator: k9}}",
-            "actor.kl.estimator: Input should be 'auto', 'k1', 'abs', 'k2' or 'k3' (got 'k9')",
+            "actor.kl.estimator: Input should be one of 'auto', 'k1', 'abs', 'k2', 'k3' (got 'k9')",
         ),
+        ("actor: {algorithm: {name: gpro}}", "'rloo', 'grpo'; did you mean grpo? (got 'gpro')"),
+        (
+            "actor: {algorithm: {loss: cliped}}",
+            "actor.algorithm.loss: Input should be one of 'auto', 'clipped', 'reinforce', or path/to/file.py:name; did",
+        ),
+        ("actor: {algorithm: {loss: 'my loss:'}}", "'my loss:' does not name a function; write path/to/file.py:name"),
         (
             "trainer: {attention: flash_attention_2}",
             "trainer.attention: flash_attention_2 needs CUDA, and trainer.device is cpu; set it to sdpa",

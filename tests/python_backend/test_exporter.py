@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from python_backend.monitoring.exporter import Exporter, MetricSpec, Values
+from python_backend.monitoring.exporter import Exporter, Values
+from python_backend.monitoring.metrics import SHARED, MetricSpec
 from tools.server.ports import free_port
 
 METRICS = (
@@ -19,6 +20,7 @@ METRICS = (
     MetricSpec("phase_seconds", "Phases.", label="phase"),
     MetricSpec("rows", "Rows.", "counter"),
     MetricSpec("depth", "Depth of a queue."),
+    *SHARED,
 )
 
 

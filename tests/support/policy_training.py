@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import torch
 
-from actor.algorithms.kl_control import KLControl
-from actor.algorithms.methods import Method
-from actor.algorithms.shaping import RewardShaper
+from actor.algorithms.kl import KLControl
+from actor.algorithms.method import Method
+from actor.algorithms.stages import RewardShaper
 from actor.data.rollout import PPOBatch, Rollout
 from actor.policy.checkpoint import RunState, check_checkpoint_of, restore
 from actor.policy.policy import Policy

@@ -10,13 +10,13 @@ import torch
 from live_system import make_tokenizer
 from safetensors.torch import save_file
 
-from actor.algorithms.experience import make_batch
-from actor.algorithms.kl_control import KLControl
-from actor.algorithms.methods import Method
-from actor.algorithms.shaping import RewardShaper
-from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
+from actor.algorithms.batch import make_batch
+from actor.algorithms.kl import KLControl
+from actor.algorithms.method import Method
+from actor.algorithms.stages import RewardShaper
+from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
 from actor.policy.checkpoint import RunState
-from actor.run.recorder import Bookkeeper
+from actor.run.recorder import Recorder
 from actor.run.settings import SETTINGS_FILE
 from actor.run.validation import Validation
 from actor.scoring.client import RequestCounters
@@ -72,43 +72,43 @@ class RecordedRun:
         )
         settings = self.config.actor
         self._method = Method.of(settings.algorithm, settings.kl)
+        self._shaper = RewardShaper(settings.rewards, max_new_tokens=9)
         policy: Any = UntrainedPolicy(device)
         state = RunState(
             policy,
-            RewardShaper(settings.rewards, max_new_tokens=9),
+            self._shaper,
             KLControl(0.0, target=None, horizon=1),
             one_prompt(),
         )
         client: Any = Unreached()
-        self._book = Bookkeeper(self.config, state, client, has_critic=False)
+        self._recorder = Recorder(self.config, state, client, has_critic=False)
 
     def start(self) -> RecordedRun:
         """Write what a run has before its first step."""
         self.config.run.dir.mkdir(parents=True, exist_ok=True)
         write_json(self.config.run.dir / SETTINGS_FILE, self.config.model_dump(mode="json"))
-        asyncio.run(self._book.resume())
+        asyncio.run(self._recorder.resume())
         return self
 
     def steps(self, *numbers: int) -> RecordedRun:
         """Record these steps."""
         for step in numbers:
             scored = self._scored(step / 10)
-            rewards = ShapedRewards(scored.scores.rewards)
-            batch = make_batch(scored, self._method, rewards=rewards, kl_coef=0.0, responses_per_prompt=2)
-            asyncio.run(self._book.log_step(step, scored, batch, {"timers/generate": 0.5, "timers/step_time": 1.0}))
+            batch = make_batch(scored, self._method, self._shaper, kl_coef=0.0, responses_per_prompt=2)
+            asyncio.run(self._recorder.log_step(step, scored, batch, {"timers/generate": 0.5, "timers/step_time": 1.0}))
         return self
 
     def validated(self, when: str, step: int, reward: float) -> RecordedRun:
         """Record a validation."""
         scored = self._scored(reward)
         result = Validation(scored.rollout, scored.scores, 0.25, None)
-        asyncio.run(self._book.log_validation(when, step, result, seconds=0.1))
+        asyncio.run(self._recorder.log_validation(when, step, result, seconds=0.1))
         return self
 
     def finished(self, steps: int) -> Path:
         """Write the actor's summary; return the run's folder."""
         scorer: Any = None  # asked only for a critic's values
-        asyncio.run(self._book.finish(scorer, 2.0, steps=steps))
+        asyncio.run(self._recorder.finish(scorer, 2.0, steps=steps))
         return self.config.run.dir
 
     def _scored(self, reward: float) -> ScoredRollout:

@@ -17,7 +17,7 @@ from tiny_checkpoints import save_tiny
 from transformers import AutoModelForCausalLM
 
 import actor.policy.policy as policy_module
-from actor.algorithms.methods import Method
+from actor.algorithms.method import Method
 from actor.data.rollout import PPOBatch, Prompt
 from actor.policy.checkpoint import save_checkpoint
 from actor.policy.policy import Policy

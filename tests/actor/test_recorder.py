@@ -17,12 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actor.algorithms.kl_control import KLControl
-from actor.algorithms.shaping import RewardShaper
+from actor.algorithms.kl import KLControl
+from actor.algorithms.stages import RewardShaper
 from actor.data.rollout import Prompt, Rollout, Scores
 from actor.policy.checkpoint import RunState, critic_steps, saved_steps
 from actor.policy.policy import Policy
-from actor.run.recorder import Bookkeeper
+from actor.run.recorder import Recorder
 from actor.run.validation import Validation
 from actor.scoring.client import RequestCounters, RequestFailed
 from python_backend.checkpoints.inspection import CheckpointError
@@ -82,7 +82,7 @@ def server() -> Server:
     return Server()
 
 
-def books(folder: Path, server: Server, reference_folder: Path = Path("start"), **actor: Any) -> Bookkeeper:
+def recorder_of(folder: Path, server: Server, reference_folder: Path = Path("start"), **actor: Any) -> Recorder:
     settings = {"keep_checkpoints": 2, "steps": 4, "validation_every": 1, **actor}
     reference = {"checkpoint": reference_folder}
     config = RunConfig.model_validate(
@@ -94,13 +94,13 @@ def books(folder: Path, server: Server, reference_folder: Path = Path("start"), 
         KLControl(0.1, target=None, horizon=1),
         one_prompt(),
     )  # type: ignore[arg-type]
-    return Bookkeeper(config, state, server, has_critic=True)  # type: ignore[arg-type]
+    return Recorder(config, state, server, has_critic=True)  # type: ignore[arg-type]
 
 
-async def checkpoints(book: Bookkeeper, *steps: int) -> None:
+async def checkpoints(recorder: Recorder, *steps: int) -> None:
     for step in steps:
-        await book.checkpoint(step)
-        await asyncio.gather(*book.saves)
+        await recorder.checkpoint(step)
+        await asyncio.gather(*recorder.saves)
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -109,15 +109,15 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 def test_a_checkpoint_names_the_critics_and_a_resumed_actor_goes_back_to_it(tmp_path: Path, server: Server):
     async def first() -> None:
-        book = books(tmp_path, server)
-        await book.resume()
-        book.weights_version = 91  # as the loop does with each answer
-        await checkpoints(book, 3)
+        recorder = recorder_of(tmp_path, server)
+        await recorder.resume()
+        recorder.weights_version = 91  # as the loop does with each answer
+        await checkpoints(recorder, 3)
 
     run(first())
     state = json.loads((tmp_path / "checkpoints" / "actor" / "3" / "state.json").read_text())
     assert (state["step"], state["critic_step"], state["weights_version"]) == (3, 3, 91)
-    resumed = books(tmp_path, server)
+    resumed = recorder_of(tmp_path, server)
     assert run(resumed.resume()) == 3
     assert server.rewound == [0, 3]
     assert resumed.weights_version == 73
@@ -129,16 +129,16 @@ def test_a_rollback_is_as_stale_as_its_manifest_says(tmp_path: Path, server: Ser
     def write(folder: Path) -> None:
         save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
 
-    book = books(tmp_path, server)
-    store = WeightsStore(book._weights.root)
+    recorder = recorder_of(tmp_path, server)
+    store = WeightsStore(recorder._weights.root)
     for step in (0, 1, 4, 1):
         store.add(write, run_id="test", step=step, parent=None, epoch=0, reuse=False)
 
     async def reads() -> dict[str, Any]:
-        await book.resume()
+        await recorder.resume()
         yes = torch.ones(4).bool()
         scores = Scores(torch.zeros(4), torch.zeros(4, 2), torch.tensor([2, 3, 3, 9]), yes, [])
-        return book._critic_metrics(scores, step=6)
+        return recorder._critic_metrics(scores, step=6)
 
     assert run(reads())["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
 
@@ -147,9 +147,9 @@ def test_the_event_loop_runs_while_large_files_are_written(tmp_path: Path, serve
     """Otherwise an answer that arrives meanwhile is taken for one that came after its deadline."""
 
     async def writes() -> list[bool]:
-        book, loop = books(tmp_path, server), asyncio.get_running_loop()
-        book._settings = book._settings.model_copy(update={"validation_every": 1})
-        plain, ran = book._policy.save, []
+        recorder, loop = recorder_of(tmp_path, server), asyncio.get_running_loop()
+        recorder._settings = recorder._settings.model_copy(update={"validation_every": 1})
+        plain, ran = recorder._policy.save, []
 
         def save(folder: Path) -> None:
             looped = threading.Event()
@@ -157,18 +157,18 @@ def test_the_event_loop_runs_while_large_files_are_written(tmp_path: Path, serve
             ran.append(looped.wait(5))
             plain(folder)
 
-        book._policy.save = save
-        await book.resume()
-        await book.checkpoint(1)
-        await book.log_validation("between", 1, validation(1.0), seconds=0.1)
-        await book.finish(scorer=None, seconds=1.0, steps=1)  # type: ignore[arg-type]
+        recorder._policy.save = save
+        await recorder.resume()
+        await recorder.checkpoint(1)
+        await recorder.log_validation("between", 1, validation(1.0), seconds=0.1)
+        await recorder.finish(scorer=None, seconds=1.0, steps=1)  # type: ignore[arg-type]
         return ran
 
     assert run(writes()) == [True, True, True]
 
 
 def test_each_save_says_which_checkpoints_are_there_still(tmp_path: Path, server: Server):
-    run(checkpoints(books(tmp_path, server), 2, 4, 6))
+    run(checkpoints(recorder_of(tmp_path, server), 2, 4, 6))
     assert server.saved == [(2, [2]), (4, [2, 4]), (6, [4, 6])]
     root = tmp_path / "checkpoints" / "actor"
     assert saved_steps(root) == critic_steps(root) == [4, 6]
@@ -177,22 +177,22 @@ def test_each_save_says_which_checkpoints_are_there_still(tmp_path: Path, server
 def test_a_checkpoint_that_the_critic_never_received_is_set_aside(tmp_path: Path, server: Server):
     """The run ended while no server answered; the one before counts, also after the critic has that step again."""
     root = tmp_path / "checkpoints" / "actor"
-    run(checkpoints(books(tmp_path, server), 2, 4))
+    run(checkpoints(recorder_of(tmp_path, server), 2, 4))
     server.received = 3
-    assert run(books(tmp_path, server).resume()) == 2
+    assert run(recorder_of(tmp_path, server).resume()) == 2
     assert saved_steps(root) == [2]
     assert (root / "4.set-aside" / "state.json").is_file()
     server.received = 4
-    assert run(books(tmp_path, server).resume()) == 2
+    assert run(recorder_of(tmp_path, server).resume()) == 2
     assert server.rewound == [2, 2]
 
 
 def test_a_critic_that_lost_every_step_is_an_error(tmp_path: Path, server: Server):
     """Its journal may be another run's: the policy does not start anew, and no checkpoint is touched."""
-    run(checkpoints(books(tmp_path, server), 2, 4))
+    run(checkpoints(recorder_of(tmp_path, server), 2, 4))
     server.received = 0
     with pytest.raises(RequestFailed, match="rewind_to: 2"):
-        run(books(tmp_path, server).resume())
+        run(recorder_of(tmp_path, server).resume())
     assert saved_steps(tmp_path / "checkpoints" / "actor") == [2, 4]
 
 
@@ -202,15 +202,15 @@ def test_a_damaged_checkpoint_is_passed_over(
 ):
     """The one before it counts, and the critic goes back to that."""
     root = tmp_path / "checkpoints" / "actor"
-    book = books(tmp_path, server)
-    run(checkpoints(book, 2))
-    weight = book._policy.model.weight.detach().clone()
+    recorder = recorder_of(tmp_path, server)
+    run(checkpoints(recorder, 2))
+    weight = recorder._policy.model.weight.detach().clone()
     with torch.no_grad():
-        book._policy.model.weight += 1
-    run(checkpoints(book, 4))
+        recorder._policy.model.weight += 1
+    run(checkpoints(recorder, 4))
     damaged = root / "4" / name
     damaged.write_bytes(damaged.read_bytes()[:-4] + b"0000")
-    resumed = books(tmp_path, server)
+    resumed = recorder_of(tmp_path, server)
     assert run(resumed.resume()) == 2
     assert torch.equal(resumed._policy.model.weight, weight)
     assert server.rewound == [2]
@@ -222,18 +222,18 @@ def test_a_damaged_checkpoint_is_passed_over(
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: Path, server: Server):
     root = tmp_path / "checkpoints" / "actor"
-    run(checkpoints(books(tmp_path, server), 2, 4))
+    run(checkpoints(recorder_of(tmp_path, server), 2, 4))
     for step in (2, 4):
         (root / str(step) / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"2/model\.safetensors cannot be read.*there is no earlier checkpoint"):
-        run(books(tmp_path, server).resume())
+        run(recorder_of(tmp_path, server).resume())
     assert saved_steps(root) == [2, 4]
     assert server.rewound == []
 
 
 def test_another_start_is_refused_before_the_critic_goes_back(tmp_path: Path, server: Server):
-    run(checkpoints(books(tmp_path, server), 2, 4))
-    other = books(tmp_path, server)
+    run(checkpoints(recorder_of(tmp_path, server), 2, 4))
+    other = recorder_of(tmp_path, server)
     other._policy.fingerprint = "of another"
     with pytest.raises(CheckpointError, match="the KL would be measured against a different reference"):
         run(other.resume())
@@ -248,36 +248,36 @@ def test_another_served_reference_is_refused(tmp_path: Path, server: Server, mon
     monkeypatch.setattr("actor.policy.checkpoint.fingerprint_weights", lambda folder: weights[folder.name])
     for name in weights:
         (tmp_path / name).mkdir()
-    run(checkpoints(books(tmp_path, server, reference_folder=tmp_path / "one", **served), 2))
+    run(checkpoints(recorder_of(tmp_path, server, reference_folder=tmp_path / "one", **served), 2))
     with pytest.raises(
         CheckpointError, match=r"measured against .*/one, but reference\.checkpoint has different weights"
     ):
-        run(books(tmp_path, server, reference_folder=tmp_path / "other", **served).resume())
+        run(recorder_of(tmp_path, server, reference_folder=tmp_path / "other", **served).resume())
     with pytest.raises(CheckpointError, match=r"reference\.checkpoint has different weights"):
-        run(books(tmp_path, server).resume())  # the policy's own start
+        run(recorder_of(tmp_path, server).resume())  # the policy's own start
     assert server.rewound == []
     for folder in ("one", "elsewhere"):
-        assert run(books(tmp_path, server, reference_folder=tmp_path / folder, **served).resume()) == 2
+        assert run(recorder_of(tmp_path, server, reference_folder=tmp_path / folder, **served).resume()) == 2
 
 
-async def ends(book: Bookkeeper) -> None:
-    await book.resume()
-    await book.finish(scorer=None, seconds=1.0, steps=4)  # type: ignore[arg-type]
+async def ends(recorder: Recorder) -> None:
+    await recorder.resume()
+    await recorder.finish(scorer=None, seconds=1.0, steps=4)  # type: ignore[arg-type]
 
 
 def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ):
     async def whole() -> None:
-        book = books(tmp_path, server)
-        await checkpoints(book, 1)
+        recorder = recorder_of(tmp_path, server)
+        await checkpoints(recorder, 1)
         server.fails = True
-        await checkpoints(book, 2)
+        await checkpoints(recorder, 2)
         assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
             "saving the critic's checkpoint of step 2 failed: critic_save is away"
         ]
         server.fails = False
-        await ends(book)
+        await ends(recorder)
 
     run(whole())
     assert server.saved == [(1, [1]), (2, [1, 2])]
@@ -285,12 +285,12 @@ def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(
 
 def test_a_later_save_makes_up_for_a_failed_one(tmp_path: Path, server: Server):
     async def whole() -> None:
-        book = books(tmp_path, server)
+        recorder = recorder_of(tmp_path, server)
         server.fails = True
-        await checkpoints(book, 1)
+        await checkpoints(recorder, 1)
         server.fails = False
-        await checkpoints(book, 2)
-        await ends(book)
+        await checkpoints(recorder, 2)
+        await ends(recorder)
 
     run(whole())
     assert server.saved == [(2, [1, 2])]
@@ -298,10 +298,10 @@ def test_a_later_save_makes_up_for_a_failed_one(tmp_path: Path, server: Server):
 
 def test_a_save_that_cannot_be_had_in_the_end_is_an_error(tmp_path: Path, server: Server):
     async def whole() -> None:
-        book = books(tmp_path, server)
+        recorder = recorder_of(tmp_path, server)
         server.fails = True
-        await checkpoints(book, 1)
-        await ends(book)
+        await checkpoints(recorder, 1)
+        await ends(recorder)
 
     with pytest.raises(RequestFailed, match="critic_save is away"):
         run(whole())
@@ -309,10 +309,10 @@ def test_a_save_that_cannot_be_had_in_the_end_is_an_error(tmp_path: Path, server
 
 def test_saves_that_are_done_are_forgotten(tmp_path: Path, server: Server):
     async def whole() -> None:
-        book = books(tmp_path, server)
+        recorder = recorder_of(tmp_path, server)
         for step in range(1, 6):
-            await checkpoints(book, step)
-        assert len(book.saves) == 1, "the last one"
+            await checkpoints(recorder, step)
+        assert len(recorder.saves) == 1, "the last one"
 
     run(whole())
 
@@ -332,14 +332,14 @@ def test_a_validation_is_added_to_the_file_and_not_written_with_all_before_it(tm
     path = tmp_path / "validations.jsonl"
 
     async def validates(*steps: int) -> list[int]:
-        book = books(tmp_path, server)
-        await book.resume()
+        recorder = recorder_of(tmp_path, server)
+        await recorder.resume()
         files = []
         for step in steps:
-            await book.log_validation("between", step, validation(float(step)), seconds=0.1)
+            await recorder.log_validation("between", step, validation(float(step)), seconds=0.1)
             files.append(path.stat().st_ino)
             if step == 2:
-                await checkpoints(book, 2)
+                await checkpoints(recorder, 2)
         return files
 
     assert len(set(run(validates(2, 4, 6)))) == 1
@@ -358,10 +358,10 @@ def test_a_validation_without_scores_does_not_replace_the_best(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ):
     async def validates(*rewards: float) -> None:
-        book = books(tmp_path, server, validation_every=0)  # a run that validates only before and after
-        await book.resume()
+        recorder = recorder_of(tmp_path, server, validation_every=0)  # a run that validates only before and after
+        await recorder.resume()
         for step, reward in enumerate(rewards, 1):
-            await book.log_validation("between", step, validation(reward), seconds=0.1)
+            await recorder.log_validation("between", step, validation(reward), seconds=0.1)
 
     run(validates(math.nan))
     assert not (tmp_path / "best").exists()
@@ -377,11 +377,11 @@ def test_a_validation_without_scores_does_not_replace_the_best(
 
 def test_rewards_of_different_versions_are_not_compared(tmp_path: Path, server: Server):
     async def validates() -> list[int]:
-        book = books(tmp_path, server)
-        await book.resume()
+        recorder = recorder_of(tmp_path, server)
+        await recorder.resume()
         best = []
         for step, (reward, version) in enumerate([(0.9, 0), (0.5, 0), (0.1, 1), (0.3, 1), (0.2, 1)], 1):
-            await book.log_validation("between", step, validation(reward, version), seconds=0.1)
+            await recorder.log_validation("between", step, validation(reward, version), seconds=0.1)
             best.append(best_step(tmp_path))
         return best
 
@@ -390,5 +390,5 @@ def test_rewards_of_different_versions_are_not_compared(tmp_path: Path, server: 
 
 def test_what_a_killed_run_left_half_written_is_swept(tmp_path: Path, server: Server):
     (tmp_path / ".staging-killed").mkdir()
-    run(books(tmp_path, server).resume())
+    run(recorder_of(tmp_path, server).resume())
     assert not (tmp_path / ".staging-killed").exists()

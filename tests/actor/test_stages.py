@@ -1,7 +1,8 @@
-"""`actor.algorithms.shaping` and `kl_control`: each step by hand, running statistics against the whole history."""
+"""`actor.algorithms.stages`: each by hand, running statistics against the whole history."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor.algorithms.kl_control import KLControl
-from actor.algorithms.shaping import RewardShaper, RunningMoments
-from actor.data.rollout import Rollout
+from actor.algorithms import stages
+from actor.algorithms.inputs import AdvantageInputs
+from actor.algorithms.stages import RewardShaper, RunningMoments
+from tests.support.scored_rollout import make_batch, scored_rollout
 from tests.support.settings import actor_section
 
 REWARDS = torch.tensor([1.0, 3.0, -2.0, 100.0])
@@ -23,16 +25,29 @@ def shaper_of(**settings: Any) -> RewardShaper:
     return RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
 
 
-def rollout(*responses: int, ended: list[bool] | None = None) -> Rollout:
-    """Rows with a prompt of two tokens and responses of these lengths."""
-    lengths = torch.tensor(responses) + 2
-    tokens = torch.zeros(len(responses), int(lengths.max()), dtype=torch.int64)
-    is_end = torch.tensor(ended or [True] * len(responses))
-    return Rollout([], tokens, lengths, torch.full_like(lengths, 2), is_end)
+def inputs_of(rewards: Tensor, responses: tuple[int, ...], scored: Tensor, ended: list[bool]) -> AdvantageInputs:
+    """Rows with these scores and responses of these lengths, the first two and the next two to one prompt each."""
+    mask = (torch.arange(max(responses)) < torch.tensor(responses)[:, None]).float() * scored[:, None]
+    lengths, groups = torch.tensor(responses) + 2, torch.arange(len(rewards)) // 2
+    zeros = torch.zeros_like(mask)
+    return AdvantageInputs(rewards, zeros, zeros, mask, lengths, groups, scored, torch.tensor(ended), scored)
+
+
+def shaped(
+    shaper: RewardShaper,
+    rewards: Tensor,
+    *responses: int,
+    scored: Tensor | None = None,
+    ended: list[bool] | None = None,
+) -> Tensor:
+    """These scores after the stages."""
+    count = len(rewards)
+    scored = torch.ones(count).bool() if scored is None else scored
+    return shaper.run(inputs_of(rewards, responses or (1,) * count, scored, ended or [True] * count)).rewards
 
 
 def shape(rewards: Tensor = REWARDS, scored: Tensor = SCORED, **settings: Any) -> list[float]:
-    return shaper_of(max_new_tokens=10, **settings).shape(rewards, scored, rollout(1, 2, 3, 4)).tolist()
+    return shaped(shaper_of(max_new_tokens=10, **settings), rewards, 1, 2, 3, 4, scored=scored).tolist()
 
 
 def test_by_default_scores_are_as_they_came():
@@ -57,9 +72,9 @@ def test_running_statistics_are_those_of_everything_so_far():
         rewards = torch.randn(count, generator=generator) * 3 + 5
         history.append(rewards)
         seen = torch.cat(history).double()
-        shaped = shaper.shape(rewards, torch.ones(count).bool(), rollout(*[1] * count))
+        found = shaped(shaper, rewards)
         expected = (rewards - seen.mean()) / (seen.std(correction=0) + 1e-8)
-        torch.testing.assert_close(shaped, expected.float(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["batch", "running"])
@@ -70,7 +85,7 @@ def test_scores_that_differ_by_their_rounding_are_normalised_to_0(kind: str, sco
         for _ in range(steps):
             rewards[2] = torch.nextafter(rewards[2], torch.tensor(math.inf))
         shaper = shaper_of(rewards_normalization=kind)
-        assert shaper.shape(rewards, torch.ones(7).bool(), rollout(*[1] * 7)).tolist() == [0.0] * 7
+        assert shaped(shaper, rewards).tolist() == [0.0] * 7
 
 
 def test_running_statistics_survive_a_checkpoint():
@@ -95,15 +110,14 @@ def test_the_clip_comes_after_normalisation_and_before_the_penalties():
     settings = {"rewards_normalization": "static", "rewards_mean": 1.0, "rewards_std": 0.5, "rewards_clip": 1.5}
     assert shape(**settings) == pytest.approx([0, 1.5, -1.5, 0])
     shaper = shaper_of(**settings, missing_eos_penalty=4.0)
-    ended = rollout(1, 1, 1, 1, ended=[True, False, False, False])
-    assert shaper.shape(REWARDS, SCORED, ended).tolist() == pytest.approx([0, -2.5, -5.5, 0])
+    ended = [True, False, False, False]
+    assert shaped(shaper, REWARDS, scored=SCORED, ended=ended).tolist() == pytest.approx([0, -2.5, -5.5, 0])
 
 
 def test_overlong_responses_lose_linearly():
     """DAPO (arXiv 2503.14476, equation 13): nothing up to the buffer, the whole penalty at the limit."""
     shaper = shaper_of(max_new_tokens=10, overlong_tokens=4, overlong_penalty=2.0)
-    shaped = shaper.shape(torch.zeros(5), torch.ones(5).bool(), rollout(1, 6, 7, 9, 10))
-    assert shaped.tolist() == pytest.approx([0, 0, -0.5, -1.5, -2])
+    assert shaped(shaper, torch.zeros(5), 1, 6, 7, 9, 10).tolist() == pytest.approx([0, 0, -0.5, -1.5, -2])
 
 
 def test_rows_that_are_not_scored_never_matter():
@@ -113,21 +127,17 @@ def test_rows_that_are_not_scored_never_matter():
         assert shape(dirty, rewards_normalization=kind) == shape(rewards_normalization=kind)
 
 
-def test_a_fixed_coefficient_stays():
-    control = KLControl(0.3, target=None, horizon=100)
-    control.update(50.0, 128)
-    assert control.coef == 0.3
+def test_a_stage_is_one_function_in_the_list(monkeypatch: pytest.MonkeyPatch):
+    """It sees the groups and what the stages before it made; here it leaves out groups whose rewards are all equal."""
 
+    def drop_equal_groups(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
+        same = inputs.groups[:, None] == inputs.groups
+        differs = (same & (inputs.rewards[:, None] != inputs.rewards)).any(1)
+        return dataclasses.replace(inputs, counted=inputs.counted & differs)
 
-@pytest.mark.parametrize(
-    ("kl", "expected"),
-    [(6.0, 1.0), (6.6, 1 + 0.1 * 0.5), (60.0, 1 + 0.2 * 0.5), (0.0, 1 - 0.2 * 0.5), (-1.0, 1 - 0.2 * 0.5)],
-)
-def test_an_adaptive_coefficient_by_hand(kl: float, expected: float):
-    """Ziegler et al. 2019: the relative error, at most 0.2, for 50 of 100 samples of horizon."""
-    control = KLControl(1.0, target=6.0, horizon=100)
-    control.update(kl, 50)
-    assert control.coef == pytest.approx(expected)
-    large = KLControl(1.0, target=6.0, horizon=100)
-    large.update(kl, 8192)  # a rollout larger than the horizon counts as one horizon
-    assert large.coef == pytest.approx(1 + 2 * (expected - 1))
+    monkeypatch.setattr(stages, "STAGES", (*stages.STAGES, drop_equal_groups))
+    scored = scored_rollout()  # rewards 1, 2, -1, 0.5; row 1 did not end
+    settings = {"algorithm_name": "grpo", "responses_per_prompt": 2, "kl_coef": 0.0}
+    batch = make_batch(scored, **settings, rewards_clip=1.0)
+    assert batch.policy_weights.any(-1).tolist() == [False, False, True, True]
+    assert batch.mask.any(-1).all(), "a critic learns from all rows"

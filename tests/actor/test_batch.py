@@ -1,4 +1,4 @@
-"""`actor.algorithms.experience`: what is masked reaches nothing, and the metrics carry the names that people chart."""
+"""`actor.algorithms.batch`: what is masked reaches nothing, and the metrics carry the names that people chart."""
 
 from __future__ import annotations
 
@@ -11,56 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor.algorithms import experience
-from actor.algorithms.advantages import KL_KINDS, explained_variance
-from actor.algorithms.experience import (
+from actor.algorithms.advantages import explained_variance
+from actor.algorithms.batch import (
     TooManyFailed,
     check_failures,
     critic_payload,
-    distinct_bigrams,
-    rollout_metrics,
     score_returns,
 )
-from actor.algorithms.methods import Method
-from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
+from actor.algorithms.rollout_metrics import distinct_bigrams, rollout_metrics
+from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
+from python_backend.config.algorithms import KL_ESTIMATORS
 from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
 from python_backend.wire.training_payload import train_payload
-from tests.support.settings import actor_section
+from tests.support.scored_rollout import LENGTHS, PROMPT_LENGTHS, WIDTH, make_batch, method_of, scored_rollout
 
 SETTINGS: dict[str, Any] = {"kl_coef": 0.1, "kl_estimator": "k1"}
-PROMPT_LENGTHS, LENGTHS, WIDTH = [2, 1, 3, 2], [5, 4, 6, 3], 6
-
-
-def scored_rollout(*, scored: list[bool] | None = None, seed: int = 0) -> ScoredRollout:
-    """Four rows of different lengths; row 1 did not end."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1, 30, (4, WIDTH), generator=generator)
-    prompts = [Prompt(str(i), "", tokens[i, :n].numpy()) for i, n in enumerate(PROMPT_LENGTHS)]
-    is_end = torch.tensor([True, False, True, True])
-    rollout = Rollout(prompts, tokens, torch.tensor(LENGTHS), torch.tensor(PROMPT_LENGTHS), is_end)
-    ok = torch.tensor(scored or [True] * 4)
-    rewards = torch.where(ok, torch.tensor([1.0, 2.0, -1.0, 0.5]), 0.0)
-    values = torch.randn(4, WIDTH, generator=generator) * ok[:, None]
-    scores = Scores(rewards, values, torch.where(ok, 7, -1), ok, [] if ok.all() else ["503"])
-    logprobs = -torch.rand(2, 4, WIDTH - 1, generator=generator)
-    return ScoredRollout(rollout, scores, logprobs[0], logprobs[1])
-
-
-def method_of(**settings: Any) -> Method:
-    actor = actor_section(**settings)
-    return Method.of(actor.algorithm, actor.kl)
-
-
-def make_batch(scored: ScoredRollout, **settings: Any) -> PPOBatch:
-    """The batch under these settings of the actor, of the bare scores."""
-    actor = actor_section(**settings)
-    return experience.make_batch(
-        scored,
-        method_of(**settings),
-        rewards=ShapedRewards(scored.scores.rewards),
-        kl_coef=actor.kl.coef,
-        responses_per_prompt=actor.algorithm.responses_per_prompt,
-    )
 
 
 def poison(scored: ScoredRollout, where: Tensor, **changes: float) -> ScoredRollout:
@@ -154,7 +119,7 @@ def test_a_critic_that_knows_nothing_explains_nothing():
     torch.testing.assert_close(batch.rewards_to_go, exact.returns)
 
 
-@pytest.mark.parametrize("kind", KL_KINDS)
+@pytest.mark.parametrize("kind", KL_ESTIMATORS)
 def test_banned_tokens_outside_the_mask_never_leak(kind: str):
     """A prompt or its padding may hold tokens that sampling forbids: their log-probs are -inf."""
     scored, settings = scored_rollout(), {**SETTINGS, "kl_estimator": kind}
@@ -215,7 +180,7 @@ def test_the_other_rows_are_as_if_the_failed_one_had_not_been():
 
 
 def test_metrics_have_the_names_that_people_chart():
-    """Reference section 7; consumed_samples is added by the bookkeeper, which counts steps."""
+    """Reference section 7; consumed_samples is added by the recorder, which counts steps."""
     scored = scored_rollout()
     metrics = rollout_metrics(scored, make_batch(scored, **SETTINGS), kl_coef=0.1)
     names = {

@@ -1,0 +1,136 @@
+"""Builds the training batch for policy and critic from a scored rollout."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actor.algorithms.advantages import masked_whiten, response_mask
+from actor.algorithms.inputs import AdvantageInputs
+from actor.algorithms.kl import kl_estimate
+from actor.algorithms.method import Method
+from actor.algorithms.reinforce_plus_plus import advantage as returns_to_go
+from actor.algorithms.stages import RewardShaper
+from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
+from python_backend.errors import RlhfError
+from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
+
+
+class TooManyFailed(RlhfError):
+    """More rewards are missing than the configuration allows."""
+
+
+def make_batch(
+    scored: ScoredRollout, method: Method, shaper: RewardShaper, *, kl_coef: float, responses_per_prompt: int = 1
+) -> PPOBatch:
+    """Return the training batch of a rollout, with advantages and returns; rows without a score are masked out.
+
+    Args:
+        kl_coef: KL coefficient of this step.
+        responses_per_prompt: number of consecutive rows that share a prompt.
+    """
+    rollout, scores, process = scored.rollout, scored.scores, scored.scores.process
+    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1]) * scores.scored[:, None]
+    kl = _token_kl(scored, mask, method)
+    inputs = AdvantageInputs(
+        scores.rewards if process is None else process.outcome,
+        torch.zeros_like(mask) if kl is None or method.kl_in_loss else kl_coef * kl,
+        torch.where(mask > 0, scores.values[:, :-1], 0.0),
+        mask,
+        rollout.lengths,
+        torch.arange(len(mask)) // responses_per_prompt,
+        scores.scored,
+        rollout.is_end,
+        scores.scored & rollout.is_end if method.settings.mask_unfinished else scores.scored,
+        method.settings.gamma,
+        method.settings.lam,
+        None if process is None else process.rewards[:, 1:],  # index t is given for token t, position t - 1
+        None if process is None else process.ends[:, 1:],
+    )
+    inputs = shaper.run(inputs)
+    advantages, returns = method.advantage(inputs)
+    weights = learned_mask = mask * inputs.counted[:, None]
+    if method.sequence_mean:
+        weights = weights / mask.sum(-1, keepdim=True).clamp(min=1)
+    return PPOBatch(
+        rollout.tokens,
+        rollout.lengths,
+        mask,
+        weights,
+        scored.logprobs,
+        scored.ref_logprobs,
+        masked_whiten(advantages, learned_mask) if method.whitens else advantages * learned_mask,
+        returns * mask,
+        inputs.values,
+        kl,
+        returns_to_go(inputs)[1] if scores.has_values else None,
+        scored.importance,
+        inputs.groups,
+        scores.versions,
+    )
+
+
+def _token_kl(scored: ScoredRollout, mask: Tensor, method: Method) -> Tensor | None:
+    """Return KL estimates `[B, S-1]`, or None without reference log-probs."""
+    if scored.logprobs is None or scored.ref_logprobs is None:
+        return None
+    # Outside the mask log-probs may be -inf (banned tokens in a prompt), which would make the KL non-finite.
+    return torch.where(mask > 0, kl_estimate(scored.logprobs, scored.ref_logprobs, method.kl_estimator), 0.0)
+
+
+def importance_weights(rollout: Rollout, logprobs: Tensor, cap: float) -> Tensor:
+    """Return truncated importance weights `[B, S-1]` of tokens sampled by another engine than the policy; 1 elsewhere.
+
+    min(exp(logprob under the policy - logprob under the engine), cap), as in https://fengyao.notion.site/off-policy-rl.
+
+    Args:
+        logprobs: float32 `[B, S-1]` under the policy.
+        cap: upper bound.
+    """
+    assert rollout.logprobs is not None, "the engine returns log-probs"
+    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
+    return torch.where(mask > 0, logprobs - rollout.logprobs, 0.0).exp().clamp(max=cap)
+
+
+def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
+    """Return the inputs of a critic_train request, packed as `TrainPayload`: the scored rows, without padding.
+
+    A row may lack its score because the critic cannot take it, and the server refuses a payload that has such a row.
+    """
+    scored = batch.mask.any(-1)
+    ends = batch.lengths[:, None] * scored[:, None]  # nothing of the other rows
+    inside = torch.arange(batch.tokens.shape[1]) < ends
+    targets = {RETURNS: batch.returns, PREV_VALUES: batch.prev_values, MASK: batch.mask}
+    return {
+        TOKENS: batch.tokens[inside][None].numpy(),
+        SEQUENCE_LENGTHS: batch.lengths[scored, None].numpy(),
+        **{name: tensor[inside[:, 1:]][None].numpy() for name, tensor in targets.items()},
+    }
+
+
+def check_failures(scores: Scores, max_failed_fraction: float) -> None:
+    """Raise TooManyFailed, naming the causes, if more than `max_failed_fraction` of the rows, or all, have no score."""
+    failed = int((~scores.scored).sum())
+    if failed > max_failed_fraction * len(scores.scored) or failed == len(scores.scored):
+        raise TooManyFailed(
+            f"{failed} of {len(scores.scored)} rewards are unavailable (actor.rewards.max_failed_fraction is "
+            f"{max_failed_fraction:g}): {'; '.join(scores.failures[:3])}"
+        )
+
+
+def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float | None:
+    """Return the mean KL per sequence (summed k1, nats) over scored rows; None without reference log-probs."""
+    if scored.logprobs is None or scored.ref_logprobs is None:
+        return None
+    signed = torch.where(mask > 0, scored.logprobs - scored.ref_logprobs, 0.0).sum(-1)
+    return float(signed[scored.scores.scored].mean())
+
+
+def score_returns(scores: Scores, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """Return the Monte-Carlo returns `[B, S-1]` at gamma 1, of the scores without penalties, and the response mask."""
+    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
+    if scores.process is None:
+        return scores.rewards[:, None] * mask, mask
+    steps = (scores.process.rewards[:, 1:] * mask).flip(1).cumsum(1).flip(1)
+    return (steps + scores.process.outcome[:, None]) * mask, mask

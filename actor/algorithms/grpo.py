@@ -1,0 +1,27 @@
+"""GRPO: rewards are standardised within the responses to the same prompt."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from actor.algorithms.baselines import group_standardise, process_supervision
+from actor.algorithms.inputs import AdvantageInputs
+
+
+def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Standardise each response's total reward over all responses to the same prompt.
+
+    With a process reward, standardise the rewards of all steps instead (`process_supervision`); the rest of a
+    response's total reward counts as a reward of its last step. The returns are the total rewards, or with a process
+    reward the sums from each token on; `gamma` and `lam` are unused.
+    """
+    if inputs.steps is not None and inputs.ends is not None:
+        ends = inputs.ends & (inputs.mask > 0)
+        position = torch.arange(ends.shape[1], device=ends.device)
+        last = torch.where(ends, position, -1).amax(1, keepdim=True).clamp(min=0)
+        rewards = inputs.steps.scatter_add(1, last, inputs.totals[:, None]) * ends
+        advantages = process_supervision(rewards, ends, inputs.groups, inputs.counted)
+        return advantages * inputs.mask, rewards.flip(1).cumsum(1).flip(1) * inputs.mask
+    advantages = group_standardise(inputs.totals, inputs.groups, inputs.counted)
+    return inputs.spread(advantages), inputs.spread(inputs.totals)

@@ -1,0 +1,123 @@
+"""What advantage functions and policy losses receive, built-in ones and a user's own.
+
+`B`: number of responses. `S`: tokens of the longest prompt + response. Position t of a tensor `[B, S-1]` belongs to
+token t+1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actor.algorithms.advantages import masked_sum, require_same_shape, token_rewards
+
+MOST_LOG_RATIO = 20.0  # nats; if exp overflowed, even a clipped loss would have a non-finite gradient
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """The scored responses of a rollout, which the stages shape before an advantage function receives them."""
+
+    rewards: Tensor  # float32 [B], scores; with a process reward only what they have beyond its steps
+    penalty: Tensor  # float32 [B, S-1], KL penalty per token, times kl_coef; 0 if the penalty is in the loss
+    values: Tensor  # float32 [B, S-1]; 0 outside the mask and without a critic
+    mask: Tensor  # float32 [B, S-1], response tokens of scored rows
+    lengths: Tensor  # int64 [B], prompt + response
+    groups: Tensor  # int64 [B], equal for responses to the same prompt
+    scored: Tensor  # bool [B], rows with a valid reward
+    ended: Tensor  # bool [B], responses that ended within the maximum length
+    counted: Tensor  # bool [B], rows that the policy learns from; the critic learns from all that are scored
+    gamma: float = 1.0  # discount
+    lam: float = 1.0  # GAE's lambda
+    steps: Tensor | None = None  # float32 [B, S-1], process rewards; None without any
+    ends: Tensor | None = None  # bool [B, S-1], where a process reward is given
+
+    @property
+    def totals(self) -> Tensor:
+        """Total reward of each response, `[B]`: its score minus its summed KL penalty."""
+        return self.rewards - (self.penalty * self.mask).sum(-1)
+
+    @property
+    def token_rewards(self) -> Tensor:
+        """Reward for each token, `[B, S-1]`: the score at the end, process rewards, minus the KL penalty."""
+        rewards = token_rewards(self.rewards, self.penalty, self.lengths, kl_coef=1.0)
+        return rewards if self.steps is None else rewards + self.steps
+
+    def spread(self, advantages: Tensor) -> Tensor:
+        """Copy the value of each response to all of its tokens: `[B]` -> `[B, S-1]`."""
+        return advantages[:, None] * self.mask
+
+
+@dataclass(frozen=True)
+class ClipRange:
+    """Clip range of the probability ratio: [1 - low, 1 + high], and at most `dual` for negative advantages."""
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """A micro-batch: some responses of a minibatch. Log-probs are 0 where the weight is 0.
+
+    Raises: ValueError if shapes differ, or total is negative, or 0 with weights that are not.
+    """
+
+    logprobs: Tensor  # float32 [B, S-1], under the policy in training; it alone has a gradient
+    old_logprobs: Tensor  # float32 [B, S-1], under the policy that sampled the response
+    advantages: Tensor  # float32 [B, S-1], times the importance weight, if there is one
+    weights: Tensor  # float32 [B, S-1], weight in the mean; 0 outside the mask and for responses that are left out
+    total: float  # sum of the weights of the whole minibatch, over all micro-batches and ranks
+    clip: ClipRange  # from `actor.algorithm.clip_ratio` and its siblings
+    mask: Tensor  # float32 [B, S-1], 1 where position t scores a response token
+    groups: Tensor  # int64 [B], equal for responses to the same prompt, which may be in different micro-batches
+    versions: Tensor  # int64 [B], version of the critic that scored the response; -1 without a critic
+    ref_logprobs: Tensor | None = None  # float32 [B, S-1], under the reference; None if it is not computed
+
+    def __post_init__(self) -> None:
+        named = {name: getattr(self, name) for name in ("logprobs", "old_logprobs", "advantages", "weights")}
+        require_same_shape(**named)
+        if not self.total >= 0 or (self.total == 0 and bool(self.weights.any())):
+            raise ValueError(f"total must be the total weight of the minibatch, got {self.total}")
+        # Filled before any arithmetic: -inf - -inf, or -inf * 0, would put NaN into the model's gradients.
+        outside = self.weights == 0
+        for name in ("logprobs", "old_logprobs", "ref_logprobs"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, given.masked_fill(outside, 0.0))
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """Log of the probability ratio to the policy that sampled, `[B, S-1]`, within `MOST_LOG_RATIO`."""
+        return (self.logprobs - self.old_logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+
+    def mean(self, token_losses: Tensor) -> Tensor:
+        """Return the share of this micro-batch in the minibatch's weighted mean of `[B, S-1]`, a scalar.
+
+        The shares and gradients of all micro-batches add up to the mean, whatever the split.
+        """
+        return masked_sum(token_losses, self.weights) / (self.total or 1)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the weighted sum of `[B, S-1]`, detached: a metric, which is divided by `total` in the end."""
+        return masked_sum(values.detach().to(self.logprobs.dtype), self.weights)
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Return the metrics that every loss has; `approx_kl` is k3 of KL(old || new)."""
+        log_ratio = self.log_ratio.detach()
+        ratio = self.sum(log_ratio.exp())
+        return {
+            "clip_fraction": torch.zeros_like(ratio),
+            "approx_kl": self.sum(torch.expm1(log_ratio) - log_ratio),
+            "ppo_ratio": ratio,
+            "ppo_ratio_clamped": ratio,
+        }
+
+
+# Returns (advantages, returns), each [B, S-1].
+Advantage = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
+# Returns (loss, metrics): a scalar from `LossInputs.mean`, and scalars from `LossInputs.sum`.
+Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]

@@ -1,0 +1,14 @@
+"""REINFORCE++: returns without a critic, whitened over the rollout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from actor.algorithms.advantages import gae
+from actor.algorithms.inputs import AdvantageInputs
+
+
+def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Return the discounted sum of token rewards from each token on, as advantages and as returns; `lam` is unused."""
+    return gae(torch.zeros_like(inputs.mask), inputs.token_rewards, inputs.mask, gamma=inputs.gamma, lam=1.0)

@@ -1,0 +1,20 @@
+"""RLOO: each response is compared with the mean of the other responses to the same prompt."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from actor.algorithms.baselines import leave_one_out
+from actor.algorithms.inputs import AdvantageInputs
+from python_backend.errors import RlhfError
+
+
+def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Subtract from each response's total reward the mean over the other responses to the same prompt.
+
+    The returns are the total rewards; `gamma` and `lam` are unused. There is no form for process rewards.
+    """
+    if inputs.steps is not None:
+        raise RlhfError("the served reward model gives process rewards (reward.process), which rloo cannot use")
+    advantages = leave_one_out(inputs.totals, inputs.groups, inputs.counted)
+    return inputs.spread(advantages), inputs.spread(inputs.totals)

@@ -1,0 +1,127 @@
+"""Stages between scoring and advantages: each is a function in `STAGES`, with its settings in `actor.rewards`.
+
+Penalties come after normalisation and clipping, so they are in units of normalised scores and are never clipped away.
+A process reward is normalised and clipped step by step: each step counts once in the statistics. What the score has
+beyond it, the other terms of a weighted sum, is neither normalised nor clipped. Penalties are given at the end of the
+response.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from actor.algorithms.advantages import is_rounding
+from actor.algorithms.inputs import AdvantageInputs
+from python_backend.config import RewardsSection
+
+EPSILON = 1e-8
+
+
+class RunningMoments:
+    """Running mean and variance of all values seen so far.
+
+    Source: Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+    """
+
+    def __init__(self, count: float = 0.0, mean: float = 0.0, squares: float = 0.0) -> None:
+        self.count, self.mean, self.squares = count, mean, squares
+
+    def update(self, values: Tensor) -> None:
+        """Add finite values `[n]`; n may be 0."""
+        if not values.numel():
+            return
+        count, mean = values.numel(), float(values.double().mean())
+        delta, total = mean - self.mean, self.count + count
+        self.squares += float((values.double() - mean).square().sum()) + delta**2 * self.count * count / total
+        self.mean += delta * count / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation (divides by n); 1 until two values have been seen."""
+        return math.sqrt(self.squares / self.count) if self.count > 1 else 1.0
+
+    def state(self) -> list[float]:
+        """Return the constructor arguments that reproduce this object, for checkpoints."""
+        return [self.count, self.mean, self.squares]
+
+
+class RewardShaper:
+    """Takes the scores of each rollout through all stages; keeps running statistics across rollouts."""
+
+    def __init__(self, settings: RewardsSection, *, max_new_tokens: int) -> None:
+        self.settings, self.max_new_tokens = settings, max_new_tokens
+        self.moments = RunningMoments()
+
+    def run(self, inputs: AdvantageInputs) -> AdvantageInputs:
+        """Return the inputs after all stages, with rewards of 0 in rows that are not scored."""
+        if inputs.steps is not None and inputs.ends is not None:
+            valid = inputs.ends & inputs.scored[:, None]
+            inputs = dataclasses.replace(inputs, steps=torch.where(valid, inputs.steps, 0.0))
+        for stage in STAGES:
+            inputs = stage(inputs, self)
+        return dataclasses.replace(inputs, rewards=torch.where(inputs.scored, inputs.rewards, 0.0))
+
+
+def _with_scores(inputs: AdvantageInputs, function: Callable[[Tensor], Tensor]) -> AdvantageInputs:
+    """Apply `function` to all valid scores `[n]`; of a process reward, to its steps."""
+    name, valid = "rewards", inputs.scored
+    if inputs.ends is not None:
+        name, valid = "steps", inputs.ends & inputs.scored[:, None]
+    changed = getattr(inputs, name).clone()
+    changed[valid] = function(changed[valid])
+    return dataclasses.replace(inputs, **{name: changed})
+
+
+def normalise(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
+    """Normalise the scores, by `normalization`; to 0 if the scores seen so far differ only by rounding.
+
+    Running statistics include this rollout, so that even the first one can be normalised.
+    """
+    s = shaper.settings
+
+    def normalised(scores: Tensor) -> Tensor:
+        if s.normalization == "static":
+            return (scores - s.mean) / (s.std + EPSILON)
+        moments = shaper.moments if s.normalization == "running" else RunningMoments()
+        moments.update(scores)
+        mean, std = (torch.tensor(value, dtype=torch.float64) for value in (moments.mean, moments.std))
+        if is_rounding(std, mean):
+            return torch.zeros_like(scores)
+        return ((scores.double() - mean) / (std + EPSILON)).to(scores.dtype)
+
+    return inputs if s.normalization == "none" else _with_scores(inputs, normalised)
+
+
+def clip(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
+    """Clip the scores to `clip` in absolute value."""
+    most = shaper.settings.clip
+    return inputs if most is None else _with_scores(inputs, lambda scores: scores.clamp(-most, most))
+
+
+def penalise_missing_eos(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
+    """Subtract `missing_eos_penalty` from responses that did not end."""
+    return dataclasses.replace(inputs, rewards=inputs.rewards - shaper.settings.missing_eos_penalty * (~inputs.ended))
+
+
+def penalise_overlong(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
+    """Subtract up to `overlong_penalty`, linearly over the last `overlong_tokens` of the maximum length."""
+    s = shaper.settings
+    if not s.overlong_tokens:
+        return inputs
+    share = (inputs.mask.sum(-1) - (shaper.max_new_tokens - s.overlong_tokens)) / s.overlong_tokens
+    return dataclasses.replace(inputs, rewards=inputs.rewards - s.overlong_penalty * share.clamp(0.0, 1.0))
+
+
+# A stage changes `rewards` or `steps`, or leaves rows out of the policy's update by `counted`.
+STAGES: tuple[Callable[[AdvantageInputs, RewardShaper], AdvantageInputs], ...] = (
+    normalise,
+    clip,
+    penalise_missing_eos,
+    penalise_overlong,
+)

@@ -1,0 +1,265 @@
+"""The metrics of actor and sidecar, one row each: what exporters, `tools status`, dashboard and documentation read.
+
+`python deploy/monitoring/generate.py` writes the dashboard and the tables of docs/monitoring.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """Declaration of a metric. The exporter puts its prefix before `name`, and `_total` after that of a counter."""
+
+    name: str
+    help: str
+    kind: Literal["gauge", "counter"] = "gauge"
+    label: str = ""
+    unit: str = "short"  # Grafana's name of the unit
+    key: str = ""  # in metrics.jsonl; of a counter, what a step adds to it
+    panel: str = ""  # title of the dashboard's panel that shows it
+    legend: str = ""
+    query: str = "{}"  # for the panel; {} is the exported name
+    status: str = ""  # what `tools status` calls it
+
+
+RATE, INCREASE = "rate({}[$__rate_interval])", "increase({}[5m])"
+_ROLLOUT = "train_rollouts/"
+
+CARD = (  # as in `python_backend.models.card.memory.card_bytes`, which names them alike
+    MetricSpec("card_bytes", "Memory of the GPU that the process's tensors take.", key="card_bytes"),
+    MetricSpec("card_peak_bytes", "Largest card_bytes of the process so far.", key="card_peak_bytes"),
+    MetricSpec(
+        "card_reserved_bytes", "Memory of the GPU that the process's allocator holds.", key="card_reserved_bytes"
+    ),
+    MetricSpec("card_size_bytes", "Memory of the GPU.", key="card_size_bytes"),
+)
+SHARED = (
+    *CARD,
+    MetricSpec("log_messages", "Warnings and errors in the log.", "counter", "level"),
+    MetricSpec("last_problem_timestamp_seconds", "When the last warning or error was logged.", label="level"),
+    MetricSpec("disk_free_bytes", "Free space of the file system of run.dir."),
+    MetricSpec("disk_size_bytes", "Size of the file system of run.dir."),
+)
+ACTOR = (
+    MetricSpec(
+        "tokens_per_second",
+        "Response tokens of the last step, per second of the step.",
+        key="tokens_per_s",
+        panel="Tokens per second",
+        legend="generated, per step",
+    ),
+    MetricSpec(
+        "reward",
+        "Mean reward of the last step.",
+        key=f"{_ROLLOUT}rewards",
+        panel="Reward",
+        legend="training",
+        status="reward",
+    ),
+    MetricSpec(
+        "kl_nats",
+        "KL from the reference, nats per sequence.",
+        key=f"{_ROLLOUT}init_policy_kl_per_sequence",
+        panel="KL from the reference",
+        legend="nats per sequence",
+        status="KL",
+    ),
+    MetricSpec("kl_coef", "KL coefficient.", key=f"{_ROLLOUT}kl_coef"),
+    MetricSpec(
+        "response_tokens",
+        "Mean length of the responses.",
+        key=f"{_ROLLOUT}generation_length",
+        panel="Response length",
+        legend="tokens",
+    ),
+    MetricSpec(
+        "explained_variance",
+        "Explained variance of the critic's values.",
+        key=f"{_ROLLOUT}explained_variance",
+        panel="Loss",
+        legend="explained variance",
+    ),
+    MetricSpec(
+        "weights_version",
+        "Newest critic version that scored the last step.",
+        key=f"{_ROLLOUT}weights_version",
+        panel="Versions of the critic",
+        legend="scored the last step",
+    ),
+    MetricSpec(
+        "masked_rows",
+        "Responses without a reward, which were masked.",
+        "counter",
+        key=f"{_ROLLOUT}masked_samples",
+        panel="Failures, per 5 minutes",
+        legend="masked rows",
+        query=INCREASE,
+        status="masked",
+    ),
+    MetricSpec(
+        "staleness",
+        "Critic updates that the oldest scores of the step lack.",
+        key=f"{_ROLLOUT}staleness",
+        panel="Staleness and policy lag",
+        legend="staleness, maximum",
+    ),
+    MetricSpec(
+        "staleness_mean",
+        "Mean number of critic updates that scores lack.",
+        key=f"{_ROLLOUT}staleness_mean",
+        panel="Staleness and policy lag",
+        legend="staleness, mean",
+        status="staleness",
+    ),
+    MetricSpec(
+        "allowed_staleness",
+        "The staleness that `actor.max_staleness` and `trainer.publish.every` allow.",
+        panel="Staleness and policy lag",
+        legend="staleness, allowed",
+    ),
+    MetricSpec(
+        "policy_lag",
+        "Policy updates that the responses of the step lack.",
+        key=f"{_ROLLOUT}policy_staleness",
+        panel="Staleness and policy lag",
+        legend="policy lag",
+    ),
+    MetricSpec(
+        "step_seconds",
+        "Duration of the last step.",
+        unit="s",
+        key="timers/step_time",
+        panel="Phases of a step",
+        legend="whole step",
+        status="seconds a step",
+    ),
+    MetricSpec(
+        "phase_seconds",
+        "Duration of each phase of the last step; phases overlap.",
+        label="phase",
+        unit="s",
+        panel="Phases of a step",
+        legend="{{phase}}",
+    ),
+    MetricSpec("loss", "Loss of the policy.", key="train_optim/loss", panel="Loss", legend="policy"),
+    MetricSpec(
+        "grad_norm",
+        "Norm of the policy's gradient, before clipping.",
+        key="train_optim/grad_norm",
+        panel="Gradient norm",
+        legend="policy",
+    ),
+    MetricSpec(
+        "validation_reward",
+        "Mean reward of the last validation.",
+        key="val_rollouts/rewards",
+        panel="Reward",
+        legend="validation",
+    ),
+    MetricSpec("step", "Last step that ended.", panel="Steps", legend="actor"),
+    MetricSpec("steps_planned", "`actor.steps`.", panel="Steps", legend="planned"),
+    MetricSpec("step_timestamp_seconds", "When the last step ended, or the actor started."),
+    MetricSpec("rows", "Responses.", "counter", key=f"{_ROLLOUT}rollout_size"),
+    MetricSpec("failed_critic_updates", "Critic updates that the server answered with an error.", "counter"),
+    # Fields of RequestCounters:
+    MetricSpec(
+        "requests",
+        "Requests to the servers.",
+        "counter",
+        unit="reqps",
+        panel="Requests per second",
+        legend="of the actor",
+        query=RATE,
+    ),
+    MetricSpec(
+        "retries",
+        "Attempts after the first.",
+        "counter",
+        unit="reqps",
+        panel="Requests per second",
+        legend="retries",
+        query=RATE,
+    ),
+    MetricSpec("failovers", "Retries that went to another server at once.", "counter"),
+    MetricSpec("over_budget", "Requests that failed because the retry budget was spent.", "counter"),
+    MetricSpec(
+        "failed_requests",
+        "Requests that failed for good.",
+        "counter",
+        panel="Failures, per 5 minutes",
+        legend="failed requests",
+        query=INCREASE,
+    ),
+    MetricSpec(
+        "outages",
+        "How often no server was healthy.",
+        "counter",
+        panel="Failures, per 5 minutes",
+        legend="outages",
+        query=INCREASE,
+    ),
+    MetricSpec("outage_seconds", "Duration of the outages that have ended.", "counter"),
+    *SHARED,
+)
+TRAINER = (
+    MetricSpec("step", "Last critic update that was trained or failed.", panel="Steps", legend="critic"),
+    MetricSpec(
+        "weights_version", "Version of the critic that CURRENT names.", panel="Versions of the critic", legend="CURRENT"
+    ),
+    MetricSpec("loss", "Mean loss of the last update.", panel="Loss", legend="critic"),
+    MetricSpec(
+        "grad_norm",
+        "Mean norm of the gradient of the last update, before clipping.",
+        panel="Gradient norm",
+        legend="critic",
+    ),
+    MetricSpec("learning_rate", "Learning rate of the last update."),
+    MetricSpec("update_seconds", "Duration of the last update."),
+    MetricSpec(
+        "publish_seconds",
+        "Time to put the last version into service: write, verify, reload.",
+        label="phase",
+        unit="s",
+        panel="Putting a version into service",
+        legend="{{phase}}",
+    ),
+    MetricSpec("updates", "Critic updates that were trained.", "counter"),
+    MetricSpec(
+        "failed_updates",
+        "Critic updates that failed, or whose version was rejected.",
+        "counter",
+        panel="Failures, per 5 minutes",
+        legend="failed critic updates",
+        query=INCREASE,
+    ),
+    MetricSpec("skipped_optimizer_steps", "Optimizer steps that were skipped: not finite, or no memory.", "counter"),
+    MetricSpec("out_of_memory", "Micro-batches halved because the card's memory did not suffice.", "counter"),
+    MetricSpec(
+        "rejected_versions",
+        "Versions that verification or an instance rejected.",
+        "counter",
+        panel="Failures, per 5 minutes",
+        legend="rejected versions",
+        query=INCREASE,
+    ),
+    MetricSpec("heartbeat_timestamp_seconds", "When the sidecar last made progress or was idle."),
+    MetricSpec("blocked", "1 while a disk error blocks the sidecar, otherwise 0."),
+    MetricSpec(
+        "journal_pending_entries",
+        "Accepted requests that have no result yet.",
+        panel="Journal",
+        legend="pending entries",
+    ),
+    MetricSpec(
+        "journal_last_step",
+        "Last training step that the journal accepted.",
+        panel="Journal",
+        legend="steps not trained",
+        query="{} - on () rlhf_trainer_step",
+    ),
+    *SHARED,
+)
+TABLES = {"rlhf_actor_": ACTOR, "rlhf_trainer_": TRAINER}  # by prefix
