@@ -21,18 +21,18 @@ demo-rlvr: $(INSTALLED_RLVR)
 	$(BIN)/python -m examples.demo reasoning run.seed=$(SEED)
 
 test: $(INSTALLED)
-	$(PYTEST) -n 3 -m "not slow"
+	$(PYTEST) -n 3 --dist worksteal -m "not slow"
 
 # Fewer at a time: on a starved machine server 2.51 takes a model that is loading for a dead one.
 test-all: $(INSTALLED_RLVR) test-device
-	$(PYTEST) -n 2
+	$(PYTEST) -n 2 --dist worksteal
 
 # The code for GPUs on simulated cards (tests/support/simulated_cuda): `cuda` is the default device, which is why the
 # tests of the defaults themselves are left out. Needs g++.
 test-device: $(INSTALLED)
 	PYTHONPATH=tests/support $(BIN)/python -m simulated_cuda.build
 	PYTHONPATH=$(CURDIR)/tests/support/simulated_cuda/startup:$(CURDIR)/tests/support \
-		$(PYTEST) -n 2 -p simulated_cuda.plugin -m "not slow" \
+		$(PYTEST) -n 2 --dist worksteal -p simulated_cuda.plugin -m "not slow" \
 		--ignore tests/python_backend/test_config.py \
 		--ignore tests/python_backend/test_card_placement.py $(DEVICE_TESTS)
 

@@ -30,7 +30,7 @@ from python_backend.monitoring.tracing import tracing
 from python_backend.training.launch import ended, launch_ranks, stop_signals
 
 if TYPE_CHECKING:
-    from python_backend.training.ranks import Ranks
+    from python_backend.training.ranks import AnyRanks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,14 +65,14 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
         from python_backend.models.card.memory import on_rank
         from python_backend.models.card.placement import own_device
         from python_backend.models.modeling import quiet_transformers
-        from python_backend.training.ranks import Ranks
+        from python_backend.training.ranks import ALONE, Ranks
 
     torch.set_num_threads(config.actor.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)
     quiet_transformers()
     if config.actor.ranks == 1:
         with on_rank(None, config.actor.policy.device, "actor.policy.token_budget"):
-            return _train(config, accepts_changes=accepts_changes)
+            return _train(config, ALONE, accepts_changes=accepts_changes)
     with (
         Ranks.joined(own_device(config.actor.policy.device)) as ranks,
         on_rank(ranks.rank, ranks.device, "actor.policy.token_budget"),
@@ -83,19 +83,19 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
     os._exit(0)  # at once: its sampling thread may still be at work
 
 
-def _train(config: RunConfig, ranks: Ranks | None = None, *, accepts_changes: bool) -> int:
+def _train(config: RunConfig, ranks: AnyRanks, *, accepts_changes: bool) -> int:
     with long_lived_imports():
         from actor.loop import PPORun
-        from actor.run.lock import only_actor
         from actor.run.settings import describe_changes, find_changes, write_settings
         from actor.run.stopping import INTERRUPTED, Stopped, stop_on_signals
-        from actor.scoring.client import TritonClient
+        from python_backend.client.client import TritonClient
+        from python_backend.store.run_lock import only_actor
         from python_backend.wire.contract import REWARD_MODEL
 
     async def ppo() -> None:
         key = os.environ.get(config.server.training_key_env or "")
         async with TritonClient(config.server.http_url, config.actor.client, training_key=key) as client:
-            await client.model_parameters(REWARD_MODEL)  # fail before loading models if no server answers
+            await client.describe(REWARD_MODEL)  # fail before loading models if no server answers
             run = PPORun(config, client, ranks)
             # Until here a signal raises KeyboardInterrupt; from here on it stops the run with a checkpoint.
             stop_on_signals(run.stop, config.actor.stop_grace_s, stop_signals())

@@ -27,11 +27,11 @@ from actor.run.recorder import Recorder
 from actor.run.rollouts import Rollouts
 from actor.run.stopping import Stop, Stopped, TimeLimit, end_forwards, stopped_early
 from actor.run.validation import Validator
-from actor.scoring.client import TritonClient
 from actor.scoring.reference import make_reference
 from actor.scoring.scorer import Scorer
+from python_backend.client.client import TritonClient
 from python_backend.config import RunConfig
-from python_backend.training.ranks import Ranks
+from python_backend.training.ranks import ALONE, AnyRanks
 
 
 class PPORun:
@@ -39,8 +39,8 @@ class PPORun:
 
     done = 0  # steps whose updates are complete
 
-    def __init__(self, config: RunConfig, client: TritonClient, ranks: Ranks | None = None) -> None:
-        """`ranks`: the processes that train the policy, of which this is rank 0; None if it is the only one."""
+    def __init__(self, config: RunConfig, client: TritonClient, ranks: AnyRanks = ALONE) -> None:
+        """`ranks`: the processes that train the policy, of which this is rank 0."""
         self.settings = actor = config.actor
         self.stop = Stop()
         seed, validation, has_critic = config.run.seed, actor.validation, actor.algorithm.uses_critic
@@ -119,7 +119,7 @@ class PPORun:
         settings, limit = self.settings, TimeLimit(self.settings.max_minutes)
         await self.scorer.compare_tokenizers()
         await self.reference.compare()
-        self.scorer.mixture.check_prompts([*self.inputs.stream.first_prompts(), *self.validator.prompts])
+        self.scorer.check_prompts([*self.inputs.stream.first_prompts(), *self.validator.prompts])
         self.done = await self.stop.or_done(self.recorder.resume())
         is_last = self.done >= settings.steps
         if self.done == 0:

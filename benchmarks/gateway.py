@@ -17,12 +17,12 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from actor.scoring.client import TritonClient
 from benchmarks.support.benchmark import BenchError, Option, Record, Result, Target
 from benchmarks.support.children import HOST, running_child
 from benchmarks.support.samples import grouped, in_turn, ratio
 from benchmarks.support.servers import start_triton
 from benchmarks.support.workload import LONGEST, SIZES, as_requests, closed_loop, make_checkpoint, make_trace
+from python_backend.client.client import TritonClient
 from python_backend.config import (
     ActorSection,
     AlgorithmSection,
@@ -97,7 +97,7 @@ async def take_turns(triton: str, gateway: str, peer: str, settings: argparse.Na
     # uvicorn closes a connection that is idle for 5 s, as all are during the turns of the others.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     async with aiohttp.ClientSession(connector=connector) as session, TritonClient(triton, ClientSection()) as client:
-        await client.model_parameters(REWARD_MODEL)
+        await client.describe(REWARD_MODEL)
 
         async def direct(rows: list[np.ndarray]) -> Any:
             return (await client.rewards(rows))[REWARDS][:, 0]

@@ -20,8 +20,7 @@ from python_backend.training.launch import ended, launch_ranks
 from python_backend.training.ranks import Ranks
 from python_backend.wire.training_payload import train_payload
 from trainer.checkpoint import CheckpointFolder, CheckpointState
-from trainer.critic_update import CriticUpdate
-from trainer.sharded.update import ShardedUpdate, follow_rank_0
+from trainer.critic_update import CriticUpdate, follow_rank_0, load_update
 
 
 def main() -> int:
@@ -41,7 +40,8 @@ def main() -> int:
         if ranks.rank:
             follow_rank_0(settings, config.run.seed, ranks)
         else:
-            _train(ShardedUpdate(settings, config.run.seed, ranks, origin), int(seed), int(num_steps), Path(out))
+            update = load_update(origin, settings, seed=config.run.seed, ranks=ranks)
+            _train(update, int(seed), int(num_steps), Path(out))
     return ended(0)
 
 

@@ -13,10 +13,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from actor.scoring.client import TrainAnswer, TritonClient
-from actor.scoring.retry import RequestFailed, RequestRefused
 from benchmarks.support.workload import VOCAB_SIZE
 from chaos.background import Background
+from python_backend.client.client import TrainAnswer, TritonClient
+from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.config import ClientSection
 from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 

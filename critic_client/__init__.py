@@ -20,10 +20,10 @@ can do something about derives from `RlhfError`:
 Needs numpy, pydantic, PyYAML, safetensors and tritonclient[http]; imports neither torch nor transformers.
 """
 
-from actor.scoring.client import TrainAnswer
-from actor.scoring.retry import RequestFailed, RequestRefused, ServerFailed
 from critic_client.asynchronous import AsyncCriticClient, CriticClientError, RowScores, RowValues
 from critic_client.blocking import CriticClient
+from python_backend.client.client import TrainAnswer
+from python_backend.client.errors import RequestFailed, RequestRefused, ServerFailed
 from python_backend.config import ClientSection
 from python_backend.errors import RlhfError
 from python_backend.wire.contract import ContractError

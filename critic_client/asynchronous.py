@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from actor.scoring.client import TrainAnswer, TritonClient
-from actor.scoring.retry import RequestRefused
 from critic_client.rows import Rows, token_rows, training_arrays
+from python_backend.client.client import TrainAnswer, TritonClient
+from python_backend.client.errors import UNKNOWN_MODEL, RequestRefused
+from python_backend.client.served import ServedModel
 from python_backend.config import ClientSection
 from python_backend.errors import RlhfError
 from python_backend.wire import contract
@@ -96,7 +97,6 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         self._client = TritonClient(servers[0], settings, training_key=training_key)
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._critic: dict[str, str] | None = None
         self._is_closed = self._owns_run = False
 
     async def __aexit__(self, *_: object) -> None:
@@ -209,28 +209,27 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
                 "call rewind first: rewind(0) begins a run, rewind(n) resumes it after step n, and makes this client "
                 "its owner"
             )
-        if self._critic is None:
-            self._critic = await self._described(contract.CRITIC, "no critic: its YAML needs a section `critic`")
+        if contract.CRITIC not in self._client.declared:
+            await self._described(contract.CRITIC, "no critic: its YAML needs a section `critic`")
         return self._client
 
     async def _outputs_with_rewards(self, client: TritonClient) -> frozenset[str]:
         """Return the outputs of critic_infer. Raises CriticClientError if there are no rewards of the same tokens."""
         if contract.CRITIC_INFER not in client.declared:
             reward = await self._described(contract.REWARD_MODEL, "no reward: its YAML needs a section `reward`")
-            assert self._critic is not None
-            if reward.get("tokenizer_fingerprint") != self._critic.get("tokenizer_fingerprint"):
+            if reward.tokenizer != client.declared[contract.CRITIC].tokenizer:
                 raise CriticClientError(
                     "the reward model has another tokenizer than the critic, so it cannot score these tokens; ask for "
                     "`values` here, and send texts to the gateway for rewards"
                 )
-            await client.model_parameters(contract.CRITIC_INFER)
-        return client.outputs(contract.CRITIC_INFER)
+            await client.describe(contract.CRITIC_INFER)
+        return client.declared[contract.CRITIC_INFER].outputs
 
-    async def _described(self, model: str, missing: str) -> dict[str, str]:
+    async def _described(self, model: str, missing: str) -> ServedModel:
         try:
-            return await self._client.model_parameters(model)
+            return await self._client.describe(model)
         except RequestRefused as error:
-            if "unknown model" not in error.why:
+            if error.code != UNKNOWN_MODEL:
                 raise
             raise CriticClientError(f"the server serves {missing} ({error})") from error
 

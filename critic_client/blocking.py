@@ -9,9 +9,9 @@ from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
-from actor.scoring.client import TrainAnswer
 from critic_client.asynchronous import AsyncCriticClient, CriticClientError, RowScores, RowValues
 from critic_client.rows import Rows
+from python_backend.client.client import TrainAnswer
 from python_backend.config import ClientSection
 
 P = ParamSpec("P")

@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 ROOTS = ("python_backend", "trainer", "actor", "critic_client", "tools", "benchmarks", "chaos")
 COLOURS = dict(zip(ROOTS, ("#d6ebf7", "#e7f3d8", "#fde9cf", "#f9dcdc", "#efe3f5", "#eeeeee", "#eeeeee"), strict=True))
 BASE = (  # many packages import them
+    "python_backend.backoff",
     "python_backend.errors",
     "python_backend.long_lived",
     "python_backend.path_alias",

@@ -1,5 +1,7 @@
 """Settings of all tests: the same bits and the same examples each time, on a machine of any speed."""
 
+import asyncio
+import inspect
 import sys
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Iterator
@@ -16,6 +18,16 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
 pytest_plugins = ["schedule", "scoring_rig", "server_fixtures", "sidecar_fixtures"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @pytest.fixture(autouse=True, scope="session")

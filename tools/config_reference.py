@@ -1,5 +1,7 @@
 """Generates `docs/configuration.md` from the configuration's sections: each key with type, default and docstring.
 
+Behind them stands the contract's table of the served models' outputs.
+
 `--check` writes nothing, and fails if the page is out of date.
 """
 
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.config import RunConfig
+from python_backend.wire.contract import OUTPUTS, UNNAMED
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 SHARED = ("reward", "critic", "reference")  # sections that repeat the settings of a served model
@@ -65,7 +68,18 @@ def render(schema: Schema) -> str:
             of = "Keys of `reward`, `critic` and `reference`."
             parts.append(f"## Settings of every served model\n\n{of}\n\n{_table(common, [])}")
         parts += _section(name, field, definitions, without=common if name in SHARED else {}, level=2)
-    return "\n".join(parts)
+    return "\n".join([*parts, *_outputs()])
+
+
+def _outputs() -> Iterator[str]:
+    """Yield the contract's table of outputs."""
+    yield "## Outputs of the served models\n\nB rows of S tokens; `models` are those that compute the output.\n"
+    yield "| output | models | type | on request only | meaning |\n|---|---|---|---|---|"
+    for row in OUTPUTS:
+        if row.name != UNNAMED:
+            models, asked = row.models.replace(" ", ", "), "yes" if row.is_optional else ""
+            yield f"| `{row.name}` | {models} | {row.dtype} | {asked} | {_sentence(row.meaning)} |"
+    yield ""
 
 
 def _common_keys(schema: Schema, definitions: Schema) -> Schema:

@@ -24,11 +24,10 @@ from python_backend.config.live_models import reward_is_live
 from python_backend.config.sections import UNMEASURED
 from python_backend.wire import contract
 from tools.arguments import parse_or_complete
-from tools.render.ensembles import critic_infer_steps
+from tools.render.ensembles import critic_infer_steps, ensemble_outputs, reward_traits
 from tools.render.reference import reference_parameters
 from tools.render.rewards import Render, render_rewards
-from tools.render.rules import check_rules
-from tools.render.token_rewards import process_of, token_reward_parameters
+from tools.render.token_rewards import token_reward_parameters
 from tools.server.shell_command import shell_command
 from tools.server.triton_home import ServerStartError
 
@@ -66,17 +65,18 @@ class Drift:
 
     path: Path
     diff: str
+    text: str | None  # of the file as it should be; None: the folder should not be there
 
 
 def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str, str]:
-    """Return `{model: text of config.pbtxt}`, validated with Triton's protobuf messages and `render.rules`.
+    """Return `{model: text of config.pbtxt}`, validated with Triton's protobuf messages.
 
     Args:
         resolve_paths: True writes absolute paths, for a run's own repository; False keeps the paths of the YAML, for
             the committed repository.
 
     Raises:
-        ConfigError: a rendered file breaks a rule; the message names model, field and value.
+        ConfigError: a rendered file is not valid; the message names model, field and value.
     """
     place = Path.absolute if resolve_paths else Path
     render = functools.partial(_render, tokens_dtype=config.server.tokens_dtype)
@@ -85,7 +85,8 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
         texts |= _reference(config, place, render)
     if config.serves_critic:
         texts |= _critic(config, place, render)
-    check_rules({model: parse_config(model, text) for model, text in texts.items()})
+    for model, text in texts.items():
+        parse_config(model, text)
     return texts
 
 
@@ -95,16 +96,14 @@ def render_repository(config: RunConfig, out: Path, *, resolve_paths: bool = Tru
     Also removes models that were rendered from an earlier YAML, and version folders that were not rendered, because the
     server would load them.
     """
-    written = []
-    files = _files(config, out, resolve_paths)
-    for path, text in files.items():
-        if not path.is_file() or path.read_text() != text:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-            written.append(path)
-    for folder in _stale(out, files):
-        shutil.rmtree(folder)
-    return written
+    drifts = check_repository(config, out, resolve_paths=resolve_paths)
+    for drift in drifts:
+        if drift.text is None:
+            shutil.rmtree(drift.path)
+        else:
+            drift.path.parent.mkdir(parents=True, exist_ok=True)
+            drift.path.write_text(drift.text)
+    return [drift.path for drift in drifts if drift.text is not None]
 
 
 def check_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True) -> list[Drift]:
@@ -112,11 +111,14 @@ def check_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True
     drifts = []
     files = _files(config, out, resolve_paths)
     for path, text in files.items():
-        found = path.read_text() if path.is_file() else ""
+        found = path.read_text() if path.is_file() else None
         if found != text:
-            lines = difflib.unified_diff(found.splitlines(), text.splitlines(), "on disk", "rendered", lineterm="", n=1)
-            drifts.append(Drift(path, "\n".join(lines)))
-    return drifts + [Drift(folder, "-a model or version that is not in the YAML") for folder in _stale(out, files)]
+            before, after = ((each or "").splitlines() for each in (found, text))
+            lines = difflib.unified_diff(before, after, "on disk", "rendered", lineterm="", n=1)
+            drifts.append(Drift(path, "\n".join(lines), text))
+    return drifts + [
+        Drift(folder, "-a model or version that is not in the YAML", None) for folder in _stale(out, files)
+    ]
 
 
 def parse_config(model: str, text: str) -> Any:
@@ -165,7 +167,8 @@ def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
         }
         if section.store:
             parameters |= {contract.STORE: str(place(config.run.reward_weights_dir)), "reload": section.reload}
-        return _render_scoring(name, section, render, parameters, num_rewards=_num_rewards(config))
+        outputs = contract.outputs_of("reward", traits=reward_traits(config, is_stored=section.store))
+        return _render_scoring(name, section, render, parameters, outputs, num_rewards=_num_rewards(config))
 
     if config.rewards is None:
         return {contract.REWARD_MODEL: checkpoint(contract.REWARD_MODEL)}
@@ -189,27 +192,32 @@ def _critic(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
         "reload": config.critic.reload,
     }
     return {
-        contract.CRITIC: _render_scoring(contract.CRITIC, config.critic, render, parameters),
+        contract.CRITIC: _render_scoring(
+            contract.CRITIC, config.critic, render, parameters, contract.outputs_of(contract.CRITIC)
+        ),
         contract.CRITIC_INFER: _critic_infer(config, render),
-        contract.CRITIC_TRAIN: render("journal.pbtxt.j2", name=contract.CRITIC_TRAIN, parameters=journal),
-        contract.CRITIC_SAVE: render("journal.pbtxt.j2", name=contract.CRITIC_SAVE, parameters=journal),
+        **{
+            name: render("journal.pbtxt.j2", name=name, outputs=contract.outputs_of(name), parameters=journal)
+            for name in (contract.CRITIC_TRAIN, contract.CRITIC_SAVE)
+        },
     }
 
 
 def _critic_infer(config: RunConfig, render: Render) -> str:
-    rewards, live = config.rewards or {}, reward_is_live(config)
+    traits = reward_traits(config, is_stored=reward_is_live(config))
+    kinds = [*(["reward"] if config.serves_rewards else []), *(["mixture"] if config.rewards else []), contract.CRITIC]
     served = [config.critic, *([config.reward] if config.serves_rewards else [])]
     return render(
         "ensemble.pbtxt.j2",
         name=contract.CRITIC_INFER,
         has_values=True,
-        num_rewards=_num_rewards(config) if config.serves_rewards else 0,
-        process=process_of(config),
+        has_prompts=True,
+        outputs=ensemble_outputs(*kinds, traits=traits),
+        num_rewards=_num_rewards(config),
         purpose="Critic and reward in one round trip; a request for `values` alone runs only the critic.",
-        num_components=len(rewards),
-        has_reward_version=live,
+        num_components=len(config.rewards or {}),
         parameters={},
-        steps=critic_infer_steps(rewards if config.serves_rewards else None, live=live, process=process_of(config)),
+        steps=critic_infer_steps((config.rewards or {}) if config.serves_rewards else None, traits),
         max_batch_size=min(section.max_batch_size for section in served),
     )
 
@@ -217,7 +225,8 @@ def _critic_infer(config: RunConfig, render: Render) -> str:
 def _reference(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
     """Render the frozen policy that computes the reference log-probs."""
     parameters = {**_scoring_parameters(config.reference, place), **reference_parameters(config)}
-    return {contract.REFERENCE: _render_scoring(contract.REFERENCE, config.reference, render, parameters)}
+    outputs = contract.outputs_of(contract.REFERENCE)
+    return {contract.REFERENCE: _render_scoring(contract.REFERENCE, config.reference, render, parameters, outputs)}
 
 
 def _stale(out: Path, files: Mapping[Path, str]) -> list[Path]:
@@ -260,7 +269,13 @@ def _labels(config: RunConfig) -> list[str]:
 
 
 def _render_scoring(
-    name: str, model: ModelSection, render: Render, parameters: Mapping[str, str], *, num_rewards: int = 1
+    name: str,
+    model: ModelSection,
+    render: Render,
+    parameters: Mapping[str, str],
+    outputs: Sequence[contract.Output],
+    *,
+    num_rewards: int = 1,
 ) -> str:
     kind, _, index = model.device.partition(":")
     # With KIND_GPU, Triton makes `instances` of the model on each of `gpus` (none named: on every GPU that the server
@@ -268,12 +283,16 @@ def _render_scoring(
     # instances would get the same device; tensor parallelism chooses its own. Inputs stay on the CPU with both kinds.
     on_devices = ("KIND_GPU", [index] if index else []) if model.tensor_parallel == 1 else ("KIND_MODEL", [])
     instance_kind, gpus = ("KIND_CPU", []) if kind == "cpu" else on_devices
-    preferred = model.preferred_batch_size
+    given = model.preferred_batch_size
+    preferred = [given] if isinstance(given, int) else given
+    if too_large := [size for size in preferred if size > model.max_batch_size]:
+        raise ConfigError(f"{name}: preferred_batch_size {too_large[0]} exceeds max_batch_size {model.max_batch_size}")
     return render(
         "scoring.pbtxt.j2",
         name=name,
         model=model,
-        preferred=[preferred] if isinstance(preferred, int) else preferred,
+        preferred=preferred,
+        outputs=outputs,
         num_rewards=num_rewards,
         process=parameters.get(contract.PROCESS),
         instances=model.instances,

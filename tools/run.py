@@ -19,7 +19,6 @@ from typing import Any
 
 import psutil
 
-from actor.run.lock import only_actor, only_run
 from actor.run.settings import describe_changes, find_changes, write_settings
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_accept_changes, limit_access, report, reporting, run_parser
@@ -27,6 +26,7 @@ from python_backend.errors import REPORTED
 from python_backend.stop_signal import StopSignals
 from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
+from python_backend.store.run_lock import only_actor, only_run
 from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
 from tools.preflight import check_run

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.run.lock import RUN_LOCK_FILE, in_progress
 from actor.run.settings import SETTINGS_FILE
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_run_arguments, interrupt_on_signals, reporting
@@ -21,6 +20,7 @@ from python_backend.monitoring.log_lines import as_text
 from python_backend.monitoring.metrics import ACTOR
 from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
+from python_backend.store.run_lock import RUN_LOCK_FILE, in_progress
 from python_backend.store.weights import WeightsStore
 from tools.arguments import parse_or_complete, seconds
 from tools.server.health import get_page, is_triton

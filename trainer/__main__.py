@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from python_backend.config import RunConfig, TrainerSection, load_config
 from python_backend.config.command_line import limit_access, log_to_stderr, report, run_parser
@@ -71,8 +70,7 @@ def _run_ranks(config: RunConfig) -> None:
     from python_backend.models.card.memory import on_rank
     from python_backend.models.card.placement import own_device
     from python_backend.training.ranks import Ranks
-    from trainer.sharded.publish import ShardedPublisher
-    from trainer.sharded.update import ShardedUpdate, follow_rank_0
+    from trainer.critic_update import follow_rank_0
     from trainer.sidecar import follow
 
     with (
@@ -82,8 +80,7 @@ def _run_ranks(config: RunConfig) -> None:
         if ranks.rank:
             follow_rank_0(config.trainer, config.run.seed, ranks)
         else:
-            load = partial(ShardedUpdate, config.trainer, config.run.seed, ranks)
-            follow(config, stop_event(*stop_signals()), load=load, kind=ShardedPublisher)
+            follow(config, stop_event(*stop_signals()), ranks)
 
 
 def _stay_out_of_the_way(settings: TrainerSection) -> None:

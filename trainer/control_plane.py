@@ -19,6 +19,7 @@ import tritonclient.grpc as triton
 from google.protobuf import json_format
 from tritonclient.utils import InferenceServerException
 
+from python_backend.client.errors import DEAD_PROCESS, RESTRICTED, code_of
 from python_backend.errors import RlhfError
 from python_backend.store import control_key
 from python_backend.wire.contract import (
@@ -233,7 +234,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
                 timeout_s=timeout_s,
             )
         except ControlPlaneError as error:
-            if NEEDS_MORE in str(error):
+            if code_of(str(error)) == NEEDS_MORE:
                 return {}
             raise
         arrays = {name: answer.as_numpy(name) for name in outputs}
@@ -275,20 +276,16 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             raise self._error(subject, error, timeout_s) from error
 
     def _error(self, subject: str, error: InferenceServerException, timeout_s: float) -> ControlPlaneError:
-        kind, message = ControlPlaneError, str(error.message())
-        if UNTIL_LOADED in message:
-            kind = ModelUnusable
-        elif _DEAD_PROCESS.search(message):
-            kind = ModelProcessDied
-        elif str(error.status()).endswith("INTERNAL"):
-            kind = ModelFailed
+        failed = ModelFailed if str(error.status()).endswith("INTERNAL") else ControlPlaneError
+        kinds = {UNTIL_LOADED: ModelUnusable, DEAD_PROCESS: ModelProcessDied}
+        kind = kinds.get(code_of(str(error.message())) or "", failed)
         return kind(self._sentence(subject, error, timeout_s))
 
     def _sentence(self, subject: str, error: InferenceServerException, timeout_s: float) -> str:
         status = str(error.status()).removeprefix("StatusCode.")
         if status == "DEADLINE_EXCEEDED":
             return f"{subject}: no answer within {round(timeout_s, 1):g} s"
-        if "restricted" in str(error.message()):
+        if code_of(str(error.message())) == RESTRICTED:
             return (
                 f"{subject}: the server on {self._url} requires a key for model control, and it is missing or wrong; "
                 f"set {control_key.VARIABLE} to the content of {control_key.FILE} beside the weights of its run"

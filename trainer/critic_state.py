@@ -6,8 +6,6 @@ If a damaged checkpoint can be recomputed from the journal, the damage is logged
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -20,15 +18,14 @@ from python_backend.monitoring.tracing import is_tracing, span
 from python_backend.store.journal import Journal
 from python_backend.store.journal_entry import DamagedEntry, Entry, Result
 from python_backend.store.weights import WeightsStore
+from python_backend.training.ranks import ALONE, AnyRanks
 from python_backend.wire.training_payload import TrainPayload
 from trainer.checkpoint import CheckpointFolder, CheckpointState, DamagedCheckpoint
-from trainer.critic_update import CriticUpdate, UpdateReport
+from trainer.critic_update import CriticUpdate, UpdateReport, load_update
 from trainer.fingerprint import changes, deciding_settings, fingerprint
 from trainer.progress import SidecarProgress
-from trainer.trained_critic import build_critic
 
 logger = logging.getLogger(__name__)
-LoadUpdate = Callable[[Path], CriticUpdate]  # loads a version's folder; several ranks share one update
 
 
 class CriticState:
@@ -46,16 +43,15 @@ class CriticState:
         progress: SidecarProgress,
         *,
         seed: int,
-        load: LoadUpdate | None = None,
+        ranks: AnyRanks = ALONE,
     ) -> None:
         """Create the state; call `restore_at_start` before any other method.
 
         Args:
             seed: seed of torch's random state before the first step.
-            load: returns the update of a critic with the weights in a folder; default: one in this process.
+            ranks: the processes that train the critic, of which this is rank 0.
         """
-        self._settings, self._seed = settings, seed
-        self._load = load or (lambda folder: CriticUpdate(build_critic(folder, settings, seed=seed), settings))
+        self._settings, self._seed, self._ranks = settings, seed, ranks
         self._store, self._journal, self._checkpoints, self._progress = store, journal, checkpoints, progress
         self.traceparent: str | None = None  # trace context of the request that was trained last
         # A checkpoint must have the same run and the same version 0; different settings only cause a warning.
@@ -113,7 +109,7 @@ class CriticState:
         CheckpointError as `_load_newest` does.
         """
         with self._progress.working("loading a checkpoint"):
-            self.update = self._load(self._store.folder(0))
+            self.update = load_update(self._store.folder(0), self._settings, seed=self._seed, ranks=self._ranks)
             state = self._load_newest(at_most)
         self.step = state.step if state else 0
         set_log_position(step=self.step)

@@ -1,17 +1,20 @@
 """The critic update: clipped value loss over token-budget micro-batches, AdamW with warm-up and cosine schedule.
 
 On a CPU, the same initial weights, payloads and number of threads give bit-identical results.
+
+On several ranks, micro-batches are dealt to the ranks, and gradients are averaged over them. Rank 0 reads payloads and
+decides; the other ranks follow it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +25,23 @@ from torch import Tensor
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.config import TrainerSection
 from python_backend.errors import NotFinite
-from python_backend.models.adapters import check_trained, load_trained, trained_tensors
+from python_backend.models.adapters import load_trained, trained_tensors
 from python_backend.models.batching import padded_rows, plan_micro_batches
 from python_backend.models.card.memory import Halving, OutOfMemory, card_bytes
 from python_backend.models.card.streams import use_card
 from python_backend.models.collation import collate
-from python_backend.models.modeling import CriticModel, save_critic
+from python_backend.models.modeling import CriticModel, save_critic, write_config
 from python_backend.models.precision import computing
-from python_backend.store.sealed_folder import hashes, verify_folder
-from python_backend.training.adamw import empty_state, load_state, make_adamw, state_tensors
+from python_backend.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
+from python_backend.store.weights import WeightsStore
+from python_backend.training.adamw import load_state, make_adamw, named_state, state_tensors
 from python_backend.training.gradient_checkpointing import recomputing
-from python_backend.training.sharding import read_tensors, stored_shapes
+from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
+from python_backend.training.sharding import read_tensors, sync_gradients, write_slices
+from python_backend.training.state import read_optimizer, read_trained, trained_slices
+from python_backend.training.step import take_step
 from python_backend.wire.training_payload import TrainPayload
+from trainer.trained_critic import TrainedCritic, build_critic
 from trainer.value_loss import clipped_value_loss
 
 logger = logging.getLogger(__name__)
@@ -72,6 +80,7 @@ class CriticUpdate:
     """A critic with its optimizer and its position in the learning-rate schedule."""
 
     def __init__(self, critic: CriticModel, settings: TrainerSection) -> None:
+        self.ranks: AnyRanks = critic.ranks if isinstance(critic, TrainedCritic) else ALONE
         critic.own_weights()
         use_card(torch.device(critic.model.device))  # for kernels that are not torch's
         self.critic = critic
@@ -82,7 +91,7 @@ class CriticUpdate:
             settings.token_budget,
             remedy="lower actor.generation.max_new_tokens"
             + " or set trainer.gradient_checkpointing" * (not settings.gradient_checkpointing),
-            alone=settings.ranks == 1,
+            alone=self.ranks.size == 1,
         )
         self.parameters = {n: p for n, p in critic.model.named_parameters() if p.requires_grad}
         self.optimizer = make_adamw(
@@ -95,12 +104,12 @@ class CriticUpdate:
         )
 
     def train(
-        self, payload: TrainPayload, progress: Callable[[int], None], skip: Collection[int] | None = None
+        self, payload: TrainPayload | None, progress: Callable[[int], None], skip: Collection[int] | None = None
     ) -> UpdateReport:
         """Train on one payload: `epochs` passes over its global batches, in the order received.
 
         Args:
-            payload: a validated payload.
+            payload: a validated payload; other ranks than 0 pass None.
             progress: called after each micro-batch with the number done so far.
             skip: in a replay, the `skipped_batches` of the first time; no others may be skipped for lack of memory.
 
@@ -109,6 +118,8 @@ class CriticUpdate:
             OutOfMemory: no optimizer step was taken, because sequences do not fit into the card's memory one at a time;
                 or one of a replay does not fit.
         """
+        self.ranks.announce("train", skip=skip)
+        payload = self.ranks.broadcast(payload, TrainPayload)
         start = time.monotonic()
         rows = list(split_rows(payload))
         size = self.settings.global_batch_size
@@ -153,26 +164,47 @@ class CriticUpdate:
         )
 
     def write(self, folder: Path) -> dict[str, str]:
-        """Write weights, optimizer and torch's random state to `folder`; return the sha256 of each file."""
+        """Write weights, optimizer and random state, each rank its slices; return the sha256 of each file."""
+        ranks = self.ranks
+        ranks.announce("write", folder=str(folder))
+        if isinstance(ranks, Ranks):
+            model, state = self.critic.model, named_state(self.optimizer, self.parameters)
+            weights = trained_slices(model) if self.settings.lora_rank else model.state_dict()
+            write_slices({**weights, **state, **self._random_state()}, folder)
+            if ranks.rank == 0 and not self.settings.lora_rank:
+                write_config(self.critic, folder)
+        else:
+            self._write_whole(folder)
+        parts = ranks.gather(ranks.together(lambda: hashes(folder, part=ranks.rank, parts=ranks.size)))
+        return {name: digest for part in parts for name, digest in part.items()}
+
+    def _write_whole(self, folder: Path) -> None:
         if self.settings.lora_rank:
             save_file(trained_tensors(self.critic.model), folder / ADAPTERS_FILE)
         else:
             save_critic(self.critic, folder)
         save_file({**self._random_state(), **state_tensors(self.optimizer, self.parameters)}, folder / OPTIMIZER_FILE)
-        return hashes(folder)
 
     def read(self, folder: Path, optimizer_step: int) -> None:
-        """Load what `write` wrote, in this process or on any number of ranks, and continue at this optimizer step.
+        """Load what `write` wrote on any number of ranks, and continue at this optimizer step.
 
         Raises:
             DamagedCheckpoint: a file is missing or does not match its sha256; nothing has changed.
             CheckpointError: the adapters do not fit; nothing has changed.
         """
-        verify_folder(folder)
-        if not (folder / OPTIMIZER_FILE).is_file():
-            self._read_slices(folder, no_dist=True)
-            self.optimizer_step = optimizer_step
-            return
+        ranks = self.ranks
+        ranks.announce("read", folder=str(folder), optimizer_step=optimizer_step)
+        try:
+            ranks.together(lambda: verify_folder(folder, part=ranks.rank, parts=ranks.size))
+        except RankFailed as error:
+            raise DamagedCheckpoint(str(error)) from error
+        if isinstance(ranks, Ranks) or not (folder / OPTIMIZER_FILE).is_file():
+            self._read_slices(folder)
+        else:
+            self._read_whole(folder)
+        self.optimizer_step = optimizer_step
+
+    def _read_whole(self, folder: Path) -> None:
         if self.settings.lora_rank:
             load_trained(self.critic.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE, "trainer")
         else:
@@ -180,33 +212,35 @@ class CriticUpdate:
         tensors = load_file(folder / OPTIMIZER_FILE)
         torch.set_rng_state(tensors.pop(RANDOM_STATE))
         load_state(self.optimizer, self.parameters, tensors)
-        self.optimizer_step = optimizer_step
 
-    def _read_slices(self, folder: Path, *, no_dist: bool = False) -> None:
+    def _read_slices(self, folder: Path) -> None:
         """Load weights, optimizer and random state from files of any number of ranks."""
-        stored, weights, random_state = stored_shapes(folder), self._stored_weights(), self._random_state()
+        no_dist, random_state = self.ranks.size == 1, self._random_state()
         if self.settings.lora_rank:
-            shapes = {name: shape for name, shape in stored.items() if "/" not in name}
-            check_trained({name: tensor.shape for name, tensor in weights.items()}, shapes, folder, "trainer")
-        state = empty_state(self.parameters, stored)  # none before the first step
-        read_tensors({**weights, **state, **random_state}, folder, no_dist=no_dist)
+            read_trained(self.critic.model, folder, "trainer", self.ranks)
+        else:
+            read_tensors(self.critic.model.state_dict(), folder, no_dist=no_dist)
+        read_tensors(random_state, folder, no_dist=no_dist)
         torch.set_rng_state(random_state[RANDOM_STATE])
-        load_state(self.optimizer, self.parameters, state)
-
-    def _stored_weights(self) -> dict[str, Tensor]:
-        """Return the weights of a checkpoint of several ranks: under LoRA only the trained ones."""
-        if self.settings.lora_rank:
-            return {name: parameter.detach() for name, parameter in self.parameters.items()}
-        return dict(self.critic.model.state_dict())
+        read_optimizer(self.optimizer, self.parameters, folder, self.ranks)
 
     @staticmethod
     def _random_state() -> dict[str, Tensor]:
         return {RANDOM_STATE: torch.get_rng_state()}
 
     def _micro_batches(self, batch: list[TrainingRow]) -> Iterator[list[TrainingRow]]:
+        """Yield this rank's micro-batches, the same number on every rank; one without targets if there are too few."""
+        rank, size = self.ranks.rank, self.ranks.size
         lengths = [row.tokens.size for row in batch]
-        for indices in plan_micro_batches(lengths, token_budget=self.memory.size, max_rows=MAX_ROWS):
-            yield [batch[i] for i in indices]
+        max_rows = min(MAX_ROWS, -(-len(batch) // size))  # at least one micro-batch for each rank, if possible
+        plan = plan_micro_batches(lengths, token_budget=self.memory.size, max_rows=max_rows)
+        for i in range(0, len(plan), size):
+            sync_gradients(self.critic.model, is_last=i + size >= len(plan))
+            if i + rank < len(plan):
+                yield [batch[row] for row in plan[i + rank]]
+            else:
+                shortest = batch[plan[0][0]]
+                yield [replace(shortest, mask=np.zeros_like(shortest.mask))]
 
     def _gradients(self, batch: list[TrainingRow], num_tokens: float, progress: Callable[[], None]) -> float:
         """Accumulate the gradients of a batch, anew in smaller micro-batches if they do not fit; return its loss."""
@@ -217,7 +251,7 @@ class CriticUpdate:
             for micro_batch in self._micro_batches(batch):
                 loss += self._accumulate(micro_batch, num_tokens)
                 progress()
-            return self._total(loss)
+            return self.ranks.totals([loss])[0]
 
         longest = max(row.tokens.size for row in batch)
         return self.memory.repeat(accumulate, least=longest, most=longest * len(batch))
@@ -235,29 +269,48 @@ class CriticUpdate:
             loss = clipped_value_loss(
                 values, prev_values, returns, mask, clip_value=settings.clip_value, num_tokens=num_tokens
             )
-            self._backward(loss)
+            self.ranks.backward(loss)
         return float(loss.detach())
 
-    def _backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def _total(self, loss: float) -> float:
-        """Return the loss of a batch, given that of the micro-batches of this process."""
-        return loss
-
-    def _clip(self) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.optimizer.grad_clip)
-
     def _step(self) -> float | None:
-        norm = float(self._clip())
-        finite = math.isfinite(norm)
-        if finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.settings.optimizer.learning_rate(self.optimizer_step)
-            self.optimizer.step()
-            self.optimizer_step += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm if finite else None
+        settings = self.settings.optimizer
+        lr = settings.learning_rate(self.optimizer_step)
+        norm = take_step(self.optimizer, self.parameters.values(), lr=lr, grad_clip=settings.grad_clip)
+        self.optimizer_step += norm is not None
+        return norm
+
+
+def load_update(folder: Path, settings: TrainerSection, *, seed: int, ranks: AnyRanks = ALONE) -> CriticUpdate:
+    """Load the critic in `folder` and create its optimizer; collective. `seed`: of torch's random state."""
+    ranks.announce("load", folder=str(folder))
+    return CriticUpdate(build_critic(folder, settings, seed=seed, ranks=ranks), settings)
+
+
+def follow_rank_0(settings: TrainerSection, seed: int, ranks: Ranks) -> None:
+    """Execute what rank 0 announces until it ends the job. Raises RankLost if it dies."""
+    update: CriticUpdate
+    store = functools.cache(lambda root: WeightsStore(Path(root)))  # remembers the base that it has verified
+
+    def load(folder: str) -> None:
+        nonlocal update
+        update = load_update(Path(folder), settings, seed=seed, ranks=ranks)
+
+    def critic() -> TrainedCritic:
+        assert isinstance(update.critic, TrainedCritic)
+        return update.critic
+
+    ranks.operations.follow(
+        {
+            "load": load,
+            "train": lambda skip: update.train(None, lambda _: None, skip),
+            "write": lambda folder: update.write(Path(folder)),
+            "read": lambda folder, optimizer_step: update.read(Path(folder), optimizer_step),
+            "values": lambda rows, width: critic().values([np.asarray(row, np.int64) for row in rows], width),
+            "write_version": lambda folder: critic().write(Path(folder)),
+            "verify": lambda root, version: critic().verify_slices(store(root), version),
+            "holds": lambda root, version: critic().holds_slices(store(root), version),
+        }
+    )
 
 
 def split_rows(payload: TrainPayload) -> Iterator[TrainingRow]:

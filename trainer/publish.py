@@ -25,6 +25,7 @@ from python_backend.store.weights import Manifest, WeightsError, WeightsStore, w
 from python_backend.wire.contract import CRITIC
 from trainer.control_plane import ControlPlaneError, LoadRefused
 from trainer.servers import Loaded, ModelServers
+from trainer.trained_critic import TrainedCritic
 from trainer.verification import VersionRejected, holds_weights, verify_version
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,7 @@ class Publisher:
         """
         start = time.monotonic()
         expected = canary_outputs(model)
+        in_slices = isinstance(model, TrainedCritic) and model.in_slices
         if write is None:
             assert isinstance(model, CriticModel)
             write = model.write
@@ -149,14 +151,15 @@ class Publisher:
             parent=self._store.current() if parent is None else parent,
             epoch=self._epoch,
             reuse=parent is None,
-            canary=self.canary(expected),
+            canary=expected.tolist() if in_slices else None,
         )
         written = time.monotonic()
         self._store.announce(manifest.version)  # instances preload it during verification, so that the swap is quick
         try:
             with span("verify", version=manifest.version):
                 self.verify(manifest.version, model, expected)
-                self.await_staging(manifest, beat)
+                if in_slices:
+                    self.await_staging(manifest, beat)
             verified = time.monotonic()
             with span("reload", version=manifest.version):
                 served_by = self._serve(manifest, beat)
@@ -174,12 +177,31 @@ class Publisher:
             served_by,
         )
 
-    def canary(self, expected: np.ndarray) -> list[float] | None:
-        """Return the values of the canary row for the manifest; None if no instance has to reproduce them."""
-        return None
-
     def await_staging(self, manifest: Manifest, beat: Callable[[str], None]) -> None:
-        """Wait for the instances' verdict on a version that CURRENT does not name yet; by default there is none."""
+        """Wait until every live instance that serves has staged the version and reproduced the canary row.
+
+        That checks the forward pass of a version of several ranks, of which none holds the whole critic. Instances that
+        a reload through Triton replaces check the version when they start instead.
+
+        Raises:
+            VersionRejected: an instance could not load the version, or its values differ.
+        """
+        version, recover_at = manifest.version, time.monotonic() + self._timeout_s
+        while self._reload == "swap":
+            records = [record for record in self._store.serving() if record.version != version]
+            waiting = [record for record in records if record.staged != version]
+            refused = next((record for record in records if record not in waiting and record.staging_error), None)
+            if refused is not None:
+                raise VersionRejected(f"version {version} was refused by {refused.name}: {refused.staging_error}")
+            if not waiting:
+                return
+            beat(f"waiting until version {version} is staged")
+            self.heal()
+            if time.monotonic() > recover_at:
+                logger.warning("version %d is not staged yet: reloading %s through Triton", version, self._model)
+                self._outcomes()
+                recover_at = time.monotonic() + self._timeout_s
+            time.sleep(WAIT_POLL_S)
 
     def holds_weights(self, critic: CriticModel, version: int) -> bool:
         """Return whether a version has the critic's weights, bit for bit."""

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from python_backend.config import RunConfig
 from python_backend.store.journal import DamagedEntry, Entry, Journal, Result
 from python_backend.store.weights import WeightsStore
+from python_backend.training.ranks import ALONE, AnyRanks
 from trainer.checkpoint import CheckpointFolder
 from trainer.critic_checkpoints import CriticCheckpoints
-from trainer.critic_state import CriticState, LoadUpdate
+from trainer.critic_state import CriticState
 from trainer.critic_versions import CriticVersions
 from trainer.patience import Patience, StoppedWaiting
 from trainer.pending_entries import PendingEntries
@@ -23,10 +24,11 @@ logger = logging.getLogger(__name__)
 IDLE_S = 0.005
 
 
-def follow(
-    config: RunConfig, stop: threading.Event, *, load: LoadUpdate | None = None, kind: type[Publisher] = Publisher
-) -> None:
-    """Restore the critic and follow the journal until `stop` is set. Raises JournalLocked if another sidecar does."""
+def follow(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALONE) -> None:
+    """Restore the critic and follow the journal until `stop` is set. Raises JournalLocked if another sidecar does.
+
+    `ranks`: the processes that train the critic, of which this is rank 0.
+    """
     settings, journal = config.trainer, Journal(config.run.journal_dir, config.run.identity)
     store, folder = WeightsStore(config.run.weights_dir), CheckpointFolder(config.run.dir / "checkpoints" / "critic")
     with contextlib.ExitStack() as held:
@@ -35,8 +37,8 @@ def follow(
         progress = SidecarProgress(config, journal, epoch=epoch, stop=stop)
         progress.persist("tidying up the journal", journal.sweep)
         progress.persist("making version 0", lambda: initialise_stores(config))
-        publisher = kind.of(config, store, run_id=journal.run_id, epoch=epoch, show_trouble=progress.show_trouble)
-        critic = CriticState(settings, store, journal, folder, progress, seed=config.run.seed, load=load)
+        publisher = Publisher.of(config, store, run_id=journal.run_id, epoch=epoch, show_trouble=progress.show_trouble)
+        critic = CriticState(settings, store, journal, folder, progress, seed=config.run.seed, ranks=ranks)
         checkpoints = CriticCheckpoints(settings, critic, folder, store, journal, progress)
         versions = CriticVersions(settings, critic, publisher, store, progress)
         critic.restore_at_start()

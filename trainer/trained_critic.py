@@ -1,12 +1,15 @@
 """The critic in training, as built by the settings of `trainer`; its optimizer is created afterwards.
 
 It may differ from the served critic: LoRA adapters instead of new weights, frozen matrices in bfloat16, another
-attention implementation.
+attention implementation. On several ranks, each holds a slice of every tensor. All ranks have the same objects and call
+the same methods in the same order: rank 0 announces each call, and the others execute it in `follow_rank_0`. Files are
+shared by all ranks.
 """
 
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,77 +20,196 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from python_backend.checkpoints.inspection import ADAPTERS_KEY, CONFIG_FILE, WEIGHTS_FILE, Constants, StoredAdapters
+from python_backend.checkpoints.inspection import (
+    ADAPTERS_KEY,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    CheckpointError,
+    Constants,
+    StoredAdapters,
+    inspect_checkpoint,
+)
 from python_backend.config import TrainerSection
-from python_backend.models.adapters import Lora, describe_adapters, trained_tensors, with_adapters
+from python_backend.models.adapters import Lora, MergedWeights, describe_adapters, trained_tensors, with_adapters
 from python_backend.models.modeling import CriticModel, load_critic, write_config
 from python_backend.models.precision import in_float32, use_bfloat16
 from python_backend.models.token_head import head_of
 from python_backend.store.durable import disk_errors
+from python_backend.store.weights import WeightsStore
 from python_backend.training.attention import use_attention
 from python_backend.training.gradient_checkpointing import checkpoint_gradients
+from python_backend.training.merged_slices import MergedSlices
+from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
+from python_backend.training.sharding import all_finite, differing, gathered_as_stored, shard, write_checkpoint
+from python_backend.training.state import trained_slices
 
 BASE_VERSION = 0  # which training starts from; never pruned
 
 
 class TrainedCritic(CriticModel):
-    """A critic in training that is not stored the way it is served."""
+    """A critic in training, whole or in slices."""
 
-    def __init__(self, model: Any, plain: CriticModel, *, adapters: StoredAdapters | None = None) -> None:
-        """
+    def __init__(
+        self,
+        model: Any,
+        plain: CriticModel,
+        *,
+        as_adapters: bool = False,
+        ranks: AnyRanks = ALONE,
+        precision: str = "float32",
+    ) -> None:
+        """Create the critic; on several ranks, shard the weights, which all have loaded.
+
         Args:
             model: the model in training.
             plain: the critic that training started from, as it is served: the template of its versions.
-            adapters: description of its versions if they hold adapters only; None: they hold all weights.
+            as_adapters: versions hold adapters only; otherwise all weights.
+            precision: of several ranks, which round frozen matrices layer by layer, so that none has a copy of all.
         """
         super().__init__(model, constants=Constants(plain.mean, plain.std), note=plain.note, like=plain)
-        self._plain, self.adapters = plain, adapters
-        self._token_head.lean = None  # it reads the weights themselves, without their adapters
+        self._plain, self.ranks = plain, ranks
+        if model is plain.model and not self.in_slices:
+            self._token_head = plain._token_head
+        else:
+            self._token_head.lean = None  # it reads the weights of the layers, without adapters and not gathered
+        if isinstance(ranks, Ranks):
+            self._shard(ranks, precision)
+        self.adapters = describe_adapters(self.model, base=BASE_VERSION) if as_adapters else None
+
+    def _shard(self, ranks: Ranks, precision: str) -> None:
+        if self._token_head.one_by_one:  # FSDP gathers weights in each, and ranks would not run equally many
+            raise CheckpointError(
+                f"each row needs a forward pass of its own in {type(self.model).__name__}, which several ranks do not "
+                "support; set trainer.ranks: 1"
+            )
+        outputs = self._token_head
+        self.model.token_outputs = types.MethodType(
+            lambda _, ids, attention: outputs(ids, attention).clone(),  # FSDP needs an output that is not a view
+            self.model,
+        )
+        head, in_bfloat16 = head_of(self.model), precision == "bfloat16"
+        shard(
+            self.model,
+            ranks,
+            methods=["token_outputs"],
+            prepare=lambda module: use_bfloat16(module, head) if in_bfloat16 else None,
+            precision=precision,
+        )
+
+    @property
+    def in_slices(self) -> bool:
+        """Whether no rank holds the whole critic."""
+        return isinstance(self.ranks, Ranks)
+
+    def own_weights(self) -> None:
+        """Copy the weights to train out of the mapped file; slices are copies already."""
+        if not self.in_slices:
+            super().own_weights()
+
+    def outputs(self, ids: Tensor, attention: Tensor) -> Tensor:
+        return self.model.token_outputs(ids, attention) if self.in_slices else super().outputs(ids, attention)
 
     def values(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
-        """Return values as `CriticModel.values` does, computed in float32."""
-        with in_float32(self.model):
+        """Return values as `CriticModel.values` does, computed in float32; all ranks compute the same."""
+        self.ranks.announce("values", rows=[row.tolist() for row in rows], width=width)
+        with gathered_as_stored(self.model), in_float32(self.model):
             return super().values(rows, width)
 
+    def weights(self) -> MergedWeights:
+        kind = MergedSlices if self.in_slices else MergedWeights
+        return kind(self.model, self.stored_as, head_of(self.model))
+
     def write(self, folder: Path) -> Mapping[str, str] | None:
-        if self.adapters is None:
+        """Write a version: a Hugging Face checkpoint, with one file per rank, or the adapters, which rank 0 writes.
+
+        Returns the sha256 of each weights file and of their index, if there are several; None for adapters.
+        """
+        self.ranks.announce("write_version", folder=str(folder))
+        if self.adapters is not None:
+            trained, adapters = trained_tensors(self.model), self.adapters
+            is_writer = self.ranks.rank == 0
+            self.ranks.together(lambda: _write_adapters(self, trained, adapters, folder) if is_writer else None)
+            return None
+        if not isinstance(self.ranks, Ranks):
             return super().write(folder)
-        write_adapters(self, trained_tensors(self.model), self.adapters, folder)
-        return None
+        weights = self.weights()
+        digests = write_checkpoint(weights.shapes(), weights.__getitem__, folder, self.ranks)
+        if self.ranks.rank == 0:
+            write_config(self, folder)
+        return digests
 
     def with_weights(self, folder: Path) -> CriticModel:
         return self._plain.with_weights(folder)
 
+    def verify_slices(self, store: WeightsStore, version: int) -> None:
+        """Verify that a version holds the weights of this critic, bit for bit, and that they are finite.
 
-def write_adapters(critic: CriticModel, trained: dict[str, Tensor], adapters: StoredAdapters, folder: Path) -> None:
-    """Write a version that holds only the `trained` tensors of the critic. Raises OSError."""
-    with disk_errors(folder / WEIGHTS_FILE):
-        save_file(trained, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    config = json.loads(write_config(critic, folder).read_text())
-    (folder / CONFIG_FILE).write_text(json.dumps({**config, ADAPTERS_KEY: asdict(adapters)}, indent=2))
+        Each rank compares its own slices. Together these are all bytes that `write` has hashed for the manifest, so
+        that hashing them once more, which takes longer than the rest of a publish, would find nothing else. The base
+        of adapters is hashed once.
+
+        Raises:
+            WeightsError, CheckpointError, RankFailed: a check failed on this or another rank.
+        """
+        self.ranks.announce("verify", root=str(store.root), version=version)
+        weights = self.weights()
+
+        def verify() -> None:
+            if self.adapters is not None:
+                store.verify_hashes(store.manifest(version), part=self.ranks.rank, parts=self.ranks.size)
+            if not all_finite(self.model.parameters()):
+                raise CheckpointError("the weights are not finite")
+            if wrong := self._differing(weights, store.folder(version)):
+                raise CheckpointError(f"{wrong[0]} differs from the trained weights")
+
+        self.ranks.together(verify)
+
+    def holds_slices(self, store: WeightsStore, version: int) -> bool:
+        """Return whether a version has the weights of this critic, bit for bit."""
+        self.ranks.announce("holds", root=str(store.root), version=version)
+        weights = self.weights()
+        try:
+            same = self.ranks.together(lambda: not self._differing(weights, store.folder(version)))
+            return all(self.ranks.gather(same))
+        except (CheckpointError, RankFailed):  # a file is damaged
+            return False
+
+    def _differing(self, weights: MergedWeights, folder: Path) -> list[str]:
+        """Return what differs between this critic and a version: names of tensors, or the adapters' description."""
+        info = inspect_checkpoint(folder)
+        if info.adapters is None:
+            return differing(weights, info)
+        return [ADAPTERS_KEY] if info.adapters != self.adapters else differing(trained_slices(self.model), info)
 
 
-def build_critic(folder: Path, settings: TrainerSection, *, seed: int) -> CriticModel:
-    """Load the critic to train from version 0 in `folder`.
+def build_critic(folder: Path, settings: TrainerSection, *, seed: int, ranks: AnyRanks = ALONE) -> TrainedCritic:
+    """Load the critic to train from version 0 in `folder`, of which each rank keeps its slices; collective.
 
     Args:
-        seed: seed of the adapters' initial weights.
+        seed: seed of torch's random state, and thus of the adapters' initial weights.
 
     Raises:
         CheckpointError: the model does not support one of the settings.
     """
-    stored_as = torch.bfloat16 if settings.publish.dtype == "bfloat16" else None
-    if not settings.changes_the_model:
-        critic = load_critic(folder, device=settings.device)
-        critic.stored_as = stored_as
-        return critic
-    plain = load_critic(folder)  # stays mapped from the file, on the CPU
     torch.manual_seed(seed)
-    model = prepare_for_training(plain.with_weights(folder).model, settings)
-    adapters = describe_adapters(model, base=BASE_VERSION) if settings.publish.format == "adapter" else None
-    critic = TrainedCritic(model.to(settings.device), plain, adapters=adapters)
-    critic.stored_as = stored_as
+    own = settings
+    if isinstance(ranks, Ranks):
+        # The weights are mapped from the file and sharded layer by layer, so that no rank has a copy of all of them.
+        own = settings.model_copy(update={"device": "cpu", "precision": "float32"})
+    model, plain = ranks.together(lambda: _load(folder, own))
+    as_adapters = settings.publish.format == "adapter"
+    critic = TrainedCritic(model, plain, as_adapters=as_adapters, ranks=ranks, precision=settings.precision)
+    critic.stored_as = torch.bfloat16 if settings.publish.dtype == "bfloat16" else None
     return critic
+
+
+def _load(folder: Path, settings: TrainerSection) -> tuple[Any, CriticModel]:
+    """Return the model to train, and the critic as it is served, which has the same model if nothing changes it."""
+    if not settings.changes_the_model:
+        plain = load_critic(folder, device=settings.device)
+        return plain.model, plain
+    plain = load_critic(folder)  # stays mapped from the file, on the CPU
+    return prepare_for_training(plain.with_weights(folder).model, settings).to(settings.device), plain
 
 
 def prepare_for_training(model: Any, settings: TrainerSection) -> Any:
@@ -103,3 +225,11 @@ def prepare_for_training(model: Any, settings: TrainerSection) -> Any:
     if settings.gradient_checkpointing:
         checkpoint_gradients(model, "trainer.gradient_checkpointing")
     return model
+
+
+def _write_adapters(critic: CriticModel, trained: dict[str, Tensor], adapters: StoredAdapters, folder: Path) -> None:
+    """Write a version that holds only the `trained` tensors of the critic. Raises OSError."""
+    with disk_errors(folder / WEIGHTS_FILE):
+        save_file(trained, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = json.loads(write_config(critic, folder).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps({**config, ADAPTERS_KEY: asdict(adapters)}, indent=2))

@@ -15,6 +15,8 @@ from python_backend.errors import RlhfError
 from python_backend.models.canary import SERVED_TOLERANCE, canary_difference, canary_outputs
 from python_backend.models.modeling import CriticModel, RewardModel, load_critic
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore
+from python_backend.training.ranks import RankFailed
+from trainer.trained_critic import TrainedCritic
 
 CANARY_TOLERANCE = 1e-5  # relative to the largest value: equal weights differ by rounding at most
 CROSS_DEVICE_TOLERANCE = 1e-3  # if one forward pass runs on a GPU and the other one on the CPU
@@ -30,7 +32,8 @@ def verify_version(
     """Verify that `version` holds the weights of `model`.
 
     Checks the hash, names, shapes and dtypes, that all weights are finite, and that a forward pass through the serving
-    code gives the model's values, or its rewards, for the canary row.
+    code gives the model's values, or its rewards, for the canary row. A critic on several ranks compares its slices
+    instead; an instance that stages the version checks its forward pass.
 
     Args:
         model: the model in memory.
@@ -39,6 +42,12 @@ def verify_version(
     Raises:
         VersionRejected: a check failed; the message names the version and the cause.
     """
+    if isinstance(model, TrainedCritic) and model.in_slices:
+        try:
+            model.verify_slices(store, version)
+        except (WeightsError, CheckpointError, RankFailed) as error:
+            raise _rejected(version, error) from error
+        return
     try:
         # Hashing takes the longest for large files, and releases the GIL: run it in parallel to the other checks.
         with ThreadPoolExecutor(1, "hash") as beside:
@@ -53,7 +62,7 @@ def verify_version(
             finally:
                 manifest = whole.result()  # a damaged file's own error replaces the errors that it caused above
     except (WeightsError, CheckpointError) as error:
-        raise rejected(version, error) from error
+        raise _rejected(version, error) from error
     _check_dtypes(manifest, model)
     difference = canary_difference(served, canary_outputs(model) if expected is None else expected)
     if not difference <= tolerance:
@@ -81,7 +90,7 @@ def verify_alone(
         model = load(store.folder(version))
         model.check_finite()
     except (WeightsError, CheckpointError) as error:
-        raise rejected(version, error) from error
+        raise _rejected(version, error) from error
     if not np.isfinite(canary_outputs(model)).all():
         raise VersionRejected(f"version {version}: the values for the canary row are not finite")
     return manifest
@@ -89,6 +98,8 @@ def verify_alone(
 
 def holds_weights(store: WeightsStore, version: int, critic: CriticModel) -> bool:
     """Return whether `version` has the critic's weights, bit for bit in the dtype that versions have."""
+    if isinstance(critic, TrainedCritic) and critic.in_slices:
+        return critic.holds_slices(store, version)
     try:
         stored = critic.with_weights(store.folder(version)).model.state_dict()
     except CheckpointError:
@@ -96,7 +107,7 @@ def holds_weights(store: WeightsStore, version: int, critic: CriticModel) -> boo
     return all(torch.equal(tensor, stored[name].to(tensor)) for name, tensor in critic.weights().items())
 
 
-def rejected(version: int, error: Exception) -> VersionRejected:
+def _rejected(version: int, error: Exception) -> VersionRejected:
     """Return the error of a version that failed a check with `error`; its message names the version."""
     text = str(error)
     return VersionRejected(text if f"version {version}" in text else f"version {version}: {text}")

@@ -72,7 +72,7 @@ def set_aside(root: Path, step: int) -> Path:
 def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep: int) -> None:
     """Write the checkpoint of `state["step"]` and delete all but the `keep` newest checkpoints."""
     policy = run.policy
-    world_size = {"world_size": policy.world_size} if policy.world_size > 1 else {}
+    world_size = {"world_size": policy.ranks.size} if policy.ranks.size > 1 else {}
     whole = {
         **state,
         **world_size,
@@ -147,11 +147,11 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
 def restore(folder: Path, state: Mapping[str, Any], run: RunState) -> None:
     """Load a checkpoint that passed `check_checkpoint_of` into `run`."""
     policy = run.policy
-    if (saved := state.get("world_size", 1)) != policy.world_size:
+    if (saved := state.get("world_size", 1)) != policy.ranks.size:
         logger.warning(
             "the checkpoint is from %d ranks, and the run continues on %d: its results will differ by rounding",
             saved,
-            policy.world_size,
+            policy.ranks.size,
         )
     policy.read_state(folder)
     policy.optimizer_step = state["optimizer_step"]

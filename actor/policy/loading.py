@@ -1,11 +1,16 @@
-"""Loads the causal LM of the policy, and checks that it takes rows as long as the configuration allows."""
+"""Loads the models of the policy, and checks that they take rows as long as the configuration allows.
+
+On several ranks, each trains its slices of the weights, and has whole copies of them: the sampler, and the reference.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,6 +18,120 @@ from transformers import AutoModelForCausalLM
 from python_backend.checkpoints.inspection import CheckpointError, stored_dtypes
 from python_backend.checkpoints.positions import fix_forward, max_positions, stable_length
 from python_backend.config import PolicySection
+from python_backend.models.adapters import Lora, with_adapters
+from python_backend.models.precision import use_bfloat16
+from python_backend.models.sharded_tensors import whole
+from python_backend.training.attention import use_attention
+from python_backend.training.gradient_checkpointing import checkpoint_gradients
+from python_backend.training.ranks import AnyRanks, Ranks
+from python_backend.training.sharding import hollow, shard
+
+R = TypeVar("R")
+
+
+class PolicyModels:
+    """The model in training and its frozen copies."""
+
+    def __init__(
+        self,
+        model: Any,
+        settings: PolicySection,
+        ranks: AnyRanks,
+        *,
+        keeps_reference: bool,
+        keeps_sampler: bool,
+    ) -> None:
+        """Create the copies and place all models; collective.
+
+        Args:
+            model: as `load_model` returned it, the same on all ranks.
+
+        Raises:
+            CheckpointError: the model does not support one of the settings.
+        """
+        self._settings, self._in_slices = settings, isinstance(ranks, Ranks)
+        self.device = ranks.device if isinstance(ranks, Ranks) else torch.device(settings.device)
+        if settings.lora_rank:
+            lora = Lora(
+                "actor.policy", settings.lora_rank, settings.lora_alpha, settings.lora_targets, settings.lora_dropout
+            )
+            model = with_adapters(model, lora, model.get_output_embeddings(), task="CAUSAL_LM")
+        use_attention(self.causal(model), settings.attention, "actor.policy.attention")
+        self.trained = model.eval()
+        if not self._in_slices:  # slices stay mapped from the file; sharding moves them to the device
+            self._round(model)  # on the CPU, so that the device holds frozen matrices in bfloat16 only
+            self.trained = model.to(self.device)
+        # With LoRA, the reference is the policy with its adapters disabled: no second copy needed.
+        self.reference = self._frozen_copy() if keeps_reference and not settings.lora_rank else None
+        self.sampler = self._frozen_copy() if keeps_sampler or self._in_slices else self.trained
+        if settings.gradient_checkpointing:
+            checkpoint_gradients(self.trained, "actor.policy.gradient_checkpointing")
+        if isinstance(ranks, Ranks):
+            self._shard(ranks)
+
+    def causal(self, model: Any) -> Any:
+        """Return the causal LM itself, without the adapters' wrapper if there is one."""
+        return model.get_base_model() if self._settings.lora_rank else model
+
+    def is_sliced(self, model: Any) -> bool:
+        """Return whether this rank has only slices of the weights of `model`, or of its causal LM."""
+        return self._in_slices and model in (self.trained, self.causal(self.trained))
+
+    def compute(self, model: Any, function: Callable[..., R], *args: Any) -> R:
+        """Return `function(causal LM, *args)`; slices of the weights of `model` are gathered in it."""
+        causal = self.causal(model)
+        result: R = causal.gathered(function, *args) if self.is_sliced(model) else function(causal, *args)
+        return result
+
+    @torch.no_grad()
+    def renew_sampler(self) -> None:
+        """Copy the trained weights into the sampler; collective."""
+        if self.sampler is not self.trained:
+            for mine, current in zip(self.sampler.parameters(), self.trained.parameters(), strict=True):
+                if current.requires_grad:
+                    mine.copy_(whole(current))
+
+    def _round(self, model: Any) -> None:
+        """Prepare a model for forward passes in `actor.policy.precision`."""
+        if self._settings.precision == "bfloat16":
+            use_bfloat16(self.causal(model), self.causal(model).get_output_embeddings())
+
+    def _frozen_copy(self) -> Any:
+        if not self._in_slices:
+            model = copy.deepcopy(self.trained).requires_grad_(False)
+            self._round(model)
+            return model.to(self.device)
+        # `_shard` fills it: no rank has the whole policy beside it in its host's memory.
+        model = hollow(self.trained, "meta").requires_grad_(False)
+        self._widen(model)
+        self._round(model)
+        return hollow(model, self.device)
+
+    def _shard(self, ranks: Ranks) -> None:
+        causal, precision = self.causal(self.trained), self._settings.precision
+        head = causal.get_output_embeddings()
+
+        def prepare(part: Any) -> None:
+            self._widen(part)
+            if precision == "bfloat16":
+                use_bfloat16(part, head)
+
+        causal.gathered = lambda function, *args: function(causal, *args)
+        shard(causal, ranks, methods=["gathered"], prepare=prepare, precision=precision)
+        self._fill([model for model in (self.reference, self.sampler) if model is not None])
+
+    def _widen(self, part: Any) -> None:
+        """Convert to float32 what `load_model` has left as it is stored; not the weights that stay in bfloat16."""
+        for parameter in part.parameters():
+            if parameter.dtype == torch.bfloat16 and not self._settings.lora_rank:
+                parameter.data = parameter.data.float()
+
+    @torch.no_grad()
+    def _fill(self, copies: list[Any]) -> None:
+        for current, *mine in zip(self.trained.parameters(), *(c.parameters() for c in copies), strict=True):
+            weights = whole(current)
+            for parameter in mine:
+                parameter.copy_(weights)
 
 
 def load_model(settings: PolicySection, *, as_stored: bool = False) -> Any:

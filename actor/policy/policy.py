@@ -1,13 +1,14 @@
 """The policy: a Hugging Face causal LM that generates responses and computes their log-probs.
 
-`actor.policy.update` trains it.
+`actor.policy.update` trains it. On several ranks, rank 0 calls the methods, and the other ranks execute what it
+announces. Sampling has a list of operations of its own, without collectives, so that it can run beside an update.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from actor.data.rollout import Prompt, Rollout, join_rollouts
 from actor.generation.engine import Generation
 from actor.generation.shared_prompts import can_share, response_hidden, shared_passes
 from actor.generation.slots import Finished, Response
-from actor.policy.loading import check_positions, load_model
+from actor.policy.loading import PolicyModels, check_positions, load_model
+from actor.policy.samplers import OtherSamplers
 from actor.policy.state_files import read_state, write_state
 from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, fingerprint_weights
 from python_backend.checkpoints.tokenization import load_tokenizer, special_tokens
 from python_backend.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
-from python_backend.models.adapters import Lora, MergedWeights, with_adapters
+from python_backend.models.adapters import MergedWeights
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.card.copies import to_device
 from python_backend.models.card.inspections import skip_inspections
@@ -35,12 +37,10 @@ from python_backend.models.card.streams import CardStream
 from python_backend.models.loading import load_weights, map_tensors
 from python_backend.models.logprobs import sampling_entropy, target_logprobs
 from python_backend.models.output_head import head_logprobs, linear_head
-from python_backend.models.precision import computing, in_float32, use_bfloat16
-from python_backend.models.sharded_tensors import whole
+from python_backend.models.precision import computing, in_float32
 from python_backend.models.token_head import measure_causality
 from python_backend.training.adamw import make_adamw
-from python_backend.training.attention import use_attention
-from python_backend.training.gradient_checkpointing import checkpoint_gradients
+from python_backend.training.ranks import ALONE, AnyRanks, Ranks
 
 logger = logging.getLogger(__name__)
 PROOF_ROWS = 16  # of the first rollout, to compare generation's log-probs with those of a forward pass
@@ -50,9 +50,7 @@ FinishedRow = Callable[[int, Rollout], None]
 
 
 class Policy:
-    """The trained model, its frozen initial copy (the reference) and its optimizer."""
-
-    rank, world_size = 0, 1
+    """The trained model, its frozen initial copy (the reference) and its optimizer, seen from one rank."""
 
     def __init__(
         self,
@@ -63,49 +61,45 @@ class Policy:
         max_prompt_tokens: int,
         keeps_reference: bool = False,
         keeps_sampler: bool = False,
+        ranks: AnyRanks = ALONE,
     ) -> None:
-        """
+        """Load the policy, which must be the same on all ranks.
+
         Args:
             keeps_reference: keep a copy of the initial weights as the reference; LoRA needs no copy.
-            keeps_sampler: generate with a copy of the policy, which stays fixed while the policy is updated.
+            keeps_sampler: generate with a copy of the policy, which stays fixed while the policy is updated; as several
+                ranks always do.
 
         Raises:
             CheckpointError: the folder has no causal LM with a tokenizer, or rows may exceed the model's positions.
         """
         folder = settings.checkpoint
         check_checkpoint(folder)
-        self.settings = settings
+        self.settings, self.ranks = settings, ranks
+        self._samplers = OtherSamplers(ranks) if isinstance(ranks, Ranks) else None
         self.temperature = generation.temperature
         try:
             self.tokenizer = load_tokenizer(folder)
-            model = load_model(settings, as_stored=self.world_size > 1)
+            model = load_model(settings, as_stored=ranks.size > 1)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
         check_positions(model, folder, max_prompt_tokens, generation.max_new_tokens)
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self.fingerprint = fingerprint_weights(folder)
-        if settings.lora_rank:
-            lora = Lora(
-                "actor.policy", settings.lora_rank, settings.lora_alpha, settings.lora_targets, settings.lora_dropout
-            )
-            model = with_adapters(model, lora, model.get_output_embeddings(), task="CAUSAL_LM")
-        use_attention(self._causal(model), settings.attention, "actor.policy.attention")
-        self.model = self._placed(model.eval())
-        # With LoRA, the reference is the policy with its adapters disabled: no second copy needed.
-        self.reference = self._frozen_copy() if keeps_reference and not settings.lora_rank else None
-        self.sampler = self._frozen_copy() if keeps_sampler else self.model
+        self._models = PolicyModels(
+            model, settings, ranks, keeps_reference=keeps_reference, keeps_sampler=keeps_sampler
+        )
+        self.model, self.sampler, self.reference = self._models.trained, self._models.sampler, self._models.reference
+        self.causal = self._models.causal
         # Only a copy works beside an update; otherwise both share the memory that a stream keeps for its next tensors.
         beside = torch.device("cpu") if self.sampler is self.model else self.sampler.device
         self._stream = CardStream(beside)
-        if settings.gradient_checkpointing:
-            checkpoint_gradients(self.model, "actor.policy.gradient_checkpointing")
-        self._distribute()
         skip_inspections(self.sampler)
-        causal = self._causal(self.model)
+        causal = self.causal(self.model)
         special = special_tokens(self.tokenizer, causal.generation_config.eos_token_id, vocab_size=self.vocab_size)
         self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
         self.generation = Generation(
-            self._causal(self.sampler),
+            self.causal(self.sampler),
             self.tokenizer,
             generation,
             eos_ids=self.eos_ids,
@@ -118,21 +112,21 @@ class Policy:
             settings.token_budget,
             remedy="lower actor.generation.max_new_tokens"
             + " or set actor.policy.gradient_checkpointing" * (not settings.gradient_checkpointing),
-            alone=self.world_size == 1,
+            alone=ranks.size == 1,
         )
         """How many tokens of a micro-batch fit into the card's memory."""
         self.halvings = [self.generation.memory, self.memory]
         """What has been done in smaller parts because the card's memory did not suffice."""
-        with in_float32(self._causal(self.sampler)):
-            self._head_is_linear = linear_head(self._causal(self.sampler)) is not None
+        with in_float32(self.causal(self.sampler)):
+            self._head_is_linear = linear_head(self.causal(self.sampler)) is not None
             # Shared prompts need a cache, which checkpointed layers do not take.
-            self._shares_prompts = not settings.gradient_checkpointing and can_share(self._causal(self.sampler))
+            self._shares_prompts = not settings.gradient_checkpointing and can_share(self.causal(self.sampler))
             # On a card a mask would switch off the fast kernels of attention; padding on the right does not need one.
             on_cpu = self.sampler.device.type == "cpu"
-            self._masks = on_cpu or not measure_causality(self._causal(self.sampler), use_cache=False)
+            self._masks = on_cpu or not measure_causality(self.causal(self.sampler), use_cache=False)
         if self._shares_prompts and settings.precision == "bfloat16":
             with self.computing():
-                self._shares_prompts = can_share(self._causal(self.sampler))
+                self._shares_prompts = can_share(self.causal(self.sampler))
         # Whether generation's log-probs match those of a forward pass. None: checked on the first rollout. In bfloat16
         # rounding differs, so they are assumed not to match.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
@@ -147,43 +141,27 @@ class Policy:
         self.optimizer_step = 0
 
     @classmethod
-    def of(cls, actor: ActorSection, **others: Any) -> Policy:
-        """Load the policy of a run; `others` are further arguments of the class. Raises CheckpointError."""
+    def of(cls, actor: ActorSection, ranks: AnyRanks = ALONE) -> Policy:
+        """Load the policy of a run. Raises CheckpointError."""
         return cls(
             actor.policy,
             actor.generation,
             actor.optimizer,
             max_prompt_tokens=actor.prompts.max_tokens,
             keeps_reference=actor.kl.uses_reference and actor.kl.reference == "actor",
-            **{"keeps_sampler": actor.one_step_off_policy, **others},
+            keeps_sampler=actor.one_step_off_policy,
+            ranks=ranks,
         )
 
     @property
-    def device(self) -> torch.device:
-        """The device of this process's models."""
-        return torch.device(self.settings.device)
-
-    def _placed(self, model: Any) -> Any:
-        """Return the trained model, prepared, on the device where its copies are made."""
-        self._prepare(model)  # on the CPU, so that the device holds frozen matrices in bfloat16 only
-        return model.to(self.device)
-
-    def _distribute(self) -> None:
-        """Shard the trained model and fill its copies if there are several ranks; called before they are used."""
-
-    def _causal(self, model: Any) -> Any:
-        """Return the causal LM itself, without the adapters' wrapper if there is one."""
-        return model.get_base_model() if self.settings.lora_rank else model
-
-    def _prepare(self, model: Any) -> None:
-        """Prepare a model for forward passes in `actor.policy.precision`."""
-        if self.settings.precision == "bfloat16":
-            use_bfloat16(self._causal(model), self._causal(model).get_output_embeddings())
-
-    def _frozen_copy(self) -> Any:
-        model = copy.deepcopy(self.model).requires_grad_(False)
-        self._prepare(model)
-        return model.to(self.device)
+    def operations(self) -> dict[str, Callable[..., object]]:
+        """The handlers of the operations that other ranks than 0 execute."""
+        return {
+            "renew_sampler": self.renew_sampler,
+            "write_state": lambda folder: self.write_state(Path(folder)),
+            "read_state": lambda folder: self.read_state(Path(folder)),
+            "write_weights": lambda: self._write_weights(Path(os.devnull)),
+        }
 
     @torch.no_grad()
     def generate(
@@ -214,14 +192,32 @@ class Policy:
         return join_rollouts([row for row in rows if row is not None], self.pad_id)
 
     def _respond(self, prompts: list[np.ndarray], finished: Finished, *, seed: int, greedy: bool) -> None:
-        """Generate the responses to tokenised prompts; see `Generation.run`."""
-        self.generation.run(prompts, finished, seed=seed, greedy=greedy)
+        """Generate the responses to tokenised prompts; see `Generation.run`. Each rank generates a share of them."""
+        if self._samplers is None:
+            self.generation.run(prompts, finished, seed=seed, greedy=greedy)
+        else:
+            self._samplers.respond(self.generation, prompts, finished, seed=seed, greedy=greedy)
+
+    def follow_sampling(self) -> None:
+        """Execute what rank 0 announces to do with the samplers. All ranks but rank 0; ends only with an exception."""
+        assert self._samplers is not None
+
+        def respond(rows: range, prompts: list[np.ndarray], finished: Finished, *, seed: int, greedy: bool) -> None:
+            with self.computing(), self._stream.running():
+                self.generation.run_rows(rows, prompts, finished, seed=seed, greedy=greedy)
+
+        self._samplers.follow(respond, self._own_logprobs)
 
     def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:
         """Return log-probs `[B, S-1]` of the response tokens, 0 elsewhere, under the sampler or the reference.
 
-        Index t holds the log-prob of token t+1.
+        Index t holds the log-prob of token t+1. Each rank computes those of some rows.
         """
+        if self._samplers is None:
+            return self._own_logprobs(rollout, reference=reference)
+        return self._samplers.logprobs(self._own_logprobs, rollout, reference=reference)
+
+    def _own_logprobs(self, rollout: Rollout, *, reference: bool) -> Tensor:
         out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
         mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
         with torch.no_grad(), self._stream.running(), self._weights_of(reference) as model:
@@ -259,18 +255,16 @@ class Policy:
         )
         return False
 
-    @torch.no_grad()
     def renew_sampler(self) -> None:
-        """Copy the policy's weights into the sampler. Call only while both are idle."""
-        if self.sampler is not self.model:
-            for mine, current in zip(self.sampler.parameters(), self.model.parameters(), strict=True):
-                if current.requires_grad:
-                    mine.copy_(whole(current))
+        """Copy the policy's weights into the sampler. Call only while both are idle; collective."""
+        self.ranks.announce("renew_sampler")
+        self._models.renew_sampler()
         self.generation.renew()
+        self.ranks.gather(None)  # no rank may generate before its sampler has the new weights
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face folder: safetensors, configuration, tokenizer; adapters are merged into the weights."""
-        if self.settings.lora_rank:
+        if self.settings.lora_rank or self._models.is_sliced(self.model):
             self._save_in_parts(folder)
         else:
             self.model.save_pretrained(folder)
@@ -282,7 +276,7 @@ class Policy:
         The weights go through a file, from which `save_pretrained` maps them: a merged or gathered copy may not fit
         into memory beside the policy.
         """
-        causal, merged = self._causal(self.sampler), folder / "merged.safetensors"
+        causal, merged = self.causal(self.sampler), folder / "merged.safetensors"
         folder.mkdir(parents=True, exist_ok=True)
         self._write_weights(merged)
         try:
@@ -294,22 +288,27 @@ class Policy:
             merged.unlink()
 
     def _write_weights(self, file: Path) -> None:
-        MergedWeights(self._causal(self.model)).write(file)
+        self.ranks.announce("write_weights")
+        MergedWeights(self.causal(self.model)).write(file)
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote; not for LoRA, whose saved weights are merged. Raises CheckpointError."""
         load_weights(self.model, folder)
 
     def write_state(self, folder: Path) -> None:
-        """Write the trained weights and the optimizer's state."""
+        """Write the trained weights and the optimizer's state, on several ranks as slices. Raises OSError."""
+        self.ranks.announce("write_state", folder=str(folder))
         write_state(self, folder)
 
     def read_state(self, folder: Path) -> None:
         """Load what `write_state` wrote, with any number of ranks. Raises CheckpointError."""
+        self.ranks.announce("read_state", folder=str(folder))
         read_state(self, folder)
 
     def close(self) -> None:
-        """Let calls in other threads that wait for servers or other ranks raise."""
+        """Let calls in other threads that wait for servers or other ranks raise CancelledError."""
+        if self._samplers is not None:
+            self._samplers.close()
         self.generation.close()
 
     @contextlib.contextmanager
@@ -323,18 +322,6 @@ class Policy:
             assert self.settings.lora_rank, "the reference is on the server"
             with self.sampler.disable_adapter():
                 yield self.sampler
-
-    def share(self, lengths: Tensor) -> list[list[int]]:
-        """Return the micro-batches of this rank, as `plan` does; an empty one stands for a pass over no row."""
-        return self.plan(lengths)
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this rank's part of the loss."""
-        loss.backward()
-
-    def summed(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the sums over all ranks."""
-        return sums
 
     def plan(self, lengths: Tensor) -> list[list[int]]:
         """Return micro-batches within the token budget, each as a list of indices into `lengths`."""
@@ -373,11 +360,12 @@ class Policy:
             nothing = values.new_zeros(tokens.shape[0], tokens.shape[1] - 1)
             return nothing.index_put(tuple(places), values)
 
-        logprobs, entropies = self._response_logprobs(self._causal(model), with_entropy, *inputs)
+        logprobs, entropies = self._models.compute(model, self._response_logprobs, with_entropy, *inputs)
         return scattered(logprobs), None if entropies is None else scattered(entropies)
 
     def _shares_prompts_of(self, model: Any) -> bool:
-        return self._head_is_linear and self._shares_prompts
+        # Not with sharded weights: the number of forward passes would depend on the rows, and thus on the rank.
+        return self._head_is_linear and self._shares_prompts and not self._models.is_sliced(model)
 
     def _response_logprobs(
         self,

@@ -1,6 +1,7 @@
 """Policy update: shuffled minibatches, micro-batches within the token budget, gradient clipping, AdamW.
 
-The split into micro-batches does not change the result.
+The split into micro-batches does not change the result. On several ranks, rank 0 announces the update and sends the
+batch, and each rank trains on its rows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import dataclasses
 import functools
 import math
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,10 @@ from actor.policy.policy import Policy
 from python_backend.config import ActorSection, OptimizerSection, UpdateSection
 from python_backend.errors import NotFinite
 from python_backend.models.adapters import adapter_dropouts
-from python_backend.models.sharded_tensors import whole
 from python_backend.training.gradient_checkpointing import in_training, recomputing
+from python_backend.training.ranks import dealt
+from python_backend.training.sharding import sync_gradients
+from python_backend.training.step import take_step
 
 
 class PolicyUpdate:
@@ -44,7 +46,7 @@ class PolicyUpdate:
             is_one_update: each rollout is one minibatch, used once by the policy that sampled it.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         """
-        self._policy = policy
+        self._policy, self._ranks = policy, policy.ranks
         self._method = method
         self._settings = settings
         self._optimizer = optimizer
@@ -52,8 +54,8 @@ class PolicyUpdate:
         self._dropouts = adapter_dropouts(policy.model)
 
     @classmethod
-    def of(cls, actor: ActorSection, policy: Policy, method: Method, **others: Any) -> PolicyUpdate:
-        """Create the policy update that the configuration describes; `others` are further arguments of the class."""
+    def of(cls, actor: ActorSection, policy: Policy, method: Method) -> PolicyUpdate:
+        """Create the policy update that the configuration describes."""
         return cls(
             policy,
             method,
@@ -61,18 +63,20 @@ class PolicyUpdate:
             actor.optimizer,
             is_one_update=actor.is_one_update,
             total_steps=actor.optimizer_steps,
-            **others,
         )
 
-    def run(self, batch: PPOBatch, *, seed: int, kl_coef: float) -> dict[str, float]:
+    def run(self, batch: PPOBatch | None, *, seed: int, kl_coef: float) -> dict[str, float]:
         """Train on the batch for `epochs` passes; return `train_optim/…` metrics, mostly weighted means over tokens.
 
         If `actor.update.max_kl` is set, the update ends before the first minibatch whose KL from the sampling policy
-        exceeds it; `train_optim/minibatches` counts the optimizer steps taken.
+        exceeds it; `train_optim/minibatches` counts the optimizer steps taken. Collective: other ranks than 0 pass no
+        batch.
 
         Raises:
             NotFinite: the gradient of a minibatch is not finite; this minibatch did not change the weights.
         """
+        self._ranks.announce("update", seed=seed, kl_coef=kl_coef)
+        batch = self._ranks.broadcast(batch, PPOBatch)
         s = self._settings
         generator = torch.Generator().manual_seed(seed)
         totals: dict[str, float] = {}
@@ -129,20 +133,28 @@ class PolicyUpdate:
         self._policy.optimizer.zero_grad(set_to_none=True)  # of an attempt that ran out of memory
         if self._dropouts:
             # Dropout draws from torch's own generator; the rows of each rank need draws of their own.
-            torch.manual_seed(seed + self._policy.rank)
+            torch.manual_seed(seed + self._ranks.rank)
         parts: list[dict[str, Tensor]] = []
-        for chunk in self._policy.share(batch.lengths[rows]):
+        chunks = self._micro_batches(batch.lengths[rows])
+        for number, chunk in enumerate(chunks, 1):
             part = batch if chunk else _unweighted(batch)
             with recomputing(self._policy.model), in_training(self._dropouts):
                 loss, stats = self._loss(part, rows[chunk or [0]], total, kl_coef)
-                self._policy.backward(loss)
+                sync_gradients(self._policy.causal(self._policy.model), is_last=number == len(chunks))
+                self._ranks.backward(loss)
             parts.append({**stats, "loss": loss.detach()})
         # One copy from the device for the whole minibatch: each would wait until the device is idle.
         # Added one by one: from Python 3.12 on, `sum` rounds differently.
         values = torch.stack([torch.stack([*part.values()]) for part in parts]).tolist()
-        return self._policy.summed(
-            {name: functools.reduce(operator.add, column) for name, *column in zip(parts[0], *values, strict=True)}
-        )
+        sums = [functools.reduce(operator.add, column) for column in zip(*values, strict=True)]
+        return dict(zip(parts[0], self._ranks.totals(sums), strict=True))
+
+    def _micro_batches(self, lengths: Tensor) -> list[list[int]]:
+        """Return this rank's micro-batches, as many as every other rank has; an empty one stands for no row."""
+        size, plan = self._ranks.size, self._policy.plan
+        plans = [[rows[chunk].tolist() for chunk in plan(lengths[rows])] for rows in dealt(lengths, size)]
+        mine = plans[self._ranks.rank]
+        return mine + [[]] * (max(map(len, plans)) - len(mine))
 
     def _loss(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the share of a micro-batch in the minibatch loss, and the statistics of the micro-batch."""
@@ -191,21 +203,14 @@ class PolicyUpdate:
         return loss, stats
 
     def _step(self) -> float:
-        policy = self._policy
-        parameters = [parameter for parameter in policy.model.parameters() if parameter.grad is not None]
-        total = whole(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
-        torch.nn.utils.clip_grads_with_norm_(parameters, self._optimizer.grad_clip, total)
-        norm = float(total)
-        if not math.isfinite(norm):
-            policy.optimizer.zero_grad(set_to_none=True)
+        policy, grad_clip = self._policy, self._optimizer.grad_clip
+        lr = self._learning_rate(policy.optimizer_step)
+        norm = take_step(policy.optimizer, policy.model.parameters(), lr=lr, grad_clip=grad_clip)
+        if norm is None:
             raise NotFinite(
                 f"the policy's gradient is not finite at optimizer step {policy.optimizer_step}; lower "
                 f"actor.optimizer.lr ({self._optimizer.lr:g}) or check the rewards of this step in metrics.jsonl"
             )
-        for group in policy.optimizer.param_groups:
-            group["lr"] = self._learning_rate(policy.optimizer_step)
-        policy.optimizer.step()
-        policy.optimizer.zero_grad(set_to_none=True)
         policy.optimizer_step += 1
         return norm
 

@@ -11,8 +11,8 @@ import numpy as np
 from actor.data.compute import cancelled
 from actor.run.metrics import Timers
 from actor.run.recorder import Recorder
-from actor.scoring.client import TritonClient
-from actor.scoring.retry import ServerFailed
+from python_backend.client.client import TritonClient
+from python_backend.client.errors import ServerFailed
 
 logger = logging.getLogger(__name__)
 

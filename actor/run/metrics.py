@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from actor.run.trackers import Trackers
-from actor.scoring.retry import RequestCounters
+from python_backend.client.retry import RequestCounters
 from python_backend.config import RunConfig
 from python_backend.monitoring.exporter import Exporter, Values
 from python_backend.monitoring.metrics import ACTOR

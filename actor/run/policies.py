@@ -11,29 +11,25 @@ import torch
 
 from actor.algorithms.method import Method
 from actor.policy.policy import Policy
-from actor.policy.ranked_update import RankedUpdate
-from actor.policy.sharded import ShardedPolicy
 from actor.policy.update import PolicyUpdate
 from python_backend.config import RunConfig
 from python_backend.errors import RlhfError
 from python_backend.models.card.streams import use_card
-from python_backend.training.ranks import RankLost, Ranks
+from python_backend.training.ranks import ALONE, AnyRanks, RankLost, Ranks
 
 logger = logging.getLogger(__name__)
 
 
-def make_policy(config: RunConfig, method: Method, ranks: Ranks | None) -> tuple[Policy, PolicyUpdate]:
-    """Load the policy of a run, and create its update; `ranks` is None if this is the only process."""
+def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> tuple[Policy, PolicyUpdate]:
+    """Load the policy of a run, and create its update."""
     actor = config.actor
     torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, and alike on all ranks
-    kind, kind_of_update = (Policy, PolicyUpdate) if ranks is None else (ShardedPolicy, RankedUpdate)
-    others = {} if ranks is None else {"ranks": ranks}
-    policy = kind.of(actor, **others)
+    policy = Policy.of(actor, ranks)
     if actor.generation.engine == "vllm":
         from actor.vllm.generation import VllmGeneration  # deferred: HTTP
 
         policy.generation = VllmGeneration(config, policy)
-    return policy, kind_of_update.of(actor, policy, method, **others)
+    return policy, PolicyUpdate.of(actor, policy, method)
 
 
 def follow(config: RunConfig, ranks: Ranks) -> None:
@@ -48,13 +44,11 @@ def follow(config: RunConfig, ranks: Ranks) -> None:
         logger.warning("the policy cannot be loaded: %s", error)
         ranks.operations.follow({})
         return
-    assert isinstance(policy, ShardedPolicy)
-    assert isinstance(update, RankedUpdate)
     threading.Thread(target=_sample, args=(policy, config.actor.threads), daemon=True).start()
     ranks.operations.follow({**policy.operations, "update": functools.partial(update.run, None)})
 
 
-def _sample(policy: ShardedPolicy, threads: int) -> None:
+def _sample(policy: Policy, threads: int) -> None:
     torch.set_num_threads(threads)  # a setting of each thread
     use_card(policy.sampler.device)
     try:
@@ -62,6 +56,6 @@ def _sample(policy: ShardedPolicy, threads: int) -> None:
     except RankLost:  # the main thread ends this process
         return
     except BaseException:  # thread edge: without this thread, rank 0 would wait for rows forever
-        logger.exception("rank %d cannot go on", policy.rank)
+        logger.exception("rank %d cannot go on", policy.ranks.rank)
         logging.shutdown()
         os._exit(1)

@@ -27,9 +27,10 @@ from actor.run.metrics import ActorMetrics, Metric, MetricsLog, finite
 from actor.run.staleness import VersionSteps, staleness_metrics
 from actor.run.trackers import Trackers
 from actor.run.validation import Validation, explained, read_texts, samples
-from actor.scoring.client import RequestFailed, TritonClient
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.client.client import TritonClient
+from python_backend.client.errors import RequestFailed
 from python_backend.config import RunConfig
 from python_backend.models.card.memory import card_bytes
 from python_backend.monitoring.log_lines import set_log_position
@@ -140,7 +141,7 @@ class Recorder:
                     ) from error
                 passed[step] = str(error)
             except RequestFailed as error:
-                if STEP_AHEAD not in str(error) or step == steps[0]:
+                if error.code != STEP_AHEAD or step == steps[0]:
                     raise
                 passed[step] = f"the checkpoint of step {step} is ahead of the critic: {error}"
             else:

@@ -69,7 +69,7 @@ class Rollouts:
         settings, timers = self._settings, Timers(step)
         needed = needed_update(step, max_staleness=settings.max_staleness, every=self._publish_every)
         prompts = await self._in_thread(self.inputs.prompts_of, step)
-        self._scorer.mixture.check_prompts(prompts)
+        self._scorer.check_prompts(prompts)
         ready = asyncio.create_task(self._critic.served(needed))
         try:
             with timers.phase("rollout_time"):

@@ -14,11 +14,12 @@ from actor.algorithms.advantages import response_mask
 from actor.data.compute import InThread
 from actor.data.rollout import ReferenceLogprobs, Rollout, Scores, joined
 from actor.policy.policy import Policy
-from actor.scoring.client import RequestFailed, TritonClient
 from actor.scoring.scorer import ModelMismatch
 from actor.scoring.stream import RowStream
 from python_backend.checkpoints.inspection import fingerprint_weights
 from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.client.client import TritonClient
+from python_backend.client.errors import UNKNOWN_MODEL, RequestFailed
 from python_backend.config import RunConfig
 from python_backend.wire.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, REFERENCE, TEMPERATURE
 
@@ -76,18 +77,19 @@ class ServedReference:
             RequestFailed: the server cannot be reached.
         """
         try:
-            served = await self._client.model_parameters(REFERENCE)
+            declared = await self._client.describe(REFERENCE)
         except RequestFailed as error:
-            if "unknown model" not in str(error):
+            if error.code != UNKNOWN_MODEL:
                 raise
             raise ModelMismatch(
                 f"the server has no model {REFERENCE} ({error}); start it with this configuration, or set "
                 "actor.kl.reference to actor"
             ) from error
+        served = declared.parameters
         policy, precision = self._policy, self._policy.settings.precision
-        if served.get("tokenizer_fingerprint") != fingerprint(policy.tokenizer):
+        if declared.tokenizer != fingerprint(policy.tokenizer):
             raise ModelMismatch(
-                f"the reference's tokenizer differs from the policy's ({served.get('checkpoint')} and "
+                f"the reference's tokenizer differs from the policy's ({declared.checkpoint} and "
                 f"{policy.tokenizer.name_or_path}): log-probs belong to the policy's tokens, so the reference must be "
                 "a checkpoint with the same vocabulary"
             )
@@ -106,7 +108,7 @@ class ServedReference:
                 )
         if self._checkpoint.is_dir() and served.get(CHECKPOINT_FINGERPRINT) != fingerprint_weights(self._checkpoint):
             raise ModelMismatch(
-                f"the server's {REFERENCE} is {served.get('checkpoint')}, whose weights are not those of "
+                f"the server's {REFERENCE} is {declared.checkpoint}, whose weights are not those of "
                 f"reference.checkpoint ({self._checkpoint}); start the server with the actor's configuration"
             )
 

@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from actor.data.compute import each
-from actor.data.rollout import Rollout, Scores, joined
+from actor.data.rollout import Prompt, Rollout, Scores, joined
 from actor.scoring import process
-from actor.scoring.client import RequestFailed, TritonClient
-from actor.scoring.mixture import RewardMixture
-from actor.scoring.retry import RequestRefused
+from actor.scoring.metadata import check_prompts, row_metadata
 from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.client.batching import halved
+from python_backend.client.client import TritonClient
+from python_backend.client.errors import UNKNOWN_MODEL, RequestFailed
+from python_backend.client.served import ServedModel
+from python_backend.config.reward_terms import MODEL_TERM
 from python_backend.errors import RlhfError
 from python_backend.rewards.function import MESSAGES_KEY
 from python_backend.wire.contract import (
     CRITIC,
     REWARD_COMPONENTS,
+    REWARD_ERRORS,
     REWARD_MODEL,
     REWARD_VERSION,
     REWARDS,
-    STORE,
+    STEP_ENDS,
+    STEP_REWARDS,
     VALUES,
     WEIGHTS_VERSION,
+    sentence_texts,
 )
 
 Answer = dict[str, np.ndarray] | str  # outputs, or the error message
+Part = tuple[Sequence[int], Answer]  # of consecutive rows
 
 
 class ModelMismatch(RlhfError):
@@ -48,9 +57,9 @@ class Scorer:
         self.has_critic = with_critic
         self._tokenizer = tokenizer
         self.rows_per_request = rows_per_request
-        self.sends_sentences = self.sends_pairs = False
-        self.mixture = RewardMixture()
-        self._is_live = False  # whether the server names the version of its reward model
+        self.sends_sentences = False
+        self.reward = ServedModel()
+        """What the server declares of its reward, often a sum of several."""
 
     async def compare_tokenizers(self) -> None:
         """Read which rewards are served, and compare the tokenizers of reward model and critic with the policy's.
@@ -65,42 +74,41 @@ class Scorer:
             RequestFailed: the server cannot be reached.
         """
         ours = fingerprint(self._tokenizer)
-        theirs, folders = {}, {}
-        for model in (REWARD_MODEL, CRITIC) if self.has_critic else (REWARD_MODEL,):
-            parameters = await self._parameters_of(model)
-            theirs[model], folders[model] = parameters.get("tokenizer_fingerprint"), parameters.get("checkpoint")
-            if int(parameters.get("num_rewards") or 1) > 1:
+        served = {model: await self._describe(model) for model in (REWARD_MODEL, CRITIC)[: 1 + self.has_critic]}
+        self.reward = served[REWARD_MODEL]
+        for model, declared in served.items():
+            if declared.num_rewards > 1:
                 raise ModelMismatch(
-                    f"{model} returns {parameters['num_rewards']} rewards per row, but the actor needs one; set "
+                    f"{model} returns {declared.num_rewards} rewards per row, but the actor needs one; set "
                     "reward.merge_attributes to true, and reward.attribute_weights to one weight per reward"
                 )
-            if model == REWARD_MODEL:
-                self.mixture = RewardMixture.of(parameters)
-                self._is_live = bool(parameters.get(STORE))
-                self.sends_pairs = parameters.get("text") == "pair"
-            if not theirs[model]:
+            if not declared.tokenizer:
                 raise ModelMismatch(
                     f"{model} was rendered without its checkpoint's tokenizer, so it cannot be checked against "
                     "the policy's; put the tokenizer into the checkpoint folder and render the configs again"
                 )
-        if theirs.get(CRITIC, ours) != ours:
+        if self.has_critic and served[CRITIC].tokenizer != ours:
             raise ModelMismatch(
-                f"the critic's tokenizer differs from the policy's ({folders[CRITIC]} and "
+                f"the critic's tokenizer differs from the policy's ({served[CRITIC].checkpoint} and "
                 f"{self._tokenizer.name_or_path}): values belong to the policy's tokens, so the critic must start "
                 "from a checkpoint with the same vocabulary"
             )
-        self.sends_sentences = self.sends_pairs or theirs[REWARD_MODEL] != ours or self.mixture.texts_only
-        if self.sends_sentences and self.mixture.granularity == "token":
+        self.sends_sentences = self.reward.takes_pairs or self.reward.texts_only or self.reward.tokenizer != ours
+        if self.sends_sentences and self.reward.granularity == "token":
             raise ModelMismatch(
-                f"reward.process.granularity is token, but the tokens of {folders[REWARD_MODEL]} are not the policy's "
+                f"reward.process.granularity is token, but the tokens of {self.reward.checkpoint} are not the policy's "
                 f"({self._tokenizer.name_or_path}); use a reward model with the policy's tokenizer, or set it to step"
             )
 
-    async def _parameters_of(self, model: str) -> dict[str, str]:
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raise PromptError if a prompt column has a name that the actor uses for rewards."""
+        check_prompts(self.reward, prompts)
+
+    async def _describe(self, model: str) -> ServedModel:
         try:
-            return await self._client.model_parameters(model)
+            return await self._client.describe(model)
         except RequestFailed as error:
-            if model != CRITIC or "unknown model" not in str(error):
+            if model != CRITIC or error.code != UNKNOWN_MODEL:
                 raise
             raise ModelMismatch(
                 f"the server has no {CRITIC}, which actor.algorithm.name: ppo needs ({error}); start it with this "
@@ -112,48 +120,31 @@ class Scorer:
 
         `group_size`: number of consecutive rows that a groupwise reward function receives together.
         """
-        count, unit = len(rollout.prompts), group_size if self.mixture.groupwise else 1
+        count, unit = len(rollout.prompts), group_size if self.reward.groupwise else 1
         step = max(1, self.rows_per_request // unit) * unit
-        chunks = [slice(i, min(i + step, count)) for i in range(0, count, step)]
-        parts = await each(lambda chunk: self._score_part(rollout, chunk, group_size, unit), chunks)
+        chunks = [range(i, min(i + step, count)) for i in range(0, count, step)]
+        ask = functools.partial(self._ask, rollout, group_size)
+        parts = await each(lambda chunk: halved(chunk, ask, str, unit=unit), chunks)
         return await asyncio.to_thread(self._assembled, rollout, [*itertools.chain(*parts)])
 
     async def values(self, rollout: Rollout) -> Scores:
         """Return values without running the reward model; all rewards are 0."""
-        parts = await each(lambda i: self._values_of(rollout, slice(i, i + 1)), range(len(rollout.prompts)))
-        return await asyncio.to_thread(_assemble, rollout, parts, RewardMixture())
+        ask = functools.partial(self._values, rollout)
+        parts = await each(lambda row: halved([row], ask, str), range(len(rollout.prompts)))
+        return await asyncio.to_thread(_assemble, rollout, [*itertools.chain(*parts)], ServedModel())
 
-    async def _values_of(self, rollout: Rollout, chunk: slice) -> tuple[slice, Answer]:
-        try:
-            return chunk, await self._client.score(rollout.rows(chunk), (VALUES, WEIGHTS_VERSION))
-        except RequestFailed as error:
-            return chunk, str(error)
+    async def _values(self, rollout: Rollout, chunk: Sequence[int]) -> dict[str, np.ndarray]:
+        return await self._client.score(rollout.rows(_slice(chunk)), (VALUES, WEIGHTS_VERSION))
 
-    async def _score_part(
-        self, rollout: Rollout, chunk: slice, group_size: int, unit: int
-    ) -> list[tuple[slice, Answer]]:
-        """Score rows; if the server refuses a request of several `unit` rows, its halves are sent.
-
-        So one row that it refuses, such as a text that is too long for its template, does not cost the others.
-        """
-        try:
-            return [(chunk, await self._score_chunk(rollout, chunk, group_size))]
-        except RequestFailed as error:  # counted and masked by the caller
-            num_units = (chunk.stop - chunk.start) // unit
-            if num_units < 2 or not isinstance(error, RequestRefused):
-                return [(chunk, str(error))]
-        middle = chunk.start + num_units // 2 * unit
-        halves = (slice(chunk.start, middle), slice(middle, chunk.stop))
-        parts = await asyncio.gather(*(self._score_part(rollout, half, group_size, unit) for half in halves))
-        return [*parts[0], *parts[1]]
-
-    async def _score_chunk(self, rollout: Rollout, chunk: slice, group_size: int) -> dict[str, np.ndarray]:
-        rows, wanted = rollout.rows(chunk), self.mixture.outputs + (REWARD_VERSION,) * self._is_live
+    async def _ask(self, rollout: Rollout, group_size: int, chunk: Sequence[int]) -> dict[str, np.ndarray]:
+        rows, wanted = rollout.rows(_slice(chunk)), self.reward.reward_outputs
         metadata = texts = pairs = None
-        if self.mixture.names or self.sends_sentences:
+        if self.reward.components or self.sends_sentences:
             metadata, texts, pairs = await asyncio.to_thread(self._texts, rollout, chunk, group_size)
-        is_process = self.mixture.granularity is not None
-        more: dict[str, Any] = {"prompt_lengths": rollout.prompt_lengths[chunk].tolist()} if is_process else {}
+        more: dict[str, Any] = {}
+        if self.reward.granularity is not None:
+            wanted = (*wanted, STEP_REWARDS, STEP_ENDS)
+            more = {"prompt_lengths": rollout.prompt_lengths[_slice(chunk)].tolist()}
         if texts is None and self.has_critic:
             return await self._client.score(rows, (*wanted, VALUES, WEIGHTS_VERSION), metadata, **more)
         if texts is None:
@@ -161,28 +152,32 @@ class Scorer:
         rewards = self._client.score_sentences(texts, wanted, metadata, pairs=pairs)
         if not self.has_critic:
             return await rewards
-        values, answer = await asyncio.gather(self._client.score(rows, (VALUES, WEIGHTS_VERSION)), rewards)
+        values, answer = await asyncio.gather(self._values(rollout, chunk), rewards)
         return {**values, **answer}
 
     def _texts(
-        self, rollout: Rollout, chunk: slice, group_size: int
+        self, rollout: Rollout, chunk: Sequence[int], group_size: int
     ) -> tuple[list[dict[str, Any]], list[str] | None, list[str] | None]:
         """Return the metadata of rows and, if they are sent as texts, their sentences, or both texts of each pair."""
-        indices, metadata = range(len(rollout.prompts))[chunk], self._metadata(rollout, chunk, group_size)
-        if self.sends_pairs:
-            return metadata, [self._prompt(rollout, i) for i in indices], [self._response(rollout, i) for i in indices]
-        return metadata, [self.render(rollout, i) for i in indices] if self.sends_sentences else None, None
+        responses = [self._response(rollout, i) for i in chunk]
+        metadata = [
+            row_metadata(self.reward, rollout.prompts[i], response, i // group_size)
+            for i, response in zip(chunk, responses, strict=True)
+        ]
+        if self.reward.takes_pairs:
+            return metadata, [self._prompt(rollout, i) for i in chunk], responses
+        return metadata, [self.render(rollout, i) for i in chunk] if self.sends_sentences else None, None
 
-    def _assembled(self, rollout: Rollout, parts: list[tuple[slice, Answer]]) -> Scores:
-        if self.sends_sentences and self.mixture.granularity is not None:
+    def _assembled(self, rollout: Rollout, parts: list[Part]) -> Scores:
+        if self.sends_sentences and self.reward.granularity is not None:
             parts = [(chunk, self._on_tokens(rollout, chunk, answer)) for chunk, answer in parts]
-        return _assemble(rollout, parts, self.mixture, is_live=self._is_live)
+        return _assemble(rollout, parts, self.reward)
 
-    def _on_tokens(self, rollout: Rollout, chunk: slice, answer: Answer) -> Answer:
+    def _on_tokens(self, rollout: Rollout, chunk: Sequence[int], answer: Answer) -> Answer:
         if isinstance(answer, str):
             return answer
-        rows, firsts = rollout.rows(chunk), rollout.prompt_lengths[chunk].tolist()
-        starts = [first if self._is_chat(rollout, i) else 0 for i, first in enumerate(firsts, start=chunk.start)]
+        rows, firsts = rollout.rows(_slice(chunk)), rollout.prompt_lengths[_slice(chunk)].tolist()
+        starts = [first if self._is_chat(rollout, i) else 0 for i, first in zip(chunk, firsts, strict=True)]
         return process.ends_on_tokens(answer, self._tokenizer, rows, starts, firsts)
 
     @staticmethod
@@ -211,51 +206,50 @@ class Scorer:
         row = rollout.tokens[index, start : int(rollout.lengths[index]) if end is None else end]
         return self._tokenizer.decode(row.tolist(), skip_special_tokens=True)
 
-    def _metadata(self, rollout: Rollout, chunk: slice, group_size: int) -> list[dict[str, Any]]:
-        return [
-            self.mixture.metadata(rollout.prompts[i], self._response(rollout, i), i // group_size)
-            for i in range(len(rollout.prompts))[chunk]
-        ]
+
+def _slice(chunk: Sequence[int]) -> slice:
+    return slice(chunk[0], chunk[-1] + 1)
 
 
-def _assemble(
-    rollout: Rollout, parts: list[tuple[slice, Answer]], mixture: RewardMixture, *, is_live: bool = False
-) -> Scores:
+def _assemble(rollout: Rollout, parts: list[Part], reward: ServedModel) -> Scores:
     count, width = rollout.tokens.shape
     rewards, values = torch.zeros(count), torch.zeros(count, width)
     versions, scored = torch.full((count,), -1, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
-    components = torch.full((count, len(mixture.names)), torch.nan)
-    reward_versions = torch.full((count,), -1, dtype=torch.int64) if is_live else None
-    steps = None if mixture.granularity is None else process.empty(count, width)
+    components = torch.full((count, len(reward.components)), torch.nan)
+    reward_versions = torch.full((count,), -1, dtype=torch.int64) if reward.is_live else None
+    steps = None if reward.granularity is None else process.empty(count, width)
     failures, num_explained = [], 0
-    for chunk, answer in parts:
+    for indices, answer in parts:
         if isinstance(answer, str):
             failures.append(answer)
             continue
+        chunk = _slice(indices)
         if REWARDS in answer:
             rewards[chunk] = torch.tensor(answer[REWARDS][:, 0])
         if steps is not None and REWARDS in answer:
-            process.place(steps, chunk, answer, mixture.model_weight)
-        if mixture.names:
+            process.place(steps, chunk, answer, reward.model_weight)
+        if reward.components:
             components[chunk] = torch.tensor(answer[REWARD_COMPONENTS])
-            failures += mixture.causes(answer)
-            num_explained += len(mixture.causes(answer))
+            causes = [cause for cause in sentence_texts(answer[REWARD_ERRORS]) if cause]
+            failures += causes
+            num_explained += len(causes)
         if VALUES in answer:
             values[chunk, : answer[VALUES].shape[1]] = torch.tensor(answer[VALUES])
-            versions[chunk] = _one_version(answer[WEIGHTS_VERSION], chunk.stop - chunk.start)
+            versions[chunk] = _one_version(answer[WEIGHTS_VERSION], len(indices))
         if reward_versions is not None:
-            reward_versions[chunk] = _one_version(answer[REWARD_VERSION], chunk.stop - chunk.start)
+            reward_versions[chunk] = _one_version(answer[REWARD_VERSION], len(indices))
         scored[chunk] = True
     # Rows whose reward failed are not finite either, but `reward_errors` has explained them already.
     finite = torch.isfinite(rewards) & torch.isfinite(values).all(-1)
     if steps is not None:
-        steps = dataclasses.replace(steps, outcome=mixture.beyond_the_model(components))
+        others = [0.0 if name == MODEL_TERM else w for name, w in zip(reward.components, reward.weights, strict=True)]
+        steps = dataclasses.replace(steps, outcome=components.nan_to_num() @ torch.tensor(others))
         finite &= torch.isfinite(steps.rewards).all(-1)
     if int((~finite).sum()) > num_explained:
         what = "rewards or values that are not finite" + (", or no steps" if steps is not None else "")
         failures.append(f"{int((~finite).sum()) - num_explained} rows have {what}")
     rewards, values = torch.where(finite, rewards, 0.0), torch.where(finite[:, None], values, 0.0)
-    by_name = dict(zip(mixture.names, components.unbind(-1), strict=True))
+    by_name = dict(zip(reward.components, components.unbind(-1), strict=True))
     return Scores(rewards, values, versions, scored & finite, sorted(set(failures)), by_name, reward_versions, steps)
 
 

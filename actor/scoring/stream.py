@@ -15,9 +15,10 @@ from typing import Generic, TypeVar
 
 import torch
 
-from actor.data.compute import AT_ONCE
+from actor.data.compute import AT_ONCE, cancelled
 from actor.data.rollout import Rollout, Scores, join_rollouts
 from actor.scoring.scorer import Scorer, join_scores
+from python_backend.client.batching import Gathering
 
 T = TypeVar("T")
 # Rows that end in the same decoding step reach the event loop within a few milliseconds. Batching them pays: a request
@@ -43,12 +44,12 @@ class RowStream(Generic[T]):
             ready: requests are not sent before it completes, and fail with its error; None: send at once.
             group_size: number of consecutive prompts whose rows share a request, next to each other and in order.
         """
-        self._ask, self._ready, self._rows_per_request = ask, ready, rows_per_request
+        self._ask, self._ready = ask, ready
         self._loop, self._starting = asyncio.get_running_loop(), asyncio.Semaphore(AT_ONCE)
         self._context = contextvars.copy_context()
         self._group_size = group_size
         self._unfinished: dict[int, dict[int, Rollout]] = {}  # groups that miss a row
-        self._waiting: list[tuple[int, Rollout]] = []
+        self._gathering = Gathering(self._request, gather_s=GATHER_S, max_rows=rows_per_request)
         self._order: list[int] = []
         self._requests: list[asyncio.Task[T]] = []
         self._is_closed = False
@@ -67,37 +68,25 @@ class RowStream(Generic[T]):
 
     async def answers(self) -> tuple[list[T], torch.Tensor]:
         """Return the results in sending order, and int64 `[B]`: the row of each prompt in the joined results."""
-        self._send()
+        self._gathering.flush()
         return await asyncio.gather(*self._requests), torch.tensor(self._order).argsort()
 
     async def close(self) -> None:
         """Cancel requests in flight; there are none once `answers` has returned."""
         self._is_closed = True
-        for request in self._requests:
-            request.cancel()
-        await asyncio.gather(*self._requests, return_exceptions=True)
+        await cancelled(self._requests)
 
     def _add(self, index: int, row: Rollout) -> None:
         number = index // self._group_size
         group = self._unfinished.setdefault(number, {})
         group[index] = row
-        if len(group) < self._group_size:
+        if len(group) < self._group_size or self._is_closed:
             return
         del self._unfinished[number]
-        if len(self._waiting) + len(group) > self._rows_per_request:
-            self._send()
-        is_first = not self._waiting
-        self._waiting += sorted(group.items())
-        if len(self._waiting) >= self._rows_per_request:
-            self._send()
-        elif is_first:
-            self._loop.call_later(GATHER_S, self._send)
-
-    def _send(self) -> None:
-        if self._waiting and not self._is_closed:
-            rows, self._waiting = self._waiting, []
-            self._order += [index for index, _ in rows]
-            self._requests.append(asyncio.create_task(self._request([row for _, row in rows])))
+        self._order += sorted(group)
+        request, first = self._gathering.add([group[i] for i in sorted(group)])
+        if first == 0:
+            self._requests.append(request)
 
     async def _request(self, rows: list[Rollout]) -> T:
         async with self._starting:  # thousands of rows may end together, or wait for `ready`
@@ -114,7 +103,7 @@ class ScoringStream(RowStream[Scores]):
     """Scores the rows of one rollout; `group_size` is its number of responses per prompt."""
 
     def __init__(self, scorer: Scorer, *, ready: Awaitable[object], rows_per_request: int, group_size: int = 1) -> None:
-        size = group_size if scorer.mixture.groupwise else 1
+        size = group_size if scorer.reward.groupwise else 1
         ask = functools.partial(scorer.score, group_size=size)
         super().__init__(ask, ready=ready, rows_per_request=rows_per_request, group_size=size)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import aiohttp
 
-from actor.scoring.connection import timeout, trouble_of
-from actor.scoring.retry import Kind, Trouble
 from actor.vllm.versions import FULL, PolicyVersion
+from python_backend.client.connection import timeout, trouble_of
+from python_backend.client.errors import Kind, Trouble
 from python_backend.errors import RlhfError
 from python_backend.store.durable import exclusive_lock
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from actor.data.compute import cancelled
 from actor.generation.engine import Generation
 from actor.generation.slots import Finished, Response
 from actor.policy.policy import Policy
-from actor.scoring.pool import ServerPool
-from actor.scoring.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget, Trouble
 from actor.vllm.connection import HINT, VllmConnection, VllmUnusable
 from actor.vllm.versions import PolicyVersions
+from python_backend.client.pool import ServerPool
+from python_backend.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
 from python_backend.config import ConfigError, RunConfig
 
 MODEL = "vLLM"  # in error messages
@@ -57,7 +58,7 @@ class VllmGeneration(Generation):
 
     def renew(self) -> None:
         """Publish the sampler's weights, if they are new, as a version that servers load before their next response."""
-        if self._policy.rank == 0 and self._published != self._policy.optimizer_step:
+        if self._policy.ranks.rank == 0 and self._published != self._policy.optimizer_step:
             self._versions.publish(self._write)
             self._published = self._policy.optimizer_step
 
@@ -111,9 +112,7 @@ class VllmGeneration(Generation):
             await asyncio.gather(*responses)
         finally:
             self._running = None
-            for response in responses:
-                response.cancel()
-            await asyncio.gather(*responses, return_exceptions=True)
+            await cancelled(responses)
             await pool.close()
 
     def _sampling(self, seed: int, row: int, *, greedy: bool) -> dict[str, Any]:
@@ -144,17 +143,9 @@ class VllmGeneration(Generation):
     ) -> Response:
         """Return the response to one prompt from any server, with retries and failover."""
         attempts = Attempts(MODEL, self._client, self._budget, retries=self._client.retries)
-        self._budget.earn()
-        while True:
-            async with pool.one(MODEL, writes=False, patient=True) as server:
-                try:
-                    choice = await server.connection.generate(prompt.tolist(), sampling)
-                except Trouble as trouble:
-                    pause_s = await pool.pause_after(server, attempts, trouble, patient=True)
-                else:
-                    pool.answered(server, MODEL)
-                    return self._response(choice)
-            await asyncio.sleep(pause_s)
+        return self._response(
+            await pool.answer(attempts, lambda connection: connection.generate(prompt.tolist(), sampling))
+        )
 
     def _response(self, choice: Mapping[str, Any]) -> Response:
         """Return vLLM's response. Raises VllmUnusable if it contains a banned token."""

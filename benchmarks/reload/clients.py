@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from actor.scoring.client import RequestFailed, TritonClient
 from benchmarks.support.children import serve_json
 from benchmarks.support.workload import make_trace
+from python_backend.client.client import TritonClient
+from python_backend.client.errors import RequestFailed
 from python_backend.config import ClientSection
 from python_backend.wire.contract import REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION
 

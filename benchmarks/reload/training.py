@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import psutil
 
-from actor.scoring.client import TritonClient
 from benchmarks.reload.critic_service import LOWEST_PRIORITY, RUN_ID, CriticService
 from benchmarks.reload.setup import ReloadSetup, on_core, under_load
 from benchmarks.reload.windows import Samples, Window, p99, ratio
@@ -18,6 +17,7 @@ from benchmarks.support.benchmark import Target
 from benchmarks.support.children import running_child
 from benchmarks.support.servers import running_sidecar
 from benchmarks.support.workload import make_trace, noise_payload
+from python_backend.client.client import TritonClient
 from python_backend.config import ClientSection, CriticOptimizerSection, TrainerSection
 from python_backend.wire.contract import CRITIC_TRAIN, SEQUENCE_LENGTHS, TOKENS
 

@@ -18,11 +18,11 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
-from actor.scoring.client import TritonClient
 from benchmarks.support.children import serve_http, serve_json
 from benchmarks.support.forward import CountedReward
 from benchmarks.support.usage import difference, snapshot
 from benchmarks.support.workload import as_requests, closed_loop, make_trace
+from python_backend.client.client import TritonClient
 from python_backend.config import ClientSection
 from python_backend.serving.scheduling import RowPool
 from python_backend.wire.contract import REWARDS

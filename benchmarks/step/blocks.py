@@ -15,10 +15,10 @@ from actor.data.step_inputs import StepInputs
 from actor.generation.engine import Generation, uniform_draws
 from actor.loop import PPORun
 from actor.run.metrics import Timers
-from actor.scoring.client import TrainAnswer, TritonClient
 from benchmarks.generation import decoder_of, response_lengths
 from benchmarks.support.samples import in_turn
 from benchmarks.support.usage import cpu_seconds
+from python_backend.client.client import TrainAnswer, TritonClient
 from python_backend.config import RunConfig
 from python_backend.wire.contract import VALUES, WEIGHTS_VERSION
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from actor.scoring.client import TritonClient
 from benchmarks.generation import LONGEST_PROMPT, make_prompts
 from benchmarks.step.blocks import OVERLAPPED, PADDED, SERIAL, MeasuredRun, PaddedServices
 from benchmarks.support.benchmark import Record
 from benchmarks.support.children import child_command, free_ports, running_child
 from benchmarks.support.servers import SERVED, replace_model, running_sidecar, start_triton
 from benchmarks.support.workload import SIZES, VOCAB_SIZE, make_checkpoint, make_policy, noise_payload, trace_tokenizer
+from python_backend.client.client import TritonClient
 from python_backend.config import ClientSection, RunConfig, TrainerSection, load_config
 from python_backend.models.batching import plan_micro_batches
 from python_backend.store.jsonl import write_jsonl

@@ -3,49 +3,57 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from benchmarks.support.forward import ForwardCounters
 from python_backend.serving import critic, reward
-from python_backend.serving.triton import Parameters
+from python_backend.serving.scoring import Engine, Wait
+from python_backend.serving.triton import triton_model
+from python_backend.wire.contract import TokenRow
+
+Serve = Callable[[Mapping[str, str]], Engine]
 
 
-class CountedModel(reward.TritonPythonModel):
-    """The reward model; counts its forward passes in the folder that the parameter `bench_counters` names."""
+def counted(serve: Serve) -> Serve:
+    """Return `serve` with a forward pass that is counted in the folder that the parameter `bench_counters` names."""
 
-    def initialize(self, args: Mapping[str, str]) -> None:
-        """Triton's entry point at load."""
-        self._computed = ForwardCounters(Parameters(args).path("bench_counters"))
-        super().initialize(args)
+    def serve_counted(args: Mapping[str, str]) -> Engine:
+        engine = serve(args)
+        forward, counters = engine.forward, ForwardCounters(engine.compute.parameters.path("bench_counters"))
 
-    def launch(self, model: Any, rows: list[np.ndarray], width: int) -> Callable[[], list[np.ndarray]]:
-        self._computed.add([row.size for row in rows], width)
-        return super().launch(model, rows, width)
+        def count(model: Any, rows: Sequence[TokenRow], width: int) -> Wait:
+            counters.add([row.tokens.size for row in rows], width)
+            return forward(model, rows, width)
 
+        engine.forward = count
+        return engine
 
-class Waiting:
-    """Mix-in: the forward pass sleeps `bench_seconds_per_token` per position, padding included, and returns zeros."""
-
-    def initialize(self, args: Mapping[str, str]) -> None:
-        """Triton's entry point at load."""
-        self._pause = float(Parameters(args).text("bench_seconds_per_token"))
-        super().initialize(args)  # type: ignore[misc]
-
-    def launch(self, model: Any, rows: list[np.ndarray], width: int) -> Callable[[], list[np.ndarray]]:
-        time.sleep(self._pause * len(rows) * width)
-        return lambda: [np.zeros(row.size, np.float32) for row in rows]
+    return serve_counted
 
 
-class WaitingReward(Waiting, reward.TritonPythonModel):
-    """The reward model with a forward pass that sleeps."""
+def waiting(serve: Serve, outputs: Callable[[TokenRow], int]) -> Serve:
+    """Return `serve` with a forward pass that sleeps instead of computing.
 
-    def launch(self, model: Any, rows: list[np.ndarray], width: int) -> Callable[[], list[np.ndarray]]:
-        outputs = super().launch(model, rows, width)
-        return lambda: [each[:1] for each in outputs()]
+    It sleeps `bench_seconds_per_token` per position, padding included, and returns `outputs` zeros for each row.
+    """
+
+    def serve_waiting(args: Mapping[str, str]) -> Engine:
+        engine = serve(args)
+        pause = float(engine.compute.parameters.text("bench_seconds_per_token"))
+
+        def wait(model: Any, rows: Sequence[TokenRow], width: int) -> Wait:
+            time.sleep(pause * len(rows) * width)
+            return lambda: [np.zeros(outputs(row), np.float32) for row in rows]
+
+        engine.forward = wait
+        return engine
+
+    return serve_waiting
 
 
-class WaitingCritic(Waiting, critic.TritonPythonModel):
-    """The critic with a forward pass that sleeps."""
+CountedModel = triton_model(counted(reward.serve))
+WaitingReward = triton_model(waiting(reward.serve, lambda row: 1))
+WaitingCritic = triton_model(waiting(critic.serve, lambda row: row.tokens.size))

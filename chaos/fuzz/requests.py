@@ -21,10 +21,12 @@ from python_backend.wire.contract import (
     CRITIC_TRAIN,
     MASK,
     METADATA,
+    OUTPUTS,
     PREV_VALUES,
     PROMPT_LENGTHS,
     REFERENCE,
     RETURNS,
+    REWARDS,
     RUN_ID,
     SENTENCES,
     SEQUENCE_LENGTHS,
@@ -268,19 +270,7 @@ def _add_tensor(make: Callable[[random.Random, int], Tensor], generator: random.
 
 
 def _odd_outputs(generator: random.Random, request: Request) -> None:
-    known = (
-        "rewards",
-        "values",
-        "response_values",
-        "weights_version",
-        "after_critic",
-        "nothing",
-        "",
-        "rewards",
-        "probabilities",
-        "queue_us",
-        "compute_us",
-    )
+    known = [REWARDS, "nothing", "", *(output.name for output in OUTPUTS)]
     request.outputs = generator.choices(known, k=generator.randint(1, 3))
 
 

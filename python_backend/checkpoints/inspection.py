@@ -45,6 +45,7 @@ TOKENIZERS = {
 NUM_PIECES, PIECE_BYTES = 256, 4096  # pieces of each weights file that `fingerprint_weights` hashes
 
 HeadKind = Literal["sequence", "token", "value"]
+Pooling = Literal["auto", "last", "mean"]  # of a linear head; the functions are in `models.heads.POOLS`
 LOCAL_FOLDERS = {"checkpoints", "models", "runs", ".."}  # first parts of relative paths that are no ids of the Hub
 
 

@@ -15,7 +15,6 @@ from python_backend.checkpoints.inspection import CheckpointError
 # as many while that yields too few tokens. Tokens next to the cut may be wrong, so spare ones are added and discarded.
 CHARACTERS_PER_TOKEN = 8
 SPARE_TOKENS = 64
-TYPE_SHIFT = 32  # bits above a token id for its type in a text pair, such as 1 in the second text of BERT
 LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
 SENTENCEPIECE_SPACE = "\u2581"  # which SentencePiece puts before a text
 LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # how many characters `_parts` searches for a word boundary
@@ -93,29 +92,27 @@ def encode_sentence(
     special_tokens: bool,
     skipped_pad_id: int | None,
     pair: str = "",
-    token_types: bool = False,
     append_eos: bool = False,
-) -> list[int]:
-    """Return the ids of a sentence for a reward model.
+) -> tuple[list[int], list[int] | None]:
+    """Return the ids of a sentence for a reward model, and their types if it is a text pair whose tokens have types.
 
     Args:
         special_tokens: True: as `encode_text`; False: as `encode_bare_text`.
         skipped_pad_id: with `special_tokens`, remove trailing tokens with this id; None: remove nothing.
         pair: the second text of a text pair; empty: there is none.
-        token_types: add each token's type in a pair to its id (`TYPE_SHIFT`).
         append_eos: append the end-of-sequence token to the last text, unless it is there.
     """
     end = tokenizer.eos_token if append_eos else ""
-    text, pair = (text, _ended(pair, end)) if pair else (_ended(text, end), "")
+    types = None
     if pair:
-        ids = _encode_pair(tokenizer, text, pair, max_length, special_tokens, token_types)
+        ids, types = _encode_pair(tokenizer, text, _ended(pair, end), max_length, special_tokens)
     elif special_tokens:
-        ids = encode_text(tokenizer, text, max_length)
+        ids = encode_text(tokenizer, _ended(text, end), max_length)
     else:
-        return encode_bare_text(tokenizer, text, max_length)
+        ids = encode_bare_text(tokenizer, _ended(text, end), max_length)
     while special_tokens and len(ids) > 1 and ids[-1] == skipped_pad_id:
         ids.pop()
-    return ids
+    return ids, types and types[: len(ids)]
 
 
 def _ended(text: str, end: str) -> str:
@@ -123,19 +120,16 @@ def _ended(text: str, end: str) -> str:
 
 
 def _encode_pair(
-    tokenizer: Any, text: str, pair: str, max_length: int, special_tokens: bool, token_types: bool
-) -> list[int]:
-    """Return the ids of `tokenizer(text, pair, truncation=True)`.
+    tokenizer: Any, text: str, pair: str, max_length: int, special_tokens: bool
+) -> tuple[list[int], list[int] | None]:
+    """Return the ids of `tokenizer(text, pair, truncation=True)`, and their types, such as 1 in BERT's second text.
 
     Of very long texts, only a part that can remain is tokenised: for each pair of pieces that it cuts off, the
     tokenizer makes a row, which could exhaust the memory.
     """
     parts = (_enough(tokenizer, one, max_length) for one in (text, pair))
     encoded = tokenizer(*parts, truncation=True, max_length=max_length, add_special_tokens=special_tokens)
-    ids = encoded["input_ids"]
-    if not token_types or "token_type_ids" not in encoded:
-        return ids
-    return [token + (kind << TYPE_SHIFT) for token, kind in zip(ids, encoded["token_type_ids"], strict=True)]
+    return encoded["input_ids"], encoded.get("token_type_ids")
 
 
 def _enough(tokenizer: Any, text: str, max_length: int) -> str:

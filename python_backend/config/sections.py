@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from python_backend.checkpoints.inspection import Pooling
 from python_backend.config.addresses import Address
 from python_backend.config.fields import (
     AUTO_PRECISION,
@@ -253,7 +254,7 @@ class RewardSection(ModelSection, TokenRewardSettings):
     standardization: Literal["checkpoint", "off"] | Standardization = "checkpoint"
     """Constants of `(score - mean) / std`: `checkpoint` (`reward_standardization` in its config.json, if any), `off`,
     or {mean, std}."""
-    pooling: Literal["auto", "last", "mean"] = "auto"
+    pooling: Pooling = "auto"
     """Pooling of a linear head: `last` (index length-1), `mean`, or `auto`. `auto` is `last`, except for `sentences`:
     for them it takes the last token that is not the padding token, as transformers does. Encoders with a pooled head
     support only `auto`."""

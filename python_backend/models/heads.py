@@ -35,6 +35,9 @@ def pool_mean(outputs: Tensor, lengths: Tensor) -> Tensor:
     return outputs.masked_fill(~valid, 0.0).sum(dim=1) / lengths[:, None]
 
 
+POOLS = {"last": pool_last, "mean": pool_mean}  # by the names in `checkpoints.inspection.Pooling`
+
+
 def merge_attributes(scores: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum `[B, 1]` of attribute scores `[B, A]` with `weights` `[A]`.
 

@@ -8,7 +8,7 @@ import functools
 import json
 import logging
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from python_backend.checkpoints.inspection import (
     CheckpointError,
     CheckpointInfo,
     Head,
+    Pooling,
     head_shape_error,
     inspect_checkpoint,
 )
@@ -37,7 +38,7 @@ from python_backend.checkpoints.safetensors_header import TensorInfo, read_heade
 from python_backend.checkpoints.tensor_file import STORED_DTYPES
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.models.adapters import with_stored_adapters
-from python_backend.models.token_head import head_of
+from python_backend.models.token_head import head_of, measure_causality
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from python_backend.models.tensor_parallel import RankGroup
@@ -111,6 +112,34 @@ def load_pooled_model(info: CheckpointInfo, head: Head, dtype: str) -> Any:
     model = _load(info, kind, config, dtype, with_head=False)
     _put_head(info, model, read_head(info, head))
     return model
+
+
+def load_classifier(info: CheckpointInfo, head: Head, device: str, dtype: str, pooling: Pooling) -> Any:
+    """Load a classifier with its own pooling. Raises CheckpointError if it, or `pooling`, does not fit."""
+    if pooling != "auto":
+        raise CheckpointError(
+            f"{info.folder}: pooling: {pooling} does not fit the head {head.prefix}, trained with the pooling of "
+            f"its {info.architecture or 'class'}; set pooling: auto"
+        )
+    model = load_pooled_model(info, head, dtype).to(device)
+    # A decoder's pooling searches for the padding id, which a row may contain: it would pool the wrong token.
+    if measure_causality(model):
+        raise CheckpointError(
+            f"{info.folder}: a causal body under the head {head.prefix} of {info.architecture} is not supported; "
+            "use a checkpoint whose head is a linear `score`"
+        )
+    return model
+
+
+def attribute_weights_of(info: CheckpointInfo, head: Head, given: Sequence[float] | None) -> Tensor:
+    """Return the weights `[A]` of a head's attributes, by default 1/A each. Raises CheckpointError unless they fit."""
+    weights = [1 / head.num_labels] * head.num_labels if given is None else list(given)
+    if len(weights) != head.num_labels:
+        raise CheckpointError(
+            f"{info.folder}: {len(weights)} attribute weights for a head of {head.num_labels} outputs; "
+            "give one weight per output"
+        )
+    return torch.tensor(weights, dtype=torch.float32)
 
 
 def load_causal_model(info: CheckpointInfo, dtype: str, group: RankGroup | None = None) -> Any:

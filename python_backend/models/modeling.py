@@ -23,47 +23,57 @@ from python_backend.checkpoints.inspection import (
     CheckpointInfo,
     Constants,
     Head,
+    Pooling,
     inspect_checkpoint,
     reward_head,
 )
-from python_backend.checkpoints.tokenization import TYPE_SHIFT
 from python_backend.models.adapters import MergedWeights
+from python_backend.models.batching import padded_rows
 from python_backend.models.card.copies import to_host
 from python_backend.models.collation import collate, limits_of
-from python_backend.models.heads import label_probabilities, merge_attributes, pool_last, pool_mean, standardise
+from python_backend.models.heads import POOLS, label_probabilities, log_odds, merge_attributes, pool_last, standardise
 from python_backend.models.loading import (
+    attribute_weights_of,
     check_finite,
-    load_pooled_model,
+    load_classifier,
     load_token_model,
     read_head,
     twin,
     twin_with_head,
 )
-from python_backend.models.token_head import PooledHead, TokenHead, compile_body, head_of, measure_causality
+from python_backend.models.token_head import PooledHead, TokenHead, compile_body, head_of
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from python_backend.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
-Pooling = Literal["auto", "last", "mean"]
 Standardization = Literal["checkpoint", "off"] | tuple[float, float]
-POOLS = {"last": pool_last, "mean": pool_mean}
+TokenTypes = Sequence[np.ndarray | None]
+"""The type of each token of a row (int64 `[length_i]`), such as 1 in the second text of BERT; None: all 0."""
 
 
 class RewardModel:
-    """A reward model: the head's outputs, pooled, merged and standardised, in fp32."""
+    """A reward model: the head's outputs, pooled, made one score, and standardised, in fp32."""
 
     def __init__(
         self,
         outputs: TokenHead | PooledHead,
         *,
-        pooling: str,
-        weights: Tensor | None,
-        num_outputs: int,
         constants: Constants,
+        pooling: str = "last",
+        weights: Tensor | None = None,
+        num_for: int | None = None,
+        probability: bool = False,
+        num_outputs: int = 1,
         skipped_pad_id: int | None = None,
         origin: CheckpointInfo | None = None,
     ) -> None:
+        """
+        Args:
+            weights: weights `[A]` of the sum of the outputs; None: they are not summed.
+            num_for: the score is the log-odds of this many first outputs against the others; None: it is not.
+            probability: return the sigmoid of the score.
+        """
         self.origin = origin  # checkpoint that it was loaded from
         self.reload: Callable[..., RewardModel] | None = None  # `load_reward` with the same settings
         self.model = outputs.model
@@ -73,7 +83,7 @@ class RewardModel:
         self.skipped_pad_id = skipped_pad_id  # strip it from the end of sentences: transformers pools the token before
         self._outputs = outputs
         self._pool = POOLS.get(pooling)
-        self._weights = weights
+        self._weights, self._num_for, self._probability = weights, num_for, probability
         self.has_token_types = (getattr(self.model.config, "type_vocab_size", None) or 0) > 1
 
     def use_own_forward(self) -> None:
@@ -82,31 +92,55 @@ class RewardModel:
             self._outputs.lean = None
 
     @torch.no_grad()
-    def score(self, rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
+    def score(self, rows: Sequence[np.ndarray], width: int | None = None, types: TokenTypes = ()) -> np.ndarray:
         """Return rewards float32 `[n, num_outputs]` of n token rows (int64 `[length_i]`).
 
         Runs one forward pass, padded to `width`.
         """
-        return self.launch(rows, width)()[:, : self.num_outputs]
+        return self.launch(rows, width, types)()[:, : self.num_outputs]
 
     @torch.no_grad()
-    def launch(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], np.ndarray]:
+    def launch(
+        self, rows: Sequence[np.ndarray], width: int | None = None, types: TokenTypes = ()
+    ) -> Callable[[], np.ndarray]:
         """Launch a forward pass; return a function that waits for its results.
 
-        These are float32 `[n, num_outputs + A]`: rewards as `score`, then the head's A own outputs. The ids of a text
-        pair may carry token types (`tokenization.TYPE_SHIFT`) if the model `has_token_types`.
+        These are float32 `[n, num_outputs + A]`: rewards as `score`, then the head's A own outputs.
         """
-        ids, attention, lengths = collate(rows, self.model.device, width)
-        types: dict[str, Tensor] = {}
-        if self.has_token_types and max(int(row.max()) for row in rows) >> TYPE_SHIFT:
-            types, ids = {"token_type_ids": ids >> TYPE_SHIFT}, ids % (1 << TYPE_SHIFT)
+        token_types = []
+        if self.has_token_types and any(each is not None and each.any() for each in types):
+            known = [np.zeros(0, np.int64) if each is None else each for each in types]
+            token_types = [padded_rows(known, width or max(row.size for row in rows), np.int64)]
+        ids, attention, lengths, *found = collate(rows, self.model.device, width, *token_types)
+        named = {"token_type_ids": found[0]} if found else {}
         if isinstance(self._outputs, TokenHead) and self._pool is pool_last:
-            scores = self._outputs.at_last(ids, attention, lengths, **types)
+            scores = self._outputs.at_last(ids, attention, lengths, **named)
         else:
-            scores = self._outputs(ids, attention, **types)
+            scores = self._outputs(ids, attention, **named)
             scores = scores if self._pool is None else self._pool(scores, lengths)
-        merged = scores if self._weights is None else merge_attributes(scores, self._weights)
-        return to_host(torch.cat([standardise(merged, self.mean, self.std), scores], dim=1))
+        return to_host(torch.cat([self._scores(scores), scores], dim=1))
+
+    def token_scores(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
+        """Return a score float32 `[length_i]` at every token of each row (int64 `[length_i]`), of a linear head.
+
+        Runs one forward pass, padded to `width`.
+        """
+        return self.launch_token_scores(rows, width)()
+
+    @torch.no_grad()
+    def launch_token_scores(self, rows: Sequence[np.ndarray], width: int | None) -> Callable[[], list[np.ndarray]]:
+        """Launch the forward pass of `token_scores`; return a function that waits for its results."""
+        ids, attention, _ = collate(rows, self.model.device, width)
+        scores = to_host(self._scores(self._outputs(ids, attention)).squeeze(-1))
+        return lambda: [row_scores[: row.size] for row_scores, row in zip(scores(), rows, strict=True)]
+
+    def _scores(self, outputs: Tensor) -> Tensor:
+        """Return the scores `[..., num_outputs]` of the head's outputs `[..., A]`."""
+        if self._num_for is not None:
+            outputs = log_odds(outputs, self._num_for)
+        if self._weights is not None:
+            outputs = merge_attributes(outputs, self._weights)
+        return standardise(outputs.sigmoid() if self._probability else outputs, self.mean, self.std)
 
     def probabilities(self, scores: np.ndarray) -> np.ndarray:
         """Return the labels' probabilities float32 `[n, A]` of the head's outputs `[n, A]`."""
@@ -265,7 +299,7 @@ def load_reward(
     info = inspect_checkpoint(folder)
     head = reward_head(info)
     copied = None if like is None or like.origin is None else twin_with_head(like.model, like.origin, info, group)
-    weights = _attribute_weights(info, head, attribute_weights)
+    weights = attribute_weights_of(info, head, attribute_weights)
     constants = constants_for(info, standardization)
     device = device if group is None else str(group.device)
     # The parts of a group are read anew, but not probed: other ranks' requests would meet the probes' collectives.
@@ -284,7 +318,7 @@ def load_reward(
                 f"{info.folder}: the head {head.prefix} has its own pooling, which cannot be split; set "
                 "tensor_parallel: 1"
             )
-        model = _load_pooled(info, head, device, dtype, pooling) if copied is None else copied
+        model = load_classifier(info, head, device, dtype, pooling) if copied is None else copied
         outputs = PooledHead(model, like=known)
         if compile_forward:
             compile_body(model, outputs)
@@ -332,7 +366,7 @@ def load_critic(
     else:
         note = f"the value head is {info.head.prefix}"
         if info.head.num_labels > 1 or attribute_weights is not None:
-            head = head.merged(_attribute_weights(info, info.head, attribute_weights))
+            head = head.merged(attribute_weights_of(info, info.head, attribute_weights))
             note += f", its {info.head.num_labels} outputs merged into one"
     logger.info("%s: %s", folder, note)
     model = load_token_model(info, head, dtype, group).to(device if group is None else group.device)
@@ -363,37 +397,11 @@ def quiet_transformers() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _load_pooled(info: CheckpointInfo, head: Head, device: str, dtype: str, pooling: Pooling) -> Any:
-    if pooling != "auto":
-        raise CheckpointError(
-            f"{info.folder}: pooling: {pooling} does not fit the head {head.prefix}, trained with the pooling of "
-            f"its {info.architecture or 'class'}; set pooling: auto"
-        )
-    model = load_pooled_model(info, head, dtype).to(device)
-    # A decoder's pooling searches for the padding id, which a row may contain: it would pool the wrong token.
-    if measure_causality(model):
-        raise CheckpointError(
-            f"{info.folder}: a causal body under the head {head.prefix} of {info.architecture} is not supported; "
-            "use a checkpoint whose head is a linear `score`"
-        )
-    return model
-
-
 def _skipped_pad_id(outputs: TokenHead, head: Head) -> int | None:
     """Return the padding id if transformers' own class pools the last token that is not padding, else None."""
     if head.kind != "sequence" or not outputs.is_causal:
         return None
     return outputs.model.config.get_text_config().pad_token_id
-
-
-def _attribute_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | None) -> Tensor:
-    weights = [1 / head.num_labels] * head.num_labels if given is None else list(given)
-    if len(weights) != head.num_labels:
-        raise CheckpointError(
-            f"{info.folder}: {len(weights)} attribute weights for a head of {head.num_labels} outputs; "
-            "give one weight per output"
-        )
-    return torch.tensor(weights, dtype=torch.float32)
 
 
 def constants_for(info: CheckpointInfo, setting: Standardization) -> Constants:

@@ -6,7 +6,6 @@ import contextlib
 import email.utils
 import http.client
 import json
-import random
 import time
 import urllib.error
 import urllib.request
@@ -14,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from python_backend.backoff import backoff_s
 from python_backend.errors import RlhfError
 from python_backend.rewards.counts import count
 from python_backend.rewards.opener import opener_for
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
+FIRST_PAUSE_S = 0.5
 MAX_REPLY_BYTES = 4_000_000
 LONGEST_MESSAGE = 200
 TOO_BUSY = (408, 425, 429)  # and every 5xx
@@ -63,8 +63,7 @@ class ChatEndpoint:
                 return self._attempt(data, deadline)
             except _WorthRetrying as error:
                 cause = str(error)
-                pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1)
-                pause_s = max(pause_s, error.after_s)
+                pause_s = max(backoff_s(FIRST_PAUSE_S, attempt), error.after_s)
             if time.monotonic() + pause_s >= deadline:
                 raise EndpointFailed(f"{cause}; no time for another attempt after {attempt + 1}")
             if attempt < self._max_retries:

@@ -5,6 +5,7 @@ Replies with `loss_mean` and `weights_version` once every critic instance serves
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 
@@ -13,9 +14,9 @@ import numpy as np
 from python_backend.checkpoints.inspection import CONFIG_FILE
 from python_backend.checkpoints.positions import max_positions
 from python_backend.serving.allocator import keep_freed_memory
-from python_backend.serving.journal_model import JournalModel, traceparent_of
-from python_backend.serving.triton import Call
-from python_backend.store.journal import Entry, Result
+from python_backend.serving.journal_model import JournalServer, traceparent_of
+from python_backend.serving.triton import Call, Parameters, triton_model
+from python_backend.store.journal import Entry, Journal, Result
 from python_backend.store.ownership import Sender
 from python_backend.store.weights import FIRST_VERSION, WeightsStore
 from python_backend.wire import contract
@@ -23,30 +24,36 @@ from python_backend.wire.contract import Limits, step_identity
 from python_backend.wire.training_payload import sent_payload
 
 
-class TritonPythonModel(JournalModel):
-    """Validates payloads and appends them to the journal. The sidecar, a separate process, trains on them."""
+def serve(args: Mapping[str, str]) -> JournalServer:
+    """Serve training: the sidecar, a separate process, trains on the accepted payloads."""
+    parameters = Parameters(args)
+    keep_freed_memory()  # page faults for every payload would cost more than validating it
+    store = WeightsStore(parameters.path("store"))
+    number = store.current()
+    if number is None:
+        raise RuntimeError(f"the weights store {store.root} is empty; {FIRST_VERSION}")
+    config = json.loads((store.folder(number) / CONFIG_FILE).read_bytes())
+    limits = Limits(int(config["vocab_size"]), max_positions(config))
+    return JournalServer(parameters, functools.partial(accept, limits), reply)
 
-    def initialize(self, args: Mapping[str, str]) -> None:
-        super().initialize(args)
-        keep_freed_memory()  # page faults for every payload would cost more than validating it
-        store = WeightsStore(self.parameters.path("store"))
-        number = store.current()
-        if number is None:
-            raise RuntimeError(f"the weights store {store.root} is empty; {FIRST_VERSION}")
-        config = json.loads((store.folder(number) / CONFIG_FILE).read_bytes())
-        self._limits = Limits(int(config["vocab_size"]), max_positions(config))
 
-    def accept(self, call: Call) -> Entry:
-        names = (contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.RETURNS, contract.PREV_VALUES, contract.MASK)
-        sent = sent_payload({name: call.array(name) for name in names}, self._limits)
-        run_id, step = step_identity(call.array(contract.RUN_ID), call.array(contract.STEP))
-        sender = Sender.parse(call.header(contract.SENDER_HEADER))
-        return self.journal.accept_training(
-            sent.packed(), run_id=run_id, step=step, sender=sender, check=sent.check, traceparent=traceparent_of(call)
-        )
+def accept(limits: Limits, journal: Journal, call: Call) -> Entry:
+    """Validate a payload and append it to the journal."""
+    names = (contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.RETURNS, contract.PREV_VALUES, contract.MASK)
+    sent = sent_payload({name: call.array(name) for name in names}, limits)
+    run_id, step = step_identity(call.array(contract.RUN_ID), call.array(contract.STEP))
+    sender = Sender.parse(call.header(contract.SENDER_HEADER))
+    return journal.accept_training(
+        sent.packed(), run_id=run_id, step=step, sender=sender, check=sent.check, traceparent=traceparent_of(call)
+    )
 
-    def reply(self, result: Result) -> Mapping[str, np.ndarray]:
-        return {
-            contract.LOSS_MEAN: np.asarray([result.loss_mean], np.float32),
-            contract.WEIGHTS_VERSION: np.asarray([result.weights_version], np.int64),
-        }
+
+def reply(result: Result) -> Mapping[str, np.ndarray]:
+    """Return the response tensors."""
+    return {
+        contract.LOSS_MEAN: np.asarray([result.loss_mean], np.float32),
+        contract.WEIGHTS_VERSION: np.asarray([result.weights_version], np.int64),
+    }
+
+
+TritonPythonModel = triton_model(serve)

@@ -12,8 +12,7 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -23,8 +22,9 @@ from python_backend.rewards.groups import BadGroup, GroupKey, group_key
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
 from python_backend.serving.requests import request_limits
 from python_backend.serving.round_robin import RoundRobin
-from python_backend.serving.triton import Call, NamedCounters, Parameters, log, log_error, refuse_numpy_2
+from python_backend.serving.triton import Call, NamedCounters, Parameters, log, log_error, triton_model
 from python_backend.wire import contract
+from python_backend.wire.texts import metadata_rows, pair_texts, text_bytes
 
 # Token ids are not checked against the tokenizer: a policy's vocabulary may be padded beyond the tokenizer's.
 ANY_TOKEN = contract.Limits(vocab_size=2**31)
@@ -32,12 +32,11 @@ ANY_TOKEN = contract.Limits(vocab_size=2**31)
 FUNCTION_COUNTER = "rlhf_reward_function_total"  # metric, with a label `counter` for each name that is counted
 
 
-class TritonPythonModel:
+class FunctionReward:
     """Scores rows with one reward function."""
 
-    def initialize(self, args: Mapping[str, str]) -> None:
-        """Triton's entry point at load. Raises FunctionError if the function cannot be imported."""
-        refuse_numpy_2()
+    def __init__(self, args: Mapping[str, str]) -> None:
+        """Start the workers. Raises FunctionError if the function cannot be imported."""
         parameters = Parameters(args)
         self._codec = TextCodec(parameters.path("tokenizer"))
         self._most_waiting = parameters.number("max_waiting_rows")
@@ -57,22 +56,25 @@ class TritonPythonModel:
         unit = "group" if self._groupwise else "sample"
         log(f"{parameters.model}: {call.spec} in {workers} worker processes, at most {call.timeout_s:g} s per {unit}")
 
-    def execute(self, requests: list[Any]) -> None:
-        """Triton's entry point: queue the requests for a background thread, which (de)tokenises their rows.
+    def execute(self, calls: Sequence[Call]) -> None:
+        """Queue the requests for a background thread, which (de)tokenises their rows.
 
         Tokenising here would block the model's other requests, because Triton calls `execute` from one thread.
         """
-        for request in requests:
-            self._texts.submit(self._hand_over(Call(request)))
+        for call in calls:
+            self._texts.submit(self._hand_over(call))
 
     def finalize(self) -> None:
-        """Triton's entry point at unload, after every request has been answered. Kills all workers."""
+        """Kill all workers, after every request has been answered."""
         self._texts.close()  # before the pool is closed, because these jobs submit samples to it
         self._pool.close()
 
-    def _hand_over(self, call: Call) -> Generator[None, None, None]:
+    def _hand_over(self, call: Call) -> Iterator[None]:
         try:
-            samples = yield from self._samples(call)
+            samples = []
+            for sample in self._samples(call):
+                samples.append(sample)
+                yield  # (de)tokenising is slow: let the other requests of the thread take turns
             waiting = self._pool.num_waiting
             if waiting + len(samples) > self._most_waiting:
                 raise RuntimeError(
@@ -103,25 +105,22 @@ class TritonPythonModel:
                 errors[i] = str(error)
         return [*groups.values()], errors
 
-    def _samples(self, call: Call) -> Generator[None, None, list[Sample]]:
+    def _samples(self, call: Call) -> Iterator[Sample]:
         sentences, encoded = call.array(contract.SENTENCES), call.array(contract.METADATA)
-        if sentences is not None:
-            pairs = call.array(contract.TEXT_PAIRS)
-            contract.text_bytes(sentences, encoded, self._limits, pairs)
-            texts = contract.sentence_texts(sentences)
-            samples = [Sample(a + b) for a, b in zip(texts, contract.pair_texts(pairs, len(texts)), strict=True)]
-        else:
+        if sentences is None:
             given, lengths = call.array(contract.TOKENS), call.array(contract.SEQUENCE_LENGTHS)
-            rows = contract.scoring_rows(given, lengths, limits=self._limits).tokens
-            contract.text_bytes(np.empty((0, 1), np.object_), encoded, self._limits)
-            samples = [Sample("", row.tolist()) for row in rows]
-        metadata = contract.metadata_rows(encoded, len(samples))
-        for i, sample in enumerate(samples):
-            text = sample.text if sentences is not None else self._codec.decode(sample.tokens)
-            tokens = self._codec.encode(text, LONGEST_ROW_TOKENS) if sentences is not None else sample.tokens
-            samples[i] = Sample(text, tokens, metadata[i])
-            yield  # (de)tokenising is slow: let the other requests of the thread take turns
-        return samples
+            rows = list(contract.scoring_rows(given, lengths, limits=self._limits).rows)
+            text_bytes(np.empty((0, 1), np.object_), encoded, self._limits)
+            for row, metadata in zip(rows, metadata_rows(encoded, len(rows)), strict=True):
+                tokens = row.tokens.tolist()
+                yield Sample(self._codec.decode(tokens), tokens, metadata)
+            return
+        pairs = call.array(contract.TEXT_PAIRS)
+        text_bytes(sentences, encoded, self._limits, pairs)
+        texts = contract.sentence_texts(sentences)
+        seconds, objects = pair_texts(pairs, len(texts)), metadata_rows(encoded, len(texts))
+        for first, second, metadata in zip(texts, seconds, objects, strict=True):
+            yield Sample(first + second, self._codec.encode(first + second, LONGEST_ROW_TOKENS), metadata)
 
 
 class PendingCall:
@@ -174,3 +173,6 @@ def _refuse(call: Call, error: Exception) -> None:
         _answer(call, [ScoreOutcome(error=str(error) or type(error).__name__)] * num_rows)
     except Exception as trouble:  # thread edge: every request must get a response
         call.fail(trouble)
+
+
+TritonPythonModel = triton_model(FunctionReward)

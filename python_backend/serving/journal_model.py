@@ -1,4 +1,4 @@
-"""Base of the models critic_train and critic_save: each request becomes a journal entry, whose result is the reply.
+"""Serves critic_train and critic_save: each request becomes a journal entry, whose result is the reply.
 
 A waiter thread sends the reply once the sidecar has recorded the entry's result. Imports no torch.
 """
@@ -9,9 +9,7 @@ import hashlib
 import hmac
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -28,16 +26,27 @@ FAILURES = {
 }
 
 
-class JournalModel(ABC):
-    """Base of critic_train and critic_save.
+class JournalServer:
+    """Serves a model by two functions: `accept` writes a request to the journal, `reply` makes the output tensors.
 
     `execute` writes each request to the journal durably and returns. A waiter thread polls for results and replies to
     the callers; they receive UNAVAILABLE if the sidecar is missing or makes no progress.
     """
 
-    def initialize(self, args: Mapping[str, str]) -> None:
-        """Triton's entry point at load."""
-        self.parameters = parameters = Parameters(args)
+    def __init__(
+        self,
+        parameters: Parameters,
+        accept: Callable[[Journal, Call], Entry],
+        reply: Callable[[Result], Mapping[str, np.ndarray]],
+    ) -> None:
+        """Start the waiter thread.
+
+        Args:
+            accept: raises ContractError if the request is invalid.
+            reply: takes a result without an error.
+        """
+        self._accept, self._reply = accept, reply
+        self._model = parameters.model
         self.journal = Journal(parameters.path("journal"), parameters.text(RUN_ID))
         self._heartbeats = HeartbeatWatch(self.journal.heartbeat)
         self._silence_s = float(parameters.text("heartbeat_timeout_s"))
@@ -53,22 +62,13 @@ class JournalModel(ABC):
         except tracing.TracingUnavailable as error:  # a server without the extra still trains
             log_error(str(error))
 
-    @abstractmethod
-    def accept(self, call: Call) -> Entry:
-        """Write the request to the journal and return its entry. Raises ContractError if the request is invalid."""
-
-    @abstractmethod
-    def reply(self, result: Result) -> Mapping[str, np.ndarray]:
-        """Return the response tensors for a result without an error."""
-
-    def execute(self, requests: list[Any]) -> None:
-        """Triton's entry point: write the requests to the journal; the waiter thread replies."""
-        for request in requests:
-            call = Call(request)
+    def execute(self, calls: Sequence[Call]) -> None:
+        """Write the requests to the journal; the waiter thread replies."""
+        for call in calls:
             try:
                 self._check_sender(call)
-                with tracing.span(f"{self.parameters.model}: journal", parent=traceparent_of(call)):
-                    entry = self.accept(call)
+                with tracing.span(f"{self._model}: journal", parent=traceparent_of(call)):
+                    entry = self._accept(self.journal, call)
             except OSError as error:  # process edge: a disk error; nothing was accepted, so the caller may retry
                 call.fail(Unavailable(f"the journal cannot be written: {error}"))
             except Exception as error:  # process edge: an error fails this request only
@@ -78,7 +78,7 @@ class JournalModel(ABC):
                     self._waiting.append((call, entry, time.monotonic()))
 
     def finalize(self) -> None:
-        """Triton's entry point at unload. Fails waiting calls with UNAVAILABLE; their entries stay in the journal."""
+        """Fail waiting calls with UNAVAILABLE; their entries stay in the journal."""
         self._stop.set()
         self._waiter.join()
         tracing.stop()
@@ -127,7 +127,7 @@ class JournalModel(ABC):
                 self._failures.publish()
                 call.fail(StepFailed(result.error))
             else:
-                call.answer(self.reply(result))
+                call.answer(self._reply(result))
             return True
         trouble = self._trouble(time.monotonic() - since)
         if trouble:

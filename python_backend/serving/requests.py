@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Generator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, TYPE_SHIFT, encode_sentence, load_tokenizer
+from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_sentence, load_tokenizer
 from python_backend.wire.contract import (
     MESSAGES,
     METADATA,
@@ -23,13 +23,13 @@ from python_backend.wire.contract import (
     ContractError,
     Limits,
     ScoringRows,
+    TokenRow,
     check_row,
-    metadata_rows,
-    pair_texts,
+    check_size,
     scoring_rows,
     sentence_texts,
-    text_bytes,
 )
+from python_backend.wire.texts import metadata_rows, pair_texts, text_bytes
 
 if TYPE_CHECKING:  # the first imports jinja2, which only a template needs; the second needs tritonserver
     from python_backend.serving.rows.templates import RowTemplate
@@ -49,11 +49,11 @@ class RowReader:
         add_special_tokens: bool,
         skipped_pad_id: int | None = None,
         takes_pairs: bool = False,
-        has_token_types: bool = False,
         append_eos: bool = False,
         template: RowTemplate | None = None,
         generation_prompt: bool = False,
         truncates: bool = True,
+        checks_size: bool = False,
     ) -> None:
         """Create a reader; the tokenizer is loaded when the first sentence arrives.
 
@@ -66,30 +66,25 @@ class RowReader:
                 `add_special_tokens`, sentences lose their trailing tokens with this id; None: nothing is removed.
             takes_pairs: whether a row may have a second text.
             append_eos: end a sentence that is no chat with the tokenizer's end-of-sequence token.
-            has_token_types: whether the tokens of a pair carry their type (`tokenization.TYPE_SHIFT`).
             template: renders the text to score; such a model reads only sentences. None: the sentence, or the
                 checkpoint's chat template.
             generation_prompt: end a chat with the prompt for the next reply.
             truncates: truncate sentences to `max_length`; False: a longer one is an error, because the end of the row
                 is what is scored.
+            checks_size: limit the size of sentences as that of tokens, because the reply has a number for each token.
         """
         self._checkpoint = checkpoint
         self._limits = limits
         self._adds_special_tokens = add_special_tokens
         self._skipped_pad_id = skipped_pad_id
-        self._takes_pairs, self._has_token_types = takes_pairs, has_token_types
+        self._takes_pairs = takes_pairs
         self._appends_eos = append_eos
         self._template = template
         self._generation_prompt = generation_prompt
-        self._truncates = truncates
+        self._truncates, self._checks_size = truncates, checks_size
 
-    def read(self, call: Call) -> Generator[int, None, ScoringRows]:
-        """Return the request's rows, as a generator because tokenising sentences is slow.
-
-        Token rows are returned without yielding. For sentences, the generator first yields their estimated memory in
-        bytes, before decoding any of them, and yields again after each sentence. The caller may continue it in another
-        thread. Raises ContractError if the request is invalid.
-        """
+    def read(self, call: Call) -> ScoringRows:
+        """Return the request's rows. Raises ContractError if the request is invalid."""
         sentences, pairs = call.array(SENTENCES), self.pairs(call)
         if sentences is None:
             if self._template is not None:
@@ -98,16 +93,22 @@ class RowReader:
             return scoring_rows(*arrays, limits=self._limits)
         if call.array(PROMPT_LENGTHS) is not None:
             raise ContractError(f"{PROMPT_LENGTHS}: only valid with {TOKENS}, but {SENTENCES} was sent")
-        encoded_metadata = call.array(METADATA)
-        yield text_bytes(sentences, encoded_metadata, self._limits, pairs) + BYTES_PER_ROW * sentences.size
+        metadata = call.array(METADATA)
+        size = text_bytes(sentences, metadata, self._limits, pairs) + BYTES_PER_ROW * sentences.size
+        return ScoringRows(self._tokenized(sentences, pairs, metadata), unread_bytes=size)
+
+    def _tokenized(
+        self, sentences: np.ndarray, pairs: np.ndarray | None, encoded_metadata: np.ndarray | None
+    ) -> Iterator[TokenRow]:
         texts = sentence_texts(sentences)
         seconds = pair_texts(pairs, len(texts))
-        metadata = metadata_rows(encoded_metadata, len(texts))
-        rows = []
-        for i, text in enumerate(texts):
-            rows.append(self._tokenize(i, text, metadata[i], seconds[i]))
-            yield len(text) + len(seconds[i])
-        return ScoringRows(rows, max(row.size for row in rows))
+        width = 0
+        for i, metadata in enumerate(metadata_rows(encoded_metadata, len(texts))):
+            row = self.row_of_text(i, texts[i], metadata, seconds[i])
+            width = max(width, row.tokens.size)
+            yield row
+        if self._checks_size:
+            check_size(SENTENCES, len(texts), width, self._limits)
 
     def pairs(self, call: Call) -> np.ndarray | None:
         """Return the second texts of the request's rows, if any. Raises ContractError if they have no place."""
@@ -118,10 +119,10 @@ class RowReader:
             raise ContractError(f"{TEXT_PAIRS}: only valid with {SENTENCES}, and not with {TOKENS}")
         return pairs
 
-    def _tokenize(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> np.ndarray:
-        """Return token ids int64 `[length]`; `pair`: the second text, if not empty.
+    def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> TokenRow:
+        """Return the row of one sentence; `pair`: the second text, if not empty.
 
-        They are truncated to the model's limit, unless that is an error.
+        It is truncated to the model's limit, unless that is an error.
         """
         messages = self._messages(index, metadata)
         if self._template is not None:
@@ -135,12 +136,16 @@ class RowReader:
                 f"{SENTENCES}[{index}]: reward.append_eos is set, but the tokenizer of {self._checkpoint.name} has no "
                 "end-of-sequence token; remove that setting, or give the tokenizer an eos_token"
             )
-        row = np.asarray(self._encode(text, pair, append_eos=append_eos), dtype=np.int64)
-        if row.size == 0:
+        ids, types = self._encode(text, pair, append_eos=append_eos)
+        if not ids:
             raise ContractError(
                 f"{SENTENCES}[{index}]: {text[:80]!r} has no tokens, an empty sequence cannot be scored"
             )
-        check_row(row % (1 << TYPE_SHIFT), index, self._limits)
+        return self._checked(index, ids, types)
+
+    def _checked(self, index: int, ids: Sequence[int], types: Sequence[int] | None = None) -> TokenRow:
+        row = TokenRow(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
+        check_row(row.tokens, index, self._limits)
         return row
 
     @staticmethod
@@ -159,7 +164,7 @@ class RowReader:
         """The checkpoint's tokenizer, loaded when it is first used: clients that send tokens never need it."""
         return load_tokenizer(self._checkpoint)
 
-    def _encode(self, text: str, pair: str = "", *, append_eos: bool = False) -> list[int]:
+    def _encode(self, text: str, pair: str = "", *, append_eos: bool = False) -> tuple[list[int], list[int] | None]:
         # One token more than the limit is enough to see that a text is too long.
         max_length = (self._limits.max_length or LONGEST_ROW_TOKENS) + (not self._truncates)
         return encode_sentence(
@@ -169,7 +174,6 @@ class RowReader:
             special_tokens=self._adds_special_tokens,
             skipped_pad_id=self._skipped_pad_id,
             pair=pair,
-            token_types=self._has_token_types,
             append_eos=append_eos,
         )
 

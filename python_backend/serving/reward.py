@@ -8,7 +8,7 @@ from a store, `reward_version` INT64 [B, 1] names their version; one version sco
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,49 +18,56 @@ from python_backend.models.modeling import RewardModel, Standardization
 from python_backend.serving.requests import RowReader, read_limits
 from python_backend.serving.rows.steps import StepReader, StepRules, step_reply
 from python_backend.serving.rows.templates import RowTemplate
-from python_backend.serving.scoring import Scoring
-from python_backend.serving.torch_scoring import Launch
-from python_backend.serving.triton import Call, Parameters, log
+from python_backend.serving.scoring import Engine, Reply, Wait
+from python_backend.serving.torch_scoring import TorchProcess
+from python_backend.serving.triton import Parameters, log, triton_model
 from python_backend.serving.versions.follower import Version
-from python_backend.serving.versions.stored_model import StoredModel, version_column
-from python_backend.wire.contract import PROBABILITIES, PROCESS, REWARD_VERSION, REWARDS, STORE, Limits, ScoringRows
+from python_backend.serving.versions.stored_model import OneVersion, follow_store, version_column
+from python_backend.wire.contract import PROBABILITIES, PROCESS, REWARD_VERSION, REWARDS, STORE, Limits, TokenRow
 
 
-class TritonPythonModel(StoredModel):
-    """Scores rows with one fixed checkpoint, or with versions of it from a weights store."""
+def serve(args: Mapping[str, str]) -> Engine:
+    """Serve scores of one fixed checkpoint, or of versions of it from a weights store."""
+    process = TorchProcess(args)
+    parameters = process.parameters
+    folder = parameters.path("checkpoint")
+    loader, options = read_loader(parameters)
 
-    def initialize(self, args: Mapping[str, str]) -> None:
-        """Triton's entry point at load."""
-        self.set_up_torch(args)
-        parameters = self.parameters
-        folder = parameters.path("checkpoint")
-        stored = parameters.optional(STORE) is not None
-        model: RewardModel = self.follow(args, "reward") if stored else self.fix(self.load_version(folder, None))
-        self.limits = read_limits(model.limits, parameters)
-        self._is_process = parameters.optional(PROCESS) is not None
-        self._reader = make_reader(folder, model, self.limits, parameters)
-        self.start()
-        log(f"{parameters.model}: {folder.name}, rewards are (score - {model.mean:g}) / {model.std:g}")
+    def load(folder: Path, served: Any = None) -> Any:
+        return process.load(loader, folder, served, **options)
 
-    def load_version(self, folder: Path, served: RewardModel | None) -> RewardModel:
-        loader, options = read_loader(self.parameters)
-        return self.load(loader, folder, served, **options)
+    stored, per_token = (parameters.optional(name) is not None for name in (STORE, PROCESS))
+    versions = follow_store(process, "reward", load) if stored else OneVersion(Version(0, load(folder)))
+    model: RewardModel = versions.version.model
+    limits = read_limits(model.limits, parameters)
+    log(f"{parameters.model}: {folder.name}, rewards are (score - {model.mean:g}) / {model.std:g}")
+    return Engine(
+        process,
+        read=make_reader(folder, model, limits, parameters).read,
+        versions=versions,
+        forward=_forward_token_scores if per_token else _forward,
+        reply=step_reply(parameters.text("aggregate")) if per_token else REPLY,
+        max_length=limits.max_length,
+    )
 
-    def read(self, call: Call) -> Generator[int, None, ScoringRows]:
-        return self._reader.read(call)
 
-    def forward_of(self, model: Version) -> Launch:
-        return model.model.launch_token_scores if self._is_process else model.model.launch
+def _forward(model: Any, rows: Sequence[TokenRow], width: int) -> Wait:
+    return model.launch([row.tokens for row in rows], width, [row.types for row in rows])
 
-    def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
-        if self._is_process:
-            return step_reply(scoring.rows, scoring.outputs, self.parameters.text("aggregate"))
-        model: RewardModel = scoring.model.model
-        rewards, scores = np.split(np.stack(scoring.outputs), [model.num_outputs], axis=1)
-        answer = {REWARDS: rewards, REWARD_VERSION: version_column(scoring.model, len(rewards))}
-        if PROBABILITIES in scoring.call.wanted:
-            answer[PROBABILITIES] = model.probabilities(scores)
-        return answer
+
+def _forward_token_scores(model: Any, rows: Sequence[TokenRow], width: int) -> Wait:
+    return model.launch_token_scores([row.tokens for row in rows], width)
+
+
+# The outputs of a row are its rewards, behind them the scores of all attributes.
+REPLY: Reply = {
+    REWARDS: lambda scoring: np.stack(scoring.outputs)[:, : scoring.model.model.num_outputs],
+    REWARD_VERSION: version_column,
+    PROBABILITIES: lambda scoring: scoring.model.model.probabilities(
+        np.stack(scoring.outputs)[:, scoring.model.model.num_outputs :]
+    ),
+}
+TritonPythonModel = triton_model(serve)
 
 
 def read_loader(parameters: Parameters) -> tuple[str, dict[str, Any]]:
@@ -100,7 +107,6 @@ def make_reader(folder: Path, model: RewardModel, limits: Limits, parameters: Pa
         skipped_pad_id=model.skipped_pad_id,
         append_eos=parameters.optional("append_eos") == "true",
         takes_pairs=parameters.optional("text") == "pair",
-        has_token_types=model.has_token_types,
         template=None if template is None else RowTemplate(template),
         generation_prompt=parameters.optional("generation_prompt") == "true",
         truncates=template is None and logit is None,

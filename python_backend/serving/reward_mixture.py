@@ -7,29 +7,29 @@ reward function, BYTES [B, 1].
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from python_backend.rewards.weighted_sum import weighted_sum
-from python_backend.serving.triton import Call, Parameters, answer_each, refuse_numpy_2
+from python_backend.serving.triton import Call, Parameters, answer_each, triton_model
 from python_backend.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARD_WEIGHTS, REWARDS, texts_array
 
 
-class TritonPythonModel:
+class WeightedSum:
     """Computes the weighted sum of the components' scores."""
 
-    def initialize(self, args: Mapping[str, str]) -> None:
-        """Triton's entry point at load."""
-        refuse_numpy_2()
+    def __init__(self, args: Mapping[str, str]) -> None:
         parameters = Parameters(args)
         self._names: list[str] = json.loads(parameters.text(REWARD_COMPONENTS))
         self._weights = np.asarray(json.loads(parameters.text(REWARD_WEIGHTS)), np.float64)
 
-    def execute(self, requests: list[Any]) -> None:
-        """Triton's entry point."""
-        answer_each(requests, lambda call: call.answer(self._mix(call)))
+    def execute(self, calls: Sequence[Call]) -> None:
+        """Answer the requests at once."""
+        answer_each(calls, lambda call: call.answer(self._mix(call)))
+
+    def finalize(self) -> None:
+        """Do nothing: no request is left."""
 
     def _mix(self, call: Call) -> dict[str, np.ndarray]:
         columns = [call.array(f"component_{name}") for name in self._names]
@@ -45,3 +45,6 @@ class TritonPythonModel:
             REWARD_COMPONENTS: np.where(np.isfinite(components), components, np.float32(np.nan)),
             REWARD_ERRORS: texts_array(errors),
         }
+
+
+TritonPythonModel = triton_model(WeightedSum)

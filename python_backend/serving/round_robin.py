@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
-from collections.abc import Generator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
-T = TypeVar("T")
-Job = Generator[Any, None, T]
+Job = Iterator[Any]
 SLICE_S = 0.005
-
-
-def run_to_end(job: Job[T]) -> T:
-    """Run the job to completion in the calling thread; return its return value."""
-    while True:
-        try:
-            next(job)
-        except StopIteration as end:
-            return end.value
 
 
 class RoundRobin:
@@ -30,11 +19,11 @@ class RoundRobin:
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Job[None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job[None]) -> None:
+    def submit(self, job: Job) -> None:
         """Append the job to the queue; its first step runs in the thread."""
         self._jobs.put(job)
 
@@ -46,18 +35,13 @@ class RoundRobin:
     def _run(self) -> None:
         while True:
             job = self._jobs.get()
-            if job is not None:
-                with contextlib.suppress(StopIteration):
-                    self._run_slice(job)
-                    self._jobs.put(job)
+            if job is not None:  # run it for one time slice
+                deadline = time.monotonic() + SLICE_S
+                for _ in job:
+                    if time.monotonic() >= deadline:
+                        self._jobs.put(job)
+                        break
             elif self._jobs.empty():
                 return
             else:  # closed, but jobs remain: move the end marker behind them
                 self._jobs.put(None)
-
-    def _run_slice(self, job: Job[None]) -> None:
-        """Advance the job for one time slice. Raises StopIteration when the job is done."""
-        deadline = time.monotonic() + SLICE_S
-        next(job)
-        while time.monotonic() < deadline:
-            next(job)

@@ -1,4 +1,4 @@
-"""Base of the scoring models that compute in torch: sets up allocator and threads, and loads the model.
+"""The process of a scoring model that computes in torch: sets up allocator and threads, loads models, launches passes.
 
 A model with `tensor_parallel` above 1 is loaded and run by several processes, of which this one is rank 0.
 """
@@ -10,12 +10,10 @@ import functools
 import os
 import signal
 import threading
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from python_backend.models.card.errors import is_device_error
@@ -26,15 +24,14 @@ from python_backend.models.modeling import quiet_transformers
 from python_backend.monitoring.metrics import CARD
 from python_backend.serving.allocator import keep_freed_memory
 from python_backend.serving.ranks.loaders import load_model
-from python_backend.serving.scoring import ScoringModel
-from python_backend.serving.triton import Gauge, MetricCounters, Parameters, Unavailable, log_error, refuse_numpy_2
-from python_backend.wire.contract import UNTIL_LOADED
+from python_backend.serving.scoring import Forward, Wait
+from python_backend.serving.triton import Gauge, MetricCounters, Parameters, Unavailable, log_error
+from python_backend.serving.versions.follower import Version
+from python_backend.wire.contract import UNTIL_LOADED, TokenRow
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from python_backend.serving.ranks.controller import ServingRanks
 
-Launch = Callable[[Sequence[np.ndarray], int], Callable[[], Sequence[np.ndarray]]]
-"""Launches the forward pass of rows at a width; returns a function that waits for an output array per row."""
 TROUBLES = {
     "rlhf_lost_processes_total": "Processes of the model that lost their device or a rank, and had to be replaced",
     "rlhf_out_of_memory_total": "Forward passes halved because they did not fit into the device's memory",
@@ -42,18 +39,13 @@ TROUBLES = {
 EXIT_WITHIN_S = 5  # after unloading a model whose threads may hang in a collective
 
 
-class TorchScoringModel(ScoringModel):
-    """A scoring model that runs torch.
+class TorchProcess:
+    """This process, with one model on its device."""
 
-    `set_up_torch` sets `parameters` and `loading`, which are the keyword arguments shared by all checkpoint loaders.
-    """
-
-    def set_up_torch(self, args: Mapping[str, str]) -> None:
-        """Read Triton's arguments and prepare this process for forward passes; call it first in `initialize`."""
-        refuse_numpy_2()
+    def __init__(self, args: Mapping[str, str]) -> None:
+        """Prepare the process for forward passes; `args` are those of Triton's `initialize`."""
         quiet_transformers()
-        self.parameters = Parameters(args)
-        self.set_up(self.parameters)
+        self.args, self.parameters = args, Parameters(args)
         keep_freed_memory()
         device, size = self.parameters.text("device"), self.parameters.number("tensor_parallel")
         if device == "cuda" and size == 1:  # Triton has chosen a card for each instance
@@ -63,45 +55,47 @@ class TorchScoringModel(ScoringModel):
         self._memory = Halving(f"token_budget of {self.parameters.model}", remedy="lower the model's max_length")
         self._troubles = MetricCounters(self.parameters.model, TROUBLES)
         self._gauges: dict[str, Gauge] = {}
+        self.passes_in_flight = 2 if self.device.type == "cuda" and size == 1 else 1
         if self.device.type == "cuda":
-            self.passes_in_flight = 2 if size == 1 else 1
             instance, model = args.get("model_instance_name", ""), self.parameters.model
             self._gauges = {spec.name: Gauge(model, f"rlhf_{spec.name}", spec.help, instance=instance) for spec in CARD}
-        self.loading: dict[str, Any] = {
+        self._loading: dict[str, Any] = {
             "device": device,
             "dtype": self.parameters.text("dtype"),
             "compile_forward": self.parameters.text("compile") == "true",
         }
+        self.stop_loading: Callable[[bool], None] = lambda waits: None
+        """Stops whatever calls `load`; waits until it has ended, unless told not to: once a rank is lost, it may never
+        end."""
+        self.refuse_all: Callable[[Exception], None] | None = None
+        self._is_lost = False
         self._ranks: ServingRanks | None = None
         if size > 1:
             from python_backend.serving.ranks.controller import ServingRanks
 
             self._ranks = ServingRanks(
                 size,
-                self.loading["device"],
+                device,
                 self.parameters.number("threads"),
                 functools.partial(self._end, "has lost a rank"),
             )
 
     def load(self, loader: str, folder: Path, served: Any = None, **options: Any) -> Any:
         """Load a model, on all ranks if there are several; see `load_model`."""
-        options |= self.loading
+        options |= self._loading
         if self._ranks is not None:
             return self._ranks.load(loader, folder, served, options)
         with staging(self.device):
             return load_model(loader, folder, served, options)
 
-    @abstractmethod
-    def forward_of(self, model: Any) -> Launch:
-        """Return the method of the served model that launches its forward pass."""
-
-    def launch(self, model: Any, rows: list[np.ndarray], width: int) -> Callable[[], list[np.ndarray]]:
-        halved, forward = self._memory.count, self.forward_of(model)
+    def launch(self, forward: Forward, version: Version, rows: Sequence[TokenRow], width: int) -> Wait:
+        """Launch a forward pass, in halves if it does not fit into the device's memory, and on all ranks."""
         if self._ranks is not None:
-            with self.on_all_ranks(forward.__self__, rows, width):  # type: ignore[attr-defined]
-                found = forward(rows, width)()
-            return lambda: list(found)
-        parts = self._memory.in_parts(lambda part: forward(part, width), rows)
+            with self.on_all_ranks(version.model, rows, width):
+                found = forward(version.model, rows, width)()
+            return lambda: found
+        halved = self._memory.count
+        parts = self._memory.in_parts(lambda part: forward(version.model, part, width), rows)
         if self._memory.count > halved:
             self._troubles.add((0, self._memory.count - halved))
             self._troubles.publish()
@@ -121,35 +115,30 @@ class TorchScoringModel(ScoringModel):
         try:
             yield
         except Exception as error:
-            if self._started:
+            if self.refuse_all is not None:
                 self.failed(error)
-            if self._refusal is not None:
+            if self._is_lost:
                 threading.Event().wait()
             raise
 
     def publish(self) -> None:
-        super().publish()
+        """Show how much of the device's memory is used."""
         for name, value in card_bytes(self.device).items():
             self._gauges[name].show(value)
 
-    def on_all_ranks(self, model: Any, rows: list[np.ndarray], width: int) -> contextlib.AbstractContextManager[None]:
+    def on_all_ranks(self, model: Any, rows: Sequence[TokenRow], width: int) -> contextlib.AbstractContextManager[None]:
         """Return the context for a forward pass of `model`, in which the other ranks, if any, run theirs."""
-        return contextlib.nullcontext() if self._ranks is None else self._ranks.forward(model, rows, width)
+        if self._ranks is None:
+            return contextlib.nullcontext()
+        return self._ranks.forward(model, [row.tokens for row in rows], width)
 
-    def stop_loading(self, *, waits: bool = True) -> None:
-        """Hook to stop whatever calls `load`: at unload, when no request is left, or when the model has lost a rank.
-
-        `waits`: until it has ended, which it may never do once a rank is lost.
-        """
-
-    def finalize(self) -> None:
-        """Triton's entry point at unload."""
-        if self._refusal is not None:  # no thread is worth waiting for; the default action of the signal ends them
+    def close(self) -> None:
+        """Stop loading and the other ranks; once the device or a rank is lost, let a signal end this process."""
+        if self._is_lost:  # no thread is worth waiting for; the default action of the signal ends them
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
             signal.alarm(EXIT_WITHIN_S)
             return
-        super().finalize()
-        self.stop_loading()
+        self.stop_loading(True)
         if self._ranks is not None:
             self._ranks.close()
 
@@ -165,13 +154,19 @@ class TorchScoringModel(ScoringModel):
         three seconds to answer a request whose process has ended. Only before the model has started, when there are no
         requests, does it end at once.
         """
-        if self._refusal is not None:  # another thread has met the same error
+        if self._is_lost:  # another thread has met the same error
             return
         error = Unavailable(f"{self.parameters.model} {loss}: {reason}; it {UNTIL_LOADED}")
         log_error(str(error))
-        if not self._started:
+        if self.refuse_all is None:
             os._exit(1)
+        self._is_lost = True
         self.refuse_all(error)
         self._troubles.add((1, 0))
         self._troubles.publish()
-        self.stop_loading(waits=False)
+        self.stop_loading(False)
+
+
+def forward_tokens(model: Any, rows: Sequence[TokenRow], width: int) -> Wait:
+    """Launch a forward pass of a model that reads nothing of a row but its tokens."""
+    return model.launch([row.tokens for row in rows], width)

@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -146,14 +146,53 @@ class Call:
                 self.answered = True
 
 
-def answer_each(requests: Sequence[Any], handle: Callable[[Call], None]) -> None:
+def answer_each(calls: Sequence[Call], handle: Callable[[Call], None]) -> None:
     """Pass each request to `handle`; an exception fails that request only and never leaves `execute`."""
-    for request in requests:
-        call = Call(request)
+    for call in calls:
         try:
             handle(call)
         except Exception as error:  # process edge: an error fails this request only
             call.fail(error)
+
+
+class ModelServer(Protocol):
+    """What serves the requests of a model."""
+
+    def execute(self, calls: Sequence[Call]) -> None:
+        """Answer the requests, or see to it that they are answered; never raises."""
+
+    def finalize(self) -> None:
+        """Answer every received request, then release everything."""
+
+
+class TritonModel:
+    """What Triton loads, under the name `TritonPythonModel`: passes its calls on to what `serve` returns."""
+
+    serve: Callable[[Mapping[str, str]], ModelServer]
+    served: ModelServer
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load. A reload through Triton runs this in a new process."""
+        refuse_numpy_2()
+        self.served = type(self).serve(args)
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Triton's entry point for requests."""
+        self.served.execute([Call(request) for request in requests])
+
+    def finalize(self) -> None:
+        """Triton's entry point at unload."""
+        self.served.finalize()
+
+
+def triton_model(serve: Callable[[Mapping[str, str]], ModelServer]) -> type[TritonModel]:
+    """Return the class for Triton that serves what `serve` returns for the arguments of `initialize`."""
+
+    class TritonPythonModel(TritonModel):
+        """The class for Triton."""
+
+    TritonPythonModel.serve = staticmethod(serve)
+    return TritonPythonModel
 
 
 def _triton_error(error: Exception) -> Any:

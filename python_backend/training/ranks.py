@@ -9,15 +9,17 @@ dies, its store dies with it, and the other ranks leave; if another rank dies, t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -46,6 +48,39 @@ class RankFailed(RlhfError):
 
 class RankLost(Exception):
     """Rank 0 has ended, and with it the job; not an error that a user can fix, torchrun restarts the ranks."""
+
+
+class OneRank:
+    """What `Ranks` offers, for a process that trains alone: there is no other rank to wait for."""
+
+    rank, size = 0, 1
+
+    def announce(self, name: str, **arguments: Any) -> None:
+        """Do nothing: no other rank executes operations."""
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Execute `work`."""
+        return work()
+
+    def broadcast(self, record: T | None, kind: type[T]) -> T:
+        """Return the record."""
+        assert record is not None
+        return record
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of this rank."""
+        return [value]
+
+    def totals(self, values: Sequence[float]) -> list[float]:
+        """Return the values of this rank."""
+        return list(values)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of the loss."""
+        loss.backward()
+
+
+ALONE = OneRank()
 
 
 class Ranks:
@@ -134,20 +169,28 @@ class Ranks:
             raise RankFailed(text)
         return result
 
-    def broadcast(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Send CPU tensors of rank 0 to all ranks; the other ranks pass None. Returns them on every rank."""
+    def broadcast(self, record: T | None, kind: type[T]) -> T:
+        """Send a dataclass `kind` of arrays and CPU tensors from rank 0 to all ranks; the other ranks pass None.
+
+        Returns the record on every rank. Fields may be None.
+        """
         self._broadcasts += 1
         key = str(self._broadcasts)
-        if tensors is not None:
-            shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+        given = {} if record is None else {name: value for name, value in vars(record).items() if value is not None}
+        tensors = {name: torch.as_tensor(value).contiguous() for name, value in given.items()}
+        if record is not None:
+            shapes = [
+                [name, str(tensor.dtype), list(tensor.shape), isinstance(given[name], np.ndarray)]
+                for name, tensor in tensors.items()
+            ]
             self._shapes.set(key, json.dumps(shapes))
             self._shapes.delete_key(str(self._broadcasts - KEPT))
-        out = {}
-        for name, dtype, shape in json.loads(self._shapes.get(key)):
-            tensor = torch.empty(shape, dtype=DTYPES[dtype]) if tensors is None else tensors[name].contiguous()
+        received: dict[str, Any] = {field.name: None for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        for name, dtype, shape, is_array in json.loads(self._shapes.get(key)):
+            tensor = tensors[name] if record is not None else torch.empty(shape, dtype=DTYPES[dtype])
             dist.broadcast(tensor, src=0)
-            out[name] = tensor
-        return out
+            received[name] = tensor.numpy() if is_array else tensor
+        return kind(**received) if record is None else record
 
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON values that the ranks pass, by rank; collective."""
@@ -156,6 +199,16 @@ class Ranks:
         self._values.delete_key(f"{self._gathers - KEPT}/{self.rank}")
         dist.barrier()
         return [json.loads(self._values.get(f"{self._gathers}/{rank}")) for rank in range(self.size)]
+
+    def totals(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of values over all ranks; collective."""
+        sums = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(sums)
+        return sums.tolist()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of this rank's part of the loss; FSDP averages gradients over the ranks."""
+        (loss * self.size).backward()
 
     @classmethod
     @contextlib.contextmanager
@@ -193,6 +246,15 @@ class Ranks:
             time.sleep(POLL_S)
             left = self._store.add("left", 0)
         dist.destroy_process_group()
+
+
+AnyRanks = OneRank | Ranks
+
+
+def dealt(lengths: Tensor, size: int) -> list[Tensor]:
+    """Deal rows to `size` ranks, so that each gets rows of similar lengths; return their indices, by rank."""
+    order = lengths.argsort(stable=True)
+    return [order[rank::size] for rank in range(size)]
 
 
 class Operations:

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -85,12 +85,19 @@ def hollow(model: Any, device: torch.device | str) -> Any:
     return copy.deepcopy(model, memo)
 
 
+def is_sharded(model: Any) -> bool:
+    """Return whether `shard` has been called with this model."""
+    return isinstance(model, FSDPModule)
+
+
 def sync_gradients(model: Any, *, is_last: bool) -> None:
     """Let the next backward pass add up gradients over the ranks; on cards only that of the last micro-batch.
 
     Until then each rank holds gradients of all trained weights. Where these take more than MOST_UNREDUCED, and on a
-    CPU, every backward pass adds them up.
+    CPU, every backward pass adds them up. No effect on a model that is not sharded.
     """
+    if not is_sharded(model):
+        return
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     waits = model.device.type == "cuda" and trained * torch.float32.itemsize <= MOST_UNREDUCED
     model.set_requires_gradient_sync(is_last or not waits)
@@ -100,8 +107,12 @@ def sync_gradients(model: Any, *, is_last: bool) -> None:
 def gathered_as_stored(model: Any) -> Iterator[None]:
     """Run forward passes with the weights of layers as they are stored, not cast to bfloat16; collective, for checks.
 
-    FSDP cannot change the dtype in which it gathers, so that each layer gathers once more what was cast.
+    FSDP cannot change the dtype in which it gathers, so that each layer gathers once more what was cast. After the
+    block each rank holds its slices alone. No effect on a model that is not sharded.
     """
+    if not is_sharded(model):
+        yield
+        return
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     stored = {layer: list(layer.parameters()) for layer in layers}
     held: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
@@ -124,6 +135,7 @@ def gathered_as_stored(model: Any) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+    model.reshard()
 
 
 def write_slices(tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -7,16 +7,14 @@ Shapes: `B` rows of a request, `S` its padded length, `N` rows of a training pay
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from python_backend.errors import RlhfError
-
-MAX_NESTING = 100  # of metadata; Python's JSON writer and templates recurse, and fail at about 1000 levels
 
 REWARD_MODEL = "reward_model"
 CRITIC = "critic"
@@ -40,61 +38,27 @@ METADATA = "metadata"  # BYTES [B, 1], a JSON object per row
 MESSAGES = "messages"  # key in `metadata`: the chat that the sentence replies to
 PROMPT_LENGTHS = "prompt_lengths"  # INT64 [B, 1], optional: number of leading prompt tokens in each row
 STORE = "store"  # parameter: weights store that the versions come from; a reward model may have none
-REWARDS = "rewards"  # FP32 [B, 1]; [B, A] if the attributes are not merged
-# FP32 [B, A]: the checkpoint's labels in the order of their ids, from scores before merging and standardisation.
-PROBABILITIES = "probabilities"
 LABELS = "labels"  # parameter, JSON list: the A names
-# INT64 [B, 1], microseconds: from the arrival of the request in the model's process to the start of the row's forward
-# pass, tokenisation included, and duration of that forward pass. Triton's own queue is not included.
-QUEUE_US = "queue_us"
-COMPUTE_US = "compute_us"
-# Declared and never sent. A request that names no outputs gets all of them from Triton, so it is known by this one; it
-# receives none of the optional ones.
-UNNAMED = "no_outputs_named"
-OPTIONAL_OUTPUTS = frozenset({PROBABILITIES, QUEUE_US, COMPUTE_US, UNNAMED})
-# Only of a process reward (`reward.process`), whose `rewards` aggregate each row's steps:
-TOKEN_REWARDS = "token_rewards"  # FP32 [B, S]: index t is the reward given at token t of the scored row, 0 where none
-STEP_REWARDS = "step_rewards"  # FP32 [B, K], K: most steps of a row; 0 behind a row's last step
-STEP_ENDS = "step_ends"  # INT64 [B, K]: token that ends step k; of a sentence, characters up to its end; -1 behind
-# `step_ends` is also the key in `metadata` of a row whose steps the request gives.
 PROCESS = "process"  # parameter: granularity of a process reward, `step` or `token`
 # In the error message of a reward that a row of tokens alone cannot be sent to; health probes recognise it.
 NEEDS_MORE = "needs more than a row of tokens"
 TEXTS_ONLY = "texts_only"  # parameter: `true` if the reward scores only sentences
-AFTER_CRITIC = "after_critic"  # INT64 [B, 1]; makes Triton run reward_model after critic in critic_infer
 AFTER_COMPONENT = "after_component"  # FP32 [B, 1]; makes Triton run the models of a reward mixture in order
-REWARD_COMPONENTS = "reward_components"  # FP32 [B, C], NaN where scoring failed; also the parameter with the C names
-REWARD_ERRORS = "reward_errors"  # BYTES [B, 1], UTF-8, empty where every component has a score
 REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights
 GROUPWISE = "groupwise"  # parameter: "true" if a reward function needs all responses to a prompt in one request
-VALUES = "values"  # FP32 [B, S]
-RESPONSE_VALUES = "response_values"  # FP32 [B, R], R: longest response; index t is the value before response token t
-# FP32 [B, S]: index t is the log-prob of token t+1, -inf for a banned token; 0 from each row's last token on.
-LOGPROBS = "logprobs"
 TEMPERATURE = "temperature"  # parameter: sampling temperature of the log-probs
 BANNED_TOKEN_IDS = "banned_token_ids"  # parameter, JSON list: ids that are never sampled
 CHECKPOINT_FINGERPRINT = "checkpoint_fingerprint"  # parameter: fingerprint of the reference weights
-REWARD_VERSION = "reward_version"  # INT64 [B, 1]: weights version that scored the row; only with `reward.store`
-WEIGHTS_VERSION = "weights_version"  # INT64 [B, 1]; [1] for critic_train and critic_save
-
 RETURNS = "returns"  # FP32 [N, S-1]; packed: [1, T-N]
 PREV_VALUES = "prev_values"  # same as returns
 MASK = "mask"  # same as returns
 RUN_ID = "run_id"  # BYTES [1], optional
 STEP = "step"  # INT64 [1], optional; in critic_save: the step to checkpoint
-LOSS_MEAN = "loss_mean"  # FP32 [1]
-
 UNTIL_LOADED = "refuses requests until it is loaded again"  # in the error of a model that lost a rank or its device
 
 DUMMY_VAR = "dummy_var"  # INT64 [1], in critic_save: placeholder input, any value >= 0
 KEEP_STEPS = "keep_steps"  # INT64 [K], optional, in critic_save: which checkpoints up to `step` to keep
 REWIND_TO = "rewind_to"  # INT64 [1], optional, in critic_save: roll the critic back to this step
-STATUS = "status"  # INT64 [1], 0: success
-
-# Tensors between the models of a reward mixture.
-REWARD_COMPONENT = "reward_component"  # FP32 [B, 1], of one function; NaN where scoring failed
-REWARD_ERROR = "reward_error"  # BYTES [B, 1], of one function
-
 TRAINING_KEY_HEADER = "x-triton-training-key"
 SENDER_HEADER = "x-triton-sender"
 """Identifies the client as `<session>/<n>`; n is the number of rewinds it has requested (see store/ownership.py)."""
@@ -103,6 +67,106 @@ PROBE_HEADER = "x-triton-probe"
 ORIGIN_HEADER = "origin"  # browsers add it to each POST of a web page; critic_train and critic_save refuse it
 TRACEPARENT_HEADER = "traceparent"  # W3C trace context; also the name in the metadata of a journal entry
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True)
+class Output:
+    """A row of the table of outputs: of the served models, and of the ensembles that pass it on."""
+
+    models: str  # kinds of models that declare it
+    name: str
+    dtype: str
+    dims: int | str  # behind the batch dimension: 1, -1, or the name of a number that the configuration decides
+    meaning: str
+    trait: str | None = None  # only of reward models with this trait: STORED, or one of PROCESS and WHOLE
+    is_optional: bool = False  # a request that names no outputs does not get it, and no ensemble passes it on
+    needs_forward: bool = True
+    note: str = ""  # comment in config.pbtxt
+
+
+OUTPUTS: list[Output] = []
+STORED, WHOLE = "stored", "whole"  # traits of a reward model: it has versions; it scores rows, not their steps
+
+
+def _output(models: str, name: str, dtype: str, dims: int | str, meaning: str, **more: Any) -> str:
+    OUTPUTS.append(Output(models, name, dtype, dims, meaning, **more))
+    return name
+
+
+# The table of outputs, in the order of config.pbtxt. Models are `reward` (reward_model, reward_checkpoint), `mixture`,
+# `function`, and others by their name. A new output is a row here and an entry in the model's reply.
+SCORING = "reward critic reference"
+REWARDS = _output("reward mixture", "rewards", "FP32", "num_rewards", "[B, 1]; [B, A] if attributes are not merged")
+# The checkpoint's labels in the order of their ids, from scores before merging and standardisation.
+PROBABILITIES = _output("reward", "probabilities", "FP32", -1, "[B, A]: of the labels", trait=WHOLE, is_optional=True)
+REWARD_VERSION = _output(
+    "reward", "reward_version", "INT64", 1, "[B, 1]: weights that scored the row", trait=STORED, needs_forward=False
+)
+# Of a process reward, whose `rewards` aggregate each row's steps. `step_ends` is also the key in `metadata` of a row
+# whose steps the request gives.
+TOKEN_REWARDS = _output(
+    "reward", "token_rewards", "FP32", -1, "[B, S]: index t is given at token t of the row, 0 where none", trait=PROCESS
+)
+STEP_REWARDS = _output(
+    "reward", "step_rewards", "FP32", -1, "[B, K], K: most steps of a row; 0 behind a row's last step", trait=PROCESS
+)
+STEP_ENDS = _output(
+    "reward", "step_ends", "INT64", -1, "[B, K]: last token; of a sentence, characters to its end; or -1", trait=PROCESS
+)
+# `reward_components` is also the parameter with the C names.
+REWARD_COMPONENTS = _output(
+    "mixture", "reward_components", "FP32", "num_components", "[B, C], NaN where scoring failed"
+)
+REWARD_ERRORS = _output(
+    "mixture", "reward_errors", "STRING", 1, "[B, 1], UTF-8, empty where all components have a score"
+)
+REWARD_COMPONENT = _output("function", "reward_component", "FP32", 1, "[B, 1]; NaN where scoring failed")
+REWARD_ERROR = _output("function", "reward_error", "STRING", 1, "[B, 1], empty where there is a score")
+VALUES = _output("critic", "values", "FP32", -1, "[B, S]: index t is the value of the state after token t")
+RESPONSE_VALUES = _output(
+    "critic", "response_values", "FP32", -1, "[B, R], R: longest response; index t is the value before its token t"
+)
+LOSS_MEAN = _output("critic_train", "loss_mean", "FP32", 1, "[1]")
+STATUS = _output("critic_save", "status", "INT64", 1, "[1]: 0, success")
+WEIGHTS_VERSION = _output(
+    "critic critic_train critic_save", "weights_version", "INT64", 1, "[B, 1], or [1]", needs_forward=False
+)
+# Makes Triton run reward_model after critic in critic_infer.
+AFTER_CRITIC = _output(
+    "critic",
+    "after_critic",
+    "INT64",
+    1,
+    "[B, 1]",
+    needs_forward=False,
+    note="makes reward_model the second step of critic_infer",
+)
+# Index t is the log-prob of token t+1, -inf for a banned token; 0 from each row's last token on.
+LOGPROBS = _output("reference", "logprobs", "FP32", -1, "[B, S]: index t is the log-prob of token t+1")
+# Microseconds: from the arrival of the request in the model's process to the start of the row's forward pass,
+# tokenisation included, and duration of that forward pass. Triton's own queue is not included.
+QUEUE_US = _output(SCORING, "queue_us", "INT64", 1, "[B, 1]: before the row's forward pass", is_optional=True)
+COMPUTE_US = _output(SCORING, "compute_us", "INT64", 1, "[B, 1]: of the row's forward pass", is_optional=True)
+# Declared and never sent. A request that names no outputs gets all of them from Triton, so it is known by this one; it
+# receives none of the optional ones.
+UNNAMED = _output(
+    SCORING,
+    "no_outputs_named",
+    "INT64",
+    1,
+    "never sent",
+    is_optional=True,
+    needs_forward=False,
+    note="never sent; see OPTIONAL_OUTPUTS in contract.py",
+)
+OPTIONAL_OUTPUTS = frozenset(output.name for output in OUTPUTS if output.is_optional)
+FORWARD_OUTPUTS = frozenset(output.name for output in OUTPUTS if output.needs_forward)
+
+
+def outputs_of(*models: str, traits: Collection[str] = ()) -> list[Output]:
+    """Return the outputs that the models declare, of a reward model with these traits."""
+    ours = [output for output in OUTPUTS if not set(models).isdisjoint(output.models.split())]
+    return [output for output in ours if output.trait is None or output.trait in traits]
 
 
 class ContractError(RlhfError, ValueError):
@@ -125,19 +189,27 @@ class RowSteps:
     ends: np.ndarray  # the step's end as `step_ends` returns it
 
 
+class TokenRow(NamedTuple):
+    """A row to score. It is ragged from the request to the forward pass, and padded there and in the reply alone."""
+
+    tokens: np.ndarray  # int64 [length]
+    prompt_length: int | None = None  # number of leading prompt tokens, in [1, length]
+    types: np.ndarray | None = None  # int64 [length]: the type of each token in a text pair; None: all 0
+    steps: RowSteps | None = None  # of a process reward
+
+
 @dataclass(frozen=True)
 class ScoringRows:
-    """Rows to score.
+    """Rows to score; iterate them once.
 
-    `tokens[i]` is int64 `[length_i]`, unpadded. `width` is S, the padded length of the rows in the reply.
-    `prompt_lengths` is int64 `[B]` with values in [1, length_i], or None. `steps[i]` are the steps of row i for a
-    process reward, otherwise empty.
+    `width` is S, the padded length of the rows in the reply; None: that of the longest row. `unread_bytes` is the size
+    of the texts that wait to be tokenised while the rows are iterated, which then is slow and may raise ContractError;
+    0: all rows are there.
     """
 
-    tokens: list[np.ndarray]
-    width: int
-    prompt_lengths: np.ndarray | None = None
-    steps: tuple[RowSteps, ...] = ()
+    rows: Iterable[TokenRow]
+    width: int | None = None
+    unread_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,11 +258,13 @@ def scoring_rows(
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must have at least one row")
     check_size(TOKENS, rows, width, limits)
     sizes = np.full(rows, width, np.int64) if lengths is None else row_lengths(SEQUENCE_LENGTHS, lengths, rows, width)
-    prompts = None if prompt_lengths is None else row_lengths(PROMPT_LENGTHS, prompt_lengths, rows, sizes)
-    cut = [np.ascontiguousarray(tokens[i, : sizes[i]], dtype=np.int64) for i in range(rows)]
+    prompts: Sequence[int | None] = [None] * rows
+    if prompt_lengths is not None:
+        prompts = row_lengths(PROMPT_LENGTHS, prompt_lengths, rows, sizes).tolist()
+    cut = [TokenRow(np.ascontiguousarray(tokens[i, : sizes[i]], dtype=np.int64), prompts[i]) for i in range(rows)]
     for i, row in enumerate(cut):
-        check_row(row, i, limits)
-    return ScoringRows(cut, width, prompts)
+        check_row(row.tokens, i, limits)
+    return ScoringRows(cut, width)
 
 
 def check_size(name: str, rows: int, width: int, limits: Limits) -> None:
@@ -226,7 +300,7 @@ def optional_text(name: str, array: np.ndarray | None) -> str | None:
     if array is None or array.size == 0:
         return None
     _expect_one(name, array)
-    text = _decode(name, array.reshape(-1)[0])
+    text = decode(name, array.reshape(-1)[0])
     if not RUN_ID_PATTERN.fullmatch(text):
         raise ContractError(
             f"{name}: {text[:80]!r}, use 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit"
@@ -259,70 +333,11 @@ def optional_counts(name: str, array: np.ndarray | None) -> list[int] | None:
     return sorted({int(value) for value in array})
 
 
-def text_bytes(
-    sentences: np.ndarray, metadata: np.ndarray | None, limits: Limits, pairs: np.ndarray | None = None
-) -> int:
-    """Return the number of bytes of a request's texts and metadata. Raises ContractError if they exceed a limit."""
-    total = 0
-    for name, array in ((SENTENCES, sentences), (TEXT_PAIRS, pairs), (METADATA, metadata)):
-        for i, item in enumerate(() if array is None else array.flat):
-            total += len(item)
-            if len(item) > limits.max_sentence_bytes:
-                raise ContractError(
-                    f"{name}[{i}]: {len(item)} bytes, must be at most {limits.max_sentence_bytes} (max_sentence_bytes)"
-                )
-    if total > limits.max_request_bytes:
-        raise ContractError(
-            f"{SENTENCES}: {total} bytes with the metadata, more than {limits.max_request_bytes} "
-            "(max_request_bytes): send fewer rows per request"
-        )
-    return total
-
-
 def sentence_texts(sentences: np.ndarray, name: str = SENTENCES) -> list[str]:
     """Decode a BYTES `[B, 1]` tensor. Raises ContractError for another shape or text that is not UTF-8."""
     if sentences.ndim != 2 or sentences.shape[1] != 1 or sentences.shape[0] == 0:
         raise ContractError(f"{name}: shape {list(sentences.shape)}, must be [B, 1]")
-    return [_decode(f"{name}[{i}]", item) for i, item in enumerate(sentences[:, 0])]
-
-
-def pair_texts(pairs: np.ndarray | None, rows: int) -> list[str]:
-    """Return the second text of each of `rows` sentences, empty for none. Raises ContractError if invalid."""
-    if pairs is None:
-        return [""] * rows
-    if pairs.shape != (rows, 1):
-        raise ContractError(f"{TEXT_PAIRS}: shape {list(pairs.shape)}, must be [{rows}, 1]")
-    return sentence_texts(pairs, TEXT_PAIRS)
-
-
-def metadata_rows(metadata: np.ndarray | None, rows: int) -> list[dict[str, Any]]:
-    """Return the JSON object of each row, `{}` if no metadata was sent. Raises ContractError for anything else."""
-    if metadata is None:
-        return [{} for _ in range(rows)]
-    if metadata.shape != (rows, 1):
-        raise ContractError(f"{METADATA}: shape {list(metadata.shape)}, must be [{rows}, 1]")
-    return [_metadata_object(i, item) for i, item in enumerate(metadata[:, 0])]
-
-
-def _metadata_object(index: int, item: Any) -> dict[str, Any]:
-    text = _decode(f"{METADATA}[{index}]", item)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
-        raise ContractError(f"{METADATA}[{index}]: {text[:80]!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ContractError(f"{METADATA}[{index}]: {text[:80]!r}, must be a JSON object")
-    containers: list[Any] = [value]
-    for _ in range(MAX_NESTING):
-        containers = [
-            inner
-            for each in containers
-            for inner in (each.values() if isinstance(each, dict) else each)
-            if isinstance(inner, (dict, list))
-        ]
-    if containers:
-        raise ContractError(f"{METADATA}[{index}]: {text[:80]!r}, must be nested at most {MAX_NESTING} deep")
-    return value
+    return [decode(f"{name}[{i}]", item) for i, item in enumerate(sentences[:, 0])]
 
 
 def texts_array(texts: list[str]) -> np.ndarray:
@@ -330,7 +345,8 @@ def texts_array(texts: list[str]) -> np.ndarray:
     return np.asarray([[text.encode("utf-8", "replace")] for text in texts], dtype=np.object_)
 
 
-def _decode(name: str, item: Any) -> str:
+def decode(name: str, item: Any) -> str:
+    """Decode an item of a BYTES tensor. Raises ContractError if it is not UTF-8."""
     try:
         return item.decode("utf-8") if isinstance(item, bytes) else str(item)
     except UnicodeDecodeError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from actor.run.metrics import ActorMetrics, MetricsLog
-from actor.scoring.retry import RequestCounters
+from python_backend.client.retry import RequestCounters
 from python_backend.config import RunConfig
 
 

@@ -17,9 +17,9 @@ from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
 from actor.policy.policy import Policy
 from actor.run.collection import collect
 from actor.run.metrics import Timers
-from actor.scoring.client import RequestFailed
-from actor.scoring.mixture import RewardMixture
 from actor.scoring.reference import OwnReference
+from python_backend.client.errors import RequestFailed
+from python_backend.client.served import ServedModel
 from tests.support.settings import actor_section
 
 PROMPTS = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate([[5, 6, 7], [8], [9, 10, 11, 12], [14]])]
@@ -40,7 +40,7 @@ class Server:
 
     has_critic = True
     rows_per_request = 1
-    mixture = RewardMixture()
+    reward = ServedModel()
 
     def __init__(self, answer: Callable[[], Any] = lambda: None) -> None:
         self.asked = 0

@@ -31,10 +31,12 @@ import actor.algorithms.rollout_metrics
 import actor.loop
 from actor.data.rollout import Prompt, Rollout
 from actor.loop import PPORun
-from actor.scoring.client import RequestCounters, TrainAnswer
 from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.client.client import TrainAnswer
+from python_backend.client.retry import RequestCounters
+from python_backend.client.served import ServedModel
 from python_backend.config import ActorSection, RunConfig
-from python_backend.wire.contract import CRITIC
+from python_backend.wire.contract import CRITIC, REWARD_VERSION
 from tests.support.settings import nested
 
 LIMIT_S = 0.1
@@ -118,9 +120,10 @@ class InstantServer:
         self.counters, self.outage = RequestCounters(), ""
         self._rows, self.scored = rows, 0
 
-    async def model_parameters(self, model: str) -> dict[str, str]:
-        ours = {"checkpoint": "there", "tokenizer_fingerprint": fingerprint(InstantPolicy.tokenizer)}
-        return ours if model == CRITIC else {**ours, "tokenizer_fingerprint": "x", "process": "step", "store": "there"}
+    async def describe(self, model: str) -> ServedModel:
+        if model == CRITIC:
+            return ServedModel.of({"tokenizer_fingerprint": fingerprint(InstantPolicy.tokenizer)})
+        return ServedModel.of({"tokenizer_fingerprint": "x", "process": "step"}, [REWARD_VERSION])
 
     async def score(self, rows: list[np.ndarray], outputs: Any, *_: Any) -> dict[str, np.ndarray]:
         await asyncio.sleep(0)

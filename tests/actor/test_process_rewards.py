@@ -24,9 +24,10 @@ from actor.algorithms.stages import RewardShaper
 from actor.data.prompts import PromptError
 from actor.data.rollout import ProcessRewards, Prompt, Rollout, ScoredRollout, Scores
 from actor.run.validation import explained
-from actor.scoring.mixture import RewardMixture
+from actor.scoring.metadata import check_prompts
 from actor.scoring.process import BLOCK, tokens_with
 from actor.scoring.scorer import ModelMismatch, Scorer, join_scores
+from python_backend.client.served import ServedModel
 from python_backend.config import RunConfig
 from tests.support.settings import actor_section
 
@@ -209,8 +210,8 @@ class Client:
         self.asked: dict[str, Any] = {}
         self.num_answered = 0
 
-    async def model_parameters(self, model: str) -> dict[str, str]:
-        return {"checkpoint": "there", "tokenizer_fingerprint": "other", **self.parameters}
+    async def describe(self, model: str) -> ServedModel:
+        return ServedModel.of({"checkpoint": "there", "tokenizer_fingerprint": "other", **self.parameters})
 
     async def rewards(self, rows: Any, outputs: Any, metadata: Any, **more: Any) -> dict[str, np.ndarray]:
         self.asked = {"rows": rows, "outputs": outputs, **more}
@@ -225,7 +226,7 @@ class Client:
 def score(client: Client, tokenizer: Any, rollout: Rollout, *, texts: bool, rows_per_request: int = 8) -> Scores:
     client.num_answered = 0
     scorer = Scorer(client, tokenizer, rows_per_request=rows_per_request, with_critic=False)  # type: ignore[arg-type]
-    scorer.mixture, scorer.sends_sentences = RewardMixture.of(client.parameters), texts
+    scorer.reward, scorer.sends_sentences = ServedModel.of(client.parameters), texts
     return asyncio.run(scorer.score(rollout))
 
 
@@ -331,4 +332,4 @@ def test_token_rewards_of_another_vocabulary_are_refused(tokenizer: Any):
     asyncio.run(scorer.compare_tokenizers())
     assert scorer.sends_sentences
     with pytest.raises(PromptError, match="has a column 'step_ends'"):
-        RewardMixture.of({"process": "step"}).check_prompts([Prompt("0", "", np.ones(1), {"step_ends": [3]})])
+        check_prompts(ServedModel.of({"process": "step"}), [Prompt("0", "", np.ones(1), {"step_ends": [3]})])

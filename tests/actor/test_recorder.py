@@ -24,11 +24,13 @@ from actor.policy.checkpoint import RunState, critic_steps, saved_steps
 from actor.policy.policy import Policy
 from actor.run.recorder import Recorder
 from actor.run.validation import Validation
-from actor.scoring.client import RequestCounters, RequestFailed
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.client.errors import RequestFailed
+from python_backend.client.retry import RequestCounters
 from python_backend.config import ActorSection, PolicySection, RunConfig
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import WeightsStore
+from python_backend.training.ranks import ALONE
 from python_backend.wire.contract import STEP_AHEAD
 from tests.support.prompts import one_prompt
 from tests.support.settings import nested
@@ -37,7 +39,7 @@ from tests.support.settings import nested
 class TinyPolicy:
     """What checkpoints are made of, and nothing that generates."""
 
-    world_size = 1
+    ranks = ALONE
     write_state, read_state = Policy.write_state, Policy.read_state
 
     def __init__(self) -> None:

@@ -17,8 +17,10 @@ from actor.algorithms.batch import TooManyFailed, check_failures, sequence_kl
 from actor.algorithms.rollout_metrics import rollout_metrics
 from actor.data.rollout import Prompt, ReferenceLogprobs, Rollout, ScoredRollout, Scores
 from actor.loop import PPORun
-from actor.scoring.client import RequestCounters, RequestFailed, TrainAnswer
 from actor.scoring.reference import ServedReference, only_known
+from python_backend.client.client import TrainAnswer
+from python_backend.client.errors import RequestFailed
+from python_backend.client.retry import RequestCounters
 from python_backend.wire.contract import REWARDS
 
 PATIENCE_S = 60.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging

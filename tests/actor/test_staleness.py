@@ -15,10 +15,12 @@ from actor.data.rollout import Prompt, Rollout
 from actor.loop import PPORun
 from actor.run.metrics import MetricsLog
 from actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update, staleness_metrics
-from actor.scoring.client import RequestCounters, TrainAnswer
-from actor.scoring.retry import ServerFailed
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer
+from python_backend.client.client import TrainAnswer
+from python_backend.client.errors import ServerFailed
+from python_backend.client.retry import RequestCounters
+from python_backend.client.served import ServedModel
 from python_backend.config import RunConfig
 from python_backend.store.jsonl import read_jsonl
 from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
@@ -156,8 +158,8 @@ class SlowCritic:
         self.trained = self.sent = 0
         self.scored: dict[int, Counter[int]] = {}  # updates sent -> rows by what their weights lacked
 
-    async def model_parameters(self, model: str) -> dict[str, str]:
-        return self.parameters
+    async def describe(self, model: str) -> ServedModel:
+        return ServedModel.of(self.parameters)
 
     async def rewind(self, *, run_id: str, step: int) -> int:
         return FIRST_VERSION

@@ -21,9 +21,10 @@ from live_system import Checkpoints, make_run, validations_of
 from actor.loop import PPORun
 from actor.policy.checkpoint import saved_steps
 from actor.run.stopping import Stop, Stopped
-from actor.scoring.client import TrainAnswer
-from actor.scoring.retry import RequestCounters
 from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.client.client import TrainAnswer
+from python_backend.client.retry import RequestCounters
+from python_backend.client.served import ServedModel
 from python_backend.store.durable import read_json
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import sha256_of
@@ -145,8 +146,8 @@ class Server:
         self.tokenizer: Any = None
         self.payloads: list[dict[str, np.ndarray]] = []  # of the critic
 
-    async def model_parameters(self, _: str) -> dict[str, str]:
-        return {"tokenizer_fingerprint": fingerprint(self.tokenizer)}
+    async def describe(self, _: str) -> ServedModel:
+        return ServedModel.of({"tokenizer_fingerprint": fingerprint(self.tokenizer)})
 
     async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
         return {REWARDS: np.asarray([[float(row.sum() % 7)] for row in rows], np.float32)}

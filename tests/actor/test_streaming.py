@@ -11,10 +11,11 @@ import torch
 
 from actor.data.prompts import PromptError
 from actor.data.rollout import Prompt, Rollout, join_rollouts
-from actor.scoring.mixture import RewardMixture
-from actor.scoring.retry import RequestRefused
+from actor.scoring.metadata import check_prompts, row_metadata
 from actor.scoring.scorer import Scorer
 from actor.scoring.stream import RowStream
+from python_backend.client.errors import RequestRefused
+from python_backend.client.served import ServedModel
 
 PATIENCE_S = 120.0
 
@@ -62,17 +63,14 @@ def test_rows_that_end_together_share_requests():
     assert answers_of([1, 0], rows_per_request=1) == ([1, 1], [0, 1])
 
 
-def test_a_row_that_ends_alone_waits_for_no_other():
-    async def play() -> None:
-        asked = Asked()
-        stream = RowStream(asked, rows_per_request=8)
-        stream.take(0, one_row(0))
-        await asyncio.wait_for(asked.first.wait(), PATIENCE_S)  # though another is written still
-        stream.take(1, one_row(1))
-        await asyncio.sleep(0)  # the loop takes it in
-        assert (await stream.answers())[0] == [[0], [1]]
-
-    asyncio.run(play())
+async def test_a_row_that_ends_alone_waits_for_no_other():
+    asked = Asked()
+    stream = RowStream(asked, rows_per_request=8)
+    stream.take(0, one_row(0))
+    await asyncio.wait_for(asked.first.wait(), PATIENCE_S)  # though another is written still
+    stream.take(1, one_row(1))
+    await asyncio.sleep(0)  # the loop takes it in
+    assert (await stream.answers())[0] == [[0], [1]]
 
 
 def test_a_group_is_in_one_request_as_a_whole_and_in_order():
@@ -81,32 +79,26 @@ def test_a_group_is_in_one_request_as_a_whole_and_in_order():
     assert answers_of([3, 0, 5, 2, 1, 4], rows_per_request=1, group_size=3) == ([3, 3], [0, 1, 2, 3, 4, 5])
 
 
-def test_a_row_waits_for_its_own_group_alone():
-    async def play() -> None:
-        asked = Asked()
-        stream = RowStream(asked, rows_per_request=8, group_size=2)
-        for index in (2, 1, 3):  # 0 is written still
-            stream.take(index, one_row(index))
-        await asyncio.wait_for(asked.first.wait(), PATIENCE_S)
-        assert asked.rows == [[2, 3]]
-        stream.take(0, one_row(0))
-        await asyncio.sleep(0)
-        assert (await stream.answers())[1].tolist() == [2, 3, 0, 1]
-        assert asked.rows == [[2, 3], [0, 1]]
-
-    asyncio.run(play())
+async def test_a_row_waits_for_its_own_group_alone():
+    asked = Asked()
+    stream = RowStream(asked, rows_per_request=8, group_size=2)
+    for index in (2, 1, 3):  # 0 is written still
+        stream.take(index, one_row(index))
+    await asyncio.wait_for(asked.first.wait(), PATIENCE_S)
+    assert asked.rows == [[2, 3]]
+    stream.take(0, one_row(0))
+    await asyncio.sleep(0)
+    assert (await stream.answers())[1].tolist() == [2, 3, 0, 1]
+    assert asked.rows == [[2, 3], [0, 1]]
 
 
-def test_rows_of_a_group_that_was_not_completed_are_never_sent():
-    async def play() -> None:
-        asked = Asked()
-        stream = RowStream(asked, rows_per_request=1, group_size=2)
-        stream.take(0, one_row(0))
-        await asyncio.sleep(0)
-        await stream.close()
-        assert asked.rows == []
-
-    asyncio.run(play())
+async def test_rows_of_a_group_that_was_not_completed_are_never_sent():
+    asked = Asked()
+    stream = RowStream(asked, rows_per_request=1, group_size=2)
+    stream.take(0, one_row(0))
+    await asyncio.sleep(0)
+    await stream.close()
+    assert asked.rows == []
 
 
 class Client:
@@ -135,7 +127,7 @@ class Words:
 def test_the_scorer_sends_the_group_of_each_row_and_splits_none(groupwise: bool, group_size: int, groups: Any):
     client = Client()
     scorer = Scorer(client, Words(), rows_per_request=3, with_critic=False)  # type: ignore[arg-type]
-    scorer.mixture = RewardMixture(("a",), groupwise)
+    scorer.reward = ServedModel(components=("a",), groupwise=groupwise)
     scores = asyncio.run(scorer.score(join_rollouts([one_row(i) for i in range(6)], pad_id=0), group_size))
     assert sorted(client.groups) == groups  # the requests' rows are prepared in threads
     assert scores.scored.all()
@@ -154,7 +146,7 @@ def test_a_row_that_the_server_refuses_costs_only_itself_or_its_group(
             return await super().rewards(rows, outputs, metadata)
 
     scorer = Scorer(Picky(), Words(), rows_per_request=8, with_critic=False)  # type: ignore[arg-type]
-    scorer.mixture = RewardMixture(("a",), groupwise)
+    scorer.reward = ServedModel(components=("a",), groupwise=groupwise)
     scores = asyncio.run(scorer.score(join_rollouts([one_row(i) for i in range(8)], pad_id=0), group_size))
     assert (~scores.scored).nonzero()[:, 0].tolist() == refused
     assert scores.failures == ["refused"]
@@ -162,7 +154,7 @@ def test_a_row_that_the_server_refuses_costs_only_itself_or_its_group(
 
 def test_a_column_named_group_is_refused_only_where_it_would_be_replaced():
     prompt = Prompt("1", "a", np.asarray([1]), {"group": "mine"})
-    RewardMixture(("a",)).check_prompts([prompt])
-    assert RewardMixture(("a",)).metadata(prompt, "b", 3)["group"] == "mine"
+    check_prompts(ServedModel(components=("a",)), [prompt])
+    assert row_metadata(ServedModel(components=("a",)), prompt, "b", 3)["group"] == "mine"
     with pytest.raises(PromptError, match="prompt 1 has a column 'group'"):
-        RewardMixture(("a",), groupwise=True).check_prompts([prompt])
+        check_prompts(ServedModel(components=("a",), groupwise=True), [prompt])

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from fake_vllm import FakeVllm
-from vllm_setup import END, PROMPTS, VllmSetup, run_async, save_policy
+from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
-from actor.scoring.retry import RequestFailed
 from actor.vllm.connection import VllmUnusable
+from python_backend.client.errors import RequestFailed
 from python_backend.config import ConfigError
 from tests.support.loaders import skip_on_cards
 
@@ -22,200 +22,167 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_policy(tmp_path_factory.mktemp("policy"))
 
 
-def test_a_response_that_was_cut_off_is_generated_again(tmp_path: Path, checkpoint: Path):
+async def test_a_response_that_was_cut_off_is_generated_again(tmp_path: Path, checkpoint: Path):
     """vLLM answers 200 with the tokens so far when another client pauses it."""
 
-    async def play() -> None:
-        async with FakeVllm() as server:
-            here = VllmSetup(tmp_path, checkpoint, [server.url])
+    async with FakeVllm() as server:
+        here = VllmSetup(tmp_path, checkpoint, [server.url])
 
-            def aborted(request: dict[str, Any]) -> dict[str, Any]:
-                server.answer = lambda request: {}
-                return {"token_ids": [5], "finish_reason": "abort"}
+        def aborted(request: dict[str, Any]) -> dict[str, Any]:
+            server.answer = lambda request: {}
+            return {"token_ids": [5], "finish_reason": "abort"}
 
-            server.answer = aborted
-            responses = await asyncio.to_thread(here.run)
-            assert [response.tokens for response in responses.values()] == [END] * 3
-
-    run_async(play)
+        server.answer = aborted
+        responses = await asyncio.to_thread(here.run)
+        assert [response.tokens for response in responses.values()] == [END] * 3
 
 
-def test_broken_connections_cost_nothing(tmp_path: Path, checkpoint: Path):
-    async def play() -> None:
-        async with FakeVllm() as server:
-            server.drops = 4
-            responses = await asyncio.to_thread(VllmSetup(tmp_path, checkpoint, [server.url]).run)
-            assert len(responses) == 3
-
-    run_async(play)
+async def test_broken_connections_cost_nothing(tmp_path: Path, checkpoint: Path):
+    async with FakeVllm() as server:
+        server.drops = 4
+        responses = await asyncio.to_thread(VllmSetup(tmp_path, checkpoint, [server.url]).run)
+        assert len(responses) == 3
 
 
-def test_a_restarted_server_loads_the_version_again(tmp_path: Path, checkpoint: Path):
+async def test_a_restarted_server_loads_the_version_again(tmp_path: Path, checkpoint: Path):
     """It answers with the weights that it was started with; such a response is thrown away."""
 
-    async def play() -> None:
-        async with FakeVllm() as server:
-            here = VllmSetup(tmp_path, checkpoint, [server.url])
+    async with FakeVllm() as server:
+        here = VllmSetup(tmp_path, checkpoint, [server.url])
 
-            def restarted(request: dict[str, Any]) -> dict[str, Any]:
-                server.answer = lambda request: {}
-                server.weights = "initial"
-                return {"weight_versions": [{"version": "initial", "start": 0, "end": 4}], "token_ids": [9, 9, 9, 1]}
+        def restarted(request: dict[str, Any]) -> dict[str, Any]:
+            server.answer = lambda request: {}
+            server.weights = "initial"
+            return {"weight_versions": [{"version": "initial", "start": 0, "end": 4}], "token_ids": [9, 9, 9, 1]}
 
-            server.answer = restarted
-            responses = await asyncio.to_thread(here.run)
-            assert [response.tokens for response in responses.values()] == [END] * 3
-            assert len(server.loaded) >= 2
-
-    run_async(play)
+        server.answer = restarted
+        responses = await asyncio.to_thread(here.run)
+        assert [response.tokens for response in responses.values()] == [END] * 3
+        assert len(server.loaded) >= 2
 
 
-def test_a_server_that_goes_away_is_waited_for(tmp_path: Path, checkpoint: Path):
-    async def play() -> None:
-        async with FakeVllm() as server:
-            here = VllmSetup(tmp_path, checkpoint, [server.url])
-            server.is_hanging = True
-            running = asyncio.create_task(asyncio.to_thread(here.run))
-            while len(server.requests) < 3:
-                await asyncio.sleep(0.001)
-            await server.stop()
-            server.is_hanging = False
-            await server.start()
-            assert len(await running) == 3
-            assert len(server.loaded) == 2
-
-    run_async(play)
+async def test_a_server_that_goes_away_is_waited_for(tmp_path: Path, checkpoint: Path):
+    async with FakeVllm() as server:
+        here = VllmSetup(tmp_path, checkpoint, [server.url])
+        server.is_hanging = True
+        running = asyncio.create_task(asyncio.to_thread(here.run))
+        while len(server.requests) < 3:
+            await asyncio.sleep(0.001)
+        await server.stop()
+        server.is_hanging = False
+        await server.start()
+        assert len(await running) == 3
+        assert len(server.loaded) == 2
 
 
-def test_another_server_takes_over(tmp_path: Path, checkpoint: Path):
-    async def play() -> None:
-        async with FakeVllm() as one, FakeVllm() as two:
-            here = VllmSetup(tmp_path, checkpoint, [one.url, two.url])
-            await asyncio.to_thread(here.run)
-            assert all(server.requests for server in (one, two)), "requests are balanced"
-            await one.stop()
-            before = len(two.requests)
-            assert len(await asyncio.to_thread(here.run)) == 3
-            assert len(two.requests) == before + 3
-            await one.start()
-
-    run_async(play)
+async def test_another_server_takes_over(tmp_path: Path, checkpoint: Path):
+    async with FakeVllm() as one, FakeVllm() as two:
+        here = VllmSetup(tmp_path, checkpoint, [one.url, two.url])
+        await asyncio.to_thread(here.run)
+        assert all(server.requests for server in (one, two)), "requests are balanced"
+        await one.stop()
+        before = len(two.requests)
+        assert len(await asyncio.to_thread(here.run)) == 3
+        assert len(two.requests) == before + 3
+        await one.start()
 
 
-def test_a_server_that_does_not_load_costs_one_timeout(
+async def test_a_server_that_does_not_load_costs_one_timeout(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Its waiting rows share one attempt; each of them tried for itself, one after the other."""
     monkeypatch.setattr("actor.vllm.connection.PROBE_S", 0.5)
 
-    async def play() -> None:
-        async with FakeVllm() as one, FakeVllm() as two:
-            one.silent = {"/version"}
-            here = VllmSetup(tmp_path, checkpoint, [one.url, two.url])
-            many = [*PROMPTS] * 20
-            responses: list[int] = []
-            await asyncio.to_thread(
-                here.generation.run, many, lambda row, response: responses.append(row), seed=0, greedy=True
-            )
-            assert sorted(responses) == list(range(len(many)))
-            assert one.calls.count("/version") <= 4, "an attempt, and the probes of a lost server"
-
-    run_async(play)
+    async with FakeVllm() as one, FakeVllm() as two:
+        one.silent = {"/version"}
+        here = VllmSetup(tmp_path, checkpoint, [one.url, two.url])
+        many = [*PROMPTS] * 20
+        responses: list[int] = []
+        await asyncio.to_thread(
+            here.generation.run, many, lambda row, response: responses.append(row), seed=0, greedy=True
+        )
+        assert sorted(responses) == list(range(len(many)))
+        assert one.calls.count("/version") <= 4, "an attempt, and the probes of a lost server"
 
 
-def test_a_server_that_comes_back_unusable_is_an_error(
+async def test_a_server_that_comes_back_unusable_is_an_error(
     tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ):
-    async def play() -> None:
-        async with FakeVllm() as server:
-            here = VllmSetup(tmp_path, checkpoint, [server.url], max_outage_s=600)
-            server.is_hanging = True
-            running = asyncio.create_task(asyncio.to_thread(here.run))
-            while len(server.requests) < 3:
-                await asyncio.sleep(0.001)
-            await server.stop()
-            while "no healthy server" not in caplog.text:
-                await asyncio.sleep(0.001)
-            server.missing = {"/pause", "/weight_info"}  # started without VLLM_SERVER_DEV_MODE
-            await server.start()
-            with pytest.raises(VllmUnusable, match="start it with VLLM_SERVER_DEV_MODE=1"):
-                await running
-
-    run_async(play)
+    async with FakeVllm() as server:
+        here = VllmSetup(tmp_path, checkpoint, [server.url], max_outage_s=600)
+        server.is_hanging = True
+        running = asyncio.create_task(asyncio.to_thread(here.run))
+        while len(server.requests) < 3:
+            await asyncio.sleep(0.001)
+        await server.stop()
+        while "no healthy server" not in caplog.text:
+            await asyncio.sleep(0.001)
+        server.missing = {"/pause", "/weight_info"}  # started without VLLM_SERVER_DEV_MODE
+        await server.start()
+        with pytest.raises(VllmUnusable, match="start it with VLLM_SERVER_DEV_MODE=1"):
+            await running
 
 
-def test_a_usable_server_is_waited_for_beside_an_unusable_one(
+async def test_a_usable_server_is_waited_for_beside_an_unusable_one(
     tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ):
-    async def play() -> None:
-        async with FakeVllm() as good, FakeVllm() as bad:
-            here = VllmSetup(tmp_path, checkpoint, [good.url, bad.url])
-            good.is_hanging = bad.is_hanging = True
-            running = asyncio.create_task(asyncio.to_thread(here.run))
-            while len(good.requests) + len(bad.requests) < len(PROMPTS):
-                await asyncio.sleep(0.001)
-            await asyncio.gather(good.stop(), bad.stop())
-            while "no healthy server" not in caplog.text:
-                await asyncio.sleep(0.001)
-            bad.missing = {"/pause", "/weight_info"}
-            await bad.start()
-            while "start it with VLLM_SERVER_DEV_MODE=1" not in caplog.text:
-                await asyncio.sleep(0.001)
-            good.is_hanging = False
-            await good.start()
-            assert len(await running) == len(PROMPTS)
-
-    run_async(play)
+    async with FakeVllm() as good, FakeVllm() as bad:
+        here = VllmSetup(tmp_path, checkpoint, [good.url, bad.url])
+        good.is_hanging = bad.is_hanging = True
+        running = asyncio.create_task(asyncio.to_thread(here.run))
+        while len(good.requests) + len(bad.requests) < len(PROMPTS):
+            await asyncio.sleep(0.001)
+        await asyncio.gather(good.stop(), bad.stop())
+        while "no healthy server" not in caplog.text:
+            await asyncio.sleep(0.001)
+        bad.missing = {"/pause", "/weight_info"}
+        await bad.start()
+        while "start it with VLLM_SERVER_DEV_MODE=1" not in caplog.text:
+            await asyncio.sleep(0.001)
+        good.is_hanging = False
+        await good.start()
+        assert len(await running) == len(PROMPTS)
 
 
-def test_a_run_that_is_closed_while_it_loads_resumes_the_server(tmp_path: Path, checkpoint: Path):
-    async def play() -> None:
-        async with FakeVllm() as server:
-            here = VllmSetup(tmp_path, checkpoint, [server.url])
-            server.silent = {"/collective_rpc"}
-            running = asyncio.create_task(asyncio.to_thread(here.run))
-            while "/collective_rpc" not in server.calls:
-                await asyncio.sleep(0.001)
-            here.policy.close()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-            assert server.calls[-1] == "/resume"
-
-    run_async(play)
+async def test_a_run_that_is_closed_while_it_loads_resumes_the_server(tmp_path: Path, checkpoint: Path):
+    async with FakeVllm() as server:
+        here = VllmSetup(tmp_path, checkpoint, [server.url])
+        server.silent = {"/collective_rpc"}
+        running = asyncio.create_task(asyncio.to_thread(here.run))
+        while "/collective_rpc" not in server.calls:
+            await asyncio.sleep(0.001)
+        here.policy.close()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert server.calls[-1] == "/resume"
 
 
-def test_a_server_that_stays_away_is_an_error(tmp_path: Path, checkpoint: Path):
-    async def play() -> None:
-        async with FakeVllm() as server:
-            here = VllmSetup(tmp_path, checkpoint, [server.url], max_outage_s=0.05)
-        with pytest.raises(RequestFailed, match="vLLM: no healthy server for"):
-            await asyncio.to_thread(here.run)
-
-    run_async(play)
+async def test_a_server_that_stays_away_is_an_error(tmp_path: Path, checkpoint: Path):
+    async with FakeVllm() as server:
+        here = VllmSetup(tmp_path, checkpoint, [server.url], max_outage_s=0.05)
+    with pytest.raises(RequestFailed, match="vLLM: no healthy server for"):
+        await asyncio.to_thread(here.run)
 
 
-def test_closing_the_policy_ends_a_run_that_waits(tmp_path: Path, checkpoint: Path):
-    async def play() -> None:
-        async with FakeVllm() as server:
-            here = VllmSetup(tmp_path, checkpoint, [server.url])
-            server.is_hanging = True
-            ended: list[type[BaseException]] = []
+async def test_closing_the_policy_ends_a_run_that_waits(tmp_path: Path, checkpoint: Path):
+    async with FakeVllm() as server:
+        here = VllmSetup(tmp_path, checkpoint, [server.url])
+        server.is_hanging = True
+        ended: list[type[BaseException]] = []
 
-            def run() -> None:
-                try:
-                    here.run()
-                except BaseException as error:
-                    ended.append(type(error))
+        def run() -> None:
+            try:
+                here.run()
+            except BaseException as error:
+                ended.append(type(error))
 
-            thread = threading.Thread(target=run)
-            thread.start()
-            while not server.requests:
-                await asyncio.sleep(0.001)
-            here.policy.close()
-            await asyncio.to_thread(thread.join)
-            assert ended == [asyncio.CancelledError]
-
-    run_async(play)
+        thread = threading.Thread(target=run)
+        thread.start()
+        while not server.requests:
+            await asyncio.sleep(0.001)
+        here.policy.close()
+        await asyncio.to_thread(thread.join)
+        assert ended == [asyncio.CancelledError]
 
 
 @pytest.mark.parametrize(
@@ -229,49 +196,40 @@ def test_closing_the_policy_ends_a_run_that_waits(tmp_path: Path, checkpoint: Pa
         ({"answer": lambda request: {"token_ids": [5, 0, 1]}}, "generated the tokens \\[0\\]"),
     ],
 )
-def test_an_unusable_server_is_an_error_of_one_sentence(
+async def test_an_unusable_server_is_an_error_of_one_sentence(
     tmp_path: Path, checkpoint: Path, change: dict[str, Any], words: str
 ):
-    async def play() -> None:
-        async with FakeVllm() as server:
-            for name, value in change.items():
-                setattr(server, name, value)
-            here = VllmSetup(tmp_path, checkpoint, [server.url])
-            here.generation._banned_ids = [0]
-            with pytest.raises(VllmUnusable, match=words):
-                await asyncio.to_thread(here.run)
-
-    run_async(play)
+    async with FakeVllm() as server:
+        for name, value in change.items():
+            setattr(server, name, value)
+        here = VllmSetup(tmp_path, checkpoint, [server.url])
+        here.generation._banned_ids = [0]
+        with pytest.raises(VllmUnusable, match=words):
+            await asyncio.to_thread(here.run)
 
 
-def test_a_restarted_server_gets_the_adapters_again(tmp_path: Path, checkpoint: Path):
-    async def play() -> None:
-        async with FakeVllm() as server:
-            here = VllmSetup(tmp_path, checkpoint, [server.url], policy={"lora_rank": 2}, generation={"batch_size": 1})
+async def test_a_restarted_server_gets_the_adapters_again(tmp_path: Path, checkpoint: Path):
+    async with FakeVllm() as server:
+        here = VllmSetup(tmp_path, checkpoint, [server.url], policy={"lora_rank": 2}, generation={"batch_size": 1})
 
-            def restarted(request: dict[str, Any]) -> dict[str, Any]:
-                server.answer = lambda request: {}
-                server.weights, server.adapters = "initial", []  # the next row's adapter is unknown
-                return {}
+        def restarted(request: dict[str, Any]) -> dict[str, Any]:
+            server.answer = lambda request: {}
+            server.weights, server.adapters = "initial", []  # the next row's adapter is unknown
+            return {}
 
-            server.answer = restarted
-            assert len(await asyncio.to_thread(here.run)) == 3
-            assert len(server.loaded) == 2
-
-    run_async(play)
+        server.answer = restarted
+        assert len(await asyncio.to_thread(here.run)) == 3
+        assert len(server.loaded) == 2
 
 
-def test_adapters_are_refused_on_top_of_the_weights_of_another_run(tmp_path: Path, checkpoint: Path):
+async def test_adapters_are_refused_on_top_of_the_weights_of_another_run(tmp_path: Path, checkpoint: Path):
     """They would generate with a base model that is not theirs."""
 
-    async def play() -> None:
-        async with FakeVllm() as server:
-            await asyncio.to_thread(VllmSetup(tmp_path, checkpoint, [server.url]).run)
-            here = VllmSetup(tmp_path, checkpoint, [server.url], policy={"lora_rank": 2})
-            with pytest.raises(VllmUnusable, match=r"has the weights of another run .* restart it"):
-                await asyncio.to_thread(here.run)
-
-    run_async(play)
+    async with FakeVllm() as server:
+        await asyncio.to_thread(VllmSetup(tmp_path, checkpoint, [server.url]).run)
+        here = VllmSetup(tmp_path, checkpoint, [server.url], policy={"lora_rank": 2})
+        with pytest.raises(VllmUnusable, match=r"has the weights of another run .* restart it"):
+            await asyncio.to_thread(here.run)
 
 
 def test_a_run_without_servers_is_an_error(tmp_path: Path, checkpoint: Path):

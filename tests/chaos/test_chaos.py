@@ -17,7 +17,6 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from actor.scoring.retry import RequestFailed, RequestRefused
 from chaos.background import Background
 from chaos.command import _drive, main
 from chaos.points import NOTHING, POINTS, VICTIMS, Points, plan_kills
@@ -25,6 +24,7 @@ from chaos.stopping import stop_for, stop_for_good, ways_of
 from chaos.summary import kills_with_recovery, outages, summary
 from chaos.system import write_config
 from chaos.traffic import LONGEST, VOCAB_SIZE, RequestRecord, Traffic, batch, probes
+from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.config import RunConfig, load_config
 from python_backend.store.journal import Heartbeat, Journal
 from python_backend.wire.contract import Limits

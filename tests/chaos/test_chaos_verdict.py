@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from actor.scoring.client import TrainAnswer
 from chaos.reference import Reference, ReferenceStep
 from chaos.traffic import RequestRecord, Served
 from chaos.verdict import (
@@ -27,6 +26,7 @@ from chaos.verdict import (
     check_versions,
     check_whole,
 )
+from python_backend.client.client import TrainAnswer
 from python_backend.store.journal import Result
 from python_backend.store.weights import Manifest, WeightsStore
 

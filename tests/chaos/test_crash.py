@@ -24,8 +24,8 @@ from live_system import (
     wait_for,
 )
 
-from actor.scoring.client import TritonClient
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
+from python_backend.client.client import TritonClient
 from python_backend.config import ClientSection
 from python_backend.models.modeling import load_critic, save_critic
 from python_backend.store.jsonl import read_jsonl

@@ -163,7 +163,7 @@ def test_merged_adapters_cost_no_kernels_in_decoding(checkpoint: Path, precision
     numbers = {}
     for lora_rank in (0, 2):
         policy, counts = make_policy(checkpoint, precision=precision, lora_rank=lora_rank), []
-        causal = policy._causal(policy.sampler)
+        causal = policy.causal(policy.sampler)
         generate(policy)
         with each_step(lambda trace, _, into=counts: into.append(trace.kernels)):
             generate(policy)
@@ -194,7 +194,7 @@ def test_adapters_are_merged_for_decoding_only(checkpoint: Path, precision: str,
     apart = policy.logprobs(rollout)
     assert float((apart - policy.logprobs(rollout, reference=True)).abs().max()) > 0.3  # the adapters matter
     torch.testing.assert_close(rollout.logprobs, apart, rtol=0, atol=1e-4 if precision == "float32" else 0.1)
-    causal = policy._causal(policy.sampler)
+    causal = policy.causal(policy.sampler)
     weights = dict(MergedWeights(causal))
     with with_merged_layers(causal):
         layers = {f"{path}.weight": layer for path, layer in causal.named_modules() if hasattr(layer, "lora_A")}

@@ -120,7 +120,9 @@ def test_an_instance_uses_the_card_that_triton_gives_it_unless_the_configuration
         served_model(run.config, name, model_instance_device_id="3") as model,
     ):
         ask(model, ROWS, output=output)
-        assert {each.device for each in model.current_model().model.model.parameters()} == {torch.device("cuda", card)}
+        assert {each.device for each in model.served.versions.version.model.model.parameters()} == {
+            torch.device("cuda", card)
+        }
     assert {each.card for each in record.launches} == {card}
     assert record.strays == []
 
@@ -138,32 +140,27 @@ class Event(NamedTuple):
 def watch_passes(model: Any, meet: Callable[[], object] = lambda: None) -> list[Event]:
     """Record the passes of a served model from now on; `meet` is called before each launch."""
     events: list[Event] = []
-    forward_of = model.forward_of
+    forward = model.served.forward
 
     def noted(what: str, trace: Trace) -> None:
         card, stream = torch.cuda.current_device(), current_stream().stream_id
         events.append(Event(threading.current_thread().name, what, trace.num_waits, stream, card))
 
-    def watched(version: Any) -> Any:
-        launch = forward_of(version)
+    def watched(version: Any, rows: Any, width: int) -> Callable[[], Any]:
+        meet()
+        with Trace() as trace:
+            results = forward(version, rows, width)
+        noted("launch", trace)
 
-        def launched(rows: list[np.ndarray], width: int) -> Callable[[], Any]:
-            meet()
+        def wait() -> Any:
             with Trace() as trace:
-                results = launch(rows, width)
-            noted("launch", trace)
+                found = results()
+            noted("wait", trace)
+            return found
 
-            def wait() -> Any:
-                with Trace() as trace:
-                    found = results()
-                noted("wait", trace)
-                return found
+        return wait
 
-            return wait
-
-        return launched
-
-    model.forward_of = watched
+    model.served.forward = watched
     return events
 
 
@@ -209,10 +206,10 @@ def test_a_version_is_staged_on_a_stream_of_low_priority(
 ):
     run = make_served_run(tmp_path, checkpoints)
     with served_model(run.config, name, model_instance_device_id="3") as model:
-        served = model.current_model().model
+        served = model.served.versions.version.model
         folder = run.config.reward.checkpoint if name == "reward_model" else run.store.folder(0)
         with Trace(places=False) as trace:
-            staged = model.load_version(folder, served)
+            staged = model.served.compute.load("load_critic", folder, served)
     assert staged is not served
     ((card, stream),) = trace.streams
     assert (card, priorities[stream]) == (3, streams.LOW)
@@ -226,7 +223,7 @@ def test_a_pass_that_runs_out_of_memory_is_halved_with_the_same_scores(
     run = make_served_run(tmp_path, checkpoints, token_budget=4096)
     rows, counted = random_rows([40] * 16, seed=3), []
     with served_model(run.config, "reward_model", model_instance_device_id="3") as model:
-        monkeypatch.setattr(model._troubles, "add", counted.append)
+        monkeypatch.setattr(model.served.compute._troubles, "add", counted.append)
         (expected,) = ask(model, rows)
         simcuda.reset_peak(3)
         before = simcuda.allocated(3)

@@ -15,16 +15,14 @@ from tiny_checkpoints import VOCAB, save_tiny
 from python_backend.models.canary import CANARY_TOKENS, check_canary
 from python_backend.models.modeling import load_critic, save_critic
 from python_backend.training import sharding
+from python_backend.training.merged_slices import MergedSlices
 from python_backend.training.ranks import Ranks
 from python_backend.wire.contract import Limits
 from python_backend.wire.training_payload import TrainPayload, train_payload
 from tests.device.test_ranks import recorded_traffic
 from tests.support.ranks import on_ranks, whole_tensors
 from tests.support.settings import trainer_section
-from trainer.critic_update import CriticUpdate, split_rows
-from trainer.sharded.merged_slices import MergedSlices
-from trainer.sharded.update import ShardedUpdate
-from trainer.trained_critic import build_critic
+from trainer.critic_update import CriticUpdate, load_update, split_rows
 
 ROWS, PASSES = 8, 2  # of a batch; micro-batches of each rank
 CANARY = np.arange(CANARY_TOKENS)
@@ -90,7 +88,7 @@ def session(ranks: Ranks, root: Path) -> dict[Any, Any]:
 
 def version(ranks: Ranks, root: Path, family: str, case: str) -> dict[str, Any]:
     """Train on a payload and write a version; returns gradients and weights, whole, and the canary row's values."""
-    update = ShardedUpdate(settings_of(case), 0, ranks, root / family)
+    update = load_update(root / family, settings_of(case), seed=0, ranks=ranks)
     found: dict[str, Any] = {"gradients": gradients(update)}
     report = update.train(payload() if ranks.rank == 0 else None, lambda _: None)
     found["report"] = (report.loss_mean, report.grad_norm)
@@ -104,7 +102,7 @@ def version(ranks: Ranks, root: Path, family: str, case: str) -> dict[str, Any]:
 def traffic(ranks: Ranks, root: Path, case: str, most: int, sent: Counter[Any]) -> tuple[dict[Any, int], int, int]:
     """The elements exchanged in one optimizer step; the weights of all layers, and all that are trained."""
     sharding.MOST_UNREDUCED = most
-    update = ShardedUpdate(settings_of(case), 0, ranks, root / "llama")
+    update = load_update(root / "llama", settings_of(case), seed=0, ranks=ranks)
     layers = update.critic.model.base_model.layers
     gradients(update)  # the first pass creates what later ones keep
     update.critic.values([CANARY])
@@ -126,7 +124,7 @@ def test_a_version_of_two_cards_gives_the_values_that_they_announced(ranks: Any,
     files = sorted((root / f"{family}, {case}").glob("*.safetensors"))
     stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
     served = load_critic(root / f"{family}, {case}", device="cpu")
-    alone = CriticUpdate(build_critic(root / family, settings_of(case), seed=0), settings_of(case))
+    alone = load_update(root / family, settings_of(case), seed=0)
     expected = gradients(alone)
     report = alone.train(payload(), lambda _: None)
     for found in (results[family, case] for results in ranks):

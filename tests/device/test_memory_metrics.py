@@ -88,7 +88,7 @@ def test_a_served_model_shows_the_memory_of_its_own_card(tmp_path: Path, monkeyp
     save_tiny(tmp_path, "llama", "reward", vocab_size=len(tokenizer))
     config = RunConfig.model_validate({"reward": {"checkpoint": str(tmp_path), "device": "cuda"}})
     with served_model(config, "reward_model", model_instance_device_id="3") as model:
-        model.publish()
+        model.served.compute.publish()
         assert shown["rlhf_card_bytes/reward_model/reward_model_0_0"][-1] == torch.cuda.memory_allocated(3) > 0
     assert {name.split("/")[0] for name in shown} >= {f"rlhf_{name}" for name in card_bytes(torch.device("cuda:3"))}
 

@@ -239,7 +239,7 @@ def batch_of(rollout: Rollout, reference: torch.Tensor | None) -> PPOBatch:
 )
 def test_the_policy(checkpoints: Path, precision: str, settings: dict[str, Any]):
     config, peak = config_of(checkpoints, precision, **settings), Peak()
-    policy, update = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), None)
+    policy, update = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl))
     near(planned(policy_role, config).sizes.total, policy_bytes(policy, update, peak, config))
 
 
@@ -300,7 +300,7 @@ def test_generation(checkpoints: Path, precision: str, settings: dict[str, Any])
     num = 4 * ROWS
     sizes = {"rollout_size": num, "minibatch_size": num, "generation_batch_size": num, "policy_token_budget": LONGEST}
     config, peak = config_of(checkpoints, precision, **sizes, **settings), Peak()
-    policy, _ = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), None)
+    policy, _ = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl))
     policy.generation._eos_ids = []
     before = peak.now
     rollout, generating = peak.of(generate, policy, num)

@@ -19,7 +19,7 @@ from actor.algorithms.method import Method
 from actor.policy.policy import Policy
 from actor.run import policies
 from python_backend.training import sharding
-from python_backend.training.ranks import Ranks
+from python_backend.training.ranks import AnyRanks, OneRank, Ranks
 from tests.support.ranks import on_ranks
 from tests.training.test_policy_ranks import CASES, PROMPTS, batch_of, gradients, make, settings_of
 
@@ -93,15 +93,14 @@ def test_a_policy_trains_on_two_cards(folder: Path, case: str):
         assert results[0]["again"][name] == pytest.approx(results[0]["stats"][name], rel=1e-6)
 
 
-def gradients_of(ranks: Ranks | None, folder: Path, precision: str) -> list[np.ndarray]:
-    if ranks is not None:
-        ranks.announce = lambda *_, **__: None  # type: ignore[method-assign]
+def gradients_of(ranks: AnyRanks, folder: Path, precision: str) -> list[np.ndarray]:
+    ranks.announce = lambda *_, **__: None  # type: ignore[method-assign]
     return gradients(*make(settings_of(folder, "lora", device="cuda", precision=precision), ranks))
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
 def test_gradients_of_two_cards_are_those_of_one(folder: Path, precision: str, tolerance: float):
-    expected = gradients_of(None, folder, precision)
+    expected = gradients_of(OneRank(), folder, precision)
     for found in on_ranks(2, gradients_of, folder, precision, device="cuda"):
         squares = [(np.square(a - b).sum(), np.square(b).sum()) for a, b in zip(found, expected, strict=True)]
         assert np.sqrt(np.divide(*np.sum(squares, axis=0))) <= tolerance
@@ -112,7 +111,7 @@ def traffic(ranks: Ranks, folder: Path, case: str, unreduced: int) -> Counter[tu
     sharding.MOST_UNREDUCED = unreduced
     ranks.announce = lambda *_, **__: None  # type: ignore[method-assign]
     policy, update = make(settings_of(folder, case, device="cuda"), ranks)
-    assert len(policy.share(batch_of(100).lengths)) == PASSES
+    assert len(update._micro_batches(batch_of(100).lengths)) == PASSES
     gradients(policy, update)  # the first pass creates what later ones keep
     sent = recorded_traffic()
     gradients(policy, update)

@@ -164,7 +164,7 @@ def test_log_probs_without_masks_are_those_with_masks(checkpoint: Path):
         policy = make_policy(checkpoint, device, precision="float32")
         assert policy._masks == (device == "cpu")
         seen: list[Any] = []
-        body = policy._causal(policy.model).base_model
+        body = policy.causal(policy.model).base_model
         body.register_forward_pre_hook(
             lambda _, __, kw, seen=seen: seen.append(kw.get("attention_mask")), with_kwargs=True
         )

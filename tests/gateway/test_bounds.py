@@ -16,7 +16,7 @@ import pytest
 from certificate import make_certificate
 from fake_reward import Caller, FakeReward, gateway
 
-from actor.scoring.connection import Message
+from python_backend.client.connection import Message
 from tools.gateway import app, connections, scoring
 
 DEADLINE_S = 20.0
@@ -64,109 +64,91 @@ def test_what_would_multiply_in_memory_is_refused_before(path: str, body: Any, s
         tracemalloc.stop()
 
 
-def test_large_bodies_wait_for_each_other_and_small_ones_for_none() -> None:
-    async def play() -> None:
-        async with (
-            FakeReward(lambda model, number: "wait") as server,
-            gateway(server.url, max_body_bytes=300_000, rows_per_request=1) as caller,
-        ):
-            texts = [LONG, LONG, "small"]
-            posts = [asyncio.create_task(caller.post("/get_reward", {"query": [text]})) for text in texts]
-            while server.in_flight < 2:
-                await asyncio.sleep(0)
-            for _ in range(5):
-                await caller.get("/readyz")
-            assert server.in_flight == 2
-            server.go.set()
-            assert [reply["rewards"] for _, reply in await asyncio.gather(*posts)] == [[len(text)] for text in texts]
-
-    asyncio.run(play())
+async def test_large_bodies_wait_for_each_other_and_small_ones_for_none() -> None:
+    async with (
+        FakeReward(lambda model, number: "wait") as server,
+        gateway(server.url, max_body_bytes=300_000, rows_per_request=1) as caller,
+    ):
+        texts = [LONG, LONG, "small"]
+        posts = [asyncio.create_task(caller.post("/get_reward", {"query": [text]})) for text in texts]
+        while server.in_flight < 2:
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await caller.get("/readyz")
+        assert server.in_flight == 2
+        server.go.set()
+        assert [reply["rewards"] for _, reply in await asyncio.gather(*posts)] == [[len(text)] for text in texts]
 
 
 @pytest.mark.parametrize("terms", [(), ("length",)], ids=["shared requests", "reward functions"])
-def test_no_request_has_more_text_than_a_server_takes(terms: tuple[str, ...]) -> None:
+async def test_no_request_has_more_text_than_a_server_takes(terms: tuple[str, ...]) -> None:
     """It would be refused, and sent again in halves."""
 
-    async def play() -> None:
-        async with FakeReward(terms=terms) as server, gateway(server.url, rows_per_request=8) as caller:
-            server.parameters["max_request_bytes"] = "4000"
-            query = ["x" * 900] * 6 + ["y"]
-            _, reply = await caller.post("/get_reward", {"query": query})
-            assert reply["rewards"] == [900] * 6 + [1]
-            assert sorted(inputs["sentences"].size for inputs in server.received) == [3, 4]
-
-    asyncio.run(play())
+    async with FakeReward(terms=terms) as server, gateway(server.url, rows_per_request=8) as caller:
+        server.parameters["max_request_bytes"] = "4000"
+        query = ["x" * 900] * 6 + ["y"]
+        _, reply = await caller.post("/get_reward", {"query": query})
+        assert reply["rewards"] == [900] * 6 + [1]
+        assert sorted(inputs["sentences"].size for inputs in server.received) == [3, 4]
 
 
 KINDS_OF_SERVER: list[dict[str, Any]] = [{}, {"terms": ("length",)}, {"groupwise": True}]
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_SERVER, ids=["shared requests", "reward functions", "groups"])
-def test_many_rows_of_a_caller_keep_no_other_caller_waiting(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_rows_of_a_caller_keep_no_other_caller_waiting(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "ROWS_IN_FLIGHT", 4)
 
-    async def play() -> None:
-        async with FakeReward(**kind) as server, gateway(server.url, rows_per_request=2) as caller:
-            await caller.post("/get_reward", {"query": ["a"]})
-            server.behaviour, server.most_in_flight = (lambda model, number: "wait"), 0
-            rows = [{"prompt": str(i // 2), "response": "a" * i} for i in range(20)]
-            large = asyncio.create_task(caller.post("/v1/rewards", {"inputs": rows}))
-            while server.in_flight < 2:
-                await asyncio.sleep(0)
-            other = asyncio.create_task(caller.post("/get_reward", {"query": ["abc"]}))
-            while server.in_flight < 3:
-                await asyncio.sleep(0)
-            server.go.set()
-            assert (await other)[1]["rewards"] == [3]
-            assert (await large)[1]["rewards"] == [1 + i for i in range(20)]
-            assert server.most_in_flight == 3
-            assert len(server.received) == 12
-
-    asyncio.run(play())
+    async with FakeReward(**kind) as server, gateway(server.url, rows_per_request=2) as caller:
+        await caller.post("/get_reward", {"query": ["a"]})
+        server.behaviour, server.most_in_flight = (lambda model, number: "wait"), 0
+        rows = [{"prompt": str(i // 2), "response": "a" * i} for i in range(20)]
+        large = asyncio.create_task(caller.post("/v1/rewards", {"inputs": rows}))
+        while server.in_flight < 2:
+            await asyncio.sleep(0)
+        other = asyncio.create_task(caller.post("/get_reward", {"query": ["abc"]}))
+        while server.in_flight < 3:
+            await asyncio.sleep(0)
+        server.go.set()
+        assert (await other)[1]["rewards"] == [3]
+        assert (await large)[1]["rewards"] == [1 + i for i in range(20)]
+        assert server.most_in_flight == 3
+        assert len(server.received) == 12
 
 
-def test_rows_that_wait_for_others_of_their_caller_share_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rows_that_wait_for_others_of_their_caller_share_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "ROWS_IN_FLIGHT", 2)
 
-    async def play() -> None:
-        async with (
-            FakeReward(terms=("length",)) as server,
-            gateway(server.url, rows_per_request=1, deadline_s=0.3) as caller,
-        ):
-            await caller.post("/get_reward", {"query": ["a"]})
-            server.behaviour = lambda model, number: "hang"
-            await caller.error("/v1/rewards", {"inputs": [{"text": "a"}] * 20}, 504)
-            assert len(server.asked) == 3
-
-    asyncio.run(play())
+    async with (
+        FakeReward(terms=("length",)) as server,
+        gateway(server.url, rows_per_request=1, deadline_s=0.3) as caller,
+    ):
+        await caller.post("/get_reward", {"query": ["a"]})
+        server.behaviour = lambda model, number: "hang"
+        await caller.error("/v1/rewards", {"inputs": [{"text": "a"}] * 20}, 504)
+        assert len(server.asked) == 3
 
 
-def test_a_refused_request_is_not_kept_while_its_halves_are_scored() -> None:
-    async def play() -> None:
-        async with FakeReward(terms=("length",)) as server, gateway(server.url) as caller:
-            server.behaviour = lambda model, number: "wrong" if number == 1 else "wait"
-            scored = asyncio.create_task(caller.post("/get_reward", {"query": ["abc"] * 8}))
-            while server.in_flight < 2:
-                await asyncio.sleep(0)
-            gc.collect()
-            assert sum(type(found) is Message for found in gc.get_objects()) == 2
-            server.go.set()
-            assert (await scored)[1]["rewards"] == [3] * 8
-
-    asyncio.run(play())
+async def test_a_refused_request_is_not_kept_while_its_halves_are_scored() -> None:
+    async with FakeReward(terms=("length",)) as server, gateway(server.url) as caller:
+        server.behaviour = lambda model, number: "wrong" if number == 1 else "wait"
+        scored = asyncio.create_task(caller.post("/get_reward", {"query": ["abc"] * 8}))
+        while server.in_flight < 2:
+            await asyncio.sleep(0)
+        gc.collect()
+        assert sum(type(found) is Message for found in gc.get_objects()) == 2
+        server.go.set()
+        assert (await scored)[1]["rewards"] == [3] * 8
 
 
-def test_only_what_is_parsed_counts_as_items(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_what_is_parsed_counts_as_items(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "MAX_ITEMS", 10)
 
-    async def play() -> None:
-        async with FakeReward(terms=("length",)) as server, gateway(server.url) as caller:
-            for text in ("[{" * 100, '"\\' * 100, "a"):
-                assert (await caller.post("/get_reward", {"query": [text] * 7}))[1]["rewards"] == [len(text)] * 7
-            for body in ({"query": ["a"] * 9}, {"query": ["a"], "labels": [[[]] * 6]}):
-                assert "more than 10 texts" in await caller.error("/get_reward", body, 413)
-
-    asyncio.run(play())
+    async with FakeReward(terms=("length",)) as server, gateway(server.url) as caller:
+        for text in ("[{" * 100, '"\\' * 100, "a"):
+            assert (await caller.post("/get_reward", {"query": [text] * 7}))[1]["rewards"] == [len(text)] * 7
+        for body in ({"query": ["a"] * 9}, {"query": ["a"], "labels": [[[]] * 6]}):
+            assert "more than 10 texts" in await caller.error("/get_reward", body, 413)
 
 
 async def answer(caller: Caller, *parts: bytes, tls: ssl.SSLContext | None = None) -> bytes:
@@ -190,67 +172,57 @@ LATE = [(b"",), (b"GET /hea",), (b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n", b"
 
 
 @pytest.mark.parametrize("parts", LATE, ids=["silent", "half a head", "half of a second head", "half a body"])
-def test_a_connection_on_which_no_request_arrives_is_closed(
+async def test_a_connection_on_which_no_request_arrives_is_closed(
     parts: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, name in ((connections, "HEAD_S"), (connections, "KEEP_ALIVE_S"), (app, "BODY_S")):
         monkeypatch.setattr(module, name, 0.05)
 
-    async def play() -> None:
-        async with FakeReward() as server, gateway(server.url) as caller:
-            found = await answer(caller, *parts)
-            assert (b"408" in found) == (parts[0] == POST + b"\r\n")
-            assert not server.received
-
-    asyncio.run(play())
+    async with FakeReward() as server, gateway(server.url) as caller:
+        found = await answer(caller, *parts)
+        assert (b"408" in found) == (parts[0] == POST + b"\r\n")
+        assert not server.received
 
 
 @pytest.mark.parametrize("part", [b"", HELLO[:9], HELLO], ids=["silent", "a length", "half a greeting"])
-def test_a_connection_without_a_handshake_is_closed(
+async def test_a_connection_without_a_handshake_is_closed(
     part: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 0.05)
 
-    async def play() -> None:
-        async with FakeReward() as server, gateway(server.url, **make_certificate(tmp_path)) as caller:
-            assert await answer(caller, part) == b""
-
-    asyncio.run(play())
+    async with FakeReward() as server, gateway(server.url, **make_certificate(tmp_path)) as caller:
+        assert await answer(caller, part) == b""
 
 
-def test_the_time_for_a_head_includes_the_handshake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_time_for_a_head_includes_the_handshake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 1.0)
     files = make_certificate(tmp_path)
     tls = ssl.create_default_context(cafile=files["tls_certificate"])
 
-    async def play() -> None:
-        async with FakeReward() as server, gateway(server.url, **files) as caller:
-            assert await answer(caller, b"GET /hea", tls=tls) == b""
-            assert b" 200 " in await answer(caller, CLOSING, tls=tls)
-
-    asyncio.run(play())
+    async with FakeReward() as server, gateway(server.url, **files) as caller:
+        assert await answer(caller, b"GET /hea", tls=tls) == b""
+        assert b" 200 " in await answer(caller, CLOSING, tls=tls)
 
 
 @pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
-def test_silent_connections_keep_no_client_out(secure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_connections_keep_no_client_out(
+    secure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "MAX_TLS_CONNECTIONS" if secure else "MAX_CONNECTIONS", 8)
     files = make_certificate(tmp_path) if secure else {}
 
-    async def play() -> None:
-        async with FakeReward() as server, gateway(server.url, **files) as caller:
-            port = int(caller.url.rpartition(":")[2])
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
-            for _ in range(5):
-                assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
-            with contextlib.suppress(ConnectionError):
-                assert await asyncio.wait_for(silent[0][0].read(), DEADLINE_S) == b""
-            for _, writer in silent:
-                writer.close()
-
-    asyncio.run(play())
+    async with FakeReward() as server, gateway(server.url, **files) as caller:
+        port = int(caller.url.rpartition(":")[2])
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+        for _ in range(5):
+            assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(silent[0][0].read(), DEADLINE_S) == b""
+        for _, writer in silent:
+            writer.close()
 
 
-def test_closed_connections_whose_clients_keep_them_keep_no_client_out(
+async def test_closed_connections_whose_clients_keep_them_keep_no_client_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TLS waits 30 s for their answer to its end."""
@@ -263,28 +235,22 @@ def test_closed_connections_whose_clients_keep_them_keep_no_client_out(
         kept.sendall(CLOSING)
         return kept
 
-    async def play() -> None:
-        async with FakeReward() as server, gateway(server.url, **files) as caller:
-            port = int(caller.url.rpartition(":")[2])
-            kept = [await asyncio.to_thread(keep, port) for _ in range(20)]
-            for _ in range(5):
-                assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
-            for one in kept:
-                one.close()
-
-    asyncio.run(play())
+    async with FakeReward() as server, gateway(server.url, **files) as caller:
+        port = int(caller.url.rpartition(":")[2])
+        kept = [await asyncio.to_thread(keep, port) for _ in range(20)]
+        for _ in range(5):
+            assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
+        for one in kept:
+            one.close()
 
 
 @pytest.mark.parametrize("key", [None, "sesame"])
-def test_heads_and_bodies_are_bounded_before_the_key_is_checked(key: str | None) -> None:
-    async def play() -> None:
-        async with FakeReward() as server, gateway(server.url, key=key) as caller:
-            head = b"GET /healthz HTTP/1.1\r\nHost: a\r\n"
-            assert b" 200 " in await answer(caller, head + b"Connection: close\r\nX: " + b"a" * 10_000 + b"\r\n\r\n")
-            for long in (b"X: " + b"a" * 4_000_000, b"X: a\r\n" * 500_000):
-                assert b" 200 " not in await answer(caller, head + b"Connection: close\r\n", long + b"\r\n\r\n")
-            assert b" 413 " in await answer(caller, head + b"Content-Length: 1000\r\n\r\n", b" " * 1000)
-            if key:  # closed without the body
-                assert b" 401 " in await answer(caller, POST + b"\r\n")
-
-    asyncio.run(play())
+async def test_heads_and_bodies_are_bounded_before_the_key_is_checked(key: str | None) -> None:
+    async with FakeReward() as server, gateway(server.url, key=key) as caller:
+        head = b"GET /healthz HTTP/1.1\r\nHost: a\r\n"
+        assert b" 200 " in await answer(caller, head + b"Connection: close\r\nX: " + b"a" * 10_000 + b"\r\n\r\n")
+        for long in (b"X: " + b"a" * 4_000_000, b"X: a\r\n" * 500_000):
+            assert b" 200 " not in await answer(caller, head + b"Connection: close\r\n", long + b"\r\n\r\n")
+        assert b" 413 " in await answer(caller, head + b"Content-Length: 1000\r\n\r\n", b" " * 1000)
+        if key:  # closed without the body
+            assert b" 401 " in await answer(caller, POST + b"\r\n")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -22,23 +23,20 @@ NONE = np.empty((0, 1))
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
-def play(scene: Callable[[Caller, FakeReward], Awaitable[None]], *terms: str, **settings: Any) -> None:
-    """Run a scene with a gateway in front of one fake server."""
+@contextlib.asynccontextmanager
+async def fake_gateway(*terms: str, **settings: Any) -> AsyncIterator[tuple[Caller, FakeReward]]:
+    """A gateway in front of one fake server."""
     served = {name: settings.pop(name) for name in ("labels", "text", "groupwise") if name in settings}
-
-    async def run() -> None:
-        async with FakeReward(terms=terms, **served) as server, gateway(server.url, **settings) as caller:
-            await scene(caller, server)
-
-    asyncio.run(run())
+    async with FakeReward(terms=terms, **served) as server, gateway(server.url, **settings) as caller:
+        yield caller, server
 
 
 def metadata_of(server: FakeReward) -> list[dict[str, Any]]:
     return [json.loads(item) for inputs in server.received for item in inputs.get("metadata", NONE)[:, 0]]
 
 
-def test_json_api_scores_texts_chats_and_tokens_of_any_length() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_json_api_scores_texts_chats_and_tokens_of_any_length() -> None:
+    async with fake_gateway() as (caller, server):
         inputs = [
             {"text": "four"},
             {"tokens": [3, 4, 5]},
@@ -52,13 +50,11 @@ def test_json_api_scores_texts_chats_and_tokens_of_any_length() -> None:
         assert len(server.received) == 2  # one request with texts, one with tokens
         assert {"messages": CHAT, "response": "Hello"} in metadata_of(server)
 
-    play(scene)
 
-
-def test_chats_without_a_reply_are_sent_whole() -> None:
+async def test_chats_without_a_reply_are_sent_whole() -> None:
     """The server would leave out an empty reply, which the chat template may render all the same."""
 
-    async def scene(caller: Caller, server: FakeReward) -> None:
+    async with fake_gateway() as (caller, server):
         empty = [*CHAT, {"role": "assistant", "content": ""}]
         called = [*CHAT, {"role": "assistant", "content": "Yes", "tool_calls": [{"id": "1"}]}]
         inputs = [{"messages": CHAT}, {"prompt": CHAT, "response": ""}, {"messages": called}]
@@ -66,11 +62,9 @@ def test_chats_without_a_reply_are_sent_whole() -> None:
         assert rows_of(server.received[0]) == ["", "", ""]
         assert metadata_of(server) == [{"messages": CHAT}, {"messages": empty}, {"messages": called}]
 
-    play(scene)
 
-
-def test_a_group_is_one_request_to_triton_and_no_two_callers_share_one() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_a_group_is_one_request_to_triton_and_no_two_callers_share_one() -> None:
+    async with fake_gateway("verdict", groupwise=True, rows_per_request=1) as (caller, server):
         chat = [*CHAT, {"role": "assistant", "content": "Hello"}]
         inputs = [
             {"prompt": "a", "response": "1"},
@@ -88,13 +82,11 @@ def test_a_group_is_one_request_to_triton_and_no_two_callers_share_one() -> None
         assert sent == sorted(map(str, [["a1", "a333"], ["b22"], ["Hello", ""], ["alone"], [[1, 2], [5]]] * 2))
         assert {"group": 7} in metadata_of(server)
 
-    play(scene, "verdict", groupwise=True, rows_per_request=1)
 
-
-def test_a_group_that_the_server_refuses_is_not_divided() -> None:
+async def test_a_group_that_the_server_refuses_is_not_divided() -> None:
     """A part of it would have other rewards."""
 
-    async def scene(caller: Caller, server: FakeReward) -> None:
+    async with fake_gateway("verdict", groupwise=True) as (caller, server):
         tokens = [
             {"tokens": row, "metadata": {"group": group}} for row, group in (([1], 1), ([99], 1), ([], 2), ([3], 2))
         ]
@@ -107,11 +99,9 @@ def test_a_group_that_the_server_refuses_is_not_divided() -> None:
         assert reply["errors"] == [outside, outside, empty, empty, other, other, None]
         assert sorted(len(rows_of(inputs)) for inputs in server.received) == [1, 2]
 
-    play(scene, "verdict", groupwise=True)
 
-
-def test_rows_of_several_requests_share_one_to_triton() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_rows_of_several_requests_share_one_to_triton() -> None:
+    async with fake_gateway(rows_per_request=8) as (caller, server):
         await caller.post("/remote_rm", {"prompt": "", "response": "warm", "label": None})
         server.received.clear()
         body = {"inputs": [{"text": "x" * i} for i in range(1, 11)]}
@@ -120,13 +110,11 @@ def test_rows_of_several_requests_share_one_to_triton() -> None:
         assert len(server.received) < 10
         assert max(len(rows_of(inputs)) for inputs in server.received) <= 8
 
-    play(scene, rows_per_request=8)
 
-
-def test_callers_share_no_request_if_functions_score_the_rows() -> None:
+async def test_callers_share_no_request_if_functions_score_the_rows() -> None:
     """Else a slow row of one would cost the others their rewards."""
 
-    async def scene(caller: Caller, server: FakeReward) -> None:
+    async with fake_gateway("verdict", rows_per_request=8) as (caller, server):
         await caller.post("/remote_rm", {"prompt": "", "response": "warm", "label": None})
         server.received.clear()
         bodies = [{"inputs": [{"text": name * i} for i in range(1, 11)]} for name in "abc"]
@@ -136,33 +124,27 @@ def test_callers_share_no_request_if_functions_score_the_rows() -> None:
         assert sorted(map(len, sent)) == [2, 2, 2, 8, 8, 8]
         assert all(len(set("".join(texts))) == 1 for texts in sent)
 
-    play(scene, "verdict", rows_per_request=8)
 
-
-def test_terms_of_a_sum_and_metadata_reach_both_sides() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_terms_of_a_sum_and_metadata_reach_both_sides() -> None:
+    async with fake_gateway("verdict", "length") as (caller, server):
         row = {"prompt": "2+3=", "response": "5", "metadata": {"answer": "5"}}
         _, reply = await caller.post("/v1/rewards", {"inputs": [row, {"text": "nan"}]})
         assert reply["components"] == {"verdict": [5, 1], "length": [5, None]}
         assert reply["errors"] == [None, "the verifier crashed"]
         assert metadata_of(server)[0] == {"answer": "5", "prompt": "2+3=", "response": "5"}
 
-    play(scene, "verdict", "length")
-
 
 @pytest.mark.parametrize("declared", [{"texts_only": "true"}, {"process": "step"}])
-def test_a_template_and_steps_get_the_metadata_that_they_need(declared: dict[str, str]) -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_a_template_and_steps_get_the_metadata_that_they_need(declared: dict[str, str]) -> None:
+    async with fake_gateway() as (caller, server):
         server.parameters |= declared
         row = {"prompt": "2+3=", "response": "5", "metadata": {"step_ends": [1]}}
         await caller.post("/v1/rewards", {"inputs": [row]})
         assert metadata_of(server) == [{"step_ends": [1], "prompt": "2+3=", "response": "5"}]
 
-    play(scene)
 
-
-def test_the_prompt_of_token_rows_is_known_to_a_process_reward() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_the_prompt_of_token_rows_is_known_to_a_process_reward() -> None:
+    async with fake_gateway() as (caller, server):
         server.parameters["process"] = "step"
         rows = [{"tokens": [3, 4, 5], "prompt_length": 2}, {"tokens": [7]}]
         assert (await caller.post("/v1/rewards", {"inputs": rows}))[1]["rewards"] == [12, 7]
@@ -172,20 +154,16 @@ def test_the_prompt_of_token_rows_is_known_to_a_process_reward() -> None:
             assert status == 400
             assert "must be less than the number of tokens" in str(reply)
 
-    play(scene)
 
-
-def test_the_version_of_the_weights_is_that_of_each_reply() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_the_version_of_the_weights_is_that_of_each_reply() -> None:
+    async with fake_gateway() as (caller, server):
         for server.version in (3, 4):
             _, reply = await caller.post("/v1/rewards", {"inputs": [{"text": "a"}, {"tokens": [99]}]})
             assert (reply["rewards"], reply["weights_versions"]) == ([1, None], [server.version, None])
 
-    play(scene)
 
-
-def test_probabilities_and_times_are_returned_on_request_only() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_probabilities_and_times_are_returned_on_request_only() -> None:
+    async with fake_gateway(labels=("bad", "good")) as (caller, _):
         body = {"inputs": [{"text": "four"}, {"tokens": [99]}]}
         _, reply = await caller.post("/v1/rewards", body)
         assert not {"labels", "probabilities", "queue_us", "compute_us"} & reply.keys()
@@ -194,20 +172,16 @@ def test_probabilities_and_times_are_returned_on_request_only() -> None:
         assert reply["probabilities"] == [[0, 1], None]
         assert (reply["queue_us"], reply["compute_us"]) == ([7, None], [1000, None])
 
-    play(scene, labels=("bad", "good"))
 
-
-def test_probabilities_of_a_server_without_labels_are_an_error() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_probabilities_of_a_server_without_labels_are_an_error() -> None:
+    async with fake_gateway() as (caller, _):
         for name in ("probabilities", "timing"):
             body = {"inputs": [{"text": "a"}], name: True}
             assert f"{name}: the served reward has none" in await caller.error("/v1/rewards", body, 400)
 
-    play(scene)
 
-
-def test_prompt_and_response_are_sent_as_a_pair() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_prompt_and_response_are_sent_as_a_pair() -> None:
+    async with fake_gateway(text="pair") as (caller, server):
         reply = {"role": "assistant", "content": "Hello"}
         inputs = [
             {"prompt": "1 + 1 =", "response": " 2"},
@@ -224,11 +198,9 @@ def test_prompt_and_response_are_sent_as_a_pair() -> None:
         await caller.post("/remote_rm", {"prompt": "a", "response": "bc", "label": None})
         assert [rows_of(inputs) for inputs in server.received[1:]] == [["<s>a|b"], ["a|bc"]]
 
-    play(scene, text="pair")
 
-
-def test_vllm_scores_text_pairs() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_vllm_scores_text_pairs() -> None:
+    async with fake_gateway(text="pair", labels=("entailment",)) as (caller, _):
         raw = {"use_activation": False}
         for first, second, scores in (
             ("a", "b", [3]),
@@ -250,19 +222,15 @@ def test_vllm_scores_text_pairs() -> None:
         for wrong in ({"text_1": "a"}, {"text_1": [], "text_2": "a"}, {"text_1": 5, "text_2": "a"}):
             await caller.error("/score", wrong, 400)
 
-    play(scene, text="pair", labels=("entailment",))
 
-
-def test_vllm_refuses_pairs_that_are_not_served() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_vllm_refuses_pairs_that_are_not_served() -> None:
+    async with fake_gateway() as (caller, _):
         body = {"text_1": "a", "text_2": "b"}
         assert "needs reward.text: pair" in await caller.error("/score", body, 501)
 
-    play(scene)
 
-
-def test_vllm_classifies_with_the_labels_of_the_checkpoint() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_vllm_classifies_with_the_labels_of_the_checkpoint() -> None:
+    async with fake_gateway(labels=("bad", "mixed", "good")) as (caller, _):
         _, reply = await caller.post("/classify", {"input": ["ab", "c"]})
         row = {"label": "good", "probs": [0, 0, 1], "num_classes": 3}
         assert reply["data"] == [{"index": 0, **row}, {"index": 1, **row}]
@@ -271,11 +239,9 @@ def test_vllm_classifies_with_the_labels_of_the_checkpoint() -> None:
         _, reply = await caller.post("/classify", {"input": "ab", "use_activation": False})
         assert reply["data"] == [{"index": 0, "label": None, "probs": [2], "num_classes": 1}]
 
-    play(scene, labels=("bad", "mixed", "good"))
 
-
-def test_openrlhf_gets_rewards_scores_and_terms() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_openrlhf_gets_rewards_scores_and_terms() -> None:
+    async with fake_gateway("verdict") as (caller, server):
         body = {"query": ["<s>ab", "<s>abcd"], "prompts": ["<s>a", "other"], "labels": [7, None]}
         status, reply = await caller.post("/get_reward", body)
         assert status == 200
@@ -286,17 +252,13 @@ def test_openrlhf_gets_rewards_scores_and_terms() -> None:
         await caller.error("/get_reward", {"query": ["a", "nan"]}, 502)
         assert "labels: 2 entries" in await caller.error("/get_reward", {"query": ["a"], "labels": [1, 2]}, 400)
 
-    play(scene, "verdict")
 
-
-def test_slime_gets_a_bare_number() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_slime_gets_a_bare_number() -> None:
+    async with fake_gateway("verdict") as (caller, server):
         for prompt, reward in (("12345", 8), (CHAT, 3)):
             body = {"prompt": prompt, "response": "yes", "label": {"answer": 1}}
             assert await caller.post("/remote_rm", body) == (200, reward)
             assert metadata_of(server)[-1]["label"] == {"answer": 1}
-
-    play(scene, "verdict")
 
 
 VLLM_BODIES = [
@@ -309,8 +271,8 @@ VLLM_BODIES = [
 ]
 
 
-def test_vllm_scores_texts_tokens_and_chats() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_vllm_scores_texts_tokens_and_chats() -> None:
+    async with fake_gateway() as (caller, _):
         for body, scores in VLLM_BODIES:
             for path, key in (("/classify", "probs"), ("/pooling", "data")):
                 status, reply = await caller.post(path, {"model": "reward_model", "use_activation": False, **body})
@@ -318,11 +280,9 @@ def test_vllm_scores_texts_tokens_and_chats() -> None:
                 assert [(row["index"], row[key]) for row in reply["data"]] == [(i, [s]) for i, s in enumerate(scores)]
                 assert (reply["object"], reply["model"]) == ("list", "reward_model")
 
-    play(scene)
 
-
-def test_vllm_activates_by_default_and_encodes() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_vllm_activates_by_default_and_encodes() -> None:
+    async with fake_gateway() as (caller, _):
         _, reply = await caller.post("/classify", {"input": "ab"})
         row = reply["data"][0]
         assert row == {"index": 0, "label": None, "probs": [pytest.approx(0.880797)], "num_classes": 1}
@@ -335,8 +295,6 @@ def test_vllm_activates_by_default_and_encodes() -> None:
         _, reply = await caller.get("/v1/models")
         assert reply["data"][0]["id"] == "reward_model"
 
-    play(scene)
-
 
 def test_activation_is_vllms() -> None:
     assert activated([0.0]) == [0.5]
@@ -344,8 +302,8 @@ def test_activation_is_vllms() -> None:
     assert activated([1.0, 2.0, 3.0]) == pytest.approx([0.09003057, 0.24472847, 0.66524096])
 
 
-def test_health_readiness_and_the_api_page() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_health_readiness_and_the_api_page() -> None:
+    async with fake_gateway() as (caller, server):
         assert await caller.get("/healthz") == (200, {"status": "ok"})
         assert (await caller.get("/readyz"))[0] == 200
         server.ready = lambda model: False
@@ -353,8 +311,6 @@ def test_health_readiness_and_the_api_page() -> None:
         assert (status, "reward_model not ready" in reply["error"]["message"]) == (503, True)
         _, page = await caller.get("/openapi.json")
         assert {"/v1/rewards", "/get_reward", "/remote_rm", "/classify", "/pooling"} <= page["paths"].keys()
-
-    play(scene)
 
 
 @pytest.mark.parametrize(("key", "told"), [("", "not set or empty"), ("schlüssel", "ASCII"), ("a\nb", "ASCII")])
@@ -381,8 +337,8 @@ def test_the_command_expects_the_rewards_of_its_yaml(monkeypatch: pytest.MonkeyP
     assert json.loads(given["reward_model"]["reward_components"]) == ["verdict"]
 
 
-def test_a_key_is_a_bearer_token_or_a_password() -> None:
-    async def scene(caller: Caller, server: FakeReward) -> None:
+async def test_a_key_is_a_bearer_token_or_a_password() -> None:
+    async with fake_gateway(key="sesame") as (caller, _):
         body = {"query": ["abc"]}
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic ///"}):
             await caller.error("/get_reward", body, 401, headers=headers)
@@ -391,5 +347,3 @@ def test_a_key_is_a_bearer_token_or_a_password() -> None:
         assert status == 200
         caller.url = caller.url.replace("://", "://:sesame@")  # OpenRLHF and slime have no other place for it
         assert (await caller.post("/get_reward", body))[1]["rewards"] == [3]
-
-    play(scene, key="sesame")

@@ -51,7 +51,7 @@ def test_an_error_of_any_text_is_sent_and_does_not_leave_execute(serving: Any, e
         raise error
 
     requests = [Request({}, ()), Request({}, ())]
-    serving.answer_each(requests, handle)
+    serving.answer_each([*map(serving.Call, requests)], handle)
     for request in requests:
         sent = request.responses.get_nowait().error
         assert sent is not None
@@ -66,7 +66,7 @@ def test_a_request_is_answered_once(serving: Any) -> None:
         call.answer({"rewards": np.zeros((1, 1), np.float32)})
         raise RuntimeError("after the answer")
 
-    serving.answer_each([request], handle)
+    serving.answer_each([serving.Call(request)], handle)
     assert request.responses.get_nowait().error is None
     assert request.responses.empty()
 
@@ -76,7 +76,7 @@ def test_a_sender_that_fails_raises_nothing(serving: Any, monkeypatch: pytest.Mo
         raise RuntimeError("Unable to send response. Response sender has been closed.")
 
     monkeypatch.setattr(Request, "send", refuse)
-    serving.answer_each([Request({}, ())], lambda call: call.answer({}))
+    serving.answer_each([serving.Call(Request({}, ()))], lambda call: call.answer({}))
 
 
 def test_an_answer_that_could_not_be_sent_becomes_an_error(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_an_answer_that_could_not_be_sent_becomes_an_error(serving: Any, monkeyp
 
     monkeypatch.setattr(Request, "send", once)
     request = Request({}, ())
-    serving.answer_each([request], lambda call: call.answer({}))
+    serving.answer_each([serving.Call(request)], lambda call: call.answer({}))
     assert request.responses.get_nowait().error == "INTERNAL: MemoryError: /dev/shm is full"
     assert request.responses.empty()
 

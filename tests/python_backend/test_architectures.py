@@ -15,11 +15,12 @@ from architectures import KINDS, POSITIONS, VOCAB, save_architecture
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.modeling import quiet_transformers
+from python_backend.training.ranks import Ranks
 from python_backend.wire.training_payload import TrainPayload
 from tests.support.loaders import load_critic, load_process_reward, load_reward, skip_on_cards
 from tests.support.settings import trainer_section
 from trainer.critic_update import CriticUpdate
-from trainer.sharded.critic import ShardedCritic
+from trainer.trained_critic import TrainedCritic
 
 TOLERANCE = 1e-5
 SERVED = """
@@ -146,5 +147,6 @@ def test_neither_does_padding_change_the_training_of_a_critic(tmp_path: Path, na
         update = CriticUpdate(load_critic(tmp_path), trainer_section(token_budget=token_budget, clip_value=0, lr=1e-2))
         reports.append([update.train(payload, lambda _: None) for _ in range(2)])
     assert [each.loss_mean for each in reports[1]] == pytest.approx([r.loss_mean for r in reports[0]], abs=TOLERANCE)
+    critic = load_critic(tmp_path)
     with pytest.raises(CheckpointError, match=r"forward pass of its own.*set trainer.ranks: 1"):
-        ShardedCritic(load_critic(tmp_path), None, "float32")  # type: ignore[arg-type]
+        TrainedCritic(critic.model, critic, ranks=object.__new__(Ranks))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from python_backend.wire import contract
 from python_backend.wire.contract import ContractError, Limits, scoring_rows
+from python_backend.wire.texts import metadata_rows, text_bytes
 from python_backend.wire.training_payload import TrainPayload, train_payload
 
 LIMITS = Limits(vocab_size=10, max_length=6)
@@ -62,18 +63,18 @@ def refused(text: str):
 def test_rows_are_cut_to_their_lengths(dtype: type, lengths: np.ndarray):
     rows = scoring_rows(TOKENS.astype(dtype), lengths, limits=LIMITS)
     assert rows.width == 4
-    assert [row.tolist() for row in rows.tokens] == [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
-    assert {row.dtype for row in rows.tokens} == {np.dtype(np.int64)}
+    assert [row.tokens.tolist() for row in rows.rows] == [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
+    assert {row.tokens.dtype for row in rows.rows} == {np.dtype(np.int64)}
 
 
 def test_without_lengths_every_row_is_whole():
-    assert [row.size for row in scoring_rows(TOKENS, None, limits=LIMITS).tokens] == [4, 4, 4]
+    assert [row.tokens.size for row in scoring_rows(TOKENS, None, limits=LIMITS).rows] == [4, 4, 4]
 
 
 def test_padding_may_hold_anything_and_be_any_length():
     tokens = np.pad(TOKENS, ((0, 0), (0, 50)), constant_values=-100)
     rows = scoring_rows(tokens, LENGTHS, limits=LIMITS)
-    assert (rows.width, [row.size for row in rows.tokens]) == (54, [4, 2, 3])
+    assert (rows.width, [row.tokens.size for row in rows.rows]) == (54, [4, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,9 @@ def test_scoring_requests_are_refused_by_field_and_value(tokens, lengths, messag
 
 
 def test_a_model_without_position_limit_takes_any_length():
-    assert scoring_rows(np.ones((1, 5000), np.int64), None, limits=Limits(10)).tokens[0].size == 5000
+    assert [row.tokens.size for row in scoring_rows(np.ones((1, 5000), np.int64), None, limits=Limits(10)).rows] == [
+        5000
+    ]
 
 
 # ---- training ----
@@ -295,11 +298,11 @@ def test_sentences():
 def test_one_request_is_bounded():
     limits = Limits(vocab_size=9, max_sentence_bytes=4, max_request_bytes=6, max_request_tokens=8)
     texts = np.array([[b"abc"], ["é".encode()]], dtype=np.object_)
-    assert contract.text_bytes(texts, None, limits) == 5
+    assert text_bytes(texts, None, limits) == 5
     with refused("sentences: 7 bytes with the metadata, more than 6 (max_request_bytes): send fewer rows"):
-        contract.text_bytes(texts, np.array([[b"{}"], [b""]], dtype=np.object_), limits)
+        text_bytes(texts, np.array([[b"{}"], [b""]], dtype=np.object_), limits)
     with refused("metadata[1]: 5 bytes, must be at most 4 (max_sentence_bytes)"):
-        contract.text_bytes(texts, np.array([[b"{}"], [b"{   }"]], dtype=np.object_), limits)
+        text_bytes(texts, np.array([[b"{}"], [b"{   }"]], dtype=np.object_), limits)
     assert contract.scoring_rows(np.zeros((2, 4), np.int64), None, limits=limits).width == 4
     with refused("tokens: 3 rows of 3 tokens, padding included, exceed 8 (max_request_tokens)"):
         contract.scoring_rows(np.zeros((3, 3), np.int64), None, limits=limits)
@@ -307,26 +310,26 @@ def test_one_request_is_bounded():
 
 def test_metadata_that_is_nested_too_deeply_is_refused():
     with refused('metadata[0]: \'{"a": [[['):
-        contract.metadata_rows(np.array([[b'{"a": ' + b"[" * 100_000]], dtype=np.object_), 1)
+        metadata_rows(np.array([[b'{"a": ' + b"[" * 100_000]], dtype=np.object_), 1)
     for opening, closing in ((b"[", b"]"), (b'{"b": ', b"}")):
         rows = [[b'{"a": ' + opening * n + b"1" + closing * n + b"}"] for n in (99, 100)]
-        assert contract.metadata_rows(np.array(rows[:1], dtype=np.object_), 1)
+        assert metadata_rows(np.array(rows[:1], dtype=np.object_), 1)
         with pytest.raises(ContractError, match=r"metadata\[1\]: .*, must be nested at most 100 deep"):
-            contract.metadata_rows(np.array(rows, dtype=np.object_), 2)
+            metadata_rows(np.array(rows, dtype=np.object_), 2)
 
 
 def test_a_batch_of_no_rows_is_one_empty_row():
     """As the reshape in config.pbtxt delivers it; and ordinary rows come with a dimension more."""
     with refused("sequence_lengths[0]: 0, an empty sequence cannot be scored"):
         contract.scoring_rows(np.zeros((1, 0), np.int64), None, limits=Limits(9))
-    rows = contract.scoring_rows(np.arange(6).reshape(2, 1, 3), None, limits=Limits(9)).tokens
-    assert [row.tolist() for row in rows] == [[0, 1, 2], [3, 4, 5]]
+    rows = contract.scoring_rows(np.arange(6).reshape(2, 1, 3), None, limits=Limits(9)).rows
+    assert [row.tokens.tolist() for row in rows] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_metadata():
     rows = np.array([[b'{"a": 1}'], [b"{}"]], dtype=np.object_)
-    assert contract.metadata_rows(rows, 2) == [{"a": 1}, {}]
-    assert contract.metadata_rows(None, 2) == [{}, {}]
+    assert metadata_rows(rows, 2) == [{"a": 1}, {}]
+    assert metadata_rows(None, 2) == [{}, {}]
     for bad, message in (
         (rows, "metadata: shape [2, 1], must be [3, 1]"),
         (np.array([[b"{}"], [b"{"], [b"{}"]], dtype=np.object_), "metadata[1]: '{' is not JSON"),
@@ -334,7 +337,7 @@ def test_metadata():
         (np.array([[b"1" * 5000], [b"{}"], [b"{}"]], dtype=np.object_), "metadata[0]: '111"),
     ):
         with refused(message):
-            contract.metadata_rows(bad, 3)
+            metadata_rows(bad, 3)
 
 
 def test_counts_are_sorted_and_each_is_there_once():

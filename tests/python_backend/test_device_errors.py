@@ -16,11 +16,12 @@ from live_system import Checkpoints, LiveRun, make_run, random_rows, scoring_inp
 from served_model import served_model
 from triton_python_backend_utils import InferenceResponse, Request
 
-from actor.scoring.connection import trouble_of
-from actor.scoring.retry import Kind
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.client.connection import trouble_of
+from python_backend.client.errors import Kind
 from python_backend.models.modeling import load_reward
-from python_backend.wire.contract import REWARDS, UNTIL_LOADED
+from python_backend.serving.versions.follower import Version
+from python_backend.wire.contract import REWARDS, UNTIL_LOADED, TokenRow
 from trainer.publish import initialise_store
 
 ROWS = random_rows([3, 7, 5, 12, 9], seed=1)
@@ -53,7 +54,7 @@ def test_after_a_device_error_the_model_refuses_requests_so_that_they_go_elsewhe
     reward: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, at_launch: bool
 ):
     counted: list[tuple[int, ...]] = []
-    monkeypatch.setattr(reward._troubles, "add", counted.append)
+    monkeypatch.setattr(reward.served.compute._troubles, "add", counted.append)
 
     def fail(*_: object) -> Any:
         if at_launch:
@@ -66,7 +67,7 @@ def test_after_a_device_error_the_model_refuses_requests_so_that_they_go_elsewhe
     def broken() -> Any:
         raise error
 
-    monkeypatch.setattr(reward, "forward_of", lambda model: launch)
+    monkeypatch.setattr(reward.served, "forward", launch)
     for _ in range(2):
         refused = ask(reward).error
         assert refused is not None
@@ -79,7 +80,7 @@ def test_a_version_is_not_blamed_for_a_device_error(reward: Any, monkeypatch: py
     """The thread that loads it never goes on, and so rejects no version."""
     monkeypatch.setattr("python_backend.serving.torch_scoring.threading.Event", lambda: pytest)
     monkeypatch.setattr(pytest, "wait", lambda: pytest.skip.Exception, raising=False)
-    with pytest.raises(CheckpointError), reward.blaming_the_device():
+    with pytest.raises(CheckpointError), reward.served.compute.blaming_the_device():
         raise CheckpointError("version 3 cannot be loaded") from RuntimeError(ILLEGAL)
     assert UNTIL_LOADED in str(ask(reward).error)
 
@@ -89,19 +90,16 @@ def test_a_pass_that_does_not_fit_is_halved_and_a_row_that_does_not_fit_is_refus
 ):
     expected = load_reward(run.config.reward.checkpoint).score(ROWS)
     most, sizes, halved = 2, [], []
-    forward_of = reward.forward_of
+    forward = reward.served.forward
 
-    def limited(model: Any) -> Any:
-        def launch(rows: list[np.ndarray], width: int) -> Any:
-            sizes.append(len(rows))
-            if len(rows) > most:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 80 GiB.")
-            return forward_of(model)(rows, width)
+    def limited(model: Any, rows: list[TokenRow], width: int) -> Any:
+        sizes.append(len(rows))
+        if len(rows) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 80 GiB.")
+        return forward(model, rows, width)
 
-        return launch
-
-    monkeypatch.setattr(reward, "forward_of", limited)
-    monkeypatch.setattr(reward._troubles, "add", halved.append)
+    monkeypatch.setattr(reward.served, "forward", limited)
+    monkeypatch.setattr(reward.served.compute._troubles, "add", halved.append)
     np.testing.assert_allclose(ask(reward).outputs[REWARDS], expected, rtol=0, atol=1e-6)
     assert sizes[0] == len(ROWS)
     assert halved == [(0, 2)]  # 5 rows as 2 + 3, and 3 as 1 + 2
@@ -117,8 +115,8 @@ def test_a_pass_that_does_not_fit_is_halved_and_a_row_that_does_not_fit_is_refus
 def test_idle_threads_keep_no_version_alive(run: LiveRun):
     with served_model(run.config, "critic") as critic:
         assert ask(critic, outputs=("values",)).error is None
-        replaced = weakref.ref(critic._follower.version.model)
-        critic._follower.version = critic._follower.version.__class__(1, None)
+        replaced = weakref.ref(critic.served.versions.version.model)
+        critic.served.versions.version = Version(1, None)
         deadline = time.monotonic() + PATIENCE_S
         while replaced() is not None and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -15,6 +15,7 @@ from triton_python_backend_utils import InferenceResponse, Request
 
 from python_backend.serving import journal_model
 from python_backend.serving.critic_save import TritonPythonModel
+from python_backend.serving.triton import TritonModel
 from python_backend.store import heartbeat as heartbeat_module
 from python_backend.store.heartbeat import HeartbeatWatch
 from python_backend.store.journal import Entry, Heartbeat, Journal, Result
@@ -24,7 +25,7 @@ HOUR_S = 3600.0
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonPythonModel]:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonModel]:
     """critic_save of run `run`; 0.4 s of silence are too long."""
     monkeypatch.setattr(journal_model, "FOLLOWER_GRACE_S", 0.05)
     parameters = {"journal": str(tmp_path), "run_id": "run", "heartbeat_timeout_s": "0.4"}
@@ -47,7 +48,7 @@ class Sent(Request):
         return json.dumps({"X-Triton-Sender": self._sender})
 
 
-def ask(model: TritonPythonModel, request: Request | None = None) -> Callable[[], InferenceResponse]:
+def ask(model: TritonModel, request: Request | None = None) -> Callable[[], InferenceResponse]:
     """Send a request, by default a rewind; returns what waits for its response."""
     request = request or Sent("", rewind_to=0)
     model.execute([request])
@@ -63,7 +64,7 @@ def ask(model: TritonPythonModel, request: Request | None = None) -> Callable[[]
 
 @pytest.mark.parametrize("ahead_s", [HOUR_S, 0.0, -HOUR_S])
 def test_a_silent_sidecar_is_told_whatever_the_clock_of_its_heartbeat_says(
-    model: TritonPythonModel, tmp_path: Path, ahead_s: float
+    model: TritonModel, tmp_path: Path, ahead_s: float
 ):
     journal = Journal(tmp_path, "run")
     with journal.lock():
@@ -75,9 +76,9 @@ def test_a_silent_sidecar_is_told_whatever_the_clock_of_its_heartbeat_says(
 
 
 def test_a_sidecar_whose_clock_is_behind_is_not_silent(
-    model: TritonPythonModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: TritonModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(model, "_silence_s", 5.0)
+    monkeypatch.setattr(model.served, "_silence_s", 5.0)
     journal = Journal(tmp_path, "run")
     with journal.lock():
         response = ask(model)
@@ -130,13 +131,13 @@ class Follower:
 
 
 @pytest.fixture
-def follower(model: TritonPythonModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follower]:
-    monkeypatch.setattr(model, "_silence_s", 60.0)
-    with model.journal.lock():
-        yield Follower(model.journal)
+def follower(model: TritonModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follower]:
+    monkeypatch.setattr(model.served, "_silence_s", 60.0)
+    with model.served.journal.lock():
+        yield Follower(model.served.journal)
 
 
-def test_a_rewind_that_was_stuck_does_not_rewind_the_live_run(model: TritonPythonModel, follower: Follower):
+def test_a_rewind_that_was_stuck_does_not_rewind_the_live_run(model: TritonModel, follower: Follower):
     """A server hung with the first attempt; the second was done by another one, and the actor has trained on."""
     follower.train(1, 2, 3)
     done = ask(model, Sent("actor/1", rewind_to=1))
@@ -146,17 +147,17 @@ def test_a_rewind_that_was_stuck_does_not_rewind_the_live_run(model: TritonPytho
     late = ask(model, Sent("actor/1", rewind_to=1))
     follower.follow()
     assert late().outputs[WEIGHTS_VERSION].tolist() == [101]  # the answer that it had
-    assert model.journal.last_step() == 4
+    assert model.served.journal.last_step() == 4
     again = ask(model, Sent("actor/2", rewind_to=1))  # whoever asks anew is served
     follower.follow()
     assert again().error is None
-    assert model.journal.last_step() == 1
+    assert model.served.journal.last_step() == 1
 
 
 @pytest.mark.parametrize(
     "late", [Sent("old/1", rewind_to=1), Sent("old/1", dummy_var=0, step=3, keep_steps=[1, 3]), Sent("new/0", step=3)]
 )
-def test_what_an_earlier_owner_sent_is_refused(model: TritonPythonModel, follower: Follower, late: Request):
+def test_what_an_earlier_owner_sent_is_refused(model: TritonModel, follower: Follower, late: Request):
     follower.train(1, 2, 3)
     for sender in ("old/1", "new/1"):
         done = ask(model, Sent(sender, rewind_to=2))
@@ -167,19 +168,19 @@ def test_what_an_earlier_owner_sent_is_refused(model: TritonPythonModel, followe
     response = ask(model, late)
     follower.follow()
     assert "INVALID_ARG: run 'run' was rewound after this request was sent" in str(response().error)
-    assert (model.journal.last_step(), follower.kept) == (3, [])
+    assert (model.served.journal.last_step(), follower.kept) == (3, [])
 
 
-def test_a_rewind_that_failed_takes_the_run_from_nobody(model: TritonPythonModel, follower: Follower):
+def test_a_rewind_that_failed_takes_the_run_from_nobody(model: TritonModel, follower: Follower):
     follower.train(1, 2)
     first = ask(model, Sent("old/1", rewind_to=1))
     follower.follow()
     assert first().error is None
     second = ask(model, Sent("new/1", rewind_to=0))
-    (entry,) = model.journal.entries()
-    owners = model.journal.owners(entry)
-    model.journal.finish(entry, Result(entry.name, 1, error="0 cannot be reached", owners=owners[1:]))
-    model.journal.drop(entry)
+    (entry,) = model.served.journal.entries()
+    owners = model.served.journal.owners(entry)
+    model.served.journal.finish(entry, Result(entry.name, 1, error="0 cannot be reached", owners=owners[1:]))
+    model.served.journal.drop(entry)
     assert "cannot be reached" in str(second().error)
     saved = ask(model, Sent("old/1", dummy_var=0, step=1, keep_steps=[1]))
     follower.follow()
@@ -187,7 +188,7 @@ def test_a_rewind_that_failed_takes_the_run_from_nobody(model: TritonPythonModel
 
 
 @pytest.mark.parametrize("sender", ["", "curl", "5", "/1", "a/-1"])
-def test_whoever_does_not_say_who_it_is_is_served(model: TritonPythonModel, follower: Follower, sender: str):
+def test_whoever_does_not_say_who_it_is_is_served(model: TritonModel, follower: Follower, sender: str):
     follower.train(1, 2)
     for target in (1, 1, 0):
         response = ask(model, Sent(sender, rewind_to=target))

@@ -35,7 +35,6 @@ def server() -> Iterator[ChatServer]:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(chat_endpoint, "LONGEST_PAUSE_S", 0.002)
     take_counts()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from tiny_tokenizers import CHATS, make_text_tokenizer
 from triton_python_backend_utils import Request
 
 from python_backend.checkpoints.tokenization import encode_bare_text, encode_text
-from python_backend.wire.contract import Limits, ScoringRows, scoring_rows
+from python_backend.wire.contract import REWARDS, Limits, ScoringRows, TokenRow, scoring_rows
 
 WORDS = [word for text in TEXTS for word in text.split()]
 
@@ -64,31 +64,29 @@ def test_odd_texts_are_cut_as_the_tokenizer_cuts(text: str) -> None:
         assert encode_text(tokenizer, text, 16) == tokenizer(text, truncation=True, max_length=16)["input_ids"], family
 
 
-def make_model(scoring: Any, go: threading.Event) -> Any:
+class Model:
     """A model that scores 0, and reads sentences when `go` is set."""
 
-    class Model(scoring.ScoringModel):
-        limits = Limits(100)
+    version = 1
 
-        def current_model(self) -> int:
-            return 1
+    def __init__(self, go: threading.Event) -> None:
+        self.go = go
+        self.reply = {REWARDS: lambda done: np.zeros((len(done.outputs), 1), np.float32)}
 
-        def read(self, call: Any) -> Generator[int, None, ScoringRows]:
-            if call.array("sentences") is not None:
-                yield 10
-                assert go.wait(30)
-                if b"bad" in call.array("sentences")[0, 0]:
-                    raise ValueError("a bad sentence")
-                return ScoringRows([np.zeros(1, np.int64)], 1)
-            return scoring_rows(call.array("tokens"), None, limits=self.limits)
+    def read(self, call: Any) -> ScoringRows:
+        sentences = call.array("sentences")
+        if sentences is not None:
+            return ScoringRows(self.tokenized(sentences), unread_bytes=10)
+        return scoring_rows(call.array("tokens"), None, limits=Limits(100))
 
-        def launch(self, model: int, rows: list[np.ndarray], width: int) -> Callable[[], list[np.ndarray]]:
-            return lambda: [np.zeros(1, np.float32)] * len(rows)
+    def tokenized(self, sentences: np.ndarray) -> Iterator[TokenRow]:
+        assert self.go.wait(30)
+        if b"bad" in sentences[0, 0]:
+            raise ValueError("a bad sentence")
+        yield TokenRow(np.zeros(1, np.int64))
 
-        def reply(self, done: Any) -> dict[str, Any]:
-            return {"rewards": np.zeros((len(done.outputs), 1), np.float32)}
-
-    return started(Model(), token_budget=100)
+    def forward(self, model: int, rows: list[TokenRow], width: int) -> Callable[[], list[np.ndarray]]:
+        return lambda: [np.zeros(1, np.float32)] * len(rows)
 
 
 def sentence(text: bytes = b"A list") -> Request:
@@ -97,7 +95,7 @@ def sentence(text: bytes = b"A list") -> Request:
 
 def test_tokens_do_not_wait_for_sentences_that_are_being_read(scoring: Any) -> None:
     go = threading.Event()
-    model = make_model(scoring, go)
+    model = started(Model(go), token_budget=100)
     slow, bad = sentence(), sentence(b"bad")
     tokens = Request({"tokens": np.zeros((2, 3), np.int64)}, ("rewards",))
     model.execute([slow, bad, tokens])
@@ -112,7 +110,7 @@ def test_tokens_do_not_wait_for_sentences_that_are_being_read(scoring: Any) -> N
 def test_sentences_beyond_the_bound_wait_in_tritons_queue(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "MAX_UNREAD_BYTES", 15)
     go = threading.Event()
-    model = make_model(scoring, go)
+    model = started(Model(go), token_budget=100)
     returned = threading.Event()
 
     def execute() -> None:

@@ -19,18 +19,19 @@ from live_system import Checkpoints, LiveRun, make_run, random_rows, scoring_inp
 from triton_python_backend_utils import InferenceResponse, Request
 
 from python_backend.store.journal_entry import Result
-from python_backend.wire.contract import UNNAMED, texts_array
+from python_backend.wire.contract import UNNAMED, WHOLE, outputs_of, texts_array
 from tools.render_configs import FUNCTION_MODULE, MODULES, parse_config, render_configs
 from trainer.publish import initialise_store
 
+KINDS = {
+    "reward_checkpoint": "reward",
+    "reward_function_length": "function",
+    "reward_mixture": "mixture",
+    **{name: name for name in ("critic", "critic_train", "critic_save", "reference")},
+}
 OUTPUTS = {
-    "critic": ("values", "response_values", "weights_version", "after_critic", "queue_us", "compute_us"),
-    "critic_train": ("loss_mean", "weights_version"),
-    "critic_save": ("status", "weights_version"),
-    "reference": ("logprobs", "queue_us", "compute_us"),
-    "reward_checkpoint": ("rewards", "probabilities", "queue_us", "compute_us"),
-    "reward_function_length": ("reward_component", "reward_error"),
-    "reward_mixture": ("rewards", "reward_components", "reward_errors"),
+    model: tuple(output.name for output in outputs_of(kind, traits=(WHOLE,)) if output.name != UNNAMED)
+    for model, kind in KINDS.items()
 }
 ENSEMBLES = {"critic_infer", "reward_model"}
 REQUESTED = [
@@ -83,7 +84,7 @@ def models(run: LiveRun) -> Iterator[dict[str, Any]]:
                 patch.setattr(importer, "keep_freed_memory", lambda: None, raising=False)
             config = parse_config(model, text)
             declared = {output.name for output in config.output} - {UNNAMED}
-            assert declared == set(OUTPUTS[model]), f"{model}: update OUTPUTS"
+            assert declared == set(OUTPUTS[model]), model
             loaded[model] = module.TritonPythonModel()
             parameters = {key: {"string_value": item.string_value} for key, item in config.parameters.items()}
             arguments = {"model_config": json.dumps({"name": model, "parameters": parameters})}
@@ -138,7 +139,7 @@ def test_the_critic_runs_for_values_alone(
     def fail(*_: object) -> None:
         raise AssertionError("no forward is needed")
 
-    monkeypatch.setattr(models["critic"], "launch", fail)
+    monkeypatch.setattr(models["critic"].served, "forward", fail)
     response = answer_to(models["critic"], Request(SCORING, requested), run)
     assert {name: array.tolist() for name, array in response.outputs.items()} == {requested[0]: [[0], [0]]}
     refused = answer_to(models["critic"], Request(SCORING, ["values"]), run)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Generator
 
 from python_backend.serving import round_robin
-from python_backend.serving.round_robin import RoundRobin, run_to_end
+from python_backend.serving.round_robin import RoundRobin
 
 
 def counting(log: list[str], name: str, steps: int, done: threading.Event | None = None) -> Generator[int, None, None]:
@@ -16,15 +16,6 @@ def counting(log: list[str], name: str, steps: int, done: threading.Event | None
     log.append(f"{name.strip()} done")
     if done is not None:
         done.set()
-
-
-def test_a_job_run_to_its_end_returns_its_result() -> None:
-    def job() -> Generator[int, None, str]:
-        yield 1
-        yield 2
-        return "three"
-
-    assert run_to_end(job()) == "three"
 
 
 def test_short_jobs_pass_a_long_one(monkeypatch) -> None:

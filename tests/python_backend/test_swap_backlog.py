@@ -8,14 +8,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from scoring_rig import started
 
-from python_backend.serving.round_robin import run_to_end
-from python_backend.wire.contract import Limits, ScoringRows
+from python_backend.wire.contract import VALUES, ScoringRows, TokenRow
 
 ROW_TOKENS, BUDGET = 20, 200  # ten rows a forward
 PATIENCE_S = 120.0
@@ -26,7 +25,7 @@ class Call:
 
     timeout_s = None
     answered = False
-    wanted = frozenset({"version"})
+    wanted = frozenset({VALUES})
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -34,52 +33,41 @@ class Call:
         self.done = threading.Event()
 
     def answer(self, arrays: dict[str, Any]) -> None:
-        self.versions.add(arrays["version"])
+        self.versions.add(arrays[VALUES])
         self.done.set()
 
 
-def make_model(scoring: Any) -> Any:
+class Model:
     """A model whose forwards run one by one, when the test lets them; `ran` gets each one's version and rows."""
 
-    class Model(scoring.ScoringModel):
-        limits = Limits(100, 64)
+    def __init__(self) -> None:
+        self.version = 1
+        self.ran: queue.Queue[tuple[int, int]] = queue.Queue()
+        self.go = threading.Semaphore(0)
+        self.begun = 0
+        self.reply = {VALUES: lambda done: done.model}
+        self.engine = started(self, token_budget=BUDGET).served
 
-        def __init__(self) -> None:
-            self.version = 1
-            self.ran: queue.Queue[tuple[int, int]] = queue.Queue()
-            self.go = threading.Semaphore(0)
-            self.begun = 0
+    def read(self, call: Call) -> ScoringRows:
+        return ScoringRows([TokenRow(np.zeros(ROW_TOKENS, np.int64))] * call.rows, ROW_TOKENS)
 
-        def current_model(self) -> int:
-            return self.version
+    def forward(self, model: int, rows: list[TokenRow], width: int) -> Callable[[], list[np.ndarray]]:
+        self.begun += 1
+        assert self.go.acquire(timeout=PATIENCE_S)
+        self.ran.put((model, len(rows)))
+        return lambda: [np.zeros(1)] * len(rows)
 
-        def read(self, call: Call) -> Generator[int, None, ScoringRows]:
-            yield from ()
-            rows = [np.zeros(ROW_TOKENS, np.int64)] * call.rows
-            return ScoringRows(rows, ROW_TOKENS)
+    def run(self, forwards: int) -> list[tuple[int, int]]:
+        for _ in range(forwards):
+            self.go.release()
+        return [self.ran.get(timeout=PATIENCE_S) for _ in range(forwards)]
 
-        def launch(self, model: int, rows: list[np.ndarray], width: int) -> Callable[[], list[np.ndarray]]:
-            self.begun += 1
-            assert self.go.acquire(timeout=PATIENCE_S)
-            self.ran.put((model, len(rows)))
-            return lambda: [np.zeros(1)] * len(rows)
-
-        def reply(self, done: Any) -> dict[str, Any]:
-            return {"version": done.model}
-
-        def run(self, forwards: int) -> list[tuple[int, int]]:
-            for _ in range(forwards):
-                self.go.release()
-            return [self.ran.get(timeout=PATIENCE_S) for _ in range(forwards)]
-
-        def line_up(self, *calls: Call) -> None:
-            with self._changed:
-                self._line_up([run_to_end(self._begin(call)) for call in calls])
-
-    return started(Model(), token_budget=BUDGET)
+    def line_up(self, *calls: Call) -> None:
+        with self.engine._changed:
+            self.engine._line_up([self.engine._begin(call) for call in calls])
 
 
-def wait_for_forward(model: Any, number: int) -> None:
+def wait_for_forward(model: Model, number: int) -> None:
     """Return when it is under way, its version chosen."""
     deadline = time.monotonic() + PATIENCE_S
     while model.begun < number:
@@ -88,7 +76,7 @@ def wait_for_forward(model: Any, number: int) -> None:
 
 
 def test_under_a_backlog_of_600_rows_the_new_version_runs_within_two_micro_batches(scoring: Any):
-    model = make_model(scoring)
+    model = Model()
     calls = [Call(1) for _ in range(600)]
     model.line_up(*calls)
     assert model.run(3) == [(1, 10)] * 3
@@ -98,11 +86,11 @@ def test_under_a_backlog_of_600_rows_the_new_version_runs_within_two_micro_batch
     assert set(model.run(55)) == {(2, 10)}
     assert all(call.done.wait(PATIENCE_S) for call in calls)
     assert [len(call.versions) for call in calls] == [1] * 600
-    model.finalize()
+    model.engine.finalize()
 
 
 def test_a_request_that_has_begun_stays_with_its_version_and_holds_nobody_up(scoring: Any):
-    model = make_model(scoring)
+    model = Model()
     long, short = Call(40), [Call(1) for _ in range(60)]
     model.line_up(long)
     assert model.run(1) == [(1, 10)]
@@ -115,4 +103,4 @@ def test_a_request_that_has_begun_stays_with_its_version_and_holds_nobody_up(sco
     assert all(call.done.wait(PATIENCE_S) for call in (long, *short))
     assert long.versions == {1}
     assert {version for call in short for version in call.versions} == {2}
-    model.finalize()
+    model.engine.finalize()

@@ -14,11 +14,10 @@ from tiny_checkpoints import save_tiny
 from tiny_tokenizers import CHATS, PLAIN_CHAT, POSITIONS, VOCAB, make_text_tokenizer, save_text_reward
 from transformers import AutoTokenizer, ByT5Tokenizer, pipeline
 
-from python_backend.checkpoints.tokenization import TYPE_SHIFT, encode_text
-from python_backend.models.modeling import quiet_transformers
+from python_backend.checkpoints.tokenization import encode_text
+from python_backend.models.modeling import RewardModel, quiet_transformers
 from python_backend.serving.requests import RowReader
-from python_backend.serving.round_robin import run_to_end
-from python_backend.wire.contract import METADATA, SENTENCES, TEXT_PAIRS, TOKENS, ContractError, texts_array
+from python_backend.wire.contract import METADATA, SENTENCES, TEXT_PAIRS, TOKENS, ContractError, TokenRow, texts_array
 from tests.support.loaders import load_reward
 
 TOLERANCE = 1e-5
@@ -48,7 +47,7 @@ class Request:
         return self._arrays.get(name)
 
 
-def serve(
+def read(
     folder: Path,
     texts: list[str],
     metadata: list[dict[str, Any]] | None = None,
@@ -57,8 +56,8 @@ def serve(
     takes_pairs: bool = False,
     append_eos: bool = False,
     **arrays: np.ndarray | None,
-) -> tuple[list[list[int]], np.ndarray]:
-    """Token rows and rewards `[B]` of one request, by what runs in the server."""
+) -> tuple[RewardModel, list[TokenRow]]:
+    """The model and the rows of one request, by what runs in the server."""
     model = load_reward(folder)
     reader = RowReader(
         folder,
@@ -66,11 +65,16 @@ def serve(
         add_special_tokens=add_special_tokens,
         skipped_pad_id=model.skipped_pad_id,
         takes_pairs=takes_pairs,
-        has_token_types=model.has_token_types,
         append_eos=append_eos,
     )
-    rows = run_to_end(reader.read(Request(texts, metadata, **arrays))).tokens  # type: ignore[arg-type]
-    return [row.tolist() for row in rows], model.score(rows)[:, 0]
+    return model, list(reader.read(Request(texts, metadata, **arrays)).rows)  # type: ignore[arg-type]
+
+
+def serve(*args: Any, **settings: Any) -> tuple[list[list[int]], np.ndarray]:
+    """Token rows and rewards `[B]` of one request; see `read`."""
+    model, rows = read(*args, **settings)
+    tokens, types = [row.tokens for row in rows], [row.types for row in rows]
+    return [row.tolist() for row in tokens], model.score(tokens, types=types)[:, 0]
 
 
 def classify(folder: Path, texts: list[Any]) -> list[float]:
@@ -114,9 +118,10 @@ def test_a_pair_scores_as_in_the_pipeline(tmp_path: Path, family: str):
     seconds = texts_array([second for _, second in pairs])
     rows, rewards = serve(tmp_path, [first for first, _ in pairs], takes_pairs=True, text_pairs=seconds)
     encoded = [tokenizer(*pair, truncation=True, max_length=POSITIONS) for pair in pairs]
-    assert [[token % (1 << TYPE_SHIFT) for token in row] for row in rows] == [one["input_ids"] for one in encoded]
-    types = [[token >> TYPE_SHIFT for token in row] for row in rows]
-    assert types == [one["token_type_ids"] if family == "bert" else [0] * len(one["input_ids"]) for one in encoded]
+    assert rows == [one["input_ids"] for one in encoded]
+    _, found = read(tmp_path, [first for first, _ in pairs], takes_pairs=True, text_pairs=seconds)
+    types = [None if row.types is None else row.types.tolist() for row in found]
+    assert types == [one.get("token_type_ids") for one in encoded]
     given = [{"text": first, "text_pair": second} for first, second in pairs]
     np.testing.assert_allclose(rewards, classify(tmp_path, given), atol=TOLERANCE, rtol=0)
 
@@ -136,7 +141,7 @@ def test_rows_with_and_without_a_second_text_share_a_forward_pass(tmp_path: Path
             logits = model.model(**tokenizer(*pair, return_tensors="pt").to(model.model.device)).logits
             score = logits[0, -1, 0] if head == "critic" else logits[0, 0]
             assert rewards[i] == pytest.approx(float(score), abs=TOLERANCE)
-    untyped = [np.asarray(row) % (1 << TYPE_SHIFT) for row in rows]
+    untyped = [np.asarray(row) for row in rows]
     assert abs(model.score(untyped)[0, 0] - rewards[0]) > 1e-4
 
 

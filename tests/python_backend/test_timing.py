@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 import triton_python_backend_utils as stub
 from scoring_rig import started
 
-from python_backend.wire.contract import Limits, ScoringRows
+from python_backend.wire.contract import REWARDS, ScoringRows, TokenRow
 
 PATIENCE_S = 120.0
 FORWARD_S = 2.0
@@ -25,26 +25,21 @@ def model(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     clock = types.SimpleNamespace(now=100.0)
     monkeypatch.setattr(scoring, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
 
-    class Model(scoring.ScoringModel):
-        limits = Limits(100, 64)
-        go = threading.Event()
+    def launch(model: None, rows: list[TokenRow], width: int) -> Callable[[], list[np.ndarray]]:
+        assert go.wait(PATIENCE_S)
+        clock.now += FORWARD_S
+        return lambda: [np.zeros(1)] * len(rows)
 
-        def current_model(self) -> None:
-            return None
-
-        def read(self, call: Any) -> Generator[int, None, ScoringRows]:
-            yield from ()
-            return ScoringRows([np.zeros(10, np.int64)] * 3, 10)
-
-        def launch(self, model: None, rows: list[np.ndarray], width: int) -> Callable[[], list[np.ndarray]]:
-            assert self.go.wait(PATIENCE_S)
-            clock.now += FORWARD_S
-            return lambda: [np.zeros(1)] * len(rows)
-
-        def reply(self, done: Any) -> dict[str, np.ndarray]:
-            return {"rewards": np.zeros((3, 1), np.float32)}
-
-    return started(Model(), token_budget=10)
+    go = threading.Event()
+    parts = types.SimpleNamespace(
+        version=None,
+        read=lambda call: ScoringRows([TokenRow(np.zeros(10, np.int64))] * 3, 10),
+        forward=launch,
+        reply={REWARDS: lambda done: np.zeros((3, 1), np.float32)},
+    )
+    model = started(parts, token_budget=10)
+    model.go = go
+    return model
 
 
 def test_each_row_has_its_own_times_if_requested(model: Any) -> None:

@@ -127,7 +127,7 @@ def test_a_server_that_is_lost_costs_no_request(pair: Pair) -> None:
     with Run(pair, *servers) as run:
         run.wait_for_steps(2)
         scored = [num_answered(server, CRITIC_INFER) - old for server, old in zip(servers, before, strict=True)]
-        assert min(scored) > 0, "both get requests; how they share is in tests/actor/test_servers.py"
+        assert min(scored) > 0, "both get requests; how they share is in tests/python_backend/client/test_servers.py"
         pair.kill_first()
         last = run.ends_well()
         assert f"{pair.run.url} gets no requests until it is ready again" in run.log

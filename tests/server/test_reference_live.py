@@ -35,9 +35,9 @@ from tritonclient.grpc import InferenceServerClient as GrpcClient
 
 from actor.data.rollout import Prompt, ReferenceLogprobs, Rollout
 from actor.policy.policy import Policy
-from actor.scoring.client import TritonClient
 from actor.scoring.reference import ServedReference
 from actor.scoring.scorer import ModelMismatch
+from python_backend.client.client import TritonClient
 from python_backend.config import load_config
 from python_backend.store.control_key import GRPC_HEADER, control_key
 from python_backend.store.durable import read_json

@@ -26,10 +26,11 @@ from test_two_tokenizers import written
 
 from actor.data.prompts import PromptError
 from actor.data.rollout import Prompt, Rollout, Scores
-from actor.scoring.client import TritonClient
-from actor.scoring.mixture import RewardMixture
+from actor.scoring.metadata import check_prompts, row_metadata
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.client.client import TritonClient
+from python_backend.client.served import ServedModel
 from python_backend.wire.contract import REWARD_MODEL
 
 pytestmark = pytest.mark.slow
@@ -89,7 +90,7 @@ def test_components_reach_the_actor_and_failures_are_marked(mixed: System, check
     tokenizer = load_tokenizer(checkpoints.policy)
     rollout = labelled(tokenizer)
     scorer, scores = scored(mixed, tokenizer, rollout, rows=rows)
-    assert scorer.mixture.names == ("model", "texts", "verdict", "peers")
+    assert scorer.reward.components == ("model", "texts", "verdict", "peers")
     assert np.flatnonzero(~scores.scored.numpy()).tolist() == FAILED
     direct = direct_rewards(checkpoints.reward, rollout.rows())
     np.testing.assert_allclose(scores.components["model"], direct, atol=1e-5, rtol=0)
@@ -138,10 +139,10 @@ def test_a_column_that_the_actor_fills_is_refused(mixed: System, tmp_path: Path)
 
 def test_with_the_reward_model_alone_any_column_is_free() -> None:
     prompt = Prompt("1", "a", np.asarray([1]), {"prompt": "p", "response": "r"})
-    RewardMixture().check_prompts([prompt])
-    assert RewardMixture().metadata(prompt, "b", 0) == {"prompt": "p", "response": "r"}
+    check_prompts(ServedModel(), [prompt])
+    assert row_metadata(ServedModel(), prompt, "b", 0) == {"prompt": "p", "response": "r"}
     with pytest.raises(PromptError, match="prompt 1 has a column 'prompt'"):
-        RewardMixture(("model",)).check_prompts([prompt])
+        check_prompts(ServedModel(components=("model",)), [prompt])
 
 
 def test_the_reply_alone_is_the_sentence_of_a_chat(checkpoints: Checkpoints) -> None:

@@ -18,11 +18,11 @@ import pytest
 from tiny_models import write_repository
 from tiny_serve import serve, wait_for, write_run
 
-from actor.scoring.client import TritonClient
-from actor.scoring.connection import HTTPConnection
-from actor.scoring.pool import ServerPool
-from actor.scoring.retry import Kind, Trouble
-from actor.scoring.server import Server
+from python_backend.client.client import TritonClient
+from python_backend.client.connection import HTTPConnection
+from python_backend.client.errors import Kind, Trouble
+from python_backend.client.pool import ServerPool
+from python_backend.client.server import Server
 from python_backend.config import ClientSection
 from python_backend.wire.contract import REWARDS, VALUES
 
@@ -96,7 +96,7 @@ class Cluster:
         monkeypatch.setattr(ServerPool, "answered", with_answer)
         monkeypatch.setattr(ServerPool, "failed", with_failure)
         monkeypatch.setattr(HTTPConnection, "__init__", opened)
-        monkeypatch.setattr("actor.scoring.pool.RESOLVE_EVERY_S", 0.1)
+        monkeypatch.setattr("python_backend.client.pool.RESOLVE_EVERY_S", 0.1)
 
 
 @pytest.fixture

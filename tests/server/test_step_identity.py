@@ -9,7 +9,7 @@ import pytest
 from bare_client import Refused, ask, ask_all
 from live_system import KEY, TRAINING_KEY, System, identity, stop_process, training_inputs
 
-from actor.scoring.client import TritonClient
+from python_backend.client.client import TritonClient
 from python_backend.config import ClientSection
 from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN
 from trainer.checkpoint import CheckpointFolder

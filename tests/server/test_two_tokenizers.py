@@ -28,9 +28,10 @@ from tiny_tokenizers import save_text_reward
 from transformers import pipeline
 
 from actor.data.rollout import Prompt, Rollout, Scores
-from actor.scoring.client import TritonClient
 from actor.scoring.scorer import ModelMismatch, Scorer
 from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.client.client import TritonClient
+from python_backend.client.served import ServedModel
 from python_backend.wire.contract import CRITIC, REWARD_MODEL, texts_array
 from tools.render_configs import parse_config, render_configs
 from trainer.control_plane import ControlPlane
@@ -227,9 +228,9 @@ def test_a_model_rendered_without_a_fingerprint_is_named(live: System, checkpoin
     ours = load_tokenizer(checkpoints.policy)
 
     class Forgetful(TritonClient):
-        async def model_parameters(self, name: str) -> dict[str, str]:
-            found = await super().model_parameters(name)
-            return {**found, "tokenizer_fingerprint": ""} if name == model else found
+        async def describe(self, name: str) -> ServedModel:
+            found = await super().describe(name)
+            return ServedModel() if name == model else found
 
     async def compare() -> None:
         async with Forgetful(live.run.url, live.run.config.actor.client) as client:

@@ -155,7 +155,7 @@ def test_vllm_generates_with_the_weights_of_the_policy(
 def stops_as_our_own(data: dict[str, Any], config: RunConfig, policy: Policy) -> None:
     """Check that greedy responses end at the same stop strings, and not within `min_new_tokens`."""
     rest = {"eos_ids": policy.eos_ids, "pad_id": policy.pad_id, "banned_ids": policy.banned_ids}
-    own = functools.partial(Generation, policy._causal(policy.sampler), policy.tokenizer, **rest)
+    own = functools.partial(Generation, policy.causal(policy.sampler), policy.tokenizer, **rest)
     whole = responses(own(config.actor.generation.model_copy(update={"engine": "slots"})))
     words = sorted({policy.tokenizer.decode([tokens[3]]) for tokens, _ in whole.values() if len(tokens) > 4})
     data["actor"]["generation"] |= {"stop_strings": words, "min_new_tokens": 2}

@@ -17,7 +17,7 @@ from aiohttp import web
 from fake_triton import Behaviour, FakeTriton
 from tritonclient.utils import deserialize_bytes_tensor
 
-from actor.scoring.client import TritonClient
+from python_backend.client.client import TritonClient
 from python_backend.config import ClientSection, GatewaySection
 from python_backend.wire.contract import REWARD_MODEL
 from tools.gateway.app import create_app

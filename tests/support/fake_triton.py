@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from aiohttp import web
 from fake_server import FakeServer
 
+from python_backend.client.client import TritonClient
+from python_backend.client.retry import RETRY_RESERVE
+from python_backend.config import ClientSection
 from python_backend.wire.contract import STEP_AHEAD
 
 DEAD = "Failed to process the request(s) for model 'critic_0_0', message: Stub process 'critic_0_0' is not healthy."
@@ -86,3 +90,9 @@ class FakeTriton(FakeServer):
     async def _config(self, request: web.Request) -> web.Response:
         parameters = {key: {"string_value": value} for key, value in self.parameters.items()}
         return web.json_response({"input": [], "parameters": parameters})
+
+
+def client_of(*servers: FakeTriton, retry_reserve: int = RETRY_RESERVE, **changes: Any) -> TritonClient:
+    """A client of these servers with short back-off and `changes` of its settings."""
+    settings = {"backoff_s": 0.001, "deadline_s": 20.0, "servers": [server.url for server in servers], **changes}
+    return TritonClient("unused:1", ClientSection(**settings), retry_reserve=retry_reserve)

@@ -11,7 +11,6 @@ from python_backend.models import language_model, modeling
 from python_backend.models.language_model import LanguageModel
 from python_backend.models.modeling import CriticModel, RewardModel
 from python_backend.models.readout import token_reward
-from python_backend.models.readout.token_reward import TokenRewardModel
 
 
 def default_device() -> str:
@@ -36,9 +35,9 @@ def load_language_model(*arguments: Any, **settings: Any) -> LanguageModel:
     return language_model.load_language_model(*arguments, **{"device": default_device(), **settings})
 
 
-def load_process_reward(*arguments: Any, **settings: Any) -> TokenRewardModel:
+def load_process_reward(*arguments: Any, **settings: Any) -> RewardModel:
     return token_reward.load_process_reward(*arguments, **{"device": default_device(), **settings})
 
 
-def load_logit_reward(*arguments: Any, **settings: Any) -> TokenRewardModel:
+def load_logit_reward(*arguments: Any, **settings: Any) -> RewardModel:
     return token_reward.load_logit_reward(*arguments, **{"device": default_device(), **settings})

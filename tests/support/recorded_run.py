@@ -19,7 +19,7 @@ from actor.policy.checkpoint import RunState
 from actor.run.recorder import Recorder
 from actor.run.settings import SETTINGS_FILE
 from actor.run.validation import Validation
-from actor.scoring.client import RequestCounters
+from python_backend.client.retry import RequestCounters
 from python_backend.config import ActorSection, RunConfig
 from python_backend.store.durable import write_json
 from tests.support.prompts import one_prompt

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+
+from python_backend.wire.contract import TokenRow
 
 
 @pytest.fixture
@@ -19,8 +21,36 @@ def scoring() -> Iterator[Any]:
     sys.setswitchinterval(interval)
 
 
+class Compute:
+    """Runs the forward passes where they are launched."""
+
+    passes_in_flight = 1
+    refuse_all = None
+
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = parameters
+
+    def launch(self, forward: Any, model: Any, rows: Sequence[TokenRow], width: int) -> Any:
+        return forward(model, rows, width)
+
+    def prepare_worker(self) -> None:
+        pass
+
+    def failed(self, error: Exception) -> None:
+        pass
+
+    def publish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def started(model: Any, *, token_budget: int) -> Any:
-    """Start serving with `model`, a `ScoringModel`, and one worker; return the model."""
+    """Start an engine with one worker for `model`: what has a version, and the parts `read`, `forward` and `reply`.
+
+    Returns what Triton loads.
+    """
     values = {
         "token_budget": token_budget,
         "micro_batch_rows": 64,
@@ -30,6 +60,15 @@ def started(model: Any, *, token_budget: int) -> Any:
         "queue_timeout_s": "0",
     }
     config = {"name": "m", "parameters": {key: {"string_value": str(value)} for key, value in values.items()}}
-    model.set_up(sys.modules["python_backend.serving.triton"].Parameters({"model_config": json.dumps(config)}))
-    model.start()
-    return model
+    triton = importlib.import_module("python_backend.serving.triton")
+    engine = importlib.import_module("python_backend.serving.scoring").Engine(
+        Compute(triton.Parameters({"model_config": json.dumps(config)})),
+        read=model.read,
+        versions=model,
+        forward=model.forward,
+        reply=model.reply,
+        max_length=64,
+    )
+    loaded = triton.TritonModel()
+    loaded.served = engine
+    return loaded

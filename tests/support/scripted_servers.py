@@ -1,14 +1,15 @@
-"""Servers with scripted connections, for tests of `actor.scoring.pool`."""
+"""Servers with scripted connections, for tests of `python_backend.client.pool`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
-from actor.scoring.pool import ServerPool
-from actor.scoring.retry import Kind, RequestCounters, Trouble
-from actor.scoring.server import Server
+from python_backend.client.errors import Kind, Trouble
+from python_backend.client.pool import ServerPool
+from python_backend.client.retry import RequestCounters
+from python_backend.client.server import Server
 from python_backend.config import ClientSection
 
 REFUSED = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")
@@ -75,10 +76,6 @@ class Rig(ServerPool[Scripted]):
         for server in self.servers:
             server.connection.refuses = True
             await self.failed(server, "m", REFUSED)
-
-
-def scene(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(play())
 
 
 async def until(condition: Callable[[], bool]) -> None:

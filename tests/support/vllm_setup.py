@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +53,3 @@ class VllmSetup:
         responses: dict[int, Response] = {}
         self.generation.run(PROMPTS, lambda row, response: responses.update({row: response}), seed=seed, greedy=greedy)
         return responses
-
-
-def run_async(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run `play` for at most two minutes."""
-    asyncio.run(asyncio.wait_for(play(), 120))

@@ -24,9 +24,10 @@ import actor.__main__
 import tools.run
 import tools.serve
 import trainer.__main__
-from actor.scoring.client import RequestFailed
 from actor.scoring.scorer import ModelMismatch, Scorer
 from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.client.errors import RequestFailed
+from python_backend.client.served import ServedModel
 from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
 from python_backend.config.required_files import check_files
 from python_backend.config.sections import UNMEASURED
@@ -273,10 +274,10 @@ def test_a_sidecar_without_a_critic_has_nothing_to_do(
 class ServesNoCritic:
     """What the client hears from a server that was started for an algorithm without a critic."""
 
-    async def model_parameters(self, model: str) -> dict[str, str]:
+    async def describe(self, model: str) -> ServedModel:
         if model == "critic":
             raise RequestFailed("critic at localhost:8000 refused: Request for unknown model: 'critic' is not found")
-        return {"tokenizer_fingerprint": "known"}
+        return ServedModel.of({"tokenizer_fingerprint": "known"})
 
 
 def test_ppo_on_a_server_without_a_critic_is_told_why(checkpoints: Checkpoints) -> None:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from triton_rules import check_rules
 
 from python_backend.config import ConfigError, RunConfig
 from python_backend.wire import contract
@@ -175,6 +176,29 @@ def test_a_checkpoint_without_tokenizer_is_named(tmp_path: Path):
         parsed(critic={"checkpoint": str(tmp_path)})
 
 
+REWARDS = {"model": {"weight": 1.0}, "length": {"function": f"{__file__}:parsed"}}
+PROCESS = {"process": {"granularity": "step", "separator": ". "}}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"reward": {"store": True}},
+        {"reward": {"merge_attributes": False}, "actor": {"kl": {"reference": "triton"}}},
+        {"reward": PROCESS},
+        {"reward": {"process": {"granularity": "token"}}},
+        {"rewards": REWARDS},
+        {"rewards": {"length": REWARDS["length"]}},
+        {"rewards": REWARDS, "reward": {"store": True}},
+        {"rewards": REWARDS, "reward": PROCESS},
+        {"rewards": REWARDS, "actor": {"algorithm": {"name": "reinforce++"}}},
+    ],
+)
+def test_whatever_is_served_keeps_the_rules(sections: dict):
+    check_rules(parsed(**sections))
+
+
 def broken(model: str, old: str, new: str) -> dict:
     texts = render.render_configs(RunConfig())
     assert old in texts[model]
@@ -213,14 +237,14 @@ def broken(model: str, old: str, new: str) -> dict:
 )
 def test_rules_that_the_protobuf_cannot_know(model: str, old: str, new: str, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        render.check_rules(broken(model, old, new))
+        check_rules(broken(model, old, new))
 
 
 def test_a_scoring_model_without_dynamic_batching_is_refused():
     configs = parsed()
     configs["critic"].ClearField("dynamic_batching")
     with pytest.raises(ConfigError, match=r"critic/config\.pbtxt: dynamic_batching is missing"):
-        render.check_rules(configs)
+        check_rules(configs)
 
 
 def test_int32_tokens_are_declared_everywhere_or_nowhere():

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from recorded_run import RecordedRun
 
-from actor.run.lock import only_actor, only_run
+from python_backend.store.run_lock import only_actor, only_run
 from tools.report.command import main, short_names
 from tools.report.curves import line_style
 from tools.report.data import load_run

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from live_system import Checkpoints, FinishedRun, make_run
 
-from actor.run.lock import only_run
 from python_backend.config import load_config
 from python_backend.store.durable import write_json
 from python_backend.store.heartbeat import Heartbeat
 from python_backend.store.journal import Journal
+from python_backend.store.run_lock import only_run
 from python_backend.store.serving_records import ServingRecord
 from tools import status, weights
 from tools.report.display import RunDisplay

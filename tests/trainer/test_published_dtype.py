@@ -19,8 +19,8 @@ from python_backend.store.weights import WeightsStore, sha256_of, weights_files
 from python_backend.training.ranks import Ranks
 from tests.support.ranks import on_ranks
 from tests.support.settings import trainer_section
-from trainer.sharded.publish import ShardedPublisher
-from trainer.sharded.update import ShardedUpdate
+from trainer.critic_update import load_update
+from trainer.publish import Publisher
 from trainer.trained_critic import build_critic
 from trainer.verification import VersionRejected, holds_weights, verify_version
 
@@ -105,8 +105,8 @@ def on_each_rank(ranks: Ranks, root: Path, case: str) -> list[bool]:
     """Publish a version from two ranks; return whether it holds the critic's weights, before and after training."""
     ranks.announce = lambda *_, **__: None  # type: ignore[method-assign]
     settings = trainer_section(publish_dtype="bfloat16", **CASES[case])
-    store, update = WeightsStore(root), ShardedUpdate(settings, 0, ranks, root / "0")
-    publisher = ShardedPublisher(store, run_id="run", epoch=1, servers=[], reload="swap", timeout_s=1, keep=3)
+    store, update = WeightsStore(root), load_update(root / "0", settings, seed=0, ranks=ranks)
+    publisher = Publisher(store, run_id="run", epoch=1, servers=[], reload="swap", timeout_s=1, keep=3)
     ranks.together(lambda: (root / "1").mkdir(exist_ok=True))
     digests = update.critic.write(root / "1")
     if ranks.rank == 0:

@@ -14,7 +14,7 @@ from python_backend.models.canary import canary_row, check_canary
 from python_backend.models.modeling import CriticModel, load_critic, save_critic
 from python_backend.store.serving_records import ServingRecord
 from python_backend.store.weights import Manifest, WeightsStore
-from trainer.sharded.publish import ShardedPublisher
+from trainer.publish import Publisher
 from trainer.verification import VersionRejected
 
 
@@ -24,9 +24,7 @@ class Publication:
     def __init__(self, root: Path, reload: str = "swap") -> None:
         save_tiny(root / "critic", "llama", "critic")
         self.critic, self.store = load_critic(root / "critic"), WeightsStore(root / "store")
-        self.publisher = ShardedPublisher(
-            self.store, run_id="run", epoch=1, servers=[], reload=reload, timeout_s=60, keep=3
-        )
+        self.publisher = Publisher(self.store, run_id="run", epoch=1, servers=[], reload=reload, timeout_s=60, keep=3)
         self.store.set_current(self.add(0).version)
         self.manifest = self.add(1, canary=self.critic.values([canary_row(self.critic)])[0].tolist())
         self.waited = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,15 @@ from python_backend.models.adapters import MergedWeights
 from python_backend.models.modeling import CriticModel, load_critic, save_critic
 from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint
 from python_backend.store.weights import WeightsStore
+from python_backend.training.merged_slices import MergedSlices
 from python_backend.training.ranks import Ranks
 from python_backend.wire.contract import Limits
 from python_backend.wire.training_payload import TrainPayload, train_payload
 from tests.support.ranks import on_ranks, whole_tensors
+from trainer import trained_critic
 from trainer.checkpoint import CheckpointFolder, CheckpointState
-from trainer.critic_update import CriticUpdate
-from trainer.sharded import update as sharded_update
-from trainer.sharded.merged_slices import MergedSlices
-from trainer.sharded.publish import ShardedPublisher
-from trainer.sharded.update import ShardedUpdate, follow_rank_0
-from trainer.trained_critic import TrainedCritic, build_critic
+from trainer.critic_update import CriticUpdate, follow_rank_0, load_update
+from trainer.publish import Publisher
 from trainer.verification import VersionRejected, holds_weights, verify_version
 
 FAMILIES = ["llama", "gpt2", "bert"]
@@ -98,24 +97,28 @@ def without_key_biases(name: str, parameter: np.ndarray) -> np.ndarray:
 # ---- functions that ranks execute ----
 
 
-def doubled(folder: Path, options: TrainerSection, *, seed: int) -> CriticModel:
-    model = build_critic(folder, options, seed=seed).model.double()
-    return TrainedCritic(model, load_critic(folder)) if options.lora_rank else CriticModel(model)
+@contextlib.contextmanager
+def in_doubles() -> Iterator[None]:
+    """Critics are trained in float64 within the block."""
+    trained_critic.load_critic = lambda *args, **more: CriticModel(load_critic(*args, **more).model.double())
+    try:
+        yield
+    finally:
+        trained_critic.load_critic = load_critic
 
 
 def in_float64(ranks: Ranks, root: Path) -> dict[str, Any]:
     """Weights, losses and gradient norms of each case after three payloads."""
-    sharded_update.build_critic = doubled  # type: ignore[attr-defined]
     results: dict[str, Any] = {"cases": []}
     for family, options in CASES:
-        update = ShardedUpdate(settings(**TRAINING, **options), 0, ranks, root / family)
+        with in_doubles():
+            update = load_update(root / family, settings(**TRAINING, **options), seed=0, ranks=ranks)
         sent = payloads(3)
         reports = [update.train(each if ranks.rank == 0 else None, silent) for each in sent]
         weights = {n: t.numpy() for n, t in whole_tensors(MergedSlices(update.critic.model))}
         canary = update.critic.values([np.arange(9)])[0]
         results["cases"].append((weights, [(r.loss_mean, r.grad_norm, r.optimizer_steps) for r in reports], canary))
-    sharded_update.build_critic = build_critic  # type: ignore[attr-defined]
-    update = ShardedUpdate(settings(**TRAINING, **SAVING), 0, ranks, root / "llama")
+    update = load_update(root / "llama", settings(**TRAINING, **SAVING), seed=0, ranks=ranks)
     reports = [update.train(each if ranks.rank == 0 else None, silent) for each in payloads(3)]
     results["saving"] = [(r.loss_mean, r.grad_norm) for r in reports], update.critic.values([np.arange(9)])[0]
     return results
@@ -129,14 +132,14 @@ def in_float32(ranks: Ranks, root: Path) -> Any:
             follow_rank_0(each, 0, ranks)
         return None
     folder = CheckpointFolder(root / "checkpoints")
-    ShardedUpdate(options, 0, ranks, root / "llama")
-    update = ShardedUpdate(options, 0, ranks, root / "llama")  # a second one replaces the first
+    load_update(root / "llama", options, seed=0, ranks=ranks)
+    update = load_update(root / "llama", options, seed=0, ranks=ranks)  # a second one replaces the first
     for each in payloads(LONG_TRAINING):
         update.train(each, silent)
     folder.save(update, state(1, update))
     update.train(payload(seed=50), silent)
     after = load_all(folder, update, root, 2)
-    resumed = ShardedUpdate(options, 0, ranks, root / "llama")
+    resumed = load_update(root / "llama", options, seed=0, ranks=ranks)
     folder.load(1, resumed)
     resumed.train(payload(seed=50), silent)
     again = load_all(folder, resumed, root, 3)
@@ -149,13 +152,13 @@ def in_float32(ranks: Ranks, root: Path) -> Any:
 def with_adapters(ranks: Ranks, root: Path, format: str) -> Any:
     """The same with LoRA, on rank 0: train, resume, and publish."""
     store, folder = WeightsStore(root / format), CheckpointFolder(root / f"{format} checkpoints")
-    update = ShardedUpdate(lora(format), 0, ranks, store.folder(0))
+    update = load_update(store.folder(0), lora(format), seed=0, ranks=ranks)
     for each in payloads(3):
         update.train(each, silent)
     folder.save(update, state(1, update))
     update.train(payload(seed=50), silent)
     folder.save(update, state(2, update))
-    resumed = ShardedUpdate(lora(format), 0, ranks, store.folder(0))
+    resumed = load_update(store.folder(0), lora(format), seed=0, ranks=ranks)
     folder.load(1, resumed)
     resumed.train(payload(seed=50), silent)
     folder.save(resumed, state(3, resumed))
@@ -165,7 +168,7 @@ def with_adapters(ranks: Ranks, root: Path, format: str) -> Any:
     return values, versions
 
 
-def load_all(folder: CheckpointFolder, update: ShardedUpdate, root: Path, step: int) -> dict[str, torch.Tensor]:
+def load_all(folder: CheckpointFolder, update: CriticUpdate, root: Path, step: int) -> dict[str, torch.Tensor]:
     """The content of a checkpoint of several ranks, read by one process."""
     folder.save(update, state(step, update))
     return read_alone(root, step)
@@ -179,17 +182,15 @@ def read_alone(root: Path, step: int) -> dict[str, torch.Tensor]:
 
 def adapters_alone(root: Path, format: str, step: int | None = None) -> CriticUpdate:
     """The critic with adapters in one process, as the ranks' checkpoint of a step has it."""
-    alone = CriticUpdate(build_critic(root / format / "0", lora(format), seed=0), lora(format))
+    alone = load_update(root / format / "0", lora(format), seed=0)
     if step is not None:
         CheckpointFolder(root / f"{format} checkpoints").load(step, alone)
     return alone
 
 
-def publish(update: ShardedUpdate, store: WeightsStore) -> list[Any]:
+def publish(update: CriticUpdate, store: WeightsStore) -> list[Any]:
     """Publish twice; then a version of other weights, and one that was damaged."""
-    publisher = ShardedPublisher(
-        store, run_id="run", epoch=1, servers=["127.0.0.1:1"], reload="swap", timeout_s=60, keep=9
-    )
+    publisher = Publisher(store, run_id="run", epoch=1, servers=["127.0.0.1:1"], reload="swap", timeout_s=60, keep=9)
     seen: list[Any] = []
     for _ in range(2):
         manifest = store.add(update.critic.write, **about(1), reuse=False, canary=[0.5])
@@ -211,7 +212,7 @@ def spoil_one(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\1")
 
 
-def damage(folder: CheckpointFolder, update: ShardedUpdate) -> str:
+def damage(folder: CheckpointFolder, update: CriticUpdate) -> str:
     spoil_one(folder.root / "3")
     try:
         folder.load(3, update)
@@ -222,8 +223,8 @@ def damage(folder: CheckpointFolder, update: ShardedUpdate) -> str:
 
 def resume(ranks: Ranks, root: Path, steps: list[int]) -> list[bool]:
     """Read checkpoints on these ranks, each without and with LoRA; return whether they are what one process reads."""
-    update = ShardedUpdate(settings(**TRAINING), 0, ranks, root / "llama")
-    with_lora = ShardedUpdate(lora("merged"), 0, ranks, root / "merged" / "0")
+    update = load_update(root / "llama", settings(**TRAINING), seed=0, ranks=ranks)
+    with_lora = load_update(root / "merged" / "0", lora("merged"), seed=0, ranks=ranks)
     found = []
     for step in steps:
         CheckpointFolder(root / "checkpoints").load(step, update)
@@ -242,7 +243,8 @@ def test_float64_training_on_ranks_is_that_of_one_process(root: Path, size: int)
     results = on_ranks(size, in_float64, root)
     for i, (family, changes) in enumerate(CASES):
         options = settings(**TRAINING, **changes)
-        update = CriticUpdate(doubled(root / family, options, seed=0), options)
+        with in_doubles():
+            update = load_update(root / family, options, seed=0)
         reports = [update.train(each, silent) for each in payloads(3)]
         expected = MergedWeights(update.critic.model)
         for weights, seen, canary in (result["cases"][i] for result in results):
@@ -254,9 +256,7 @@ def test_float64_training_on_ranks_is_that_of_one_process(root: Path, size: int)
             wanted = [(r.loss_mean, r.grad_norm, r.optimizer_steps) for r in reports]
             np.testing.assert_allclose(seen, wanted, rtol=1e-12)
             np.testing.assert_allclose(canary, update.critic.values([np.arange(9)])[0], atol=1e-12)
-    update = CriticUpdate(
-        build_critic(root / "llama", settings(**TRAINING, **SAVING), seed=0), settings(**TRAINING, **SAVING)
-    )
+    update = load_update(root / "llama", settings(**TRAINING, **SAVING), seed=0)
     reports = [update.train(each, silent) for each in payloads(3)]
     for result in results:
         seen, canary = result["saving"]
@@ -325,7 +325,7 @@ def test_adapters_of_two_ranks_resume_and_are_published_as_those_of_one_process(
         (settings(lora_rank=3), "do not match trainer.lora_rank and trainer.lora_targets"),
         (settings(), "was saved while adapters were trained, but trainer.lora_rank is 0"),
     ):
-        other = CriticUpdate(build_critic(root / format / "0", options, seed=0), options)
+        other = load_update(root / format / "0", options, seed=0)
         with pytest.raises(CheckpointError, match=message):
             CheckpointFolder(folder.parent).load(3, other)
 

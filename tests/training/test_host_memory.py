@@ -12,7 +12,7 @@ import torch
 from live_system import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actor.policy import sharded
+from actor.policy import loading
 from actor.policy.policy import Policy
 from python_backend.training.ranks import Ranks
 from tests.support.ranks import on_ranks
@@ -61,13 +61,13 @@ def kept_bytes(policy: Policy) -> int:
 def beside_what_it_keeps(ranks: Ranks, folder: Path, others: dict[str, Any]) -> list[float]:
     """Bytes a parameter that a rank takes at its peaks beside what it keeps: until it shards the policy, and then."""
     section = actor_section(checkpoint=folder, max_new_tokens=6, prompts_max_tokens=8, **others)
-    peak, peaks, shard = Peak(), [], sharded.shard
+    peak, peaks, shard = Peak(), [], loading.shard
 
     def watched(*arguments: Any, **settings: Any) -> None:
         peaks.append(peak.take())
         shard(*arguments, **settings)
 
-    sharded.shard = watched
+    loading.shard = watched
     policy, _ = make(section, ranks)
     peaks.append(peak.take() - kept_bytes(policy))
     return [each / sum(p.numel() for p in policy.sampler.parameters()) for each in peaks]

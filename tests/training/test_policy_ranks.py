@@ -16,18 +16,16 @@ from live_system import make_tokenizer
 from tiny_checkpoints import save_tiny
 from transformers import AutoModelForCausalLM
 
-import actor.policy.policy as policy_module
 from actor.algorithms.method import Method
 from actor.data.rollout import PPOBatch, Prompt
+from actor.policy import policy as policy_module
 from actor.policy.checkpoint import save_checkpoint
 from actor.policy.policy import Policy
-from actor.policy.ranked_update import RankedUpdate
-from actor.policy.sharded import ShardedPolicy
 from actor.policy.update import PolicyUpdate
 from actor.run.policies import follow, make_policy
 from python_backend.models.sharded_tensors import whole
 from python_backend.training.adamw import named_state
-from python_backend.training.ranks import RankFailed, Ranks
+from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
 from tests.support import ranks as support
 from tests.support.policy_training import load_checkpoint, states
 from tests.support.settings import actor_section
@@ -63,15 +61,11 @@ def settings_of(folder: Path, case: str, **others: Any) -> Any:
     return actor_section(**{**given, **CASES[case], **others})
 
 
-def make(section: Any, ranks: Ranks | None) -> tuple[Policy, PolicyUpdate]:
+def make(section: Any, ranks: AnyRanks = ALONE) -> tuple[Policy, PolicyUpdate]:
     """The policy and its update; adapters that are not zero at the start."""
     torch.manual_seed(0)
-    method = Method.of(section.algorithm, section.kl)
-    if ranks is None:
-        policy = Policy.of(section)
-        return policy, PolicyUpdate.of(section, policy, method)
-    sharded = ShardedPolicy.of(section, ranks=ranks)
-    return sharded, RankedUpdate.of(section, sharded, method, ranks=ranks)
+    policy = Policy.of(section, ranks)
+    return policy, PolicyUpdate.of(section, policy, Method.of(section.algorithm, section.kl))
 
 
 def batch_of(seed: int) -> PPOBatch:
@@ -95,7 +89,7 @@ def gradients(policy: Policy, update: PolicyUpdate) -> list[np.ndarray]:
     return found
 
 
-def trained(ranks: Ranks | None, folder: Path, case: str, dtype: torch.dtype) -> dict[str, Any]:
+def trained(ranks: AnyRanks, folder: Path, case: str, dtype: torch.dtype) -> dict[str, Any]:
     """Statistics, gradients and weights of five updates, and how far the sampler ever was from the policy."""
     torch.use_deterministic_algorithms(True)
     if dtype == torch.float64:
@@ -127,15 +121,15 @@ def all_cases(ranks: Ranks, folder: Path, work: Callable[..., Any], runs: list[t
     return [work(ranks, folder, *run) for run in runs]
 
 
-def session(ranks: Ranks | None, folder: Path, case: str, idle_s: float = 0.0) -> dict[str, Any] | None:
+def session(ranks: AnyRanks, folder: Path, case: str, idle_s: float = 0.0) -> dict[str, Any] | None:
     """What an actor does with its policy: rollouts, updates, a checkpoint and the final policy, in `folder/written`."""
     config: Any = SimpleNamespace(actor=settings_of(folder, case), run=SimpleNamespace(seed=0))
-    if ranks is not None and ranks.rank:
+    if isinstance(ranks, Ranks) and ranks.rank:
         spoil_the_last_sampler(ranks)
         follow(config, ranks)
         return None
     policy, update = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), ranks)
-    root, ended, found = folder / f"written by {policy.world_size}, {case}", [], {}
+    root, ended, found = folder / f"written by {policy.ranks.size}, {case}", [], {}
     for step in (1, 2):
         policy.renew_sampler()
         ended.append(0)
@@ -150,7 +144,7 @@ def session(ranks: Ranks | None, folder: Path, case: str, idle_s: float = 0.0) -
     policy.save(root / "policy")
     policy.renew_sampler()
     found["weights at the end"], found["ended"] = weights_of(policy), ended
-    if ranks is not None:
+    if isinstance(ranks, Ranks):
         with pytest.raises(RankFailed) as failure:
             policy.generate(PROMPTS, seed=SPOILED)
         found["failure"] = str(failure.value)
@@ -159,22 +153,28 @@ def session(ranks: Ranks | None, folder: Path, case: str, idle_s: float = 0.0) -
 
 def spoil_the_last_sampler(ranks: Ranks) -> None:
     """Let the sampler of rank 1 have weights that are not finite when it generates with the seed SPOILED."""
-    answer = ShardedPolicy._answer_prompts
+    follow_sampling = Policy.follow_sampling
 
-    def spoiled(self: ShardedPolicy, *, seed: int, greedy: bool) -> None:
-        if seed == SPOILED and ranks.rank == 1:
-            for parameter in self.sampler.parameters():
-                parameter.data.fill_(torch.nan)
-        answer(self, seed=seed, greedy=greedy)
+    def spoiled(policy: Policy) -> None:
+        run_rows = policy.generation.run_rows
 
-    ShardedPolicy._answer_prompts = spoiled  # type: ignore[method-assign]
+        def run(*args: Any, seed: int, greedy: bool) -> None:
+            if seed == SPOILED and ranks.rank == 1:
+                for parameter in policy.sampler.parameters():
+                    parameter.data.fill_(torch.nan)
+            run_rows(*args, seed=seed, greedy=greedy)
+
+        policy.generation.run_rows = run  # type: ignore[method-assign]
+        follow_sampling(policy)
+
+    Policy.follow_sampling = spoiled  # type: ignore[method-assign]
 
 
 def weights_of(policy: Policy) -> list[np.ndarray]:
     return [p.detach().clone().numpy() for p in policy.sampler.parameters()]
 
 
-def resumed(ranks: Ranks | None, folder: Path, case: str, writers: int) -> dict[str, Any]:
+def resumed(ranks: AnyRanks, folder: Path, case: str, writers: int) -> dict[str, Any]:
     """Weights and optimizer of the newest checkpoint, and the weights after the update that follows it."""
     torch.manual_seed(1)
     policy, update = make(settings_of(folder, case), ranks)
@@ -206,7 +206,7 @@ def largest(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
 def test_the_results_are_those_of_one_process(folder: Path, size: int):
     runs = [(case, torch.float64) for case in CASES if case not in ("lora with dropout", "bfloat16")]
     for (case, dtype), *results in zip(runs, *on_ranks(size, all_cases, folder, trained, runs), strict=True):
-        one = trained(None, folder, case, dtype)
+        one = trained(ALONE, folder, case, dtype)
         for found in results:
             assert found["stats"] == [pytest.approx(stats, rel=1e-11, abs=1e-12) for stats in one["stats"]]
             assert largest(found["gradients"], one["gradients"]) <= 1e-12
@@ -218,11 +218,11 @@ def test_float32_stays_near_one_process_and_repeats_its_bits(folder: Path):
     cases = ["ppo", "lora with dropout", "bfloat16"]  # with dropout, each rank draws numbers of its own
     results = on_ranks(2, all_cases, folder, trained, [(case, torch.float32) for case in cases * 2])[0]
     found, again = results[: len(cases)], results[len(cases) :]
-    assert largest(found[0]["weights"], trained(None, folder, "ppo", torch.float32)["weights"]) <= 1e-5
+    assert largest(found[0]["weights"], trained(ALONE, folder, "ppo", torch.float32)["weights"]) <= 1e-5
     for one, other in zip(found, again, strict=True):
         assert largest(one["weights"], other["weights"]) == 0
         assert one["stats"] == other["stats"]
-    (first, *_), norm = trained(None, folder, "bfloat16", torch.float32)["stats"], "train_optim/grad_norm"
+    (first, *_), norm = trained(ALONE, folder, "bfloat16", torch.float32)["stats"], "train_optim/grad_norm"
     assert found[2]["stats"][0][norm] == pytest.approx(first[norm], rel=0.02)
 
 
@@ -232,7 +232,7 @@ def test_float32_stays_near_one_process_and_repeats_its_bits(folder: Path):
 )
 def test_a_run_on_ranks_is_that_of_one_process(folder: Path, size: int, case: str):
     """Generates the same responses, and leaves checkpoints that any number of ranks resumes from."""
-    one, (found, *_) = session(None, folder, case), on_ranks(size, session, folder, case)
+    one, (found, *_) = session(ALONE, folder, case), on_ranks(size, session, folder, case)
     assert one is not None
     assert found["ended"] == one["ended"] == [len(PROMPTS)] * 2
     assert found["failure"].startswith("rank 1: the policy's logits are not finite, so no token can be sampled; check")
@@ -247,7 +247,7 @@ def test_a_run_on_ranks_is_that_of_one_process(folder: Path, size: int, case: st
     ours = AutoModelForCausalLM.from_pretrained(folder / f"written by 1, {case}" / "policy").state_dict()
     assert largest([t.numpy() for t in theirs.values()], [ours[name].numpy() for name in theirs]) <= 1e-4
     for writers, weights in ((size, found), (1, one)):
-        alone = resumed(None, folder, case, writers)
+        alone = resumed(ALONE, folder, case, writers)
         assert largest(alone["weights"], weights["weights of step 2"]) == 0
         assert weights is found or largest(alone["then"], weights["weights at the end"]) == 0
         for readers in (2, 4) if size == 2 else (2,):

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from python_backend.training.ranks import KEPT, Operations, RankFailed, Ranks
 from tests.support.ranks import on_ranks
+
+
+@dataclass(frozen=True)
+class Record:
+    """What rank 0 broadcasts."""
+
+    tokens: torch.Tensor
+    mask: torch.Tensor | None
+    values: np.ndarray
 
 
 def operations(ranks: Ranks, idle_s: float) -> Any:
@@ -52,11 +63,12 @@ def failures(ranks: Ranks) -> Any:
 
 
 def broadcasts(ranks: Ranks) -> Any:
-    """Tensors that rank 0 sends twice."""
-    sent = {"tokens": torch.arange(3), "mask": torch.tensor([[True, False]]), "values": torch.rand(2, 2)}
-    first = ranks.broadcast(sent if ranks.rank == 0 else None)
-    second = ranks.broadcast({"empty": torch.zeros(0)} if ranks.rank == 0 else None)
-    return {name: tensor.tolist() for name, tensor in {**first, **second}.items()}
+    """Records that rank 0 sends twice."""
+    sent = Record(torch.arange(3), torch.tensor([[True, False]]), np.random.default_rng(ranks.rank).random(2))
+    first = ranks.broadcast(sent if ranks.rank == 0 else None, Record)
+    assert type(first.values) is np.ndarray
+    second = ranks.broadcast(Record(torch.zeros(0), None, sent.values) if ranks.rank == 0 else None, Record)
+    return [None if value is None else value.tolist() for each in (first, second) for value in vars(each).values()]
 
 
 @pytest.mark.slow
@@ -82,7 +94,7 @@ def test_an_error_of_one_rank_and_a_broadcast_reach_every_rank() -> None:
     assert first == [("OSError", "rank 1: disk full"), ("RankFailed", "no such model"), 0]
     assert second == [("OSError", "disk full"), ("RankFailed", "rank 0: no such model"), 1]
     assert sent == received
-    assert (sent["tokens"], sent["mask"], sent["empty"]) == ([0, 1, 2], [[True, False]], [])
+    assert (sent[:2], sent[3:5]) == ([[0, 1, 2], [[True, False]]], [[], None])
 
 
 @pytest.mark.parametrize(

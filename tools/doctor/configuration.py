@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from actor.run.lock import in_progress
 from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer
 from python_backend.config import ConfigError, RunConfig
 from python_backend.store.durable import read_json, refusal
+from python_backend.store.run_lock import in_progress
 from tools.doctor.finding import Finding, failed, warning
 from tools.preflight import check_run
 from tools.render_configs import render_configs

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from actor.scoring.client import TritonClient
+from python_backend.client.client import TritonClient
 from python_backend.config import GatewaySection
 from python_backend.wire.printable import printable
 from tools.gateway.bodies import max_rows

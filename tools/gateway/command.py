@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from actor.scoring.client import TritonClient
+from python_backend.client.client import TritonClient
 from python_backend.config import ConfigError, GatewaySection, RunConfig, load_config
 from python_backend.config.command_line import log_to_stderr, report, run_parser
 from python_backend.errors import REPORTED

@@ -100,7 +100,7 @@ def json_router(source: RewardSource) -> APIRouter:
     async def rewards(request: RewardsRequest) -> RewardsReply:
         served = await source.served()
         wanted = {"probabilities": request.probabilities, "timing": request.timing}
-        for name, known in (("probabilities", served.labels), ("timing", served.timed)):
+        for name, known in (("probabilities", served.labels), ("timing", served.is_timed)):
             if wanted[name] and not known:
                 raise GatewayError(
                     HTTPStatus.BAD_REQUEST, f"{name}: the served reward has none, it is not one checkpoint alone"

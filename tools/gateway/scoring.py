@@ -1,4 +1,4 @@
-"""Scores rows through the actor's client of Triton; rows of all callers share requests if only a model scores them.
+"""Scores rows on Triton; rows of all callers share requests if only a model scores them.
 
 If a reward function is groupwise, a request to Triton is one group instead: rows of one caller with the same group id
 or prompt.
@@ -7,29 +7,27 @@ or prompt.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-import json
 import math
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 
 import numpy as np
 
-from actor.scoring.client import TritonClient
-from actor.scoring.connection import Config, parameters_of, timeout
-from actor.scoring.retry import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
+from python_backend.client.batching import Gathering, halved
+from python_backend.client.client import TritonClient
+from python_backend.client.connection import timeout
+from python_backend.client.errors import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
+from python_backend.client.served import ServedModel
 from python_backend.config import GatewaySection
 from python_backend.rewards.groups import BadGroup, group_key
 from python_backend.wire.contract import (
     COMPUTE_US,
-    GROUPWISE,
-    LABELS,
     MESSAGES,
     METADATA,
     PROBABILITIES,
-    PROCESS,
     QUEUE_US,
     REWARD_COMPONENTS,
     REWARD_ERRORS,
@@ -39,7 +37,6 @@ from python_backend.wire.contract import (
     SENTENCES,
     SEQUENCE_LENGTHS,
     TEXT_PAIRS,
-    TEXTS_ONLY,
     TOKENS,
     Limits,
     sentence_texts,
@@ -63,38 +60,11 @@ ROW_IN_MESSAGE = re.compile(rf"({'|'.join(OUR_NAMES)})\[0(?:, (\d+))?\]")
 Answer = dict[str, np.ndarray]
 
 
-@dataclass
-class _Batch:
-    """Rows that share a request to Triton, which `task` sends."""
-
-    rows: list[Row]
-    task: asyncio.Task[list[RowResult]]
-    size: int = 0  # characters
+class DeadlineMissed(RequestFailed):
+    """No server has answered within `gateway.deadline_s`."""
 
 
-@dataclass(frozen=True)
-class ServedReward:
-    """What the gateway has to know about the served reward model."""
-
-    components: tuple[str, ...]
-    """Names of the terms of a weighted sum of rewards; empty if only the reward model is served."""
-    outputs: tuple[str, ...]
-    """Requested for every row."""
-    adds_special_tokens: bool
-    takes_pairs: bool
-    """Whether the reward model was trained on prompt and response as two texts."""
-    labels: tuple[str, ...]
-    """Names of the labels of a checkpoint that is served alone; empty for a sum of rewards."""
-    timed: bool
-    """Whether the server returns times."""
-    groupwise: bool
-    """Whether a reward function receives all responses to a prompt at once."""
-    is_process: bool
-    """Whether the reward model scores the steps or tokens of responses."""
-    max_request_bytes: int
-    """Of the texts of a request; more are refused."""
-    reads_metadata: bool
-    """Whether a reward function, a template or a process reward reads the metadata; a chat's is always sent."""
+STATUSES = {DeadlineMissed: HTTPStatus.GATEWAY_TIMEOUT, ServerFailed: HTTPStatus.BAD_GATEWAY}
 
 
 class RewardSource:
@@ -104,51 +74,26 @@ class RewardSource:
         self._client = client
         self._deadline_s, self._rows_per_request = settings.deadline_s, settings.rows_per_request
         self._max_rows, self._max_bytes = settings.max_rows, settings.max_body_bytes
-        self._open: dict[tuple[bool, frozenset[str]], _Batch] = {}  # by kind of row and the further outputs
-        self._served: ServedReward | None = None
-        self._config: Config = {}  # that `_served` describes
+        self._gatherings: dict[tuple[bool, frozenset[str], int], Gathering[Row, list[RowResult]]] = {}
+        """By kind of row, the further outputs and the most characters of a request."""
         self._asking = asyncio.Lock()
 
-    async def served(self) -> ServedReward:
+    async def served(self) -> ServedModel:
         """Return what the servers declare; it is read again when one of them was connected to again.
 
         Raises GatewayError if no server answers within `gateway.deadline_s`, or all serve other rewards than the YAML.
         """
         deadline = asyncio.get_running_loop().time() + self._deadline_s
         async with self._asking:
-            config = await self._declared(deadline)
-            if self._served is None or config is not self._config:
-                parameters = parameters_of(config)
-                names = tuple(json.loads(parameters.get(REWARD_COMPONENTS) or "[]"))
-                optional = {REWARD_COMPONENTS, REWARD_ERRORS} if names else set()
-                outputs = self._client.outputs(REWARD_MODEL)
-                optional |= {REWARD_VERSION} & outputs
-                self._config = config
-                self._served = ServedReward(
-                    names,
-                    (REWARDS, *sorted(optional)),
-                    adds_special_tokens=parameters.get("add_special_tokens") != "false",
-                    takes_pairs=parameters.get("text") == "pair",
-                    labels=tuple(json.loads(parameters.get(LABELS) or "[]")),
-                    timed=QUEUE_US in outputs,
-                    groupwise=parameters.get(GROUPWISE) == "true",
-                    is_process=bool(parameters.get(PROCESS)),
-                    max_request_bytes=int(parameters.get("max_request_bytes") or Limits.max_request_bytes),
-                    reads_metadata=bool(names) or any(parameters.get(name) for name in (TEXTS_ONLY, PROCESS)),
-                )
-        return self._served
-
-    async def _declared(self, deadline: float) -> Config:
-        while True:
-            if REWARD_MODEL in self._client.declared:
-                return self._client.declared[REWARD_MODEL]
-            try:
-                await self._client.model_parameters(REWARD_MODEL)
-            except RequestFailed as error:
-                is_late = asyncio.get_running_loop().time() + ASK_AGAIN_S > deadline
-                if is_late or isinstance(error, (RequestRefused, ServersDiffer)):
-                    raise GatewayError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
-                await asyncio.sleep(ASK_AGAIN_S)
+            while REWARD_MODEL not in self._client.declared:
+                try:
+                    await self._client.describe(REWARD_MODEL)
+                except RequestFailed as error:
+                    is_late = asyncio.get_running_loop().time() + ASK_AGAIN_S > deadline
+                    if is_late or isinstance(error, (RequestRefused, ServersDiffer)):
+                        raise GatewayError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+                    await asyncio.sleep(ASK_AGAIN_S)
+        return self._client.declared[REWARD_MODEL]
 
     async def why_not_ready(self) -> str | None:
         """Return why no server can answer; None if one can."""
@@ -195,60 +140,44 @@ class RewardSource:
 
     async def _shared(self, row: Row, extra: frozenset[str], most: int) -> RowResult:
         """Score a row in a request that rows of other callers may join, up to `most` characters."""
-        kind = (row.tokens is not None, extra)
-        batch = self._open.get(kind)
-        if batch is None or batch.size + row.num_characters > most:
-            rows: list[Row] = []
-            batch = self._open[kind] = _Batch(rows, asyncio.create_task(self._send(rows, extra)))
-        batch.rows.append(row)
-        batch.size += row.num_characters
-        index = len(batch.rows) - 1
-        if len(batch.rows) == self._rows_per_request:
-            del self._open[kind]
-        return (await asyncio.shield(batch.task))[index]  # shared: one caller that leaves must not cancel it
-
-    async def _send(self, rows: list[Row], extra: frozenset[str]) -> list[RowResult]:
-        await asyncio.sleep(GATHER_S)
-        self._open = {kind: batch for kind, batch in self._open.items() if batch.rows is not rows}
-        return await self._results(rows, extra, asyncio.get_running_loop().time() + self._deadline_s)
+        kind = (row.tokens is not None, extra, most)
+        if kind not in self._gatherings:
+            send = functools.partial(self._results, extra=extra)
+            self._gatherings[kind] = Gathering(send, gather_s=GATHER_S, max_rows=self._rows_per_request, max_size=most)
+        request, index = self._gatherings[kind].add([row], row.num_characters)
+        return (await asyncio.shield(request))[index]  # shared: one caller that leaves must not cancel it
 
     async def _results(
-        self, rows: list[Row], extra: frozenset[str], deadline: float, *, divisible: bool = True
+        self, rows: list[Row], extra: frozenset[str], deadline: float | None = None, *, divisible: bool = True
     ) -> list[RowResult]:
-        """Send one request. If the server refuses it, send its halves, until only the refused rows have no reward.
+        """Return the results of rows that share a request, as long as the server does not refuse it.
 
         A group is not `divisible`: a part of it would get other rewards, so none of its rows has one.
         """
-        try:
-            async with timeout(deadline - asyncio.get_running_loop().time()):
-                return self._read(await self._ask(rows, extra), len(rows))
-        except RecursionError:  # of JSON
-            failure = _failure(HTTPStatus.BAD_REQUEST, "metadata: nested too deeply")
-        except RequestRefused as error:
-            failure = _failure(HTTPStatus.BAD_REQUEST, _in_our_words(error.why))
-        except asyncio.TimeoutError:
-            cause = f": {self._client.outage}" if self._client.outage else ""
-            failure = _failure(
-                HTTPStatus.GATEWAY_TIMEOUT, f"no reward within {self._deadline_s:g} s (gateway.deadline_s){cause}"
-            )
-        except ServerFailed as error:
-            failure = _failure(HTTPStatus.BAD_GATEWAY, str(error))
-        except RequestFailed as error:
-            failure = _failure(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-        if failure.status != HTTPStatus.BAD_REQUEST or len(rows) == 1 or not divisible:
-            return [failure] * len(rows)
-        half = len(rows) // 2  # not within `except`, where the error would keep the encoded request in memory
-        parts = await asyncio.gather(*(self._results(part, extra, deadline) for part in (rows[:half], rows[half:])))
-        return [*parts[0], *parts[1]]
+        until = deadline or asyncio.get_running_loop().time() + self._deadline_s
 
-    async def _ask(self, rows: list[Row], extra: frozenset[str]) -> Answer:
+        async def ask(part: Sequence[Row]) -> list[RowResult]:
+            try:
+                async with timeout(until - asyncio.get_running_loop().time()):
+                    return self._read(await self._ask(part, extra), len(part))
+            except RecursionError:  # of JSON
+                raise RequestRefused(cause := "metadata: nested too deeply", cause) from None
+            except asyncio.TimeoutError:
+                cause = f": {self._client.outage}" if self._client.outage else ""
+                raise DeadlineMissed(f"no reward within {self._deadline_s:g} s (gateway.deadline_s){cause}") from None
+
+        parts = await halved(rows, ask, _failed, unit=1 if divisible else len(rows))
+        results = (found if isinstance(found, list) else [found] * len(part) for part, found in parts)
+        return [*itertools.chain(*results)]
+
+    async def _ask(self, rows: Sequence[Row], extra: frozenset[str]) -> Answer:
         served = await self.served()
-        outputs = (*served.outputs, *sorted(extra))
-        sends_metadata = served.reads_metadata or any(MESSAGES in row.metadata for row in rows)
+        outputs = (*served.reward_outputs, *sorted(extra))
+        sends_metadata = served.reads_texts or any(MESSAGES in row.metadata for row in rows)
         metadata = [row.metadata for row in rows] if sends_metadata else None
         if rows[0].tokens is not None:
             tokens = [np.asarray(row.tokens, np.int64) for row in rows]
-            lengths = [row.prompt_length for row in rows] if served.is_process else None
+            lengths = [row.prompt_length for row in rows] if served.granularity else None
             return await self._client.rewards(tokens, outputs, metadata, prompt_lengths=lengths)
         if not served.takes_pairs:
             return await self._client.score_sentences([row.text for row in rows], outputs, metadata)
@@ -276,6 +205,12 @@ class RewardSource:
 
 def _failure(status: HTTPStatus, message: str) -> RowResult:
     return RowResult(error=message, status=status)
+
+
+def _failed(error: RequestFailed) -> RowResult:
+    if isinstance(error, RequestRefused):
+        return _failure(HTTPStatus.BAD_REQUEST, _in_our_words(error.why))
+    return _failure(STATUSES.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE), str(error))
 
 
 def _requests(

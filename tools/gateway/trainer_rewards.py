@@ -10,6 +10,7 @@ value. While no gateway or server answers, the functions wait for it, and then f
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from python_backend.backoff import backoff_s
 from python_backend.rewards.opener import opener_for
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ Messages = list[dict[str, Any]]
 WAIT_S = 300.0  # for a gateway or server that does not answer
 TIMEOUT_S = 180.0  # of one request; above `gateway.deadline_s`
 ROWS_PER_REQUEST = 256
-MAX_PAUSE_S = 8.0
+FIRST_PAUSE_S = 0.5
 NOT_METADATA = ("completion_ids", "environments")  # arguments of TRL with one entry per row that are no columns
 
 
@@ -124,8 +126,8 @@ def _post(body: Mapping[str, Any], url: str | None) -> dict[str, Any]:
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     data = json.dumps(body, default=_plain).encode()
     request = urllib.request.Request(f"{url.rstrip('/')}/v1/rewards", data, headers)
-    give_up, pause_s = time.monotonic() + WAIT_S, 0.5
-    while True:
+    give_up = time.monotonic() + WAIT_S
+    for attempt in itertools.count():
         try:
             with opener_for(url).open(request, timeout=TIMEOUT_S) as reply:
                 return json.load(reply)
@@ -135,11 +137,12 @@ def _post(body: Mapping[str, Any], url: str | None) -> dict[str, Any]:
                 raise RewardUnavailable(cause) from error
         except (OSError, http.client.HTTPException) as error:
             cause = f"{url}: {error}"
+        pause_s = backoff_s(FIRST_PAUSE_S, attempt)
         if time.monotonic() + pause_s > give_up:
-            raise RewardUnavailable(f"{cause}; no answer for {WAIT_S:g} s")
+            break
         logger.warning("no rewards yet, trying again: %s", cause)
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, MAX_PAUSE_S)
+    raise RewardUnavailable(f"{cause}; no answer for {WAIT_S:g} s")
 
 
 def _message(error: urllib.error.HTTPError) -> str:

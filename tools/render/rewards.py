@@ -21,8 +21,9 @@ from python_backend.wire.contract import (
     REWARD_WEIGHTS,
     STORE,
     TEXT_PAIRS,
+    outputs_of,
 )
-from tools.render.ensembles import SCORED, mixture_steps, model_of
+from tools.render.ensembles import SCORED, ensemble_outputs, mixture_steps, model_of, reward_traits
 from tools.render.token_rewards import client_parameters, process_of
 
 MAX_WAITING_ROWS = 100_000  # backlog of a reward function; beyond it requests are refused, to bound the memory
@@ -50,6 +51,7 @@ def render_rewards(
     declared = {name: value for name, value in reward_parameters(config).items() if value is not None}
     sums = {name: declared[name] for name in (REWARD_COMPONENTS, REWARD_WEIGHTS)}
     live = reward_is_live(config)
+    traits = reward_traits(config, is_stored=live)
     whole = {
         **declared,
         "checkpoint": str(place(tokenizer)),
@@ -61,25 +63,36 @@ def render_rewards(
     texts = {}
     for name, term in config.functions.items():
         model, parameters = model_of(name), _function_parameters(term, config, place)
-        texts[model] = render("reward_function.pbtxt.j2", name=model, max_batch_size=batch, parameters=parameters)
+        texts[model] = render(
+            "reward_function.pbtxt.j2",
+            name=model,
+            outputs=outputs_of("function"),
+            max_batch_size=batch,
+            parameters=parameters,
+        )
     if MODEL_TERM in config.rewards:
         texts[REWARD_CHECKPOINT] = checkpoint(REWARD_CHECKPOINT)
     terms = [{"name": name, "function": name != MODEL_TERM} for name in config.rewards]
     texts[REWARD_MIXTURE] = render(
-        "reward_mixture.pbtxt.j2", name=REWARD_MIXTURE, terms=terms, max_batch_size=batch, parameters=sums
+        "reward_mixture.pbtxt.j2",
+        name=REWARD_MIXTURE,
+        terms=terms,
+        outputs=outputs_of("mixture"),
+        num_components=len(terms),
+        max_batch_size=batch,
+        parameters=sums,
     )
     texts[REWARD_MODEL] = render(
         "ensemble.pbtxt.j2",
         name=REWARD_MODEL,
         purpose="The weighted sum of several rewards.",
         has_values=False,
-        num_rewards=1,
+        has_prompts=process_of(config) is not None,
+        outputs=ensemble_outputs("reward", "mixture", traits=traits),
         num_components=len(config.rewards),
         max_batch_size=batch,
-        has_reward_version=live,
-        process=process_of(config),
         parameters=whole,
-        steps=mixture_steps(config.rewards, (*SCORED, TEXT_PAIRS), live=live, process=process_of(config)),
+        steps=mixture_steps(config.rewards, traits, (*SCORED, TEXT_PAIRS)),
     )
     return texts
 

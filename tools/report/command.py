@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from actor.run.lock import in_progress
 from python_backend.config.command_line import interrupt_on_signals, reporting
 from python_backend.errors import RlhfError
+from python_backend.store.run_lock import in_progress
 from tools.arguments import parse_or_complete, seconds
 from tools.report.data import load_run
 from tools.report.page import write_page

@@ -11,11 +11,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from actor.run.lock import LOCK_FILE, RUN_LOCK_FILE, in_progress
 from actor.run.settings import CHANGES_FILE, SETTINGS_FILE, read_settings
 from python_backend.errors import RlhfError
 from python_backend.store.durable import read_json, replace_file
 from python_backend.store.jsonl import each_line
+from python_backend.store.run_lock import LOCK_FILE, RUN_LOCK_FILE, in_progress
 from tools.report.pairs import Gain, Pair, distinct2, read_pairs, rewarded
 from tools.report.sections import ReportSection, sections_of
 

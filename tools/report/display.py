@@ -22,8 +22,8 @@ from rich.spinner import Spinner
 from rich.table import Column, Table
 from rich.text import Text
 
-from actor.run.lock import RUN_LOCK_FILE
 from python_backend.store.jsonl import JsonlTail
+from python_backend.store.run_lock import RUN_LOCK_FILE
 from tools.report.data import PHASES, SHOWN_S, Thinned, formatted, number, phase_seconds
 
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from python_backend.client.errors import code_of
 from python_backend.errors import RlhfError
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import (
@@ -93,7 +94,7 @@ def infer(model_url: str, timeout_s: float) -> dict[str, Any]:
         with LOCAL.open(request, timeout=timeout_s) as answer:
             return {tensor["name"]: tensor["data"] for tensor in json.load(answer)["outputs"]}
     except urllib.error.HTTPError as error:
-        if NEEDS_MORE in error.read().decode("utf-8", "replace"):
+        if code_of(error.read().decode("utf-8", "replace")) == NEEDS_MORE:
             return {}
         raise
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from actor.run.lock import only_server
+from python_backend.store.run_lock import only_server
 from tools.server.child import restart_pause_s
 from tools.server.health import ServerHealth
 from tools.server.triton_home import ServerStartError

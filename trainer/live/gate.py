@@ -19,6 +19,7 @@ from python_backend.checkpoints.tokenization import (
 )
 from python_backend.config import ConfigError, RewardSection
 from python_backend.models.modeling import RewardModel
+from python_backend.wire.contract import TokenRow
 
 ROWS_PER_FORWARD = 16
 SIDES = ("chosen", "rejected")
@@ -28,8 +29,8 @@ SIDES = ("chosen", "rejected")
 class Pairs:
     """The texts of the gate, tokenised as the served model does."""
 
-    chosen: list[np.ndarray]  # int64 `[length]` each
-    rejected: list[np.ndarray]
+    chosen: list[TokenRow]
+    rejected: list[TokenRow]
 
     def accuracy(self, model: RewardModel) -> float:
         """Return the share of pairs whose chosen text has the higher reward; a tie counts as wrong, and so does NaN."""
@@ -49,25 +50,24 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
     tokenizer = load_tokenizer(section.checkpoint.absolute())
     lengths = [length for length in (model.limits.max_length, section.max_length) if length]
 
-    def encode(prompt: Any, reply: Any, where: str) -> np.ndarray:
+    def encode(prompt: Any, reply: Any, where: str) -> TokenRow:
         is_chat = not isinstance(reply, str) or isinstance(prompt, list)
         is_pair = section.text == "pair" and prompt is not None and isinstance(reply, str)
         text = _text(tokenizer, None, prompt, where) if is_pair else _text(tokenizer, prompt, reply, where)
-        ids = encode_sentence(
+        ids, types = encode_sentence(
             tokenizer,
             text,
             min(lengths, default=LONGEST_ROW_TOKENS),
             special_tokens=section.add_special_tokens,
             skipped_pad_id=model.skipped_pad_id,
             pair=reply if is_pair else "",
-            token_types=model.has_token_types,
             append_eos=section.append_eos and not is_chat,
         )
         if not ids:
             raise ConfigError(f"{where} has no tokens")
-        return np.asarray(ids, np.int64)
+        return TokenRow(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
 
-    sides: dict[str, list[np.ndarray]] = {side: [] for side in SIDES}
+    sides: dict[str, list[TokenRow]] = {side: [] for side in SIDES}
     for where, pair in _lines(section.gate.pairs):
         for side in SIDES:
             sides[side].append(encode(pair.get("prompt"), pair.get(side), f"{where}: {side}"))
@@ -123,13 +123,13 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
     )
 
 
-def _scores(model: RewardModel, rows: list[np.ndarray]) -> np.ndarray:
+def _scores(model: RewardModel, rows: list[TokenRow]) -> np.ndarray:
     """Return the rewards float32 `[n]`; rows of similar length share a forward pass."""
     scores = np.empty(len(rows), np.float32)
-    order = sorted(range(len(rows)), key=lambda i: rows[i].size)
+    order = sorted(range(len(rows)), key=lambda i: rows[i].tokens.size)
     for start in range(0, len(order), ROWS_PER_FORWARD):
         batch = order[start : start + ROWS_PER_FORWARD]
-        scores[batch] = model.score([rows[i] for i in batch])[:, 0]
+        scores[batch] = model.score([rows[i].tokens for i in batch], types=[rows[i].types for i in batch])[:, 0]
     return scores
 
 

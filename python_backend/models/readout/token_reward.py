@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from python_backend.checkpoints.inspection import (
     CheckpointError,
     CheckpointInfo,
-    Constants,
     Head,
     inspect_checkpoint,
     reward_head,
 )
 from python_backend.checkpoints.tokenization import load_tokenizer, single_tokens
-from python_backend.models.card.copies import to_host
-from python_backend.models.collation import collate
-from python_backend.models.heads import log_odds, merge_attributes, standardise
 from python_backend.models.loading import load_causal_model, load_token_model, read_head
 from python_backend.models.modeling import RewardModel, Standardization, constants_for
 from python_backend.models.output_head import keep_outputs
@@ -31,59 +25,6 @@ if TYPE_CHECKING:  # slow to import, and needed only for models larger than one 
     from python_backend.models.tensor_parallel import RankGroup
 
 WRONG_AND_RIGHT = (-1.0, 1.0)  # of two labels: their weighted sum is the log-odds of label 1, which TRL trains as True
-
-
-class TokenRewardModel(RewardModel):
-    """A reward that can be read at every token: merged outputs or log-odds of a linear head, standardised, in fp32."""
-
-    def __init__(
-        self,
-        head: TokenHead,
-        *,
-        constants: Constants,
-        weights: Tensor | None = None,
-        num_for: int | None = None,
-        probability: bool = False,
-    ) -> None:
-        """
-        Args:
-            weights: weights `[A]` of the sum of the outputs; None: they are not summed.
-            num_for: the score is the log-odds of this many first outputs against the others; None: it is not.
-            probability: return the sigmoid of the score.
-        """
-        super().__init__(head, pooling="last", weights=weights, num_outputs=1, constants=constants)
-        self._head, self._merged, self._num_for, self._probability = head, weights, num_for, probability
-
-    @torch.no_grad()
-    def launch(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], np.ndarray]:
-        """Launch a forward pass; return a function that waits for its results.
-
-        These are float32 `[n, 1 + A]`: the scores at the last token of each row, then the head's A own outputs.
-        """
-        outputs = self._head.at_last(*collate(rows, self.model.device, width))
-        return to_host(torch.cat([self._scores(outputs), outputs], dim=1))
-
-    def token_scores(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
-        """Return a score float32 `[length_i]` at every token of each row (int64 `[length_i]`).
-
-        Runs one forward pass, padded to `width`.
-        """
-        return self.launch_token_scores(rows, width)()
-
-    @torch.no_grad()
-    def launch_token_scores(self, rows: Sequence[np.ndarray], width: int | None) -> Callable[[], list[np.ndarray]]:
-        """Launch the forward pass of `token_scores`; return a function that waits for its results."""
-        ids, attention, _ = collate(rows, self.model.device, width)
-        scores = to_host(self._scores(self._head(ids, attention)).squeeze(-1))
-        return lambda: [row_scores[: row.size] for row_scores, row in zip(scores(), rows, strict=True)]
-
-    def _scores(self, outputs: Tensor) -> Tensor:
-        """Return the scores `[..., 1]` of the head's outputs `[..., A]`."""
-        if self._num_for is not None:
-            outputs = log_odds(outputs, self._num_for)
-        if self._merged is not None:
-            outputs = merge_attributes(outputs, self._merged)
-        return standardise(outputs.sigmoid() if self._probability else outputs, self.mean, self.std)
 
 
 def load_process_reward(
@@ -96,7 +37,7 @@ def load_process_reward(
     standardization: Standardization = "checkpoint",
     compile_forward: bool = False,
     group: RankGroup | None = None,
-) -> TokenRewardModel:
+) -> RewardModel:
     """Load a process reward from a checkpoint with a linear head: token classification, value head, decoder's `score`.
 
     Args:
@@ -112,7 +53,7 @@ def load_process_reward(
     weights = _label_weights(info, head, attribute_weights)
     model = load_token_model(info, read_head(info, head), dtype, group)
     device = device if group is None else str(group.device)
-    return TokenRewardModel(
+    return RewardModel(
         TokenHead(model.to(device), compile_forward=compile_forward),
         constants=constants_for(info, standardization),
         weights=None if weights is None else torch.tensor(weights, dtype=torch.float32, device=device),
@@ -130,7 +71,7 @@ def load_logit_reward(
     dtype: str = "float32",
     standardization: Standardization = "checkpoint",
     compile_forward: bool = False,
-) -> TokenRewardModel:
+) -> RewardModel:
     """Load a reward that is read from a causal LM's next-token logits, without generation.
 
     Only the needed rows of the output layer are kept.
@@ -152,7 +93,7 @@ def load_logit_reward(
         keep_outputs(model, ids)
     except ValueError as error:
         raise CheckpointError(f"{folder}: its logits cannot be a reward: {error}") from error
-    return TokenRewardModel(
+    return RewardModel(
         TokenHead(model.to(device), compile_forward=compile_forward),
         constants=constants_for(info, standardization),
         num_for=len(tokens),

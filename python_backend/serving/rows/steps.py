@@ -6,9 +6,9 @@ unless it is blank. Published models are trained with a mark behind every step, 
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from python_backend.checkpoints.tokenization import single_tokens
+from python_backend.models.batching import padded_rows
 from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
 from python_backend.serving.requests import RowReader
 from python_backend.wire import contract
-from python_backend.wire.contract import METADATA, SENTENCES, ContractError, Limits, RowSteps, ScoringRows
+from python_backend.wire.contract import METADATA, SENTENCES, ContractError, Limits, RowSteps, ScoringRows, TokenRow
+from python_backend.wire.texts import metadata_rows
 
-if TYPE_CHECKING:  # that module imports triton_python_backend_utils, which exists only inside tritonserver
+if TYPE_CHECKING:  # these import triton_python_backend_utils, which exists only inside tritonserver
+    from python_backend.serving.scoring import Reply, Scoring
     from python_backend.serving.triton import Call
 
 AGGREGATES: dict[str, Callable[[np.ndarray], Any]] = {
@@ -56,7 +59,7 @@ class StepReader(RowReader):
 
     def __init__(self, checkpoint: Path, limits: Limits, *, add_special_tokens: bool, rules: StepRules) -> None:
         """Create a reader. Raises CheckpointError if the mark must be one token, but is not."""
-        super().__init__(checkpoint, limits, add_special_tokens=add_special_tokens, truncates=False)
+        super().__init__(checkpoint, limits, add_special_tokens=add_special_tokens, truncates=False, checks_size=True)
         self._rules = rules
         self._mark = rules.mark or rules.separator
         self._pieces: dict[int, str] = {}
@@ -65,72 +68,47 @@ class StepReader(RowReader):
         if not rules.apart and self._tag is not None:
             (self._tag_id,) = single_tokens(self.tokenizer, [self._tag])
 
-    def read(self, call: Call) -> Generator[int, None, ScoringRows]:
+    def read(self, call: Call) -> ScoringRows:
         """Return the request's rows and their steps; see `RowReader.read`."""
-        self.pairs(call)  # a step has no second text
+        rows = super().read(call)
+        if call.array(SENTENCES) is not None:
+            return rows
         if self._rules.per_token:
-            rows = yield from super().read(call)
-            contract.check_size(SENTENCES, len(rows.tokens), rows.width, self._limits)  # the reply has as many rewards
-            starts = [0] * len(rows.tokens) if rows.prompt_lengths is None else rows.prompt_lengths.tolist()
-            every = (np.arange(start, row.size) for start, row in zip(starts, rows.tokens, strict=True))
-            return dataclasses.replace(rows, steps=tuple(RowSteps(at, at, at) for at in every))
-        if call.array(SENTENCES) is None:
-            return (yield from self._read_tokens(call))
-        return (yield from self._read_texts(call))
-
-    def _read_tokens(self, call: Call) -> Generator[int, None, ScoringRows]:
-        rows = yield from super().read(call)
+            return ScoringRows(map(_every_token, rows.rows), rows.width)
         if self._rules.mark not in (None, self._rules.separator):
             raise ContractError(
                 f"{contract.TOKENS}: reward.process.mark, which takes the place of the separator in texts, "
                 f"{contract.NEEDS_MORE}; send {SENTENCES}"
             )
-        metadata = contract.metadata_rows(call.array(METADATA), len(rows.tokens))
-        starts = [0] * len(rows.tokens) if rows.prompt_lengths is None else rows.prompt_lengths.tolist()
-        yield sum(row.nbytes for row in rows.tokens)
-        found = []
-        for i, row in enumerate(rows.tokens):
-            found.append(self._of_tokens(i, row, starts[i], metadata[i]))
-            yield row.nbytes
-        return dataclasses.replace(rows, tokens=[row for row, _ in found], steps=tuple(steps for _, steps in found))
+        given = list(rows.rows)
+        metadata = metadata_rows(call.array(METADATA), len(given))
+        size = sum(row.tokens.nbytes for row in given)
+        return ScoringRows(map(self._row_of_tokens, itertools.count(), given, metadata), rows.width, size)
 
-    def _read_texts(self, call: Call) -> Generator[int, None, ScoringRows]:
-        if call.array(contract.PROMPT_LENGTHS) is not None:
-            raise ContractError(f"{contract.PROMPT_LENGTHS}: only valid with {contract.TOKENS}")
-        sentences, encoded = call.array(SENTENCES), call.array(METADATA)
-        assert sentences is not None
-        yield contract.text_bytes(sentences, encoded, self._limits)
-        texts = contract.sentence_texts(sentences)
-        found = []
-        for i, (text, data) in enumerate(zip(texts, contract.metadata_rows(encoded, len(texts)), strict=True)):
-            found.append(self._of_text(i, text, data))
-            yield len(text)
-        width = max(row.size for row, _ in found)
-        contract.check_size(SENTENCES, len(found), width, self._limits)  # the reply has as many rewards
-        return ScoringRows([row for row, _ in found], width, steps=tuple(steps for _, steps in found))
-
-    def _of_tokens(
-        self, index: int, row: np.ndarray, start: int, metadata: Mapping[str, Any]
-    ) -> tuple[np.ndarray, RowSteps]:
-        """Return the row to score, with a mark behind its last step, and the steps of its tokens from `start` on."""
+    def _row_of_tokens(self, index: int, given_row: TokenRow, metadata: Mapping[str, Any]) -> TokenRow:
+        """Return the row to score, with a mark behind its last step, and the steps of its tokens from the prompt on."""
+        row, start = given_row.tokens, given_row.prompt_length or 0
         given = given_ends(index, metadata, start, row.size - 1)
         if given is not None:
-            return row, RowSteps(given, given, given)
+            return TokenRow(row, steps=RowSteps(given, given, given))
         separator = self._separator(index)
         pieces = [self._piece(token) for token in row[start:].tolist()]
         text, after = "".join(pieces), np.cumsum([len(piece) for piece in pieces])
         spans = split_steps(text, 0, separator)
         ends = np.unique(np.searchsorted(after, [span.end for span in spans], side="left")) + start
         if not spans or spans[-1].content_end < spans[-1].end:  # no step, or the last one ends in a separator
-            return row, RowSteps(ends, ends, ends)
+            return TokenRow(row, steps=RowSteps(ends, ends, ends))
         # The last step ends with the row. It is read at a mark behind its text, which takes the place of an
         # end-of-sequence token: no published model was trained to score that.
         marked = [*row[: int(ends[-1]) + 1].tolist(), *self._bare(separator)]
         ends[-1] = row.size - 1
-        return self._checked(index, marked), RowSteps(np.append(ends[:-1], len(marked) - 1), ends, ends)
+        steps = RowSteps(np.append(ends[:-1], len(marked) - 1), ends, ends)
+        return self._checked(index, marked)._replace(steps=steps)
 
-    def _of_text(self, index: int, text: str, metadata: dict[str, Any]) -> tuple[np.ndarray, RowSteps]:
+    def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> TokenRow:
         """Return the row of a sentence, with a mark behind each step, and the steps."""
+        if self._rules.per_token:
+            return _every_token(super().row_of_text(index, text, metadata, pair))
         messages = self._messages(index, metadata)
         if messages is None:
             start = response_start(index, text, metadata)
@@ -145,8 +123,10 @@ class StepReader(RowReader):
             spans = [Span(begin, end, end) for begin, end in zip([start, *ends], ends, strict=False)]
             mark = self._rules.mark
         contents = [text[span.begin : span.content_end] for span in spans]
-        if self._rules.apart or not spans:
-            ids, at = self._apart(prefix, contents, mark) if spans else (self._encode(prefix + text[start:]), [])
+        if not spans:
+            ids, at = self._encode(prefix + text[start:])[0], list[int]()
+        elif self._rules.apart:
+            ids, at = self._apart(prefix, contents, mark)
         elif mark is None:
             raise ContractError(
                 f"{METADATA}[{index}].{contract.STEP_ENDS}: needs reward.process.mark, which is not set"
@@ -154,8 +134,8 @@ class StepReader(RowReader):
         else:
             ids, at = self._whole(index, prefix, contents, mark)
         read_at = np.asarray(at, np.int64)
-        places = np.asarray([span.end for span in spans], np.int64)
-        return self._checked(index, ids), RowSteps(read_at, read_at, places)
+        steps = RowSteps(read_at, read_at, np.asarray([span.end for span in spans], np.int64))
+        return self._checked(index, ids)._replace(steps=steps)
 
     def _apart(self, prefix: str, contents: Sequence[str], mark: str | None) -> tuple[list[int], list[int]]:
         """Return ids and the index of each step's last token, its mark included, as in TRL's `PRMTrainer`."""
@@ -175,7 +155,7 @@ class StepReader(RowReader):
         for content in contents:
             ours.add(len(text) + len(content) + mark.index(tag))
             text += content + mark
-        ids = self._encode(text)
+        ids, _ = self._encode(text)
         tags = [i for i, token in enumerate(ids) if token == self._tag_id]
         written = [found.start() for found in re.finditer(re.escape(tag), text)]
         if len(tags) != len(written):
@@ -195,11 +175,6 @@ class StepReader(RowReader):
 
     def _bare(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _checked(self, index: int, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        row = np.asarray(ids, np.int64)
-        contract.check_row(row, index, self._limits)
-        return row
 
     def _piece(self, token: int) -> str:
         """Return the text of one token; of a special token nothing, unless it has the separator."""
@@ -254,27 +229,45 @@ def response_start(index: int, text: str, metadata: Mapping[str, Any]) -> int:
     return 0
 
 
-def step_reply(rows: ScoringRows, scores: Sequence[np.ndarray], aggregate: str) -> dict[str, np.ndarray]:
-    """Return the output tensors of a process reward.
+def _every_token(row: TokenRow) -> TokenRow:
+    """Return the row with a step at each token from its prompt on."""
+    at = np.arange(row.prompt_length or 0, row.tokens.size)
+    return row._replace(steps=RowSteps(at, at, at))
 
-    Args:
-        scores: a score float32 `[length_i]` at each token of the scored rows.
-        aggregate: a key of `AGGREGATES`; a row without steps has the reward NaN.
+
+def step_reply(aggregate: str) -> Reply:
+    """Return the reply of a process reward, whose outputs are scores float32 `[length_i]` at each token of a row.
+
+    `aggregate`: a key of `AGGREGATES`; a row without steps has the reward NaN.
     """
-    most = max(1, *(steps.ends.size for steps in rows.steps))
-    rewards = np.full((len(rows.steps), 1), np.nan, np.float32)
-    token_rewards = np.zeros((len(rows.steps), rows.width), np.float32)
-    step_rewards = np.zeros((len(rows.steps), most), np.float32)
-    ends = np.full((len(rows.steps), most), -1, np.int64)
-    for i, (steps, row) in enumerate(zip(rows.steps, scores, strict=True)):
-        found = row[steps.read_at]
-        if found.size:
-            rewards[i] = AGGREGATES[aggregate](found)
-        token_rewards[i, steps.token_places] = step_rewards[i, : found.size] = found
-        ends[i, : found.size] = steps.ends
+    merged = AGGREGATES[aggregate]
+
+    def steps(scoring: Scoring) -> Iterator[tuple[RowSteps, np.ndarray]]:
+        """Yield the steps of each row and their scores."""
+        for row, scores in zip(scoring.rows, scoring.outputs, strict=True):
+            assert row.steps is not None
+            yield row.steps, scores[row.steps.read_at]
+
+    def rewards(scoring: Scoring) -> np.ndarray:
+        return np.asarray([[merged(found) if found.size else np.nan] for _, found in steps(scoring)], np.float32)
+
+    def token_rewards(scoring: Scoring) -> np.ndarray:
+        placed = np.zeros((len(scoring.rows), scoring.width), np.float32)
+        for i, (at, found) in enumerate(steps(scoring)):
+            placed[i, at.token_places] = found
+        return placed
+
+    def step_rewards(scoring: Scoring) -> np.ndarray:
+        found = [scores for _, scores in steps(scoring)]
+        return padded_rows(found, max(1, *(scores.size for scores in found)))
+
+    def step_ends(scoring: Scoring) -> np.ndarray:
+        ends = [at.ends for at, _ in steps(scoring)]
+        return padded_rows([each + 1 for each in ends], max(1, *(each.size for each in ends)), np.int64) - 1
+
     return {
         contract.REWARDS: rewards,
         contract.TOKEN_REWARDS: token_rewards,
         contract.STEP_REWARDS: step_rewards,
-        contract.STEP_ENDS: ends,
+        contract.STEP_ENDS: step_ends,
     }

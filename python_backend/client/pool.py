@@ -10,26 +10,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, Generic
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar
 
-from actor.scoring.names import ServerNames
-from actor.scoring.outage import Outage
-from actor.scoring.retry import (
-    HINT,
-    Attempts,
-    Kind,
-    RequestCounters,
-    RequestFailed,
-    ServersDiffer,
-    Trouble,
-    backoff_s,
-)
-from actor.scoring.server import C, Server, Suspension
+from python_backend.backoff import backoff_s
+from python_backend.client.errors import Kind, OverBudget, RequestFailed, ServersDiffer, Trouble
+from python_backend.client.names import ServerNames
+from python_backend.client.ordering import Turn, Turns
+from python_backend.client.outage import Outage
+from python_backend.client.retry import HINT, Attempts, RequestCounters
+from python_backend.client.server import C, Server, Suspension
 from python_backend.config import ClientSection
 from python_backend.errors import RlhfError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 RESOLVE_EVERY_S = 10.0
 
 
@@ -52,6 +47,7 @@ class ServerPool(Generic[C]):
             waits_for_same: requests wait for a server that is not Kind.DIFFERENT, instead of failing at once.
         """
         self.servers: list[Server[C]] = []
+        self.turns = Turns()
         self._gone: list[Server[C]] = []  # no longer in DNS, with requests still in flight
         self._looking_up = asyncio.Lock()
         self._names = ServerNames(addresses)
@@ -119,6 +115,43 @@ class ServerPool(Generic[C]):
         if server.down is None and (trouble.kind.is_refusal or await self._why_not_ready(server)):
             self._set_aside(server, trouble)
         return server.down is not None
+
+    async def answer(
+        self,
+        attempts: Attempts,
+        ask: Callable[[C], Awaitable[T]],
+        *,
+        turn: Turn | None = None,
+        patient: bool = True,
+    ) -> T:
+        """Return the result of `ask` with the connection to a server, after as many attempts as it takes.
+
+        `turn`: the place of a training request, from `turns`. Raises RequestFailed; `patient`: see `one`.
+        """
+        self._counters.requests += 1
+        attempts.budget.earn()
+        try:
+            while True:
+                if turn:
+                    await self.turns.come(turn, lambda: self.writer(attempts.model))
+                async with self.one(attempts.model, writes=turn is not None, patient=patient) as server:
+                    try:
+                        with self.turns.under_way(turn, server.url):
+                            answer = await ask(server.connection)
+                        self.answered(server, attempts.model)
+                        return answer
+                    except Trouble as trouble:
+                        if turn and trouble.is_out_of_order and not self.turns.is_first(turn):
+                            self.answered(server, attempts.model)
+                            self._counters.retries += 1  # the step before it was lost: wait for its response
+                            pause_s = 0.0
+                        else:
+                            pause_s = await self.pause_after(server, attempts, trouble, patient=patient)
+                await asyncio.sleep(pause_s)
+        except RequestFailed as error:
+            self._counters.failed_requests += 1
+            self._counters.over_budget += isinstance(error, OverBudget)
+            raise
 
     def can_take(self, model: str, *, besides: Server[C] | None = None) -> bool:
         """Return whether any server accepts requests for this model, of those other than `besides`."""

@@ -1,4 +1,4 @@
-"""`actor.run.lock`: two actors in one folder, as processes; the second one says so and ends."""
+"""`python_backend.store.run_lock`: two actors in one folder, as processes; the second one says so and ends."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from live_system import Checkpoints, make_run
 
 import tools.run
-from actor.run.lock import LOCK_FILE, ActorRuns, UnusableFolder, in_progress, only_actor, only_run
+from python_backend.store.run_lock import LOCK_FILE, ActorRuns, UnusableFolder, in_progress, only_actor, only_run
 
-HOLD = "import sys\nfrom pathlib import Path\nfrom actor.run.lock import only_actor\n"
+HOLD = "import sys\nfrom pathlib import Path\nfrom python_backend.store.run_lock import only_actor\n"
 HOLD += "with only_actor(Path(sys.argv[1])):\n    print('works', flush=True)\n    sys.stdin.read()\n"
 
 

@@ -9,32 +9,23 @@ import asyncio
 import functools
 import json
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from actor.scoring.connection import SAME_ON_ALL_SERVERS, Config, Expected, HTTPConnection, Message, parameters_of
-from actor.scoring.ordering import Turn, Turns
-from actor.scoring.pool import ServerPool
-from actor.scoring.retry import (
-    RETRY_RESERVE,
-    Attempts,
-    OverBudget,
-    RequestCounters,
-    RequestFailed,
-    RetryBudget,
-    Trouble,
-)
+from python_backend.client.connection import HTTPConnection, Message
+from python_backend.client.pool import ServerPool
+from python_backend.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
+from python_backend.client.served import SAME_ON_ALL_SERVERS, Expected, ServedModel
 from python_backend.config import ClientSection
 from python_backend.models.batching import padded_rows
 from python_backend.monitoring.tracing import span, traceparent
 from python_backend.store.ownership import Sender
 from python_backend.wire import contract
 
-T = TypeVar("T")
 # By default aiohttp accepts gzip, and Triton then compresses every response: floats, which hardly shrink.
 UNCOMPRESSED = {"Accept-Encoding": "identity"}
 REPEAT_AFTER_S = 30.0  # until a training request without a response is repeated for the first time
@@ -69,12 +60,12 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             training_key: sent with every request, if set.
             retry_reserve: size of each retry budget.
             expected: parameters that models must have; requests fail with ServersDiffer while no server has them.
-                Default: those of the first answer to `model_parameters`, and requests wait for a server with the same.
+                Default: those of the first answer to `describe`, and requests wait for a server with the same.
         """
         self.counters = RequestCounters()
-        self.declared: dict[str, Config] = {}
-        """Configuration of each model for which `model_parameters` was called, as a server returned it last."""
-        self._tokens_dtype: np.dtype = np.dtype(np.int64)
+        self.declared: dict[str, ServedModel] = {}
+        """What each model for which `describe` was called declares, as a server returned it last."""
+        self._tokens_dtype: type[np.signedinteger[Any]] = np.int64
         self._settings = settings
         self._train_retries = min(settings.retries, settings.train_retries)
         self._in_flight = asyncio.Semaphore(settings.max_in_flight)
@@ -85,7 +76,6 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             RetryBudget(settings.retry_budget, retry_reserve) for _ in range(2)
         )
         self._sender = Sender(uuid.uuid4().hex)
-        self._turns = Turns()
         self._has_trained = False  # from then on, training requests outlast a sidecar that is away
         self._callers: set[asyncio.Task[Any]] = set()
         self._is_closed = False
@@ -103,31 +93,25 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         await asyncio.gather(*callers, return_exceptions=True)
         await self._servers.close()
 
-    async def model_parameters(self, model: str) -> dict[str, str]:
-        """Return the `parameters` of a model's configuration, and use its token data type in later requests.
+    async def describe(self, model: str) -> ServedModel:
+        """Return what a model declares, and use the data type of its tokens in later requests.
 
         This is the first request to a server, so it is retried at most once and does not wait out an outage. From now
-        on, a server that joins or comes back must agree with these parameters (`connection.SAME_ON_ALL_SERVERS`).
+        on, a server that joins or comes back must declare the same (`served.SAME_ON_ALL_SERVERS`).
 
         Raises RequestFailed.
         """
-
-        async def ask(connection: HTTPConnection) -> dict[str, str]:
-            config = await connection.config(model)
-            declared = {tensor["name"]: tensor["data_type"] for tensor in config.get("input", [])}
-            if declared.get(contract.TOKENS) == "TYPE_INT32":
-                self._tokens_dtype = np.dtype(np.int32)
-            parameters = parameters_of(config)
-            self._expected.setdefault(model, {key: parameters.get(key) for key in SAME_ON_ALL_SERVERS})
-            return parameters
-
         attempts = Attempts(model, self._settings, self._scoring_budget, retries=min(1, self._settings.retries))
         with self._calling():
-            return await self._until_answered(attempts, ask, self._settings.deadline_s, patient=False)
-
-    def outputs(self, model: str) -> frozenset[str]:
-        """Return the names of a model's outputs; call `model_parameters` before."""
-        return frozenset(tensor["name"] for tensor in self.declared[model].get("output", []))
+            served = await self._servers.answer(
+                attempts,
+                lambda connection: connection.answer(lambda this: this.describe(model), self._settings.deadline_s),
+                patient=False,
+            )
+        if served.tokens_dtype is np.int32:
+            self._tokens_dtype = np.int32
+        self._expected.setdefault(model, {key: served.parameters.get(key) for key in SAME_ON_ALL_SERVERS})
+        return served
 
     async def why_not_ready(self, model: str) -> str | None:
         """Probe all servers; return why none of them is ready to answer this model, or None if one is."""
@@ -264,14 +248,18 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         )
         deadline_s = s.train_deadline_s if writes else s.deadline_s
         # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
-        with span(model), self._calling(), self._turns.join() if writes else nullcontext() as turn:
+        with span(model), self._calling(), self._servers.turns.join() if writes else nullcontext() as turn:
             trace = traceparent()
             traced = {contract.TRACEPARENT_HEADER: trace} if trace else {}
             headers = {**self._headers, contract.SENDER_HEADER: str(self._sender), **traced}
             message = Message(model, arrays, outputs, headers)
             async with self._in_flight:
-                answer = await self._until_answered(
-                    attempts, lambda connection: connection.infer(message), deadline_s, turn=turn
+                answer = await self._servers.answer(
+                    attempts,
+                    lambda connection: connection.answer(
+                        lambda this: this.infer(message), deadline_s, repeat_after_s=REPEAT_AFTER_S if writes else None
+                    ),
+                    turn=turn,
                 )
         self._has_trained |= writes
         return answer
@@ -287,41 +275,6 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             yield
         finally:
             self._callers.discard(caller)
-
-    async def _until_answered(
-        self,
-        attempts: Attempts,
-        ask: Callable[[HTTPConnection], Awaitable[T]],
-        deadline_s: float,
-        *,
-        turn: Turn | None = None,
-        patient: bool = True,
-    ) -> T:
-        self.counters.requests += 1
-        attempts.budget.earn()
-        try:
-            while True:
-                if turn:
-                    await self._turns.come(turn, lambda: self._servers.writer(attempts.model))
-                async with self._servers.one(attempts.model, writes=turn is not None, patient=patient) as server:
-                    try:
-                        with self._turns.under_way(turn, server.url):
-                            repeat_after_s = REPEAT_AFTER_S if turn else None
-                            answer = await server.connection.answer(ask, deadline_s, repeat_after_s=repeat_after_s)
-                        self._servers.answered(server, attempts.model)
-                        return answer
-                    except Trouble as trouble:
-                        if turn and trouble.is_out_of_order and not self._turns.is_first(turn):
-                            self._servers.answered(server, attempts.model)
-                            self.counters.retries += 1  # the step before it was lost: wait for its response
-                            pause_s = 0.0
-                        else:
-                            pause_s = await self._servers.pause_after(server, attempts, trouble, patient=patient)
-                await asyncio.sleep(pause_s)
-        except RequestFailed as error:
-            self.counters.failed_requests += 1
-            self.counters.over_budget += isinstance(error, OverBudget)
-            raise
 
 
 def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from actor.scoring.retry import RequestFailed
+from python_backend.client.errors import RequestFailed
 from python_backend.config.addresses import DNS_PREFIX, resolve
 
 logger = logging.getLogger(__name__)

@@ -1,45 +1,23 @@
-"""Classifies failed attempts and decides on retries, within a limit per request and a budget shared by all requests."""
+"""Decides whether a failed attempt is repeated, within a limit per request and a budget shared by all requests."""
 
 from __future__ import annotations
 
 import logging
-import random
 import time
 from dataclasses import dataclass
-from enum import Enum
 
+from python_backend.backoff import backoff_s
+from python_backend.client.errors import (
+    Kind,
+    OverBudget,
+    RequestFailed,
+    Trouble,
+)
 from python_backend.config import ClientSection
-from python_backend.errors import RlhfError
-from python_backend.wire.contract import STEP_AHEAD
 
 logger = logging.getLogger(__name__)
-MAX_BACKOFF_S = 8.0
 HINT = "; is `python -m tools serve` running there?"
 RETRY_RESERVE = 100  # size of a retry budget: enough for the hiccups of a small run, too little for a storm
-
-
-class RequestFailed(RlhfError):
-    """A request failed and is not retried any more; the message names model, server, attempts and cause."""
-
-
-class ServerFailed(RequestFailed):
-    """The server executed the request and it failed (500); repeating the request would not execute it again."""
-
-
-class RequestRefused(RequestFailed):
-    """The server rejects the request, as it would any repetition; `why` is its own message."""
-
-    def __init__(self, message: str, why: str) -> None:
-        super().__init__(message)
-        self.why = why
-
-
-class ServersDiffer(RequestFailed):
-    """No server serves what this process expects; the message names both."""
-
-
-class OverBudget(RequestFailed):
-    """The request could have been retried, but the shared retry budget is spent."""
 
 
 @dataclass
@@ -58,48 +36,6 @@ class RequestCounters:
     """How often requests had to wait because no server was healthy."""
     outage_seconds: float = 0.0
     """Total duration of the outages that have ended."""
-
-
-class Kind(Enum):
-    """Why an attempt failed."""
-
-    UNREACHABLE = "no connection, so nothing was sent"
-    UNLOADED = "the server has unloaded the model, as it does before it stops; the request was not executed"
-    DIFFERENT = "the server serves other models than expected; the response, if any, does not count"
-    LOST = "the connection broke, or no response came in time"
-    DEAD = "the model's process has died"
-    BUSY = "the server is busy: 503"
-    FAILED = "the server executed the request, and it failed: 500"
-    WRONG = "the server rejects the request"
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the server would give the same response to a retry; a 500 of a request that only reads may pass."""
-        return self in (Kind.FAILED, Kind.WRONG)
-
-    @property
-    def is_refusal(self) -> bool:
-        """Whether nothing was executed, and the server would refuse every request for now."""
-        return self in (Kind.UNREACHABLE, Kind.UNLOADED, Kind.DIFFERENT)
-
-
-class Trouble(Exception):
-    """A failed attempt; raised `from` the original error."""
-
-    def __init__(self, kind: Kind, what: str, why: str = "", *, hint: str = "") -> None:
-        """`what`, `why` and `hint` form a sentence: "critic at host:8000 <what> after 2 attempts: <why><hint>"."""
-        super().__init__(what, why)
-        self.kind, self.what, self.why, self._hint = kind, what, why, hint
-
-    @property
-    def is_out_of_order(self) -> bool:
-        """Whether the server refuses a step because it has not received the one before it."""
-        return self.kind is Kind.WRONG and STEP_AHEAD in self.why
-
-    def sentence(self, model: str, url: str, attempts: int) -> str:
-        """Return the error message."""
-        tries = f" after {attempts} attempts" if attempts > 1 else ""
-        return f"{model} at {url} {self.what}{tries}" + (f": {self.why}" if self.why else "") + self._hint
 
 
 class RetryBudget:
@@ -198,13 +134,4 @@ class Attempts:
             raise self._failure(trouble, url) from trouble.__cause__
 
     def _failure(self, trouble: Trouble, url: str) -> RequestFailed:
-        sentence = trouble.sentence(self.model, url, self.retried + 1)
-        if trouble.kind is Kind.WRONG:
-            return RequestRefused(sentence, trouble.why)
-        kinds = {Kind.FAILED: ServerFailed, Kind.DIFFERENT: ServersDiffer}
-        return kinds.get(trouble.kind, RequestFailed)(sentence)
-
-
-def backoff_s(first_s: float, doublings: int) -> float:
-    """Return `first_s`, doubled so often but at most `MAX_BACKOFF_S`, with jitter: retries must not come in bursts."""
-    return min(MAX_BACKOFF_S, first_s * 2.0 ** min(doublings, 16)) * random.uniform(0.5, 1.0)
+        return trouble.failure(trouble.sentence(self.model, url, self.retried + 1))

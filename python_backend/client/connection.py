@@ -19,19 +19,10 @@ from tritonclient.http import InferInput, InferRequestedOutput
 from tritonclient.http.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from actor.scoring.retry import HINT, Kind, Trouble
+from python_backend.client.errors import Kind, Trouble
+from python_backend.client.retry import HINT
+from python_backend.client.served import Expected, ServedModel, served_model
 from python_backend.config import ClientSection
-from python_backend.wire.contract import (
-    BANNED_TOKEN_IDS,
-    CHECKPOINT_FINGERPRINT,
-    GROUPWISE,
-    PROCESS,
-    REWARD_COMPONENTS,
-    REWARD_WEIGHTS,
-    TEMPERATURE,
-    TEXTS_ONLY,
-    UNTIL_LOADED,
-)
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -40,34 +31,8 @@ else:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Config = Mapping[str, Any]  # of a model, as Triton returns it
-Expected = Mapping[str, str | None]  # parameters of a model; None: it has no such parameter
 PROBE_TIMEOUT_S = 5.0
 MORE_CONNECTIONS = 8  # beyond the requests in flight, so that probes never wait for a connection
-SAME_ON_ALL_SERVERS = (
-    "tokenizer_fingerprint",
-    "num_rewards",
-    "dtype",
-    REWARD_COMPONENTS,
-    REWARD_WEIGHTS,
-    TEMPERATURE,
-    BANNED_TOKEN_IDS,
-    CHECKPOINT_FINGERPRINT,
-    PROCESS,
-    TEXTS_ONLY,
-    UNTIL_LOADED,
-    "aggregate",
-    "step_separator",
-    "step_mark",
-    "score",
-    "logit",
-    "template",
-    "generation_prompt",
-    "text",
-    "append_eos",
-    GROUPWISE,
-)
-"""Model parameters that the actor checks when it starts, or that change what a score means."""
 
 
 class Message:
@@ -88,12 +53,12 @@ class HTTPConnection:
     """A pool of connections to one server."""
 
     def __init__(
-        self, url: str, *, settings: ClientSection, expected: Mapping[str, Expected], declared: dict[str, Config]
+        self, url: str, *, settings: ClientSection, expected: Mapping[str, Expected], declared: dict[str, ServedModel]
     ) -> None:
         """
         Args:
             expected: parameters by model; a server with others gets no requests. Read at each check.
-            declared: receives the configurations of models as they are found.
+            declared: receives what the models declare, as it is found.
         """
         self._url, self._expected, self._declared = url, expected, declared
         self._difference = ""
@@ -133,18 +98,18 @@ class HTTPConnection:
         answer = await self.http.infer(message.model, message.inputs, outputs=wanted, headers=dict(message.headers))
         async with self._checking:
             if message.model in self._expected and self._num_checked < (connected := self._num_connected):
-                await self.config(message.model)
+                await self.describe(message.model)
                 self._num_checked = connected
         return {name: answer.as_numpy(name) for name in message.outputs}
 
-    async def config(self, model: str) -> Config:
-        """Return the configuration of a model. Raises Trouble if its parameters are not as expected; see `infer`."""
-        config = await self.http.get_model_config(model)
-        theirs, ours = parameters_of(config), self._expected.get(model, {})
+    async def describe(self, model: str) -> ServedModel:
+        """Return what a model declares. Raises Trouble if its parameters are not as expected; see `infer`."""
+        served = served_model(await self.http.get_model_config(model))
+        theirs, ours = served.parameters, self._expected.get(model, {})
         different = [key for key in ours if theirs.get(key) != ours[key]]
         if not different:
-            self._declared[model] = config
-            return config
+            self._declared[model] = served
+            return served
         found, wanted = (values.get(different[0]) or "none" for values in (theirs, ours))
         difference = f"{model} has {different[0]} {found}, but {wanted} is expected; start both from the same YAML"
         if difference != self._difference:
@@ -157,7 +122,7 @@ class HTTPConnection:
         if not await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S):
             return f"{model} not ready"
         if model in self._expected:
-            await self.answer(lambda this: this.config(model), PROBE_TIMEOUT_S)
+            await self.answer(lambda this: this.describe(model), PROBE_TIMEOUT_S)
         return None
 
     async def _connected(self, *_: Any) -> None:
@@ -168,24 +133,13 @@ class HTTPConnection:
         await self.http.close()
 
 
-def parameters_of(config: Config) -> dict[str, str]:
-    """Return the `parameters` of a model configuration."""
-    return {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
-
-
 def trouble_of(error: Exception, deadline_s: float, *, hint: str = HINT) -> Trouble:
-    """Classify an error: 503, a model that was unloaded or died, timeouts and connection errors are transient.
+    """Classify an error; timeouts and connection errors are transient.
 
     `hint` ends the message if the server cannot be reached.
     """
     if isinstance(error, InferenceServerException):
-        message, status = str(error.message()), str(error.status() or "")
-        kind = {"503": Kind.BUSY, "": Kind.BUSY, "500": Kind.FAILED}.get(status, Kind.WRONG)
-        if "has no available versions" in message:  # 404; a model that was never there "is not found"
-            kind = Kind.UNLOADED
-        # Triton reports a dead Python backend as "Stub process '…' is not healthy.", whatever the status.
-        is_dead = any(text in message for text in ("not healthy", UNTIL_LOADED, "CUDA error"))
-        return Trouble(Kind.DEAD if is_dead else kind, "refused", message)
+        return Trouble.refused(str(error.status() or ""), str(error.message()))
     if isinstance(error, asyncio.TimeoutError):
         return Trouble(Kind.LOST, f"did not respond within {deadline_s:g} s")
     cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)

@@ -1,0 +1,1 @@
+"""Client library of the Triton servers: connections, retries, failover, and the order of training requests."""
