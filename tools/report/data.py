@@ -59,7 +59,7 @@ SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with the
     "failed_requests": "Requests that failed, by the client's count.",
     "server_failures": "Requests that failed, by the server's own count (nv_inference_request_failure).",
     "masked_samples": "Samples that were excluded from training because they have no reward.",
-    "seconds_total": "Seconds of the last start of `tools run`, preparation included.",
+    "seconds_total": "Seconds of the last `tools run`, from its start to the report.",
     "seconds_per_step": "Mean seconds per step.",
     "swap_ms_p50": "Median milliseconds from publishing to serving, by swap.",
     "triton_reload_ms_p50": "Median milliseconds of a Triton reload; the old weights serve meanwhile.",
