@@ -134,7 +134,6 @@ def test_help_and_completion_of_a_command_are_quick_to_import(name: str, program
         ("weights list --model ", {"critic", "reward"}, {"list"}),
         ("bench ", {"scoring", "update"}, {"run"}),
         ("bench update --r", {"--rows", "--repeats", "--report-only"}, {"--quick"}),
-        ("prepare --recipe ", {"sentences", "chat", "reasoning"}, set()),
         ("run --config ", {"my.yaml", "folder/"}, {"notes.txt"}),
         ("import --reward ", {"folder/", "notes.txt"}, set()),
         ("run --device-gib ", set(), {"my.yaml", "notes.txt"}),
