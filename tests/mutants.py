@@ -123,7 +123,7 @@ def main() -> int:
         print(f"{len(chosen)} faults, each in one place")
         return 0
 
-    # Bytecode is told from its source by size and second: that of the last fault could be taken for this one's.
+    # Python compares bytecode and source by size and second only, and might run the bytecode of the previous fault.
     os.environ.update(PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
     PROCESSES.set_forkserver_preload(IMPORTED)
     seen: list[str] = []
