@@ -32,12 +32,12 @@ def model(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     go = threading.Event()
     parts = types.SimpleNamespace(
-        version=None,
+        version=object(),
         read=lambda call: ScoringRows([TokenRow(np.zeros(10, np.int64))] * 3, 10),
         forward=launch,
         reply={REWARDS: lambda done: np.zeros((3, 1), np.float32)},
     )
-    model = started(parts, token_budget=10)
+    model = started(parts, token_budget=10, queue_timeout_s=1)
     model.go = go
     return model
 
@@ -52,6 +52,16 @@ def test_each_row_has_its_own_times_if_requested(model: Any) -> None:
     assert answers[0]["queue_us"].tolist() == [[0], [2_000_000], [4_000_000]]
     assert answers[0]["compute_us"].tolist() == [[2_000_000]] * 3
     assert answers[1].keys() == {"rewards"}
+
+
+def test_a_request_whose_first_forward_pass_is_due_after_its_deadline_is_refused(model: Any) -> None:
+    model.go.set()
+    requests = [stub.Request({}, ("rewards",)) for _ in range(2)]
+    model.execute(requests)
+    answers = [request.responses.get(timeout=PATIENCE_S) for request in requests]
+    model.finalize()
+    (refused,) = [answer.error for answer in answers if answer.error is not None]  # the one whose first row came later
+    assert "deadline passed" in str(refused)
 
 
 def test_counters_that_the_server_refuses_cost_no_answer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ class Compute:
         pass
 
 
-def started(model: Any, *, token_budget: int) -> Any:
+def started(model: Any, *, token_budget: int, queue_timeout_s: int = 0) -> Any:
     """Start an engine with one worker for `model`: what has a version, and the parts `read`, `forward` and `reply`.
 
     Returns what Triton loads.
@@ -57,7 +57,7 @@ def started(model: Any, *, token_budget: int) -> Any:
         "forward_overhead_tokens": 64,
         "workers": 1,
         "strip_sequence_length_to_multiple": 1,
-        "queue_timeout_s": "0",
+        "queue_timeout_s": queue_timeout_s,
     }
     config = {"name": "m", "parameters": {key: {"string_value": str(value)} for key, value in values.items()}}
     triton = importlib.import_module("python_backend.serving.triton")
