@@ -208,15 +208,15 @@ class Client:
         self.answer = {name: np.asarray(value, dtypes.get(name, np.float32)) for name, value in answer.items()}
         self.parameters = parameters
         self.asked: dict[str, Any] = {}
-        self.num_answered = 0
+        self.rows: list[list[int]] = []
 
     async def describe(self, model: str) -> ServedModel:
         return ServedModel.of({"checkpoint": "there", "tokenizer_fingerprint": "other", **self.parameters})
 
     async def rewards(self, rows: Any, outputs: Any, metadata: Any, **more: Any) -> dict[str, np.ndarray]:
         self.asked = {"rows": rows, "outputs": outputs, **more}
-        first, self.num_answered = self.num_answered, self.num_answered + len(rows)
-        return {name: array[first : self.num_answered] for name, array in self.answer.items()}
+        indices = [self.rows.index(row.tolist()) for row in rows]  # requests come in any order
+        return {name: array[indices] for name, array in self.answer.items()}
 
     async def score_sentences(self, texts: Any, outputs: Any, metadata: Any, *, pairs: Any) -> dict[str, np.ndarray]:
         self.asked = {"texts": texts, "outputs": outputs, "metadata": metadata}
@@ -224,7 +224,7 @@ class Client:
 
 
 def score(client: Client, tokenizer: Any, rollout: Rollout, *, texts: bool, rows_per_request: int = 8) -> Scores:
-    client.num_answered = 0
+    client.rows = [row.tolist() for row in rollout.rows()]
     scorer = Scorer(client, tokenizer, rows_per_request=rows_per_request, with_critic=False)  # type: ignore[arg-type]
     scorer.reward, scorer.sends_sentences = ServedModel.of(client.parameters), texts
     return asyncio.run(scorer.score(rollout))
