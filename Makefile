@@ -11,14 +11,14 @@ PYTEST := $(BIN)/python -m pytest -q
 .PHONY: demo demo-llm demo-rlvr test test-all test-device gpu-check test-repeated mutants test-trl test-judge test-vllm test-monitoring check format docs clean
 
 demo: $(INSTALLED)
-	$(BIN)/python -m tools run --fresh --config configs/demo.yaml run.seed=$(SEED)
+	$(BIN)/python -m examples.demo sentences run.seed=$(SEED)
 	@echo 'Open runs/demo/report.html in a browser. For your own models, go on with docs/getting-started.md.'
 
 demo-llm: $(INSTALLED)
-	$(BIN)/python -m tools run --fresh --config configs/smollm2.yaml run.seed=$(SEED)
+	$(BIN)/python -m examples.demo chat run.seed=$(SEED)
 
 demo-rlvr: $(INSTALLED_RLVR)
-	$(BIN)/python -m tools run --fresh --config configs/rlvr.yaml run.seed=$(SEED)
+	$(BIN)/python -m examples.demo reasoning run.seed=$(SEED)
 
 test: $(INSTALLED)
 	$(PYTEST) -n 3 --dist worksteal -m "not slow"

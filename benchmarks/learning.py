@@ -18,11 +18,11 @@ import numpy as np
 
 from benchmarks.support.benchmark import Option, Record, Result, Target
 from benchmarks.support.children import SERVED
+from benchmarks.support.random_models import random_llama
 from benchmarks.support.reward_functions import OPTIMUM, WORD
 from benchmarks.support.samples import grouped
 from benchmarks.support.workload import word_tokenizer
 from python_backend.store.jsonl import read_jsonl, write_jsonl
-from tools.demo.random_models import random_llama
 from tools.report.curves import figure_of
 from tools.server.child import Child
 

@@ -15,8 +15,9 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-ROOTS = ("python_backend", "trainer", "actor", "critic_client", "tools", "benchmarks", "chaos")
-COLOURS = dict(zip(ROOTS, ("#d6ebf7", "#e7f3d8", "#fde9cf", "#f9dcdc", "#efe3f5", "#eeeeee", "#eeeeee"), strict=True))
+ROOTS = ("python_backend", "trainer", "actor", "critic_client", "tools", "benchmarks", "chaos", "examples")
+SHADES = ("#d6ebf7", "#e7f3d8", "#fde9cf", "#f9dcdc", "#efe3f5", "#eeeeee", "#eeeeee", "#eeeeee")
+COLOURS = dict(zip(ROOTS, SHADES, strict=True))
 BASE = (  # many packages import them
     "python_backend.backoff",
     "python_backend.errors",
@@ -25,7 +26,7 @@ BASE = (  # many packages import them
     "python_backend.stop_signal",
     "tools.arguments",
 )
-FLAT = ("chaos", "critic_client", "trainer")
+FLAT = ("chaos", "critic_client", "examples", "trainer")
 Graph = Mapping[str, set[str]]
 
 
@@ -63,7 +64,7 @@ def package_imports() -> dict[str, set[str]]:
 def package_of(module: str, graph: grimp.ImportGraph) -> str:
     """Return the package of a module, cut to two levels; a module directly in a top-level package belongs to that.
 
-    The subpackages of `chaos` and `trainer` belong to the flat package around them.
+    The subpackages of those in FLAT belong to the package around them.
     """
     parts = module.split(".")
     inner = ".".join(parts[:2])

@@ -25,7 +25,6 @@ COMMANDS = {
     "status": ("tools.status", "show served versions, journal, last step and last problem of a run; --watch"),
     "report": ("tools.report.command", "write the page of a run, or of several side by side; --follow while they run"),
     "doctor": ("tools.doctor.command", "check the machine, a configuration and its server, with remedies"),
-    "prepare": ("tools.demo.prepare", "prepare the demo's checkpoints and prompts"),
     "chaos": ("chaos.command", "run the crash test: kill processes at every point, then check every guarantee"),
     "fuzz": ("chaos.fuzz.command", "run the fuzz test: bad requests to every model while a client scores valid rows"),
     "bench": ("benchmarks.command", "run the measurements behind the README's numbers"),

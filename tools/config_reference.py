@@ -90,10 +90,10 @@ def _common_keys(schema: Schema, definitions: Schema) -> Schema:
 
 def _section(name: str, field: Schema, definitions: Schema, *, without: Schema, level: int) -> Iterator[str]:
     """Yield the heading and table of a section, then those of its subsections."""
-    section = _definition(field, definitions)
+    section = _definition(field, definitions) or {}
     inner: Schema = {}
     keys: Schema = {}
-    for key, value in section["properties"].items():
+    for key, value in section.get("properties", {}).items():  # a key of the whole file has none
         if key not in without:
             is_section = "properties" in (_definition(value, definitions) or {})
             (inner if is_section and len(_alternatives(value)) < 2 else keys)[key] = value

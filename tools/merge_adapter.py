@@ -12,8 +12,9 @@ from python_backend.checkpoints.inspection import (
     CheckpointError,
     check_checkpoint,
     inspect_checkpoint,
+    tensors_in,
 )
-from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
+from python_backend.checkpoints.safetensors_header import TensorInfo
 from python_backend.checkpoints.tokenization import load_tokenizer
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -90,7 +91,4 @@ def _adapter_tensors(adapter: Path) -> dict[str, TensorInfo]:
             f"{adapter} has no {ADAPTER_WEIGHTS}; pickled weights are never opened here: save the adapter again with "
             "save_pretrained(FOLDER, safe_serialization=True)"
         )
-    try:
-        return read_header(adapter / ADAPTER_WEIGHTS)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{adapter / ADAPTER_WEIGHTS} is damaged: {error}; copy it again") from error
+    return tensors_in(adapter / ADAPTER_WEIGHTS)

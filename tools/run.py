@@ -1,4 +1,4 @@
-"""`python -m tools run`: the whole system in one terminal: prepare -> render -> serve -> sidecar -> PPO -> report.
+"""`python -m tools run`: the whole system in one terminal: render -> serve -> sidecar -> PPO -> report.
 
 Ctrl-C and SIGTERM stop the actor (which first writes a checkpoint), the sidecar and the server, in that order. If a
 process dies, the run stops and the error message names the process.
@@ -32,7 +32,7 @@ from tools.calibrate.calibration import settle
 from tools.preflight import check_run
 from tools.report.data import loading_line
 from tools.report.display import RunDisplay
-from tools.serve import demo_preparation, ensure_first_version, start_server
+from tools.serve import ensure_first_version, start_server
 from tools.server.child import Child, ChildDied
 from tools.server.health import get_page
 from tools.server.ports import PORT_KEYS, check_ports, with_free_ports
@@ -77,9 +77,7 @@ class Run:
         self.config = config
 
     def execute(self) -> None:
-        """Run everything, from demo preparation to the report. Raises ConfigError, ServerStartError, ChildDied."""
-        if self.config.demo is not None:
-            self._prepare_demo()
+        """Run everything, from the server to the report. Raises ConfigError, ServerStartError, ChildDied."""
         section = with_free_ports(self.config.server)
         self._override(*(f"server.{key}={getattr(section, key)}" for key in PORT_KEYS))
         check_ports(self.config.server)
@@ -154,29 +152,6 @@ class Run:
             self._supervisor.stop()
             self._supervisor = None
 
-    def _prepare_demo(self) -> None:
-        self._display.phase("preparing checkpoints and prompts")
-        arguments, overrides = demo_preparation(self.config)
-        log_path = self.config.run.logs_dir / "prepare.log"
-        child = Child("preparation", arguments, log_path, LIBRARY_ENV)
-        try:
-            with log_path.open(errors="replace") as log:
-                while child.poll() is None:
-                    self._look_outside()
-                    self._relay(log.read())
-                self._relay(log.read())
-            child.raise_if_failed()
-        finally:
-            child.stop(signal.SIGTERM, 5.0)
-        self._override(*overrides)
-        with self._signals.raising():
-            check_run(self.config)
-
-    def _relay(self, text: str) -> None:
-        for line in text.splitlines():
-            if line.strip() and line[0] not in '{} "':  # skip the JSON at the end, which is also in prepared.json
-                self._display.log(f"  | {line}")
-
     def _override(self, *overrides: str) -> None:
         self._overrides += overrides
         self.config = load_config(self._path, self._overrides)
@@ -216,20 +191,19 @@ class Run:
 
     def _report(self, failures: int) -> None:
         from tools.report.curves import write_curves
-        from tools.report.page import write_report
-        from tools.report.summary import write_summary
+        from tools.report.data import finish_run
+        from tools.report.page import write_page
 
         self._display.phase("writing the report")
         run_dir = self.config.run.dir
-        write_summary(
+        run = finish_run(
             run_dir,
-            gold=self.config.demo is not None and self.config.demo.recipe != "reasoning",
             server_failures=failures,
             peak_rss_mb=self._peak_rss / 1e6,
             seconds_total=time.monotonic() - self._started,
         )
-        write_curves(run_dir, run_dir / "curves.png")
-        write_report(run_dir)
+        write_curves(run, run_dir / "curves.png")
+        write_page([run], run_dir / "report.html")
 
 
 def tree_rss_bytes() -> int:
@@ -276,19 +250,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(args.config, args.overrides)
         limit_access(config.run)
         if args.dry_run:
-            return _plan(args.config, config, args.overrides, machine)
-        if config.demo is None:  # a demo's files do not exist yet
-            check_run(config)
+            return _plan(config, machine)
+        check_run(config)
         if args.fresh and config.run.dir.exists():
             with only_run(config.run.dir), only_actor(config.run.dir):
                 set_aside(config.run.dir)
     return _supervise(args.config, config, args.overrides, signals, accepts_changes=args.accept_changes)
 
 
-def _plan(path: Path, config: RunConfig, overrides: Sequence[str], machine: dict[str, Any]) -> int:
+def _plan(config: RunConfig, machine: dict[str, Any]) -> int:
     from tools.plan.command import PlanError, dry_run  # torch: slow to import
 
-    config = load_config(path, [*overrides, *demo_preparation(config)[1]])
     try:
         dry_run(config, **machine)
     except PlanError as error:

@@ -22,7 +22,6 @@ from python_backend.stop_signal import StopRequested, StopSignals
 from python_backend.store.control_key import control_key
 from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
-from tools.demo.pretrained import PRETRAINED
 from tools.server.ports import with_free_ports
 from tools.server.shell_command import shell_command
 from tools.server.supervisor import Supervisor
@@ -82,11 +81,6 @@ def _prepared(path: Path, overrides: list[str]) -> RunConfig:
     limit_access(config.run)
     if config.run.log_format == "json":
         log_to_stderr("server", config.run)
-    preparation, made = demo_preparation(config)
-    if preparation:
-        _run_module("preparing the demo", preparation)
-        overrides = [*made, *overrides]
-        config = load_config(path, overrides)
     check_files(config, server=True)
     if config.gpu_precisions:
         say(f"on GPUs: {config.gpu_precisions}")
@@ -94,29 +88,6 @@ def _prepared(path: Path, overrides: list[str]) -> RunConfig:
     config = load_config(path, overrides)
     ensure_first_version(config, path, overrides)
     return with_fixed_ports(config)
-
-
-def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
-    """Return the arguments of `python -m` that prepare the demo, and the overrides that select the prepared files.
-
-    Both lists are empty if the configuration has no demo.
-    """
-    demo = config.demo
-    if demo is None:
-        return [], []
-    seeded = f"seed-{config.run.seed}{'-quick' if demo.quick else ''}"
-    names = {"sentences": seeded, "chat": f"chat-{seeded}", "reasoning": "reasoning"}
-    out = demo.cache_dir / names[demo.recipe]
-    shared = demo.cache_dir / PRETRAINED if demo.recipe == "chat" else out
-    trained = {"reward.checkpoint": out / "reward", "critic.checkpoint": shared / "critic"}
-    paths = {
-        **(trained if demo.recipe != "reasoning" else {}),
-        "actor.policy.checkpoint": shared / "policy",
-        "actor.prompts.path": out / "prompts.jsonl",
-        "actor.validation.prompts": out / "validation.jsonl",
-    }
-    arguments = ["tools.demo.prepare", "--recipe", demo.recipe, "--out", str(out), "--seed", str(config.run.seed)]
-    return [*arguments, *(["--quick"] if demo.quick else [])], [f"{key}={path}" for key, path in paths.items()]
 
 
 def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]) -> None:

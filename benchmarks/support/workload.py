@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.support.random_models import random_llama
 from python_backend.wire.training_payload import TrainPayload
-from tools.demo.random_models import random_llama
 
 SEED = 0
 VOCAB_SIZE = 4096

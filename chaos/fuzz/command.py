@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 
 from benchmarks.support.benchmark import Record
 from benchmarks.support.children import free_ports
+from benchmarks.support.random_models import random_llama, train_bpe
 from chaos.command import run_test
 from chaos.fuzz.client import Answer, GoodClient, StageOutcome, grpc_sender, send_http
 from chaos.fuzz.gateway import HEADERS, Attack, GatewayProcess, attacks
@@ -41,7 +42,6 @@ from python_backend.config.sections import UNMEASURED
 from python_backend.monitoring.log_lines import say
 from python_backend.wire.contract import CRITIC_INFER
 from tools.arguments import parse_or_complete
-from tools.demo.random_models import random_llama, train_bpe
 from tools.serve import start_server
 from tools.server.supervisor import Supervisor
 

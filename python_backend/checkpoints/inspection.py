@@ -313,7 +313,7 @@ def _constants(folder: Path, config: Mapping[str, Any]) -> Constants | None:
 
 def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
     if (folder / WEIGHTS_FILE).is_file():
-        return _header(folder / WEIGHTS_FILE)
+        return tensors_in(folder / WEIGHTS_FILE)
     weight_map = _read_object(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} has no weight_map; copy the file again")
@@ -321,14 +321,15 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name or not (folder / name).is_file():
             raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} names {name}, which is missing; copy it")
-        tensors.update(_header(folder / name))
+        tensors.update(tensors_in(folder / name))
     lacking = sorted(set(weight_map) - set(tensors))
     if lacking:
         raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} lists {lacking[0]}, which no file contains")
     return tensors
 
 
-def _header(file: Path) -> dict[str, TensorInfo]:
+def tensors_in(file: Path) -> dict[str, TensorInfo]:
+    """Return the tensors of a safetensors file by name. Raises CheckpointError if it is damaged."""
     try:
         return read_header(file)
     except (OSError, ValueError) as error:

@@ -49,20 +49,17 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         raise ValueError(f"{file.name} is damaged or not a safetensors file ({error})") from error
 
 
-def encode_header(
-    tensors: Mapping[str, tuple[str, Sequence[int]]], sizes: Mapping[str, int], metadata: Mapping[str, str]
-) -> bytes:
+def encode_header(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
     """Return the header (length prefix and JSON) of a file that stores `tensors` in order.
 
     Args:
         tensors: dtype (as in `TensorInfo`) and shape by name.
-        sizes: bytes by name.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (dtype, shape) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + sizes[name]]}
-        end += sizes[name]
+        start, end = end, end + _num_bits(dtype, shape) // 8
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the format aligns the tensor data to 8 bytes
     return struct.pack("<Q", len(text)) + text
@@ -71,11 +68,14 @@ def encode_header(
 def _tensor(item: Mapping[str, Any], file: str, data: int, size: int) -> TensorInfo:
     dtype, shape = str(item["dtype"]), tuple(int(n) for n in item["shape"])
     start, end = item["data_offsets"]
-    bits = _DTYPE_BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
     if not 0 <= start <= end:
         raise ValueError(f"a tensor cannot begin at {start} and end at {end}")
     if data + end > size:
         raise ValueError(f"{data + end - size} bytes are missing at its end")
-    if (end - start) * 8 != math.prod(shape) * bits:
+    if (end - start) * 8 != _num_bits(dtype, shape):
         raise ValueError(f"a tensor of shape {list(shape)} cannot have {end - start} bytes")
     return TensorInfo(dtype, shape, file, end - start, data + start)
+
+
+def _num_bits(dtype: str, shape: Sequence[int]) -> int:
+    return math.prod(shape) * (_DTYPE_BITS.get(dtype) or int(re.sub(r"\D", "", dtype)))

@@ -59,9 +59,7 @@ def layout(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[byt
     """Return a file's header, and the position of each tensor in the file, ascending."""
     names = sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))  # the wider first: aligned
     sizes = {name: math.prod(shapes[name][1]) * shapes[name][0].itemsize for name in names}
-    header = encode_header(
-        {name: (STORED_AS[shapes[name][0]], shapes[name][1]) for name in names}, sizes, {"format": "pt"}
-    )
+    header = encode_header({name: (STORED_AS[shapes[name][0]], shapes[name][1]) for name in names}, {"format": "pt"})
     starts = itertools.accumulate(sizes.values(), initial=len(header))
     return header, dict(zip(names, starts, strict=False))
 

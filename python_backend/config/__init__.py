@@ -34,10 +34,9 @@ from python_backend.config.gateway import GatewaySection
 from python_backend.config.monitoring import MonitoringSection
 from python_backend.config.optimizer import CriticOptimizerSection, OptimizerSection, check_optimizer
 from python_backend.config.other_names import key_of
-from python_backend.config.reward_terms import MODEL_TERM, RewardTerm, Terms, check_terms, function_terms
+from python_backend.config.reward_terms import MODEL_TERM, FunctionSpec, RewardTerm, Terms, check_terms, function_terms
 from python_backend.config.sections import (
     CriticSection,
-    DemoSection,
     ModelSection,
     ReferenceSection,
     RewardSection,
@@ -112,8 +111,8 @@ class RunConfig(Section):
     """The HTTP gateway for other trainers."""
     monitoring: MonitoringSection = MonitoringSection()
     """Prometheus metrics of actor and sidecar."""
-    demo: DemoSection | None = None
-    """Used only by the demo's configuration."""
+    report: FunctionSpec | None = None
+    """`path/to/file.py:name` or `package.module:name` of a function that adds sections to the run's report."""
 
     _roles: frozenset[str] = PrivateAttr(frozenset())  # what a YAML without `actor` names of the models to serve
 

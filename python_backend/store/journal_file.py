@@ -66,5 +66,4 @@ class TrainingFile:
 
 def header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
     """Return the header of a safetensors file that stores `arrays` in order."""
-    tensors = {name: (DTYPES[array.dtype.name], array.shape) for name, array in arrays.items()}
-    return encode_header(tensors, {name: array.nbytes for name, array in arrays.items()}, metadata)
+    return encode_header({name: (DTYPES[array.dtype.name], array.shape) for name, array in arrays.items()}, metadata)

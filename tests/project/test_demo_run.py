@@ -19,15 +19,13 @@ HELD_OUT = 32
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     overrides = {
-        "demo.quick": "true",
-        "demo.cache_dir": folder / "prepared",
         "run.dir": folder / "run",
         "actor.steps": STEPS,
         "actor.rollout_size": 32,
         "actor.validation.size": HELD_OUT,
         "actor.checkpoint_every": 2,
     }
-    command = [sys.executable, "-m", "tools", "run", "--fresh", "--config", "configs/demo.yaml"]
+    command = [sys.executable, "-m", "examples.demo", "sentences", "--quick", "--cache-dir", str(folder / "prepared")]
     done = subprocess.run(
         [*command, *(f"{key}={value}" for key, value in overrides.items())],
         cwd=ROOT,
@@ -50,6 +48,7 @@ def test_summary_says_what_happened(run_dir: Path) -> None:
     assert summary["failed_requests"] == summary["server_failures"] == summary["masked_samples"] == 0
     assert None not in summary.values()
     assert 0 < summary["peak_rss_mb"] < 6000
+    assert {"gold_before", "gold_after", "gold_ci95"} <= summary.keys()
 
 
 @pytest.mark.slow
@@ -58,11 +57,12 @@ def test_files_are_complete(run_dir: Path) -> None:
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     for when in ("before", "after"):
         assert len({line["prompt_id"] for line in samples if line["when"] == when}) == HELD_OUT
-    assert {"prompt_id", "when", "prompt", "response", "reward", "gold"} <= set(samples[0])
+    assert {"prompt_id", "when", "prompt", "response", "reward"} <= set(samples[0])
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))
     report = (run_dir / "report.html").read_text()
     assert "<script" not in report
+    assert "The gold score, which PPO never saw," in report
     assert 'src="http' not in report
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
     assert {path.name for path in (run_dir / "logs").iterdir()} >= {"actor.log", "sidecar.log", "tritonserver.log"}

@@ -43,12 +43,12 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actr: {steps: 3}", "unknown key actr; did you mean actor?"),
         ("trainer: {publish: {evry: 3}}", "unknown key trainer.publish.evry; did you mean trainer.publish.every?"),
         ("actor: {client: {retry: 3}}", "unknown key actor.client.retry; did you mean actor.client.retries?"),
-        ("demo: {quik: true}", "unknown key demo.quik; did you mean demo.quick?"),
+        ("report: my_report.py", "report: 'my_report.py' does not name a function; write path/to/file.py:name or"),
         ("reward: {standardization: {meen: 1}}", "did you mean reward.standardization.mean?"),
         (
             "zzz: 1",
             "unknown key zzz; known: run, server, reward, rewards, critic, reference, trainer, actor, gateway, "
-            "monitoring, demo",
+            "monitoring, report",
         ),
         ("1: 2", "1: Keys should be strings"),
         ("actor: {steps: 0}", "actor.steps: Input should be greater than or equal to 1 (got 0)"),
@@ -247,7 +247,7 @@ def test_every_key_has_a_default_and_says_what_it_is():
 
 def test_the_defaults_are_valid_themselves(tmp_path: Path):
     """pydantic does not check defaults: a round trip through YAML does."""
-    dumped = RunConfig().model_dump(mode="json", exclude={"demo"})
+    dumped = RunConfig().model_dump(mode="json", exclude={"report"})
     assert load(tmp_path, yaml.safe_dump(dumped)) == RunConfig()
 
 
@@ -320,7 +320,7 @@ def test_a_deterministic_run_has_its_values_settled(tmp_path: Path):
         assert section.micro_batch_rows == 1
         assert settle(config, lambda line: pytest.fail(line)) == []
     assert (config.reward.token_budget, config.critic.token_budget) == (1024, 333)
-    assert load(tmp_path, yaml.safe_dump(config.model_dump(mode="json", exclude={"demo"}))) == config
+    assert load(tmp_path, yaml.safe_dump(config.model_dump(mode="json", exclude={"report"}))) == config
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_files_are_active_in_their_steps(tmp_path: Path):
     }
     assert active == {4: ["a"], 5: ["b"], 6: ["b", "a"]}
     dumped = tmp_path / "dumped.yaml"
-    dumped.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude={"demo"})))
+    dumped.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude={"report"})))
     assert load_config(dumped) == config
 
 

@@ -33,7 +33,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from python_backend.store.jsonl import read_jsonl
 from python_backend.wire.contract import CRITIC_TRAIN
-from tools.report.page import write_report
+from tools.report.data import load_run
+from tools.report.page import write_page
 
 # Reference section 7; entropy and clamped ratio are named as this project names them where they differ.
 CHARTED = [
@@ -87,7 +88,8 @@ def test_the_report_of_an_actor_that_tools_run_did_not_start(finished: FinishedR
     """It has no summary.json."""
     folder = finished.run.config.run.dir
     assert not (folder / "summary.json").exists()
-    page = write_report(folder, tmp_path / "page.html").read_text()
+    write_page([load_run(folder)], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
     assert "<p>After 3 steps of PPO, starting from policy, on " in page
     assert "On the same held-out rollouts critic version 3 explains" in page
     assert "<h2>Settings</h2>" in page

@@ -23,9 +23,9 @@ from test_reward_mixture import errors_of, functions_alone
 from tiny_models import tiny_server
 
 from benchmarks.support.children import free_ports
+from examples.demo.pretrained import SMOLLM2, fetch, save_smollm2
 from python_backend.rewards.verdict import NoVerdict, VerdictReader
 from python_backend.wire.contract import REWARD_ERRORS, REWARD_MODEL, REWARDS, texts_array
-from tools.demo.pretrained import SMOLLM2, fetch, save_smollm2
 
 OPENAI = "openai==3.54.0"  # what `transformers serve` needs besides the project's own packages
 RUBRIC = """Question: {{ prompt }}

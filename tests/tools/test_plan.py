@@ -206,14 +206,6 @@ def test_a_missing_checkpoint_is_named(tmp_path: Path):
         roles_of(config)
 
 
-def test_a_demo_that_is_not_prepared_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = tmp_path / "demo.yaml"
-    path.write_text(json.dumps({"demo": {"cache_dir": str(tmp_path / "cache")}, "run": {"dir": str(tmp_path / "run")}}))
-    assert run.main(["--config", str(path), "--dry-run"]) == 0
-    assert "does not exist yet: the run prepares it at its start" in capsys.readouterr().out
-    assert sorted(item.name for item in tmp_path.iterdir()) == ["demo.yaml"]
-
-
 def test_a_plan_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = config_of(tmp_path)
     assert run.main(["--config", str(tmp_path / "run.yaml"), "--dry-run", "--host-gib", "0.0001"]) == 1

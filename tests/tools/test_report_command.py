@@ -15,8 +15,8 @@ import pytest
 from recorded_run import RecordedRun
 
 from python_backend.store.run_lock import only_actor, only_run
-from tools.report.command import main
-from tools.report.comparison import line_style, short_names
+from tools.report.command import main, short_names
+from tools.report.curves import line_style
 from tools.report.data import load_run
 
 IMAGES = re.compile(r'src="[^"]*"')

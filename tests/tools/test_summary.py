@@ -1,4 +1,4 @@
-"""`tools.report.summary` on run folders small enough to count by hand.
+"""`tools.report.data` on run folders small enough to count by hand.
 Given nothing but files written here; the gold lexicon is the real one.
 """
 
@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from python_backend.store.jsonl import read_jsonl
-from tools.report.data import read_steps
-from tools.report.summary import SUMMARY_KEYS, distinct2, read_pairs, word_gains, write_summary
+from tools.report.data import SUMMARY_KEYS, finish_run, read_steps
+from tools.report.pairs import distinct2, paired_ci95, read_pairs
 
 ACTOR = {
     "steps": 2,
@@ -61,7 +62,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_summary_counted_by_hand(run_dir: Path):
-    summary = write_summary(run_dir, gold=True, **MEASURED)
+    summary = finish_run(run_dir, **MEASURED).summary
     of_steps = ("process_reward_before", "process_reward_after", "steps_before", "steps_after")
     assert tuple(summary) == tuple(key for key in SUMMARY_KEYS if key not in of_steps)
     assert json.loads((run_dir / "summary.json").read_text()) == summary
@@ -74,50 +75,6 @@ def test_summary_counted_by_hand(run_dir: Path):
     assert (summary["reloads_swap"], summary["reloads_triton"]) == (2, 1)
     assert (summary["swap_ms_p50"], summary["triton_reload_ms_p50"]) == (6.0, 900.0)
     assert (summary["kl_final"], summary["peak_rss_mb"], summary["seconds_total"]) == (1.5, 512.0, 60.0)
-    # VADER's compound: s / sqrt(s^2 + 15), great 3.1, good 1.9.
-    great, good = 3.1 / (3.1**2 + 15) ** 0.5, 1.9 / (1.9**2 + 15) ** 0.5
-    assert summary["gold_before"] == 0.0
-    assert summary["gold_after"] == pytest.approx((great + good) / 2, abs=1e-4)
-    assert summary["gold_ci95"] == pytest.approx([good, great], abs=1e-4)  # of two pairs, one of each resampled
-    assert summary["top_word"] == "great"
-    assert summary["gold_gain_without_top_word_ci95"] == pytest.approx([0.0, good], abs=1e-4)
-
-
-def test_of_a_chat_the_reply_alone_is_scored_and_the_question_shown(run_dir: Path):
-    marked = "<|im_start|>system\nBe helpful, great and good.<|im_end|>"
-    write_lines(
-        run_dir / "samples.jsonl",
-        [{**row, "prompt": marked, "question": "How was it?"} for row in SAMPLES],
-    )
-    assert write_summary(run_dir, gold=True, **MEASURED)["gold_before"] == 0.0
-    pair = read_pairs(run_dir)[0]
-    assert (pair.prompt, pair.text_after, pair.is_chat) == ("How was it?", " a great thing.", True)
-
-
-def test_gold_is_added_to_the_samples_and_nothing_else_changes(run_dir: Path):
-    write_summary(run_dir, gold=True, **MEASURED)
-    rows = read_jsonl(run_dir / "samples.jsonl")
-    assert [{key: row[key] for key in row if key != "gold"} for row in rows] == SAMPLES
-    assert [row["gold"] > 0 for row in rows] == [False, False, True, True]
-    assert [p.name for p in run_dir.iterdir() if p.name.startswith(".")] == []
-
-
-def test_top_word_is_one_that_the_lexicon_can_lose(run_dir: Path):
-    # "not" acts in both texts and so gains most, but is no rated word: taking it out would change nothing.
-    responses = [("a", " bad.", " not bad."), ("b", " awful.", " not awful.")]
-    rows = [(p, when, text) for p, *texts in responses for when, text in zip(("before", "after"), texts, strict=True)]
-    write_lines(run_dir / "samples.jsonl", [sample(p, when, text, 0.0) for p, when, text in rows])
-    assert word_gains(read_pairs(run_dir))[0][0] == "not"
-    assert write_summary(run_dir, gold=True, **MEASURED)["top_word"] == "bad"
-
-
-def test_without_gold(run_dir: Path):
-    summary = write_summary(run_dir, gold=False, **MEASURED)
-    gold_keys = [key for key in SUMMARY_KEYS if key.startswith("gold") or key == "top_word"]
-    assert len(gold_keys) == 5
-    assert not any(key in summary for key in gold_keys)
-    assert summary["distinct2_before"] == 3 / 8
-    assert read_jsonl(run_dir / "samples.jsonl") == SAMPLES
 
 
 def test_without_validation(run_dir: Path):
@@ -125,7 +82,7 @@ def test_without_validation(run_dir: Path):
     actor = {key: value for key, value in ACTOR.items() if key not in validated}
     (run_dir / "actor_summary.json").write_text(json.dumps(actor))
     (run_dir / "samples.jsonl").unlink()
-    summary = write_summary(run_dir, gold=False, **MEASURED)
+    summary = finish_run(run_dir, **MEASURED).summary
     assert None not in summary.values()
     of_texts = {f"{what}_{when}" for what in ("distinct2", "unique") for when in ("before", "after")}
     assert not summary.keys() & (validated | of_texts)
@@ -135,7 +92,7 @@ def test_without_a_critic(run_dir: Path):
     """Not even where an earlier run in this folder had one."""
     critic = {"ev_v0", "ev_last", "weights_version", "critic_updates"}
     (run_dir / "actor_summary.json").write_text(json.dumps({k: v for k, v in ACTOR.items() if k not in critic}))
-    summary = write_summary(run_dir, gold=False, **MEASURED)
+    summary = finish_run(run_dir, **MEASURED).summary
     reloads = {"reloads_swap", "reloads_triton", "swap_ms_p50", "triton_reload_ms_p50"}
     assert not summary.keys() & (critic | reloads)
     assert summary["reward_after"] == 3.0
@@ -143,14 +100,14 @@ def test_without_a_critic(run_dir: Path):
 
 def test_what_is_no_number_is_left_out(run_dir: Path):
     (run_dir / "actor_summary.json").write_text(json.dumps(ACTOR | {"kl_final": float("nan")}))
-    assert "kl_final" not in write_summary(run_dir, gold=False, **MEASURED)
+    assert "kl_final" not in finish_run(run_dir, **MEASURED).summary
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_masked_rewards_do_not_count(run_dir: Path, when: str):
     masked = [row | {"reward": None} if (row["prompt_id"], row["when"]) == ("b", when) else row for row in SAMPLES]
     write_lines(run_dir / "samples.jsonl", masked)
-    summary = write_summary(run_dir, gold=False, **MEASURED)
+    summary = finish_run(run_dir, **MEASURED).summary
     assert (summary["reward_before"], summary["reward_after"]) == (0.0, 2.0)
     assert summary["reward_gain_ci95"] == [2.0, 2.0]
 
@@ -159,13 +116,13 @@ def test_masked_rewards_do_not_count(run_dir: Path, when: str):
 def test_a_missing_file_is_named(run_dir: Path, name: str):
     (run_dir / name).unlink()
     with pytest.raises(FileNotFoundError, match=name):
-        write_summary(run_dir, gold=True, **MEASURED)
+        finish_run(run_dir, **MEASURED)
 
 
 def test_missing_key_of_the_actor_is_named(run_dir: Path):
     (run_dir / "actor_summary.json").write_text(json.dumps({k: v for k, v in ACTOR.items() if k != "steps"}))
     with pytest.raises(ValueError, match="lacks steps"):
-        write_summary(run_dir, gold=True, **MEASURED)
+        finish_run(run_dir, **MEASURED)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +138,7 @@ def test_missing_key_of_the_actor_is_named(run_dir: Path):
 def test_texts_that_do_not_pair(run_dir: Path, rows: list[dict[str, Any]], message: str):
     write_lines(run_dir / "samples.jsonl", rows)
     with pytest.raises(ValueError, match=message):
-        write_summary(run_dir, gold=True, **MEASURED)
+        finish_run(run_dir, **MEASURED)
 
 
 def test_only_the_last_line_may_be_torn(tmp_path: Path):
@@ -218,3 +175,24 @@ def test_responses_without_their_leading_space_are_not_fused_with_the_prompt(run
 def test_distinct2():
     assert distinct2(["a b a b"]) == 2 / 3  # ab ba ab
     assert distinct2(["a", ""]) is None
+
+
+def test_the_interval_of_a_constant_difference_is_that_difference() -> None:
+    assert paired_ci95([0.0, 1.0, 2.0], [0.5, 1.5, 2.5]) == (0.5, 0.5)
+
+
+def test_the_interval_agrees_with_the_normal_approximation_and_keeps_pairs() -> None:
+    rng = np.random.default_rng(1)
+    before = rng.normal(0.0, 5.0, size=400)
+    after = before + rng.normal(0.1, 0.5, size=400)
+    low, high = paired_ci95(list(before), list(after))
+    half = 1.96 * float(np.std(after - before)) / 20.0
+    middle = float(np.mean(after - before))
+    assert (low, high) == pytest.approx((middle - half, middle + half), abs=0.01)
+    assert paired_ci95(list(before), list(after)) == (low, high)
+
+
+@pytest.mark.parametrize(("before", "after"), [([], []), ([1.0], [1.0, 2.0])])
+def test_scores_without_pairs_are_refused(before: list[float], after: list[float]) -> None:
+    with pytest.raises(ValueError, match="paired"):
+        paired_ci95(before, after)

@@ -42,8 +42,9 @@ def findings(path: Path | None, overrides: Sequence[str] = ()) -> Iterator[Findi
 
     def configuration() -> Iterator[Finding]:
         """Load the configuration, and check further what it says."""
-        checks = importlib.import_module("tools.doctor.configuration")  # needs the packages that were checked above
-        config = checks.load(path, overrides)
+        # Imported here, because they need the packages that were checked above.
+        checks = importlib.import_module("tools.doctor.configuration")
+        config = importlib.import_module("python_backend.config").load_config(path, overrides)
         further["tritonserver"] = functools.partial(machine.tritonserver, config.server.tritonserver)
         further["disk"] = functools.partial(machine.disk, config.run.dir, checks.disk_bytes(config))
         further.update({name: functools.partial(check, config) for name, check in checks.CHECKS.items()})

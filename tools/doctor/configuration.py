@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer
-from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.config import ConfigError, RunConfig
 from python_backend.store.durable import read_json, refusal
 from python_backend.store.run_lock import in_progress
 from tools.doctor.finding import Finding, failed, warning
 from tools.preflight import check_run
 from tools.render_configs import render_configs
-from tools.serve import demo_preparation
 from tools.server.health import is_triton
 from tools.server.model_loading import probe
 from tools.server.ports import PORT_KEYS, check_ports, is_open, with_free_ports
@@ -26,17 +25,8 @@ PROBE_S = 30.0
 COPIES = 6  # of a trained model on the disk: two versions, and a checkpoint of weights and two moments twice as large
 
 
-def load(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration; of a demo, with the checkpoints that its first run prepares. Raises ConfigError."""
-    config = load_config(path, overrides)
-    return load_config(path, [*demo_preparation(config)[1], *overrides])
-
-
 def files(config: RunConfig) -> Iterator[Finding]:
     """Check the checkpoints, prompts and reward functions that the configuration names, a line for each problem."""
-    if _is_unprepared(config):
-        yield Finding("files", f"the demo's are made at its first run, in {config.demo.cache_dir}")  # type: ignore[union-attr]
-        return
     try:
         check_run(config)
     except ConfigError as error:
@@ -85,13 +75,7 @@ def devices(config: RunConfig) -> Iterator[Finding]:
 
 def rendering(config: RunConfig) -> Iterator[Finding]:
     """Check that the model repository can be rendered."""
-    if _is_unprepared(config):
-        return
     yield Finding("rendering", ", ".join(sorted(render_configs(config))))
-
-
-def _is_unprepared(config: RunConfig) -> bool:
-    return config.demo is not None and not config.actor.policy.checkpoint.exists()
 
 
 def ports(config: RunConfig) -> Iterator[Finding]:

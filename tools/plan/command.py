@@ -96,7 +96,7 @@ def dry_run(
 
 
 def roles_of(config: RunConfig, num_devices: int | None = None) -> dict[str, Role]:
-    """Return every role of the run by its section; one whose checkpoint is missing says so in `unknown`.
+    """Return every role of the run by its section.
 
     Args:
         num_devices: GPUs of each machine; None: as many as the run needs.
@@ -108,14 +108,12 @@ def roles_of(config: RunConfig, num_devices: int | None = None) -> dict[str, Rol
         makers["trainer"] = (config.critic.checkpoint, lambda: trainer_role(config))
     for key, section in config.served_sections.items():
         makers[key] = (section.checkpoint, functools.partial(served_role, config, key))
-    return placed_on_nodes(config, {key: _role(config, key, *maker) for key, maker in makers.items()}, num_devices)
+    return placed_on_nodes(config, {key: _role(key, *maker) for key, maker in makers.items()}, num_devices)
 
 
-def _role(config: RunConfig, key: str, folder: Path, make: Callable[[], Role]) -> Role:
+def _role(key: str, folder: Path, make: Callable[[], Role]) -> Role:
     if not (folder / "config.json").is_file():
-        if config.demo is None:
-            raise ConfigError(f"{key}: {folder} has no config.json, so the size of its model is unknown")
-        return Role(key, Sizes(), unknown=f"{folder} does not exist yet: the run prepares it at its start")
+        raise ConfigError(f"{key}: {folder} has no config.json, so the size of its model is unknown")
     try:
         return make()
     except (OSError, ValueError, KeyError) as error:  # raised by transformers for a config.json that it cannot use
@@ -126,8 +124,6 @@ def table(roles: Sequence[Role]) -> list[str]:
     """Return the lines of a table with a row for each role, and the notes below it."""
     rows = [["role", "model", "parameters", "precision", "device", *(HEADINGS.get(c, c) for c in CATEGORIES), "total"]]
     for role in roles:
-        if role.unknown:
-            rows.append([role.key, "unknown"])
         if not role.model:
             continue
         model = [role.key, role.model, f"{role.parameters / 1e6:,.1f} M", role.precision, _places(role)]
@@ -136,7 +132,7 @@ def table(roles: Sequence[Role]) -> list[str]:
     rows = [row + [""] * (len(rows[0]) - len(row)) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*lines, "", *(f"{role.key}: {note}" for role in roles for note in (*role.notes, role.unknown) if note)]
+    return [*lines, "", *(f"{role.key}: {note}" for role in roles for note in role.notes)]
 
 
 def _places(role: Role) -> str:

@@ -27,7 +27,7 @@ def placed_on_nodes(config: RunConfig, roles: Mapping[str, Role], num_devices: i
     for key, role in roles.items():
         place = places.get("actor.policy.device" if key == "actor" else f"{key}.device", Place(key, role.devices))
         devices, processes = role.devices, role.processes
-        if place.every and not role.unknown:
+        if place.every:
             devices = tuple(f"cuda:{i}" for i in range(num))
             processes *= num
         elif role.has_group:

@@ -57,8 +57,6 @@ class Role:
     has_group: bool = False
     """Its processes exchange tensors."""
     notes: tuple[str, ...] = ()
-    unknown: str = ""
-    """Why nothing is known about the role; empty: everything is."""
 
     def at(self, device: str) -> str:
         """Return the name of a device of its node in the whole plan."""

@@ -30,7 +30,7 @@ def traffic_lines(config: RunConfig, roles: Mapping[str, Role]) -> list[str]:
         lines += _checkpoint("trainer", roles["trainer"], config.trainer.checkpoint_every)
     for key, ranks in (("actor", actor.ranks), ("trainer", config.trainer.ranks)):
         role = roles.get(key)
-        if ranks > 1 and role is not None and not role.unknown:
+        if ranks > 1 and role is not None:
             weights, gradients = role.sizes.weights * ranks, FLOAT * role.trained
             on_card = role.devices[0] != "cpu"
             if on_card and role.precision == "bfloat16":
@@ -55,8 +55,6 @@ def shown(number: float) -> str:
 
 
 def _publish(config: RunConfig, trainer: Role, critic: Role) -> list[str]:
-    if trainer.unknown:
-        return []
     publish = config.trainer.publish
     width = FLOAT if publish.dtype != "bfloat16" else FLOAT // 2
     size = FLOAT * trainer.trained if publish.format == "adapter" else width * trainer.parameters
@@ -67,8 +65,6 @@ def _publish(config: RunConfig, trainer: Role, critic: Role) -> list[str]:
 
 
 def _checkpoint(key: str, role: Role, every: int) -> list[str]:
-    if role.unknown:
-        return []
     is_adapter = role.trained < role.parameters
     ranks = role.processes
     size = (role.trained if is_adapter else role.parameters) * FLOAT + role.sizes.optimizer * ranks

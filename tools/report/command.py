@@ -6,14 +6,15 @@ import argparse
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from python_backend.config.command_line import interrupt_on_signals, reporting
 from python_backend.errors import RlhfError
 from python_backend.store.run_lock import in_progress
 from tools.arguments import parse_or_complete, seconds
-from tools.report.comparison import write_comparison
-from tools.report.page import write_report
+from tools.report.data import load_run
+from tools.report.page import write_page
 
 READ_FILES = ("metrics.jsonl", "critic_metrics.jsonl", "validations.jsonl", "summary.json", "actor_summary.json")
 
@@ -34,10 +35,8 @@ class ReportPage:
         """
         refresh_s = every_s if self._in_progress() else None
         self._written = self._state_of_files()
-        if len(self._run_dirs) == 1:
-            write_report(self._run_dirs[0], self.path, refresh_s=refresh_s)
-        else:
-            write_comparison(self._run_dirs, self.path, refresh_s=refresh_s)
+        named = zip(self._run_dirs, short_names(self._run_dirs), strict=True)
+        write_page([replace(load_run(run_dir), name=name) for run_dir, name in named], self.path, refresh_s=refresh_s)
 
     def follow(self, every_s: float) -> None:
         """Rewrite the page every `every_s` seconds, if there is anything new, until no run is in progress."""
@@ -56,6 +55,16 @@ class ReportPage:
         paths = [run_dir / name for run_dir in self._run_dirs for name in READ_FILES]
         states = [path.stat() if path.is_file() else None for path in paths]
         return [(state.st_size, state.st_mtime_ns) if state else None for state in states]
+
+
+def short_names(run_dirs: Sequence[Path]) -> list[str]:
+    """Return for each folder the shortest end of its path that tells it from the others."""
+    parts = [run_dir.resolve().parts for run_dir in run_dirs]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
 
 
 @reporting

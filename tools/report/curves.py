@@ -1,17 +1,19 @@
-"""Draws the report's pictures: all of them as SVG for the page, and the four most informative ones as a PNG."""
+"""Draws the report's pictures: of one run or several as SVG for a page, and the four most informative ones as a PNG."""
 
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from tools.report.data import PHASES, SHOWN_S, RunRecord, formatted, load_run, number, phase_seconds, series
+from tools.report.data import PHASES, SHOWN_S, RunRecord, formatted, number, phase_seconds, series
 
 Axes = Any  # matplotlib is imported only by the functions that draw
 Draw = Callable[[Axes, RunRecord], None]
+Points = tuple[Sequence[float], Sequence[float]]
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#0072B2",
     "#E69F00",
@@ -22,8 +24,13 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#8A8F98",
 )
 PHASE_COLOURS = dict(zip(PHASES.values(), (BLUE, SKY, GREEN, PURPLE, RED, ORANGE, "#C9CDD3"), strict=True))
+REWARD, KL = "train_rollouts/rewards", "train_rollouts/init_policy_kl_per_sequence"
+EXPLAINED, STEP_TIME = "train_rollouts/explained_variance", "timers/step_time"
 DISTINCT, ENDED = "train_rollouts/distinct2", "train_rollouts/fraction_of_samples_properly_ended"
-RELOADS = (("swap", BLUE, "o", 14), ("triton", RED, "D", 46))
+RELOADS: dict[str, dict[str, Any]] = {
+    "swap": {"color": BLUE, "marker": "o", "s": 14},
+    "triton": {"color": RED, "marker": "D", "s": 46},
+}
 STYLE = {
     "font.size": 10,
     "axes.titlesize": 11.5,
@@ -40,28 +47,26 @@ STYLE = {
     "svg.fonttype": "path",
     "svg.hashsalt": "report",
 }
+COLOURS = (  # distinguishable on a screen and in print; more runs than colours get other dashes
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#5F6368",
+    "#7A3E9D",
+)
+DASHES = ("solid", "dashed", "dotted")
+FEW = 5  # more runs have no legend within the pictures, and no unsmoothed lines: they would hide the curves
 
 
-def panels(run: RunRecord) -> list[tuple[str, str]]:
-    """Return (caption, SVG text) for every picture that this run has data for."""
-    return [(CAPTIONS[draw], svg(draw, run)) for draw in drawn(run)]
-
-
-def drawn(run: RunRecord) -> list[Draw]:
-    """Return the pictures that this run has data for, in the report's order."""
-    levels = "ev_v0" in run.summary
-    recorded: dict[Draw, bool] = {
-        draw_reward: _has(run.steps, "train_rollouts/rewards"),
-        draw_gold: run.gold,
-        draw_kl: _has(run.steps, "train_rollouts/init_policy_kl_per_sequence", least=2),
-        draw_explained_variance: _has(run.steps, "train_rollouts/explained_variance", least=1 if levels else 2),
-        draw_step_time: _has(run.steps, "timers/step_time", least=2),
-        draw_versions: bool(run.critic),
-        draw_reload_ms: _has(run.critic, "reload_ms"),
-        draw_distinct: _has(run.steps, DISTINCT, least=2),
-        draw_ended: _has(run.steps, ENDED, least=2),
-    }
-    return [draw for draw, is_there in recorded.items() if is_there]
+def pictures(run: RunRecord) -> dict[Draw, str]:
+    """Return {draw: caption} of the pictures that this run has data for, those of its own sections in second place."""
+    known = {draw: caption for draw, (caption, is_recorded) in PICTURES.items() if is_recorded(run)}
+    own = {draw: caption for section in run.sections for caption, draw in section.pictures.items()}
+    first = dict(list(known.items())[:1])
+    return {**first, **own, **known}
 
 
 @contextlib.contextmanager
@@ -77,12 +82,19 @@ def figure_of(path: Path, size: tuple[float, float]) -> Iterator[Any]:
         figure.savefig(path, metadata={"Software": None})
 
 
-def write_curves(run_dir: Path, out_png: Path) -> None:
+def write_curves(run: RunRecord, out_png: Path) -> None:
     """Write one PNG with the four most informative pictures that this run has data for."""
-    run = load_run(run_dir)
-    distance = draw_gold if run.gold else draw_kl
-    ranked = (draw_reward, distance, draw_explained_variance, draw_versions, draw_step_time, draw_distinct)
-    chosen = [draw for draw in ranked if draw in drawn(run)][:4]
+    known = pictures(run)
+    own = [draw for draw in known if draw not in PICTURES]
+    ranked = (
+        draw_reward,
+        *(own[:1] or [draw_kl]),
+        draw_explained_variance,
+        draw_versions,
+        draw_step_time,
+        draw_distinct,
+    )
+    chosen = [draw for draw in ranked if draw in known][:4]
     with figure_of(out_png, (10, 6.8)) as figure:
         for axes, draw in zip_longest(figure.subplots(2, 2).flat, chosen):
             if draw is None:
@@ -92,7 +104,7 @@ def write_curves(run_dir: Path, out_png: Path) -> None:
 
 
 def draw_reward(axes: Axes, run: RunRecord) -> None:
-    x, y = series(run.steps, "train_rollouts/rewards")
+    x, y = series(run.steps, REWARD)
     window = max(1, len(y) // 10)
     axes.plot(x, y, color=BLUE, alpha=0.35 if window > 1 else 1.0, lw=1, label="per step", **markers(x))
     if window > 1:
@@ -134,40 +146,18 @@ def _mark_changes(axes: Axes, run: RunRecord) -> None:
         axes.axvline(change["step"] + 0.5, color=GREY, lw=1.2, ls=(0, (1, 1)), label=label)
 
 
-def draw_gold(axes: Axes, run: RunRecord) -> None:
-    """Draw each gain with its interval, and a line at zero; the title has the scores before and after."""
-    rows = run.gains[::-1]
-    for y, gain in enumerate(rows):
-        colour = BLUE if gain.low > 0 else RED if gain.high < 0 else GREY
-        error = [[gain.mean - gain.low], [gain.high - gain.mean]]
-        axes.errorbar([gain.mean], [y], xerr=error, fmt="o", color=colour, ms=8, lw=2.5, capsize=6)
-        text = f"{gain.mean:+.3f}  [{gain.low:.3f}, {gain.high:.3f}]"
-        over_the_line = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-        axes.annotate(
-            text, (gain.mean, y), (0, 12), textcoords="offset points", ha="center", color=colour, bbox=over_the_line
-        )
-    axes.axvline(0, color="#3C4043", lw=1)
-    axes.set_yticks(range(len(rows)), [gain.label for gain in rows])
-    axes.set_ylim(-0.6, len(rows) - 0.3)
-    axes.margins(x=0.3)
-    axes.grid(axis="y", visible=False)
-    levels = f"{run.summary['gold_before']:.3f} → {run.summary['gold_after']:.3f}"
-    axes.set_title(f"Gold score {levels}")
-    axes.set_xlabel(f"gain per text, 95 % interval, {len(run.pairs)} held-out prompts")
-
-
 def draw_kl(axes: Axes, run: RunRecord) -> None:
-    y = _plot(axes, run, "train_rollouts/init_policy_kl_per_sequence", color=PURPLE, lw=1.8, label="training batch")
+    y = _plot(axes, run, KL, color=PURPLE, lw=1.8, label="training batch")
     _level(axes, run.summary.get("kl_final"), PURPLE, "held-out, at the end")
     axes.set_ylim(bottom=min(0.0, *y))
     finish(axes, "KL to the initial policy (nats per sequence)", "step")
 
 
 def draw_explained_variance(axes: Axes, run: RunRecord) -> None:
-    lowest = min(series(run.steps, "train_rollouts/explained_variance")[1], default=0.0)
+    lowest = min(series(run.steps, EXPLAINED)[1], default=0.0)
     label = "training batch, served version" + (f", lowest {formatted(lowest, ',.0f')}" if lowest < -1 else "")
     style = {"color": GREEN, "lw": 1.4, "alpha": 0.8, "label": label}
-    y = _plot(axes, run, "train_rollouts/explained_variance", **style)
+    y = _plot(axes, run, EXPLAINED, **style)
     _level(axes, run.summary.get("ev_v0"), RED, "version 0, held-out")
     _level(axes, run.summary.get("ev_last"), BLUE, f"version {run.summary.get('weights_version')}, held-out")
     finite = [v for v in (*y, run.summary.get("ev_v0"), run.summary.get("ev_last")) if v is not None]
@@ -177,54 +167,43 @@ def draw_explained_variance(axes: Axes, run: RunRecord) -> None:
 
 
 def draw_step_time(axes: Axes, run: RunRecord) -> None:
-    rows = [row for row in run.steps if number(row.get("timers/step_time")) is not None]
+    rows = [row for row in run.steps if number(row.get(STEP_TIME)) is not None]
     phases = [phase_seconds(row) for row in rows]
     x = [row["step"] for row in rows]
     layers = {name: [phase[name] for phase in phases] for name in PHASE_COLOURS}
     layers = {name: layer for name, layer in layers.items() if max(layer) >= SHOWN_S}
     axes.stackplot(x, layers.values(), labels=list(layers), colors=[PHASE_COLOURS[name] for name in layers], lw=0)
-    totals = sorted(row["timers/step_time"] for row in rows)
+    totals = sorted(row[STEP_TIME] for row in rows)
     axes.set_ylim(0, 1.75 * totals[int(0.95 * (len(totals) - 1))])
     finish(axes, "Seconds per step, by phase", "step", columns=2)
 
 
 def draw_versions(axes: Axes, run: RunRecord) -> None:
-    start = _start(run)
-    served = [(*_reload_point(row, start), row["weights_version"]) for row in run.critic]
-    axes.step([s[0] for s in served], [s[2] for s in served], where="post", color=BLUE, lw=1.4)
-    for kind, colour, marker, size in RELOADS:
-        points = [(s[0], s[2]) for s, row in zip(served, run.critic, strict=True) if row.get("reload") == kind]
-        if points:
+    axes.step(_minutes(run, run.critic), _versions(run.critic), where="post", color=BLUE, lw=1.4)
+    for kind, style in RELOADS.items():
+        rows = [row for row in run.critic if row.get("reload") == kind]
+        if rows:
             count = run.summary[f"reloads_{kind}"]
             label = f"{count} {kind} reload{'s' if count > 1 else ''}{_median(run, kind, ', ')}"
-            axes.scatter(*zip(*points, strict=True), s=size, color=colour, marker=marker, label=label, zorder=3)
-    x, y = series(run.steps, "train_rollouts/weights_version")
-    minutes = {row["step"]: (row["time"] - start) / 60 for row in run.steps}
-    axes.plot(
-        [minutes[step] for step in x],
-        y,
-        color=GREY,
-        lw=1.2,
-        ls=":",
-        drawstyle="steps-post",
-        label="version that scored the step",
-    )
+            axes.scatter(_minutes(run, rows), _versions(rows), label=label, zorder=3, **style)
+    key = "train_rollouts/weights_version"
+    scored = _minutes(run, [row for row in run.steps if number(row.get(key)) is not None])
+    style = {"color": GREY, "lw": 1.2, "ls": ":", "drawstyle": "steps-post"}
+    axes.plot(scored, series(run.steps, key)[1], label="version that scored the step", **style)
     axes.yaxis.get_major_locator().set_params(integer=True)
     finish(axes, "Served version of the critic weights", "minutes since the first step")
 
 
 def draw_reload_ms(axes: Axes, run: RunRecord) -> None:
-    start = _start(run)
-    slowest = []
-    for kind, colour, marker, size in RELOADS:
-        points = [_reload_point(row, start) for row in run.critic if row.get("reload") == kind]
-        known = [(minute, ms) for minute, ms in points if ms is not None and ms > 0]
-        if known:
-            label = kind + _median(run, kind, ": ")
-            axes.scatter(*zip(*known, strict=True), s=size, color=colour, marker=marker, label=label)
-            slowest.append(max(ms for _, ms in known))
+    slowest = 0.0
+    for kind, style in RELOADS.items():
+        rows = [row for row in run.critic if row.get("reload") == kind and (number(row.get("reload_ms")) or 0.0) > 0.0]
+        if rows:
+            milliseconds = [row["reload_ms"] for row in rows]
+            axes.scatter(_minutes(run, rows), milliseconds, label=kind + _median(run, kind, ": "), **style)
+            slowest = max(slowest, *milliseconds)
     axes.set_yscale("log")
-    axes.set_ylim(top=6 * max(slowest))
+    axes.set_ylim(top=6 * slowest)
     finish(axes, "Milliseconds per reload", "minutes since the first step")
 
 
@@ -240,12 +219,14 @@ def draw_ended(axes: Axes, run: RunRecord) -> None:
     finish(axes, "Responses that ended on their own (share)", "step")
 
 
-def _start(run: RunRecord) -> float:
-    return min((row["time"] for row in [*run.steps, *run.critic]), default=0.0)
+def _minutes(run: RunRecord, rows: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the times of rows in minutes since the first step."""
+    start = min((row["time"] for row in [*run.steps, *run.critic]), default=0.0)
+    return [(row["time"] - start) / 60 for row in rows]
 
 
-def _reload_point(row: dict[str, Any], start: float) -> tuple[float, float | None]:
-    return (row["time"] - start) / 60, number(row.get("reload_ms"))
+def _versions(rows: Sequence[dict[str, Any]]) -> list[int]:
+    return [row["weights_version"] for row in rows]
 
 
 def _median(run: RunRecord, kind: str, separator: str) -> str:
@@ -276,11 +257,6 @@ def _level(axes: Axes, value: float | None, colour: str, label: str) -> None:
         axes.axhline(value, color=colour, lw=1.4, ls=(0, (5, 3)), label=f"{label}: {formatted(value, '.2f')}")
 
 
-def _has(rows: Sequence[dict[str, Any]], key: str, *, least: int = 1) -> bool:
-    """Return whether at least that many rows have a number: one point is no curve."""
-    return sum(number(row.get(key)) is not None for row in rows) >= least
-
-
 def finish(axes: Axes, title: str, xlabel: str, *, columns: int = 1, legend: bool = True) -> None:
     """Write the title, the label of the x axis and, unless no line has a label, the legend."""
     axes.set_title(title)
@@ -297,38 +273,135 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [statistics.fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
-def svg(draw: Draw, run: RunRecord) -> str:
-    """Return one picture of a run as SVG text; the same run gives the same bytes."""
-    return as_svg(lambda axes: draw(axes, run))
-
-
-def as_svg(draw: Callable[[Axes], None]) -> str:
-    """Return what `draw` draws as SVG text."""
+def as_svg(draw: Callable[..., None], *arguments: Any) -> str:
+    """Return what `draw` draws on the axes that it receives, before the arguments, as SVG text."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.2, 3.5), layout="constrained")
-        draw(figure.subplots())
+        draw(figure.subplots(), *arguments)
         out = StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return out.getvalue()
 
 
-CAPTIONS: dict[Draw, str] = {
-    draw_reward: "The mean reward per batch.",
-    draw_gold: "The gold score, which PPO never saw, on held-out prompts, with 95 % intervals.",
+def _recorded(key: str, *, least: int = 2) -> Callable[[RunRecord], bool]:
+    """Return whether at least that many steps of a run have a number: one point is no curve."""
+    return lambda run: len(series(run.steps, key)[0]) >= least
+
+
+PICTURES: dict[Draw, tuple[str, Callable[[RunRecord], bool]]] = {  # {draw: (caption, whether the run has its data)}
+    draw_reward: ("The mean reward per batch.", _recorded(REWARD, least=1)),
     draw_kl: (
         "How far the policy has moved from the initial policy, estimated on the sampled tokens: while it is near 0, "
-        "the estimate of a batch can be negative."
+        "the estimate of a batch can be negative.",
+        _recorded(KL),
     ),
     draw_explained_variance: (
         "How much of the returns' variance the critic explains: 1 is all; below 0 its values are further off than "
-        "their mean would be, as those of a new critic are. The axis ends at -1."
+        "their mean would be, as those of a new critic are. The axis ends at -1.",
+        lambda run: _recorded(EXPLAINED, least=1 if "ev_v0" in run.summary else 2)(run),
     ),
-    draw_step_time: "Where a step's time goes; the axis is cut off above the usual step, so rare long steps exceed it.",
-    draw_versions: "Which critic version is served, and when it was replaced.",
-    draw_reload_ms: "How long a reload takes, from publishing to serving; the old weights serve meanwhile.",
-    draw_distinct: "Whether texts stay diverse: repetition shows here first.",
-    draw_ended: "Share of responses that ended before their length limit.",
+    draw_step_time: (
+        "Where a step's time goes; the axis is cut off above the usual step, so rare long steps exceed it.",
+        _recorded(STEP_TIME),
+    ),
+    draw_versions: ("Which critic version is served, and when it was replaced.", lambda run: bool(run.critic)),
+    draw_reload_ms: (
+        "How long a reload takes, from publishing to serving; the old weights serve meanwhile.",
+        lambda run: any(number(row.get("reload_ms")) is not None for row in run.critic),
+    ),
+    draw_distinct: ("Whether texts stay diverse: repetition shows here first.", _recorded(DISTINCT)),
+    draw_ended: ("Share of responses that ended before their length limit.", _recorded(ENDED)),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlay:
+    """A picture with a line per run; `low` and `high` bound the axis."""
+
+    title: str
+    caption: str
+    points: Callable[[RunRecord], Points]
+    xlabel: str = "step"
+    low: float | None = None
+    high: float | None = None
+    is_smooth: bool = True
+
+
+def _metric(key: str) -> Callable[[RunRecord], Points]:
+    return lambda run: series(run.steps, key)
+
+
+def _frontier(run: RunRecord) -> Points:
+    """Return (KL, reward) of the steps that have both, each smoothed."""
+    rows = [row for row in run.steps if series([row], KL)[0] and series([row], REWARD)[0]]
+    return smoothed(series(rows, KL)[1]), smoothed(series(rows, REWARD)[1])
+
+
+OVERLAYS = (
+    Overlay(title="Reward", caption="Mean reward per batch, smoothed.", points=_metric(REWARD)),
+    Overlay(
+        title="Reward on held-out prompts",
+        caption="Mean reward of each validation.",
+        is_smooth=False,
+        points=lambda run: series(run.validations, "reward"),
+    ),
+    Overlay(title="KL to the initial policy (nats per sequence)", caption="Training batches.", points=_metric(KL)),
+    Overlay(
+        title="Reward against KL",
+        caption="Reward at equal KL; smoothed.",
+        is_smooth=False,
+        points=_frontier,
+        xlabel="KL to the initial policy (nats per sequence)",
+    ),
+    Overlay(
+        title="Critic: explained variance of the returns",
+        caption="Cut off below -1.",
+        low=-1.0,
+        high=1.0,
+        points=_metric(EXPLAINED),
+    ),
+    Overlay(
+        title="Tokens per response", caption="Mean of each batch.", points=_metric("train_rollouts/generation_length")
+    ),
+    Overlay(title="Seconds per step", caption="All phases together.", points=_metric(STEP_TIME), low=0.0),
+    Overlay(title="Distinct bigrams (share of all)", caption="Repetition shows here first.", points=_metric(DISTINCT)),
+    Overlay(
+        title="Responses that ended on their own (share)",
+        caption="The others reached their length limit.",
+        points=_metric(ENDED),
+    ),
+)
+
+
+def overlaid(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
+    """Return (caption, SVG text) of the pictures that show several runs."""
+    return [(overlay.caption, _drawn(overlay, runs)) for overlay in OVERLAYS if any(overlay.points(r)[0] for r in runs)]
+
+
+def line_style(index: int) -> tuple[str, str]:
+    """Return (colour, dashes) of the run with this index."""
+    return COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]
+
+
+def _drawn(overlay: Overlay, runs: Sequence[RunRecord]) -> str:
+    def draw(axes: Axes) -> None:
+        for i, run in enumerate(runs):
+            x, y = overlay.points(run)
+            if x:
+                colour, dashes = line_style(i)
+                smooth = overlay.is_smooth and len(y) >= 20
+                if smooth and len(runs) <= FEW:
+                    axes.plot(x, y, color=colour, alpha=0.25, lw=0.8)
+                axes.plot(
+                    x, smoothed(y) if smooth else y, color=colour, ls=dashes, lw=1.8, label=run.name, **markers(x)
+                )
+        if overlay.low is not None:
+            axes.set_ylim(bottom=max(overlay.low, min(0.0, axes.get_ylim()[0])))
+        if overlay.high is not None:
+            axes.set_ylim(top=overlay.high)
+        finish(axes, overlay.title, overlay.xlabel, legend=len(runs) <= FEW)
+
+    return as_svg(draw)

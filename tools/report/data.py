@@ -1,10 +1,11 @@
-"""Reads a run, at any time, for the report: summary, steps, critic updates, held-out texts and their gains."""
+"""The data reader of the report: summary, steps, critic updates, and held-out texts of a run, at any time."""
 
+import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -12,14 +13,14 @@ from typing import Any, Generic, TypeVar
 
 from actor.run.settings import CHANGES_FILE, SETTINGS_FILE, read_settings
 from python_backend.errors import RlhfError
+from python_backend.store.durable import read_json, replace_file
 from python_backend.store.jsonl import each_line
 from python_backend.store.run_lock import LOCK_FILE, RUN_LOCK_FILE, in_progress
-from tools.demo.gold import paired_ci95
-from tools.report.summary import Pair, current_summary, gold_gains, has_samples, read_pairs
+from tools.report.pairs import Gain, Pair, distinct2, read_pairs, rewarded
+from tools.report.sections import ReportSection, sections_of
 
 Row = TypeVar("Row")
 RUN_FILES = (SETTINGS_FILE, "metrics.jsonl", RUN_LOCK_FILE, LOCK_FILE)  # every run has one of these
-ALL_WORDS = "all words"
 MOST_DRAWN = 2000  # plotted steps, and critic updates: more look the same, but make a page of many megabytes
 MOST_TEXTS = 8  # shown from the beginning of a run, and as many from its end
 SHOWN_S = 0.005  # phases that are shorter would be shown as 0.00
@@ -33,6 +34,37 @@ PHASES = {
     "timers/train_time": "policy update",
     "other": "other",
 }
+OF_EVERY_ACTOR = ("steps", "failed_requests", "masked_samples", "seconds_per_step")
+SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with their descriptions in the report
+    "steps": "Number of steps; each is one batch of rollouts and the update on it.",
+    "reward_before": "Mean reward of the initial policy's texts on the held-out prompts.",
+    "reward_after": "The same for the final policy, same prompts and sampling seeds.",
+    "process_reward_before": "Mean reward of a step of these texts, by the process reward.",
+    "process_reward_after": "The same for the final policy.",
+    "steps_before": "Mean number of steps of the initial policy's texts.",
+    "steps_after": "The same for the final policy.",
+    "reward_gain_ci95": "95 % interval of the reward's gain: paired bootstrap over the prompts.",
+    "kl_final": "KL from the initial to the final policy, nats per sequence, on the held-out prompts.",
+    "distinct2_before": "Distinct bigrams of words over all bigrams, in all held-out responses before training.",
+    "distinct2_after": "The same after training: a collapse onto a few phrases would show here.",
+    "unique_before": "Share of different responses among the held-out responses before training.",
+    "unique_after": "The same after training.",
+    "ev_v0": "Share of the returns' variance that critic version 0 explains on the held-out rollouts.",
+    "ev_last": "The same for the last version, queried through the server, on the same rollouts.",
+    "weights_version": "Version of the critic's weights that was served at the end.",
+    "critic_updates": "Critic updates that were sent to the sidecar.",
+    "failed_critic_updates": "Critic updates that failed in the sidecar; the run continued.",
+    "reloads_swap": "New weights loaded in place, inside the running server process.",
+    "reloads_triton": "New weights loaded through Triton's load call, in a fresh model instance.",
+    "failed_requests": "Requests that failed, by the client's count.",
+    "server_failures": "Requests that failed, by the server's own count (nv_inference_request_failure).",
+    "masked_samples": "Samples that were excluded from training because they have no reward.",
+    "seconds_total": "Seconds of the last `tools run`, from its start to the report.",
+    "seconds_per_step": "Mean seconds per step.",
+    "swap_ms_p50": "Median milliseconds from publishing to serving, by swap.",
+    "triton_reload_ms_p50": "Median milliseconds of a Triton reload; the old weights serve meanwhile.",
+    "peak_rss_mb": "Peak memory of all processes together, in MB.",
+}
 
 
 class UnreadableRun(RlhfError):
@@ -40,21 +72,11 @@ class UnreadableRun(RlhfError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gain:
-    """The mean gain over the held-out prompts with its 95 % interval."""
-
-    label: str
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Data of the report, as read from the run folder."""
+    """A run as its folder has it; what a `report` function receives."""
 
     name: str
-    summary: dict[str, Any]
+    summary: dict[str, Any]  # {name in SUMMARY_KEYS: value}
     settings: dict[str, Any]  # {`section.key`: value}; empty if `tools run` did not start the run
     steps: list[dict[str, Any]]  # every n-th step of a long run
     critic: list[dict[str, Any]]  # every n-th line of each kind; empty if the algorithm has no critic
@@ -64,22 +86,18 @@ class RunRecord:
     texts: list[dict[str, Any]]  # from training rollouts, if the run has no pairs
     is_finished: bool  # the actor has done its last step and validation
     in_progress: bool
-
-    @property
-    def gold(self) -> bool:
-        """Whether the held-out texts have a gold score, which the run was not trained on."""
-        return "gold_before" in self.summary
+    has_policy: bool
 
     @cached_property
-    def gains(self) -> list[Gain]:
-        """The gold gain with the whole lexicon and, if there is a top word, without it; [] without gold scores."""
-        if not self.gold:
-            return []
-        gains = [_gain(ALL_WORDS, *gold_gains(self.pairs))]
-        top_word = self.summary.get("top_word")
-        if top_word:
-            gains.append(_gain(f"without “{top_word}”", *gold_gains(self.pairs, [top_word])))
-        return gains
+    def sections(self) -> list[ReportSection]:
+        """What the function that `report` names adds."""
+        return sections_of(self.settings.get("report"), self)
+
+    @cached_property
+    def reward_gain(self) -> Gain | None:
+        """The gain in reward over the pairs that have both rewards; None if there is no such pair."""
+        scored = rewarded(self.pairs)
+        return Gain.of(scored) if scored else None
 
 
 def load_run(run_dir: Path) -> RunRecord:
@@ -91,27 +109,142 @@ def load_run(run_dir: Path) -> RunRecord:
     if not any((run_dir / name).is_file() for name in RUN_FILES):
         raise UnreadableRun(f"{run_dir} is no run: it has neither {SETTINGS_FILE} nor metrics.jsonl")
     try:
-        return _load(run_dir.resolve())
+        return _load(run_dir.resolve(), *_current_summary(run_dir))
     except ValueError as error:  # from a file that is not what the run wrote
         raise UnreadableRun(f"the run in {run_dir} cannot be read: {error}") from error
 
 
-def _load(run_dir: Path) -> RunRecord:
-    summary, is_finished = current_summary(run_dir)
-    pairs = read_pairs(run_dir) if is_finished and has_samples(run_dir) else []
+def finish_run(run_dir: Path, **measured: float) -> RunRecord:
+    """Write summary.json of a run whose actor has finished, and return the run.
+
+    The summary has the SUMMARY_KEYS that the run measured, those `measured` included, and the figures that its
+    `report` function adds.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged, or a text has no partner.
+    """
+    run = _load(run_dir.resolve(), _known({**_actor_figures(run_dir), **measured}), True)
+    added = {name: value for section in run.sections for name, (value, _) in section.figures.items()}
+    summary = run.summary | {name: value for name, value in added.items() if _is_known(value)}
+    text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
+    replace_file(run_dir / "summary.json", text.encode(), durable=False)
+    return replace(run, summary=summary)
+
+
+def _load(run_dir: Path, summary: dict[str, Any], is_finished: bool) -> RunRecord:
+    pairs = read_pairs(run_dir) if is_finished and _has_samples(run_dir) else []
     return RunRecord(
         name=run_dir.name,
         summary=summary,
         settings=read_settings(run_dir / SETTINGS_FILE),
         steps=read_steps(run_dir / "metrics.jsonl"),
-        critic=read_critic(run_dir) if "critic_updates" in summary else [],
+        critic=_read_critic(run_dir) if "critic_updates" in summary else [],
         pairs=pairs,
         validations=read_steps(run_dir / "validations.jsonl"),
         changes=list(each_line(run_dir / CHANGES_FILE)),
-        texts=[] if pairs else read_texts(run_dir),
+        texts=[] if pairs else _read_texts(run_dir),
         is_finished=is_finished,
         in_progress=in_progress(run_dir),
+        has_policy=loading_line(run_dir) is not None,
     )
+
+
+def _current_summary(run_dir: Path) -> tuple[dict[str, Any], bool]:
+    """Return the summary of a run at any time, and whether its actor has finished.
+
+    The summary is that of summary.json if it was written after the last step. Otherwise it has those SUMMARY_KEYS that
+    the actor's own summary or the metrics of the steps provide.
+    """
+    figures = _step_figures(run_dir)
+    written = read_json(run_dir / "summary.json") or {}
+    if written.get("steps") == figures["steps"]:
+        return written, True
+    actor = read_json(run_dir / "actor_summary.json") or {}
+    finished = actor.get("steps") == figures["steps"]
+    return _known(_actor_figures(run_dir) if finished else figures), finished
+
+
+def _actor_figures(run_dir: Path) -> dict[str, Any]:
+    """Return the figures of a run whose actor has finished."""
+    path = run_dir / "actor_summary.json"
+    figures: dict[str, Any] | None = read_json(path)
+    if figures is None:
+        raise FileNotFoundError(f"{path} is missing: the actor writes it when its last step is done")
+    if missing := [key for key in OF_EVERY_ACTOR if key not in figures]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    # `reward_before` shows that the run validated; only a run that did not validate may lack samples.jsonl.
+    if "reward_before" in figures or _has_samples(run_dir):
+        figures = figures | _text_figures(read_pairs(run_dir))
+    if "critic_updates" in figures:
+        figures = figures | _reload_figures(each_line(run_dir / "critic_metrics.jsonl", required=True))
+    return figures
+
+
+def _step_figures(run_dir: Path) -> dict[str, Any]:
+    """Return the figures of the steps so far, from metrics.jsonl and critic_metrics.jsonl."""
+    last: dict[str, Any] = {}
+    num_rows, seconds, masked = 0, 0.0, 0
+    for row in each_line(run_dir / "metrics.jsonl"):
+        last, num_rows = row, num_rows + 1
+        seconds += row.get("timers/step_time", 0.0)
+        masked += int(row.get("train_rollouts/masked_samples", 0))
+    if not last:
+        return {"steps": 0}
+    figures = {
+        "steps": last["step"],
+        "failed_requests": int(last.get("client/failed_requests", 0)),
+        "masked_samples": masked,
+        "seconds_per_step": seconds / num_rows,
+    }
+    if "train_rollouts/weights_version" in last:
+        figures["critic_updates"] = last["step"]
+        figures["failed_critic_updates"] = int(last.get("client/failed_critic_updates", 0))
+        figures |= _reload_figures(each_line(run_dir / "critic_metrics.jsonl"))
+    return figures
+
+
+def _text_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Return the diversity of the responses, and mean rewards over the pairs that have both, if any."""
+    figures: dict[str, Any] = {}
+    for when in ("before", "after"):
+        responses = [getattr(pair, f"response_{when}") for pair in pairs]
+        figures[f"distinct2_{when}"] = distinct2(responses)
+        figures[f"unique_{when}"] = len(set(responses)) / len(responses)
+    if scored := rewarded(pairs):
+        gain = Gain.of(scored)
+        figures["reward_before"] = statistics.fmean(before for _, before, _ in scored)
+        figures["reward_after"] = statistics.fmean(after for _, _, after in scored)
+        figures["reward_gain_ci95"] = [gain.low, gain.high]
+    return figures
+
+
+def _reload_figures(critic: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    milliseconds: dict[str, list[float | None]] = {"swap": [], "triton": []}
+    for row in critic:
+        if row.get("reload") in milliseconds:
+            milliseconds[row["reload"]].append(row.get("reload_ms"))
+    figures: dict[str, Any] = {}
+    for kind, p50 in (("swap", "swap_ms_p50"), ("triton", "triton_reload_ms_p50")):
+        times = [ms for ms in milliseconds[kind] if ms is not None]
+        figures[f"reloads_{kind}"] = len(milliseconds[kind])
+        figures[p50] = statistics.median(times) if times else None
+    return figures
+
+
+def _known(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the SUMMARY_KEYS, in order, that have a value other than None, NaN and infinity."""
+    return {key: figures[key] for key in SUMMARY_KEYS if _is_known(figures.get(key))}
+
+
+def _is_known(value: Any) -> bool:
+    return value is not None and not (isinstance(value, float) and not math.isfinite(value))
+
+
+def _has_samples(run_dir: Path) -> bool:
+    """Return whether samples.jsonl has lines, that is, whether the run validated."""
+    path = run_dir / "samples.jsonl"
+    return path.is_file() and path.stat().st_size > 0
 
 
 def loading_line(run_dir: Path) -> str | None:
@@ -130,13 +263,13 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     return chosen.rows
 
 
-def read_texts(run_dir: Path) -> list[dict[str, Any]]:
+def _read_texts(run_dir: Path) -> list[dict[str, Any]]:
     """Return the first and the last MOST_TEXTS lines of rollouts.jsonl; [] if the file is missing."""
     rows = each_line(run_dir / "rollouts.jsonl")
     return [*islice(rows, MOST_TEXTS), *deque(rows, MOST_TEXTS)]
 
 
-def read_critic(run_dir: Path) -> list[dict[str, Any]]:
+def _read_critic(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of critic_metrics.jsonl by time; updates and each kind of reload are thinned separately."""
     chosen: dict[str | None, Thinned[dict[str, Any]]] = {}
     for row in each_line(run_dir / "critic_metrics.jsonl"):
@@ -162,16 +295,6 @@ class Thinned(Generic[Row]):
             self._every *= 2
 
 
-def reward_gain(run: RunRecord) -> Gain | None:
-    """Return the gain in reward over the pairs that have both rewards; None if there is no such pair."""
-    scored = [
-        (pair.reward_before, pair.reward_after)
-        for pair in run.pairs
-        if pair.reward_before is not None and pair.reward_after is not None
-    ]
-    return _gain("reward", [s[0] for s in scored], [s[1] for s in scored]) if scored else None
-
-
 def phase_seconds(row: dict[str, Any]) -> dict[str, float]:
     """Return {label in PHASES: seconds} of a step; "other" is the time that no timer covers."""
     seconds = {name: number(row.get(key)) or 0.0 for key, name in PHASES.items()}
@@ -195,9 +318,3 @@ def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[fl
 def number(value: Any) -> float | None:
     """Return the value as a float; None unless it is a finite number."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _gain(label: str, before: Sequence[float], after: Sequence[float]) -> Gain:
-    low, high = paired_ci95(before, after)
-    mean = statistics.fmean(after) - statistics.fmean(before)
-    return Gain(label=label, mean=mean, low=low, high=high)

@@ -1,84 +1,90 @@
-"""Writes a run's page: its results as numbers, pictures and sample texts, in one self-contained file."""
+"""Writes the page of a run, or of several side by side: results, pictures and texts in one self-contained file."""
 
-import re
 import statistics
 from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
 
 from actor.run.settings import SETTINGS_FILE, flattened
 from python_backend.config import RewardTerm, RunConfig
 from python_backend.errors import RlhfError
 from python_backend.store.durable import replace_file
-from tools.report.curves import panels
-from tools.report.data import (
-    ALL_WORDS,
-    MOST_TEXTS,
-    Gain,
-    RunRecord,
-    formatted,
-    load_run,
-    loading_line,
-    reward_gain,
-    series,
-)
-from tools.report.summary import SUMMARY_KEYS, Pair, word_gains
+from tools.report.curves import KL, REWARD, as_svg, line_style, overlaid, pictures
+from tools.report.data import MOST_TEXTS, SUMMARY_KEYS, RunRecord, formatted, series
+from tools.report.pairs import Gain, Scored, rewarded
 
-NUM_WORDS = 15
 NUM_TEXTS = 24
+ENDS = {  # figures from the curves, since a run without validation has no reward in its summary
+    REWARD: ("reward", "Mean training reward"),
+    KL: ("KL", "KL from the initial policy in training, nats per sequence"),
+}
 
 
 class PageNotWritten(RlhfError):
     """The page's file cannot be written."""
 
 
-def write_report(run_dir: Path, out: Path | None = None, *, refresh_s: float | None = None) -> Path:
-    """Write the page of a run, with what its folder has now, and return the page's path.
+def write_page(runs: Sequence[RunRecord], out: Path, *, refresh_s: float | None = None) -> None:
+    """Write the page of a run, or the one that compares several, atomically replacing an earlier one.
 
     Args:
-        out: path of the page; None for report.html in the run's folder.
         refresh_s: seconds after which a browser loads the page again; None for a page that does not change any more.
 
     Raises:
-        UnreadableRun: the folder is no run, or has a damaged file.
         PageNotWritten: `out` cannot be written.
     """
-    run = load_run(run_dir)
-    words = word_gains(run.pairs) if run.gold else []
-    page = render(
-        "report.html.j2",
-        run=run,
-        refresh_s=refresh_s,
-        state=state(run),
-        s=run.summary,
-        reward=reward_gain(run),
-        verdicts=[verdict(what, gain) for what, gain in _results(run)],
-        training=None if run.pairs else ends(run, "train_rollouts/rewards"),
-        training_kl=None if "kl_final" in run.summary else ends(run, "train_rollouts/init_policy_kl_per_sequence"),
-        panels=panels(run),
-        words=_words(run, words),
-        groups=pick_texts(run.pairs, run.gold),
-        highlight=highlight,
-        marked=word_pattern([word for word, gain in words[:NUM_WORDS] if gain > 0]),
-        most_texts=MOST_TEXTS,
-        sentences=SUMMARY_KEYS,
-        has_policy=loading_line(Path(run_dir)) is not None,
-        settings=changed_settings(run.settings),
-        settings_file=SETTINGS_FILE,
-    )
-    path = out or Path(run_dir) / "report.html"
-    write_page(path, page)
-    return path
+    template, values = ("comparison", _comparison(runs)) if len(runs) > 1 else ("report", _report(runs[0]))
+    page = render(f"{template}.html.j2", refresh_s=refresh_s, **values)
+    try:
+        replace_file(out, page.encode(), durable=False)
+    except OSError as error:
+        raise PageNotWritten(f"{out} cannot be written: {error.strerror}") from error
 
 
-def render(template: str, **values: Any) -> str:
-    """Return the page that one of tools/templates makes of these values."""
+def _report(run: RunRecord) -> dict[str, Any]:
+    reward = run.reward_gain
+    added = {name: sentence for section in run.sections for name, (_, sentence) in section.figures.items()}
+    return {
+        "run": run,
+        "state": state(run),
+        "s": run.summary,
+        "reward": reward,
+        "verdict": reward and verdict("The reward", reward),
+        "training": None if run.pairs else ends(run, REWARD),
+        "training_kl": None if "kl_final" in run.summary else ends(run, KL),
+        "panels": [(caption, as_svg(draw, run)) for draw, caption in pictures(run).items()],
+        "groups": pick_texts(rewarded(run.pairs)),
+        "unmarked": str,
+        "replaced": {section.title for section in run.sections},
+        "most_texts": MOST_TEXTS,
+        "sentences": SUMMARY_KEYS | added,
+        "settings": changed_settings(run.settings),
+        "settings_file": SETTINGS_FILE,
+    }
+
+
+def _comparison(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    tables = {"Settings that differ": _differing_settings(runs), "Numbers": _numbers(runs)}
+    return {
+        "title": f"{len(runs)} runs: RLHF on Triton",
+        "runs": [(run.name, line_style(i), state(run)) for i, run in enumerate(runs)],
+        "panels": overlaid(runs),
+        "tables": {title: rows for title, rows in tables.items() if rows},
+    }
+
+
+def render(template: str, *, folder: Path | None = None, **values: Any) -> str:
+    """Return what a template in tools/templates, or in `folder`, makes of these values."""
+    loaders = [PackageLoader("tools"), *([FileSystemLoader(folder)] if folder else [])]
     environment = Environment(
-        loader=PackageLoader("tools"), undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=ChoiceLoader(loaders),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {
         "number": formatted,
@@ -87,14 +93,6 @@ def render(template: str, **values: Any) -> str:
         "base64": lambda text: b64encode(text.encode()).decode(),
     }
     return environment.get_template(template).render(**values)
-
-
-def write_page(path: Path, page: str) -> None:
-    """Write a page, atomically replacing an earlier one. Raises PageNotWritten."""
-    try:
-        replace_file(path, page.encode(), durable=False)
-    except OSError as error:
-        raise PageNotWritten(f"{path} cannot be written: {error.strerror}") from error
 
 
 def state(run: RunRecord) -> str | None:
@@ -108,16 +106,12 @@ def state(run: RunRecord) -> str | None:
     )
 
 
-def pick_texts(pairs: Sequence[Pair], gold: bool) -> list[tuple[str, list[tuple[Pair, float]]]]:
-    """Return (label, [(pair, gain)]): the largest gains, those around the median, and the largest losses.
+def pick_texts(scored: Sequence[Scored]) -> dict[str, Sequence[Scored]]:
+    """Return {label: pairs with their scores}: the largest gains, those around the median, and the largest losses.
 
-    No pair appears twice; fewer than NUM_TEXTS pairs are split into thirds. The gain is that of the gold score if
-    `gold`, else that of the reward.
+    No pair appears twice; fewer than NUM_TEXTS pairs are split into thirds.
     """
-    ranked = sorted(
-        ((pair, gain) for pair in pairs if (gain := _change(pair, gold)) is not None),
-        key=lambda pair: -pair[1],
-    )
+    ranked = sorted(scored, key=lambda item: item[1] - item[2])
     third = min(NUM_TEXTS, len(ranked)) // 3
     most = min(NUM_TEXTS, len(ranked)) - 2 * third
     middle = most + (len(ranked) - most - 2 * third) // 2
@@ -126,7 +120,7 @@ def pick_texts(pairs: Sequence[Pair], gold: bool) -> list[tuple[str, list[tuple[
         "Around the median": ranked[middle : middle + third],
         "Largest losses": ranked[len(ranked) - third :][::-1],
     }
-    return [(label, group) for label, group in groups.items() if group]
+    return {label: group for label, group in groups.items() if group}
 
 
 def verdict(what: str, gain: Gain) -> str:
@@ -139,30 +133,6 @@ def verdict(what: str, gain: Gain) -> str:
     return f"{what} did not change measurably: {gain.mean:+.3f}, and the {interval} includes 0."
 
 
-def highlight(text: str, marked: re.Pattern[str]) -> Markup:
-    """Return `text` as HTML, matches of `marked` in <mark>; split before escaping, so that no match cuts an entity."""
-    pieces = marked.split(text)
-    return Markup("").join(
-        Markup("<mark>{}</mark>").format(piece) if i % 2 else piece for i, piece in enumerate(pieces)
-    )
-
-
-def word_pattern(words: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern with one group that matches any of `words` as a whole word, in any case; [] matches nothing."""
-    if not words:
-        return re.compile(r"(?!)()")
-    return re.compile(rf"(?<!\w)({'|'.join(map(re.escape, words))})(?!\w)", re.IGNORECASE)
-
-
-def _results(run: RunRecord) -> list[tuple[str, Gain]]:
-    results = []
-    for gain in run.gains:
-        name = ", which PPO never saw," if gain.label == ALL_WORDS else f" {gain.label}, the word that gained most,"
-        results.append((f"The gold score{name}", gain))
-    reward = reward_gain(run)
-    return results + ([("The reward", reward)] if reward else [])
-
-
 def ends(run: RunRecord, key: str) -> dict[str, Any] | None:
     """Return the means of a metric over the first and the last tenth of the steps; None with fewer than two steps."""
     _, values = series(run.steps, key)
@@ -173,29 +143,27 @@ def ends(run: RunRecord, key: str) -> dict[str, Any] | None:
     return {"first": first, "last": last, "part": "tenth of the steps" if count > 1 else "step"}
 
 
-def _words(run: RunRecord, words: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
-    """Return table rows for the words that gained most, and for up to five that lost most."""
-    total = run.summary["gold_after"] - run.summary["gold_before"] if run.gold else 0.0
-    scale = max((abs(gain) for _, gain in words), default=1.0)
+def _differing_settings(runs: Sequence[RunRecord]) -> list[tuple[str, str, list[Any]]]:
+    """Return (key, "", a value per run) of each setting that differs, and not only by being of no use to a run."""
+    known = [run.settings for run in runs if run.settings]
+    changed = {key for settings in known for key in changed_settings(settings)} - {"run.dir"}
+    keys = dict.fromkeys(key for settings in known for key in settings if key in changed)
+    differing = (key for key in keys if any(settings.get(key) != known[0].get(key) for settings in known))
+    return [(key, "", [run.settings.get(key) for run in runs]) for key in differing]
+
+
+def _numbers(runs: Sequence[RunRecord]) -> list[tuple[str, str, list[Any]]]:
+    """Return (name, sentence, a value per run) of each figure that at least one run has."""
     rows = []
-    for word, gain in [*words[:NUM_WORDS], *(pair for pair in words[NUM_WORDS:][-5:] if pair[1] < 0)]:
-        pattern = word_pattern([word])
-        rows.append(
-            {
-                "word": word,
-                "gain": gain,
-                "width": 100 * abs(gain) / scale,
-                "share": gain / total if total > 0.01 else None,  # a share of a negligible gain is meaningless
-                "before": sum(bool(pattern.search(pair.text_before)) for pair in run.pairs),
-                "after": sum(bool(pattern.search(pair.text_after)) for pair in run.pairs),
-            }
-        )
-    return rows
-
-
-def _change(pair: Pair, gold: bool) -> float | None:
-    sides = (pair.gold_before, pair.gold_after) if gold else (pair.reward_before, pair.reward_after)
-    return None if sides[0] is None or sides[1] is None else sides[1] - sides[0]
+    for key, (name, what) in ENDS.items():
+        found = [ends(run, key) for run in runs]
+        for end in ("first", "last"):
+            sentence = f"{what}, {end} tenth of the steps."
+            rows.append((f"{name} in training, {end} tenth", sentence, [each and each[end] for each in found]))
+    added = {name: what for run in runs for section in run.sections for name, (_, what) in section.figures.items()}
+    sentences = SUMMARY_KEYS | added
+    rows += [(key, sentence, [run.summary.get(key) for run in runs]) for key, sentence in sentences.items()]
+    return [row for row in rows if any(value is not None for value in row[2])]
 
 
 def changed_settings(settings: dict[str, Any]) -> dict[str, Any]:

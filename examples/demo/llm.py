@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.demo.chats import HELD_OUT_TOPICS, TRAINING_TOPICS, chats
+from examples.demo.gold import gold_scorer
+from examples.demo.prepared_folder import Built, Log, build_once, code_fingerprint
+from examples.demo.pretrained import MINILM, PRETRAINED, SMOLLM2, build_pretrained
 from python_backend.store.jsonl import write_jsonl
-from tools.demo.chats import HELD_OUT_TOPICS, TRAINING_TOPICS, chats
-from tools.demo.gold import gold_scorer
-from tools.demo.prepared_folder import Built, Log, build_once, code_fingerprint
-from tools.demo.pretrained import MINILM, PRETRAINED, SMOLLM2, build_pretrained
 
 PACKAGES = ("torch", "transformers", "tokenizers", "gguf")
 
@@ -64,9 +64,9 @@ def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log)
     import torch
     from transformers import AutoTokenizer
 
+    from examples.demo import reward as r
+    from examples.demo.models import pair_accuracy
     from python_backend.models.modeling import quiet_transformers
-    from tools.demo import reward as r
-    from tools.demo.models import pair_accuracy
 
     torch.set_num_threads(2)
     quiet_transformers()

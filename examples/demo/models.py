@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tools.demo.random_models import train_bpe
+from benchmarks.support.random_models import train_bpe
 
 PAD, EOS = 0, 1
 # Pairs whose gold scores differ by at most this are ties, which are not trained on: most sentences are neutral.

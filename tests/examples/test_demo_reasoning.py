@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from examples.demo.reasoning import prepare, write_tasks
 from python_backend.rewards.function import Sample, checked, load_function
-from tools.demo.reasoning import prepare, write_tasks
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install '.[rlvr]'")
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from examples.demo.prepared_folder import Log
 from python_backend.errors import RlhfError
-from tools.demo.prepared_folder import Log
 
 PRETRAINED = "pretrained"  # folder in the cache, shared by all seeds
 SMOLLM2_CONTEXT = 8192

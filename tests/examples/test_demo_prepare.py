@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.demo import models as demo_models
-from tools.demo import prepare as demo_prepare
-from tools.demo.prepare import prepare
-from tools.demo.prepared_folder import MANIFEST, Built
+from examples.demo import models as demo_models
+from examples.demo import prepare as demo_prepare
+from examples.demo.prepare import prepare
+from examples.demo.prepared_folder import MANIFEST, Built
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def _hashes(demo: Built) -> dict[str, str]:
 
 
 def test_the_module_is_imported_without_torch() -> None:
-    code = "import sys, tools.demo.prepare; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, examples.demo.prepare; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
@@ -95,9 +95,9 @@ def test_a_second_call_returns_what_is_there(prepared: Built, monkeypatch: pytes
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits(prepared: Built, tmp_path: Path) -> None:
     """In another process: no hash seed or earlier draw may matter."""
-    command = [sys.executable, "-m", "tools.demo.prepare", "--out", str(tmp_path / "again"), "--seed", "3", "--quick"]
-    subprocess.run(command, check=True, timeout=240, capture_output=True)
-    again = prepare(tmp_path / "again", 3, quick=True, log=lambda line: None)
+    command = [sys.executable, "-m", "examples.demo", "sentences", "--prepare-only", "--quick", "run.seed=3"]
+    subprocess.run([*command, "--cache-dir", str(tmp_path)], check=True, timeout=240, capture_output=True)
+    again = prepare(tmp_path / "seed-3-quick", 3, quick=True, log=lambda line: None)
     assert _hashes(again) == _hashes(prepared)
 
 

@@ -1,34 +1,25 @@
-"""`python -m tools prepare`: prepares the checkpoints and prompts of a demo, in a folder that is built once.
+"""Prepares `make demo`: corpus -> tokenizer -> language model -> reward, critic and prompts."""
 
-This module contains the recipe `sentences`: corpus -> tokenizer -> language model -> reward, critic and prompts.
-"""
-
-import argparse
-import json
 import os
 import random
-import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from python_backend.config.command_line import reporting
+from examples.demo.corpus import corpus_fingerprint, load_corpus
+from examples.demo.gold import gold_scorer
+from examples.demo.prepared_folder import Built, Log, build_once, code_fingerprint
 from python_backend.store.jsonl import write_jsonl
-from tools.arguments import parse_or_complete
-from tools.demo import reasoning
-from tools.demo.corpus import corpus_fingerprint, load_corpus
-from tools.demo.gold import gold_scorer
-from tools.demo.prepared_folder import Built, Log, build_once, code_fingerprint
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from tools.demo.models import Recipe
+    from examples.demo.models import Recipe
 
 NUM_VALIDATION_PROMPTS = 512
-_SOURCES = ("corpus.py", "gold.py", "models.py", "prepare.py", "random_models.py")
+_SOURCES = ("corpus.py", "gold.py", "models.py", "prepare.py")
 
 
 def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
@@ -48,7 +39,7 @@ def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> 
 def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
     import torch
 
-    from tools.demo.models import FULL, QUICK
+    from examples.demo.models import FULL, QUICK
 
     recipe = QUICK if quick else FULL
     threads = torch.get_num_threads()
@@ -61,7 +52,7 @@ def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
 
 def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> dict[str, Any]:
     """Train all models, write them and the prompts to `root`, and return the figures."""
-    from tools.demo import models as m
+    from examples.demo import models as m
 
     start = time.monotonic()
     corpus = load_corpus(every_nth_source=recipe.every_nth_source)
@@ -124,7 +115,7 @@ class _RewardTexts:
 
     def samples(self, prompts: dict[str, list[int]], number: int, *, seed: int) -> list[list[int]]:
         """Return `number` continuations of prompts drawn with replacement."""
-        from tools.demo.models import sample
+        from examples.demo.models import sample
 
         drawn = random.Random(seed).choices(list(prompts.values()), k=number)
         return sample(self.policy, drawn, new_tokens=self.recipe.new_tokens, seed=seed)
@@ -159,31 +150,3 @@ def _prompts(
 
 def _prompt_lines(name: str, texts: Iterable[str]) -> Iterator[dict[str, str]]:
     return ({"text": text, "prompt_id": f"{name}-{i:05d}"} for i, text in enumerate(texts))
-
-
-@reporting
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare a recipe and print its figures; return 0, or 2 after an error (printed to stderr)."""
-    parser = argparse.ArgumentParser(description="Prepare checkpoints and prompts.")
-    parser.add_argument("--recipe", choices=("sentences", "chat", "reasoning"), default="sentences")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoints and prompts")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a tiny version that takes seconds and hardly learns")
-    arguments = parse_or_complete(parser, argv)
-    # Before torch is imported: OpenMP threads that spin while they wait, the default, made two threads on a shared
-    # machine seven times slower than one.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if arguments.recipe == "reasoning":
-        built = reasoning.prepare(arguments.out)
-    elif arguments.recipe == "chat":
-        from tools.demo import llm
-
-        built = llm.prepare(arguments.out, arguments.seed, arguments.quick)
-    else:
-        built = prepare(arguments.out, arguments.seed, arguments.quick)
-    print(json.dumps(built.figures, indent=2))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,11 +1,9 @@
 """The demo's gold score: VADER's human-rated lexicon, without words that are technical terms in these texts."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
-
-import numpy as np
 
 # Everyday words with a human rating that are programming terms here. If they were rated, PPO would earn
 # nearly its whole gain with the word "values".
@@ -55,21 +53,6 @@ def words_that_gained(before: list[str], after: list[str]) -> list[tuple[str, fl
     old, new = _mean_contributions(before), _mean_contributions(after)
     gains = {word: new.get(word, 0.0) - old.get(word, 0.0) for word in {*old, *new}}
     return sorted(((w, g) for w, g in gains.items() if g != 0.0), key=lambda pair: (-pair[1], pair[0]))
-
-
-def paired_ci95(
-    before: Sequence[float], after: Sequence[float], *, num_resamples: int = 4000, seed: int = 0
-) -> tuple[float, float]:
-    """Return (low, high), the 95 % percentile bootstrap interval of mean(after - before) over the pairs.
-
-    Raises ValueError if `before` and `after` differ in length or are empty.
-    """
-    if len(before) != len(after) or len(before) == 0:
-        raise ValueError(f"scores must be paired: {len(before)} before, {len(after)} after")
-    differences = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
-    picks = np.random.default_rng(seed).integers(len(differences), size=(num_resamples, len(differences)))
-    low, high = np.percentile(differences[picks].mean(axis=1), [2.5, 97.5])
-    return float(low), float(high)
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import BertForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from tools.demo.models import save_checkpoint, stepper, train_on_pairs
+from examples.demo.models import save_checkpoint, stepper, train_on_pairs
 
 # The encoder scores only the reply; without a template, a chat prompt would be an error.
 REPLY_TEMPLATE = "{{ messages[-1]['content'] }}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.demo.chats import HELD_OUT_TOPICS, PHRASINGS, SYSTEM, TRAINING_TOPICS, chats
+from examples.demo.chats import HELD_OUT_TOPICS, PHRASINGS, SYSTEM, TRAINING_TOPICS, chats
 
 
 def test_there_are_enough_prompts_and_held_out_ones_have_other_topics() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from examples.demo.prepared_folder import Built, Log, PreparationError, build_once, code_fingerprint
+from examples.demo.pretrained import SMOLLM2, fetch, save_smollm2
 from python_backend.store.jsonl import write_jsonl
-from tools.demo.prepared_folder import Built, Log, PreparationError, build_once, code_fingerprint
-from tools.demo.pretrained import SMOLLM2, fetch, save_smollm2
 
 TASK = "chain_sum"
 TASK_SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}

@@ -1,9 +1,8 @@
-"""The gold score, the words that carry a gain, and the gain's interval, against cases worked out by hand."""
+"""The gold score and the words that carry a gain, against cases worked out by hand."""
 
-import numpy as np
 import pytest
 
-from tools.demo.gold import TECHNICAL_WORDS, gold_scorer, paired_ci95, words_that_gained
+from examples.demo.gold import TECHNICAL_WORDS, gold_scorer, words_that_gained
 
 
 def test_the_score_knows_good_from_bad_and_stays_in_its_range() -> None:
@@ -44,24 +43,3 @@ def test_gains_are_sorted_and_words_in_both_cancel() -> None:
 def test_a_repeated_word_is_left_out_as_a_whole() -> None:
     text = "Good, good GOOD thing."
     assert dict(words_that_gained(["A thing."], [text]))["good"] == pytest.approx(gold_scorer()(text))
-
-
-def test_the_interval_of_a_constant_difference_is_that_difference() -> None:
-    assert paired_ci95([0.0, 1.0, 2.0], [0.5, 1.5, 2.5]) == (0.5, 0.5)
-
-
-def test_the_interval_agrees_with_the_normal_approximation_and_keeps_pairs() -> None:
-    rng = np.random.default_rng(1)
-    before = rng.normal(0.0, 5.0, size=400)
-    after = before + rng.normal(0.1, 0.5, size=400)
-    low, high = paired_ci95(list(before), list(after))
-    half = 1.96 * float(np.std(after - before)) / 20.0
-    middle = float(np.mean(after - before))
-    assert (low, high) == pytest.approx((middle - half, middle + half), abs=0.01)
-    assert paired_ci95(list(before), list(after)) == (low, high)
-
-
-@pytest.mark.parametrize(("before", "after"), [([], []), ([1.0], [1.0, 2.0])])
-def test_scores_without_pairs_are_refused(before: list[float], after: list[float]) -> None:
-    with pytest.raises(ValueError, match="paired"):
-        paired_ci95(before, after)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.demo.corpus import corpus_fingerprint, load_corpus, sentences_of, stdlib_sources
+from examples.demo.corpus import corpus_fingerprint, load_corpus, sentences_of, stdlib_sources
 
 GOOD = "Return the number of items in the given mapping."
 

@@ -16,12 +16,12 @@ from tiny_checkpoints import save_tiny
 from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from examples.demo import llm as demo_llm
+from examples.demo.llm import FULL, QUICK
+from examples.demo.prepared_folder import Built
+from examples.demo.pretrained import MINILM, FetchError, fetch, save_critic
+from examples.demo.reward import score_texts
 from python_backend.models.modeling import load_critic, load_reward
-from tools.demo import llm as demo_llm
-from tools.demo.llm import FULL, QUICK
-from tools.demo.prepared_folder import Built
-from tools.demo.pretrained import MINILM, FetchError, fetch, save_critic
-from tools.demo.reward import score_texts
 
 QUESTIONS = ["Write one sentence about the moon.", "Describe a good day.", "How do you feel about rain?"]
 

@@ -1,0 +1,69 @@
+"""`python -m examples.demo RECIPE`: prepares a demo's checkpoints and prompts, and does its run from the beginning.
+
+A folder of `--cache-dir` is built once; every seed has its own, except for the tasks and the pretrained models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.demo import llm, prepare, reasoning
+from python_backend.config import load_config
+from python_backend.config.command_line import reporting
+
+CONFIGS = {"sentences": "configs/demo.yaml", "chat": "configs/smollm2.yaml", "reasoning": "configs/rlvr.yaml"}
+LIBRARY_ENV = {
+    "TOKENIZERS_PARALLELISM": "false",
+    # OpenMP threads that spin while they wait, the default, made two threads on a shared machine seven times slower
+    # than one.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TQDM_DISABLE": "1",
+}
+
+
+def prepared(recipe: str, cache_dir: Path, seed: int, *, quick: bool = False) -> dict[str, Path]:
+    """Prepare a recipe if needed; return {configuration key: path}. Raises FetchError, PreparationError."""
+    seeded = f"seed-{seed}{'-quick' if quick else ''}"
+    if recipe == "reasoning":
+        out = models = reasoning.prepare(cache_dir / "reasoning").root
+    elif recipe == "chat":
+        out, models = llm.prepare(cache_dir / f"chat-{seeded}", seed, quick).root, cache_dir / llm.PRETRAINED
+    else:
+        out = models = prepare.prepare(cache_dir / seeded, seed, quick).root
+    trained = {"reward.checkpoint": out / "reward", "critic.checkpoint": models / "critic"}
+    return {
+        **(trained if recipe != "reasoning" else {}),
+        "actor.policy.checkpoint": models / "policy",
+        "actor.prompts.path": out / "prompts.jsonl",
+        "actor.validation.prompts": out / "validation.jsonl",
+    }
+
+
+@reporting
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare a recipe and become `tools run`; return 2 after an error (printed to stderr)."""
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description="Prepare a demo and run it.")
+    parser.add_argument("recipe", choices=CONFIGS)
+    parser.add_argument("--cache-dir", type=Path, default=Path("runs/prepared"), help="folder of prepared files")
+    parser.add_argument("--quick", action="store_true", help="a tiny version that takes seconds and hardly learns")
+    parser.add_argument("--prepare-only", action="store_true", help="do not run it")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override of a key in the YAML file")
+    arguments = parser.parse_args(argv)
+    os.environ.update({key: value for key, value in LIBRARY_ENV.items() if key not in os.environ})
+    path = CONFIGS[arguments.recipe]
+    seed = load_config(Path(path), arguments.overrides).run.seed
+    files = prepared(arguments.recipe, arguments.cache_dir, seed, quick=arguments.quick)
+    overrides = [*(f"{key}={file}" for key, file in files.items()), *arguments.overrides]
+    if arguments.prepare_only:
+        print("\n".join(overrides))
+        return 0
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "tools", "run", "--fresh", "--config", path, *overrides])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
