@@ -1,9 +1,10 @@
 """Sphinx configuration: builds this folder's pages as HTML. `make docs` turns every warning into an error."""
 
 project = "RLHF on Triton"
-extensions = ["myst_parser"]
-html_theme = "alabaster"
-html_theme_options = {"page_width": "1150px", "sidebar_width": "200px", "fixed_sidebar": True}
+extensions = ["myst_parser", "sphinx_copybutton"]
+html_theme = "furo"
+html_title = project
 html_show_copyright = False
 html_copy_source = html_show_sourcelink = False
 myst_heading_anchors = 3  # so that a link to a missing heading is a warning
+copybutton_exclude = ".linenos, .gp, .go"  # prompts and output are not copied

@@ -333,7 +333,7 @@ def _source(path: Path, overrides: Sequence[str], location: str, text: str) -> s
 
 def _describe(item: Any) -> str:
     location = ".".join(str(part) for part in item["loc"])
-    valid = [*_keys_of(RunConfig, ""), *_term_keys(item["loc"])]
+    valid = [*keys_of(RunConfig, ""), *_term_keys(item["loc"])]
     if item["type"] == "model_type":
         keys = ", ".join(_sections(Section)[item["ctx"]["class_name"]].model_fields)
         return f"{location} is a section, not a value (got {item['input']!r}); its keys are {keys}"
@@ -377,19 +377,20 @@ def _with_last_part(section: str, name: str, valid: list[str]) -> list[str]:
 
 
 def _term_keys(location: tuple[int | str, ...]) -> list[str]:
-    """Return the valid keys of the reward term at `location`; [] elsewhere. `_keys_of` cannot know the terms' names."""
+    """Return the valid keys of the reward term at `location`; [] elsewhere. `keys_of` cannot know the terms' names."""
     if len(location) < 3 or location[0] != "rewards":
         return []
     return [f"rewards.{location[1]}.{key}" for key in RewardTerm.model_fields]
 
 
-def _keys_of(section: type[BaseModel], prefix: str) -> list[str]:
+def keys_of(section: type[BaseModel], prefix: str) -> list[str]:
+    """Return the names of a section's keys and sections, each with `prefix`."""
     keys = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
         for part in (field.annotation, *get_args(field.annotation)):  # union members, as in `Section | None`
             if isinstance(part, type) and issubclass(part, BaseModel):
-                keys += _keys_of(part, f"{prefix}{name}.")
+                keys += keys_of(part, f"{prefix}{name}.")
     return keys
 
 
