@@ -147,51 +147,6 @@ def test_int32_tokens_where_they_are_declared(finished: FinishedRun, checkpoints
 # ---- one real batch with every kind of bad request ----
 
 
-@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
-def test_every_bad_field_fails_its_own_request(live: System, checkpoints: Checkpoints) -> None:
-    """Sent at once, so that they share batches; each answer names its field, the good rows are scored."""
-    good = random_rows(range(3, 35), seed=6)
-    tokens, lengths = np.ones((1, 4), np.int64), np.asarray([[4]])
-    bad: list[tuple[dict[str, np.ndarray], str]] = [
-        ({"tokens": tokens * -1, "sequence_lengths": lengths}, "tokens[0, 0]: -1 is outside the vocabulary"),
-        ({"tokens": tokens, "sequence_lengths": lengths * 0}, "sequence_lengths[0]: 0, must be between 1 and"),
-        ({"tokens": tokens, "sequence_lengths": lengths + 1}, "sequence_lengths[0]: 5, must be between 1 and"),
-        ({"tokens": np.ones((1, 1_000_000), np.int64)}, "tokens[0]: 1000000 tokens, the model has 128 positions"),
-        ({"sequence_lengths": lengths}, "tokens: missing"),
-        ({"sentences": texts(b"\xff\xfe")}, "sentences[0]: not UTF-8"),
-        ({"sentences": texts(b"a" * 10_000_000)}, "sentences[0]: 10000000 bytes, must be at most 1000000"),
-        ({"sentences": texts("")}, "sentences[0]: '' has no tokens"),
-        ({"sentences": texts("x"), "metadata": texts("{")}, "metadata[0]: '{' is not JSON"),
-        ({"sentences": texts("x"), "metadata": texts("[]")}, "metadata[0]: '[]', must be a JSON object"),
-    ]
-    requests: list[Any] = [(REWARD_MODEL, scoring_inputs([row])) for row in good]
-    for number, (inputs, _) in enumerate(bad):
-        requests.insert(3 * number, (REWARD_MODEL, inputs))
-    answers = ask_all(live.run.url, requests)
-    refused = [answer for answer in answers if isinstance(answer, Refused)]
-    assert [answer.code for answer in refused] == ["400"] * len(bad)
-    for answer, (_, reason) in zip(refused, bad, strict=True):
-        assert reason in answer.message
-    found = [answer["rewards"][0, 0] for answer in answers if not isinstance(answer, Refused)]
-    np.testing.assert_allclose(found, direct_rewards(checkpoints.reward, good), atol=1e-5)
-
-
-@pytest.mark.parametrize("rounds", [12])
-def test_many_wrong_requests_to_the_ensemble_do_no_harm(live: System, rounds: int) -> None:
-    """tritonserver 2.51 crashed within three such rounds while both models ran, and failed, at the same time."""
-    wrong = {"tokens": np.full((1, 3), -1, np.int64), "sequence_lengths": np.asarray([[3]])}
-    for _ in range(rounds):
-        answers = ask_all(live.run.url, [(CRITIC_INFER, wrong)] * 32)
-        assert {answer.code for answer in answers if isinstance(answer, Refused)} == {"400"}
-
-
-def test_no_rows_are_refused(live: System) -> None:
-    for inputs in ({"tokens": np.ones((0, 4), np.int64)}, {"sentences": np.empty((0, 1), np.object_)}):
-        with pytest.raises(Refused) as caught:
-            ask(live.run.url, REWARD_MODEL, inputs)
-        assert caught.value.code == "400"
-
-
 # ---- limits of the queue ----
 
 
@@ -214,18 +169,3 @@ def test_full_queue_and_passed_deadline_are_503(finished: FinishedRun) -> None:
     for _ in range(8):  # through the ensemble, too: 2.51 crashed when both its steps were refused
         answers = ask_all(finished.run.url, [(CRITIC_INFER, many), *[(CRITIC_INFER, row)] * 32])
         assert {answer.code for answer in answers if isinstance(answer, Refused)} == {"503"}
-
-
-@pytest.mark.slow
-def test_a_request_that_waited_too_long_is_503(finished: FinishedRun) -> None:
-    def hurry(config: dict[str, Any]) -> None:
-        config["parameters"]["token_budget"]["string_value"] = "1"
-        config["parameters"]["queue_timeout_s"]["string_value"] = "0.02"
-
-    reload_model(finished.run, REWARD_MODEL, hurry)
-    rows = random_rows([POSITIONS] * 600, seed=9)
-    answers = ask_all(finished.run.url, [(REWARD_MODEL, scoring_inputs([row])) for row in rows])
-    refused = [answer for answer in answers if isinstance(answer, Refused)]
-    assert 0 < len(refused) < len(rows)
-    assert {answer.code for answer in refused} == {"503"}
-    assert all("deadline passed: the request waited" in answer.message for answer in refused)

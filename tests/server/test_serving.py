@@ -9,12 +9,10 @@ import pytest
 from bare_client import Refused, ask, ask_all
 from live_system import (
     Checkpoints,
-    FinishedRun,
     System,
     direct_rewards,
     direct_values,
     random_rows,
-    reload_model,
     scoring_inputs,
 )
 from settled import settled_statistics
@@ -91,34 +89,6 @@ def test_concurrent_requests_batch_and_do_not_touch_each_other(live: System, che
     np.testing.assert_allclose(rewards, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.slow
-def test_without_the_ragged_flag_different_lengths_do_not_batch(
-    finished: FinishedRun, checkpoints: Checkpoints
-) -> None:
-    """The flag is what the test above measures: the same requests, and a batch for each."""
-
-    def drop_the_flag(config: dict[str, Any]) -> None:
-        assert any(tensor.pop("allow_ragged_batch", False) for tensor in config["input"])
-        config["parameters"]["label"] = {"string_value": "without the ragged flag"}
-
-    rows = [row for row in random_rows(range(1, NUM_CONCURRENT + 1), seed=3)]
-    reload_model(finished.run, REWARD_MODEL, drop_the_flag)
-    with ControlPlane(finished.run.config.server.grpc_url) as control:
-        before = settled_statistics(control, REWARD_MODEL)
-        answers = ask_all(finished.run.url, [(REWARD_MODEL, scoring_inputs([row])) for row in rows])
-        after = settled_statistics(control, REWARD_MODEL)
-    rewards = [answer["rewards"][0, 0] for answer in answers if not isinstance(answer, Refused)]
-    np.testing.assert_allclose(rewards, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE, rtol=0)
-    assert mean_batch(before, after) < 1.5
-
-
-def test_lengths_may_be_left_out(live: System, checkpoints: Checkpoints) -> None:
-    rows = random_rows([9, 9, 9], seed=4)
-    answer = ask(live.run.url, CRITIC_INFER, {"tokens": np.stack(rows)})
-    by_row = [{name: array[i : i + 1] for name, array in answer.items()} for i in range(len(rows))]
-    assert_scores(live, checkpoints, rows, by_row)
-
-
 def test_requests_with_and_without_lengths_do_not_mix(live: System, checkpoints: Checkpoints) -> None:
     rows = mixed_rows(32, seed=5)
     inputs = [scoring_inputs([row]) if i % 2 else {"tokens": row[None]} for i, row in enumerate(rows)]
@@ -145,33 +115,6 @@ def test_the_models_behind_the_ensemble_answer_too(live: System, checkpoints: Ch
     answer.pop("after_critic", None)
     for name, array in answer.items():
         np.testing.assert_allclose(array, whole[name], atol=TOLERANCE, rtol=0)
-
-
-def test_one_wrong_request_among_good_ones_fails_alone(live: System, checkpoints: Checkpoints) -> None:
-    rows = mixed_rows(32, seed=8)
-    wrong = rows[11].copy()
-    wrong[-1] = 4711
-    requests = [(CRITIC_INFER, scoring_inputs([wrong if i == 11 else row])) for i, row in enumerate(rows)]
-    answers = ask_all(live.run.url, requests)
-    refused = answers.pop(11)
-    assert isinstance(refused, Refused)
-    assert refused.code == "400"
-    assert f"tokens[0, {wrong.size - 1}]: 4711 is outside the vocabulary [0, 200)" in refused.message
-    assert_scores(live, checkpoints, [row for i, row in enumerate(rows) if i != 11], answers)
-
-
-def test_one_wrong_row_fails_its_request_and_no_other(live: System, checkpoints: Checkpoints) -> None:
-    rows = mixed_rows(32, seed=9, longest=60)
-    bad = random_rows([5, 70, 6], seed=10)
-    bad[1][3] = -1
-    answers = ask_all(
-        live.run.url,
-        [(CRITIC_INFER, scoring_inputs(bad)), *((CRITIC_INFER, scoring_inputs([row])) for row in rows)],
-    )
-    refused = answers.pop(0)
-    assert isinstance(refused, Refused)
-    assert (refused.code, "tokens[1, 3]: -1 is outside the vocabulary" in refused.message) == ("400", True)
-    assert_scores(live, checkpoints, rows, answers)
 
 
 def mean_batch(before: Any, after: Any) -> float:
