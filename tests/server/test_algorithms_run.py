@@ -11,6 +11,7 @@ from live_system import System
 from settled import settled_statistics
 from transformers import AutoModelForCausalLM
 
+from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import CRITIC_INFER
 from tools.server.child import Child
@@ -39,29 +40,39 @@ def reward_version(live: System) -> int | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "reinforce++", "rloo"])
-def test_a_run_without_a_critic(live: System, name: str, tmp_path: Path) -> None:
+def test_a_run_without_a_critic_its_validations_and_a_limit_of_time(live: System, tmp_path: Path) -> None:
+    """It ends after its first step, with a checkpoint; started again without the limit it goes on from there."""
+    folder = tmp_path / "run"
+    settings = {"actor.validation.every": 1, "actor.checkpoint_every": 100, "actor.validation.greedy": True}
     with ControlPlane(live.run.config.server.grpc_url) as control:
         before, last = settled_statistics(control, CRITIC_INFER).inference_count, live.run.journal.last_step()
-        run_actor(live, tmp_path / "run", name)
+        run_actor(live, folder, "reinforce++", **settings, **{"actor.max_minutes": 1e-6})
+        log = (live.run.config.run.logs_dir / "actor-reinforce++.log").read_text()
+        assert "actor.max_minutes (1e-06) reached at step 1 of 3; the next start continues from here" in log
+        assert [path.name for path in (folder / "checkpoints" / "actor").iterdir()] == ["1"]
+        assert json.loads((folder / "actor_summary.json").read_text())["steps"] == 1
+        run_actor(live, folder, "reinforce++", **settings)
         assert settled_statistics(control, CRITIC_INFER).inference_count == before
         assert live.run.journal.last_step() == last
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines, texts = (read_jsonl(folder / f"{name}.jsonl") for name in ("metrics", "rollouts"))
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert [line["train_rollouts/reward_version"] for line in lines] == [reward_version(live)] * 3
-    texts = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     assert {text["reward_version"] for text in texts} == {reward_version(live)}
     assert not any("weights_version" in key or "explained" in key or "staleness" in key for key in lines[0])
     coefs = [line["train_rollouts/kl_coef"] for line in lines]
-    assert coefs[0] == 0.1
-    assert len(set(coefs)) == 3  # it follows
+    assert (coefs[0], len(set(coefs))) == (0.1, 3)  # it follows
     assert all(line["train_optim/grad_norm"] > 0 for line in lines)
     assert lines[-1]["train_rollouts/consumed_samples"] == 3 * 8 // 2
-    summary = json.loads((tmp_path / "run" / "actor_summary.json").read_text())
+    summary = json.loads((folder / "actor_summary.json").read_text())
     assert not summary.keys() & {"critic_updates", "weights_version", "ev_v0", "ev_last"}
     assert None not in summary.values()
     assert summary["failed_requests"] == 0
-    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+    rows, best = read_jsonl(folder / "validations.jsonl"), json.loads((folder / "best" / "best.json").read_text())
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert best["reward"] == max(row["reward"] for row in rows)
+    assert best["step"] == next(row["step"] for row in rows if row["reward"] == best["reward"])
+    for policy in ("policy", "best"):
+        AutoModelForCausalLM.from_pretrained(folder / policy)
 
 
 @pytest.mark.slow
@@ -71,58 +82,12 @@ def test_one_step_off_policy(live: System, tmp_path: Path) -> None:
     settings = {"actor.one_step_off_policy": True, "actor.validation.every": 2}
     run_actor(live, folder, "grpo", **settings, **{"actor.steps": 3})
     run_actor(live, folder, "grpo", **settings, **{"actor.steps": 6})
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines, spans = (read_jsonl(folder / f"{name}.jsonl") for name in ("metrics", "timeline"))
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["train_rollouts/policy_staleness"] for line in lines] == [0, 1, 1, 0, 1, 1]
-    spans = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
     begins = {span["step"]: span["start"] for span in spans if span["phase"] == "generate"}
     ends = {span["step"]: span["end"] for span in spans if span["phase"] == "train_time"}
     kl = [line["train_rollouts/init_policy_kl_per_sequence"] for line in lines]
     assert kl[:2] == pytest.approx([0, 0], abs=1e-5)  # both by the policy that the run began with
-    assert (
-        min(map(abs, kl[2:])) > 1e-5
-    )  # the fourth too, which the resumed run begins with: by the policy of the checkpoint
-    assert {step: begins[step + 1] < ends[step] for step in range(1, 6)} == {
-        1: True,
-        2: True,
-        3: False,
-        4: True,
-        5: True,
-    }
-
-
-@pytest.mark.slow
-def test_what_changes_from_step_to_step_is_resumed(live: System, tmp_path: Path) -> None:
-    """Coefficient and running statistics go on from the checkpoint, as if the run had not ended."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_actor(live, whole, "reinforce++", **{"actor.steps": 4})
-    run_actor(live, parts, "reinforce++", **{"actor.steps": 2})
-    saved = json.loads((parts / "checkpoints" / "actor" / "2" / "state.json").read_text())
-    assert saved["reward_moments"][0] == 2 * 8  # responses so far
-    assert saved["kl_coef"] != 0.1
-    run_actor(live, parts, "reinforce++", **{"actor.steps": 4})
-    lines = [(folder / "metrics.jsonl").read_text().splitlines()[-1] for folder in (whole, parts)]
-    one, other = (json.loads(line) for line in lines)
-    for key in ("train_rollouts/kl_coef", "train_rollouts/advantages_std", "train_optim/grad_norm", "step"):
-        assert one[key] == pytest.approx(other[key], rel=1e-3), key
-
-
-@pytest.mark.slow
-def test_validations_the_best_policy_and_a_limit_of_time(live: System, tmp_path: Path) -> None:
-    """The run ends after its first step, with a checkpoint; started again without the limit it goes on from there."""
-    folder = tmp_path / "run"
-    settings = {"actor.validation.every": 1, "actor.checkpoint_every": 100, "actor.validation.greedy": True}
-    run_actor(live, folder, "reinforce++", **settings, **{"actor.max_minutes": 1e-6})
-    log = (live.run.config.run.logs_dir / "actor-reinforce++.log").read_text()
-    assert "actor.max_minutes (1e-06) reached at step 1 of 3; the next start continues from here" in log
-    assert [path.name for path in (folder / "checkpoints" / "actor").iterdir()] == ["1"]
-    assert json.loads((folder / "actor_summary.json").read_text())["steps"] == 1
-    run_actor(live, folder, "reinforce++", **settings)
-    rows = [json.loads(line) for line in (folder / "validations.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    best = json.loads((folder / "best" / "best.json").read_text())
-    assert best["reward"] == max(row["reward"] for row in rows)
-    assert best["step"] == next(row["step"] for row in rows if row["reward"] == best["reward"])
-    AutoModelForCausalLM.from_pretrained(folder / "best")
-    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3]
+    assert min(map(abs, kl[2:])) > 1e-5  # the fourth too, which the resumed run begins with: by the checkpoint's policy
+    assert [begins[step + 1] < ends[step] for step in range(1, 6)] == [True, True, False, True, True]
