@@ -25,8 +25,6 @@ def token_sum(sample: Sample) -> float:
     return float(sum(sample.tokens))
 
 
-
-
 def texts_fit(sample: Sample) -> float:
     """Return 1 if the text is the actor's prompt followed by its response."""
     return float(f"{sample.prompt}{sample.response}" == sample.text)
