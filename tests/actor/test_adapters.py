@@ -76,17 +76,6 @@ def test_what_is_saved_is_an_ordinary_model(checkpoint: Path, tmp_path: Path):
     assert any("lora_" in name for name, _ in policy.model.named_parameters())  # the policy itself keeps its adapters
 
 
-def test_a_resumed_policy_goes_on_where_it_was(checkpoint: Path, tmp_path: Path):
-    one, other = make_policy(checkpoint), make_policy(checkpoint)
-    rollout = one.generate(PROMPTS, seed=1)
-    train(one, rollout)
-    save_checkpoint(tmp_path, states(one), {"step": 1}, keep=1)
-    load_checkpoint(tmp_path, 1, states(other))
-    for policy in (one, other):
-        train(policy, rollout)
-    assert torch.equal(one.logprobs(rollout), other.logprobs(rollout))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -69,11 +69,6 @@ def test_mask_refuses_impossible_lengths(prompt: int, length: int, num_tokens: i
         adv.response_mask(torch.tensor([1, prompt]), torch.tensor([2, length]), num_tokens)
 
 
-def test_mask_refuses_wrong_shapes():
-    with pytest.raises(ValueError, match=r"must both be \[B\]"):
-        adv.response_mask(torch.tensor([[1]]), torch.tensor([[2]]), 5)
-
-
 # token_rewards
 
 
@@ -89,12 +84,6 @@ def test_token_rewards_of_reference_section_8():
 def test_token_rewards_by_hand():
     result = adv.token_rewards(f64([5.0, 7.0]), f64([[1.0, -1.0, 2.0]] * 2), torch.tensor([4, 1]), kl_coef=0.5)
     close(result, f64([[-0.5, 0.5, 4.0], [6.5, 0.5, -1.0]]))  # a single token: the index is clamped to 0
-
-
-def test_token_rewards_leave_their_arguments_alone():
-    kl = torch.zeros(1, 3)
-    adv.token_rewards(torch.ones(1), kl, torch.tensor([4]), kl_coef=0.0)
-    assert kl.tolist() == [[0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize(
@@ -272,11 +261,6 @@ def test_whitening_equals_the_statistics_of_the_selected_tokens(seed: int, batch
         scale = math.sqrt(float(chosen.var(correction=0)) + 1e-8)
         close(adv.masked_whiten(x, mask)[mask.bool()], (chosen - chosen.mean()) / scale)
         assert adv.masked_mean(x, mask) == pytest.approx(float(chosen.mean()))
-
-
-def test_whitening_a_part_differs_from_whitening_the_whole():
-    x, mask = f64([[1.0, 2.0], [5.0, 9.0]]), torch.ones(2, 2).double()
-    assert not torch.allclose(adv.masked_whiten(x[:1], mask[:1]), adv.masked_whiten(x, mask)[:1])
 
 
 # explained_variance

@@ -16,7 +16,6 @@ from actor.algorithms.batch import (
     TooManyFailed,
     check_failures,
     critic_payload,
-    score_returns,
 )
 from actor.algorithms.rollout_metrics import distinct_bigrams, rollout_metrics
 from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
@@ -248,13 +247,6 @@ def test_distinct_bigrams_by_hand():
     assert distinct_bigrams(short) == 0
 
 
-def test_score_returns_are_the_score_at_each_response_token():
-    scored = scored_rollout()
-    returns, mask = score_returns(scored.scores, scored.rollout)
-    assert torch.equal(mask, make_batch(scored, **SETTINGS).mask)
-    assert returns[1].tolist() == [2, 2, 2, 0, 0]
-
-
 # algorithms, through the batch
 
 
@@ -296,14 +288,6 @@ def test_rloo_charges_a_response_its_whole_penalty():
     assert float(batch.advantages[2, 2]) == pytest.approx(float(expected), abs=1e-6)
 
 
-def test_grpo_by_hand():
-    batch = make_batch(scored_rollout(), algorithm_name="grpo", responses_per_prompt=4, mask_unfinished=False)
-    rewards = np.array([1.0, 2.0, -1.0, 0.5])
-    expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    assert batch.advantages.amax(-1)[1] == pytest.approx(expected[1], abs=1e-5)
-    assert batch.advantages[2].tolist() == pytest.approx([0, 0, *[expected[2]] * 3], abs=1e-5)
-
-
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [
@@ -324,17 +308,6 @@ def test_k1_in_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture):
     caplog.clear()
     method_of(kl_estimator="k1")
     assert not caplog.text
-
-
-def test_reinforce_plus_plus_is_the_whitened_return():
-    scored = scored_rollout()
-    batch = make_batch(scored, algorithm_name="reinforce++", kl_coef=0.1, kl_estimator="k1")
-    plain = make_batch(scored, algorithm_name="reinforce++", kl_coef=0.1, kl_estimator="k1", whiten_advantages=False)
-    learned = plain.policy_weights > 0
-    inside = plain.advantages[learned]
-    assert torch.allclose(inside, plain.returns[learned])
-    whitened = (inside - inside.mean()) / inside.std(correction=0)
-    torch.testing.assert_close(batch.advantages[learned], whitened, atol=1e-5, rtol=1e-5)
 
 
 def test_without_a_critic_there_are_no_values_in_the_metrics():

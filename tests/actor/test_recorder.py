@@ -285,19 +285,6 @@ def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(
     assert server.saved == [(1, [1]), (2, [1, 2])]
 
 
-def test_a_later_save_makes_up_for_a_failed_one(tmp_path: Path, server: Server):
-    async def whole() -> None:
-        recorder = recorder_of(tmp_path, server)
-        server.fails = True
-        await checkpoints(recorder, 1)
-        server.fails = False
-        await checkpoints(recorder, 2)
-        await ends(recorder)
-
-    run(whole())
-    assert server.saved == [(2, [1, 2])]
-
-
 def test_a_save_that_cannot_be_had_in_the_end_is_an_error(tmp_path: Path, server: Server):
     async def whole() -> None:
         recorder = recorder_of(tmp_path, server)
@@ -307,16 +294,6 @@ def test_a_save_that_cannot_be_had_in_the_end_is_an_error(tmp_path: Path, server
 
     with pytest.raises(RequestFailed, match="critic_save is away"):
         run(whole())
-
-
-def test_saves_that_are_done_are_forgotten(tmp_path: Path, server: Server):
-    async def whole() -> None:
-        recorder = recorder_of(tmp_path, server)
-        for step in range(1, 6):
-            await checkpoints(recorder, step)
-        assert len(recorder.saves) == 1, "the last one"
-
-    run(whole())
 
 
 def validation(reward: float, version: int | None = None) -> Validation:

@@ -98,14 +98,6 @@ def test_running_statistics_survive_a_checkpoint():
     assert one.mean == pytest.approx(3.75)
 
 
-def test_one_value_has_no_spread():
-    moments = RunningMoments()
-    moments.update(torch.tensor([5.0]))
-    assert (moments.mean, moments.std) == (5.0, 1.0)
-    moments.update(torch.tensor([]))
-    assert moments.count == 1
-
-
 def test_the_clip_comes_after_normalisation_and_before_the_penalties():
     settings = {"rewards_normalization": "static", "rewards_mean": 1.0, "rewards_std": 0.5, "rewards_clip": 1.5}
     assert shape(**settings) == pytest.approx([0, 1.5, -1.5, 0])

@@ -317,17 +317,6 @@ def test_a_validation_that_a_crash_interrupted_is_repeated(
     assert ends(tmp_path) == whole
 
 
-def test_a_checkpoint_that_exists_is_not_written_again(tmp_path: Path, checkpoints: Checkpoints):
-    """Neither the one of `checkpoint_every`, nor the one that a run resumed from and left before a further step."""
-    run = make_ppo(tmp_path, checkpoints, checkpoint_every=2)
-    go_until(run, run.policy, "generate", 4)
-    state = tmp_path / "checkpoints" / "actor" / "2" / "state.json"
-    written = state.stat().st_mtime_ns, state.stat().st_ino
-    again = make_ppo(tmp_path, checkpoints, checkpoint_every=2)
-    go_until(again, again.policy, "generate", 1)
-    assert (state.stat().st_mtime_ns, state.stat().st_ino) == written
-
-
 PPO = {"algorithm_name": "ppo", "responses_per_prompt": 1}
 
 

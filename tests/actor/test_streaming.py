@@ -92,15 +92,6 @@ async def test_a_row_waits_for_its_own_group_alone():
     assert asked.rows == [[2, 3], [0, 1]]
 
 
-async def test_rows_of_a_group_that_was_not_completed_are_never_sent():
-    asked = Asked()
-    stream = RowStream(asked, rows_per_request=1, group_size=2)
-    stream.take(0, one_row(0))
-    await asyncio.sleep(0)
-    await stream.close()
-    assert asked.rows == []
-
-
 class Client:
     """Answers with zeros, and notes the group of each row by request."""
 
