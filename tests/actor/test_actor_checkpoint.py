@@ -101,8 +101,11 @@ def test_an_exported_checkpoint_loads_with_transformers_and_peft(
 # ---- any family ----
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=["full", "lora"])
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [(family, {}) for family in MIXTURES] + [("mixtral", {"lora_rank": 2}), ("granitemoe", {"lora_rank": 2})],
+    ids=str,
+)
 def test_a_mixture_of_experts_goes_on_where_it_was(tmp_path: Path, family: str, settings: dict[str, Any]):
     """Bit for bit; and its tokenizer has several chat templates, which lie in a folder of their own."""
     one, rollout = trained(save_policy(tmp_path / "start", family), **settings)
@@ -156,17 +159,22 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {"zeroed": zeroed, "cut": cut, "gone": Path.unlink}
-FULL, LORA = ("model.safetensors", "optimizer.safetensors", "config.json"), ("adapters.safetensors",)
-CASES = [({}, name) for name in FULL] + [({"lora_rank": 2}, name) for name in LORA]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize(("settings", "name"), CASES)
-def test_a_damaged_file_is_named(tmp_path: Path, llama: Path, settings: dict[str, Any], name: str, damage: str):
+@pytest.mark.parametrize(
+    ("settings", "name", "damage"),
+    [
+        ({}, "model.safetensors", zeroed),
+        ({}, "optimizer.safetensors", cut),
+        ({}, "config.json", Path.unlink),
+        ({"lora_rank": 2}, "adapters.safetensors", zeroed),
+    ],
+    ids=str,
+)
+def test_a_damaged_file_is_named(
+    tmp_path: Path, llama: Path, settings: dict[str, Any], name: str, damage: Callable[[Path], None]
+):
     policy, _ = trained(llama, **settings)
     folder = save(tmp_path, policy)
-    DAMAGES[damage](folder / name)
+    damage(folder / name)
     before = [p.detach().clone() for p in policy.model.parameters()]
     with pytest.raises(DamagedCheckpoint, match=f"{folder / name} (is damaged: sha256|cannot be read: No such file)"):
         load_checkpoint(tmp_path, 1, states(policy))

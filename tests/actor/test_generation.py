@@ -240,21 +240,17 @@ def test_log_probs_of_generation_that_are_wrong_are_not_taken(checkpoint: Path):
     torch.testing.assert_close(policy.sampled_logprobs(rollout), policy.logprobs(rollout))
     again = generate(policy, seed=1)
     assert torch.equal(policy.sampled_logprobs(again), policy.logprobs(again))
-
-
-def test_texts_of_transformers_get_their_log_probs_from_a_forward(checkpoint: Path):
-    policy = make_policy(checkpoint, engine="transformers")
-    rollout = generate(policy)
+    theirs = make_policy(checkpoint, engine="transformers")
+    rollout = generate(theirs)
     assert rollout.logprobs is None
-    assert torch.equal(policy.sampled_logprobs(rollout), policy.logprobs(rollout))
+    assert torch.equal(theirs.sampled_logprobs(rollout), theirs.logprobs(rollout))
 
 
 def test_log_probs_of_generation_are_never_taken_in_bfloat16(checkpoint: Path):
     """Small logits may agree by chance in the first rollout, and a resumed run has another first rollout."""
     policy = make_policy(checkpoint, precision="bfloat16")
     rollout = generate(policy)
-    agreeing = dataclasses.replace(rollout, logprobs=policy.logprobs(rollout))
-    policy.sampled_logprobs(agreeing)
+    policy.sampled_logprobs(dataclasses.replace(rollout, logprobs=policy.logprobs(rollout)))
     other = generate(policy, seed=1)
     wrong = dataclasses.replace(other, logprobs=torch.ones_like(policy.logprobs(other)))
     assert torch.equal(policy.sampled_logprobs(wrong), policy.logprobs(other))

@@ -163,10 +163,8 @@ def noted(function: Callable[..., Any], callers: set[int]) -> Callable[..., Any]
     return noting
 
 
-@pytest.mark.parametrize(
-    ("rows", "width"), [(512, 256), pytest.param(4096, 2048, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
-)
-def test_the_loop_is_never_blocked_for_long(rows: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_loop_is_never_blocked_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows, width = 512, 256
     callers = set()
     mlflow = types.ModuleType("mlflow")
     for name in ("set_experiment", "start_run", "log_metrics", "log_dict", "end_run"):
@@ -207,6 +205,5 @@ def test_the_loop_is_never_blocked_for_long(rows: int, width: int, tmp_path: Pat
         loop.close()
     where = collections.Counter(watch.where).most_common(10)
     print(f"{rows} x {width}: {watch.longest_s:.3f}", *where, sep="\n")
-    # At 4,096 rows it is a full garbage collection, 0.05 s; the rest takes 0.03 s. Neighbours on the core double both.
-    assert watch.longest_s < LIMIT_S * (1 if rows < 4096 else 2), where
+    assert watch.longest_s < LIMIT_S, where
     assert (threading.get_ident() in callers, len(callers) > 1) == (False, True), "called on the loop's thread"

@@ -75,10 +75,8 @@ def test_ppo_and_reinforce_sum_the_steps_that_follow():
 
 
 def test_what_is_beyond_the_steps_is_given_at_the_end():
-    assert batch(scored((10.0, 20.0)), "reinforce++").returns.tolist() == [
-        [0, 11.5, 11.5, 10.5, 10.5],
-        [0, 23, 23, 23, 0],
-    ]
+    returns = batch(scored((10.0, 20.0)), "reinforce++").returns
+    assert returns.tolist() == [[0, 11.5, 11.5, 10.5, 10.5], [0, 23, 23, 23, 0]]
 
 
 def test_grpo_with_process_supervision_by_hand():

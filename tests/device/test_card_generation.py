@@ -72,16 +72,13 @@ def each_step(watch: Callable[[Trace, SlotCache], None]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "greedy"),
     [
-        {},
-        {"precision": "float32"},
-        {"repetition_penalty": 1.3},
-        {"min_new_tokens": 4},
-        {"repetition_penalty": 1.3, "min_new_tokens": 4, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
-        {"lora_rank": 2},
+        ({}, False),
+        ({"precision": "float32"}, True),
+        ({"repetition_penalty": 1.3, "min_new_tokens": 4, "temperature": 0.7, "top_k": 20, "top_p": 0.9}, False),
+        ({"lora_rank": 2, "repetition_penalty": 1.3, "min_new_tokens": 4}, True),
     ],
     ids=str,
 )
@@ -149,8 +146,7 @@ def test_merged_adapters_cost_no_kernels_in_decoding(checkpoint: Path, precision
     assert numbers[2] == numbers[0]
 
 
-@pytest.mark.parametrize("one_step_off_policy", [False, True])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("precision", "one_step_off_policy"), [("float32", False), ("bfloat16", True)])
 def test_adapters_are_merged_for_decoding_only(checkpoint: Path, precision: str, one_step_off_policy: bool):
     policy = make_policy(checkpoint, precision=precision, lora_rank=4, lr=1e-2, one_step_off_policy=one_step_off_policy)
     for _ in range(3):
