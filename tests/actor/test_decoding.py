@@ -131,25 +131,6 @@ def test_draws_follow_the_probabilities() -> None:
     assert draw(probabilities.log().expand(4, -1), edges).tolist() == [0, 0, 2, 4]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.4}, {"temperature": 2.0, "top_k": 10, "top_p": 0.8}],
-    ids=str,
-)
-def test_first_tokens_have_the_distribution_of_generate(settings: dict[str, Any]) -> None:
-    """One prompt 3,000 times: the shares of its first token, by both, within five standard deviations."""
-    model = make_model("llama")
-    prompts = [np.asarray([5, 9, 11])] * 3000
-    shares = []
-    for decoding in ("slots", "transformers"):
-        written = texts(
-            generation(model, engine=decoding, max_new_tokens=1, generation_batch_size=3000, **settings), prompts
-        )
-        shares.append(torch.bincount(torch.tensor(written)[:, 0], minlength=VOCAB) / 3000)
-    both = (shares[0] + shares[1]) / 2
-    assert ((shares[0] - shares[1]).abs() <= 5 * (2 * both * (1 - both) / 3000).sqrt() + 1e-9).all()
-
-
 def test_a_penalty_counts_each_token_once_and_no_padding() -> None:
     """Against the published rule: logits of seen tokens are divided by it where positive, multiplied where not."""
     model, prompts = make_model("llama", eos_bias=2.0), [*make_prompts(5), *make_prompts(2)]  # some share their prompt

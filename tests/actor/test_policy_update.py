@@ -19,7 +19,7 @@ from torch import Tensor
 from actor.algorithms import batch as batches
 from actor.algorithms.stages import RewardShaper
 from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
-from actor.policy.checkpoint import save_checkpoint, saved_steps
+from actor.policy.checkpoint import save_checkpoint
 from actor.policy.policy import Policy
 from python_backend.config import RewardsSection
 from python_backend.config.algorithms import ALGORITHMS, KL_ESTIMATORS
@@ -266,17 +266,6 @@ def test_a_resumed_policy_goes_on_in_the_schedule(checkpoint: Path, tmp_path: Pa
     assert stats == resumed_stats
     assert stats["train_optim/lr"] == one.optimizer.param_groups[1]["lr"] == pytest.approx(1e-2 * 4 / 5)
     assert torch.equal(weights, resumed_weights)
-
-
-@pytest.mark.parametrize("name", ["99999999999999999999", "²"])
-def test_a_folder_whose_name_is_no_step_takes_no_checkpoints_place(checkpoint: Path, tmp_path: Path, name: str):
-    policy = make_policy(checkpoint, double=False)
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "state.json").write_text("{}")
-    for step in (1, 2):
-        save_checkpoint(tmp_path, states(policy), {"step": step}, keep=1)
-    assert saved_steps(tmp_path) == [2]
-    assert (tmp_path / name).is_dir()
 
 
 def test_all_of_a_resumed_optimizer_is_on_the_device_of_its_parameter(checkpoint: Path, tmp_path: Path):

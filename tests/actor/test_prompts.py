@@ -84,15 +84,6 @@ class Chat:
         return "".join(f"<{message['role'][0]}>{message['content']}" for message in messages) + "<a>"
 
 
-def test_messages_are_rendered_and_travel_on(tmp_path: Path):
-    messages = [{"role": "user", "content": "hi"}]
-    path = write(tmp_path, {"messages": messages, "topic": "x"}, {"text": "as it is", "messages": messages})
-    one, other = read_prompts(path, PromptReader(Chat(), 100))
-    assert (one.text, one.tokens.tolist()) == ("<u>hi<a>", list(b"<u>hi<a>"))
-    assert one.metadata == {"messages": messages, "topic": "x"}
-    assert other.text == "as it is"
-
-
 @pytest.mark.parametrize(
     ("tokenizer", "messages", "message"),
     [

@@ -363,9 +363,3 @@ def test_rewards_of_different_versions_are_not_compared(tmp_path: Path, server: 
         return best
 
     assert run(validates()) == [1, 1, 3, 4, 4]
-
-
-def test_what_a_killed_run_left_half_written_is_swept(tmp_path: Path, server: Server):
-    (tmp_path / ".staging-killed").mkdir()
-    run(recorder_of(tmp_path, server).resume())
-    assert not (tmp_path / ".staging-killed").exists()
