@@ -162,15 +162,6 @@ def test_a_shell_completes(
     assert not withheld & answers
 
 
-def test_exit_code_0_and_1_of_a_check(program: Path, tmp_path: Path) -> None:
-    repository = ["render", "--out", str(tmp_path / "repository")]
-    assert run(program, *repository).returncode == 0
-    assert run(program, *repository, "--check").returncode == 0
-    (tmp_path / "repository" / "critic" / "config.pbtxt").write_text("")
-    done = run(program, *repository, "--check")
-    assert (done.returncode, "not up to date" in done.stdout) == (1, True)
-
-
 @pytest.mark.slow
 def test_exit_code_1_of_what_is_checked(program: Path, tmp_path: Path, checkpoints: Checkpoints) -> None:
     made = make_run(tmp_path, checkpoints)
@@ -249,9 +240,3 @@ def test_exit_code_of_an_interrupted_command(command: str, code: int, program: P
             process.kill()
     assert process.returncode == code
     assert "Traceback" not in error
-
-
-def test_the_documentation_has_every_exit_code() -> None:
-    page = (ROOT / "docs" / "operating.md").read_text()
-    table = page.partition("## Exit codes")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| (\d+) \|", table, re.M) == ["0", "1", "2", "130"]

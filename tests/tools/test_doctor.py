@@ -180,14 +180,6 @@ def test_a_port_that_another_program_listens_on_is_not_the_servers(config: Path)
     assert found["server"].text == "not running"
 
 
-@pytest.mark.slow
-def test_another_runs_server_is_not_this_ones(live: System, config: Path) -> None:
-    taken = live.run.config.server.http_port
-    found = findings(str(config), f"server.http_port={taken}")
-    assert found["ports"].text.startswith(f"port {taken} (server.http_port) on 127.0.0.1 cannot be used")
-    assert found["server"].text == "not running"
-
-
 def refuse_all(listener: socket.socket) -> None:
     """Close each connection, until the listener is closed."""
     while listener.fileno() >= 0:

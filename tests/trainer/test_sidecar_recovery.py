@@ -102,6 +102,7 @@ def test_callers_are_told_that_no_server_takes_a_version_up(make: Callable[..., 
     rig = make(serve_timeout_s=0.1).start()
     entry = rig.send(1)
     until(lambda: "critic: the server on 127.0.0.1:1 cannot be reached" in str(rig.journal.heartbeat()))
+    assert rig.journal.result(entry) is None
     heartbeat = rig.journal.heartbeat()
     assert heartbeat is None or heartbeat.state == "waiting until version 1 is served"
     rig.serve()
