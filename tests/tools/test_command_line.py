@@ -133,14 +133,10 @@ def test_help_and_completion_of_a_command_are_quick_to_import(name: str, program
         ("weights ", {"list", "verify", "publish", "rollback", "ready"}, {"weights", "--model"}),
         ("weights rollback --", {"--config", "--model", "--to"}, {"--server"}),
         ("weights list --model ", {"critic", "reward"}, {"list"}),
-        ("bench ", {"scoring", "update"}, {"run"}),
         ("bench update --r", {"--rows", "--repeats", "--report-only"}, {"--quick"}),
-        ("prepare --recipe ", {"sentences", "chat", "reasoning"}, set()),
         ("run --config ", {"my.yaml", "folder/"}, {"notes.txt"}),
-        ("import --reward ", {"folder/", "notes.txt"}, set()),
         ("run --device-gib ", set(), {"my.yaml", "notes.txt"}),
         ("run --config my.yaml trainer.publish.", {"trainer.publish.keep="}, {"trainer.lr=", "trainer.publish="}),
-        ("run --config my.yaml trainer.lr=", set(), {"my.yaml", "trainer.lr="}),
     ],
 )
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

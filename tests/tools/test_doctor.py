@@ -129,7 +129,7 @@ def test_too_few_open_files_keep_a_run_from_working(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["torch", "rich", "tensorboard"])
+@pytest.mark.parametrize("name", ["torch", "rich"])
 def test_a_package_that_breaks_on_import_has_a_line_with_the_remedy(name: str, tmp_path: Path, config: Path) -> None:
     (tmp_path / f"{name}.py").write_text("raise ImportError('lib.so.13: no such file')\n")
     code, found = doctor("--config", str(config), packages=tmp_path)
