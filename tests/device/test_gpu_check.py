@@ -5,6 +5,8 @@ They run in this process, with tiny models; tests/benchmarks/test_bench_gpu.py h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from benchmarks import memory
@@ -12,9 +14,11 @@ from benchmarks.gpu import parts
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> parts.Job:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[parts.Job]:
     """All parts share its checkpoints; `device_tests` starts pytest and runs no test."""
-    return parts.Job("cuda", small=True, scratch=str(tmp_path_factory.mktemp("scratch")), tests="--version")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "IN_FLIGHT", 16)
+        yield parts.Job("cuda", small=True, scratch=str(tmp_path_factory.mktemp("scratch")), tests="--version")
 
 
 @pytest.mark.parametrize(
