@@ -11,7 +11,6 @@ import pytest
 import torch
 from live_system import make_checkpoint, make_tokenizer
 from policy_training import load_checkpoint, states, train
-from transformers import AutoModelForCausalLM
 
 from actor.algorithms.advantages import response_mask
 from actor.data.rollout import PPOBatch, Prompt, Rollout
@@ -62,64 +61,25 @@ def test_adapters_alone_are_trained(checkpoint: Path):
     assert not torch.allclose(policy.logprobs(rollout), reference)
 
 
-def test_what_is_saved_is_an_ordinary_model(checkpoint: Path, tmp_path: Path):
-    policy = make_policy(checkpoint, precision="float32")
-    rollout = policy.generate(PROMPTS, seed=1)
-    for _ in range(3):
-        train(policy, rollout)
-    policy.save(tmp_path / "policy")
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
-    row = rollout.rows()[0][None]
-    with torch.no_grad():
-        expected = policy.model(torch.from_numpy(row).to(policy.model.device)).logits.cpu()
-        torch.testing.assert_close(saved(torch.from_numpy(row)).logits, expected, atol=1e-5, rtol=1e-5)
-    assert any("lora_" in name for name, _ in policy.model.named_parameters())  # the policy itself keeps its adapters
-
-
-def test_a_resumed_policy_goes_on_where_it_was(checkpoint: Path, tmp_path: Path):
-    one, other = make_policy(checkpoint), make_policy(checkpoint)
-    rollout = one.generate(PROMPTS, seed=1)
-    train(one, rollout)
-    save_checkpoint(tmp_path, states(one), {"step": 1}, keep=1)
-    load_checkpoint(tmp_path, 1, states(other))
-    for policy in (one, other):
-        train(policy, rollout)
-    assert torch.equal(one.logprobs(rollout), other.logprobs(rollout))
-
-
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("saved", "settings", "message"),
     [
-        (
-            {"lora_rank": 2},
-            "adapters.safetensors do not match actor.policy.lora_rank and actor.policy.lora_targets",
-        ),
-        (
-            {"lora_targets": ("q_proj",)},
-            "do not match actor.policy.lora_rank and actor.policy.lora_targets",
-        ),
-        ({"lora_alpha": 8}, "was saved with actor.policy.lora_alpha 16, not 8; restore it"),
-        (
-            {"lora_rank": 0},
-            "was saved by a run that trained adapters, but actor.policy.lora_rank is 0; restore it",
-        ),
+        ({}, {"lora_rank": 2}, "do not match actor.policy.lora_rank and actor.policy.lora_targets"),
+        ({}, {"lora_targets": ("q_proj",)}, "do not match actor.policy.lora_rank and actor.policy.lora_targets"),
+        ({}, {"lora_alpha": 8}, "was saved with actor.policy.lora_alpha 16, not 8; restore it"),
+        ({}, {"lora_rank": 0}, "was saved by a run that trained adapters, but actor.policy.lora_rank is 0; restore it"),
+        ({"lora_rank": 0}, {}, "a full policy without adapters, but actor.policy.lora_rank is 4"),
     ],
 )
 def test_a_checkpoint_of_other_adapters_is_refused(
-    checkpoint: Path, tmp_path: Path, settings: dict[str, Any], message: str
+    checkpoint: Path, tmp_path: Path, saved: dict[str, Any], settings: dict[str, Any], message: str
 ):
-    save_checkpoint(tmp_path, states(make_policy(checkpoint)), {"step": 1}, keep=1)
+    save_checkpoint(tmp_path, states(make_policy(checkpoint, **saved)), {"step": 1}, keep=1)
     policy = make_policy(checkpoint, **settings)
     before = [p.detach().clone() for p in policy.model.parameters()]
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(tmp_path, 1, states(policy))
     assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), before, strict=True))
-
-
-def test_a_whole_policy_s_checkpoint_is_no_start_for_adapters(checkpoint: Path, tmp_path: Path):
-    save_checkpoint(tmp_path, states(make_policy(checkpoint, lora_rank=0)), {"step": 1}, keep=1)
-    with pytest.raises(CheckpointError, match=r"a full policy without adapters, but actor\.policy\.lora_rank is 4"):
-        load_checkpoint(tmp_path, 1, states(make_policy(checkpoint)))
 
 
 # ---- which layers ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,46 +70,24 @@ def agreed(first: Sequence[int | None], later: Sequence[int | None]) -> tuple[Se
     return server, scores
 
 
-def test_one_version_is_left_alone():
-    server, scores = agreed([1, 1, 1, 1], [])
-    assert server.asked == []
-    assert scores.scored.all()
-
-
-def test_the_whole_group_of_an_older_row_is_scored_again():
-    """A groupwise reward function must see the whole group."""
-    server, scores = agreed([1, 2, 2, 2, 1, 1], [2])
-    assert server.asked == [[0, 1, 4, 5]]
+@pytest.mark.parametrize(
+    ("first", "later", "asked", "versions"),
+    [  # of the rows; of the further requests, and their rows; of the rows in the end: None for a row without a score
+        pytest.param([1, 1, 1, 1], [], [], [1, 1, 1, 1], id="one version is left alone"),
+        pytest.param([1, 2, 2, 2, 1, 1], [2], [[0, 1, 4, 5]], [2] * 6, id="whole groups of older rows again"),
+        pytest.param([1, 2, 2, 2], [3, 3], [[0, 1], [2, 3]], [3] * 4, id="a swap meanwhile is followed"),
+        pytest.param([2, 1, 1, 1], [1], [[0, 1, 2, 3]], [1] * 4, id="a version rolled back is no target"),
+        pytest.param([1, 2, 2, 2], [None], [[0, 1]], [None, None, 2, 2], id="not scored again: masked"),
+        pytest.param([None, 2, 2, 2], [], [], [None, 2, 2, 2], id="an unavailable row does not count"),
+    ],
+)
+def test_rows_of_an_older_version_are_scored_again(first: Any, later: Any, asked: Any, versions: Any):
+    server, scores = agreed(first, later)
+    assert server.asked == asked
+    assert scores.scored.tolist() == [version is not None for version in versions]
     assert scores.reward_versions is not None
-    assert scores.reward_versions.tolist() == [2] * 6
-
-
-def test_a_swap_while_rows_are_scored_again_is_followed():
-    server, scores = agreed([1, 2, 2, 2], [3, 3])
-    assert server.asked == [[0, 1], [2, 3]]
-    assert scores.reward_versions is not None
-    assert scores.reward_versions.tolist() == [3] * 4
-
-
-def test_a_version_that_was_rolled_back_is_no_target():
-    """CURRENT went back from 2, which an instance refused, to 1."""
-    server, scores = agreed([2, 1, 1, 1], [1])
-    assert server.asked == [[0, 1, 2, 3]]
-    assert scores.reward_versions is not None
-    assert scores.reward_versions.tolist() == [1] * 4
-
-
-def test_a_row_that_cannot_be_scored_again_is_masked():
-    server, scores = agreed([1, 2, 2, 2], [None])
-    assert len(server.asked) == 1
-    assert scores.scored.tolist() == [False, False, True, True]
-    assert scores.failures == ["503"]
-
-
-def test_an_unavailable_row_does_not_count():
-    server, scores = agreed([None, 2, 2, 2], [])
-    assert server.asked == []
-    assert scores.scored.tolist() == [False, True, True, True]
+    assert scores.reward_versions[scores.scored].tolist() == [version for version in versions if version is not None]
+    assert scores.failures == ["503"] * (None in versions)
 
 
 def test_servers_that_never_agree_end_after_a_few_rounds():

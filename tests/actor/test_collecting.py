@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -81,20 +82,30 @@ def done() -> asyncio.Future[Any]:
     return future
 
 
-def test_scores_belong_to_their_rows(policy: Policy) -> None:
-    order: list[int] = []
+def when_a_row_ends(policy: Policy, hook: Callable[[Callable[..., None], int, Rollout], object]) -> Callable[..., Any]:
+    """Have generation call `hook` with the callback for a row that has ended, instead of calling it."""
 
     def wrap(function: Any) -> Any:
         if function != policy.generate:
             return function
 
         def generate(*args: Any, finished: Any, **kwargs: Any) -> Any:
-            return function(*args, finished=lambda i, row: (order.append(i), finished(i, row)), **kwargs)
+            return function(*args, finished=functools.partial(hook, finished), **kwargs)
 
         return generate
 
+    return wrap
+
+
+def test_scores_belong_to_their_rows(policy: Policy) -> None:
+    order: list[int] = []
+
+    def note(finished: Callable[..., None], index: int, row: Rollout) -> None:
+        order.append(index)
+        finished(index, row)
+
     async def main() -> None:
-        scored = await run(policy, Server(), done(), wrap)
+        scored = await run(policy, Server(), done(), when_a_row_ends(policy, note))
         assert order != sorted(order), "the rows ended in the order of their prompts, which shows nothing"
         rollout = scored.rollout
         assert [prompt.prompt_id for prompt in rollout.prompts] == ["0", "1", "2", "3"]
@@ -110,23 +121,13 @@ def test_scores_belong_to_their_rows(policy: Policy) -> None:
 def test_a_row_is_scored_while_others_are_written(policy: Policy) -> None:
     """The first row's end waits for its request: were rows sent when all are written, it would wait in vain."""
     asked = threading.Event()
-    server = Server(asked.set)
 
-    def wrap(function: Any) -> Any:
-        if function != policy.generate:
-            return function
-
-        def generate(*args: Any, finished: Any, **kwargs: Any) -> Any:
-            def hold(index: int, row: Rollout) -> None:
-                finished(index, row)
-                assert asked.wait(PATIENCE_S), "no row was sent before the last was written"
-
-            return function(*args, finished=hold, **kwargs)
-
-        return generate
+    def hold(finished: Callable[..., None], index: int, row: Rollout) -> None:
+        finished(index, row)
+        assert asked.wait(PATIENCE_S), "no row was sent before the last was written"
 
     async def main() -> None:
-        scored = await run(policy, server, done(), wrap)
+        scored = await run(policy, Server(asked.set), done(), when_a_row_ends(policy, hold))
         assert scored.scores.scored.all()
 
     asyncio.run(main())
@@ -173,20 +174,14 @@ def test_cancelled_it_stops_writing_and_asking(policy: Policy) -> None:
     """As at the end of a run whose next rollout is under way."""
     written, go_on = threading.Event(), threading.Event()
 
-    def wrap(function: Any) -> Any:
-        def generate(*args: Any, finished: Any, **kwargs: Any) -> Any:
-            def hold(index: int, row: Rollout) -> None:
-                written.set()
-                assert go_on.wait(PATIENCE_S)
-                finished(index, row)
-
-            return function(*args, finished=hold, **kwargs)
-
-        return generate
+    def hold(finished: Callable[..., None], index: int, row: Rollout) -> None:
+        written.set()
+        assert go_on.wait(PATIENCE_S)
+        finished(index, row)
 
     async def main() -> None:
         server = Server(lambda: asyncio.sleep(PATIENCE_S))
-        task = asyncio.create_task(run(policy, server, done(), wrap))
+        task = asyncio.create_task(run(policy, server, done(), when_a_row_ends(policy, hold)))
         assert await asyncio.to_thread(written.wait, PATIENCE_S)
         task.cancel()
         threading.Timer(0.1, go_on.set).start()

@@ -18,7 +18,6 @@ from actor.generation.cache import SlotCache, cache_layers
 from actor.generation.engine import Generation, uniform_draws
 from actor.generation.slots import Decoder, Response, Rules, draw
 from python_backend.config import GenerationSection
-from python_backend.models.logprobs import target_logprobs
 from tests.support.settings import actor_section
 
 VOCAB, EOS = 64, 2
@@ -87,13 +86,6 @@ def test_greedy_texts_are_those_of_generate(family: str) -> None:
     assert written == texts(generation(model, engine="transformers"), prompts, greedy=True)
 
 
-def test_responses_end_at_different_times_there() -> None:
-    """What the tests here mean: rows leave and others come in while some are written on."""
-    lengths = {len(text) for text in texts(generation(make_model("llama", eos_bias=2.0)), make_prompts(11))}
-    assert len(lengths) > 4
-    assert 16 in lengths
-
-
 @pytest.mark.parametrize("slots", [1, 2, 5, 11, 40])
 def test_a_response_does_not_depend_on_the_rows_beside_it(slots: int) -> None:
     model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
@@ -126,26 +118,6 @@ def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows() -> No
     assert [found[i] for i in range(60)] == texts(plain, prompts, greedy=True)
 
 
-def test_a_row_is_reported_when_it_ends_not_when_all_have() -> None:
-    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
-    order: list[int] = []
-    generation(model, generation_batch_size=11).run(prompts, lambda i, *_: order.append(i), seed=0)
-    lengths = [len(text) for text in texts(generation(model, generation_batch_size=11), prompts)]
-    assert [lengths[i] for i in order] == sorted(lengths)
-
-
-def test_what_ends_a_response_is_what_is_said() -> None:
-    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
-    endings: dict[int, tuple[list[int], bool]] = {}
-    generation(model).run(prompts, lambda i, response: endings.update({i: (response.tokens, response.ended)}), seed=0)
-    assert {ended for _, ended in endings.values()} == {True, False}
-    for text, ended in endings.values():
-        assert (text[-1] == EOS) == ended
-        assert EOS not in text[:-1]
-        assert ended or len(text) == 16
-        assert not {0, 1} & set(text)
-
-
 def test_draws_follow_the_probabilities() -> None:
     """20,000 draws of five tokens: each share within four standard deviations of its probability."""
     torch.manual_seed(0)
@@ -157,31 +129,6 @@ def test_draws_follow_the_probabilities() -> None:
         assert abs(share - probability) <= 4 * math.sqrt(probability * (1 - probability) / count)
     edges = torch.tensor([0.0, 0.5 - 1e-6, 0.5 + 1e-6, 1 - 2**-53], dtype=torch.float64)
     assert draw(probabilities.log().expand(4, -1), edges).tolist() == [0, 0, 2, 4]
-
-
-def test_a_draw_never_takes_what_has_no_probability() -> None:
-    logits = torch.full((3, 6), -torch.inf)
-    logits[:, 2] = 0.0
-    assert draw(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)).tolist() == [2, 2, 2]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.4}, {"temperature": 2.0, "top_k": 10, "top_p": 0.8}],
-    ids=str,
-)
-def test_first_tokens_have_the_distribution_of_generate(settings: dict[str, Any]) -> None:
-    """One prompt 3,000 times: the shares of its first token, by both, within five standard deviations."""
-    model = make_model("llama")
-    prompts = [np.asarray([5, 9, 11])] * 3000
-    shares = []
-    for decoding in ("slots", "transformers"):
-        written = texts(
-            generation(model, engine=decoding, max_new_tokens=1, generation_batch_size=3000, **settings), prompts
-        )
-        shares.append(torch.bincount(torch.tensor(written)[:, 0], minlength=VOCAB) / 3000)
-    both = (shares[0] + shares[1]) / 2
-    assert ((shares[0] - shares[1]).abs() <= 5 * (2 * both * (1 - both) / 3000).sqrt() + 1e-9).all()
 
 
 def test_a_penalty_counts_each_token_once_and_no_padding() -> None:
@@ -345,21 +292,3 @@ def test_prompts_of_a_group_go_through_one_forward(slots: int, token_budget: int
         assert rows_in == {None: [3], 40: [2, 1], 1: [1, 1, 1]}[token_budget]
     alone = [written([i])[0] for i in range(len(prompts))]
     assert together == alone
-
-
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.2}])
-def test_log_probs_come_with_the_response(settings: dict[str, Any]) -> None:
-    """Those of the sampling temperature, without what else restricts the draw."""
-    model, prompts = make_model("grouped heads", eos_bias=2.0), make_prompts(5)
-    found: dict[int, Response] = {}
-    generation(model, min_new_tokens=3, **settings).run(
-        prompts, lambda i, response: found.update({i: response}), seed=1
-    )
-    for prompt, response in zip(prompts, (found[i] for i in range(5)), strict=True):
-        row = torch.tensor([*prompt.tolist(), *response.tokens])
-        with torch.no_grad():
-            logits = model(input_ids=row[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-        expected = target_logprobs(
-            logits, row[len(prompt) :], temperature=settings.get("temperature", 1.0), banned_token_ids=[0, 1]
-        )
-        torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-4, rtol=0)

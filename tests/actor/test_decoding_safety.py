@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from test_decoding import EOS, generation, make_model, make_prompts, texts
@@ -37,21 +36,6 @@ def test_rows_that_lack_of_memory_interrupts_start_again_with_the_same_draws(
     assert sorted(found) == list(enumerate(expected))  # each once
     assert (written_by.memory.count, written_by.memory.size) == (2, 2)
     assert "actor.generation.batch_size" in caplog.text
-
-
-def test_lack_of_memory_in_the_proof_does_not_choose_the_slower_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    written_by, distance = generation(make_model("llama")), Generation._distance
-    tries: list[int] = []
-
-    def limited(self: Generation, prompt: np.ndarray) -> float:
-        tries.append(1)
-        if len(tries) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return distance(self, prompt)
-
-    monkeypatch.setattr(Generation, "_distance", limited)
-    texts(written_by, make_prompts(3))
-    assert written_by._decodes
 
 
 @pytest.mark.parametrize(("off", "decodes"), [(0.1, True), (0.5, False)])

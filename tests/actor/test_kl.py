@@ -45,11 +45,6 @@ def test_k1_and_k3_have_the_mean_of_the_true_kl():
         assert float((p * kl_estimate(p.log(), q.log(), kind)).sum()) == pytest.approx(exact, abs=1e-12)
 
 
-def test_shapes_are_checked():
-    with pytest.raises(ValueError, match="ref_logprobs"):
-        kl_estimate(torch.zeros(1, 3), torch.zeros(1, 2), "k1")
-
-
 @pytest.mark.parametrize("distance", [3.0, 15.0, 89.0, 1000.0, -11.5, -1000.0])
 def test_k3_of_one_token_is_bounded_and_still_pulls_it_back(distance: float):
     """As far as exp(-d) grows without a bound, 89 nats overflow float32; a clamp alone would have gradient 0."""

@@ -7,7 +7,6 @@ servers and the policy answer at once, so a step is nothing but the actor's own 
 from __future__ import annotations
 
 import asyncio
-import collections
 import gc
 import json
 import math
@@ -44,39 +43,18 @@ NUM_STEPS = 40  # of a response, each with a process reward
 
 
 class Watch(selectors.DefaultSelector):
-    """The selector of an event loop, which measures the loop's work between two calls, and where the longest was."""
+    """The selector of an event loop, which measures the loop's work between two calls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.longest_s, self.where = 0.0, list[str]()
-        self._since, self._seen = math.inf, list[str]()  # inf: not before the first wait
-        self._thread, self._done = threading.get_ident(), threading.Event()
-        self._sampler = threading.Thread(target=self._sample)
-        self._sampler.start()
+        self.longest_s, self._since = 0.0, math.inf  # inf: not before the first wait
 
     def select(self, timeout: float | None = None) -> Any:
-        busy_s = time.thread_time() - self._since
-        if busy_s > self.longest_s:
-            self.longest_s, self.where = busy_s, self._seen
+        self.longest_s = max(self.longest_s, time.thread_time() - self._since)
         try:
             return super().select(timeout)
         finally:
-            self._since, self._seen = time.thread_time(), []
-
-    def close(self) -> None:
-        self._done.set()
-        self._sampler.join()
-        super().close()
-
-    def _sample(self) -> None:
-        clock = time.pthread_getcpuclockid(self._thread)
-        while not self._done.wait(0.005):
-            if time.clock_gettime(clock) - self._since > LIMIT_S / 4:
-                frame, names = sys._current_frames()[self._thread], list[str]()
-                while frame is not None and len(names) < 4:
-                    names.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
-                    frame = frame.f_back
-                self._seen.append(" < ".join(names))
+            self._since = time.thread_time()
 
 
 class InstantPolicy(TinyPolicy):
@@ -163,10 +141,8 @@ def noted(function: Callable[..., Any], callers: set[int]) -> Callable[..., Any]
     return noting
 
 
-@pytest.mark.parametrize(
-    ("rows", "width"), [(512, 256), pytest.param(4096, 2048, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
-)
-def test_the_loop_is_never_blocked_for_long(rows: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_loop_is_never_blocked_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows, width = 512, 256
     callers = set()
     mlflow = types.ModuleType("mlflow")
     for name in ("set_experiment", "start_run", "log_metrics", "log_dict", "end_run"):
@@ -205,8 +181,5 @@ def test_the_loop_is_never_blocked_for_long(rows: int, width: int, tmp_path: Pat
     finally:
         gc.unfreeze()
         loop.close()
-    where = collections.Counter(watch.where).most_common(10)
-    print(f"{rows} x {width}: {watch.longest_s:.3f}", *where, sep="\n")
-    # At 4,096 rows it is a full garbage collection, 0.05 s; the rest takes 0.03 s. Neighbours on the core double both.
-    assert watch.longest_s < LIMIT_S * (1 if rows < 4096 else 2), where
+    assert watch.longest_s < LIMIT_S
     assert (threading.get_ident() in callers, len(callers) > 1) == (False, True), "called on the loop's thread"

@@ -12,7 +12,7 @@ from live_system import make_checkpoint, make_tokenizer
 from python_backend.config import ConfigError, RunConfig
 from python_backend.config.required_files import check_files
 from python_backend.errors import NotFinite, RlhfError
-from tests.support.masked_loss import check_masked_loss, check_on_policy_gradient, loss_inputs, sample
+from tests.support.masked_loss import check_masked_loss, check_on_policy_gradient
 from tests.support.policy_training import random_batch, trainable_policy, update_of
 from tests.support.scored_rollout import make_batch, method_of, scored_rollout
 
@@ -108,10 +108,3 @@ def test_a_missing_file_or_function_is_found_before_anything_starts(tmp_path: Pa
     text = str(caught.value)
     assert f"actor.algorithm.loss: {tmp_path}/mine.py has no 'los'; it defines mine" in text
     assert f"actor.algorithm.advantage: {tmp_path}/none.py does not exist" in text
-
-
-def test_the_sampled_shapes_are_those_of_the_page():
-    inputs = loss_inputs(*sample(0, 2, 3))
-    assert inputs.log_ratio.shape == inputs.mask.shape == (2, 3)
-    assert inputs.mean(inputs.log_ratio).shape == inputs.sum(inputs.mask).shape == ()
-    assert inputs.groups.shape == inputs.versions.shape == (2,)

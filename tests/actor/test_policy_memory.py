@@ -160,14 +160,6 @@ def test_checks_in_float32_do_without_flash_attention(tmp_path: Path, monkeypatc
     assert torch.equal(rollout.tokens, default.generate(PROMPTS, seed=1).tokens)
 
 
-def test_an_attention_implementation_is_chosen(tmp_path: Path):
-    save_policy(tmp_path)
-    eager, default = chosen(tmp_path, "eager"), make_policy(tmp_path, precision="float32")
-    assert (eager.model.config._attn_implementation, default.model.config._attn_implementation) == ("eager", "sdpa")
-    rollout = eager.generate(PROMPTS, seed=1)
-    torch.testing.assert_close(eager.logprobs(rollout), default.logprobs(rollout), atol=1e-5, rtol=1e-5)
-
-
 def chosen(folder: Path, attention: str, **settings: Any) -> Policy:
     precision = "bfloat16" if attention == "flash_attention_2" else "float32"
     return make_policy(folder, policy_attention=attention, precision=precision, **settings)

@@ -15,16 +15,16 @@ import torch
 from live_system import make_checkpoint, make_tokenizer
 from policy_training import load_checkpoint, states
 from torch import Tensor
-from transformers import OPTConfig, OPTForCausalLM
 
 from actor.algorithms import batch as batches
 from actor.algorithms.stages import RewardShaper
 from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
-from actor.policy.checkpoint import save_checkpoint, saved_steps
+from actor.policy.checkpoint import save_checkpoint
 from actor.policy.policy import Policy
 from python_backend.config import RewardsSection
 from python_backend.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from tests.support.policy_training import trainable_policy, update_of
+from tests.support.tiny_checkpoints import save_tiny
 
 LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
 NAMES = sorted(ALGORITHMS)
@@ -96,21 +96,11 @@ def settings_of(name: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_plan_of_micro_batches_never_matters(checkpoint: Path, name: str):
+def test_neither_the_plan_of_micro_batches_nor_padding_matters(checkpoint: Path, name: str):
     for settings in settings_of(name):
         results = []
-        for budget in (8, 25, 1000):
+        for budget, width, junk in ((1000, 12, None), (8, 12, None), (25, 15, None), (25, 15, 7)):
             policy = make_policy(checkpoint, token_budget=budget, update_epochs=2, minibatch_size=4, **settings)
-            results.append(updated(policy, make_batch(policy)))
-        assert_same(results)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_padding_never_matters(checkpoint: Path, name: str):
-    for settings in settings_of(name):
-        results = []
-        for width, junk in ((12, None), (15, None), (15, 7)):
-            policy = make_policy(checkpoint, **settings)
             batch = make_batch(policy, width=width)
             if junk is not None:
                 behind = torch.arange(width)[None] >= batch.lengths[:, None]
@@ -161,10 +151,22 @@ def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoin
         assert {key: found[key] for key in whole} == pytest.approx(whole)
 
 
-def test_recomputed_activations_change_nothing(checkpoint: Path):
+@pytest.fixture(scope="module")
+def dropping(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """OPT's layers drop out by their own training flag, which says too whether a layer computes again."""
+    folder = tmp_path_factory.mktemp("policy")
+    sizes = {"vocab_size": len(make_tokenizer()), "max_position_embeddings": 64, "pad_token_id": 2}
+    save_tiny(folder, "opt", "language", **sizes, dropout=0.5, layerdrop=0.5, bos_token_id=0, eos_token_id=1)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("model", ["checkpoint", "dropping"])
+def test_recomputed_activations_change_nothing(request: pytest.FixtureRequest, model: str):
     results, sizes = [], []
     for recompute in (False, True):
-        policy = make_policy(checkpoint, double=False, gradient_checkpointing=recompute)
+        limits = {"prompts_max_tokens": 32, "max_new_tokens": 32, "gradient_checkpointing": recompute}
+        policy = make_policy(request.getfixturevalue(model), double=False, **limits)
         kept: list[int] = []  # what forwards keep for their backward passes
         with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x.numel()) or x, lambda x: x):
             results.append(updated(policy, make_batch(policy)))
@@ -172,46 +174,7 @@ def test_recomputed_activations_change_nothing(checkpoint: Path):
         assert not any(module.training for module in policy.model.modules())  # generation keeps its cache
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
-    assert sizes[1] < sizes[0] / 2
-
-
-def test_recomputed_layers_drop_nothing(tmp_path: Path):
-    """OPT's layers drop out by their own training flag, which says too whether a layer computes again."""
-    tokenizer = make_tokenizer()
-    config = OPTConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        ffn_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        word_embed_proj_dim=32,
-        max_position_embeddings=64,
-        dropout=0.5,
-        layerdrop=0.5,
-        pad_token_id=2,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    torch.manual_seed(0)
-    OPTForCausalLM(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    results, limits = [], {"prompts_max_tokens": 32, "max_new_tokens": 32}
-    for recompute in (False, True):
-        policy = make_policy(tmp_path, double=False, gradient_checkpointing=recompute, **limits)
-        results.append(updated(policy, make_batch(policy)))
-        assert not any(module.training for module in policy.model.modules())
-    assert results[0][0] == results[1][0]
-    assert torch.equal(results[0][1], results[1][1])
-
-
-def test_bfloat16_is_close_and_weights_stay_float32(checkpoint: Path):
-    results = []
-    for precision in ("float32", "bfloat16"):
-        policy = make_policy(checkpoint, double=False, precision=precision)
-        results.append(updated(policy, make_batch(policy)))
-        assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
-    assert results[1][0]["train_optim/grad_norm"] == pytest.approx(results[0][0]["train_optim/grad_norm"], rel=0.05)
-    assert not torch.equal(results[0][1], results[1][1])
+    assert sizes[1] < sizes[0] * 0.7
 
 
 def test_a_minibatch_that_moved_too_far_ends_the_update(checkpoint: Path):
@@ -220,17 +183,9 @@ def test_a_minibatch_that_moved_too_far_ends_the_update(checkpoint: Path):
     stats, _ = updated(policy, make_batch(policy))
     assert (stats["train_optim/minibatches"], policy.optimizer_step) == (8, 8)
     policy = make_policy(checkpoint, **settings, update_max_kl=1e-4)
-    stats, weights = updated(policy, make_batch(policy))
-    assert 1 <= stats["train_optim/minibatches"] < 8
-    assert policy.optimizer_step == stats["train_optim/minibatches"]
+    stats, _ = updated(policy, make_batch(policy))
+    assert 1 <= stats["train_optim/minibatches"] == policy.optimizer_step < 8
     assert all(p.grad is None for p in policy.model.parameters())
-    again = make_policy(checkpoint, **settings)  # what was taken before counts in full
-    batch = make_batch(again)
-    order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
-    taken = order[: 3 * int(stats["train_optim/minibatches"])] if stats["train_optim/minibatches"] == 1 else None
-    if taken is not None:
-        part = select(batch, taken.tolist())
-        torch.testing.assert_close(updated(make_policy(checkpoint, minibatch_size=3), part)[1], weights)
 
 
 @pytest.mark.parametrize("kind", sorted({*KL_ESTIMATORS} - {"k1"}))  # k1 has no gradient in expectation
@@ -311,17 +266,6 @@ def test_a_resumed_policy_goes_on_in_the_schedule(checkpoint: Path, tmp_path: Pa
     assert stats == resumed_stats
     assert stats["train_optim/lr"] == one.optimizer.param_groups[1]["lr"] == pytest.approx(1e-2 * 4 / 5)
     assert torch.equal(weights, resumed_weights)
-
-
-@pytest.mark.parametrize("name", ["99999999999999999999", "²"])
-def test_a_folder_whose_name_is_no_step_takes_no_checkpoints_place(checkpoint: Path, tmp_path: Path, name: str):
-    policy = make_policy(checkpoint, double=False)
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "state.json").write_text("{}")
-    for step in (1, 2):
-        save_checkpoint(tmp_path, states(policy), {"step": step}, keep=1)
-    assert saved_steps(tmp_path) == [2]
-    assert (tmp_path / name).is_dir()
 
 
 def test_all_of_a_resumed_optimizer_is_on_the_device_of_its_parameter(checkpoint: Path, tmp_path: Path):

@@ -14,7 +14,7 @@ from tiny_tokenizers import ADDED, CHATS, make_text_tokenizer
 
 from actor.data.prompts import PromptError, PromptReader, read_prompts
 from actor.data.rollout import Prompt
-from actor.run.metrics import MetricsLog, Timers
+from actor.run.metrics import MetricsLog
 from python_backend.checkpoints.tokenization import encode_text
 from python_backend.store.jsonl import drop_steps_from, each_line, read_jsonl, write_jsonl
 from tests.support.prompts import bytewise
@@ -40,12 +40,6 @@ def test_lines_become_prompts(tmp_path: Path):
     assert (second.prompt_id, second.tokens.tolist()) == ("7", [195, 169])
     assert second.metadata == {"topic": "x", "n": 1}
     assert first.tokens.dtype == np.int64
-
-
-def test_windows_line_ends(tmp_path: Path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_bytes(b'{"text": "a"}\r\n{"text": "b"}\r\n')
-    assert [prompt.text for prompt in read(path)] == ["a", "b"]
 
 
 def test_a_line_ends_only_where_jsonl_says(tmp_path: Path):
@@ -88,15 +82,6 @@ class Chat:
     def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
         assert (tokenize, add_generation_prompt) == (False, True)
         return "".join(f"<{message['role'][0]}>{message['content']}" for message in messages) + "<a>"
-
-
-def test_messages_are_rendered_and_travel_on(tmp_path: Path):
-    messages = [{"role": "user", "content": "hi"}]
-    path = write(tmp_path, {"messages": messages, "topic": "x"}, {"text": "as it is", "messages": messages})
-    one, other = read_prompts(path, PromptReader(Chat(), 100))
-    assert (one.text, one.tokens.tolist()) == ("<u>hi<a>", list(b"<u>hi<a>"))
-    assert one.metadata == {"messages": messages, "topic": "x"}
-    assert other.text == "as it is"
 
 
 @pytest.mark.parametrize(
@@ -211,13 +196,3 @@ def test_a_resume_holds_no_file_in_memory(tmp_path: Path):
         tracemalloc.stop()
     assert lines == 19_000
     assert peak < path.stat().st_size / 4
-
-
-def test_timers_add_up_by_phase():
-    timers = Timers()
-    for _ in range(2):
-        with timers.phase("generate"):
-            pass
-    metrics = timers.metrics()
-    assert set(metrics) == {"timers/generate", "timers/step_time"}
-    assert 0 <= metrics["timers/generate"] <= metrics["timers/step_time"]

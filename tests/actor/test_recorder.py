@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -189,13 +189,39 @@ def test_a_checkpoint_that_the_critic_never_received_is_set_aside(tmp_path: Path
     assert server.rewound == [2, 2]
 
 
-def test_a_critic_that_lost_every_step_is_an_error(tmp_path: Path, server: Server):
-    """Its journal may be another run's: the policy does not start anew, and no checkpoint is touched."""
-    run(checkpoints(recorder_of(tmp_path, server), 2, 4))
+def lose_every_step(server: Server, root: Path, recorder: Recorder) -> None:
+    """The critic's journal may be another run's."""
     server.received = 0
-    with pytest.raises(RequestFailed, match="rewind_to: 2"):
-        run(recorder_of(tmp_path, server).resume())
-    assert saved_steps(tmp_path / "checkpoints" / "actor") == [2, 4]
+
+
+def damage_all(server: Server, root: Path, recorder: Recorder) -> None:
+    for step in (2, 4):
+        (root / str(step) / "model.safetensors").unlink()
+
+
+def start_elsewhere(server: Server, root: Path, recorder: Recorder) -> None:
+    recorder._policy.fingerprint = "of another"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind", "message"),
+    [
+        (lose_every_step, RequestFailed, "rewind_to: 2"),
+        (damage_all, CheckpointError, r"2/model\.safetensors cannot be read.*there is no earlier checkpoint"),
+        (start_elsewhere, CheckpointError, "the KL would be measured against a different reference"),
+    ],
+)
+def test_a_run_without_a_checkpoint_to_resume_from_does_not_start_anew(
+    tmp_path: Path, server: Server, trouble: Callable[..., None], kind: type[Exception], message: str
+):
+    """Its checkpoints stay as they are, and the critic does not go back."""
+    root = tmp_path / "checkpoints" / "actor"
+    run(checkpoints(recorder_of(tmp_path, server), 2, 4))
+    recorder = recorder_of(tmp_path, server)
+    trouble(server, root, recorder)
+    with pytest.raises(kind, match=message):
+        run(recorder.resume())
+    assert (saved_steps(root), server.rewound) == ([2, 4], [])
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
@@ -220,27 +246,6 @@ def test_a_damaged_checkpoint_is_passed_over(
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert str(damaged) in warning
     assert "kept as 4.set-aside, resuming from step 2 instead" in warning
-
-
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: Path, server: Server):
-    root = tmp_path / "checkpoints" / "actor"
-    run(checkpoints(recorder_of(tmp_path, server), 2, 4))
-    for step in (2, 4):
-        (root / str(step) / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"2/model\.safetensors cannot be read.*there is no earlier checkpoint"):
-        run(recorder_of(tmp_path, server).resume())
-    assert saved_steps(root) == [2, 4]
-    assert server.rewound == []
-
-
-def test_another_start_is_refused_before_the_critic_goes_back(tmp_path: Path, server: Server):
-    run(checkpoints(recorder_of(tmp_path, server), 2, 4))
-    other = recorder_of(tmp_path, server)
-    other._policy.fingerprint = "of another"
-    with pytest.raises(CheckpointError, match="the KL would be measured against a different reference"):
-        run(other.resume())
-    assert server.rewound == []
-    assert saved_steps(tmp_path / "checkpoints" / "actor") == [2, 4]
 
 
 def test_another_served_reference_is_refused(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
@@ -270,6 +275,8 @@ async def ends(recorder: Recorder) -> None:
 def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ):
+    """Where it fails again, the run ends with an error."""
+
     async def whole() -> None:
         recorder = recorder_of(tmp_path, server)
         await checkpoints(recorder, 1)
@@ -278,45 +285,13 @@ def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(
         assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
             "saving the critic's checkpoint of step 2 failed: critic_save is away"
         ]
+        with pytest.raises(RequestFailed, match="critic_save is away"):
+            await ends(recorder)
         server.fails = False
         await ends(recorder)
 
     run(whole())
     assert server.saved == [(1, [1]), (2, [1, 2])]
-
-
-def test_a_later_save_makes_up_for_a_failed_one(tmp_path: Path, server: Server):
-    async def whole() -> None:
-        recorder = recorder_of(tmp_path, server)
-        server.fails = True
-        await checkpoints(recorder, 1)
-        server.fails = False
-        await checkpoints(recorder, 2)
-        await ends(recorder)
-
-    run(whole())
-    assert server.saved == [(2, [1, 2])]
-
-
-def test_a_save_that_cannot_be_had_in_the_end_is_an_error(tmp_path: Path, server: Server):
-    async def whole() -> None:
-        recorder = recorder_of(tmp_path, server)
-        server.fails = True
-        await checkpoints(recorder, 1)
-        await ends(recorder)
-
-    with pytest.raises(RequestFailed, match="critic_save is away"):
-        run(whole())
-
-
-def test_saves_that_are_done_are_forgotten(tmp_path: Path, server: Server):
-    async def whole() -> None:
-        recorder = recorder_of(tmp_path, server)
-        for step in range(1, 6):
-            await checkpoints(recorder, step)
-        assert len(recorder.saves) == 1, "the last one"
-
-    run(whole())
 
 
 def validation(reward: float, version: int | None = None) -> Validation:
@@ -388,9 +363,3 @@ def test_rewards_of_different_versions_are_not_compared(tmp_path: Path, server: 
         return best
 
     assert run(validates()) == [1, 1, 3, 4, 4]
-
-
-def test_what_a_killed_run_left_half_written_is_swept(tmp_path: Path, server: Server):
-    (tmp_path / ".staging-killed").mkdir()
-    run(recorder_of(tmp_path, server).resume())
-    assert not (tmp_path / ".staging-killed").exists()

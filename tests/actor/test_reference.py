@@ -18,7 +18,6 @@ from actor.algorithms.rollout_metrics import rollout_metrics
 from actor.data.rollout import Prompt, ReferenceLogprobs, Rollout, ScoredRollout, Scores
 from actor.loop import PPORun
 from actor.scoring.reference import ServedReference, only_known
-from python_backend.client.client import TrainAnswer
 from python_backend.client.errors import RequestFailed
 from python_backend.client.retry import RequestCounters
 from python_backend.wire.contract import REWARDS
@@ -105,25 +104,6 @@ def test_rows_are_asked_for_while_others_are_written(
         assert not scored.ref_logprobs[i, length - 1 :].any()
 
 
-def test_the_reference_does_not_wait_for_the_critic(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """Its log-probs are the same whatever the critic learns."""
-    server = Server(by_first_token)
-    run = make_ppo(tmp_path, checkpoints, server, max_staleness=0)
-
-    async def main() -> None:
-        update: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        run.critic._in_flight[0] = update  # type: ignore[assignment]
-        rollout = asyncio.create_task(run.rollouts.collect(1, updated=0))
-        while len(server.rows) < 8:
-            await asyncio.sleep(0.005)
-        assert server.rewarded == 0
-        update.set_result(TrainAnswer(0.0, 1))
-        assert (await rollout).scored.scores.scored.all()
-        assert server.rewarded == 8
-
-    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
-
-
 def test_rows_without_an_answer_are_rows_without_a_score(tmp_path: Path, checkpoints: Checkpoints) -> None:
     """One is refused, one has an answer that is no number; the others are untouched."""
     without: set[bytes] = set()
@@ -174,25 +154,6 @@ def test_a_row_needs_both_score_and_reference() -> None:
     assert both.rewards.tolist() == [1, 0, 0, 0]
     assert both.values.sum(-1).tolist() == [3, 0, 0, 0]
     assert both.failures == ["no reference", "no score"]
-
-
-def test_the_loop_reads_the_same_for_both(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """The actor's own copy takes no request, and the KL starts at 0."""
-    server = Server(by_first_token)
-    run = make_ppo(tmp_path, checkpoints, server, kl_reference="actor")
-    assert not isinstance(run.reference, ServedReference)
-    assert run.policy.reference is not None
-    scored = collect(run)
-    assert not server.rows
-    torch.testing.assert_close(scored.ref_logprobs, scored.logprobs)
-
-
-def test_an_unexpected_error_is_not_swallowed(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    def answer(rows: list[np.ndarray]) -> np.ndarray:
-        raise KeyError("a mistake of ours")
-
-    with pytest.raises(KeyError, match="a mistake of ours"):
-        collect(make_ppo(tmp_path, checkpoints, Server(answer)))
 
 
 def test_a_prompt_alone_is_known(tmp_path: Path, checkpoints: Checkpoints) -> None:

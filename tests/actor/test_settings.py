@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from live_system import Checkpoints
+from live_system import Checkpoints, make_run
 
 from actor.run.settings import describe_changes, find_changes, write_settings
 from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
@@ -91,26 +90,21 @@ def test_the_code_of_a_reward_function_may_not_change_silently(tmp_path: Path):
     assert find_changes(config, accepted=False) == {}
 
 
-@pytest.mark.parametrize("command", ["actor", "tools run"])
-def test_a_changed_reward_is_refused_before_anything_starts(command: str, tmp_path: Path, checkpoints: Checkpoints):
-    data: dict[str, Any] = {
-        "run": {"dir": str(tmp_path / "run")},
-        "rewards": {"length": {"function": f"{tmp_path / 'mine.py'}:verify"}},
-        "actor": {
-            "policy": {"checkpoint": str(checkpoints.policy)},
-            "prompts": {"path": str(checkpoints.prompts)},
-            "algorithm": {"name": "grpo", "responses_per_prompt": 2},
-        },
-    }
+def test_a_changed_reward_is_refused_before_anything_starts(tmp_path: Path, checkpoints: Checkpoints):
     (tmp_path / "mine.py").write_text(CODE)
-    (tmp_path / "my.yaml").write_text(yaml.safe_dump(data))
-    (tmp_path / "run" / "checkpoints" / "actor" / "3").mkdir(parents=True)
-    write_settings(load_config(tmp_path / "my.yaml", []), {})
-    arguments = [*command.split(), "--config", str(tmp_path / "my.yaml"), "rewards.length.weight=2"]
+    run = make_run(
+        tmp_path / "run",
+        checkpoints,
+        rewards={"length": {"function": f"{tmp_path / 'mine.py'}:verify"}},
+        actor={"algorithm_name": "grpo", "responses_per_prompt": 2},
+    )
+    (run.config.run.dir / "checkpoints" / "actor" / "3").mkdir(parents=True)
+    write_settings(load_config(run.path, []), {})
+    arguments = ["tools", "run", "--config", str(run.path), "rewards.length.weight=2"]
     done = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True)
     assert done.returncode == 2
     assert "rewards.length.weight: 1.0 -> 2.0" in done.stderr
-    assert not (tmp_path / "run" / "changes.jsonl").exists()
+    assert not (run.config.run.dir / "changes.jsonl").exists()
 
 
 def test_settings_that_cannot_be_read_are_named(tmp_path: Path):

@@ -49,41 +49,32 @@ def test_with_rare_publishing_a_step_waits_for_what_is_published_and_sent(every:
 # ---- which update a version contains ----
 
 
-def test_a_rewind_gives_a_step_a_new_number() -> None:
-    """Versions 1 to 5 were of the steps 1 to 5; the run goes on from step 3 with version 6."""
-    steps = VersionSteps(6, 3, every=1, save_every=3)
-    assert steps.step_of(6, sent=3) == 3
-    assert steps.step_of(5, sent=3) == 0, "an older one is no excuse"
-    steps.learn(7, 4)
-    steps.learn(8, 5)
-    assert [steps.step_of(version, sent=5) for version in (6, 7, 8)] == [3, 4, 5]
-    assert steps.histogram([7, 8, 8, 6], sent=5) == {0: 2, 1: 1, 2: 1}
+EACH = {"every": 1, "save_every": 50}
+RARE = {"every": 3, "save_every": 7}  # published: 3, 6, 7 (a save), 9
+ANSWERS = [(0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (2, 6), (2, 7)]  # those to 4 and 5 name version 1, none the save's
 
 
-def test_a_version_that_no_answer_has_named_yet_counts_on() -> None:
-    steps = VersionSteps(0, 0, every=1, save_every=50)
-    steps.learn(1, 1)
-    assert steps.step_of(3, sent=3) == 3
-    assert steps.histogram([1, 2, 3], sent=3) == {0: 1, 1: 1, 2: 1}
-
-
-def test_a_rollback_moves_the_numbers_until_the_next_answer() -> None:
-    """Someone publishes old weights as version 3: update 3 gets number 4."""
-    steps = VersionSteps(0, 0, every=1, save_every=50)
-    steps.learn(1, 1)
-    steps.learn(2, 2)
-    steps.learn(4, 3)
-    assert steps.step_of(4, sent=3) == 3
-    assert steps.histogram([4, 4], sent=3) == {0: 2}
-    assert steps.histogram([2, 3], sent=3) == {1: 1, 3: 1}, "and version 3 is of none of the updates"
-
-
-def test_a_rollback_is_as_stale_as_it_may_be():
-    """Eight updates are served as versions 1 to 8 when someone publishes older weights as version 9."""
-    steps = VersionSteps(0, 0, every=1, save_every=50)
-    for step in range(1, 9):
-        steps.learn(step, step)
-    assert steps.histogram([9, 9, 9], sent=8) == {8: 3}
+@pytest.mark.parametrize(
+    ("start", "rules", "answers", "sent", "contained"),
+    [  # the first version and its step; (version, step) of each answer; updates sent; version -> the updates in it
+        pytest.param((6, 3), EACH, [], 3, {6: 3, 5: 0}, id="an older version is no excuse"),
+        pytest.param((6, 3), EACH, [(7, 4), (8, 5)], 5, {6: 3, 7: 4, 8: 5}, id="rewound to step 3, as version 6"),
+        pytest.param((0, 0), EACH, [(1, 1)], 3, {1: 1, 2: 2, 3: 3}, id="a version that no answer has named yet"),
+        pytest.param((0, 0), EACH, [(1, 1), (2, 2), (4, 3)], 3, {2: 2, 3: 0, 4: 3}, id="version 3 is a rollback"),
+        pytest.param((0, 0), EACH, [(n, n) for n in range(1, 9)], 8, {8: 8, 9: 0}, id="and as stale as it may be"),
+        pytest.param((10, 4), EACH, [(13, 7), (11, 5), (12, 6)], 7, {10: 4, 11: 5, 12: 6, 13: 7}, id="in any order"),
+        pytest.param((0, 0), RARE, ANSWERS, 7, {0: 0, 1: 3, 2: 6, 3: 7}, id="rare publishing"),
+        pytest.param((0, 0), RARE, [*ANSWERS, (3, 8), (4, 9)], 9, {0: 0, 1: 3, 2: 6, 3: 7, 4: 9}, id="goes on"),
+    ],
+)
+def test_a_version_contains_the_updates_up_to_a_step(
+    start: tuple[int, int], rules: dict[str, int], answers: Any, sent: int, contained: dict[int, int]
+) -> None:
+    steps = VersionSteps(*start, **rules)
+    for version, step in answers:
+        steps.learn(version, step)
+    assert {version: steps.step_of(version, sent=sent) for version in contained} == contained
+    assert steps.histogram(list(contained), sent=sent) == Counter(sent - step for step in contained.values())
 
 
 def test_a_manifest_says_how_old_a_rollback_is():
@@ -93,13 +84,6 @@ def test_a_manifest_says_how_old_a_rollback_is():
     assert steps.histogram([7, 8, 9, 9], sent=9) == {1: 1, 2: 1, 3: 2}
 
 
-def test_answers_may_come_in_any_order() -> None:
-    steps = VersionSteps(10, 4, every=1, save_every=50)
-    for step in (7, 5, 6):
-        steps.learn(step + 6, step)
-    assert [steps.step_of(version, sent=7) for version in range(10, 14)] == [4, 5, 6, 7]
-
-
 def test_a_run_of_months_remembers_the_newest_versions_alone() -> None:
     steps = VersionSteps(0, 0, every=1, save_every=50)
     for step in range(1, KEPT_VERSIONS + 200):
@@ -107,17 +91,6 @@ def test_a_run_of_months_remembers_the_newest_versions_alone() -> None:
     assert len(steps._steps) == KEPT_VERSIONS
     assert steps.step_of(KEPT_VERSIONS, sent=KEPT_VERSIONS + 200) == KEPT_VERSIONS - 7
     assert steps.step_of(8, sent=KEPT_VERSIONS + 200) == 0, "an older one is no excuse"
-
-
-def test_with_rare_publishing_an_answer_names_weights_that_lack_its_step() -> None:
-    """Published: 3, 6, 7 (a save), 9. The answers to 4 and 5 name version 1, and nothing names the save's version."""
-    steps = VersionSteps(0, 0, every=3, save_every=7)
-    for step, version in ((1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 2), (7, 2)):
-        steps.learn(version, step)
-    assert [steps.step_of(version, sent=7) for version in range(4)] == [0, 3, 6, 7]
-    steps.learn(3, 8)
-    steps.learn(4, 9)
-    assert [steps.step_of(version, sent=9) for version in range(5)] == [0, 3, 6, 7, 9]
 
 
 def test_what_is_logged() -> None:

@@ -69,14 +69,6 @@ def test_weights_decide_the_shares_of_every_stretch(tmp_path: Path):
         assert all(len(set(own[start : start + 11])) == 11 for start in range(0, len(own) - 11, 11))
 
 
-def test_files_of_one_size_have_different_orders(tmp_path: Path):
-    files = [PromptFileSection(path=numbered(tmp_path, name, 20)) for name in "ab"]
-    prompts = drawn(inputs_of(*files), *range(1, 11))
-    orders = [[prompt[1:] for prompt in prompts if prompt[0] == name] for name in "ab"]
-    assert sorted(orders[0]) == sorted(orders[1])
-    assert orders[0] != orders[1]
-
-
 def curriculum(tmp_path: Path) -> list[PromptFileSection]:
     paths = {name: numbered(tmp_path, name, 9) for name in "abc"}
     return [

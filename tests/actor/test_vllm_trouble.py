@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -123,27 +122,6 @@ async def test_a_server_that_comes_back_unusable_is_an_error(
             await running
 
 
-async def test_a_usable_server_is_waited_for_beside_an_unusable_one(
-    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
-):
-    async with FakeVllm() as good, FakeVllm() as bad:
-        here = VllmSetup(tmp_path, checkpoint, [good.url, bad.url])
-        good.is_hanging = bad.is_hanging = True
-        running = asyncio.create_task(asyncio.to_thread(here.run))
-        while len(good.requests) + len(bad.requests) < len(PROMPTS):
-            await asyncio.sleep(0.001)
-        await asyncio.gather(good.stop(), bad.stop())
-        while "no healthy server" not in caplog.text:
-            await asyncio.sleep(0.001)
-        bad.missing = {"/pause", "/weight_info"}
-        await bad.start()
-        while "start it with VLLM_SERVER_DEV_MODE=1" not in caplog.text:
-            await asyncio.sleep(0.001)
-        good.is_hanging = False
-        await good.start()
-        assert len(await running) == len(PROMPTS)
-
-
 async def test_a_run_that_is_closed_while_it_loads_resumes_the_server(tmp_path: Path, checkpoint: Path):
     async with FakeVllm() as server:
         here = VllmSetup(tmp_path, checkpoint, [server.url])
@@ -162,27 +140,6 @@ async def test_a_server_that_stays_away_is_an_error(tmp_path: Path, checkpoint: 
         here = VllmSetup(tmp_path, checkpoint, [server.url], max_outage_s=0.05)
     with pytest.raises(RequestFailed, match="vLLM: no healthy server for"):
         await asyncio.to_thread(here.run)
-
-
-async def test_closing_the_policy_ends_a_run_that_waits(tmp_path: Path, checkpoint: Path):
-    async with FakeVllm() as server:
-        here = VllmSetup(tmp_path, checkpoint, [server.url])
-        server.is_hanging = True
-        ended: list[type[BaseException]] = []
-
-        def run() -> None:
-            try:
-                here.run()
-            except BaseException as error:
-                ended.append(type(error))
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        while not server.requests:
-            await asyncio.sleep(0.001)
-        here.policy.close()
-        await asyncio.to_thread(thread.join)
-        assert ended == [asyncio.CancelledError]
 
 
 @pytest.mark.parametrize(
@@ -206,20 +163,6 @@ async def test_an_unusable_server_is_an_error_of_one_sentence(
         here.generation._banned_ids = [0]
         with pytest.raises(VllmUnusable, match=words):
             await asyncio.to_thread(here.run)
-
-
-async def test_a_restarted_server_gets_the_adapters_again(tmp_path: Path, checkpoint: Path):
-    async with FakeVllm() as server:
-        here = VllmSetup(tmp_path, checkpoint, [server.url], policy={"lora_rank": 2}, generation={"batch_size": 1})
-
-        def restarted(request: dict[str, Any]) -> dict[str, Any]:
-            server.answer = lambda request: {}
-            server.weights, server.adapters = "initial", []  # the next row's adapter is unknown
-            return {}
-
-        server.answer = restarted
-        assert len(await asyncio.to_thread(here.run)) == 3
-        assert len(server.loaded) == 2
 
 
 async def test_adapters_are_refused_on_top_of_the_weights_of_another_run(tmp_path: Path, checkpoint: Path):

@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 
 from benchmarks.command import main, report
-from benchmarks.gpu import check, parts
+from benchmarks.gpu import check
 
 
 def sample_of(name: str, tmp_path: Path, *, device: str = "cpu", limit_s: float = 120) -> dict[str, Any]:
     job = {"device": device, "small": True, "scratch": str(tmp_path), "tests": ""}
     return check.run_part(name, job, limit_s, tmp_path / f"{name}.log")
-
-
-def test_each_part_has_a_function():
-    assert all(callable(getattr(parts, name)) for name in check.PARTS)
 
 
 def test_a_part_that_fails_keeps_its_numbers_and_says_why(tmp_path: Path):

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import command, learning
-from benchmarks.support.reward_functions import share_of_word
 from python_backend.config import load_config
-from python_backend.rewards.function import Sample
 
 
 def run(algorithm: str, seed: int, rewards: list[float]) -> list[dict[str, Any]]:
@@ -19,12 +17,6 @@ def run(algorithm: str, seed: int, rewards: list[float]) -> list[dict[str, Any]]
         {"algorithm": algorithm, "seed": seed, "step": i, "reward": reward, "optimum": 1.0, "kl": 2.0 * i}
         for i, reward in enumerate(rewards, 1)
     ]
-
-
-def test_the_reward_is_a_share_of_the_response():
-    assert share_of_word(Sample("w1 w7", metadata={"response": "w7 w2 w7 w3"})) == 0.5
-    assert share_of_word(Sample("w7", metadata={"response": ""})) == 0.0
-    assert share_of_word(Sample("w7")) == 0.0
 
 
 def test_the_worst_seed_decides():
@@ -36,11 +28,6 @@ def test_the_worst_seed_decides():
     ppo, grpo = learning.targets(result)
     assert (ppo.value, ppo.verdict) == (pytest.approx(0.9), "miss")
     assert (grpo.value, grpo.verdict) == (1.0, "pass")
-
-
-def test_the_picture_has_a_panel_for_each_algorithm(tmp_path: Path):
-    learning.draw({"samples": [*run("ppo", 0, [0.1, 0.9]), *run("rloo", 0, [0.2, 0.8])]}, tmp_path)
-    assert (tmp_path / "learning.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("algorithm", sorted(learning.ALGORITHMS))

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.command import parse_arguments
-from benchmarks.reload import parts
-from benchmarks.reload.service import Cores, on_core, under_load
+from benchmarks.reload.service import Cores, on_core
 from benchmarks.reload.training import make_payload
 from benchmarks.support.workload import LONGEST, VOCAB_SIZE
 from python_backend.wire.contract import SEQUENCE_LENGTHS, Limits
@@ -54,16 +52,3 @@ def test_payloads_are_exact_multiples_that_the_contract_accepts():
 
 
 # ---- the command ----
-
-
-def test_quick_changes_defaults_only(tmp_path: Path):
-    out = ["--out", str(tmp_path)]
-    assert parse_arguments("reload", parts, [*out, "--quick"]).swaps == 4
-    assert parse_arguments("reload", parts, [*out, "--quick", "--swaps", "7"]).swaps == 7
-    full = parse_arguments("reload", parts, out)
-    assert (full.swaps, full.triton_reloads, full.clients) == (200, 50, 32)
-
-
-def test_models_too_large_for_milliseconds_are_published_only():
-    assert under_load(["1m", "7m", "110m"]) == ["1m", "7m"]
-    assert under_load(["110m"]) == ["110m"]

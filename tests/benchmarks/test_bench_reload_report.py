@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.command import report
-from benchmarks.reload import load, parts, publish, training
-from benchmarks.reload.load import share_of_cycle
-from benchmarks.reload.parts import PARTS
-from benchmarks.reload.windows import Samples, p99, quiet_windows, ratio
+from benchmarks.reload import load, publish, training
+from benchmarks.reload.windows import Samples, quiet_windows
 from benchmarks.support.benchmark import Target
 
 
@@ -63,19 +58,7 @@ def test_quiet_windows_lie_within_quiet_times_and_are_as_long():
     assert quiet_windows([(0.0, 3.0)], [(20.0, 22.0)], margin_s=0.05) == []
 
 
-def test_what_is_unknown_stays_unknown():
-    assert p99(np.zeros(0)) is None
-    assert ratio(None, 1.0) is None
-    assert ratio(1.0, 0.0) is None
-    assert ratio(3.0, 2.0) == 1.5
-
-
 # ---- parts ----
-
-
-def test_every_reload_falls_to_one_cycle():
-    assert [share_of_cycle(10, 4, cycle) for cycle in range(4)] == [2, 3, 2, 3]
-    assert sum(share_of_cycle(200, 25, cycle) for cycle in range(25)) == 200
 
 
 def timed(reload: str, begin: float, end: float, version: int, **parts: float) -> dict[str, Any]:
@@ -166,27 +149,3 @@ def test_training_compares_sizes_of_the_update():
 
 
 # ---- the report ----
-
-
-def whole_result() -> dict[str, Any]:
-    parts = {
-        "load": {"1m": load_part()},
-        "publish": publish_part(),
-        "training": training_part(),
-    }
-    return {"parts": parts}
-
-
-def test_report_of_everything(tmp_path: Path):
-    text = report(parts, whole_result(), tmp_path)
-    written = json.loads((tmp_path / "result.json").read_text())
-    assert set(written["summary"]) == set(PARTS)
-    assert all(t["name"] in text for t in written["targets"])
-    assert {path.name for path in tmp_path.iterdir()} == {"result.json", "report.md", "reload.png"}
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_report_of_one_part_alone(name: str, tmp_path: Path):
-    report(parts, {"parts": {name: whole_result()["parts"][name]}}, tmp_path)
-    assert list(json.loads((tmp_path / "result.json").read_text())["summary"]) == [name]
-    assert (tmp_path / "reload.png").is_file() == (name in ("load", "training"))

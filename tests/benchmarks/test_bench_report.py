@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.command import BENCHMARKS, main, markdown, parse_arguments, report, targets_table
-from benchmarks.generation import response_lengths
-from benchmarks.scoring import sweep
+from benchmarks.command import BENCHMARKS, main, markdown, parse_arguments, targets_table
 from benchmarks.scoring.sweep import summarise, targets
 from benchmarks.step import phases
 from benchmarks.support.benchmark import Target
-from benchmarks.support.samples import in_turn, median_of, pairs, ratio
+from benchmarks.support.samples import pairs, ratio
 from benchmarks.update import make_payload, padded_payload
 
 
@@ -55,11 +52,6 @@ def target(samples: list[dict[str, Any]], words: str) -> Target:
     return found
 
 
-def test_median_leaves_out_what_is_unknown():
-    assert median_of([3.0, None, 1.0, 8.0]) == 3.0
-    assert median_of([None]) is None
-
-
 def test_ratios_are_of_matched_rounds():
     """The machine was slow in round 2 for both: the median of ratios is 2, the ratio of medians would be 1.5."""
     samples = [*in_rounds("ours", 1.0, 8.0, 2.0), *in_rounds("one_forward", 2.0, 16.0, 3.0)]
@@ -73,24 +65,12 @@ def test_rounds_that_one_of_them_lacks_do_not_count():
     assert ratio(samples, "ours", "ideal", "seconds") is None
 
 
-def test_a_different_contender_comes_first_in_each_round():
-    assert list(in_turn("abc", 4)) == [
-        (i, name) for i, names in enumerate(("abc", "bca", "cab", "abc")) for name in names
-    ]
-
-
 @pytest.mark.parametrize(("seconds", "verdict"), [(3.2, "miss"), (3.4, "pass")])
 def test_ratio_bar(seconds: float, verdict: str):
     found = target([*in_rounds("ours", 1, 1, 1), *in_rounds("pytriton_padded", *[seconds] * 3)], "pytriton_padded")
     assert found.value == pytest.approx(seconds)
     assert found.verdict == verdict
     assert found.detail == "median of 3 matched rounds"
-
-
-def test_too_few_rounds_are_told():
-    found = target([sample("ours", 1.0), sample("ideal", 1.0)], "ideal")
-    assert (found.value, found.verdict) == (1.0, "pass")
-    assert "fewer than 3" in found.detail
 
 
 def test_what_was_not_measured_is_neither_pass_nor_miss():
@@ -175,18 +155,6 @@ def test_targets_table_says_what_was_promised():
     ]
 
 
-def test_report_of_one_round_is_written_whole(tmp_path: Path):
-    samples = [sample(name, 1.0, concurrency=c) for name in ("ours", "one_forward") for c in (1, 8)]
-    samples.append(sample("ours", 1.0, purpose="split"))
-    text = report(sweep, result_of(samples), tmp_path)
-    assert "not measured" in text
-    written = json.loads((tmp_path / "result.json").read_text())
-    assert len(written["summary"]) == 4
-    assert {target["verdict"] for target in written["targets"]} >= {"pass", "not measured"}
-    names = {"result.json", "report.md", "throughput.png"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-
-
 def test_a_step_is_compared_within_a_round() -> None:
     def block(mode: str, number: int, seconds: float, **lengths: float) -> dict[str, Any]:
         spans = [[name, 1.0, 1.0 + length] for name, length in lengths.items()]
@@ -206,13 +174,6 @@ def test_a_step_is_compared_within_a_round() -> None:
     assert overlapped.value == 0.8  # the median of 0.8, 0.6 and 0.9, each of one round
     assert path.value == pytest.approx(4.0 / 5.0)  # scoring is not the actor's own, and a block has two steps
     assert cores.value == 0.75
-
-
-def test_lengths_are_given_and_vary() -> None:
-    varied = response_lengths("varied", 200, 128)
-    assert response_lengths("equal", 3, 9) == [9, 9, 9]
-    assert (max(varied), min(varied) < 30) == (128, True)
-    assert 0.2 < sum(varied) / 200 / 128 < 0.5  # most end long before the longest
 
 
 def test_padding_lengthens_rows_and_trains_nothing() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +9,7 @@ import pytest
 
 from benchmarks.command import parse_arguments
 from benchmarks.scoring import sweep
-from benchmarks.scoring.processes import claim, load_contender, pack, unpack
+from benchmarks.scoring.processes import load_contender, pack, unpack
 from benchmarks.scoring.pytriton import stripped_width
 from benchmarks.support.benchmark import BenchError, Record
 from benchmarks.support.workload import (
@@ -20,7 +17,6 @@ from benchmarks.support.workload import (
     SHORTEST,
     SIZES,
     VOCAB_SIZE,
-    as_requests,
     make_checkpoint,
     make_trace,
     trace_lengths,
@@ -57,20 +53,6 @@ def test_a_shorter_trace_is_a_prefix_of_a_longer_one():
     assert all(row.min() >= 3 and row.max() < VOCAB_SIZE for row in long)
 
 
-def test_requests_hold_every_row_once_in_order():
-    rows = make_trace(10)
-    requests = as_requests(rows, 4)
-    assert [len(request) for request in requests] == [4, 4, 2]
-    assert all(a is b for a, b in zip([row for request in requests for row in request], rows, strict=True))
-
-
-@pytest.mark.parametrize(("name", "millions"), [("1m", (0.9, 1.5)), ("7m", (6.5, 7.5)), ("110m", (95, 120))])
-def test_models_have_the_size_that_they_are_called_by(name: str, millions: tuple[float, float]):
-    size = SIZES[name]
-    body = size.layers * (4 * size.width**2 + 3 * size.width * size.feed_forward)
-    assert millions[0] <= (body + VOCAB_SIZE * size.width) / 1e6 <= millions[1]
-
-
 # ---- how much ----
 
 
@@ -90,26 +72,6 @@ def test_packed_rows_come_back():
 )
 def test_stripped_width(longest: int, multiple: int, computed: int):
     assert stripped_width(longest, multiple, 500) == computed
-
-
-def _claim_all(path: str, count: int, out: str) -> None:
-    Path(out).write_text(json.dumps(list(claim(Path(path), count))))
-
-
-@pytest.mark.slow
-def test_every_micro_batch_is_claimed_once(tmp_path: Path):
-    workers = [
-        multiprocessing.get_context("spawn").Process(
-            target=_claim_all, args=(str(tmp_path / "claims"), 2000, str(tmp_path / f"{i}.json"))
-        )
-        for i in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(240)  # each imports torch
-    taken = [index for i in range(2) for index in json.loads((tmp_path / f"{i}.json").read_text())]
-    assert Counter(taken) == Counter(range(2000))
 
 
 def test_a_contender_that_scores_otherwise_stops_the_measurement(tmp_path: Path):

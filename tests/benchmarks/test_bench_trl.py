@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.command import main
 from benchmarks.support.benchmark import BenchError, Record
-from benchmarks.trl.comparison import REQUIREMENTS, SteppedTrainer, prompts_for, summarise, take_turns, targets
+from benchmarks.trl.comparison import REQUIREMENTS, SteppedTrainer, summarise, take_turns, targets
 from benchmarks.trl.theirs import trl_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,21 +106,11 @@ def test_the_ratio_is_of_samples_of_one_round() -> None:
     assert (cpu.value, cpu.verdict) == (pytest.approx(0.84), "no target")
 
 
-def test_a_contender_alone_has_no_ratio() -> None:
-    assert {target.verdict for target in targets({"samples": [sample("ours", 0, 1.0)]})} == {"not measured"}
-
-
 def test_trl_takes_one_optimizer_step_per_rollout() -> None:
     settings = {**CELL, "rows": 64, "folder": "f", "group": 8, "lr": 1e-6, "trl_micro_batch": 16}
     arguments = trl_arguments(settings)
     assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] == 64
     assert arguments["generation_kwargs"] == {"min_new_tokens": arguments["max_completion_length"]}
-
-
-def test_prompts_of_a_random_model_are_words_it_knows() -> None:
-    prompts = prompts_for("tiny", 3)
-    assert len(set(prompts)) == 3
-    assert all(3 <= int(word.removeprefix("w")) < 4096 for prompt in prompts for word in prompt.split())
 
 
 def test_both_environments_have_the_same_torch_and_transformers() -> None:
@@ -130,8 +119,3 @@ def test_both_environments_have_the_same_torch_and_transformers() -> None:
 
     shared = pins(REQUIREMENTS) & pins(ROOT / "constraints.txt")
     assert {"torch", "transformers", "tokenizers"} <= {pin.split("==")[0] for pin in shared}
-
-
-def test_smollm2_needs_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trl", "--out", str(tmp_path), "--models", "135m"]) == 2
-    assert "--smollm2 DIR" in capsys.readouterr().err

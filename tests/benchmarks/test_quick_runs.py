@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = pytest.mark.slow, pytest.mark.timeout(900)
 OURS = ["ours"]
-SCORING = ["ideal", "one_forward", "ours", "pytriton_padded", "pytriton_stripped"]
-GATEWAY = ["gateway_texts", "gateway_tokens", "ours", "serve_rm"]
+PYTRITON = ["pytriton_padded", "pytriton_stripped"]
+SCORING = ["gateway_texts", "gateway_tokens", "ideal", "one_forward", "ours", *PYTRITON, "serve_rm"]
 
 
 @pytest.mark.parametrize(
@@ -23,13 +23,11 @@ GATEWAY = ["gateway_texts", "gateway_tokens", "ours", "serve_rm"]
     [
         ("generation", [], ["generate", "slots-4"], "tiny: identical greedy responses, share"),
         ("update", ["--threads", "1"], ["ours", "padded"], "tiny: ours / padded to the longest, times as fast"),
-        pytest.param("scoring", [], SCORING, "ours / any other server", marks=SLOW),
-        pytest.param("scoring", ["--contenders", ",".join(GATEWAY)], GATEWAY, "through the gateway", marks=SLOW),
+        pytest.param("scoring", ["--contenders", ",".join(SCORING)], SCORING, "through the gateway", marks=SLOW),
         pytest.param("step", [], ["overlapped", "serial"], "overlapped / serial", marks=SLOW),
         pytest.param("learning", [], ["rloo"], "share of the optimum, worst seed", marks=SLOW),
         pytest.param("trl", ["--contenders", "ours"], OURS, "tiny grpo 16x8: ours / TRL", marks=SLOW),
-        pytest.param("reload", ["--parts", "b"], [], "swap / hash + load + canary", marks=SLOW),
-        pytest.param("reload", ["--parts", "a,c"], [], "p99 while the critic trains", marks=SLOW),
+        pytest.param("reload", ["--parts", "b,c"], [], "p99 while the critic trains", marks=SLOW),
         pytest.param("reload", ["--parts", "a", "--model", "reward"], [], "failed requests", marks=SLOW),
     ],
 )

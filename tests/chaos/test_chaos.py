@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
@@ -20,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 from chaos.command import _drive, main, summary
 from chaos.killer import NOTHING, POINTS, VICTIMS, Points, plan_kills, stop_for, stop_for_good, ways_of
 from chaos.system import write_config
-from chaos.traffic import LONGEST, VOCAB_SIZE, Background, RequestRecord, Traffic, batch, probes
+from chaos.traffic import LONGEST, VOCAB_SIZE, Background, RequestRecord, Traffic, batch
 from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.config import RunConfig, load_config
 from python_backend.store.journal import Heartbeat, Journal
@@ -54,10 +53,6 @@ def test_a_short_plan_meets_every_victim_and_twenty_kills_every_moment():
     assert {point for _, point in plan_kills(20, 1)} == set(POINTS)
 
 
-def test_the_seed_is_the_plan():
-    assert plan_kills(20, 5) == plan_kills(20, 5) != plan_kills(20, 6)
-
-
 def test_some_are_stopped_instead_of_killed():
     assert ways_of(5, hung=False) == ["killed", "killed", "killed", "stopped", "killed"]
     assert ways_of(5, hung=True) == ["killed", "hung", "killed", "stopped", "killed"]
@@ -88,22 +83,11 @@ def test_a_batch_is_the_same_again_ragged_and_valid():
     assert payload.mask.sum() == (payload.lengths - 1).sum()
 
 
-def test_some_batches_are_large():
-    assert len(batch(3, 5)["tokens"]) == 8 * len(batch(3, 6)["tokens"])
-
-
 def test_a_rewind_takes_back_the_answers_to_later_steps():
     record = RequestRecord(trained=[(1, 0.0, "a"), (2, 0.1, "b")], repeated=[(2, "b")], saved=[(1, 0.1, 1)])
     record.rewind(1, 3)
     assert (record.trained, record.repeated, record.saved) == ([(1, 0.0, "a")], [], [(1, 0.1, 1)])
     assert [(step, version) for step, _, version in record.rewound] == [(1, 3)]
-
-
-def test_probes_are_the_same_rows_for_ever():
-    first, again = probes(3), probes(3)
-    assert [len(rows) for rows in first] == [1, 2, 3, 4]
-    for ours, theirs in zip(first, again, strict=True):
-        assert all(map(np.array_equal, ours, theirs))
 
 
 def test_a_rewind_reaches_no_further_back_than_the_last_save_or_rewind():
@@ -222,12 +206,6 @@ def test_what_was_there_before_is_no_moment(config: RunConfig, point: str):
     if point == "idle":
         Journal(config.run.journal_dir, "chaos").beat(Heartbeat(1, 0, 0, "idle", 1.0))
     assert points_of(config).wait(point, 0.05, threading.Event()) == NOTHING
-
-
-def test_who_waits_for_a_moment_can_be_called_off(config: RunConfig):
-    called_off = threading.Event()
-    called_off.set()
-    assert points_of(config).wait("verify", 1e6, called_off) == NOTHING
 
 
 # ---- the figures ----

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import shutil
 from collections.abc import Callable
+from dataclasses import replace as changed
 from pathlib import Path
 
 import numpy as np
@@ -86,59 +86,29 @@ def test_faultless_steps_are_kept(record: RequestRecord, reference: Reference):
     )
 
 
-def swap_answers(record: RequestRecord, known: dict[int, Result]) -> None:
-    record.trained[0], record.trained[1] = record.trained[1], record.trained[0]
-
-
-def lose_an_answer(record: RequestRecord, known: dict[int, Result]) -> None:
-    del record.trained[1]
-
-
-def answer_twice(record: RequestRecord, known: dict[int, Result]) -> None:
-    record.trained.insert(1, record.trained[0])
-
-
-def lose_a_result(record: RequestRecord, known: dict[int, Result]) -> None:
-    del known[2]
-
-
-def train_one_more(record: RequestRecord, known: dict[int, Result]) -> None:
-    known[4] = dataclasses.replace(known[3], entry="00000004.train")
-
-
-def fail_a_step(record: RequestRecord, known: dict[int, Result]) -> None:
-    known[2] = dataclasses.replace(known[2], error="not finite")
-
-
-def change_the_last_bit(record: RequestRecord, known: dict[int, Result]) -> None:
-    known[3] = dataclasses.replace(known[3], loss_mean=float(np.nextafter(LOSSES[2], 1)))
-
-
-def answer_another_loss(record: RequestRecord, known: dict[int, Result]) -> None:
-    record.trained[2] = (3, 3.0, TrainAnswer(float(np.nextafter(np.float32(LOSSES[2]), np.float32(1))), 3))
-
-
-def answer_another_version(record: RequestRecord, known: dict[int, Result]) -> None:
-    record.trained[2] = (3, 3.0, TrainAnswer(LOSSES[2], 2))
-
-
-def refuse(record: RequestRecord, known: dict[int, Result]) -> None:
-    record.refusals.append("step 2: it was already sent with other content")
+NEXT_LOSS = (3, 3.0, TrainAnswer(float(np.nextafter(np.float32(LOSSES[2]), np.float32(1))), 3))
+OTHER_VERSION = (3, 3.0, TrainAnswer(LOSSES[2], 2))
 
 
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (swap_answers, "steps 2, 1, 3 were acknowledged, steps 1 to 3 were sent"),
-        (lose_an_answer, "steps 1, 3 were acknowledged, steps 1 to 3 were sent"),
-        (answer_twice, "steps 1, 1-3 were acknowledged"),
-        (lose_a_result, "the journal has results of steps 1, 3"),
-        (train_one_more, "the journal has results of steps 1-4"),
-        (fail_a_step, "step 2 ended in an error: not finite"),
-        (change_the_last_bit, "step 3 has loss 0.125000"),
-        (answer_another_loss, "step 3 was answered with"),
-        (answer_another_version, "step 3 was answered with"),
-        (refuse, "rejected or not answered: step 2: it was already sent with other content"),
+        (lambda record, known: record.trained.reverse(), "steps 3, 2, 1 were acknowledged, steps 1 to 3 were sent"),
+        (lambda record, known: record.trained.pop(1), "steps 1, 3 were acknowledged, steps 1 to 3 were sent"),
+        (lambda record, known: record.trained.insert(1, record.trained[0]), "steps 1, 1-3 were acknowledged"),
+        (lambda record, known: known.pop(2), "the journal has results of steps 1, 3"),
+        (lambda record, known: known.update({4: changed(known[3], entry="00000004.train")}), "results of steps 1-4"),
+        (lambda record, known: known.update({2: changed(known[2], error="not finite")}), "error: not finite"),
+        (
+            lambda record, known: known.update({3: changed(known[3], loss_mean=float(np.nextafter(LOSSES[2], 1)))}),
+            "step 3 has loss 0.125000",
+        ),
+        (lambda record, known: record.trained.__setitem__(2, NEXT_LOSS), "step 3 was answered with"),
+        (
+            lambda record, known: record.trained.__setitem__(2, (3, 3.0, TrainAnswer(LOSSES[2], 2))),
+            "step 3 was answered with",
+        ),
+        (lambda record, known: record.refusals.append("step 2: sent"), "rejected or not answered: step 2: sent"),
     ],
 )
 def test_a_fault_in_the_steps_is_named(
@@ -174,7 +144,7 @@ def test_faultless_versions_are_kept(reference: Reference):
 )
 def test_a_fault_in_the_versions_is_named(reference: Reference, change: dict[str, object], current: int, words: str):
     every = manifests()
-    every[2] = dataclasses.replace(every[2], **change)  # type: ignore[arg-type]
+    every[2] = changed(every[2], **change)  # type: ignore[arg-type]
     found = check_versions(every, current, reference)
     assert words in found.sentence()
     assert len(found.violations) == 1
@@ -213,11 +183,6 @@ def test_a_changed_byte_is_named(store: WeightsStore):
     assert "version 1: model.safetensors has sha256" in check_whole(store).violations[0]
 
 
-def test_a_version_without_a_manifest_is_torn(store: WeightsStore):
-    (store.folder(1) / "manifest.json").unlink()
-    assert check_whole(store).violations == ["version 1 is not in the weights store"]
-
-
 # ---- scores ----
 
 
@@ -231,27 +196,21 @@ def test_faultless_scores_are_kept(record: RequestRecord, reference: Reference):
         (served(2, value=2e-5), "values of probe 0 by version 2: off by 2e-05"),
         (served(2, value=float("nan")), "values of probe 0 by version 2: off by nan"),
         (served(2, reward=2e-5), "rewards of probe 0 by version 2: off by 2e-05"),
-        (dataclasses.replace(served(2), versions=(1,)), "values of probe 0 by version 1: off by 1"),
+        (changed(served(2), versions=(1,)), "values of probe 0 by version 1: off by 1"),
         (
-            dataclasses.replace(served(2), versions=(2, 3)),
+            changed(served(2), versions=(2, 3)),
             "probe 0 was scored by versions (2, 3), expected a single existing version",
         ),
         (
-            dataclasses.replace(served(2), versions=(7,)),
+            changed(served(2), versions=(7,)),
             "probe 0 was scored by versions (7,), expected a single existing version",
         ),
-        (dataclasses.replace(served(2), values=b""), "values of probe 0 by version 2: 0 numbers, not 2"),
+        (changed(served(2), values=b""), "values of probe 0 by version 2: 0 numbers, not 2"),
     ],
 )
 def test_a_wrong_score_is_named(record: RequestRecord, reference: Reference, answer: Served, words: str):
     record.served[answer] += 1
     assert check_scores(record, STEPS_OF, reference).violations == [words]
-
-
-def test_last_bits_may_differ(record: RequestRecord, reference: Reference):
-    """A longer row in the same forward changes them."""
-    record.served[served(1, value=1e-6, reward=1e-6)] += 1
-    assert check_scores(record, STEPS_OF, reference).kept
 
 
 def test_an_old_version_after_a_newer_answer_is_named(record: RequestRecord):
@@ -294,7 +253,3 @@ def test_a_victim_that_was_missed_is_named():
         "no kill hit the victim 'critic'",
         "no kill hit the point 'idle'",
     ]
-
-
-def test_a_promise_about_nothing_is_not_kept(reference: Reference):
-    assert check_scores(RequestRecord(), STEPS_OF, reference).violations == ["there was nothing to check"]

@@ -21,7 +21,6 @@ from chaos.soak.verdict import (
     check_responses,
     check_survival,
     check_updates,
-    draw,
 )
 from python_backend.store.jsonl import write_jsonl
 
@@ -138,12 +137,6 @@ def test_the_soak_test_takes_no_options_of_the_crash_test(tmp_path: Path, capsys
     with pytest.raises(SystemExit):
         main(["--minutes", "1", "--hung", "--out", str(tmp_path)])
     assert "--minutes takes no other arguments than --out and --seed" in capsys.readouterr().err
-
-
-def test_the_picture_of_a_test_that_was_stopped_at_once(tmp_path: Path):
-    kills = [{"time_s": 1.0, "victim": "actor", "until_s": None}]
-    draw(tmp_path / "soak.png", [SAMPLE, replace(SAMPLE, processes={})], kills, calm_from_s=2.0)
-    assert (tmp_path / "soak.png").stat().st_size
 
 
 @pytest.mark.slow

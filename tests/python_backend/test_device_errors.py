@@ -57,17 +57,10 @@ def test_after_a_device_error_the_model_refuses_requests_so_that_they_go_elsewhe
     monkeypatch.setattr(reward.served.compute._troubles, "add", counted.append)
 
     def fail(*_: object) -> Any:
-        if at_launch:
-            raise error
-        return fail  # CUDA reports an error at a later call
-
-    def launch(*_: object) -> Any:
-        return fail() if at_launch else lambda: broken()
-
-    def broken() -> Any:
         raise error
 
-    monkeypatch.setattr(reward.served, "forward", launch)
+    # CUDA reports an error at a later call than the one that caused it.
+    monkeypatch.setattr(reward.served, "forward", fail if at_launch else lambda *_: fail)
     for _ in range(2):
         refused = ask(reward).error
         assert refused is not None

@@ -82,7 +82,13 @@ def test_the_log_is_watched(tmp_path: Path) -> None:
     assert 0 < found[f"{last}warning"] <= found[f"{last}error"]
 
 
-def test_a_taken_port_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_port_nothing_is_served_and_a_taken_one_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    handlers = list(logging.getLogger().handlers)
+    Exporter("rlhf_test_", METRICS, tmp_path).serve("127.0.0.1", None)
+    assert logging.getLogger().handlers == handlers
+    assert not caplog.records
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -90,10 +96,3 @@ def test_a_taken_port_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFi
         Exporter("rlhf_test_", METRICS, tmp_path).serve("127.0.0.1", port)
     (record,) = caplog.records
     assert f"127.0.0.1:{port} cannot be served" in record.getMessage()
-
-
-def test_without_a_port_nothing_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    handlers = list(logging.getLogger().handlers)
-    Exporter("rlhf_test_", METRICS, tmp_path).serve("127.0.0.1", None)
-    assert not caplog.records
-    assert logging.getLogger().handlers == handlers

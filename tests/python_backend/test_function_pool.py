@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,23 @@ LIMIT_S = 1.0
 PATIENT_S = 60.0
 
 
-def make_pool(name: str = "by_row", *, num_workers: int = 2, timeout_s: float = PATIENT_S) -> WorkerPool:
-    return WorkerPool(FunctionCall(f"{FILE}:{name}", timeout_s), num_workers=num_workers)
+MakePool = Callable[..., WorkerPool]
+
+
+@pytest.fixture
+def make_pool() -> Iterator[MakePool]:
+    """Starts pools, and closes them."""
+    made: list[WorkerPool] = []
+
+    def make(spec: str = "by_row", *, num_workers: int = 1, timeout_s: float = PATIENT_S, **call: Any) -> WorkerPool:
+        spec = spec if ":" in spec else f"{FILE}:{spec}"
+        made.append(WorkerPool(FunctionCall(spec, timeout_s, **call), num_workers=num_workers))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+    assert not workers()
 
 
 def doing(*actions: str | None, **metadata: object) -> list[Sample]:
@@ -62,20 +77,14 @@ def workers() -> list[psutil.Process]:
 
 
 @pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    pool = make_pool(num_workers=2)
-    yield pool
-    pool.close()
-    assert not workers()
+def pool(make_pool: MakePool) -> WorkerPool:
+    return make_pool(num_workers=2)
 
 
 @pytest.fixture
-def hasty() -> Iterator[WorkerPool]:
+def hasty(make_pool: MakePool) -> WorkerPool:
     """One worker with a short limit."""
-    pool = make_pool(num_workers=1, timeout_s=LIMIT_S)
-    yield pool
-    pool.close()
-    assert not workers()
+    return make_pool(timeout_s=LIMIT_S)
 
 
 def test_many_samples_each_get_their_own_score(pool: WorkerPool) -> None:
@@ -105,21 +114,10 @@ def test_what_goes_wrong_costs_its_own_sample(pool: WorkerPool, action: str, cau
     assert [before, after, last] == [ScoreOutcome(0.0), ScoreOutcome(2.0), ScoreOutcome(1.0)]
 
 
-def test_a_forked_child_never_answers() -> None:
-    pool = make_pool(num_workers=1)
-    found = outcomes(pool, doing(*["fork"] * 3, "pid", *[None] * 16, "pid"))
-    pool.close()
+def test_a_forked_child_never_answers(make_pool: MakePool) -> None:
+    found = outcomes(make_pool(), doing(*["fork"] * 3, "pid", *[None] * 16, "pid"))
     assert [outcome.score for outcome in (*found[:3], *found[4:-1])] == [0, 1, 2, *range(4, 20)]
     assert found[3] == found[-1], "the worker itself goes on"
-
-
-def test_a_fork_during_the_import_costs_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "forking.py"
-    path.write_text("import os\nos.fork()\ndef score(sample): return len(sample.tokens)\n")
-    pool = WorkerPool(FunctionCall(f"{path}:score", PATIENT_S), num_workers=1)
-    found = outcomes(pool, doing(*[None] * 10))
-    pool.close()
-    assert [outcome.score for outcome in found] == list(range(10))
 
 
 @pytest.mark.parametrize("action", ["sleep", "loop"])
@@ -158,16 +156,11 @@ def test_killed_workers_leave_no_zombies(hasty: WorkerPool, tmp_path: Path) -> N
         prctl(subreaper, 0)
 
 
-def nested(depth: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(depth - 1):
-        value = [value]
-    return value
-
-
 @pytest.mark.parametrize("place", ["send_frame", "receive_frame"])
-def test_after_any_exception_the_next_sample_is_scored(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    pool = make_pool(num_workers=1)
+def test_after_any_exception_the_next_sample_is_scored(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    pool = make_pool()
     real = getattr(pool_module, place)
     for error in (RecursionError, MemoryError, OSError, EOFError, TimeoutError, ValueError, KeyError, TypeError):
 
@@ -179,55 +172,52 @@ def test_after_any_exception_the_next_sample_is_scored(monkeypatch: pytest.Monke
         failed, *good = outcomes(pool, doing(None, None, None))
         assert failed.error, error
         assert good == [ScoreOutcome(1.0), ScoreOutcome(2.0)], error
-    pool.close()
-    assert not workers()
 
 
-def test_after_a_sample_that_breaks_the_protocol_the_next_is_scored() -> None:
-    pool = make_pool(num_workers=1)
-    for bad in (*doing("garbled frame", "foreign frame"), Sample("", [], {"deep": nested(5000)})):
-        failed, *good = outcomes(pool, [bad, *doing(None, None)])
-        assert failed.error, bad
-        assert good == [ScoreOutcome(0.0), ScoreOutcome(1.0)], bad
-    pool.close()
+def test_after_a_sample_that_breaks_the_protocol_a_new_worker_scores_the_next(make_pool: MakePool) -> None:
+    pool = make_pool()
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for bad in (*doing("garbled frame", "foreign frame", "two results"), Sample("", [], {"deep": deep})):
+        before, failed, after = outcomes(pool, [*doing("pid"), bad, *doing("pid")])
+        assert failed.error
+        assert (before.error, after.error) == ("", "")
+        assert before.score != after.score, "it has been killed"
 
 
-def test_a_reply_with_a_wrong_number_of_results_is_a_broken_one() -> None:
-    pool = make_pool(num_workers=1)
-    before, failed, after = outcomes(pool, doing("pid", "two results", "pid"))
-    pool.close()
-    assert failed.error == "the worker process sent 2 results for 1 samples"
-    assert before.score != after.score, "it has been killed"
-
-
-def test_a_callback_that_raises_costs_no_thread() -> None:
-    pool = make_pool(num_workers=1)
+def test_a_callback_that_raises_costs_no_thread(make_pool: MakePool) -> None:
+    pool = make_pool()
     pool.submit([(doing(None), lambda _: [][0])])
     assert outcomes(pool, doing("pid"))[0].error == ""
-    pool.close()
 
 
-def test_hidden_variables_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["KEY_OF_ANOTHER", "KEY_OF_ITS_OWN", "KEY_FOR_TRAINING"]
-    for name in names:
-        monkeypatch.setenv(name, "secret")
-    call = FunctionCall(f"{FILE}:by_row", PATIENT_S, hidden_variables=[names[0], names[2]])
-    pool = WorkerPool(call, num_workers=1)
-    found = outcomes(pool, [Sample("", [], {"do": "inherited", "names": part}) for part in (names, names[1:2])])
-    pool.close()
-    assert found == [ScoreOutcome(1.0), ScoreOutcome(1.0)]
-
-
-def test_secrets_are_not_inherited_but_for_the_functions_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = ["WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD"]
-    inherited = ["HF_TOKEN", "OPENAI_API_KEY", "TOKENIZERS_PARALLELISM"]
+@pytest.mark.parametrize(
+    ("call", "hidden", "inherited"),
+    [
+        (
+            {"spec": "by_row", "hidden_variables": ["KEY_OF_ANOTHER", "KEY_FOR_TRAINING"]},
+            ["KEY_OF_ANOTHER", "KEY_FOR_TRAINING"],
+            ["KEY_OF_ITS_OWN"],
+        ),
+        (
+            {"spec": "Keyed", "options": {"api_key_env": "HF_TOKEN"}},
+            ["WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD"],
+            ["HF_TOKEN", "OPENAI_API_KEY", "TOKENIZERS_PARALLELISM"],
+        ),
+    ],
+)
+def test_secrets_are_not_inherited_but_for_the_functions_own(
+    make_pool: MakePool,
+    monkeypatch: pytest.MonkeyPatch,
+    call: dict[str, Any],
+    hidden: list[str],
+    inherited: list[str],
+) -> None:
     for name in (*hidden, *inherited):
         monkeypatch.setenv(name, "secret")
-    call = FunctionCall(f"{FILE}:Keyed", PATIENT_S, options={"api_key_env": "HF_TOKEN"})
-    pool = WorkerPool(call, num_workers=1)
-    found = outcomes(pool, [Sample("", [], {"do": "inherited", "names": names}) for names in (hidden, inherited)])
-    pool.close()
-    assert found == [ScoreOutcome(0.0), ScoreOutcome(3.0)]
+    asked = [Sample("", [], {"do": "inherited", "names": names}) for names in (hidden, inherited)]
+    assert outcomes(make_pool(**call), asked) == [ScoreOutcome(0.0), ScoreOutcome(len(inherited))]
 
 
 def test_a_sample_larger_than_any_buffer(pool: WorkerPool) -> None:
@@ -257,8 +247,7 @@ def test_a_request_of_many_samples_lets_one_of_a_few_pass() -> None:
     assert waiting.get() is None
 
 
-def test_closing_ends_a_running_function_and_drops_what_waits() -> None:
-    pool = make_pool(num_workers=2)
+def test_closing_ends_a_running_function_and_drops_what_waits(pool: WorkerPool) -> None:
     finished: list[list[ScoreOutcome]] = []
     for sample in doing("loop", "sleep", None, None):
         pool.submit([([sample], finished.append)])
@@ -302,23 +291,21 @@ def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> No
         ("no.such_module:score", "cannot be imported: ModuleNotFoundError: No module named 'no'"),
         (f"{FILE}:nothing", f"cannot be imported: {FILE} has no 'nothing'"),
         (f"{FILE}:_ACTIONS", "defines '_ACTIONS' as dict, not a function"),
+        *[
+            ("broken.py:score", body)
+            for body in ("import sys\nsys.exit(2)", "raise KeyError('x')", "def score(:", "import os\nos._exit(4)")
+        ],
     ],
 )
-def test_a_function_that_cannot_be_imported_is_one_sentence(spec: str, cause: str) -> None:
+def test_a_function_that_cannot_be_imported_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, cause: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if spec.startswith("broken"):
+        Path("broken.py").write_text(cause)
+        cause = "broken.py:score cannot be imported: "
     with pytest.raises(FunctionError, match=re.escape(cause)):
         WorkerPool(FunctionCall(spec, 1.0), num_workers=2)
-    assert not workers()
-
-
-@pytest.mark.parametrize(
-    "body", ["import sys\nsys.exit(2)", "raise KeyError('x')", "def score(:", "import os\nos._exit(4)"]
-)
-def test_a_file_that_fails_on_import(tmp_path: Path, body: str) -> None:
-    path = tmp_path / "broken.py"
-    path.write_text(body + "\n")
-    with pytest.raises(FunctionError, match="cannot be imported: ") as caught:
-        WorkerPool(FunctionCall(f"{path}:score", 1.0), num_workers=1)
-    print(caught.value)
     assert not workers()
 
 
@@ -330,21 +317,17 @@ def test_an_import_without_end_is_ended(tmp_path: Path) -> None:
     assert not workers()
 
 
-def test_a_file_may_import_its_neighbours_and_a_module_is_found_by_name(tmp_path: Path) -> None:
+def test_a_file_may_import_its_neighbours_and_a_module_is_found_by_name(make_pool: MakePool, tmp_path: Path) -> None:
     (tmp_path / "neighbour_of_a_reward.py").write_text("OFFSET = 2\n")
     path = tmp_path / "with neighbour.py"
     path.write_text("from neighbour_of_a_reward import OFFSET\ndef f(sample): return len(sample.text) + OFFSET\n")
-    for spec, expected in ((f"{path}:f", 5.0), ("builtins:hash", None)):
-        pool = WorkerPool(FunctionCall(spec, PATIENT_S), num_workers=1)
-        (outcome,) = outcomes(pool, [Sample("abc")])
-        pool.close()
-        assert outcome.score == expected if expected else outcome.error
+    assert outcomes(make_pool(f"{path}:f"), [Sample("abc")]) == [ScoreOutcome(5.0)]
+    assert outcomes(make_pool("builtins:hash"), [Sample("abc")])[0].error
 
 
 def test_prompt_and_response_come_from_the_metadata() -> None:
-    assert (Sample("a b").prompt, Sample("a b").response) == (None, None)
-    sample = Sample("a b", [], {"prompt": "a", "response": " b"})
-    assert (sample.prompt, sample.response) == ("a", " b")
+    found = [Sample("a b"), Sample("a b", [], {"prompt": "a", "response": " b"})]
+    assert [(sample.prompt, sample.response) for sample in found] == [(None, None), ("a", " b")]
 
 
 @pytest.mark.parametrize("value", [True, 3, 0.5])

@@ -55,23 +55,6 @@ def test_the_trace_of_a_request_is_not_part_of_its_content(tmp_path: Path):
     assert journal.traceparent(entry) is None
 
 
-def test_the_late_header_is_as_long_as_the_first_part():
-    file = TrainingFile(payload(5, 3))
-    first = file.parts()[0]
-    assert len(file.header()) == len(first)
-    assert len(first) % 8 == 0
-    assert file.header() != first
-
-
-def test_a_header_that_cannot_be_made_leaves_no_file(tmp_path: Path):
-    def fail() -> bytes:
-        raise MemoryError("no digest")
-
-    with pytest.raises(MemoryError), staged_file(tmp_path, [b"12345678"], first=fail):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_arrays_that_are_not_contiguous_are_the_same_entry(tmp_path: Path):
     """numpy hands out views of what came over the wire; identity is of content."""
     plain = payload(4, 4)

@@ -90,13 +90,6 @@ def test_a_model_that_sees_later_tokens_is_no_reference(tmp_path: Path, family: 
     assert_direct(tmp_path / "1", load_language_model(tmp_path / "1", **SAMPLING), rows_of())
 
 
-def test_a_wider_forward_changes_nothing(tmp_path: Path):
-    save_tiny(tmp_path, "llama", "language")
-    model = load_language_model(tmp_path, **SAMPLING)
-    for narrow, wide in zip(model.logprobs(rows_of([4, 9])), model.logprobs(rows_of([4, 9]), 16), strict=True):
-        np.testing.assert_allclose(narrow, wide, atol=1e-6)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_only_positions_that_predict_get_logits_a_part_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str

@@ -61,15 +61,6 @@ def test_the_position_stays_until_it_changes() -> None:
     assert (other["step"], other["version"]) == (2, 1)
 
 
-def test_an_exception_is_part_of_its_line() -> None:
-    try:
-        raise KeyError("missing")
-    except KeyError:
-        found = line(error=sys.exc_info())
-    assert found["exception"].startswith("Traceback")
-    assert found["exception"].endswith("KeyError: 'missing'")
-
-
 def test_a_line_is_parsed_again() -> None:
     record = logging.LogRecord("a", logging.ERROR, "a.py", 1, "no disk", (), None)
     assert parsed(JsonFormatter("actor", "run").format(record)) == ("ERROR", "no disk")

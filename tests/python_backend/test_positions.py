@@ -23,12 +23,10 @@ from python_backend.checkpoints.inspection import CheckpointError, inspect_check
 from python_backend.checkpoints.positions import fix_forward, max_positions, stable_length
 from python_backend.models.batching import padded_width
 from python_backend.models.modeling import quiet_transformers, save_critic
-from python_backend.wire.contract import ContractError, Limits, scoring_rows
-from python_backend.wire.training_payload import train_payload
+from python_backend.wire.contract import ContractError, scoring_rows
 from tests.support.loaders import load_critic, load_language_model, load_reward
-from tests.support.settings import actor_section, trainer_section
+from tests.support.settings import actor_section
 from tools.render import reference as render_reference
-from trainer.critic_update import CriticUpdate
 
 LIMIT = POSITIONS // 2  # of the rows that leave the rotary table as it is
 LONGROPE = {
@@ -117,27 +115,6 @@ def test_workers_that_share_a_model_write_nothing_of_it(tmp_path: Path, model: s
             np.testing.assert_allclose(found, alone[i % 7], atol=TOLERANCE)
     assert [(id(buffer), buffer._version) for buffer in critic.model.buffers()] == before
     assert critic._token_head.lean is None
-
-
-@models
-def test_micro_batches_change_no_update_of_the_critic(tmp_path: Path, model: str):
-    folder = save(tmp_path, model, "critic")
-    payload = train_payload(
-        {
-            "tokens": np.concatenate(MIXED)[None],
-            "sequence_lengths": np.array([row.size for row in MIXED])[:, None],
-            **{name: np.ones((1, sum(row.size - 1 for row in MIXED)), np.float32) for name in ("returns", "mask")},
-            "prev_values": np.zeros((1, sum(row.size - 1 for row in MIXED)), np.float32),
-        },
-        Limits(VOCAB),
-    )
-    losses = []
-    for token_budget in (1, 40, 10_000):
-        section = trainer_section(token_budget=token_budget, clip_value=0, lr=1e-2, precision="float32")
-        update = CriticUpdate(load_critic(folder, device=section.device), section)
-        losses.append([update.train(payload, lambda _: None).loss_mean for _ in range(2)])
-    assert losses[1] == pytest.approx(losses[0], abs=TOLERANCE)
-    assert losses[2] == pytest.approx(losses[0], abs=TOLERANCE)
 
 
 @torch.no_grad()

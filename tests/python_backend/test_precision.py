@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer
-from safetensors.torch import load_file
 from tiny_checkpoints import save_tiny
 
 from actor.data.rollout import Prompt, Rollout
@@ -122,22 +121,12 @@ def test_an_update_reaches_a_bfloat16_sampler(tmp_path: Path):
     assert torch.equal(policy.logprobs(rollout), exact.logprobs(rollout))
 
 
-def test_a_merged_policy_is_saved_in_float32(tmp_path: Path):
-    policy = make_policy(save_policy(tmp_path / "start"), lora_rank=2)
-    (tmp_path / "saved").mkdir()
-    policy.save(tmp_path / "saved")
-    tensors = load_file(tmp_path / "saved" / "model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    start = load_file(tmp_path / "start" / "model.safetensors")
-    assert set(tensors) == set(start)
-    assert all(torch.equal(tensors[name].bfloat16(), start[name].bfloat16()) for name in start)
-
-
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("settings", [{"lora_rank": 2}, {}], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "stored"), [("llama", "bfloat16"), ("llama", "float32"), ("gpt2", "float32"), ("mixtral", "bfloat16")]
+)
 def test_a_served_reference_computes_as_the_actor_does(
-    tmp_path: Path, family: str, settings: dict[str, Any], stored: str
+    tmp_path: Path, settings: dict[str, Any], family: str, stored: str
 ):
     """So that the KL begins at 0."""
     folder = save_policy(tmp_path, family)

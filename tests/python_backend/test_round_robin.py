@@ -36,12 +36,3 @@ def test_short_jobs_pass_a_long_one(monkeypatch) -> None:
     assert log.index("short done") < 10
     jobs.close()
     assert log[-1] == "long done"
-
-
-def test_closing_finishes_what_was_submitted() -> None:
-    log: list[str] = []
-    jobs = RoundRobin("test")
-    for name in "abc":
-        jobs.submit(counting(log, name, 3))
-    jobs.close()
-    assert [line for line in log if "done" in line] == ["a done", "b done", "c done"]

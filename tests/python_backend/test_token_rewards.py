@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import json
 import math
-import random
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from live_system import TEXTS
+from served_model import served_model
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer, save_text_reward
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -25,7 +24,6 @@ from python_backend.checkpoints.tokenization import single_tokens
 from python_backend.config import RunConfig
 from python_backend.wire.contract import REWARD_MODEL, texts_array
 from tests.support.loaders import load_logit_reward, load_process_reward
-from tools.render_configs import parse_config, render_configs
 
 TOLERANCE = 1e-5
 PROMPT, STEPS = TEXTS[0], [" Open the file. ", "Read a line. ", "It returns its words"]
@@ -44,40 +42,30 @@ def save_model(folder: Path, head: str, *, family: str = "qwen2", num_labels: in
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ask]]:
+def serve() -> Iterator[Callable[..., Ask]]:
     """Loads a reward model from its rendered configuration into this process."""
-    interval, loaded = sys.getswitchinterval(), []
-    module = importlib.import_module("python_backend.serving.reward")
-    monkeypatch.setattr(importlib.import_module("python_backend.serving.torch_scoring"), "keep_freed_memory", lambda: 0)
+    with contextlib.ExitStack() as stack:
 
-    def load(folder: Path, **reward: Any) -> Ask:
-        data = {
-            "reward": {"checkpoint": str(folder), "dtype": "float32", **reward},
-            "actor": {"algorithm": {"name": "reinforce++"}},
-        }
-        config = parse_config(REWARD_MODEL, render_configs(RunConfig.model_validate(data))[REWARD_MODEL])
-        parameters = {key: {"string_value": item.string_value} for key, item in config.parameters.items()}
-        model = module.TritonPythonModel()
-        model.initialize({"model_config": json.dumps({"name": REWARD_MODEL, "parameters": parameters})})
-        loaded.append(model)
-        outputs = [output.name for output in config.output]
+        def load(folder: Path, **reward: Any) -> Ask:
+            data = {
+                "reward": {"checkpoint": str(folder), "dtype": "float32", **reward},
+                "actor": {"algorithm": {"name": "reinforce++"}},
+            }
+            model = stack.enter_context(served_model(RunConfig.model_validate(data), REWARD_MODEL))
 
-        def ask(**inputs: Any) -> InferenceResponse:
-            arrays = {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}
-            if isinstance(texts := inputs.get("sentences"), list):
-                arrays["sentences"] = texts_array(texts)
-            if "metadata" in inputs:
-                arrays["metadata"] = texts_array([json.dumps(row) for row in inputs["metadata"]])
-            request = Request(arrays, outputs)
-            model.execute([request])
-            return request.responses.get(timeout=60)
+            def ask(**inputs: Any) -> InferenceResponse:
+                arrays = {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}
+                if isinstance(texts := inputs.get("sentences"), list):
+                    arrays["sentences"] = texts_array(texts)
+                if "metadata" in inputs:
+                    arrays["metadata"] = texts_array([json.dumps(row) for row in inputs["metadata"]])
+                request = Request(arrays, OUTPUTS if "process" in reward else OUTPUTS[:1])
+                model.execute([request])
+                return request.responses.get(timeout=60)
 
-        return ask
+            return ask
 
-    yield load
-    for model in loaded:
-        model.finalize()
-    sys.setswitchinterval(interval)
+        yield load
 
 
 @torch.no_grad()
@@ -326,66 +314,6 @@ def test_bad_input_of_steps(serve: Callable[..., Ask], tmp_path: Path) -> None:
     )
     each = serve(tmp_path, process={"granularity": "token"}, max_request_tokens=64)
     assert "(max_request_tokens)" in str(each(sentences=["Open a file."] * 63 + ["Open it. " * 4]).error)
-
-
-def test_a_thousand_malformed_requests(serve: Callable[..., Ask], tmp_path: Path) -> None:
-    """Each gets its rewards or a clear error, never an internal one; a good request is then answered as before."""
-    save_model(tmp_path / "prm", "critic", num_labels=2)
-    save_model(tmp_path / "lm", "language")
-    asks = [
-        serve(tmp_path / "prm", process={"separator": "."}),
-        serve(tmp_path / "prm", process={}),
-        serve(tmp_path / "prm", process={"granularity": "token"}),
-        serve(tmp_path / "lm", logit=LOGIT, process={"separator": ".", "mark": "<|im_end|>"}),
-        serve(tmp_path / "lm", logit=LOGIT, template="{{ prompt }} {{ response }} {{ metadata.n + 1 }}"),
-    ]
-    good: list[dict[str, Any]] = [{"sentences": ["A file. A day"], "metadata": [{"step_ends": [7]}]}] * 4
-    good.append({"sentences": ["A file"], "metadata": [{"prompt": "Return", "n": 1}]})
-    before = [ask(**inputs).outputs["rewards"] for ask, inputs in zip(asks, good, strict=True)]
-    draw = random.Random(7)
-    values = [
-        None,
-        True,
-        -1,
-        0,
-        3,
-        2**70,
-        1.5,
-        math.nan,
-        "",
-        "a.",
-        ".",
-        "..",
-        "\ud800",
-        "é.\u2028",
-        "<|im_end|>",
-        [],
-        [3],
-        {},
-    ]
-    values += [[1, 2], [2, 1], ["1"], [{}], "a. " * 60, {"role": "user"}, [{"role": "user", "content": "x."}]]
-    keys = ["step_ends", "response", "prompt", "messages", "n", "other"]
-    failed = answered = 0
-    for _ in range(1000):
-        rows = draw.randint(1, 3)
-        metadata = [{key: draw.choice(values) for key in draw.sample(keys, draw.randint(0, 3))} for _ in range(rows)]
-        if draw.random() < 0.5:
-            texts = [value for value in values if isinstance(value, str)]
-            inputs: dict[str, Any] = {"sentences": [draw.choice(texts) for _ in range(rows)], "metadata": metadata}
-        else:
-            tokens = np.asarray([[draw.randint(-1, VOCAB) for _ in range(5)] for _ in range(rows)])
-            inputs = {"tokens": np.clip(tokens, 0, VOCAB - 1) if draw.random() < 0.8 else tokens, "metadata": metadata}
-            inputs["prompt_lengths"] = np.asarray([[draw.randint(0, 6)] for _ in range(rows)])
-        answer = draw.choice(asks)(**inputs)
-        if answer.error is None:
-            answered += 1
-            assert answer.outputs["rewards"].shape == (rows, 1), inputs
-        else:
-            failed += 1
-            assert answer.error.startswith("INVALID_ARG: "), (answer.error, inputs)
-    assert min(failed, answered) > 50
-    for ask, inputs, rewards in zip(asks, good, before, strict=True):
-        np.testing.assert_array_equal(ask(**inputs).outputs["rewards"], rewards)
 
 
 def test_checkpoints_that_score_no_tokens(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,6 @@ from live_system import (
     identity,
     make_run,
     run_actor,
-    start_system,
     training_inputs,
     wait_for,
 )
@@ -84,41 +83,27 @@ def test_a_short_run_ends_well(finished: FinishedRun) -> None:
     assert trained[:3] == [1, 2, 3]
 
 
-def test_the_report_of_an_actor_that_tools_run_did_not_start(finished: FinishedRun, tmp_path: Path) -> None:
-    """It has no summary.json."""
+def test_a_short_run_writes_what_people_chart(finished: FinishedRun, tmp_path: Path) -> None:
     folder = finished.run.config.run.dir
-    assert not (folder / "summary.json").exists()
+    lines = read_jsonl(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(np.isfinite(line[name]) for line in lines for name in CHARTED)
+    assert [line["train_rollouts/consumed_samples"] for line in lines] == [8, 16, 24]
+    assert list((folder / "tensorboard").glob("events.*"))
+    texts = read_jsonl(folder / "rollouts.jsonl")
+    assert [text["step"] for text in texts] == [1, 2, 3]
+    assert all({"prompt", "response", "reward"} <= text.keys() for text in texts)
+    phases = {line["phase"] for line in read_jsonl(folder / "timeline.jsonl")}
+    assert {"generate", "scoring", "logprobs", "init_logprobs", "critic_update", "train_time"} <= phases
+    samples = read_jsonl(folder / "samples.jsonl")
+    before, after = ([line["prompt_id"] for line in samples if line["when"] == when] for when in ("before", "after"))
+    assert (len(before), before) == (8, after)
+    assert all({"prompt", "response"} <= line.keys() and isinstance(line["reward"], float) for line in samples)
+    assert not (folder / "summary.json").exists()  # `tools run` writes it, which did not start this actor
     write_page([load_run(folder)], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "<p>After 3 steps of PPO, starting from policy, on " in page
     assert "On the same held-out rollouts critic version 3 explains" in page
-    assert "<h2>Settings</h2>" in page
-    assert "The run stopped" not in page
-
-
-def test_a_short_run_writes_what_people_chart(finished: FinishedRun) -> None:
-    lines = read_jsonl(finished.run.config.run.dir / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    for line in lines:
-        assert not [name for name in CHARTED if name not in line]
-        assert all(np.isfinite(line[name]) for name in CHARTED)
-    assert [line["train_rollouts/consumed_samples"] for line in lines] == [8, 16, 24]
-    assert list((finished.run.config.run.dir / "tensorboard").glob("events.*"))
-    texts = read_jsonl(finished.run.config.run.dir / "rollouts.jsonl")
-    assert [text["step"] for text in texts] == [1, 2, 3]
-    assert all({"prompt", "response", "reward"} <= text.keys() for text in texts)
-    phases = {line["phase"] for line in read_jsonl(finished.run.config.run.dir / "timeline.jsonl")}
-    assert {"generate", "scoring", "logprobs", "init_logprobs", "critic_update", "train_time"} <= phases
-
-
-def test_a_short_run_keeps_its_texts_in_pairs(finished: FinishedRun) -> None:
-    lines = read_jsonl(finished.run.config.run.dir / "samples.jsonl")
-    pairs = {when: [line["prompt_id"] for line in lines if line["when"] == when] for when in ("before", "after")}
-    assert len(pairs["before"]) == 8
-    assert pairs["before"] == pairs["after"]
-    for line in lines:
-        assert {"prompt_id", "when", "prompt", "response", "reward"} <= line.keys()
-        assert isinstance(line["reward"], float)
 
 
 def test_a_short_run_leaves_checkpoints_and_a_policy(finished: FinishedRun, checkpoints: Checkpoints) -> None:
@@ -145,16 +130,6 @@ def actor_error(run: LiveRun, name: str, *overrides: str) -> str:
     (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
     assert log.rstrip().endswith(sentence)
     return sentence
-
-
-@pytest.mark.slow
-def test_no_server(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    run = make_run(tmp_path, checkpoints)
-    sentence = actor_error(run, "actor", "actor.client.retries=1")
-    assert sentence == (
-        f"error: reward_model at {run.url} cannot be reached after 2 attempts: Connection refused; "
-        "is `python -m tools serve` running there?"
-    )
 
 
 @pytest.mark.slow
@@ -185,46 +160,23 @@ def test_no_sidecar(live: System) -> None:
     assert ask(live.run.url, CRITIC_TRAIN, {**arrays, **identity("test", 1)}, headers=KEY)["weights_version"][0] > 0
 
 
-@pytest.mark.slow
-def test_a_failed_critic_update_does_not_end_the_run(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """After the first update of this size no gradient is finite: these steps count as done, version 1 serves on."""
-    system = start_system(make_run(tmp_path, checkpoints, trainer={"lr": 1e30}, actor={"validation_size": 0}))
-    try:
-        code, log = run_actor(system.run, "actor")
-    finally:
-        system.stop()
-    assert code == 0
-    summary = json.loads((tmp_path / "actor_summary.json").read_text())
-    assert (summary["steps"], summary["failed_critic_updates"], summary["weights_version"]) == (3, 2, 1)
-    for step in (2, 3):
-        assert f"step {step}: the critic's update failed, the run continues without it: critic_train at" in log
-    assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["train_rollouts/staleness"] == 1
-
-
 # ---- tools run ----
 
 
 @pytest.fixture
-def command(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """`python -m tools run` with more steps than any test waits for."""
+def process(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[subprocess.Popen[str]]:
+    """`python -m tools run` with more steps than any test waits for, after its second step."""
     patient = {"retries": 8, "train_retries": 8, "backoff_s": 1.0}
     run = make_run(tmp_path / "run", checkpoints, actor={"steps": 5000, "checkpoint_every": 2500, "client": patient})
-    started = []
-
-    def start() -> subprocess.Popen[str]:
-        with (tmp_path / "output").open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tools", "run", "--config", str(run.path)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **ENVIRONMENT},
-            )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
+    command = [sys.executable, "-m", "tools", "run", "--config", str(run.path)]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env={**os.environ, **ENVIRONMENT}
+        )
+    try:
+        wait_for_steps(tmp_path, process, 2)
+        yield process
+    finally:
         process.terminate()
         process.wait(120)
 
@@ -243,62 +195,39 @@ def children(process: subprocess.Popen[str]) -> dict[str, psutil.Process]:
     return {role: found[role] for role in roles}
 
 
-def wait_for_steps(tmp_path: Path, process: subprocess.Popen[str]) -> None:
-    """Return after the second step."""
+def wait_for_steps(tmp_path: Path, process: subprocess.Popen[str], count: int) -> None:
+    """Return after so many steps."""
 
     def stepped() -> bool:
         assert process.poll() is None, (tmp_path / "output").read_text()[-3000:]
-        return len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) >= 2
+        return len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) >= count
 
     wait_for(stepped, timeout_s=240)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["actor", "sidecar"])
-def test_a_process_that_dies_stops_the_run_and_is_named(
-    tmp_path: Path, command: Callable[[], subprocess.Popen[str]], role: str
-) -> None:
-    process = command()
-    wait_for_steps(tmp_path, process)
-    last_line = {"actor": "step ", "sidecar": "weights_version="}[role]
-    log = tmp_path / "run" / "logs" / f"{role}.log"
-    wait_for(lambda: last_line in log.read_text(), timeout_s=60)  # it comes after the step's answer
+def test_a_process_that_dies_stops_the_run_and_is_named(tmp_path: Path, process: subprocess.Popen[str]) -> None:
+    log = tmp_path / "run" / "logs" / "sidecar.log"
+    wait_for(lambda: "weights_version=" in log.read_text(), timeout_s=60)  # it comes after the step's answer
     family = psutil.Process(process.pid).children(recursive=True)
-    children(process)[role].send_signal(signal.SIGKILL)
+    children(process)["sidecar"].send_signal(signal.SIGKILL)
     assert process.wait(120) == 2
     output = (tmp_path / "output").read_text()
     print(output[-2500:])
-    name = {"actor": "the actor", "sidecar": "the critic sidecar"}[role]
-    assert f"error: {name} was killed by SIGKILL, as the kernel does when memory runs out; its log is {log}\n" in output
-    assert last_line in output.rpartition("ends with:\n")[2]
+    died = "error: the critic sidecar was killed by SIGKILL, as the kernel does when memory runs out; its log is"
+    assert f"{died} {log}\n" in output
+    assert "weights_version=" in output.rpartition("ends with:\n")[2]
     assert "Traceback" not in output
     assert_nothing_is_left(process.pid, family)
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_is_started_again_and_the_run_goes_on(
-    tmp_path: Path, command: Callable[[], subprocess.Popen[str]]
+def test_a_run_outlasts_its_server_and_ctrl_c_stops_actor_with_a_checkpoint_then_sidecar_and_server(
+    tmp_path: Path, process: subprocess.Popen[str]
 ) -> None:
-    process = command()
-    wait_for_steps(tmp_path, process)
     children(process)["server"].send_signal(signal.SIGKILL)
     wait_for(lambda: "serving again after" in (tmp_path / "output").read_text(), timeout_s=120)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    before = len(read_jsonl(metrics))
-
-    def went_on() -> bool:
-        assert process.poll() is None, (tmp_path / "output").read_text()[-3000:]
-        return len(read_jsonl(metrics)) >= before + 3
-
-    wait_for(went_on, timeout_s=120)
-
-
-@pytest.mark.slow
-def test_ctrl_c_stops_actor_with_a_checkpoint_then_sidecar_and_server(
-    tmp_path: Path, command: Callable[[], subprocess.Popen[str]]
-) -> None:
-    process = command()
-    wait_for_steps(tmp_path, process)
+    wait_for_steps(tmp_path, process, len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) + 3)
     family = psutil.Process(process.pid).children(recursive=True)
     roles = children(process)
     ended: list[str] = []
@@ -313,10 +242,9 @@ def test_ctrl_c_stops_actor_with_a_checkpoint_then_sidecar_and_server(
     assert process.returncode == 130
     output = (tmp_path / "output").read_text()
     print(output[-1500:])
-    assert "resumes from the newest checkpoint" in output
-    assert "Traceback" not in output
     log = (tmp_path / "run" / "logs" / "actor.log").read_text()
-    assert "Traceback" not in log
+    assert "resumes from the newest checkpoint" in output
+    assert "Traceback" not in output + log
     last = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
     assert f"stopped after step {last}, whose checkpoint is written" in log
     for room in ("actor", "critic"):  # before sidecar and server were stopped

@@ -1,4 +1,4 @@
-"""Algorithms without a critic, on the real server: no requests to it, and resumed runs continue."""
+"""Runs without a critic on the real server: no requests to it, prompts from several files, and how they resume."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_system import System
+import yaml
+from live_system import System, run_actor
 from settled import settled_statistics
 from transformers import AutoModelForCausalLM
 
+from python_backend.config import PromptFileSection
+from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import CRITIC_INFER
+from tests.support.prompts import inputs_of, write_prompts
 from tools.server.child import Child
 from trainer.control_plane import ControlPlane
 
+pytestmark = pytest.mark.slow
 SETTINGS = {
     "actor.algorithm.responses_per_prompt": 2,
     "actor.kl.target": 0.001,
@@ -27,7 +32,7 @@ SETTINGS = {
 }
 
 
-def run_actor(live: System, folder: Path, name: str, **overrides: Any) -> None:
+def run_to_its_end(live: System, folder: Path, name: str, **overrides: Any) -> None:
     """An actor of a run of its own on the live server, to its end."""
     values = {"run.dir": folder, **SETTINGS, "actor.algorithm.name": name, **overrides}
     actor: Child = live.run.start(f"actor-{name}", *(f"{key}={value}" for key, value in values.items()), module="actor")
@@ -38,91 +43,99 @@ def reward_version(live: System) -> int | None:
     return WeightsStore(live.run.config.run.reward_weights_dir).current()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "reinforce++", "rloo"])
-def test_a_run_without_a_critic(live: System, name: str, tmp_path: Path) -> None:
+def test_a_run_without_a_critic_its_validations_and_a_limit_of_time(live: System, tmp_path: Path) -> None:
+    """It ends after its first step, with a checkpoint; started again without the limit it goes on from there."""
+    folder = tmp_path / "run"
+    settings = {"actor.validation.every": 1, "actor.checkpoint_every": 100, "actor.validation.greedy": True}
     with ControlPlane(live.run.config.server.grpc_url) as control:
         before, last = settled_statistics(control, CRITIC_INFER).inference_count, live.run.journal.last_step()
-        run_actor(live, tmp_path / "run", name)
+        run_to_its_end(live, folder, "reinforce++", **settings, **{"actor.max_minutes": 1e-6})
+        log = (live.run.config.run.logs_dir / "actor-reinforce++.log").read_text()
+        assert "actor.max_minutes (1e-06) reached at step 1 of 3; the next start continues from here" in log
+        assert [path.name for path in (folder / "checkpoints" / "actor").iterdir()] == ["1"]
+        assert json.loads((folder / "actor_summary.json").read_text())["steps"] == 1
+        run_to_its_end(live, folder, "reinforce++", **settings)
         assert settled_statistics(control, CRITIC_INFER).inference_count == before
         assert live.run.journal.last_step() == last
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines, texts = (read_jsonl(folder / f"{name}.jsonl") for name in ("metrics", "rollouts"))
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert [line["train_rollouts/reward_version"] for line in lines] == [reward_version(live)] * 3
-    texts = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     assert {text["reward_version"] for text in texts} == {reward_version(live)}
     assert not any("weights_version" in key or "explained" in key or "staleness" in key for key in lines[0])
     coefs = [line["train_rollouts/kl_coef"] for line in lines]
-    assert coefs[0] == 0.1
-    assert len(set(coefs)) == 3  # it follows
+    assert (coefs[0], len(set(coefs))) == (0.1, 3)  # it follows
     assert all(line["train_optim/grad_norm"] > 0 for line in lines)
     assert lines[-1]["train_rollouts/consumed_samples"] == 3 * 8 // 2
-    summary = json.loads((tmp_path / "run" / "actor_summary.json").read_text())
+    summary = json.loads((folder / "actor_summary.json").read_text())
     assert not summary.keys() & {"critic_updates", "weights_version", "ev_v0", "ev_last"}
     assert None not in summary.values()
     assert summary["failed_requests"] == 0
-    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+    rows, best = read_jsonl(folder / "validations.jsonl"), json.loads((folder / "best" / "best.json").read_text())
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert best["reward"] == max(row["reward"] for row in rows)
+    assert best["step"] == next(row["step"] for row in rows if row["reward"] == best["reward"])
+    for policy in ("policy", "best"):
+        AutoModelForCausalLM.from_pretrained(folder / policy)
 
 
-@pytest.mark.slow
 def test_one_step_off_policy(live: System, tmp_path: Path) -> None:
     """The next rollout is written beside the update, by the policy before it and by no older one; it resumes."""
     folder = tmp_path / "run"
     settings = {"actor.one_step_off_policy": True, "actor.validation.every": 2}
-    run_actor(live, folder, "grpo", **settings, **{"actor.steps": 3})
-    run_actor(live, folder, "grpo", **settings, **{"actor.steps": 6})
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    run_to_its_end(live, folder, "grpo", **settings, **{"actor.steps": 3})
+    run_to_its_end(live, folder, "grpo", **settings, **{"actor.steps": 6})
+    lines, spans = (read_jsonl(folder / f"{name}.jsonl") for name in ("metrics", "timeline"))
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["train_rollouts/policy_staleness"] for line in lines] == [0, 1, 1, 0, 1, 1]
-    spans = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
     begins = {span["step"]: span["start"] for span in spans if span["phase"] == "generate"}
     ends = {span["step"]: span["end"] for span in spans if span["phase"] == "train_time"}
     kl = [line["train_rollouts/init_policy_kl_per_sequence"] for line in lines]
     assert kl[:2] == pytest.approx([0, 0], abs=1e-5)  # both by the policy that the run began with
-    assert (
-        min(map(abs, kl[2:])) > 1e-5
-    )  # the fourth too, which the resumed run begins with: by the policy of the checkpoint
-    assert {step: begins[step + 1] < ends[step] for step in range(1, 6)} == {
-        1: True,
-        2: True,
-        3: False,
-        4: True,
-        5: True,
+    assert min(map(abs, kl[2:])) > 1e-5  # the fourth too, which the resumed run begins with: by the checkpoint's policy
+    assert [begins[step + 1] < ends[step] for step in range(1, 6)] == [True, True, False, True, True]
+
+
+def test_a_bad_row_in_the_middle_of_a_curriculum(live: System, tmp_path: Path) -> None:
+    """With prompts that are read ahead of their step."""
+    one, other, late = (
+        write_prompts(tmp_path / f"{name}.jsonl", [f"{verb} the {noun}" for noun in ("file", "list", "number")])
+        for name, verb in (("one", "Open"), ("other", "Read"), ("late", "Return"))
+    )
+    files = [
+        PromptFileSection(path=one, weight=3),
+        PromptFileSection(path=other, until_step=3),
+        PromptFileSection(path=late, weight=5, from_step=4),
+    ]
+    expected = inputs_of(*files, per_step=4, max_tokens=512)
+    whole = late.read_text()
+    late.write_text("".join(whole.splitlines(keepends=True)[:2]) + "{broken\n")  # a step reads two or three of its rows
+    settings = {
+        "run.dir": tmp_path / "run",
+        "actor.prompts.path": "data/prompts.jsonl",
+        "actor.steps": 6,
+        "actor.prompts.files": yaml.safe_dump(
+            [file.model_dump(mode="json") for file in files], default_flow_style=True, width=10_000
+        ).strip(),
+        "actor.algorithm.name": "grpo",
+        "actor.algorithm.responses_per_prompt": 2,
+        "actor.logged_texts": 8,
+        "actor.checkpoint_every": 50,
+        "actor.validation.size": 0,
+        "actor.one_step_off_policy": True,
     }
-
-
-@pytest.mark.slow
-def test_what_changes_from_step_to_step_is_resumed(live: System, tmp_path: Path) -> None:
-    """Coefficient and running statistics go on from the checkpoint, as if the run had not ended."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_actor(live, whole, "reinforce++", **{"actor.steps": 4})
-    run_actor(live, parts, "reinforce++", **{"actor.steps": 2})
-    saved = json.loads((parts / "checkpoints" / "actor" / "2" / "state.json").read_text())
-    assert saved["reward_moments"][0] == 2 * 8  # responses so far
-    assert saved["kl_coef"] != 0.1
-    run_actor(live, parts, "reinforce++", **{"actor.steps": 4})
-    lines = [(folder / "metrics.jsonl").read_text().splitlines()[-1] for folder in (whole, parts)]
-    one, other = (json.loads(line) for line in lines)
-    for key in ("train_rollouts/kl_coef", "train_rollouts/advantages_std", "train_optim/grad_norm", "step"):
-        assert one[key] == pytest.approx(other[key], rel=1e-3), key
-
-
-@pytest.mark.slow
-def test_validations_the_best_policy_and_a_limit_of_time(live: System, tmp_path: Path) -> None:
-    """The run ends after its first step, with a checkpoint; started again without the limit it goes on from there."""
-    folder = tmp_path / "run"
-    settings = {"actor.validation.every": 1, "actor.checkpoint_every": 100, "actor.validation.greedy": True}
-    run_actor(live, folder, "reinforce++", **settings, **{"actor.max_minutes": 1e-6})
-    log = (live.run.config.run.logs_dir / "actor-reinforce++.log").read_text()
-    assert "actor.max_minutes (1e-06) reached at step 1 of 3; the next start continues from here" in log
-    assert [path.name for path in (folder / "checkpoints" / "actor").iterdir()] == ["1"]
-    assert json.loads((folder / "actor_summary.json").read_text())["steps"] == 1
-    run_actor(live, folder, "reinforce++", **settings)
-    rows = [json.loads(line) for line in (folder / "validations.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    best = json.loads((folder / "best" / "best.json").read_text())
-    assert best["reward"] == max(row["reward"] for row in rows)
-    assert best["step"] == next(row["step"] for row in rows if row["reward"] == best["reward"])
-    AutoModelForCausalLM.from_pretrained(folder / "best")
-    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3]
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    code, log = run_actor(live.run, "actor-prompts", *overrides)
+    assert code == 2
+    (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
+    assert f"{late}:3: not JSON" in sentence
+    done = max(step for step in range(1, 7) if f"stopped after step {step}, whose checkpoint is written" in sentence)
+    assert done in (3, 4)
+    late.write_text(whole)
+    code, log = run_actor(live.run, "actor-prompts", *overrides)
+    assert code == 0, log
+    assert f"resuming from the checkpoint of step {done}" in log
+    texts = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+    assert [text["prompt"] for text in texts] == [
+        prompt.text for step in range(1, 7) for prompt in expected.prompts_of(step) for _ in range(2)
+    ]
+    assert f"{late} has changed since the checkpoint" in log

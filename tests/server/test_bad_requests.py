@@ -24,27 +24,29 @@ from live_system import (
 
 from python_backend.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, texts_array
 
+SAVE = {"dummy_var": np.zeros(1, np.int64)}
 NAN, INF = np.float32("nan"), np.float32("inf")
 
 
-def refusal(system: System, model: str, arrays: dict[str, np.ndarray], **headers: str) -> Refused:
+def refusal(system: System, model: str, arrays: dict[str, np.ndarray]) -> str:
     """What the server says to a request that it must refuse; printed, to be read with `pytest -s`."""
     with pytest.raises(Refused) as caught:
-        ask(system.run.url, model, arrays, headers={**KEY, **headers})
+        ask(system.run.url, model, arrays, headers=KEY)
     print(f"\n{model} {caught.value.code}: {caught.value.message}")
-    return caught.value
+    assert caught.value.code == "400"
+    return caught.value.message
 
 
-def post_json(system: System, model: str, inputs: list[dict[str, Any]]) -> tuple[int, str]:
-    """Code and text of the refusal of a request in plain JSON."""
+def post_json(system: System, model: str, body: dict[str, Any], **headers: str) -> str:
+    """Text of the refusal of a request in plain JSON."""
     url = f"http://{system.run.url}/v2/models/{model}/infer"
-    request = urllib.request.Request(url, json.dumps({"inputs": inputs}).encode(), headers=KEY)
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=60)
+        urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60)
     with caught.value as answer:
         text = answer.read().decode()
     print(f"\n{model} {caught.value.code}: {text}")
-    return caught.value.code, text
+    assert caught.value.code == 400
+    return text
 
 
 def changed(array: np.ndarray, index: tuple[int, ...], value: Any) -> np.ndarray:
@@ -98,51 +100,60 @@ BAD_SCORING = {
         {"sentences": np.asarray([[b"A \xff list"]], dtype=np.object_)},
         "sentences[0]: not UTF-8",
     ),
+    "metadata that is no JSON": (
+        {"sentences": texts_array(["x"]), "metadata": texts_array(["{"])},
+        "metadata[0]: '{' is not JSON",
+    ),
+    "metadata that is no object": (
+        {"sentences": texts_array(["x"]), "metadata": texts_array(["[]"])},
+        "metadata[0]: '[]', must be a JSON object",
+    ),
 }
 
 REFUSED_BY_TRITON = {
-    "wrong dtype": ({**ROW, "tokens": ROW["tokens"].astype(np.float32)}, ("tokens", "FP32", "INT64")),
-    "tokens of one dimension": ({"tokens": ROW["tokens"][0]}, ("tokens", "shape", "[-1,-1]", "[6]")),
-    "tokens of three dimensions": ({"tokens": ROW["tokens"][None]}, ("tokens", "shape", "[-1,-1]", "[1,1,6]")),
+    "wrong dtype": (CRITIC_INFER, {**ROW, "tokens": ROW["tokens"].astype(np.float32)}, ("tokens", "FP32", "INT64")),
+    "tokens of one dimension": (CRITIC_INFER, {"tokens": ROW["tokens"][0]}, ("tokens", "shape", "[-1,-1]", "[6]")),
     "lengths of the wrong shape": (
+        CRITIC_INFER,
         {**ROW, "sequence_lengths": np.asarray([[6, 6]])},
         ("sequence_lengths", "shape", "[-1,1]", "[1,2]"),
     ),
-    "lengths for other rows": ({**ROW, "sequence_lengths": np.asarray([[6], [6]])}, ("batch",)),
-    "unknown input": ({**ROW, "attention_mask": ROW["tokens"]}, ("attention_mask",)),
+    "lengths for other rows": (CRITIC_INFER, {**ROW, "sequence_lengths": np.asarray([[6], [6]])}, ("batch",)),
+    "unknown input": (CRITIC_INFER, {**ROW, "attention_mask": ROW["tokens"]}, ("attention_mask",)),
+    "returns of the wrong dtype": (CRITIC_TRAIN, {"returns": np.zeros((4, 11))}, ("returns", "FP64", "FP32")),
 }
 
 
 @pytest.mark.parametrize("model", [REWARD_MODEL, CRITIC, CRITIC_INFER])
-@pytest.mark.parametrize("case", BAD_SCORING)
-def test_bad_scoring_request(live: System, model: str, case: str) -> None:
-    arrays, sentence = BAD_SCORING[case]
-    error = refusal(live, model, arrays)
-    assert error.code == "400"
-    assert sentence in error.message
+def test_a_bad_scoring_request_fails_alone(live: System, checkpoints: Checkpoints, model: str) -> None:
+    """Sent at once with good rows, so that they share batches."""
+    rows = random_rows(range(3, 35), seed=6)
+    bad = [(model, arrays) for arrays, _ in BAD_SCORING.values()]
+    answers = ask_all(live.run.url, [*bad, *((model, scoring_inputs([row])) for row in rows), *bad])
+    for answer, (_, sentence) in zip(
+        answers[: len(bad)] + answers[-len(bad) :], [*BAD_SCORING.values()] * 2, strict=True
+    ):
+        assert isinstance(answer, Refused)
+        assert (answer.code, sentence in answer.message) == ("400", True), (sentence, answer.message)
+    good = answers[len(bad) : -len(bad)]
+    assert not [answer for answer in good if isinstance(answer, Refused)]
+    if model != CRITIC:
+        found = [answer["rewards"][0, 0] for answer in good]
+        np.testing.assert_allclose(found, direct_rewards(checkpoints.reward, rows), atol=1e-5)
 
 
 @pytest.mark.parametrize("case", REFUSED_BY_TRITON)
 def test_triton_itself_names_the_field(live: System, case: str) -> None:
-    arrays, words = REFUSED_BY_TRITON[case]
-    error = refusal(live, CRITIC_INFER, arrays)
-    assert error.code == "400"
-    for word in words:
-        assert word in error.message
+    model, arrays, words = REFUSED_BY_TRITON[case]
+    message = refusal(live, model, arrays)
+    assert [word for word in words if word not in message] == []
 
 
 @pytest.mark.parametrize("model", [REWARD_MODEL, CRITIC, CRITIC_INFER])
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        {"name": "tokens", "shape": [0, 0], "datatype": "INT64", "data": []},
-        {"name": "tokens", "shape": [0, 5], "datatype": "INT64", "data": []},
-        {"name": "sentences", "shape": [0, 1], "datatype": "BYTES", "data": []},
-    ],
-)
-def test_a_request_of_no_rows_is_answered(live: System, model: str, tensor: dict[str, Any]) -> None:
+def test_a_request_of_no_rows_is_answered(live: System, model: str) -> None:
     """In plain JSON Triton lets it pass; without an answer the caller would wait for ever."""
-    assert post_json(live, model, [tensor])[0] == 400
+    for name, shape, kind in (("tokens", [0, 0], "INT64"), ("tokens", [0, 5], "INT64"), ("sentences", [0, 1], "BYTES")):
+        post_json(live, model, {"inputs": [{"name": name, "shape": shape, "datatype": kind, "data": []}]})
 
 
 def test_text_that_is_no_unicode_is_refused_and_nothing_else(live: System, checkpoints: Checkpoints) -> None:
@@ -178,12 +189,10 @@ TOO_MUCH = {
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body")
-@pytest.mark.parametrize("model", [REWARD_MODEL, CRITIC_INFER])
 @pytest.mark.parametrize("case", TOO_MUCH)
-def test_one_request_is_bounded(live: System, model: str, case: str) -> None:
+def test_one_request_is_bounded(live: System, case: str) -> None:
     arrays, sentence = TOO_MUCH[case]
-    error = refusal(live, model, arrays)
-    assert (error.code, sentence in error.message) == ("400", True)
+    assert sentence in refusal(live, CRITIC_INFER, arrays)
 
 
 GOOD = training_inputs(seed=1)
@@ -242,17 +251,8 @@ BAD_TRAINING = {
 def test_bad_training_request(live: System, case: str) -> None:
     arrays, sentence = BAD_TRAINING[case]
     before = live.run.journal.last_step()
-    error = refusal(live, CRITIC_TRAIN, arrays)
-    assert error.code == "400"
-    assert sentence in error.message
+    assert sentence in refusal(live, CRITIC_TRAIN, arrays)
     assert live.run.journal.last_step() == before
-
-
-def test_triton_refuses_training_dtypes_by_name(live: System) -> None:
-    error = refusal(live, CRITIC_TRAIN, {**GOOD, "returns": GOOD["returns"].astype(np.float64)})
-    assert error.code == "400"
-    for word in ("returns", "FP64", "FP32"):
-        assert word in error.message
 
 
 def test_nan_in_plain_json_is_refused(live: System) -> None:
@@ -262,126 +262,81 @@ def test_nan_in_plain_json_is_refused(live: System) -> None:
         {"name": name, "shape": list(array.shape), "datatype": types.get(name, "FP32"), "data": array.ravel().tolist()}
         for name, array in {**GOOD, "returns": changed(GOOD["returns"], (0, 0), NAN)}.items()
     ]
-    code, text = post_json(live, CRITIC_TRAIN, inputs)
-    assert code == 400
-    assert "nan" in text.lower()
+    assert "nan" in post_json(live, CRITIC_TRAIN, {"inputs": inputs}, **KEY).lower()
 
 
 # ---- steps ----
 
 
-def train(system: System, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return ask(system.run.url, CRITIC_TRAIN, arrays, headers=KEY)
-
-
-def test_a_step_sent_twice_is_trained_once(live: System) -> None:
-    step = live.run.next_step()
-    arrays = {**training_inputs(seed=20), **identity("test", step)}
-    first, again = train(live, arrays), train(live, arrays)
-    assert first == again
-    assert live.run.store.manifest(int(first["weights_version"][0])).step == step
-    assert [line["step"] for line in live.run.critic_updates(up_to=step)].count(step) == 1
-
-
 def test_a_step_sent_by_many_at_once_is_trained_once(live: System) -> None:
+    """Half of them pad the same content otherwise; one comes again, later."""
     step = live.run.next_step()
-    arrays = {**training_inputs(seed=21), **identity("test", step)}
-    answers = ask_all(live.run.url, [(CRITIC_TRAIN, arrays)] * 8, headers=KEY)
+    narrow = {**training_inputs(seed=21), "sequence_lengths": np.full((4, 1), 12), **identity("test", step)}
+    padded = {name: np.pad(array, ((0, 0), (0, 5))) for name, array in training_inputs(seed=21).items()}
+    requests = [(CRITIC_TRAIN, narrow), (CRITIC_TRAIN, {**narrow, **padded})] * 4
+    answers = [*ask_all(live.run.url, requests, headers=KEY), ask(live.run.url, CRITIC_TRAIN, narrow, headers=KEY)]
     assert not [answer for answer in answers if isinstance(answer, Refused)]
     assert len({(float(a["loss_mean"][0]), int(a["weights_version"][0])) for a in answers}) == 1
+    assert live.run.store.manifest(int(answers[0]["weights_version"][0])).step == step
     assert [line["step"] for line in live.run.critic_updates(up_to=step)].count(step) == 1
     assert live.run.journal.last_step() == step
 
 
-def test_the_same_content_padded_otherwise_is_the_same_step(live: System) -> None:
-    step = live.run.next_step()
-    padded = {**training_inputs(seed=22), "sequence_lengths": np.full((4, 1), 12)}
-    wider = {
-        name: array if name == "sequence_lengths" else np.pad(array, ((0, 0), (0, 5))) for name, array in padded.items()
-    }
-    assert train(live, {**padded, **identity("test", step)}) == train(live, {**wider, **identity("test", step)})
+def test_clients_without_steps_never_share_one(live: System) -> None:
+    first = live.run.next_step()
+    requests = [(CRITIC_TRAIN, training_inputs(seed=70 + i)) for i in range(3)]
+    answers = ask_all(live.run.url, requests, headers=KEY)
+    steps = [live.run.store.manifest(int(answer["weights_version"][0])).step for answer in answers]
+    assert sorted(steps) == [first, first + 1, first + 2]
 
 
-def test_a_known_step_with_other_content_is_refused(live: System) -> None:
-    step = live.run.next_step()
-    train(live, {**training_inputs(seed=23), **identity("test", step)})
-    error = refusal(live, CRITIC_TRAIN, {**training_inputs(seed=24), **identity("test", step)})
-    assert error.code == "400"
-    assert error.message.startswith(
-        f"step: {step} of run 'test' was already sent with other content; the last step is {step}: "
-        f"send step {step + 1}, or send critic_save once with rewind_to {step - 1}"
-    )
-
-
-def test_a_gap_is_refused(live: System) -> None:
-    last = live.run.journal.last_step()
-    error = refusal(live, CRITIC_TRAIN, {**GOOD, **identity("test", last + 5)})
-    assert error.code == "400"
-    assert f"step: {last + 5}, but the last step of run 'test' is {last}; send step {last + 1} first" in error.message
-
-
-@pytest.mark.parametrize("model", [CRITIC_TRAIN, CRITIC_SAVE])
-def test_another_run_is_refused(live: System, model: str) -> None:
-    arrays = (
-        {**GOOD, **identity("other", 1)}
-        if model == CRITIC_TRAIN
-        else {
-            "dummy_var": np.zeros(1, np.int64),
-            "run_id": np.asarray([b"other"], dtype=np.object_),
-        }
-    )
-    error = refusal(live, model, arrays)
-    assert error.code == "400"
-    assert "run_id: 'other', but this critic belongs to run 'test'" in error.message
-
-
-def test_no_step_takes_the_next_number(live: System) -> None:
-    last = live.run.journal.last_step()
-    answer = train(live, training_inputs(seed=25))
-    assert live.run.journal.last_step() == last + 1
-    assert live.run.store.manifest(int(answer["weights_version"][0])).step == last + 1
-
-
-def test_a_rewind_ahead_of_the_critic_is_refused(live: System) -> None:
-    last = live.run.journal.last_step()
-    error = refusal(live, CRITIC_SAVE, {"dummy_var": np.zeros(1, np.int64), "rewind_to": np.asarray([last + 3])})
-    assert error.code == "400"
-    assert f"rewind_to: {last + 3}, but the last step of run 'test' is {last}" in error.message
+def test_steps_that_do_not_fit_are_refused_by_name(live: System) -> None:
+    last = live.run.next_step()
+    ask(live.run.url, CRITIC_TRAIN, {**GOOD, **identity("test", last)}, headers=KEY)
+    other_run = {"run_id": np.asarray([b"other"], dtype=np.object_)}
+    for model, arrays, sentence in (
+        (
+            CRITIC_TRAIN,
+            {**training_inputs(seed=24), **identity("test", last)},
+            f"step: {last} of run 'test' was already sent with other content; the last step is {last}: "
+            f"send step {last + 1}, or send critic_save once with rewind_to {last - 1}",
+        ),
+        (
+            CRITIC_TRAIN,
+            {**GOOD, **identity("test", last + 5)},
+            f"step: {last + 5}, but the last step of run 'test' is {last}; send step {last + 1} first",
+        ),
+        (
+            CRITIC_TRAIN,
+            {**GOOD, **identity("other", 1)},
+            "run_id: 'other', but this critic belongs to run 'test'",
+        ),
+        (CRITIC_SAVE, {**SAVE, **other_run}, "run_id: 'other', but this critic belongs to run 'test'"),
+        (
+            CRITIC_SAVE,
+            {**SAVE, "rewind_to": np.asarray([last + 3])},
+            f"rewind_to: {last + 3}, but the last step of run 'test' is {last}",
+        ),
+        (CRITIC_SAVE, {"keep_steps": np.asarray([4, -1])}, "keep_steps[1]: -1, must be at least 0"),
+    ):
+        assert sentence in refusal(live, model, arrays)
+    assert live.run.journal.last_step() == last
 
 
 # ---- the training key ----
 
 
 @pytest.mark.parametrize("model", [CRITIC_TRAIN, CRITIC_SAVE])
-@pytest.mark.parametrize("headers", [{}, {"x-triton-training-key": "open barley"}])
-def test_training_needs_the_key(live: System, model: str, headers: dict[str, str]) -> None:
-    arrays = training_inputs(seed=26) if model == CRITIC_TRAIN else {"dummy_var": np.zeros(1, np.int64)}
+def test_training_needs_the_key(live: System, model: str) -> None:
+    """In a header, which may be spelled as HTTP allows; scoring needs none."""
+    arrays = GOOD if model == CRITIC_TRAIN else SAVE
     before = live.run.journal.last_step()
-    with pytest.raises(Refused) as caught:
-        ask(live.run.url, model, arrays, headers=headers)
-    print(f"\n{model} {caught.value.code}: {caught.value.message}")
-    assert caught.value.code == "400"
-    assert "header x-triton-training-key: missing or wrong" in caught.value.message
-    assert live.run.journal.last_step() == before
-
-
-@pytest.mark.parametrize("model", [CRITIC_TRAIN, CRITIC_SAVE])
-def test_a_key_in_the_body_that_is_no_text_is_no_key(live: System, model: str) -> None:
-    url = f"http://{live.run.url}/v2/models/{model}/infer"
+    for headers in ({}, {"x-triton-training-key": "open barley"}):
+        with pytest.raises(Refused, match="HTTP 400: header x-triton-training-key: missing or wrong"):
+            ask(live.run.url, model, arrays, headers=headers)
     tensor = {"name": "dummy_var" if model == CRITIC_SAVE else "step", "shape": [1], "datatype": "INT64", "data": [1]}
     body = {"parameters": {"x-triton-training-key": 5}, "inputs": [tensor]}
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=60)
-    with caught.value as answer:
-        assert answer.code == 400
-        assert "header x-triton-training-key: missing or wrong" in answer.read().decode()
-
-
-def test_the_header_may_be_spelled_as_http_allows(live: System) -> None:
-    headers = {"X-Triton-Training-Key": KEY["x-triton-training-key"]}
-    answer = ask(live.run.url, CRITIC_TRAIN, training_inputs(seed=27), headers=headers)
-    assert int(answer["weights_version"][0]) > 0
-
-
-def test_scoring_needs_no_key(live: System) -> None:
+    assert "header x-triton-training-key: missing or wrong" in post_json(live, model, body)
+    assert live.run.journal.last_step() == before
+    ask(live.run.url, model, arrays, headers={"X-Triton-Training-Key": KEY["x-triton-training-key"]})
     assert ask(live.run.url, CRITIC_INFER, ROW)["rewards"].shape == (1, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +12,7 @@ import pytest
 import torch
 from live_system import TRAINING_KEY, Checkpoints, System, direct_rewards, direct_values, random_rows
 
-from critic_client import AsyncCriticClient, CriticClient, RequestRefused
+from critic_client import CriticClient
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "ppo_with_triton_critic.py"
 ROWS = random_rows([3, 17, 40], seed=5)
@@ -21,12 +20,6 @@ ROWS = random_rows([3, 17, 40], seed=5)
 
 def client(system: System, **changes: Any) -> CriticClient:
     return CriticClient(system.run.url, **{"run_id": "test", "training_key": TRAINING_KEY, **changes})
-
-
-def refused(call: Any, *arguments: Any) -> str:
-    with pytest.raises(RequestRefused) as caught:
-        call(*arguments)
-    return caught.value.why
 
 
 def test_values_updates_checkpoints_and_rewinds(live: System) -> None:
@@ -55,39 +48,6 @@ def test_values_updates_checkpoints_and_rewinds(live: System) -> None:
         assert critic.rewind(done + 2) > versions[-1]
         again = critic.train(done + 3, *update)
         assert again.loss_mean == pytest.approx(answers[2].loss_mean)
-
-
-def test_what_does_not_fit_is_refused_by_name(live: System) -> None:
-    done = live.run.next_step() - 1
-    update = (ROWS, *([np.ones(row.size - 1) for row in ROWS] for _ in range(3)))
-    with client(live) as first, client(live, run_id="stranger") as stranger, client(live, training_key="no") as thief:
-        assert "header x-triton-training-key: missing or wrong" in refused(thief.rewind, done)
-        assert "run_id: 'stranger', but this critic belongs to run 'test'" in refused(stranger.rewind, 0)
-        assert f"the last step of run 'test' is {done}" in refused(first.rewind, done + 5)
-        first.rewind(done)
-        assert f"send step {done + 1} first" in refused(first.train, done + 3, *update)
-        assert "tokens[0, 1]: 5000 is outside the vocabulary" in refused(first.values, [[3, 5000]])
-        with client(live) as second:
-            second.rewind(done)
-            assert "was rewound after this request was sent" in refused(first.train, done + 1, *update)
-            second.train(done + 1, *update)
-            assert "was rewound after this request was sent" in refused(first.save, done + 1)
-
-
-def test_async_values_are_served_while_an_update_trains(live: System) -> None:
-    done = live.run.next_step() - 1
-
-    async def run() -> None:
-        async with AsyncCriticClient(live.run.url, run_id="test", training_key=TRAINING_KEY) as critic:
-            before = await critic.rewind(done)
-            update = (ROWS, *([np.ones(row.size - 1) for row in ROWS] for _ in range(3)))
-            training = asyncio.create_task(critic.train(done + 1, *update))
-            meanwhile = await critic.values(ROWS)
-            answer = await training
-            assert before <= meanwhile.weights_version <= answer.weights_version
-            assert (await critic.values(ROWS)).weights_version == answer.weights_version
-
-    asyncio.run(run())
 
 
 def example() -> ModuleType:

@@ -84,29 +84,21 @@ def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
 
 def finish(actor: Child) -> None:
     """Wait until the actor has ended well."""
-    assert actor.process.wait(240) == 0, actor.log_path.read_text()
+    try:
+        assert actor.process.wait(240) == 0, actor.log_path.read_text()
+    finally:
+        stop_process(actor)
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Outcome:
-    """The run in which nothing happens."""
-    run = deterministic_run(tmp_path_factory.mktemp("calm"), checkpoints)
-    system = start_system(run)
-    actor = run.start("actor")
+def calm(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[System]:
+    """A system on which an actor has run to its end without any kill."""
+    system = start_system(deterministic_run(tmp_path_factory.mktemp("calm"), checkpoints))
     try:
-        finish(actor)
-        return outcome(run)
+        finish(system.run.start("actor"))
+        yield system
     finally:
-        stop_process(actor)
         system.stop()
-
-
-@pytest.fixture
-def system(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[System]:
-    """Another system with the same settings."""
-    system = start_system(deterministic_run(tmp_path, checkpoints))
-    yield system
-    system.stop()
 
 
 def kill_critic(system: System) -> None:
@@ -146,26 +138,7 @@ def assert_resumed(run: LiveRun, actor: Child) -> None:
     assert [manifest.step for manifest in manifests].count(KILLED_AT) == 2, "trained before the rewind, and after it"
 
 
-def test_a_killed_actor_changes_no_bit(calm: Outcome, system: System) -> None:
-    """It goes back to step 3, and its requests hold other rows than before; then SIGTERM, and it goes on from there."""
-    run = system.run
-    actor = run.start("actor")
-    try:
-        kill_actor_between_checkpoints(run, actor)
-        wait_for(lambda: run.store.manifest(run.store.current() or 0).step >= KILLED_AT, system.sidecar)
-        actor = run.start("actor-again", "actor.client.rows_per_request=3", module="actor")
-        last = stop_actor_between_checkpoints(run, actor)
-        assert_resumed(run, actor)
-        assert last in (KILLED_AT, KILLED_AT + 1)
-        actor = run.start("actor-at-last", module="actor")
-        finish(actor)
-        assert f"resuming from the checkpoint of step {last}" in actor.log_path.read_text()
-        assert outcome(run) == calm
-    finally:
-        stop_process(actor)
-
-
-def test_a_killed_actor_without_a_critic_changes_no_bit(system: System, tmp_path: Path) -> None:
+def test_a_killed_actor_without_a_critic_changes_no_bit(calm: System, tmp_path: Path) -> None:
     """Adapters, groups and a coefficient that follows: all of it goes on from the checkpoint."""
 
     def start(folder: str) -> Child:
@@ -176,7 +149,7 @@ def test_a_killed_actor_without_a_critic_changes_no_bit(system: System, tmp_path
             "actor.policy.lora_rank": 2,
             "actor.max_staleness": 0,
         }
-        return system.run.start(f"actor-{folder}", *(f"{k}={v}" for k, v in settings.items()), module="actor")
+        return calm.run.start(f"actor-{folder}", *(f"{k}={v}" for k, v in settings.items()), module="actor")
 
     def bits(folder: str) -> list[Any]:
         checkpoint = tmp_path / folder / "checkpoints" / "actor" / str(STEPS)
@@ -201,19 +174,29 @@ def test_a_killed_actor_without_a_critic_changes_no_bit(system: System, tmp_path
     assert bits("killed") == bits("whole")
 
 
-def test_killing_all_three_changes_no_bit(calm: Outcome, system: System) -> None:
-    """The critic's process and the sidecar while the actor runs, then the actor, the sidecar and the critic."""
-    run = system.run
+def test_killing_all_three_changes_no_bit(calm: System, tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """The critic's process and the sidecar while the actor runs; then the actor, whose step 5 is trained already, the
+    sidecar and the critic. It goes back to step 3, and its requests hold other rows than before; then SIGTERM.
+    """
+    run = deterministic_run(tmp_path, checkpoints)
+    system = start_system(run)
     actor = run.start("actor")
     try:
         wait_for(lambda: run.journal.last_step() >= 1, actor)
         kill_critic(system)
         kill_actor_between_checkpoints(run, actor)
+        wait_for(lambda: run.store.manifest(run.store.current() or 0).step >= KILLED_AT, system.sidecar)
         kill_critic(system)
-        actor = run.start("actor-again", module="actor")
+        actor = run.start("actor-again", "actor.client.rows_per_request=3", module="actor")
+        last = stop_actor_between_checkpoints(run, actor)
+        assert_resumed(run, actor)
+        assert last in (KILLED_AT, KILLED_AT + 1)
+        actor = run.start("actor-at-last", module="actor")
         finish(actor)
-        assert f"resuming from the checkpoint of step {CHECKPOINT_EVERY}" in actor.log_path.read_text()
-        assert outcome(run) == calm
-        assert [line["train_rollouts/staleness_rows"] for line in calm.lines] == [{"0": 12}] * STEPS
+        assert f"resuming from the checkpoint of step {last}" in actor.log_path.read_text()
+        found, expected = outcome(run), outcome(calm.run)
+        assert found == expected
+        assert [line["train_rollouts/staleness_rows"] for line in expected.lines] == [{"0": 12}] * STEPS
     finally:
         stop_process(actor)
+        system.stop()

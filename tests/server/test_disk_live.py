@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from bare_client import Refused, ask
 from live_system import (
@@ -18,7 +17,6 @@ from live_system import (
     make_run,
     random_rows,
     scoring_inputs,
-    start_sidecar,
     start_system,
     training_inputs,
     wait_for,
@@ -34,7 +32,6 @@ from trainer.critic_update import CriticUpdate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_STEPS = 4
-OTHER_THREADS = 8  # gRPC's, and Python's own
 
 
 def step_inputs(step: int) -> dict[str, np.ndarray]:
@@ -83,7 +80,10 @@ def ask_for_values(system: System, over: threading.Event, failures: list[Excepti
 
 
 def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """The weights lie on a disk of their own, which fills up first; everything else on another."""
+    """The weights lie on a disk of their own, which fills up first; everything else on another.
+
+    Where the sidecar cannot write its heartbeat either, the server looks for itself.
+    """
     with small_disk(tmp_path / "run", 64) as disk:
         run = make_run(disk.folder, checkpoints, trainer={"heartbeat_timeout_s": 4, "publish": {"keep": 50}})
         run.config.run.weights_dir.mkdir(parents=True)
@@ -110,8 +110,19 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, checkpoints: Checkpo
                 asked = len(served)
                 wait_for(lambda: len(served) > asked + 5, system.server, system.sidecar)
                 disk.empty()
-                assert [train(run, step) for step in (3, 4)] == [3, 4]
+                assert train(run, 3) == 3
+                system.sidecar.process.send_signal(signal.SIGSTOP)  # held while the disk fills up: no heartbeat either
+                payload = train_payload(training_inputs(seed=4), load_critic(run.store.folder(0)).limits)
+                run.journal.accept_training(payload, run_id="test", step=4)
+                disk.fill()
+                cause = refused(run, 4)
+                assert cause.code == "503"
+                assert "the journal's disk cannot be written: No space left on device" in cause.message
+                disk.empty()
+                system.sidecar.process.send_signal(signal.SIGCONT)
+                assert train(run, 4) == 4
             finally:
+                system.sidecar.process.send_signal(signal.SIGCONT)
                 over.set()
                 asking.join()
                 system.stop()
@@ -119,54 +130,3 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, checkpoints: Checkpo
             assert served[0] == 0
             assert run.store.current() == NUM_STEPS
             assert run.store.manifest(NUM_STEPS).sha256 == plain_digest(run, tmp_path)
-
-
-def test_a_sidecar_on_a_full_disk_is_named_by_the_server(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """It cannot write its heartbeat either: the server looks for itself."""
-    with small_disk(tmp_path / "run", 64) as disk:
-        run = make_run(disk.folder, checkpoints, trainer={"heartbeat_timeout_s": 4})
-        system = start_system(run)
-        try:
-            train(run, 1)
-            system.sidecar.process.send_signal(signal.SIGSTOP)  # held while the disk fills up
-            payload = train_payload(training_inputs(seed=2), load_critic(run.store.folder(0)).limits)
-            run.journal.accept_training(payload, run_id="test", step=2)
-            disk.fill()
-            cause = refused(run, 2)
-            assert cause.code == "503"
-            assert "the journal's disk cannot be written: No space left on device" in cause.message
-            disk.empty()
-            system.sidecar.process.send_signal(signal.SIGCONT)
-            assert train(run, 2) == 2
-        finally:
-            system.sidecar.process.send_signal(signal.SIGCONT)
-            system.stop()
-
-
-def test_the_sidecar_stays_out_of_the_servers_way(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    run = make_run(tmp_path, checkpoints, trainer={"threads": 2, "nice": 7})
-    system = start_system(run)
-    try:
-        assert system.stop_sidecar() == 0
-        system.sidecar = start_sidecar(run)
-        sidecar = psutil.Process(system.sidecar.process.pid)
-        # Seen once is enough: others may give other priorities to what runs on their machine.
-        wait_for(lambda: sidecar.nice() == psutil.Process().nice() + 7, system.sidecar)
-        wait_for(run.journal.is_followed, system.sidecar)
-        counts: list[int] = []
-        over = threading.Event()
-
-        def count() -> None:
-            while not over.wait(0.01):
-                counts.append(sidecar.num_threads())
-
-        counting = threading.Thread(target=count)
-        counting.start()
-        try:
-            assert [train(run, step) for step in (1, 2, 3)] == [1, 2, 3]
-        finally:
-            over.set()
-            counting.join()
-        assert max(counts) <= 2 + OTHER_THREADS
-    finally:
-        system.stop()

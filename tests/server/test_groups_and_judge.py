@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
@@ -16,14 +15,12 @@ import pytest
 import reward_functions
 from bare_client import ask
 from chat_server import ChatServer
-from fake_reward import gateway
 from live_system import Checkpoints, make_run, run_actor
 from test_reward_mixture import errors_of, functions_alone
 from tiny_models import tiny_server
 
 from python_backend.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARD_MODEL, REWARDS, texts_array
 from tools.server.tritonserver import TritonServer
-from trainer.control_plane import ControlPlaneError
 
 FUNCTIONS = Path(reward_functions.__file__)
 OUTPUTS = (REWARDS, REWARD_COMPONENTS, REWARD_ERRORS)
@@ -113,19 +110,6 @@ def test_rows_of_a_request_with_one_id_or_prompt_are_a_group(server: TritonServe
     assert errors[10:] == ["", "peers: the function returned None, but it must return a number"]
 
 
-def test_the_gateway_keeps_groups_whole(server: TritonServer) -> None:
-    inputs = [{"prompt": prompt, "response": "a"} for prompt in "xyxxy"] + [{"text": "a", "metadata": {"group": "x"}}]
-
-    async def ask_twice() -> list[tuple[int, Any]]:
-        async with gateway(server.section.http_url, rows_per_request=2) as caller:
-            return await asyncio.gather(*(caller.post("/v1/rewards", {"inputs": inputs}) for _ in range(2)))
-
-    for status, reply in asyncio.run(ask_twice()):
-        assert (status, reply["components"]["peers"]) == (200, [3, 2, 3, 3, 2, 1])
-        assert reply["rewards"] == [6.5, 5.5, 6.5, 6.5, 5.5, None]
-        assert "'response' is undefined" in reply["errors"][5]  # what the rubric needs
-
-
 def test_the_judge_and_its_counters(server: TritonServer) -> None:
     before = counters(server)
     says = ["Score: 3", "no idea", "busy once", "wrong", "hang", "echo the key", "Score: 99"]
@@ -161,14 +145,6 @@ def counters(server: TritonServer) -> dict[str, float]:
         text = page.read().decode()
     family = r'^rlhf_reward_function_total\{(?=.*model="reward_function_judge").*counter="(\w+)".*\} (\S+)$'
     return {name: float(value) for name, value in re.findall(family, text, re.MULTILINE)}
-
-
-def test_a_wrong_option_is_why_the_model_does_not_load(server: TritonServer) -> None:
-    options = json.dumps({"model": "m", "base_url": "http://h/v1", "temprature": 1})
-    with server.control() as control, pytest.raises(ControlPlaneError) as caught:
-        control.load("reward_function_judge", parameters={"options": options}, timeout_s=60)
-    assert "Judge: options.temprature: unknown; did you mean temperature?" in str(caught.value)
-    assert answer_of(server, {"group": 1}) == ([[1, 7]], [""])  # the old one serves on
 
 
 @pytest.mark.slow

@@ -1,21 +1,17 @@
-"""The health checks on a real process, with a scripted server and a clock that only the test moves; one on a server."""
+"""The health checks on a real process, with a scripted server and a clock that only the test moves."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from tiny_models import tiny_server, write_scoring_model
 
 from python_backend.config import ServerSection
 from tools.server import health as server_health
@@ -29,8 +25,7 @@ from tools.server.health import (
     STOPPED_S,
     ServerHealth,
 )
-from tools.server.model_loading import probe
-from trainer.control_plane import ControlPlaneError, LoadRefused, ModelFailed, ModelProcessDied
+from trainer.control_plane import ControlPlaneError, ModelFailed, ModelProcessDied
 
 Script = Iterator[float]
 
@@ -287,42 +282,6 @@ def test_a_stopped_process_beside_one_that_answers_is_killed(rig: Rig, monkeypat
     assert (rig.loads, rig.child.poll()) == ([], None)
 
 
-@pytest.mark.slow
-def test_a_reload_whose_process_is_stopped_fails_and_the_old_one_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(server_health, "STOPPED_S", 1.0)
-    slow, loading = tmp_path / "slow", tmp_path / "loading"
-    wait = f"while os.path.exists({str(slow)!r}): open({str(loading)!r}, 'w').close(); time.sleep(0.1)"
-    write_scoring_model(tmp_path / "repository", "critic", on_load=wait)
-    server = tiny_server(tmp_path)
-    server.start()
-    health = ServerHealth(server, print)
-    try:
-        server.wait_ready()
-        old = server.processes()["critic"]
-        health.start()
-
-        def stop_the_new_one() -> None:
-            while not loading.exists():
-                time.sleep(0.01)
-            for process in set(server.processes()["critic"]) - set(old):
-                process.suspend()
-
-        slow.touch()
-        with ThreadPoolExecutor(1) as threads, server.control() as control:
-            stopped = threads.submit(stop_the_new_one)
-            with pytest.raises(LoadRefused, match="its process has died"):
-                control.load("critic", parameters={"again": "1"}, timeout_s=60.0)
-            stopped.result()
-            probe(control, "critic", 20.0)
-        assert (server.processes()["critic"], health.trouble) == (old, None)
-    finally:
-        slow.unlink(missing_ok=True)
-        health.stop()
-        server.stop()
-
-
 def test_checks_stop_during_a_reload(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     loading, closed = threading.Event(), threading.Event()
 
@@ -340,4 +299,17 @@ def test_checks_stop_during_a_reload(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     assert loading.wait(20.0)
     health.stop()
     assert closed.is_set()
+    assert not health._thread.is_alive()
+
+
+def test_a_signal_before_the_checks_run_does_not_keep_them_from_stopping(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    health = ServerHealth(rig, print)  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            health.start()
+    health.stop()
     assert not health._thread.is_alive()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 import shutil
 import urllib.request
@@ -127,31 +126,6 @@ def metric(run: LiveRun, name: str) -> float:
         found = re.search(rf'^{name}{{model="reward_model"}} (\S+)', answer.read().decode(), re.MULTILINE)
     assert found, name
     return float(found[1])
-
-
-def test_poison_is_refused_and_the_old_version_serves(
-    live: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, store = live.run, store_of(live.run)
-    current = store.current() or 0
-    worse, better = ("Errors are terrible", "A lovely evening")
-    rewards = ask(run.url, REWARD_MODEL, {"sentences": np.asarray([[worse.encode()], [better.encode()]], object)})
-    if rewards[REWARDS][0, 0] > rewards[REWARDS][1, 0]:
-        worse, better = better, worse
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text(json.dumps({"chosen": better, "rejected": worse}) + "\n")
-    gate = f"reward.gate.pairs={pairs}"
-    poison: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
-        "nan": (lambda tensors: tensors["score.weight"].fill_(float("nan")), "values that are not finite"),
-        "negated": (lambda tensors: tensors["score.weight"].neg_(), "not published: its accuracy 0.0000 is below"),
-    }
-    for name, (change, message) in poison.items():
-        assert publish(run, changed(run, tmp_path / name, change), gate) == 2
-        told = capsys.readouterr()
-        print(told.out, told.err)
-        assert message in told.err
-        assert_serves(run, current)
-    assert store.versions()[-1] == current
 
 
 @pytest.mark.slow

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
-from bare_client import Refused, ask, ask_all
+from bare_client import ask
 from live_system import (
     Checkpoints,
     FinishedRun,
@@ -31,7 +28,6 @@ from live_system import (
     start_system,
 )
 from settled import settled_statistics
-from tritonclient.grpc import InferenceServerClient as GrpcClient
 
 from actor.data.rollout import Prompt, ReferenceLogprobs, Rollout
 from actor.policy.policy import Policy
@@ -39,10 +35,8 @@ from actor.scoring.reference import ServedReference
 from actor.scoring.scorer import ModelMismatch
 from python_backend.client.client import TritonClient
 from python_backend.config import load_config
-from python_backend.store.control_key import GRPC_HEADER, control_key
-from python_backend.store.durable import read_json
 from python_backend.store.jsonl import read_jsonl
-from python_backend.wire.contract import REFERENCE, REWARD_MODEL
+from python_backend.wire.contract import REFERENCE
 from tests.support.settings import changed
 from trainer.control_plane import ControlPlane
 
@@ -159,37 +153,6 @@ def test_served_logprobs_are_the_policys_own(served: FinishedRun) -> None:
     assert_logprobs(policy, rows, [answer[0] for answer in alone])
 
 
-def test_concurrent_requests_of_mixed_lengths_batch(served: FinishedRun) -> None:
-    rows = random_rows(np.random.default_rng(2).integers(1, 129, 64).tolist(), seed=2)
-    with served.without_probes(REFERENCE), ControlPlane(served.run.config.server.grpc_url) as control:
-        before = settled_statistics(control, REFERENCE)
-        answers = ask_all(served.run.url, [(REFERENCE, scoring_inputs([row])) for row in rows])
-        after = settled_statistics(control, REFERENCE)
-    assert after.inference_count - before.inference_count == 64
-    assert after.execution_count - before.execution_count < 64 / 4
-    assert_logprobs(policy_of(served.run), rows, [answer["logprobs"][0] for answer in answers])
-
-
-def test_wrong_requests_fail_alone(served: FinishedRun) -> None:
-    rows = random_rows(range(2, 22), seed=3)
-    wrong = rows[11].copy()
-    wrong[-1] = 4711
-    requests = [(REFERENCE, scoring_inputs([wrong if i == 11 else row])) for i, row in enumerate(rows)]
-    requests.append((REFERENCE, {"sequence_lengths": np.ones((1, 1), np.int64)}))
-    requests.append((REFERENCE, scoring_inputs([np.zeros(129, np.int64)])))
-    *answers, missing, too_long = ask_all(served.run.url, requests)
-    refused = answers.pop(11)
-    for answer, message in (
-        (refused, f"tokens[0, {wrong.size - 1}]: 4711 is outside the vocabulary [0, 200)"),
-        (missing, "tokens: missing"),
-        (too_long, "tokens[0]: 129 tokens, the model has 128 positions"),
-    ):
-        assert isinstance(answer, Refused)
-        assert answer.code == "400"
-        assert message in answer.message
-    assert_logprobs(policy_of(served.run), rows[:11] + rows[12:], [answer["logprobs"][0] for answer in answers])
-
-
 def test_an_actor_gets_what_its_copy_would_say(served: FinishedRun) -> None:
     """Rows in another order than the prompts', several in a request, and a policy with adapters that has moved."""
     whole = rollout_of(random_rows([3, 9, 40, 120, 2, 1, 1, 17], seed=4))
@@ -214,36 +177,25 @@ def compare(run: LiveRun, *overrides: str) -> None:
     with_reference(run, lambda reference: reference.compare(), *overrides)
 
 
-def test_another_temperature_is_refused(served: FinishedRun) -> None:
+def test_an_actor_that_does_not_fit_is_refused(served: FinishedRun, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Other banned tokens are those of the same vocabulary and weights, with another role of a token."""
+    folders = {
+        name: make_checkpoint(tmp_path / name, "policy", make_tokenizer(), seed=seed)
+        for name, seed in (("roles", 3), ("weights", 33))
+    }
+    settings = json.loads((folders["roles"] / "tokenizer_config.json").read_text())
+    (folders["roles"] / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "</s>"}))
     compare(served.run)
-    with pytest.raises(ModelMismatch, match=r"rendered with temperature 1\.0, the actor has 0\.7"):
-        compare(served.run, "actor.generation.temperature=0.7")
-
-
-def test_another_precision_is_refused(served: FinishedRun) -> None:
-    with pytest.raises(ModelMismatch, match=r"computes in float32, the actor in bfloat16.*set reference\.dtype and"):
-        compare(served.run, "actor.policy.precision=bfloat16")
-
-
-def test_another_tokenizer_is_refused(served: FinishedRun, checkpoints: Checkpoints) -> None:
-    with pytest.raises(ModelMismatch, match=r"the reference's tokenizer differs from the policy's \("):
-        compare(served.run, f"actor.policy.checkpoint={checkpoints.other_policy}")
-
-
-def test_other_banned_tokens_are_refused(served: FinishedRun, tmp_path: Path) -> None:
-    """The same vocabulary and weights, and another role of a token."""
-    folder = make_checkpoint(tmp_path / "policy", "policy", make_tokenizer(), seed=3)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "</s>"}))
-    with pytest.raises(ModelMismatch, match=r"rendered with banned_token_ids \[0, 2\], the actor has \[2\]"):
-        compare(served.run, f"actor.policy.checkpoint={folder}")
-
-
-def test_another_checkpoint_is_refused(served: FinishedRun, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "policy", "policy", make_tokenizer(), seed=33)
-    with pytest.raises(ModelMismatch, match=r"whose weights are not those of reference\.checkpoint \("):
-        compare(served.run, f"actor.policy.checkpoint={folder}")
     compare(served.run, f"reference.checkpoint={tmp_path / 'on the server only'}")  # cannot be seen from here
+    for override, message in {
+        "generation.temperature=0.7": r"rendered with temperature 1\.0, the actor has 0\.7",
+        "policy.precision=bfloat16": r"computes in float32, the actor in bfloat16.*set reference\.dtype and",
+        f"policy.checkpoint={checkpoints.other_policy}": r"the reference's tokenizer differs from the policy's \(",
+        f"policy.checkpoint={folders['roles']}": r"rendered with banned_token_ids \[0, 2\], the actor has \[2\]",
+        f"policy.checkpoint={folders['weights']}": r"whose weights are not those of reference\.checkpoint \(",
+    }.items():
+        with pytest.raises(ModelMismatch, match=message):
+            compare(served.run, f"actor.{override}")
 
 
 def test_a_server_without_the_model_is_named(served: FinishedRun, live: System) -> None:
@@ -252,50 +204,7 @@ def test_a_server_without_the_model_is_named(served: FinishedRun, live: System) 
         compare(elsewhere)
 
 
-def test_it_is_loaded_only_where_it_is_asked_for(served: FinishedRun, live: System) -> None:
-    loaded = []
-    for run in (served.run, live.run):
-        with GrpcClient(run.config.server.grpc_url) as client:
-            headers = {GRPC_HEADER: control_key(run.config.run.weights_dir)}
-            loaded.append({model.name for model in client.get_model_repository_index(headers=headers).models})
-    assert loaded[0] - loaded[1] == {REFERENCE}
-    assert REWARD_MODEL in loaded[1]
-
-
-# ---- the last tests change the model ----
-
-
-def test_a_killed_process_is_replaced_while_the_actor_waits(served: FinishedRun) -> None:
-    rollout = rollout_of(random_rows([5, 50], seed=7))
-    stub = process_of(served.run, REFERENCE)
-    stub.kill()
-    found = with_reference(served.run, lambda reference: all_of(reference, rollout), "actor.client.retries=60")
-    assert found.known.all()
-    assert process_of(served.run, REFERENCE).pid != stub.pid
-    rows = [np.append(row, np.float32(0)) for row in found.logprobs.numpy()]
-    assert_logprobs(policy_of(served.run), rollout.rows(), rows)
-
-
-def test_rows_without_reference_logprobs_are_masked_counted_and_logged(served: FinishedRun) -> None:
-    """The reference takes shorter rows only, so the longer ones of a further step have no log-probs."""
-    run = served.run
-    prompts = [json.loads(line)["text"] for line in run.config.actor.prompts.path.read_text().splitlines()]
-    policy = policy_of(run)
-    longest = int(np.median([len(policy.tokenizer(text)["input_ids"]) for text in prompts])) + 8
-    set_parameters(run, max_length=str(longest))
-    code, log = run_actor(
-        run, "actor-again", "actor.steps=4", "actor.rewards.max_failed_fraction=0.9", "actor.client.rows_per_request=1"
-    )
-    assert code == 0
-    line = read_jsonl(run.config.run.dir / "metrics.jsonl")[-1]
-    assert line["step"] == 4
-    masked = int(line["train_rollouts/masked_samples"])
-    assert 0 < masked < 8
-    assert f"step 4: {masked} of 8 rewards are unavailable: reference at " in log
-    assert f"tokens, the model has {longest} positions" in log
-    assert all(np.isfinite(value) for value in line.values() if isinstance(value, float))
-    summary = json.loads((run.config.run.dir / "actor_summary.json").read_text())
-    assert summary["masked_samples"] > masked  # those of the validation, too
+# ---- the last test changes the model ----
 
 
 def test_temperature_and_int32_tokens(served: FinishedRun) -> None:
@@ -310,25 +219,3 @@ def test_temperature_and_int32_tokens(served: FinishedRun) -> None:
     assert_logprobs(policy_of(served.run, temperature=0.7), rows, list(found))
     with pytest.raises(ModelMismatch, match=r"rendered with temperature 0\.7, the actor has 1\.0"):
         compare(served.run)
-
-
-def process_of(run: LiveRun, model: str) -> psutil.Process:
-    """The process that runs the model."""
-    server = psutil.Process(read_json(run.config.run.dir / "server.json")["pid"])
-    found = []
-    for child in server.children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie has no command, and may go at any time
-            if f"{os.sep}{model}{os.sep}" in " ".join(child.cmdline()):
-                found.append(child)
-    (process,) = found
-    return process
-
-
-def set_parameters(run: LiveRun, **values: str) -> None:
-    """Load the reference with these parameters."""
-
-    def change(config: dict[str, Any]) -> None:
-        for name, value in values.items():
-            config["parameters"][name]["string_value"] = value
-
-    reload_model(run, REFERENCE, change)

@@ -1,9 +1,7 @@
-"""Rewards that are Python functions, alone and beside the reward model, on the real server."""
+"""Rewards that are Python functions alone, on the real server."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import json
 import re
 import shutil
@@ -18,37 +16,26 @@ import reward_functions
 from bare_client import Refused, ask, ask_all
 from live_system import (
     TEXTS,
-    Checkpoints,
-    System,
-    direct_rewards,
-    make_run,
     make_tokenizer,
     random_rows,
     scoring_inputs,
-    start_system,
 )
 from settled import settled_statistics
 from tiny_models import stub_of, tiny_server
 
-from chaos.fuzz.client import grpc_sender, send_http
-from chaos.fuzz.requests import Request, array_tensor
 from python_backend.config import RunConfig
 from python_backend.wire.contract import (
-    CRITIC_INFER,
     REWARD_COMPONENTS,
     REWARD_ERRORS,
     REWARD_MODEL,
     REWARDS,
-    VALUES,
     texts_array,
 )
 from tools.render_configs import render_repository
 from tools.server.health import get_page
 from tools.server.healthcheck import check as healthcheck
 from tools.server.model_loading import probe
-from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import TritonServer
-from trainer.control_plane import ControlPlane
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +45,6 @@ TERMS = {
     "verdict": {"function": f"{FUNCTIONS}:label_or_trouble", "weight": 2.0, "timeout_s": 1.0},
 }
 OUTPUTS = (REWARDS, REWARD_COMPONENTS, REWARD_ERRORS)
-NUM_BAD, NUM_SENDERS = 20_000, 16
 
 
 def functions_alone(folder: Path, terms: dict) -> Path:
@@ -188,147 +174,56 @@ def test_health_checks_and_probes_run_no_function(server: TritonServer) -> None:
     assert num_calls() == before + 2
 
 
-@pytest.mark.parametrize("metadata", ["[1]", "{", "null"])
-def test_metadata_that_is_no_object_is_a_cause(server: TritonServer, metadata: str) -> None:
+def test_metadata_that_is_no_object_is_a_cause(server: TritonServer) -> None:
     """And no error of the request: many steps of an ensemble that failed at once have crashed tritonserver."""
-    wrong = {**labelled(1), "metadata": texts_array([metadata])}
-    answers = ask_all(server.section.http_url, [(REWARD_MODEL, wrong)] * 64)
-    for answer in answers:
-        assert not isinstance(answer, Refused), answer
-        assert np.isnan(answer[REWARDS]).all()
-        assert errors_of(answer)[0].startswith("length: metadata[0]: ")
+    for metadata in ("[1]", "{", "null"):
+        wrong = {**labelled(1), "metadata": texts_array([metadata])}
+        for answer in ask_all(server.section.http_url, [(REWARD_MODEL, wrong)] * 64):
+            assert not isinstance(answer, Refused), answer
+            assert np.isnan(answer[REWARDS]).all()
+            assert errors_of(answer)[0].startswith("length: metadata[0]: ")
 
 
-def test_no_worker_outlives_a_server_that_is_killed_outright(tmp_path: Path) -> None:
-    functions_alone(tmp_path, TERMS)
-    with tiny_server(tmp_path) as server:
-        server.wait_ready()
-        workers = worker_processes(server)
-        stub = stub_of(server, "reward_function_verdict")
-        its_own = [child for child in stub.children(recursive=True) if child in workers]
-        assert len(its_own) == 4
-        stub.kill()
-        _, alive = psutil.wait_procs(its_own, timeout=60)
-        assert not alive
-        psutil.Process(server.pid).kill()
-        _, alive = psutil.wait_procs(workers, timeout=60)
-        assert not alive
+# ---- the last tests change the server ----
 
 
-def test_a_reload_replaces_the_workers(tmp_path: Path) -> None:
-    functions_alone(tmp_path, TERMS)
-    with tiny_server(tmp_path) as server:
-        server.wait_ready()
-        before = worker_processes(server)
-        with server.control() as control:
-            replaced = [worker for worker in before if f"{FUNCTIONS}:num_tokens" in worker.cmdline()]
-            control.load("reward_function_length", parameters={"workers": "3"}, timeout_s=60)
-        answer = ask(server.section.http_url, REWARD_MODEL, labelled(1), OUTPUTS)
-        assert errors_of(answer) == [""]
-        _, alive = psutil.wait_procs(replaced, timeout=60)
-        assert not alive
-        assert len(worker_processes(server)) == 10
+def test_a_reload_replaces_the_workers(server: TritonServer) -> None:
+    replaced = [worker for worker in worker_processes(server) if f"{FUNCTIONS}:num_tokens" in worker.cmdline()]
+    with server.control() as control:
+        control.load("reward_function_length", parameters={"workers": "3"}, timeout_s=60)
+    assert errors_of(ask(server.section.http_url, REWARD_MODEL, labelled(1), OUTPUTS)) == [""]
+    _, alive = psutil.wait_procs(replaced, timeout=60)
+    assert not alive
+    assert len(worker_processes(server)) == 10
 
 
-def test_a_full_queue_is_a_cause(tmp_path: Path) -> None:
-    functions_alone(tmp_path, TERMS)
-    with tiny_server(tmp_path) as server:
-        server.wait_ready()
-        with server.control() as control:
-            control.load("reward_function_length", parameters={"max_waiting_rows": "2"}, timeout_s=60)
-        assert errors_of(ask(server.section.http_url, REWARD_MODEL, labelled(1, 1))) == ["", ""]
-        answer = ask(server.section.http_url, REWARD_MODEL, labelled(1, 1, 1))
-        cause = (
-            "length: 0 samples are waiting, 3 more exceed the limit of 2; send fewer rows per request, or retry later"
-        )
-        assert errors_of(answer) == [cause] * 3
+def test_a_full_queue_is_a_cause(server: TritonServer) -> None:
+    with server.control() as control:
+        control.load("reward_function_length", parameters={"max_waiting_rows": "2"}, timeout_s=60)
+    assert errors_of(ask(server.section.http_url, REWARD_MODEL, labelled(1, 1))) == ["", ""]
+    answer = ask(server.section.http_url, REWARD_MODEL, labelled(1, 1, 1))
+    cause = "length: 0 samples are waiting, 3 more exceed the limit of 2; send fewer rows per request, or retry later"
+    assert errors_of(answer) == [cause] * 3
 
 
-def test_a_reload_waits_for_a_function_that_is_still_running(tmp_path: Path) -> None:
-    functions_alone(tmp_path, TERMS)
-    with tiny_server(tmp_path) as server, ThreadPoolExecutor(1) as executor:
-        server.wait_ready()
-        asked = executor.submit(ask, server.section.http_url, REWARD_MODEL, labelled(1, "sleep", 2), OUTPUTS)
-        with server.control() as control:
-            while not control.statistics("reward_function_verdict").execution_count > 1:  # the first was the probe
-                pass
-            control.load("reward_function_verdict", parameters={"workers": "1"}, timeout_s=60)
-        assert errors_of(asked.result()) == ["", "verdict: took longer than 1 s and was killed", ""]
+def test_a_reload_waits_for_a_function_that_is_still_running(server: TritonServer) -> None:
+    with ThreadPoolExecutor(1) as executor, server.control() as control:
+        before = control.statistics("reward_function_verdict").execution_count
+        asked = executor.submit(ask, server.section.http_url, REWARD_MODEL, labelled(1, "sleep"), OUTPUTS)
+        while control.statistics("reward_function_verdict").execution_count == before:
+            pass
+        control.load("reward_function_verdict", parameters={"workers": "1"}, timeout_s=60)
+        assert errors_of(asked.result()) == ["", "verdict: took longer than 1 s and was killed"]
 
 
-def test_a_function_that_cannot_be_imported_stops_the_start(tmp_path: Path) -> None:
-    functions_alone(tmp_path, {"verdict": {"function": f"{FUNCTIONS}:no_such_function"}})
-    with tiny_server(tmp_path) as server, pytest.raises(ServerStartError) as caught:
-        server.wait_ready()
-    print(caught.value)
-    assert f"{FUNCTIONS}:no_such_function cannot be imported: {FUNCTIONS} has no 'no_such_function'" in str(
-        caught.value
-    )
-
-
-# ---- beside the reward model ----
-
-
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[System]:
-    terms = {"model": {"weight": 3.0}, **TERMS}
-    system = start_system(make_run(tmp_path_factory.mktemp("mixed"), checkpoints, rewards=terms))
-    yield system
-    system.stop()
-
-
-@pytest.mark.parametrize("model", [REWARD_MODEL, CRITIC_INFER])
-def test_model_and_functions_add_up(mixed: System, checkpoints: Checkpoints, model: str) -> None:
-    rows = random_rows([3, 9, 5, 7], seed=3)
-    answer = ask(mixed.run.url, model, labelled(1, "raise", 2, "loop", rows=rows))
-    direct = direct_rewards(checkpoints.reward, rows)
-    np.testing.assert_allclose(answer[REWARD_COMPONENTS][:, 0], direct, atol=1e-5, rtol=0)
-    np.testing.assert_array_equal(answer[REWARD_COMPONENTS][:, 1:], [[3, 1], [9, np.nan], [5, 2], [7, np.nan]])
-    expected = [3 * direct[0] - 1.5 + 2, np.nan, 3 * direct[2] - 2.5 + 4, np.nan]
-    np.testing.assert_allclose(answer[REWARDS][:, 0], expected, atol=1e-5, rtol=0)
-    assert [bool(error) for error in errors_of(answer)] == [False, True, False, True]
-
-
-def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System) -> None:
-    """tritonserver 2.51 deadlocks when a step fails over gRPC while another one of its request is running."""
-    at = mixed.run.config.server
-    bad = Request(CRITIC_INFER, [array_tensor("tokens", np.full((1, 5), 4711))])
-    statuses: collections.Counter[str | None] = collections.Counter()
-
-    def send() -> None:
-        with grpc_sender(at.grpc_url) as send_grpc:
-            for _ in range(NUM_BAD // NUM_SENDERS):
-                for model in (REWARD_MODEL, CRITIC_INFER):
-                    answer = send_grpc(dataclasses.replace(bad, model=model))
-                    statuses[answer.status] += 1
-                    if answer.hung:
-                        return
-
-    with ThreadPoolExecutor(NUM_SENDERS) as executor:
-        for sent in [executor.submit(send) for _ in range(NUM_SENDERS)]:
-            sent.result()
-    assert set(statuses) == {"INVALID_ARGUMENT"}, statuses
-    with ControlPlane(at.grpc_url) as control:
-        assert control.answers_inference(10.0)
-        probed = control.probe_scoring(CRITIC_INFER, (REWARDS, VALUES, REWARD_ERRORS), 10.0)
-    assert errors_of(probed) == [""], "a function would miss the label"
-
-
-@pytest.mark.parametrize("model", [REWARD_MODEL, CRITIC_INFER])
-def test_a_text_as_sequence_id_changes_nothing(mixed: System, model: str) -> None:
-    """It kills tritonserver 2.51 where a step of an ensemble is an ensemble itself."""
-    rows = array_tensor("tokens", np.stack(random_rows([5, 5], seed=3)))
-    for sequence_id in ("x", "x" * 100):
-        request = Request(model, [rows], parameters={"sequence_id": sequence_id})
-        assert send_http(mixed.run.url, request).status == "200"
-
-
-def test_values_alone_run_no_reward(mixed: System) -> None:
-    rows = random_rows([3, 9], seed=3)
-    models = ("reward_mixture", "reward_function_length")
-    with ControlPlane(mixed.run.config.server.grpc_url) as control:
-        before = [settled_statistics(control, model).inference_count for model in models]
-        answer = ask(mixed.run.url, CRITIC_INFER, scoring_inputs(rows), [VALUES])
-        after = [settled_statistics(control, model).inference_count for model in models]
-    assert np.isfinite(answer[VALUES]).all()
-    assert before == after
+def test_no_worker_outlives_a_server_that_is_killed_outright(server: TritonServer) -> None:
+    workers = worker_processes(server)
+    stub = stub_of(server, "reward_function_verdict")
+    its_own = [child for child in stub.children(recursive=True) if child in workers]
+    assert its_own
+    stub.kill()
+    _, alive = psutil.wait_procs(its_own, timeout=60)
+    assert not alive
+    psutil.Process(server.pid).kill()
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert not alive

@@ -1,37 +1,54 @@
-"""The actor where several rewards are served: what it sends, logs, masks and refuses."""
+"""Functions beside the reward model on the real server, and what an actor sends, logs, masks and refuses there."""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import reward_functions
+from bare_client import ask
 from live_system import (
     TEXTS,
     Checkpoints,
     System,
     direct_rewards,
     make_run,
+    random_rows,
     reload_model,
     run_actor,
+    scoring_inputs,
     start_system,
 )
-from test_two_tokenizers import written
+from test_reward_mixture import errors_of
+from test_reward_models_live import written
 
 from actor.data.prompts import PromptError
 from actor.data.rollout import Prompt, Rollout, Scores
 from actor.scoring.metadata import check_prompts, row_metadata
 from actor.scoring.scorer import Scorer
+from chaos.fuzz.client import grpc_sender, send_http
+from chaos.fuzz.requests import Request, array_tensor
 from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.client.client import TritonClient
 from python_backend.client.served import ServedModel
-from python_backend.wire.contract import REWARD_MODEL
+from python_backend.wire.contract import (
+    CRITIC_INFER,
+    REWARD_COMPONENTS,
+    REWARD_ERRORS,
+    REWARD_MODEL,
+    REWARDS,
+    VALUES,
+    texts_array,
+)
+from trainer.control_plane import ControlPlane
 
 pytestmark = pytest.mark.slow
 FUNCTIONS = Path(reward_functions.__file__)
@@ -41,6 +58,7 @@ TERMS = {
     "verdict": {"function": f"{FUNCTIONS}:label_or_trouble", "weight": 0.5, "timeout_s": 1.0},
     "peers": {"function": f"{FUNCTIONS}:by_group", "groupwise": True, "weight": 0.0},
 }
+NUM_BAD, NUM_SENDERS = 20_000, 16
 LABELS = (1, 2, "raise", 3, "loop", 0, 4, 5)
 FAILED = [2, 4]
 
@@ -85,11 +103,10 @@ def scored(
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_components_reach_the_actor_and_failures_are_marked(mixed: System, checkpoints: Checkpoints, rows: int) -> None:
+def test_components_reach_the_actor_and_failures_are_marked(mixed: System, checkpoints: Checkpoints) -> None:
     tokenizer = load_tokenizer(checkpoints.policy)
     rollout = labelled(tokenizer)
-    scorer, scores = scored(mixed, tokenizer, rollout, rows=rows)
+    scorer, scores = scored(mixed, tokenizer, rollout, rows=3)
     assert scorer.reward.components == ("model", "texts", "verdict", "peers")
     assert np.flatnonzero(~scores.scored.numpy()).tolist() == FAILED
     direct = direct_rewards(checkpoints.reward, rollout.rows())
@@ -128,15 +145,6 @@ def test_the_run_logs_every_component_and_masks_what_failed(mixed: System) -> No
     assert "; verdict: took longer than 1 s and was killed" in log
 
 
-def test_a_column_that_the_actor_fills_is_refused(mixed: System, tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"text": "Return the", "response": "x", "label": 1}\n')
-    code, log = run_actor(mixed.run, "actor-column", f"actor.prompts.path={path}", f"run.dir={tmp_path}")
-    assert code == 2
-    (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
-    assert "prompt 1 has a column 'response'" in sentence
-
-
 def test_with_the_reward_model_alone_any_column_is_free() -> None:
     prompt = Prompt("1", "a", np.asarray([1]), {"prompt": "p", "response": "r"})
     check_prompts(ServedModel(), [prompt])
@@ -154,6 +162,59 @@ def test_the_reply_alone_is_the_sentence_of_a_chat(checkpoints: Checkpoints) -> 
     assert scorer.render(rollout, 0) == tokenizer.decode(rollout.rows()[0][2:-1].tolist())
 
 
+# ---- beside the reward model ----
+
+
+@pytest.mark.parametrize("model", [REWARD_MODEL, CRITIC_INFER])
+def test_model_and_functions_add_up(mixed: System, checkpoints: Checkpoints, model: str) -> None:
+    rows = random_rows([3, 9, 5, 7], seed=3)
+    metadata = [json.dumps({"label": label, "prompt": str(label)}) for label in (1, "raise", 2, "loop")]
+    answer = ask(mixed.run.url, model, {**scoring_inputs(rows), "metadata": texts_array(metadata)})
+    direct = direct_rewards(checkpoints.reward, rows)
+    np.testing.assert_allclose(answer[REWARD_COMPONENTS][:, 0], direct, atol=1e-5, rtol=0)
+    np.testing.assert_array_equal(answer[REWARD_COMPONENTS][:, 1:], [[0, label, 1] for label in (1, np.nan, 2, np.nan)])
+    expected = [direct[0] + 0.5, np.nan, direct[2] + 1.0, np.nan]
+    np.testing.assert_allclose(answer[REWARDS][:, 0], expected, atol=1e-5, rtol=0)
+    assert [bool(error) for error in errors_of(answer)] == [False, True, False, True]
+
+
+def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System) -> None:
+    """tritonserver 2.51 deadlocks when a step fails over gRPC while another one of its request is running."""
+    at = mixed.run.config.server
+    bad = Request(CRITIC_INFER, [array_tensor("tokens", np.full((1, 5), 4711))])
+    statuses: collections.Counter[str | None] = collections.Counter()
+
+    def send() -> None:
+        with grpc_sender(at.grpc_url) as send_grpc:
+            for _ in range(NUM_BAD // NUM_SENDERS):
+                for model in (REWARD_MODEL, CRITIC_INFER):
+                    answer = send_grpc(dataclasses.replace(bad, model=model))
+                    statuses[answer.status] += 1
+                    if answer.hung:
+                        return
+
+    with ThreadPoolExecutor(NUM_SENDERS) as executor:
+        for sent in [executor.submit(send) for _ in range(NUM_SENDERS)]:
+            sent.result()
+    assert set(statuses) == {"INVALID_ARGUMENT"}, statuses
+    with ControlPlane(at.grpc_url) as control:
+        assert control.answers_inference(10.0)
+        probed = control.probe_scoring(CRITIC_INFER, (REWARDS, VALUES, REWARD_ERRORS), 10.0)
+    assert errors_of(probed) == [""], "a function would miss the label"
+
+
+@pytest.mark.parametrize("model", [REWARD_MODEL, CRITIC_INFER])
+def test_a_text_as_sequence_id_changes_nothing(mixed: System, model: str) -> None:
+    """It kills tritonserver 2.51 where a step of an ensemble is an ensemble itself."""
+    rows = array_tensor("tokens", np.stack(random_rows([5, 5], seed=3)))
+    for sequence_id in ("x", "x" * 100):
+        request = Request(model, [rows], parameters={"sequence_id": sequence_id})
+        assert send_http(mixed.run.url, request).status == "200"
+
+
+# ---- the last test changes the model ----
+
+
 def test_metadata_goes_along_with_sentences(mixed: System, checkpoints: Checkpoints) -> None:
     """As if the reward had another tokenizer: the fingerprint of the ensemble decides."""
 
@@ -166,21 +227,3 @@ def test_metadata_goes_along_with_sentences(mixed: System, checkpoints: Checkpoi
     assert scorer.sends_sentences
     np.testing.assert_array_equal(scores.components["verdict"], [1, 2, np.nan, 3, np.nan, 0, 4, 5])
     np.testing.assert_array_equal(scores.components["texts"], np.ones(len(TEXTS)))
-
-
-def test_a_run_on_functions_alone_needs_no_reward_checkpoint(
-    tmp_path: Path, checkpoints: Checkpoints, prompts: Path
-) -> None:
-    sections = {
-        "reward": {"checkpoint": str(tmp_path / "there-is-none")},
-        "rewards": {"verdict": TERMS["verdict"]},
-        "actor": {"prompts_path": str(prompts), "steps": 1, "max_failed_fraction": 0.25, "validation_size": 0},
-    }
-    system = start_system(make_run(tmp_path / "run", checkpoints, **sections))
-    try:
-        assert run_actor(system.run, "actor")[0] == 0
-    finally:
-        system.stop()
-    (line,) = [json.loads(line) for line in (system.run.config.run.dir / "metrics.jsonl").read_text().splitlines()]
-    assert line["train_rollouts/rewards"] == pytest.approx(0.5 * line["train_rollouts/reward_verdict"])
-    assert line["train_rollouts/masked_samples"] == 2

@@ -14,7 +14,7 @@ import pytest
 from tiny_models import regions, server_processes, tiny_server, write_scoring_model
 
 from tools.server import shared_memory
-from tools.server.shared_memory import SHARED_MEMORY, Regions, remove_abandoned
+from tools.server.shared_memory import SHARED_MEMORY, remove_abandoned
 
 # Holds the regions of a server as its owner does; the second process inherits the lock, as tritonserver does.
 OWNER = """
@@ -58,19 +58,6 @@ def test_regions_stay_as_long_as_any_of_their_processes(folder: Path) -> None:
     (prefix,) = remove_abandoned()
     assert prefix.startswith(f"rlhf-{owner.pid}-")
     assert [path.name for path in sorted(folder.iterdir())] == ["rlhf-1-aaaaaaaa-region", "rlhf-2-bbbbbbbb-region"]
-
-
-def test_a_server_that_is_stopped_leaves_nothing(folder: Path) -> None:
-    mine, other = Regions(), Regions()
-    mine.lock()
-    other.lock()
-    for each in (mine, other):
-        (folder / f"{each.prefix}region").write_text("memory")
-    assert remove_abandoned() == []
-    mine.remove()
-    assert {path.name for path in folder.iterdir()} == {f"{other.prefix}region", f".{other.prefix}owner"}
-    other.remove()
-    assert list(folder.iterdir()) == []
 
 
 SERVE_AND_DIE = """

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from tiny_models import (
     server_processes,
     stub_of,
     tiny_server,
-    write_journal_model,
     write_repository,
     write_scoring_model,
 )
@@ -25,11 +23,10 @@ from tiny_models import (
 from tools.server import health as server_health
 from tools.server import supervisor as supervisor_module
 from tools.server.log import LOG_LIMIT_BYTES
-from tools.server.model_loading import probe
 from tools.server.supervisor import Supervisor
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import TritonServer
-from trainer.control_plane import ControlPlane, ControlPlaneError, ModelFailed, ModelProcessDied
+from trainer.control_plane import ControlPlane, ControlPlaneError, ModelFailed
 
 
 def starter(folder: Path, **settings: int) -> Callable[[], TritonServer]:
@@ -53,11 +50,21 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+@contextlib.contextmanager
+def supervised(folder: Path, log: Callable[[str], None] = print) -> Iterator[Supervisor]:
+    """Supervise a server on `folder/repository`, of which nothing must be left at the end."""
+    supervisor = Supervisor(starter(folder), log=log)
+    try:
+        yield supervisor
+    finally:
+        supervisor.stop()
+    assert (server_processes(os.getpid()), regions(os.getpid())) == ([], [])
+
+
 @pytest.mark.slow
 def test_the_servers_log_stays_within_its_bound(tmp_path: Path) -> None:
-    write_repository(tmp_path / "repository")
-    supervisor = Supervisor(starter(tmp_path), log=print)
-    try:
+    write_scoring_model(tmp_path / "repository", "critic")
+    with supervised(tmp_path) as supervisor:
         log = supervisor.server.log_path
         os.truncate(log, LOG_LIMIT_BYTES + 1)
         supervisor.look()
@@ -67,64 +74,30 @@ def test_the_servers_log_stays_within_its_bound(tmp_path: Path) -> None:
             control.load("critic", parameters={"again": "1"}, timeout_s=60.0)
         until(lambda: b"loading: critic:1" in log.read_bytes())
         assert b"\0" not in log.read_bytes()
-    finally:
-        supervisor.stop()
 
 
-@pytest.mark.parametrize("model", ["critic", "critic_train"])
-def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path: Path, model: str) -> None:
+def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path: Path) -> None:
     write_repository(tmp_path / "repository")
     lines: list[str] = []
-    supervisor = Supervisor(starter(tmp_path), log=lines.append)
-    try:
+    with supervised(tmp_path, lines.append) as supervisor:
         server = supervisor.server
-        others = {name: stub_of(server, name).pid for name in server.models() if name != model}
-        killed = stub_of(server, model)
-        killed.send_signal(signal.SIGKILL)
+        before = {name: stub_of(server, name).pid for name in server.models()}
+        os.kill(before["critic"], signal.SIGKILL)
         with ControlPlane(server.section.grpc_url) as control:
             while not any("serves again" in line for line in lines):
                 control.probe_scoring("reward_model", ("rewards",), 5.0)
-            assert f"the process of {model} has died: reloading the model" in lines
-            assert stub_of(server, model).pid != killed.pid
             control.probe_scoring("critic", ("values",), 60.0)
             control.probe_rejection("critic_train", 5.0)
-        assert {name: stub_of(server, name).pid for name in others} == others
+        assert "the process of critic has died: reloading the model" in lines
+        after = {name: stub_of(server, name).pid for name in server.models()}
+        assert [name for name in before if before[name] != after[name]] == ["critic"]
         assert supervisor.server is server
-    finally:
-        supervisor.stop()
-
-
-@pytest.mark.slow
-def test_a_signal_before_the_watcher_runs_does_not_keep_it_from_stopping(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It comes as the watcher of a server that was started again is to be started."""
-
-    def interrupted(thread: threading.Thread) -> None:
-        raise KeyboardInterrupt
-
-    write_repository(tmp_path / "repository")
-    supervisor = Supervisor(starter(tmp_path), log=lambda line: None)
-    os.kill(supervisor.server.pid, signal.SIGKILL)
-    until(lambda: supervisor.server.poll() is not None)
-    again = starter(tmp_path)
-    try:
-        server = again()
-        monkeypatch.setattr(supervisor, "_start", lambda: server)
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                supervisor.look()
-    finally:
-        supervisor.stop()
-    assert server.poll() is not None
 
 
 def test_a_killed_server_is_started_again_on_its_ports(tmp_path: Path) -> None:
     write_repository(tmp_path / "repository")
     lines: list[str] = []
-    supervisor = Supervisor(starter(tmp_path), log=lines.append)
-    try:
+    with supervised(tmp_path, lines.append) as supervisor:
         supervisor.look()
         assert lines == []
         first = supervisor.server
@@ -139,10 +112,6 @@ def test_a_killed_server_is_started_again_on_its_ports(tmp_path: Path) -> None:
             control.probe_scoring("critic_infer", ("values", "rewards"), 5.0)
         stub_of(second, "reward_model").send_signal(signal.SIGKILL)  # the new one is watched, too
         until(lambda: any("reward_model serves again" in line for line in lines))
-    finally:
-        supervisor.stop()
-    assert server_processes(os.getpid()) == []
-    assert regions(os.getpid()) == []
 
 
 class Scripted:
@@ -239,104 +208,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_frozen_model_is_kept_unless_it_lost_a_request_and_a_stop_does_not_wait_for_its_reload(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_health, "STOPPED_S", 3600.0)
-    monkeypatch.setattr("tools.server.drain.CALL_TIMEOUT_S", 1.0)
-    block, loads = tmp_path / "block", tmp_path / "loads"
-    slow = f"open({str(loads)!r}, 'a').close()\n        while os.path.exists({str(block)!r}): time.sleep(0.1)"
-    write_scoring_model(tmp_path / "repository", "critic", on_load=slow)
-    write_journal_model(tmp_path / "repository", "critic_train")
-    lines: list[str] = []
-    supervisor = Supervisor(starter(tmp_path), log=lines.append)
-    unblock = threading.Timer(60.0, block.unlink, [True])
-    try:
-        watched, frozen = supervisor._health._models["critic"], stub_of(supervisor.server, "critic")
-        until(lambda: watched.probe_at > 0.0)
-        frozen.suspend()  # no probe is in flight
-        watched.probe_at = 0.0
-        until(lambda: watched.silence.missed > 0)
-        frozen.resume()
-        until(lambda: watched.probe_at > 0.0)
-        assert (lines, stub_of(supervisor.server, "critic")) == ([], frozen)
-        block.touch()
-        loads.unlink()
-        frozen.suspend()
-        with supervisor.server.control() as control, pytest.raises(ModelProcessDied):
-            probe(control, "critic", 5.0)
-        until(loads.exists)
-        unblock.start()
-        supervisor.drain(give_up=lambda: False)
-        assert block.exists(), "the checks ended, and the others were drained, during the load"
-        with supervisor.server.control() as control:
-            assert not control.is_ready("critic_train")
-        assert [line.endswith("tritonserver has given it up: reloading the model") for line in lines] == [True]
-    finally:
-        unblock.cancel()
-        block.unlink(missing_ok=True)
-        supervisor.stop()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("model", ["critic", "critic_train"])
-def test_a_model_whose_process_is_stopped_is_replaced(tmp_path: Path, model: str) -> None:
-    write_repository(tmp_path / "repository")
-    lines: list[str] = []
-    supervisor = Supervisor(starter(tmp_path), log=lines.append)
-    try:
-        server = supervisor.server
-        stopped = stub_of(server, model)
-        stopped.suspend()
-        until(lambda: any(f"{model} serves again" in line for line in lines))
-        assert stub_of(server, model).pid != stopped.pid
-        with server.control() as control:
-            probe(control, model, 5.0)
-        supervisor.look()
-        assert supervisor.server is server
-    finally:
-        supervisor.stop()
-    assert server_processes(os.getpid()) == []
-
-
-def write_blocking_model(folder: Path) -> Path:
-    """A repository with a critic that sleeps as long as the file that is returned exists."""
-    block = folder / "block"
-    write_scoring_model(
-        folder / "repository", "critic", on_request=f"while os.path.exists({str(block)!r}): time.sleep(0.1)"
-    )
-    return block
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("impatient")
-def test_a_model_that_never_answers_is_replaced(tmp_path: Path) -> None:
-    """Alive, and the server calls itself ready."""
-    block = write_blocking_model(tmp_path)
-    lines: list[str] = []
-    supervisor = Supervisor(starter(tmp_path), log=lines.append)
-    try:
-        server = supervisor.server
-        first = stub_of(server, "critic")
-        block.touch()
-        until(lambda: any("critic has not answered for" in line for line in lines))
-        block.unlink()
-        until(lambda: any("critic serves again" in line for line in lines))
-        assert stub_of(server, "critic").pid != first.pid
-        supervisor.look()
-        assert supervisor.server is server
-    finally:
-        supervisor.stop()
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_model_that_hangs_again_takes_a_new_server(tmp_path: Path) -> None:
-    block = write_blocking_model(tmp_path)
-    lines: list[str] = []
-    supervisor = Supervisor(starter(tmp_path), log=lines.append)
-    try:
+    """It is alive, and the server calls itself ready. The first time, the model is reloaded."""
+    block = tmp_path / "block"
+    hang = f"while os.path.exists({str(block)!r}): time.sleep(0.1)"
+    write_scoring_model(tmp_path / "repository", "critic", on_request=hang)
+    with supervised(tmp_path) as supervisor:
         first = supervisor.server
         block.touch()
         until(lambda: "although it has just been reloaded" in str(supervisor._health.trouble))
@@ -344,17 +222,13 @@ def test_a_model_that_hangs_again_takes_a_new_server(tmp_path: Path) -> None:
         until(lambda: supervisor.look() or supervisor.server is not first)
         with supervisor.server.control() as control:
             control.probe_scoring("critic", ("values",), 60.0)
-    finally:
-        supervisor.stop()
-    assert server_processes(os.getpid()) == []
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_server_that_hangs_is_started_again(tmp_path: Path) -> None:
     write_scoring_model(tmp_path / "repository", "critic")
     lines: list[str] = []
-    supervisor = Supervisor(starter(tmp_path), log=lines.append)
-    try:
+    with supervised(tmp_path, lines.append) as supervisor:
         first = supervisor.server
         os.kill(first.pid, signal.SIGSTOP)
         until(lambda: supervisor.look() or supervisor.server is not first)
@@ -362,30 +236,6 @@ def test_a_server_that_hangs_is_started_again(tmp_path: Path) -> None:
         assert first.poll() == -signal.SIGKILL
         with supervisor.server.control() as control:
             control.probe_scoring("critic", ("values",), 60.0)
-    finally:
-        supervisor.stop()
-    assert server_processes(os.getpid()) == []
-    assert regions(os.getpid()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("impatient")
-def test_a_model_that_is_busy_is_left_alone(tmp_path: Path) -> None:
-    """It computes for longer than an idle one may be silent."""
-    busy = "deadline = time.monotonic() + 6\n        while time.monotonic() < deadline: sum(range(10000))"
-    write_scoring_model(tmp_path / "repository", "critic")
-    lines: list[str] = []
-    supervisor = Supervisor(starter(tmp_path), log=lines.append)
-    try:
-        shutil.rmtree(tmp_path / "repository" / "critic")
-        write_scoring_model(tmp_path / "repository", "critic", on_request=busy)
-        with supervisor.server.control() as control:
-            control.load("critic", timeout_s=30)
-            lines.clear()
-            control.probe_scoring("critic", ("values",), 60.0)
-        assert lines == []
-    finally:
-        supervisor.stop()
 
 
 def test_nobody_meets_a_server_without_its_models(tmp_path: Path) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from bare_client import ask
@@ -14,7 +12,6 @@ from live_system import KEY, LiveRun, System, identity, training_inputs
 from sidecar_rig import Rig
 
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
-from python_backend.models.modeling import load_critic
 from python_backend.wire.contract import CRITIC_TRAIN
 from tools.weights import main
 
@@ -119,20 +116,3 @@ def test_a_live_server_follows_a_rollback(live: System, capsys: Output):
     assert f"serves version {current}" in capsys.readouterr().out
     assert run.store.manifest(current).sha256 == run.store.manifest(first).sha256
     assert {record.version for record in run.store.serving()} == {current}
-
-
-def test_a_version_of_adapters_is_verified_and_rolled_back_like_any_other(
-    make: Callable[..., Rig], tmp_path: Path, capsys: Output
-):
-    rig = make("adapters", lora_rank=2, precision="bfloat16", publish={"format": "adapter"})
-    rig.serve()
-    rig.start().train(1, 2)
-    config = config_of(rig, tmp_path)
-    assert main(["verify", *config]) == 0
-    assert main(["rollback", *config, "--to", "1"]) == 0
-    assert "version 3 is served, with the weights of version 1 (step 1)" in capsys.readouterr().out
-    assert (rig.store.manifest(3).base, rig.store.manifest(3).sha256) == (0, rig.store.manifest(1).sha256)
-    values = [load_critic(rig.store.folder(version)).values([np.arange(8)])[0] for version in (0, 1, 2, 3)]
-    assert np.array_equal(values[1], values[3])
-    assert not np.array_equal(values[0], values[1])
-    assert not np.array_equal(values[1], values[2])

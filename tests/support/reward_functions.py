@@ -25,11 +25,6 @@ def token_sum(sample: Sample) -> float:
     return float(sum(sample.tokens))
 
 
-def equals_label(sample: Sample) -> float:
-    """A verifier: return 1 if the response contains the row's label. A row without a label is an error, not a 0."""
-    return float(str(sample.metadata["label"]) in (sample.response or sample.text))
-
-
 def texts_fit(sample: Sample) -> float:
     """Return 1 if the text is the actor's prompt followed by its response."""
     return float(f"{sample.prompt}{sample.response}" == sample.text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ from trainer.checkpoint import CheckpointFolder
 from trainer.sidecar import follow
 
 PATIENCE_S = 120.0
+
+
+def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
+    """Wait until the condition holds; fail after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
 
 
 class Killed(BaseException):
@@ -140,11 +149,9 @@ class Rig:
         return self.journal.accept_training(payload(step if value is None else value), run_id="run", step=step)
 
     def answer(self, entry: Entry) -> Result:
-        deadline = time.monotonic() + PATIENCE_S
-        while (result := self.journal.result(entry)) is None:
-            assert self.error is None, self.error
-            assert time.monotonic() < deadline, f"{entry.name} was not answered"
-            time.sleep(0.005)
+        until(lambda: self.journal.result(entry) is not None or self.error is not None)
+        result = self.journal.result(entry)
+        assert result is not None, self.error
         return result
 
     def train(self, *steps: int) -> list[Result]:

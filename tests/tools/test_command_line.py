@@ -132,13 +132,10 @@ def test_help_and_completion_of_a_command_are_quick_to_import(name: str, program
         ("weights ", {"list", "verify", "publish", "rollback", "ready"}, {"weights", "--model"}),
         ("weights rollback --", {"--config", "--model", "--to"}, {"--server"}),
         ("weights list --model ", {"critic", "reward"}, {"list"}),
-        ("bench ", {"scoring", "update"}, {"run"}),
         ("bench update --r", {"--rows", "--repeats", "--report-only"}, {"--quick"}),
         ("run --config ", {"my.yaml", "folder/"}, {"notes.txt"}),
-        ("import --reward ", {"folder/", "notes.txt"}, set()),
         ("run --device-gib ", set(), {"my.yaml", "notes.txt"}),
         ("run --config my.yaml trainer.publish.", {"trainer.publish.keep="}, {"trainer.lr=", "trainer.publish="}),
-        ("run --config my.yaml trainer.lr=", set(), {"my.yaml", "trainer.lr="}),
     ],
 )
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
@@ -158,15 +155,6 @@ def test_a_shell_completes(
     answers = {answer.partition(":")[0].strip() for answer in done.stdout.splitlines()}  # zsh's have an explanation
     assert offered <= answers, done.stderr
     assert not withheld & answers
-
-
-def test_exit_code_0_and_1_of_a_check(program: Path, tmp_path: Path) -> None:
-    repository = ["render", "--out", str(tmp_path / "repository")]
-    assert run(program, *repository).returncode == 0
-    assert run(program, *repository, "--check").returncode == 0
-    (tmp_path / "repository" / "critic" / "config.pbtxt").write_text("")
-    done = run(program, *repository, "--check")
-    assert (done.returncode, "not up to date" in done.stdout) == (1, True)
 
 
 @pytest.mark.slow
@@ -247,9 +235,3 @@ def test_exit_code_of_an_interrupted_command(command: str, code: int, program: P
             process.kill()
     assert process.returncode == code
     assert "Traceback" not in error
-
-
-def test_the_documentation_has_every_exit_code() -> None:
-    page = (ROOT / "docs" / "operating.md").read_text()
-    table = page.partition("## Exit codes")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| (\d+) \|", table, re.M) == ["0", "1", "2", "130"]

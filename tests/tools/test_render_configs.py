@@ -240,13 +240,6 @@ def test_rules_that_the_protobuf_cannot_know(model: str, old: str, new: str, mes
         check_rules(broken(model, old, new))
 
 
-def test_a_scoring_model_without_dynamic_batching_is_refused():
-    configs = parsed()
-    configs["critic"].ClearField("dynamic_batching")
-    with pytest.raises(ConfigError, match=r"critic/config\.pbtxt: dynamic_batching is missing"):
-        check_rules(configs)
-
-
 def test_int32_tokens_are_declared_everywhere_or_nowhere():
     from tritonclient.grpc import model_config_pb2 as pb
 

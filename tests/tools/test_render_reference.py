@@ -18,7 +18,6 @@ from python_backend.wire import contract
 from tests.support.settings import nested
 from tools import render_configs as render
 from tools.calibrate.calibration import settle
-from tools.server.model_loading import SCORING_OUTPUTS, load_order
 
 
 def load(tmp_path: Path, **sections: dict[str, Any]) -> RunConfig:
@@ -118,15 +117,6 @@ def test_it_is_measured_only_where_it_is_served(tmp_path: Path, monkeypatch: pyt
     assert settle(load(tmp_path, **others), print) == []
     with pytest.raises(pytest.fail.Exception, match="reference"):
         settle(load(tmp_path, actor={"kl_reference": "triton"}, **others), print)
-
-
-def test_it_is_probed_and_loaded_with_the_first() -> None:
-    assert SCORING_OUTPUTS[contract.REFERENCE] == (contract.LOGPROBS,)
-    assert load_order({"reward_model", "critic", "critic_infer", "reference"})[0] == {
-        "reward_model",
-        "critic",
-        "reference",
-    }
 
 
 def test_a_deterministic_run_fixes_it_too(tmp_path: Path) -> None:

@@ -70,16 +70,6 @@ def test_model_and_functions() -> None:
     assert list(components.dims) == [3]
 
 
-def test_a_process_reward_in_a_sum_takes_all_that_its_steps_need() -> None:
-    """Triton does not load an ensemble whose step takes a tensor that nothing gives."""
-    whole = parsed(rewards={"model": {}, "label": LABEL}, reward={"process": {"separator": ". "}})["reward_model"]
-    declared = {tensor.name for tensor in whole.input}
-    assert {"prompt_lengths", "text_pairs"} <= declared
-    for inputs, outputs in steps(whole).values():
-        assert set(inputs.values()) <= declared
-        declared |= set(outputs.values())
-
-
 def test_yes_and_no_without_quotes_are_refused(tmp_path: Path) -> None:
     """YAML reads them as true and false, which must not become the token ids 1 and 0."""
     path = tmp_path / "run.yaml"
@@ -126,13 +116,6 @@ def test_functions_alone_serve_no_checkpoint_and_take_the_policys_tokenizer(tmp_
         configs = parsed(rewards={"label": LABEL}, **sections)
         assert "reward_checkpoint" not in configs
         assert parameters(configs["reward_function_label"])["tokenizer"] == str(tmp_path / role)
-
-
-def test_the_tokenizer_of_functions_alone_has_a_fingerprint(tmp_path: Path) -> None:
-    """Of a folder that holds a tokenizer and no model."""
-    make_tokenizer().save_pretrained(tmp_path)
-    configs = parsed(rewards={"label": LABEL}, reward={"checkpoint": str(tmp_path)})
-    assert len(parameters(configs["reward_model"])["tokenizer_fingerprint"]) == 64
 
 
 def test_parts_are_loaded_before_their_sum() -> None:

@@ -251,10 +251,3 @@ def test_serve_exits_with_one_sentence_when_a_model_does_not_load(run_dir: Path)
     assert len(err.splitlines()) == 1
     assert server_processes(process.pid) == []
     assert regions(process.pid) == []
-
-
-def test_serve_exits_with_one_sentence_when_the_configuration_is_wrong(run_dir: Path) -> None:
-    process = serve(run_dir, "server.port=8000")
-    _, err = process.communicate()
-    assert process.returncode == 2
-    assert "unknown key server.port" in err

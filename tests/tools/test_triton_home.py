@@ -160,12 +160,6 @@ def test_a_python_that_the_stub_cannot_find(monkeypatch: pytest.MonkeyPatch) -> 
         find_tritonserver(None)
 
 
-def test_no_stub_for_this_python(wheel: TritonHome, tmp_path: Path) -> None:
-    binary = copy_of(wheel, tmp_path, {OTHER: OTHER})
-    with pytest.raises(ServerStartError, match=rf"no python backend stub for Python {PYTHON} .* {OTHER}:"):
-        find_tritonserver(binary)
-
-
 def test_a_stub_of_another_python(wheel: TritonHome, tmp_path: Path) -> None:
     binary = copy_of(wheel, tmp_path, {PYTHON: OTHER})
     sentence = rf"is built for Python {OTHER}, but this is Python {PYTHON}: run the command with"

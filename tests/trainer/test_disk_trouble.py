@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from sidecar_rig import PATIENCE_S, Rig
+from sidecar_rig import Rig, until
 from small_disk import SmallDisk, small_disk
 
 import trainer.patience
@@ -40,13 +40,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     with small_disk(tmp_path / "disk", 4) as disk:
         yield disk
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
 
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:

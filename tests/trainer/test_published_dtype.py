@@ -22,7 +22,7 @@ from tests.support.settings import trainer_section
 from trainer.critic_update import load_update
 from trainer.publish import Publisher
 from trainer.trained_critic import build_critic
-from trainer.verification import VersionRejected, holds_weights, verify_version
+from trainer.verification import holds_weights, verify_version
 
 CASES: dict[str, dict[str, Any]] = {
     "all weights": {},
@@ -77,16 +77,6 @@ def test_a_version_in_bfloat16_gives_the_values_of_one_in_float32_that_is_served
     train_a_little(critic)
     critic.stored_as = torch.bfloat16
     assert not holds_weights(store, first, critic)
-
-
-def test_a_damaged_version_in_bfloat16_is_refused(store: WeightsStore):
-    critic = build_critic(store.folder(0), trainer_section(publish_dtype="bfloat16"), seed=0)
-    version = store.add(critic.write, step=1, **ABOUT).version
-    path = store.folder(version) / "model.safetensors"
-    path.chmod(0o600)
-    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\1")
-    with pytest.raises(VersionRejected, match="sha256"):
-        verify_version(store, version, critic)
 
 
 def test_a_version_is_hashed_while_it_is_written(store: WeightsStore, monkeypatch: pytest.MonkeyPatch):

@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from sidecar_rig import Rig, overflowing, payload
+from sidecar_rig import Rig, overflowing, payload, until
 
 import trainer.progress
 from python_backend.checkpoints.inspection import CheckpointError
@@ -50,30 +49,16 @@ def test_a_step_sent_twice_is_trained_once(rig: Rig, straight: Rig):
 def test_an_answer_means_served_by_every_instance(rig: Rig):
     rig.train(1)
     other = rig.serve("critic_1")
-    while not other.served:
-        time.sleep(0.002)
+    until(lambda: other.served)
     rig.train(2)
     other.paused.set()
     entry = rig.send(3)
-    while rig.instances[0].served[-1] != 3:
-        time.sleep(0.002)
+    until(lambda: rig.instances[0].served[-1] == 3)
     time.sleep(0.05)
     assert rig.journal.result(entry) is None
     other.paused.clear()
     assert rig.answer(entry).weights_version == 3
     assert other.served[-1] == 3
-
-
-def test_without_any_instance_nothing_is_answered(make: Callable[..., Rig]):
-    rig = make().start()
-    entry = rig.send(1)
-    while rig.store.current() != 1:
-        time.sleep(0.002)
-    time.sleep(0.05)
-    assert rig.journal.result(entry) is None
-    assert "waiting until version 1 is served" in rig.journal.heartbeat().state or rig.journal.heartbeat().step <= 1
-    rig.serve()
-    assert rig.answer(entry).weights_version == 1
 
 
 def test_saves_are_done_in_order(rig: Rig):
@@ -96,19 +81,14 @@ def test_a_save_without_reload_asks_triton_for_nothing(rig: Rig, monkeypatch: py
     assert asked == []
 
 
-def test_publishing_every_second_step(make: Callable[..., Rig], straight: Rig):
-    rig = make(publish={"every": 2})
-    rig.serve()
-    results = rig.start().train(1, 2, 3, 4)
-    assert [result.weights_version for result in results] == [0, 1, 1, 2]
-    assert torch.equal(rig.weights(2), straight.weights(4))
-
-
-def test_a_rewind_that_agrees_serves_what_was_not_published_yet(make: Callable[..., Rig], straight: Rig):
+def test_a_rewind_that_agrees_serves_what_every_second_step_has_not_published_yet(
+    make: Callable[..., Rig], straight: Rig
+):
     """The resumed actor takes the version in the answer for the weights of that step."""
     rig = make(publish={"every": 2})
     rig.serve()
-    rig.start().train(1, 2, 3)
+    results = rig.start().train(1, 2, 3)
+    assert [result.weights_version for result in results] == [0, 1, 1]
     assert rig.rewind(3).weights_version == 2
     assert torch.equal(rig.weights(2), straight.weights(3))
     assert rig.rewind(3).weights_version == 2
@@ -148,8 +128,7 @@ def test_a_stop_while_nobody_serves_loses_nothing(
     rig.start().train(1)
     instance.paused.set()
     entry = rig.send(2)
-    while rig.store.current() != 2:
-        time.sleep(0.002)
+    until(lambda: rig.store.current() == 2)
     error = rig.stop()
     assert isinstance(error, StoppedWaiting)
     assert "waiting until version 2 is served" in str(error)
@@ -235,16 +214,7 @@ def test_a_refused_version_puts_current_back_and_the_caller_is_told(rig: Rig, st
     assert torch.equal(rig.weights(), straight.weights(3))
 
 
-def test_a_refused_rewind_is_answered(rig: Rig):
-    rig.train(1, 2)
-    rig.instances[0].refuses.add(3)
-    result = rig.rewind(0)
-    assert result.error == f"version 3 was refused by {rig.store.serving()[0].name}: it looks odd"
-    assert rig.store.current() == 2
-    assert rig.train(1)[0].weights_version == 4
-
-
-@pytest.mark.parametrize("way", ["straight", "killed", "rewound"])
+@pytest.mark.parametrize("way", ["killed", "rewound"])
 def test_a_gradient_that_is_not_finite_is_that_steps_error_alone(rig: Rig, way: str):
     rig.train(1)
     entry = rig.journal.accept_training(overflowing(), run_id="run", step=2)
@@ -268,30 +238,10 @@ def publisher(rig: Rig) -> Publisher:
     return Publisher(rig.store, run_id="run", epoch=1, servers=[], reload="swap", timeout_s=1, keep=3)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_weights_that_are_not_finite_are_never_served(rig: Rig, bad: float):
-    rig.train(1)
-    critic = load_critic(rig.store.folder(1))
-    with torch.no_grad():
-        critic.model.classifier.bias[0] = bad
-    with pytest.raises(VersionRejected, match=r"version 2: classifier\.bias has values that are not finite"):
-        publisher(rig).publish(critic, step=2, beat=lambda _: None)
-    assert rig.store.current() == 1
-
-
 def test_the_canary_finds_weights_that_are_not_the_trained_ones(rig: Rig):
     rig.train(1, 2)
     with pytest.raises(VersionRejected, match="version 1: the values for the canary row differ by"):
         publisher(rig).verify(1, load_critic(rig.store.folder(2)))
-
-
-def test_damaged_weights_are_never_served(rig: Rig):
-    rig.train(1)
-    critic = load_critic(rig.store.folder(1))
-    file = rig.store.folder(1) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(VersionRejected, match=r"version 1: cannot read model\.safetensors"):
-        publisher(rig).verify(1, critic)
 
 
 def test_a_save_that_overtook_its_step_waits_for_it(rig: Rig):

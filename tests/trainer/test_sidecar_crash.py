@@ -129,29 +129,6 @@ def test_the_last_of_two_rewinds_to_one_step_owns_the_run(rig: Rig):
     assert rig.start().journal.owners() == ["new/1", "old/1"]
 
 
-def test_the_same_steps_after_a_rewind_give_the_same_weights_under_new_numbers(rig: Rig, straight: Rig):
-    """An actor that is deterministic sends the very same again: the old versions must not come back as its own."""
-    rig.train(1)
-    rig.save()
-    rig.train(2, 3)
-    assert rig.rewind(1).weights_version == 4
-    results = rig.train(2, 3)
-    assert [result.weights_version for result in results] == [5, 6]
-    assert rig.store.current() == 6
-    assert torch.equal(rig.weights(), straight.weights(3))
-    assert rig.instances[0].served == [0, 1, 2, 3, 4, 5, 6]
-
-
-def test_a_rewind_out_of_reach_is_refused_and_training_goes_on(make: Callable[..., Rig], straight: Rig):
-    rig = make(checkpoint_every=2, keep_entries=0)
-    rig.serve()
-    rig.start().train(1, 2, 3, 4, 5)
-    assert rig.rewind(3).error == "rewind_to: 3 cannot be reached: checkpoints are at steps 4"
-    assert rig.journal.last_step() == 5
-    assert rig.train(6)[0].weights_version == 6
-    assert torch.equal(rig.weights(), straight.weights(6))
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "when"),
     [

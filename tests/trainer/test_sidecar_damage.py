@@ -118,7 +118,9 @@ def test_a_damaged_save_is_its_callers_error_alone(make: Callable[..., Rig]):
 FILES = ["model.safetensors", "optimizer.safetensors", "config.json", "state.json"]
 
 
-@pytest.mark.parametrize(("name", "damage"), [*product(FILES, [flip, cut]), *product(FILES[:-1], [Path.unlink])])
+@pytest.mark.parametrize(
+    ("name", "damage"), [*product(FILES, [flip]), ("state.json", cut), ("model.safetensors", Path.unlink)]
+)
 def test_a_damaged_checkpoint_is_made_up_for_from_an_older_one(
     rig: Rig, straight: Rig, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sidecar_rig import Rig
+from sidecar_rig import PATIENCE_S, Rig, until
 
 import trainer.publish
 from python_backend.store import weights
@@ -19,14 +19,6 @@ from trainer.checkpoint import CheckpointFolder
 from trainer.publish import Publisher
 
 pytest_plugins = ["sidecar_fixtures"]
-PATIENCE_S = 120.0
-
-
-def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.005)
 
 
 # ---- the heartbeat ----
@@ -48,19 +40,34 @@ def watch(rig: Rig, patch: pytest.MonkeyPatch, owner: type, name: str) -> list[b
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "loads"), [(CheckpointFolder, "load", 1), (Journal, "load", 1), (Journal, "restore_results", 1)]
+    ("then", "owner", "name"),
+    [
+        ("start", CheckpointFolder, "load"),
+        ("start", Journal, "load"),
+        ("start", Journal, "restore_results"),
+        ("rewind", CheckpointFolder, "load"),
+        ("rewind", Journal, "load"),
+        ("save", CheckpointFolder, "keep_only"),
+    ],
 )
-def test_a_sidecar_that_starts_shows_that_it_lives(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, loads: int
+def test_a_sidecar_that_loads_or_prunes_shows_that_it_lives(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, then: str, owner: type, name: str
 ):
     rig.train(1)
     rig.save()
-    rig.train(2)
-    rig.kill()
+    rig.train(2, 3)
+    if then == "start":
+        rig.kill()
     with monkeypatch.context() as patch:
         seen = watch(rig, patch, owner, name)
-        assert rig.start().train(3)[0].error is None
-    assert seen[:loads] == [True] * loads
+        if then == "start":
+            result = rig.start().train(4)[0]
+        elif then == "rewind":
+            result = rig.rewind(2)
+        else:
+            result = rig.answer(rig.journal.accept_save(run_id="run", step=3, keep_steps=[1, 3]))
+    assert result.error is None
+    assert seen
     assert all(seen)
 
 
@@ -77,31 +84,12 @@ def test_an_idle_sidecar_that_reloads_the_critic_shows_that_it_lives(rig: Rig, m
     assert all(seen)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(CheckpointFolder, "load"), (Journal, "load")])
-def test_a_rewind_shows_that_it_loads(rig: Rig, monkeypatch: pytest.MonkeyPatch, owner: type, name: str):
-    rig.train(1)
-    rig.save()
-    rig.train(2, 3)
-    with monkeypatch.context() as patch:
-        seen = watch(rig, patch, owner, name)
-        assert rig.rewind(2).error is None
-    assert seen
-    assert all(seen)
-
-
-def test_pruning_shows_that_it_works(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    rig.train(1)
-    with monkeypatch.context() as patch:
-        seen = watch(rig, patch, CheckpointFolder, "keep_only")
-        assert rig.answer(rig.journal.accept_save(run_id="run", step=1, keep_steps=[1])).error is None
-    assert seen == [True]
-
-
 def test_callers_are_told_that_no_server_takes_a_version_up(make: Callable[..., Rig]):
     """Such as one whose load hangs: the wait goes on, and those who wait know for what."""
     rig = make(serve_timeout_s=0.1).start()
     entry = rig.send(1)
     until(lambda: "critic: the server on 127.0.0.1:1 cannot be reached" in str(rig.journal.heartbeat()))
+    assert rig.journal.result(entry) is None
     heartbeat = rig.journal.heartbeat()
     assert heartbeat is None or heartbeat.state == "waiting until version 1 is served"
     rig.serve()
@@ -114,10 +102,7 @@ def test_callers_are_told_that_a_stopped_rollback_is_in_the_way(rig: Rig, monkey
     rig.train(1)
     with WeightsStore(rig.store.root)._writing():
         entry = rig.send(2)
-        give_up_at = time.monotonic() + PATIENCE_S
-        while "WRITER" not in str(rig.journal.heartbeat()):
-            assert time.monotonic() < give_up_at, "the sidecar waits without a word"
-            time.sleep(0.005)
+        until(lambda: "WRITER" in str(rig.journal.heartbeat()))
         assert rig.journal.result(entry) is None
     assert rig.answer(entry).weights_version == 2
 

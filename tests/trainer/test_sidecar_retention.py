@@ -41,16 +41,6 @@ def test_exactly_what_the_actor_needs_is_kept_and_the_newest(make: Callable[...,
     assert rig.checkpoints.steps() == [2, 4, 6]  # a new process remembers
 
 
-def test_a_client_that_does_not_say_what_it_needs_gets_the_newest(make: Callable[..., Rig]):
-    rig = make(keep_checkpoints=2)
-    rig.serve()
-    rig.start()
-    for step in (1, 2, 3, 4):
-        rig.train(step)
-        save(rig, step)
-    assert rig.checkpoints.steps() == [3, 4]
-
-
 def test_a_late_repetition_does_not_give_up_what_came_after_it(make: Callable[..., Rig]):
     """A critic_save is repeated after a time-out, when later ones have been done already."""
     rig = make(keep_checkpoints=1)

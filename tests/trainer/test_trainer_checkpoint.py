@@ -41,45 +41,19 @@ def optimizer_bits(update: CriticUpdate) -> dict[str, torch.Tensor]:
     return {f"{n}/{key}": states[p][key] for n, p in update.parameters.items() for key in states[p]}
 
 
-def test_a_resumed_training_goes_on_bit_for_bit(critic: Path, folder: CheckpointFolder):
-    straight = fresh(critic)
-    for seed in range(4):
-        straight.train(payload(seed=seed), silent)
-    first = fresh(critic)
-    for seed in range(2):
-        first.train(payload(seed=seed), silent)
-    folder.save(first, state(2, first))
-    resumed = fresh(critic)
-    assert folder.load(2, resumed) == state(2, first)
-    for seed in range(2, 4):
-        resumed.train(payload(seed=seed), silent)
-    assert torch.equal(weights(resumed), weights(straight))
-    one, other = optimizer_bits(resumed), optimizer_bits(straight)
-    assert set(one) == set(other)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert resumed.optimizer_step == straight.optimizer_step == 4
-
-
 def test_loading_undoes_whatever_was_trained_since(critic: Path, folder: CheckpointFolder):
     update = fresh(critic)
     update.train(payload(), silent)
-    folder.save(update, state(1, update))
+    place = folder.save(update, state(1, update))
+    files = {path.name: path.read_bytes() for path in place.iterdir()}
     before, moments = weights(update), {k: v.clone() for k, v in optimizer_bits(update).items()}
     update.train(payload(seed=1), silent)
     assert not torch.equal(weights(update), before)
     folder.load(1, update)
     assert torch.equal(weights(update), before)
     assert all(torch.equal(value, moments[name]) for name, value in optimizer_bits(update).items())
-
-
-def test_training_on_does_not_change_the_checkpoint_it_came_from(critic: Path, folder: CheckpointFolder):
-    update = fresh(critic)
-    update.train(payload(), silent)
-    place = folder.save(update, state(1, update))
-    files = {path.name: path.read_bytes() for path in place.iterdir()}
-    folder.load(1, update)
-    update.train(payload(seed=1), silent)
-    assert {path.name: path.read_bytes() for path in place.iterdir()} == files
+    update.train(payload(seed=2), silent)
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == files  # not written through a mapped file
 
 
 def test_a_checkpoint_before_the_first_step_has_no_moments(critic: Path, folder: CheckpointFolder):
@@ -92,11 +66,6 @@ def test_a_checkpoint_before_the_first_step_has_no_moments(critic: Path, folder:
     straight = fresh(critic)
     straight.train(payload(), silent)
     assert torch.equal(weights(update), weights(straight))
-
-
-def test_an_empty_folder_has_no_checkpoint(folder: CheckpointFolder):
-    assert folder.steps() == []
-    assert folder.latest() is None
 
 
 def test_an_interrupted_write_is_ignored_and_swept(
@@ -158,6 +127,7 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(
 
 def test_pruning_keeps_what_actors_may_name_and_the_newest(critic: Path, folder: CheckpointFolder):
     update = fresh(critic)
+    assert (folder.steps(), folder.latest()) == ([], None)
     for step in range(1, 9):
         folder.save(update, state(step, asked=step in (2, 4, 6)))
     folder.prune(keep=2)
@@ -166,13 +136,6 @@ def test_pruning_keeps_what_actors_may_name_and_the_newest(critic: Path, folder:
     assert folder.latest(at_most=3) is None
     folder.drop_after(4)
     assert folder.steps() == [4]
-
-
-def test_nothing_is_pickled(critic: Path, folder: CheckpointFolder):
-    update = fresh(critic)
-    update.train(payload(), silent)
-    names = sorted(path.name for path in folder.save(update, state(1, update)).iterdir())
-    assert names == ["config.json", "model.safetensors", "optimizer.safetensors", "state.json"]
 
 
 @pytest.mark.parametrize("name", ["99999999999999999999", "007", "²"])

@@ -130,9 +130,8 @@ def test_damage_is_found_before_current_moves(store: WeightsStore, critic: Criti
     damage, message = DAMAGE[kind]
     verify_version(store, 1, critic)
     damage(store.folder(1))
-    with pytest.raises(VersionRejected, match=message) as caught:
+    with pytest.raises(VersionRejected, match=message):
         verify_version(store, 1, critic)
-    print(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["truncated", "one bit flipped", "no weights file", "no manifest", "not a number"])
@@ -144,7 +143,7 @@ def test_damage_is_found_without_the_trained_critic(store: WeightsStore, kind: s
         verify_alone(store, 1)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DAMAGE if kind != "another forward of the same shapes"])
+@pytest.mark.parametrize("kind", ["one bit flipped", "no manifest", "another number"])
 def test_the_caller_is_told_and_training_goes_on(rig: Rig, kind: str, monkeypatch: pytest.MonkeyPatch):
     """Through the sidecar: the step fails with the cause, the old version serves on, the next step is served."""
     rig.train(1)

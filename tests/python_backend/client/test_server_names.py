@@ -128,29 +128,6 @@ async def test_addresses_without_a_name_are_not_resolved_again():
         assert not servers._tasks
 
 
-async def test_servers_that_are_replaced_one_after_the_other_leave_no_connection_open(monkeypatch: pytest.MonkeyPatch):
-    names = Names(monkeypatch, "10.0.0.0")
-    opened: list[Scripted] = []
-
-    def connect(url: str) -> Scripted:
-        opened.append(Scripted(url))
-        return opened[-1]
-
-    async with Rig("dns:critic.svc:8000") as servers:
-        servers._connect = connect
-        for i in range(1, 20):
-            async with servers.one("m", writes=False, patient=True) as lost:  # in flight while its pod goes
-                names.hosts = (f"10.0.0.{i}",)
-                lost.connection.refuses = True
-                await servers.failed(lost, "m", REFUSED)
-                await until(lambda lost=lost: lost not in servers.servers)
-                assert not lost.connection.closed
-            assert lost.connection.closed
-        assert [connection.url for connection in opened if not connection.closed] == ["10.0.0.19:8000"]
-        assert await servers.take(writes=True) == "10.0.0.19:8000"
-        assert servers._gone == []
-
-
 async def test_a_name_that_nobody_knows_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch):
     Names(monkeypatch)
 
