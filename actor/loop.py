@@ -100,7 +100,7 @@ class PPORun:
         Raises:
             Stopped, PromptError: a stop was requested, or a prompt cannot be used; the checkpoint of the last complete
                 step has been written.
-            RlhfError: the run failed, e.g. with RequestFailed, TooManyFailed or NotFinite.
+            RlhfError: the run failed, e.g. with RequestFailed or NotFinite.
         """
         self.stop.saved = lambda: self.done * self.recorder.has_checkpoint(self.done)
         try:

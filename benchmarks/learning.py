@@ -47,7 +47,7 @@ OPTIONS = {
 
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
-    """Train every algorithm with every seed. Raises ChildDied if a run fails."""
+    """Train every algorithm with every seed. Raises RlhfError if a run fails."""
     for algorithm in settings.algorithms:
         for seed in settings.seeds:
             samples = train(settings, record.out, algorithm, seed)

@@ -22,7 +22,7 @@ import psutil
 from actor.run.settings import describe_changes, find_changes, write_settings
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_accept_changes, limit_access, report, reporting, run_parser
-from python_backend.errors import REPORTED
+from python_backend.errors import REPORTED, RlhfError
 from python_backend.stop_signal import StopSignals
 from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
@@ -33,7 +33,7 @@ from tools.preflight import check_run
 from tools.report.data import loading_line
 from tools.report.display import RunDisplay
 from tools.serve import ensure_first_version, start_server
-from tools.server.child import Child, ChildDied
+from tools.server.child import Child
 from tools.server.health import get_page
 from tools.server.ports import PORT_KEYS, check_ports, with_free_ports
 from tools.server.supervisor import Supervisor
@@ -77,7 +77,7 @@ class Run:
         self.config = config
 
     def execute(self) -> None:
-        """Run everything, from the server to the report. Raises ConfigError, ServerStartError, ChildDied."""
+        """Run everything, from the server to the report. Raises ConfigError, ServerStartError, RlhfError."""
         section = with_free_ports(self.config.server)
         self._override(*(f"server.{key}={getattr(section, key)}" for key in PORT_KEYS))
         check_ports(self.config.server)
@@ -120,7 +120,7 @@ class Run:
         if self._sidecar is not None:
             self._display.phase("stopping the sidecar, which writes its last checkpoint")
             if self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S, self._look_outside) != 0:
-                raise ChildDied(self._sidecar.obituary())
+                raise RlhfError(self._sidecar.obituary())
         failures = max(0, self._server_failures() - failures_at_start)  # a restarted server counts from 0
         self.stop()
         with self._signals.raising():
@@ -157,7 +157,7 @@ class Run:
         self.config = load_config(self._path, self._overrides)
 
     def _look(self) -> None:
-        """Restart the server if needed, relay messages. Raises ChildDied if the actor failed or the sidecar ended."""
+        """Restart the server if needed, relay messages. Raises RlhfError if the actor failed or the sidecar ended."""
         assert self._supervisor is not None
         self._look_outside()
         self._supervisor.look()
@@ -169,7 +169,7 @@ class Run:
                 child.bound_log()
                 child.raise_if_failed()
         if self._sidecar is not None and self._sidecar.poll() == 0:
-            raise ChildDied(self._sidecar.obituary())
+            raise RlhfError(self._sidecar.obituary())
 
     def _relay_messages(self, child: Child) -> None:
         for message in child.new_messages():

@@ -21,10 +21,6 @@ from tools.arguments import parse_or_complete
 PATIENCE_S = 60.0  # how long to wait until all instances serve the rolled-back version
 
 
-class NotServed(RlhfError):
-    """Some instance does not serve the version that CURRENT names."""
-
-
 @reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the action; return 0, 1 if a version is bad or not served, 2 after an error."""
@@ -130,7 +126,7 @@ def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int |
 
     Raises:
         WeightsError: version `to` does not exist or is damaged.
-        NotServed: some instance does not serve the new version in time, although CURRENT names it.
+        RlhfError: some instance does not serve the new version in time, although CURRENT names it.
     """
     from trainer.publish import Publisher
     from trainer.verification import VersionRejected, verify_alone
@@ -160,7 +156,7 @@ def publish(config: RunConfig, model: LiveModel, store: WeightsStore, checkpoint
     """Verify a checkpoint and serve it as a new version of the reward model, once every instance has loaded it.
 
     Raises:
-        RlhfError: the checkpoint was refused, and the old version serves; or NotServed, as in `rollback`.
+        RlhfError: the checkpoint was refused, and the old version serves; or RlhfError, as in `rollback`.
     """
     from trainer.live.reward import publish_reward
 
@@ -187,7 +183,7 @@ def ready(model: LiveModel, store: WeightsStore, url: str) -> int:
 class _Patience:
     """Heartbeat callback of the publisher.
 
-    Raises NotServed if no instance is alive, or PATIENCE_S after its first call: the checks before may take any time.
+    Raises RlhfError if no instance is alive, or PATIENCE_S after its first call: the checks before may take any time.
     """
 
     def __init__(self, store: WeightsStore) -> None:
@@ -199,9 +195,9 @@ class _Patience:
             self._deadline = time.monotonic() + PATIENCE_S
         records = self._store.records
         if not records.alive() and not records.died():  # an instance that died is replaced by its server's supervisor
-            raise NotServed(f"CURRENT is now {self._store.current()}, but no serving instance is alive")
+            raise RlhfError(f"CURRENT is now {self._store.current()}, but no serving instance is alive")
         if time.monotonic() > self._deadline:
-            raise NotServed(
+            raise RlhfError(
                 f"still {state} after {PATIENCE_S:g} s; `python -m tools weights list` "
                 "shows which version each instance serves"
             )

@@ -25,7 +25,7 @@ IDLE_S = 0.005
 
 
 def follow(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALONE) -> None:
-    """Restore the critic and follow the journal until `stop` is set. Raises JournalLocked if another sidecar does.
+    """Restore the critic and follow the journal until `stop` is set. Raises RlhfError if another sidecar does.
 
     `ranks`: the processes that train the critic, of which this is rank 0.
     """

@@ -17,10 +17,6 @@ from python_backend.errors import RlhfError
 from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
 
 
-class TooManyFailed(RlhfError):
-    """More rewards are missing than the configuration allows."""
-
-
 def make_batch(
     scored: ScoredRollout, method: Method, shaper: RewardShaper, *, kl_coef: float, responses_per_prompt: int = 1
 ) -> PPOBatch:
@@ -110,10 +106,10 @@ def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
 
 
 def check_failures(scores: Scores, max_failed_fraction: float) -> None:
-    """Raise TooManyFailed, naming the causes, if more than `max_failed_fraction` of the rows, or all, have no score."""
+    """Raise RlhfError, naming the causes, if more than `max_failed_fraction` of the rows, or all, have no score."""
     failed = int((~scores.scored).sum())
     if failed > max_failed_fraction * len(scores.scored) or failed == len(scores.scored):
-        raise TooManyFailed(
+        raise RlhfError(
             f"{failed} of {len(scores.scored)} rewards are unavailable (actor.rewards.max_failed_fraction is "
             f"{max_failed_fraction:g}): {'; '.join(scores.failures[:3])}"
         )

@@ -23,10 +23,6 @@ FINISH_S = 120.0  # for what is still queued when a run ends
 MOST_PENDING = 1000  # calls that wait for a slow tracker; later ones are dropped
 
 
-class TrackerMissing(RlhfError):
-    """A configured tracker is not installed; the message says what to install."""
-
-
 class WandbTracker:
     """A Weights & Biases run whose id is the run's identity, so that a resumed run continues it."""
 
@@ -78,7 +74,7 @@ class Trackers:
     """All configured trackers; a tracker that fails is disabled, and the run continues."""
 
     def __init__(self, names: Sequence[str], run_dir: Path, run_id: str) -> None:
-        """Start each tracker. Raises TrackerMissing if one is not installed."""
+        """Start each tracker. Raises RlhfError if one is not installed."""
         self._open: dict[str, WandbTracker | MlflowTracker] = {}
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(MOST_PENDING)
@@ -87,7 +83,7 @@ class Trackers:
             try:
                 module = importlib.import_module(name)
             except ImportError as error:
-                raise TrackerMissing(
+                raise RlhfError(
                     f"actor.trackers: {name} is not installed ({error}); pip install {name}, or remove it"
                 ) from error
             start = functools.partial(self._start, name, module, run_dir, run_id)

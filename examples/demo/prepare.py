@@ -25,7 +25,7 @@ _SOURCES = ("corpus.py", "gold.py", "models.py", "prepare.py")
 def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
     """Return the folder with `policy`, `reward`, `critic`, `prompts.jsonl` and `validation.jsonl`; build it if needed.
 
-    The accuracies and the perplexity in `figures` are measured on held-out sentences. Raises PreparationError.
+    The accuracies and the perplexity in `figures` are measured on held-out sentences. Raises RlhfError.
     """
     fingerprint = {
         "seed": seed,

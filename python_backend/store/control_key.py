@@ -23,10 +23,6 @@ CLOSED = "model-repository,shared-memory,trace,logging"  # the APIs that require
 SHORTEST_KEY = 16  # characters
 
 
-class UnusableKey(RlhfError):
-    """A file that should contain a key contains less."""
-
-
 def control_key(weights_dir: Path) -> str:
     """Return the key from the environment variable or from the file beside `weights_dir`, which is created if missing.
 
@@ -34,7 +30,7 @@ def control_key(weights_dir: Path) -> str:
 
     Raises:
         OSError: the file cannot be read or written.
-        UnusableKey: the file contains less than a key.
+        RlhfError: the file contains less than a key.
     """
     return os.environ.get(VARIABLE) or key_in(weights_dir.parent / FILE)
 
@@ -44,7 +40,7 @@ def key_in(path: Path) -> str:
 
     Raises:
         OSError: the file cannot be read or written.
-        UnusableKey: the file contains less than a key. An empty key would admit clients that send none.
+        RlhfError: the file contains less than a key. An empty key would admit clients that send none.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +50,7 @@ def key_in(path: Path) -> str:
             os.link(fresh, path)
     found = path.read_text().strip()
     if len(found) < SHORTEST_KEY:
-        raise UnusableKey(
+        raise RlhfError(
             f"{path} contains a key of {len(found)} characters, at least {SHORTEST_KEY} are needed; "
             "delete the file, and the next start makes a new key"
         )

@@ -37,10 +37,6 @@ KEPT_RESULTS = 1000  # results of this many steps are kept after their entries, 
 ACCEPT_PATIENCE_S = 10.0  # the lock is held for milliseconds; a process that holds it longer is suspended
 
 
-class JournalLocked(RlhfError):
-    """Another sidecar holds the journal's lock."""
-
-
 class Journal(JournalState):
     """The journal of one run, with the operations that modify it."""
 
@@ -179,14 +175,14 @@ class Journal(JournalState):
     def lock(self, *, patience_s: float = 2.0) -> Iterator[int]:
         """Hold the journal's exclusive lock and yield the new epoch, which is one above the last.
 
-        Raises JournalLocked if another sidecar holds the lock for all of `patience_s`.
+        Raises RlhfError if another sidecar holds the lock for all of `patience_s`.
         """
         self._make_folders()
         with contextlib.ExitStack() as held:
             try:  # waits `patience_s`, because `is_followed` in a server takes the lock for an instant
                 held.enter_context(durable.exclusive_lock(self.root / "LOCK", patience_s=patience_s))
             except TimeoutError:
-                raise JournalLocked(
+                raise RlhfError(
                     f"another sidecar follows the journal in {self.root}; a critic can have only one: "
                     "stop the other one first"
                 ) from None

@@ -20,26 +20,18 @@ SERVER_LOCK_FILE = "server.lock"
 PATIENCE_S = 1.0  # far longer than `in_progress` holds a shared lock
 
 
-class ActorRuns(RlhfError):
-    """Another actor, `tools run` or server holds the lock of the folder."""
-
-
-class UnusableFolder(RlhfError):
-    """The folder cannot be created or written."""
-
-
 def only_actor(run_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """Hold the actor's exclusive lock on `run_dir`, across all hosts that share file locks. Raises ActorRuns."""
+    """Hold the actor's exclusive lock on `run_dir`, across all hosts that share file locks. Raises RlhfError."""
     return _only("actor", run_dir, LOCK_FILE)
 
 
 def only_run(run_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """Hold the exclusive lock of `tools run` on `run_dir`, from preparation to report. Raises ActorRuns."""
+    """Hold the exclusive lock of `tools run` on `run_dir`, from preparation to report. Raises RlhfError."""
     return _only("`tools run`", run_dir, RUN_LOCK_FILE)
 
 
 def only_server(server_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """Hold the exclusive lock of a tritonserver's folder. Raises ActorRuns."""
+    """Hold the exclusive lock of a tritonserver's folder. Raises RlhfError."""
     return _only("server", server_dir, SERVER_LOCK_FILE, key="server.dir")
 
 
@@ -57,10 +49,10 @@ def _only(what: str, folder: Path, name: str, *, key: str = "run.dir") -> Iterat
             stack.enter_context(exclusive_lock(path, patience_s=PATIENCE_S))
             path.write_text(f"process {os.getpid()} on {platform.node()}")
         except TimeoutError:
-            raise ActorRuns(
+            raise RlhfError(
                 f"another {what} is running in {folder} ({path.read_text()}); stop it first, or give this one its own "
                 f"folder ({key})"
             ) from None
         except OSError as error:
-            raise UnusableFolder(f"{key}: {folder} cannot be used: {error.strerror}; name another folder") from error
+            raise RlhfError(f"{key}: {folder} cannot be used: {error.strerror}; name another folder") from error
         yield

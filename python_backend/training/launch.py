@@ -23,10 +23,6 @@ FOLDER = "RLHF_AGENT_FOLDER"  # environment variable: the folder of the agent th
 AGENT = "RLHF_AGENT_PID"  # environment variable: the process id of that agent
 
 
-class RanksError(RlhfError):
-    """The launcher started another number of ranks than the configuration names."""
-
-
 def launch_ranks(ranks: int, module: str, arguments: Sequence[str], *, key: str) -> None:
     """Replace this process by an agent if `ranks` is above 1 and no launcher has started it; otherwise return.
 
@@ -36,12 +32,12 @@ def launch_ranks(ranks: int, module: str, arguments: Sequence[str], *, key: str)
         key: configuration key of `ranks`, for the error message.
 
     Raises:
-        RanksError: a launcher started this process with another number of ranks.
+        RlhfError: a launcher started this process with another number of ranks.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # set by torchrun, and launchers like it
         started = int(os.environ["WORLD_SIZE"])
         if started != ranks:
-            raise RanksError(f"{key} is {ranks}, but the launcher started {started} processes; make them equal")
+            raise RlhfError(f"{key} is {ranks}, but the launcher started {started} processes; make them equal")
         if FOLDER in os.environ:
             goes_on = die_with_parent(int(os.environ[AGENT])) and AgentFolder(Path(os.environ[FOLDER])).enter()
             if not goes_on:

@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 
 from actor.algorithms.advantages import explained_variance
-from actor.algorithms.batch import (
-    TooManyFailed,
-    check_failures,
-    critic_payload,
-)
+from actor.algorithms.batch import check_failures, critic_payload
 from actor.algorithms.rollout_metrics import distinct_bigrams, rollout_metrics
 from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
 from python_backend.config.algorithms import KL_ESTIMATORS
+from python_backend.errors import RlhfError
 from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
 from python_backend.wire.training_payload import train_payload
 from tests.support.scored_rollout import LENGTHS, PROMPT_LENGTHS, WIDTH, make_batch, method_of, scored_rollout
@@ -209,7 +206,7 @@ def test_too_many_failures_stop_the_run(scored: list[bool], allowed: float, stop
         check_failures(scores, allowed)
         return
     failed = scored.count(False)
-    with pytest.raises(TooManyFailed, match=rf"{failed} of 4 rewards .*max_failed_fraction is {allowed:g}\): 503"):
+    with pytest.raises(RlhfError, match=rf"{failed} of 4 rewards .*max_failed_fraction is {allowed:g}\): 503"):
         check_failures(scores, allowed)
 
 

@@ -26,9 +26,10 @@ from actor.data.rollout import ProcessRewards, Prompt, Rollout, ScoredRollout, S
 from actor.run.validation import explained
 from actor.scoring.metadata import check_prompts
 from actor.scoring.process import BLOCK, tokens_with
-from actor.scoring.scorer import ModelMismatch, Scorer, join_scores
+from actor.scoring.scorer import Scorer, join_scores
 from python_backend.client.served import ServedModel
 from python_backend.config import RunConfig
+from python_backend.errors import RlhfError
 from tests.support.settings import actor_section
 
 NAN = float("nan")
@@ -309,7 +310,7 @@ def test_ends_found_in_blocks_are_those_of_whole_prefixes(seed: int, count: int,
 def test_token_rewards_of_another_vocabulary_are_refused(tokenizer: Any):
     client = Client({}, process="token")
     scorer = Scorer(client, tokenizer, rows_per_request=1, with_critic=False)  # type: ignore[arg-type]
-    with pytest.raises(ModelMismatch, match=r"reward\.process\.granularity is token, but the tokens of there"):
+    with pytest.raises(RlhfError, match=r"reward\.process\.granularity is token, but the tokens of there"):
         asyncio.run(scorer.compare_tokenizers())
     client.parameters = {"texts_only": "true"}
     asyncio.run(scorer.compare_tokenizers())

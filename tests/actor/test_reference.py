@@ -13,13 +13,14 @@ import pytest
 import torch
 from live_system import Checkpoints, make_run
 
-from actor.algorithms.batch import TooManyFailed, check_failures, sequence_kl
+from actor.algorithms.batch import check_failures, sequence_kl
 from actor.algorithms.rollout_metrics import rollout_metrics
 from actor.data.rollout import Prompt, ReferenceLogprobs, Rollout, ScoredRollout, Scores
 from actor.loop import PPORun
 from actor.scoring.reference import ServedReference, only_known
 from python_backend.client.errors import RequestFailed
 from python_backend.client.retry import RequestCounters
+from python_backend.errors import RlhfError
 from python_backend.wire.contract import REWARDS
 
 PATIENCE_S = 60.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging
@@ -140,7 +141,7 @@ def test_rows_without_an_answer_are_rows_without_a_score(tmp_path: Path, checkpo
         assert torch.isfinite(tensor).all()
     assert np.isfinite(sequence_kl(scored, batch.mask))
     check_failures(scored.scores, 0.25)
-    with pytest.raises(TooManyFailed, match=r"2 of 8 .*: reference at host refused: too late; reference returned"):
+    with pytest.raises(RlhfError, match=r"2 of 8 .*: reference at host refused: too late; reference returned"):
         check_failures(scored.scores, 0.2)
 
 

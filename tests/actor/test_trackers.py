@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from actor.run.metrics import MetricsLog
-from actor.run.trackers import TrackerMissing, Trackers
+from actor.run.trackers import Trackers
+from python_backend.errors import RlhfError
 from python_backend.store.jsonl import read_jsonl
 
 
@@ -78,7 +79,7 @@ def test_texts_are_a_table_everywhere(said: list[tuple[str, Any]], tmp_path: Pat
 
 def test_one_that_is_not_installed_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(TrackerMissing, match=r"actor\.trackers: wandb is not installed .*pip install wandb"):
+    with pytest.raises(RlhfError, match=r"actor\.trackers: wandb is not installed .*pip install wandb"):
         Trackers(["wandb"], tmp_path, "run")
 
 

@@ -10,9 +10,9 @@ import pytest
 from fake_vllm import FakeVllm
 from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
-from actor.vllm.connection import VllmUnusable
 from python_backend.client.errors import RequestFailed
 from python_backend.config import ConfigError
+from python_backend.errors import RlhfError
 from tests.support.loaders import skip_on_cards
 
 
@@ -118,7 +118,7 @@ async def test_a_server_that_comes_back_unusable_is_an_error(
             await asyncio.sleep(0.001)
         server.missing = {"/pause", "/weight_info"}  # started without VLLM_SERVER_DEV_MODE
         await server.start()
-        with pytest.raises(VllmUnusable, match="start it with VLLM_SERVER_DEV_MODE=1"):
+        with pytest.raises(RlhfError, match="start it with VLLM_SERVER_DEV_MODE=1"):
             await running
 
 
@@ -161,7 +161,7 @@ async def test_an_unusable_server_is_an_error_of_one_sentence(
             setattr(server, name, value)
         here = VllmSetup(tmp_path, checkpoint, [server.url])
         here.generation._banned_ids = [0]
-        with pytest.raises(VllmUnusable, match=words):
+        with pytest.raises(RlhfError, match=words):
             await asyncio.to_thread(here.run)
 
 
@@ -171,7 +171,7 @@ async def test_adapters_are_refused_on_top_of_the_weights_of_another_run(tmp_pat
     async with FakeVllm() as server:
         await asyncio.to_thread(VllmSetup(tmp_path, checkpoint, [server.url]).run)
         here = VllmSetup(tmp_path, checkpoint, [server.url], policy={"lora_rank": 2})
-        with pytest.raises(VllmUnusable, match=r"has the weights of another run .* restart it"):
+        with pytest.raises(RlhfError, match=r"has the weights of another run .* restart it"):
             await asyncio.to_thread(here.run)
 
 

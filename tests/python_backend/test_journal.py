@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from python_backend.store.journal import KEPT_RESULTS, Entry, Heartbeat, Journal, JournalLocked, Result
+from python_backend.errors import RlhfError
+from python_backend.store.journal import KEPT_RESULTS, Entry, Heartbeat, Journal, Result
 from python_backend.wire.contract import StepConflict
 from python_backend.wire.training_payload import TrainPayload
 
@@ -321,7 +322,7 @@ def test_one_sidecar_and_a_higher_epoch_each_time(journal: Journal):
         assert journal.is_followed()
         other = Journal(journal.root, "run")
         with (
-            pytest.raises(JournalLocked, match=re.escape(f"another sidecar follows the journal in {journal.root}")),
+            pytest.raises(RlhfError, match=re.escape(f"another sidecar follows the journal in {journal.root}")),
             other.lock(patience_s=0),
         ):
             pass

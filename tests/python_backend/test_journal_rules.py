@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 from test_journal import conflict, done, payload, rewound, train
 
-from python_backend.store.journal import KEPT_RESULTS, Entry, Journal, JournalLocked, Result
+from python_backend.errors import RlhfError
+from python_backend.store.journal import KEPT_RESULTS, Entry, Journal, Result
 from python_backend.store.journal_entry import DamagedEntry
 from python_backend.store.ownership import Sender
 
 HOLD_THE_LOCK = """
 import sys
 from pathlib import Path
-from python_backend.store.journal import (Journal, JournalLocked)
+from python_backend.store.journal import (Journal, RlhfError)
 try:
     with Journal(Path(sys.argv[1]), "run").lock(patience_s=0) as epoch:
         print("holds it in epoch", epoch, flush=True)
         sys.stdin.read()
-except JournalLocked as error:
+except RlhfError as error:
     print(error, flush=True)
 """
 
@@ -98,7 +99,7 @@ def test_two_processes_cannot_follow_one_journal(journal: Journal):
         assert first.stdout.readline() == "holds it in epoch 1\n"
         second = start()
         assert f"another sidecar follows the journal in {journal.root}" in second.communicate()[0]
-        with pytest.raises(JournalLocked), journal.lock(patience_s=0):
+        with pytest.raises(RlhfError), journal.lock(patience_s=0):
             pass
         first.kill()  # without any cleanup
         first.communicate()

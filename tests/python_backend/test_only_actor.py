@@ -13,12 +13,13 @@ import pytest
 from live_system import Checkpoints, make_run
 
 import tools.run
-from python_backend.store.run_lock import LOCK_FILE, ActorRuns, UnusableFolder, in_progress, only_actor, only_run
+from python_backend.errors import RlhfError
+from python_backend.store.run_lock import LOCK_FILE, in_progress, only_actor, only_run
 
 
 def test_a_folder_has_one_actor(tmp_path: Path):
     one = tmp_path / "one"
-    refused = pytest.raises(ActorRuns, match=f"another actor is running in {one}")
+    refused = pytest.raises(RlhfError, match=f"another actor is running in {one}")
     with only_actor(one), only_actor(tmp_path / "other"), refused, only_actor(one):
         pass
     with only_actor(one):
@@ -29,7 +30,7 @@ def test_a_run_is_in_progress_while_it_or_its_actor_holds_a_lock(tmp_path: Path)
     assert not in_progress(tmp_path / "none")
     with only_run(tmp_path):
         assert in_progress(tmp_path)
-        with pytest.raises(ActorRuns, match="another `tools run` is running in"), only_run(tmp_path):
+        with pytest.raises(RlhfError, match="another `tools run` is running in"), only_run(tmp_path):
             pass
         with only_actor(tmp_path):
             pass
@@ -53,7 +54,7 @@ def test_a_run_in_progress_is_not_moved_by_fresh(
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(UnusableFolder, match=r"run.dir: .*/file/run cannot be used: Not a directory; name another"):
+    with pytest.raises(RlhfError, match=r"run.dir: .*/file/run cannot be used: Not a directory; name another"):
         only_run(tmp_path / "file" / "run").__enter__()
 
 

@@ -13,7 +13,8 @@ import psutil
 import pytest
 from tiny_models import tiny_server, write_repository
 
-from python_backend.store.control_key import HEADER, VARIABLE, UnusableKey, control_key
+from python_backend.errors import RlhfError
+from python_backend.store.control_key import HEADER, VARIABLE, control_key
 from tools.server.tritonserver import TritonServer
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
@@ -87,7 +88,7 @@ def test_the_key_is_made_once_for_all_that_share_the_weights(tmp_path: Path, mon
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     for cut in ("", " \n", key[:15]):  # such as a power failure leaves
         file.write_text(cut)
-        with pytest.raises(UnusableKey, match=r"control.key contains a key of (0|15) characters"):
+        with pytest.raises(RlhfError, match=r"control.key contains a key of (0|15) characters"):
             control_key(weights)
     monkeypatch.setenv(VARIABLE, "given")
     assert control_key(weights) == "given"

@@ -32,9 +32,9 @@ from settled import settled_statistics
 from actor.data.rollout import Prompt, ReferenceLogprobs, Rollout
 from actor.policy.policy import Policy
 from actor.scoring.reference import ServedReference
-from actor.scoring.scorer import ModelMismatch
 from python_backend.client.client import TritonClient
 from python_backend.config import load_config
+from python_backend.errors import RlhfError
 from python_backend.store.jsonl import read_jsonl
 from python_backend.wire.contract import REFERENCE
 from tests.support.settings import changed
@@ -194,13 +194,13 @@ def test_an_actor_that_does_not_fit_is_refused(served: FinishedRun, checkpoints:
         f"policy.checkpoint={folders['roles']}": r"rendered with banned_token_ids \[0, 2\], the actor has \[2\]",
         f"policy.checkpoint={folders['weights']}": r"whose weights are not those of reference\.checkpoint \(",
     }.items():
-        with pytest.raises(ModelMismatch, match=message):
+        with pytest.raises(RlhfError, match=message):
             compare(served.run, f"actor.{override}")
 
 
 def test_a_server_without_the_model_is_named(served: FinishedRun, live: System) -> None:
     elsewhere = dataclasses.replace(served.run, config=live.run.config)
-    with pytest.raises(ModelMismatch, match=r"the server has no model reference \(.*actor\.kl\.reference to"):
+    with pytest.raises(RlhfError, match=r"the server has no model reference \(.*actor\.kl\.reference to"):
         compare(elsewhere)
 
 
@@ -217,5 +217,5 @@ def test_temperature_and_int32_tokens(served: FinishedRun) -> None:
     inputs = scoring_inputs(rows)
     found = ask(served.run.url, REFERENCE, {**inputs, "tokens": inputs["tokens"].astype(np.int32)})["logprobs"]
     assert_logprobs(policy_of(served.run, temperature=0.7), rows, list(found))
-    with pytest.raises(ModelMismatch, match=r"rendered with temperature 0\.7, the actor has 1\.0"):
+    with pytest.raises(RlhfError, match=r"rendered with temperature 0\.7, the actor has 1\.0"):
         compare(served.run)

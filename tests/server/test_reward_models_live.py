@@ -36,11 +36,12 @@ from tiny_tokenizers import save_text_reward
 from transformers import LlamaForTokenClassification, pipeline
 
 from actor.data.rollout import Prompt, Rollout, Scores
-from actor.scoring.scorer import ModelMismatch, Scorer
+from actor.scoring.scorer import Scorer
 from critic_client import CriticClient
 from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.client.client import TritonClient
 from python_backend.client.served import ServedModel
+from python_backend.errors import RlhfError
 from python_backend.store.jsonl import read_jsonl
 from python_backend.wire.contract import CRITIC, CRITIC_INFER, REWARD_CHECKPOINT, REWARD_MODEL, texts_array
 from tools.render_configs import parse_config, render_configs
@@ -214,7 +215,7 @@ def test_a_model_rendered_without_a_fingerprint_is_named(live: System, checkpoin
         async with Forgetful(live.run.url, live.run.config.actor.client) as client:
             await Scorer(client, ours, rows_per_request=1).compare_tokenizers()
 
-    with pytest.raises(ModelMismatch) as caught:
+    with pytest.raises(RlhfError) as caught:
         asyncio.run(compare())
     print(caught.value)
     assert str(caught.value).startswith(f"{CRITIC} was rendered without its checkpoint's tokenizer")

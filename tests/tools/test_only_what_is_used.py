@@ -24,13 +24,14 @@ import actor.__main__
 import tools.run
 import tools.serve
 import trainer.__main__
-from actor.scoring.scorer import ModelMismatch, Scorer
+from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.client.errors import RequestFailed
 from python_backend.client.served import ServedModel
 from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
 from python_backend.config.required_files import check_files
 from python_backend.config.sections import UNMEASURED
+from python_backend.errors import RlhfError
 from tests.support.settings import nested
 from tools import render_configs
 from tools.calibrate import calibration
@@ -288,7 +289,7 @@ def test_ppo_on_a_server_without_a_critic_is_told_why(checkpoints: Checkpoints) 
         scorer = Scorer(client, tokenizer, rows_per_request=1, with_critic=with_critic)
         asyncio.run(scorer.compare_tokenizers())
 
-    with pytest.raises(ModelMismatch, match=r"the server has no critic, which actor\.algorithm\.name: ppo needs"):
+    with pytest.raises(RlhfError, match=r"the server has no critic, which actor\.algorithm\.name: ppo needs"):
         compare(with_critic=True)
     compare(with_critic=False)
 

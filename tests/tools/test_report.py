@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from synthetic_run import EVIL, write_run
 
 from python_backend.config import RunConfig
+from python_backend.errors import RlhfError
 from tools.report.curves import (
     PICTURES,
     as_svg,
@@ -25,7 +26,7 @@ from tools.report.curves import (
     pictures,
     write_curves,
 )
-from tools.report.data import SUMMARY_KEYS, UnreadableRun, finish_run, formatted, load_run, phase_seconds, series
+from tools.report.data import SUMMARY_KEYS, finish_run, formatted, load_run, phase_seconds, series
 from tools.report.page import pick_texts, shown, verdict, write_page
 from tools.report.pairs import Gain
 
@@ -229,7 +230,7 @@ def test_curves_are_wide_enough_for_a_readme(full_run: Path, tmp_path: Path):
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path):
-    with pytest.raises(UnreadableRun, match=f"{tmp_path} is no run"):
+    with pytest.raises(RlhfError, match=f"{tmp_path} is no run"):
         load_run(tmp_path)
 
 

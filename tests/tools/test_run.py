@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from live_system import Checkpoints, make_run
 
+from python_backend.errors import RlhfError
 from python_backend.store.durable import write_json
 from tools import run
-from tools.server.child import ChildDied
 
 
 @pytest.mark.parametrize(("left", "says"), [(0, "export"), (5, "export"), (7, "from_pretrained")])
@@ -30,7 +30,7 @@ def test_the_newest_policy_is_named_after_an_error(
         if left:
             (folder / "policy").mkdir()
             write_json(folder / "policy" / "policy.json", {"step": left})
-        raise ChildDied("the actor was killed")
+        raise RlhfError("the actor was killed")
 
     monkeypatch.setattr(run.Run, "execute", execute)
     assert run.main(["--config", str(config.path)]) == 2

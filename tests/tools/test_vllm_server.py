@@ -15,8 +15,8 @@ import pytest
 from shebang import SHEBANG
 
 from python_backend.config import ConfigError, RunConfig
+from python_backend.errors import RlhfError
 from tools.preflight import check_prompts
-from tools.server.child import ChildDied
 from tools.server.vllm import VllmServer, check_vllm, starts_vllm, vllm_arguments
 
 SCRIPT = (
@@ -111,7 +111,7 @@ def test_a_server_that_dies_is_started_again_and_nothing_is_left(tmp_path: Path)
 def test_a_server_that_cannot_start_is_an_error_with_its_log(tmp_path: Path):
     config = run_config(tmp_path, script=f"{SHEBANG}import sys\nsys.exit('no such device')\n")
     server = VllmServer(config, log=print)
-    with pytest.raises(ChildDied, match="no such device"):
+    with pytest.raises(RlhfError, match="no such device"):
         server.await_ready(lambda: time.sleep(0.02))
     server.stop()
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from sidecar_rig import Instance, Killed, kill_at
 
 from python_backend.config import RunConfig
+from python_backend.errors import RlhfError
 from python_backend.models.modeling import load_reward, quiet_transformers
 from python_backend.store.weights import WeightsStore
 from tools import weights
@@ -185,7 +186,7 @@ def test_the_checks_of_a_version_do_not_count_as_waiting_for_the_instances(monke
     now[0] += 10 * weights.PATIENCE_S  # a large model is loaded, and scores the pairs of its gate
     beat("waiting")
     now[0] += weights.PATIENCE_S + 1
-    with pytest.raises(weights.NotServed, match="still waiting after 60 s"):
+    with pytest.raises(RlhfError, match="still waiting after 60 s"):
         beat("waiting")
 
 

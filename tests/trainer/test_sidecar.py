@@ -14,8 +14,9 @@ from sidecar_rig import Rig, overflowing, payload, until
 
 import trainer.progress
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.errors import RlhfError
 from python_backend.models.modeling import load_critic
-from python_backend.store.journal import JournalLocked, Result
+from python_backend.store.journal import Result
 from python_backend.wire.contract import StepConflict
 from trainer.critic_versions import CriticVersions
 from trainer.patience import StoppedWaiting
@@ -195,7 +196,7 @@ def test_a_lost_checkpoint_is_said_and_not_trained_over(rig: Rig):
 def test_a_second_sidecar_is_refused(rig: Rig, make: Callable[..., Rig]):
     rig.train(1)
     error = make().start().ended()
-    assert isinstance(error, JournalLocked)
+    assert isinstance(error, RlhfError)
     assert str(rig.journal.root) in str(error)
     assert rig.train(2)[0].weights_version == 2
 

@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 
 from python_backend import stop_signal
+from python_backend.errors import RlhfError
 from python_backend.training import launch
-from python_backend.training.launch import AGENT, FOLDER, AgentFolder, RanksError, ended, launch_ranks, stop_signals
+from python_backend.training.launch import AGENT, FOLDER, AgentFolder, ended, launch_ranks, stop_signals
 
 
 def test_a_single_rank_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +45,7 @@ def test_a_rank_ends_if_its_agent_has_ended(tmp_path: Path, monkeypatch: pytest.
 def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(RanksError, match=r"trainer\.ranks is 2, but the launcher started 3 processes; make them equal"):
+    with pytest.raises(RlhfError, match=r"trainer\.ranks is 2, but the launcher started 3 processes; make them equal"):
         launch_ranks(2, "trainer", [], key="trainer.ranks")
 
 

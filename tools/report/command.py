@@ -31,7 +31,7 @@ class ReportPage:
     def write(self, *, every_s: float | None = None) -> None:
         """Write the page; with `every_s`, a browser reloads it as long as a run is in progress.
 
-        Raises UnreadableRun, PageNotWritten.
+        Raises RlhfError.
         """
         refresh_s = every_s if self._in_progress() else None
         self._written = self._state_of_files()

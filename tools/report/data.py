@@ -67,10 +67,6 @@ SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with the
 }
 
 
-class UnreadableRun(RlhfError):
-    """A folder is missing, is no run, or has a damaged file."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """A run as its folder has it; what a `report` function receives."""
@@ -101,17 +97,15 @@ class RunRecord:
 
 
 def load_run(run_dir: Path) -> RunRecord:
-    """Return the data that a run's folder has now: finished, in progress or crashed. Raises UnreadableRun."""
+    """Return the data that a run's folder has now: finished, in progress or crashed. Raises RlhfError."""
     if not run_dir.is_dir():
-        raise UnreadableRun(
-            f"{run_dir} is {'not a folder' if run_dir.exists() else 'missing'}: name the folder of a run"
-        )
+        raise RlhfError(f"{run_dir} is {'not a folder' if run_dir.exists() else 'missing'}: name the folder of a run")
     if not any((run_dir / name).is_file() for name in RUN_FILES):
-        raise UnreadableRun(f"{run_dir} is no run: it has neither {SETTINGS_FILE} nor metrics.jsonl")
+        raise RlhfError(f"{run_dir} is no run: it has neither {SETTINGS_FILE} nor metrics.jsonl")
     try:
         return _load(run_dir.resolve(), *_current_summary(run_dir))
     except ValueError as error:  # from a file that is not what the run wrote
-        raise UnreadableRun(f"the run in {run_dir} cannot be read: {error}") from error
+        raise RlhfError(f"the run in {run_dir} cannot be read: {error}") from error
 
 
 def finish_run(run_dir: Path, **measured: float) -> RunRecord:

@@ -23,10 +23,6 @@ ENDS = {  # figures from the curves, since a run without validation has no rewar
 }
 
 
-class PageNotWritten(RlhfError):
-    """The page's file cannot be written."""
-
-
 def write_page(runs: Sequence[RunRecord], out: Path, *, refresh_s: float | None = None) -> None:
     """Write the page of a run, or the one that compares several, atomically replacing an earlier one.
 
@@ -34,14 +30,14 @@ def write_page(runs: Sequence[RunRecord], out: Path, *, refresh_s: float | None 
         refresh_s: seconds after which a browser loads the page again; None for a page that does not change any more.
 
     Raises:
-        PageNotWritten: `out` cannot be written.
+        RlhfError: `out` cannot be written.
     """
     template, values = ("comparison", _comparison(runs)) if len(runs) > 1 else ("report", _report(runs[0]))
     page = render(f"{template}.html.j2", refresh_s=refresh_s, **values)
     try:
         replace_file(out, page.encode(), durable=False)
     except OSError as error:
-        raise PageNotWritten(f"{out} cannot be written: {error.strerror}") from error
+        raise RlhfError(f"{out} cannot be written: {error.strerror}") from error
 
 
 def _report(run: RunRecord) -> dict[str, Any]:

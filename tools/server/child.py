@@ -55,10 +55,6 @@ def restart_pause_s(short_lives: int) -> float:
     return min(LONGEST_PAUSE_S, 2.0 ** (short_lives - 2)) if short_lives > 1 else 0.0
 
 
-class ChildDied(RlhfError):
-    """A process of the run ended unexpectedly; the message names the process and contains the end of its log."""
-
-
 class Child:
     """A Python module, or another program, that runs in its own process."""
 
@@ -95,10 +91,10 @@ class Child:
         return [message for level, message in lines if level in _RELAYED or message.startswith("resuming ")]
 
     def raise_if_failed(self) -> None:
-        """Raise ChildDied if the process ended with an exit code other than 0."""
+        """Raise RlhfError if the process ended with an exit code other than 0."""
         code = self.poll()
         if code not in (None, 0):
-            raise ChildDied(self.obituary())
+            raise RlhfError(self.obituary())
 
     def obituary(self) -> str:
         """Return how the process ended, with the last lines of its log."""

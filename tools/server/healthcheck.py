@@ -38,10 +38,6 @@ VERSION_OF = {CRITIC: WEIGHTS_VERSION, REWARD_MODEL: REWARD_VERSION}
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class BehindCurrent(RlhfError):
-    """A model serves an older version than the one that CURRENT names."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the server on this machine; return the exit code."""
     parser = argparse.ArgumentParser(prog="python3 -m tools.server.healthcheck", description="Check the local server.")
@@ -67,7 +63,7 @@ def check(repository: Path, url: str, *, timeout_s: float = TIMEOUT_S) -> int:
             for part, current in currents.items():
                 served = answer[VERSION_OF[part]][0]
                 if served < current:
-                    raise BehindCurrent(f"{part} serves version {served}, but CURRENT is {current}")
+                    raise RlhfError(f"{part} serves version {served}, but CURRENT is {current}")
     except (OSError, ValueError, KeyError, RlhfError) as error:
         print(f"not ready: {model}: {error}", file=sys.stderr)
         return 1

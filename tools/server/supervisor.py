@@ -30,7 +30,7 @@ class Supervisor:
             folder: the server's, `server.dir`; another server in it is refused until `stop`.
 
         Raises:
-            ActorRuns: another server runs in `folder`.
+            RlhfError: another server runs in `folder`.
             ServerStartError: the first start failed; failed restarts are retried with exponential back-off.
         """
         self._start = start

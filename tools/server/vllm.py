@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from python_backend.config import ConfigError, RunConfig
-from tools.server.child import Child, ChildDied, restart_pause_s
+from python_backend.errors import RlhfError
+from tools.server.child import Child, restart_pause_s
 from tools.server.health import get_page
 from tools.server.ports import free_port
 
@@ -76,11 +77,11 @@ class VllmServer:
         return self._child.process.pid
 
     def await_ready(self, while_waiting: Callable[[], None]) -> None:
-        """Wait until the server has loaded the model. Raises ChildDied if it ends instead."""
+        """Wait until the server has loaded the model. Raises RlhfError if it ends instead."""
         while get_page(self.url, "/health") != "OK":
             while_waiting()
             if self._child.poll() is not None:
-                raise ChildDied(self._child.obituary())
+                raise RlhfError(self._child.obituary())
 
     def look(self) -> None:
         """Restart the server if it has died, at once or after a pause; bound its log."""
