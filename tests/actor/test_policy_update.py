@@ -204,6 +204,15 @@ def test_a_penalty_in_the_loss_pulls_towards_the_reference(checkpoint: Path, kin
     assert float(((after - batch.logprobs) * batch.mask).sum()) > 0.1
 
 
+def test_an_entropy_bonus_makes_the_policy_less_certain(checkpoint: Path):
+    """Advantages of 0: the bonus alone moves the policy."""
+    policy = make_policy(checkpoint, entropy_bonus=1.0, algorithm_name="reinforce++")
+    batch = make_batch(policy)
+    batch = dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages))
+    before, after = (updated(policy, batch, kl_coef=0.0)[0]["train_optim/scaled_entropy"] for _ in range(2))
+    assert after > before
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing(checkpoint: Path):
     policy = make_policy(checkpoint)
     batch = make_batch(policy)
