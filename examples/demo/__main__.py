@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny version that takes seconds and hardly learns")
     parser.add_argument("--prepare-only", action="store_true", help="do not run it")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override of a key in the YAML file")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)  # options may stand between overrides
     os.environ.update({key: value for key, value in LIBRARY_ENV.items() if key not in os.environ})
     path = CONFIGS[arguments.recipe]
     seed = load_config(Path(path), arguments.overrides).run.seed
