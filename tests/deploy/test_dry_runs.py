@@ -50,7 +50,11 @@ def test_every_overlay_has_a_size() -> None:
 
 
 @pytest.mark.parametrize(
-    "overlay", [pytest.param(name, marks=[pytest.mark.slow] if name != "single" else []) for name in OVERLAYS]
+    "overlay",
+    [
+        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.timeout(900)] if name != "single" else [])
+        for name in OVERLAYS
+    ],
 )
 def test_an_overlay_fits_its_gpus(tmp_path: Path, overlay: str) -> None:
     size, num_devices = SIZES[overlay]
