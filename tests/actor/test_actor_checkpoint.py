@@ -167,7 +167,7 @@ def cut(path: Path) -> None:
         ({}, "config.json", Path.unlink),
         ({"lora_rank": 2}, "adapters.safetensors", zeroed),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_damaged_file_is_named(
     tmp_path: Path, llama: Path, settings: dict[str, Any], name: str, damage: Callable[[Path], None]
