@@ -12,6 +12,7 @@ from examples.demo import models as demo_models
 from examples.demo import prepare as demo_prepare
 from examples.demo.prepare import prepare
 from examples.demo.prepared_folder import MANIFEST, Built
+from python_backend.errors import RlhfError
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,6 @@ def test_another_seed_replaces_what_is_there(tmp_path: Path, monkeypatch: pytest
 
 def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="neither empty nor a prepared demo"):
+    with pytest.raises(RlhfError, match="neither empty nor a prepared demo"):
         prepare(tmp_path, 1, quick=True)
     assert (tmp_path / "thesis.txt").read_text() == "mine"

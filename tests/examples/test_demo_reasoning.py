@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from examples.demo.reasoning import prepare, write_tasks
+from python_backend.errors import RlhfError
 from python_backend.rewards.function import Sample, checked, load_function
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install '.[rlvr]'")
@@ -54,7 +55,7 @@ def test_without_reasoning_gym_the_preparation_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install .*\[rlvr\]"):
+    with pytest.raises(RlhfError, match=r"pip install .*\[rlvr\]"):
         prepare(tmp_path / "out")
 
 

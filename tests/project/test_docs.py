@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ MODULES = {
 }
 OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)+=.*")
 KEY = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.(?:\w+|<name>))+")
-FILE_ENDINGS = (".py", ".yaml", ".jsonl", ".log", ".lock")
+FILE_ENDINGS = (".py", ".yaml", ".jsonl", ".log", ".lock", ".md", ".html")
 FOLDERS = (
     "actor",
     "benchmarks",
@@ -170,8 +171,18 @@ def test_yaml_is_a_valid_configuration(text: str, tmp_path: Path) -> None:
     load_config(path)
 
 
+def test_a_section_of_a_report_is_made() -> None:
+    (text,) = [block.values[0] for block in blocks("python") if "ReportSection" in block.values[0]]
+    names: dict[str, Any] = {}
+    exec(compile(text, "a page", "exec"), names)
+    texts = [{"step": step, "response": "word " * step} for step in (1, 2)]
+    assert [section.table[1] for section in names["sections"](SimpleNamespace(texts=texts))] == [[2, 2, "word word "]]
+
+
 # The loss of docs/algorithms.md is tested in tests/actor/test_own_functions.py.
-@pytest.mark.parametrize("text", [block for block in blocks("python") if "LossInputs" not in block.values[0]])
+@pytest.mark.parametrize(
+    "text", [block for block in blocks("python") if not {"LossInputs", "ReportSection"} & {*block.values[0].split()}]
+)
 def test_a_reward_function_scores(text: str, tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(compile(text, "a page", "exec"), names)
