@@ -33,8 +33,7 @@ test-device: $(INSTALLED)
 	PYTHONPATH=tests/support $(BIN)/python -m simulated_cuda.build
 	PYTHONPATH=$(CURDIR)/tests/support/simulated_cuda/startup:$(CURDIR)/tests/support \
 		$(PYTEST) -n 2 --dist worksteal -p simulated_cuda.plugin -m "not slow" \
-		--ignore tests/python_backend/test_config.py \
-		--ignore tests/python_backend/test_card_placement.py $(DEVICE_TESTS)
+		--ignore tests/python_backend/test_config.py $(DEVICE_TESTS)
 
 # A real GPU: whether everything works there, and how fast, in at most eight minutes; without one, tiny models on the
 # CPU. Uses the environment of PYTHON as it is, because its torch must be one for the card.
@@ -56,11 +55,11 @@ test-trl: $(INSTALLED)
 
 # Installs what `transformers serve` needs, and SmolLM2 (JUDGE_MODEL=FOLDER: another model), into runs/.
 test-judge: $(INSTALLED)
-	JUDGE_ENVIRONMENT=runs/judge-environment $(BIN)/python -m pytest -q tests/server/test_judge_run.py
+	JUDGE_ENVIRONMENT=runs/judge-environment $(BIN)/python -m pytest -q tests/server/test_rewards.py -k real_judge
 
 # Needs prometheus and promtool on the PATH (Debian: `apt install prometheus`): alerts and dashboard on real runs.
 test-monitoring: $(INSTALLED)
-	RLHF_PROMETHEUS=$$(dirname "$$(command -v prometheus)") $(BIN)/python -m pytest -q tests/deploy/test_alert_rules.py tests/deploy/test_alerts_live.py tests/deploy/test_monitoring_live.py
+	RLHF_PROMETHEUS=$$(dirname "$$(command -v prometheus)") $(BIN)/python -m pytest -q tests/deploy/test_monitoring.py
 
 # Installs the CPU build of vLLM, which needs Python 3.11 or newer and other packages than ours, into runs/.
 test-vllm: $(INSTALLED)
@@ -73,6 +72,7 @@ check: $(INSTALLED)
 	$(BIN)/lint-imports
 	$(BIN)/python tools/render_configs.py --check
 	$(BIN)/python tools/config_reference.py --check
+	$(BIN)/python tests/mutants.py --list
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

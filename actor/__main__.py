@@ -24,9 +24,9 @@ from python_backend.config.command_line import (
 )
 from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
-from python_backend.long_lived import long_lived_imports
 from python_backend.monitoring.log_lines import say
 from python_backend.monitoring.tracing import tracing
+from python_backend.process import long_lived_imports
 from python_backend.training.launch import ended, launch_ranks, stop_signals
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
     with long_lived_imports():  # deferred, so that --help and configuration errors do not wait for them
         import torch
 
-        from actor.run.policies import follow
-        from python_backend.models.card.memory import on_rank
-        from python_backend.models.card.placement import own_device
+        from actor.run.policies import follow_rank_0
+        from python_backend.models.card import on_rank
         from python_backend.models.modeling import quiet_transformers
+        from python_backend.models.placement import own_device
         from python_backend.training.ranks import ALONE, Ranks
 
     torch.set_num_threads(config.actor.threads)
@@ -79,7 +79,7 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
     ):
         if ranks.rank == 0:
             return _train(config, ranks, accepts_changes=accepts_changes)
-        follow(config, ranks)
+        follow_rank_0(config, ranks)
     os._exit(0)  # at once: its sampling thread may still be at work
 
 

@@ -4,27 +4,22 @@ Scoring overlaps with generation; the critic trains and reloads while the policy
 their `Method` (an advantage function and a loss) and in whether they use a critic.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any
 
 from actor.algorithms.batch import check_failures, critic_payload, make_batch, sequence_kl
-from actor.algorithms.kl import KLControl
+from actor.algorithms.losses import KLControl
 from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
 from actor.data.compute import cancelled, in_a_thread_of
-from actor.data.prompt_stream import PromptStream
-from actor.data.prompts import PromptError, PromptReader, read_prompts
+from actor.data.prompts import PromptError, PromptReader, PromptStream, StepInputs, read_prompts
 from actor.data.rollout import PPOBatch, ScoredRollout
-from actor.data.step_inputs import StepInputs
 from actor.policy.checkpoint import RunState
-from actor.run.critic_updates import CriticUpdates
 from actor.run.metrics import Timers
 from actor.run.policies import make_policy
 from actor.run.recorder import Recorder
-from actor.run.rollouts import Rollouts
+from actor.run.rollouts import RemoteCritic, Rollouts
 from actor.run.stopping import Stop, Stopped, TimeLimit, end_forwards, stopped_early
 from actor.run.validation import Validator
 from actor.scoring.reference import make_reference
@@ -72,7 +67,7 @@ class PPORun:
         self.in_thread = in_a_thread_of(actor.threads, device)
         # A second thread, so that the update can run beside a rollout.
         self.in_update_thread = in_a_thread_of(actor.threads, device) if actor.one_step_off_policy else self.in_thread
-        self.critic = CriticUpdates(client, self.recorder, run_id=config.run.identity)
+        self.critic = RemoteCritic(client, self.recorder, run_id=config.run.identity)
         self.rollouts = Rollouts(
             actor,
             self.inputs,

@@ -1,7 +1,5 @@
 """`python -m tools bench <what>`: run a benchmark, write result.json, report.md and pictures, print the report."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import io
@@ -13,21 +11,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.benchmark import Benchmark, Record, Result, Target
+from benchmarks.measurement import Benchmark, Record, Result, Target
 from python_backend.config import command_line
 from python_backend.store.durable import write_json
 from tools.arguments import SHELL_ASKS, command_to_complete, parse_or_complete
 
 BENCHMARKS = {
-    "scoring": ("benchmarks.scoring.sweep", "speed of scoring and of the gateway, compared with other servers"),
-    "reload": ("benchmarks.reload.parts", "failures and latency that critic reloads and updates cause for clients"),
+    "scoring": ("benchmarks.scoring", "speed of scoring and of the gateway, compared with other servers"),
+    "reload": ("benchmarks.reload", "failures and latency that critic reloads and updates cause for clients"),
     "learning": ("benchmarks.learning", "reward that each algorithm reaches on a task with a known optimum"),
     "generation": ("benchmarks.generation", "speed of generation, compared with transformers"),
-    "step": ("benchmarks.step.phases", "time of a PPO step by phase, overlapped and serial"),
-    "trl": ("benchmarks.trl.comparison", "GRPO and RLOO training steps, compared with TRL"),
+    "step": ("benchmarks.step", "time of a PPO step by phase, overlapped and serial"),
+    "trl": ("benchmarks.trl", "GRPO and RLOO training steps, compared with TRL"),
     "memory": ("benchmarks.memory", "memory that the dry run predicts, compared with the measured peak"),
     "update": ("benchmarks.update", "throughput of the critic update, compared with the same update on padded rows"),
-    "gpu": ("benchmarks.gpu.check", "whether everything works on this machine's GPU, and how fast it is there"),
+    "gpu": ("benchmarks.gpu", "whether everything works on this machine's GPU, and how fast it is there"),
 }
 
 
@@ -56,8 +54,7 @@ def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
     """
     settings = parse_arguments(name, benchmark, argv)
     out = settings.report_only or settings.out
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if settings.report_only is None:
             values = {key: getattr(settings, key) for key in benchmark.OPTIONS}
@@ -90,17 +87,16 @@ def report(benchmark: Benchmark, result: Result, out: Path) -> str:
     judged = benchmark.targets(result)
     result["targets"] = [{**vars(target), "verdict": target.verdict} for target in judged]
     write_json(out / "result.json", result, durable=False)
-    facts = {key: result.get(key) for key in ("date", "settings", "machine", "versions", "note")}
-    lines = [f"* {key}: {_listed(value)}" for key, value in facts.items() if value]
+    lines = []
+    for key in ("date", "settings", "machine", "versions", "note"):
+        if value := result.get(key):
+            items = [f"{name} {item}" for name, item in value.items()] if isinstance(value, dict) else [str(value)]
+            lines.append(f"* {key}: {', '.join(items)}")
     tables = [result["summary"]] if isinstance(result["summary"], list) else []
     text = "\n\n".join(["\n".join(lines), *map(markdown, [*tables, targets_table(judged)])])
     (out / "report.md").write_text(text + "\n")
     getattr(benchmark, "draw", lambda *_: None)(result, out)
     return text
-
-
-def _listed(value: Any) -> str:
-    return ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
 
 
 def targets_table(targets: Sequence[Target]) -> list[dict[str, Any]]:
@@ -139,13 +135,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    for again in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(again, signal.SIG_IGN)  # already stopping
-    raise KeyboardInterrupt
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,5 @@
 """Benchmark of the project's decoder against transformers. All contenders generate the same numbers of tokens."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import statistics
@@ -9,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from benchmarks.support.benchmark import Option, Record, Result, Target
-from benchmarks.support.samples import grouped, speeds, time_in_turn
-from benchmarks.support.workload import SEED, SIZES, VOCAB_SIZE, make_model, trace_lengths
+from actor.generation.slots import Decoder, Rules
+from benchmarks.measurement import Option, Record, Result, Target, grouped, speeds, time_in_turn
+from benchmarks.workload import SEED, SIZES, VOCAB_SIZE, make_model, trace_lengths
 
 PLAIN = "generate"
 LEAST_SPEEDUP = {"varied": 1.5, "equal": 1.0}
@@ -28,8 +28,6 @@ OPTIONS = {
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
     """Time every contender on every model and workload."""
-    import torch
-
     torch.set_num_threads(1)
     prompts = make_prompts(settings.rows)
     record.result["greedy_identical"] = {}
@@ -81,7 +79,6 @@ def response_lengths(workload: str, count: int, longest: int) -> list[int]:
 
 def decoder_of(lengths: Sequence[int]) -> Any:
     """Return a decoder class whose response `i` ends after `lengths[i]` tokens."""
-    from actor.generation.slots import Decoder
 
     class GivenLengths(Decoder):
         def _ends_by_itself(self, row: Any) -> bool:
@@ -92,10 +89,6 @@ def decoder_of(lengths: Sequence[int]) -> Any:
 
 def ours(model: Any, prompts: list[np.ndarray], lengths: list[int], slots: int) -> dict[int, list[int]]:
     """Generate with our decoder; return the tokens of each response by prompt index."""
-    import torch
-
-    from actor.generation.slots import Rules
-
     written: dict[int, list[int]] = {}
     draws = torch.rand(len(prompts), max(lengths), dtype=torch.float64)
     decoder_of(lengths)(model, Rules(max(lengths), [], [0, 1, 2]), slots=slots).run(
@@ -109,9 +102,6 @@ def ours(model: Any, prompts: list[np.ndarray], lengths: list[int], slots: int) 
 
 def plain(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> dict[int, list[int]]:
     """Generate with one call of `generate` for all prompts; return the tokens of each response by prompt index."""
-    import torch
-    from transformers import StoppingCriteria, StoppingCriteriaList
-
     width = max(map(len, prompts))
     goals = torch.tensor(lengths)
 
@@ -128,9 +118,6 @@ def plain(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> dict[int
 
 def generate(model: Any, prompts: list[np.ndarray], longest: int, rules: dict[str, Any], **arguments: Any) -> Any:
     """Call `generate` on the prompts, padded on the left; return the new tokens `[N, at most longest]`."""
-    import torch
-    from transformers import GenerationConfig
-
     width = max(map(len, prompts))
     ids, attention = torch.full((len(prompts), width), 2), torch.zeros(len(prompts), width, dtype=torch.int64)
     for i, prompt in enumerate(prompts):
@@ -142,8 +129,6 @@ def generate(model: Any, prompts: list[np.ndarray], longest: int, rules: dict[st
 
 def identical(model: Any, prompts: list[np.ndarray], slots: int, longest: int) -> float:
     """Return the share of prompts whose greedy response is the same from our decoder and from `generate`."""
-    from actor.generation.slots import Decoder, Rules
-
     written: dict[int, list[int]] = {}
     Decoder(model, Rules(longest, [1], [0, 2]), slots=slots).run(
         prompts, None, lambda index, response: written.update({index: response.tokens})

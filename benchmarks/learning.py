@@ -3,8 +3,6 @@
 The reward is the share of one given word in the response; the vocabulary has sixty words.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
@@ -16,12 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.support.benchmark import Option, Record, Result, Target
-from benchmarks.support.children import SERVED
-from benchmarks.support.random_models import random_llama
-from benchmarks.support.reward_functions import OPTIMUM, WORD
-from benchmarks.support.samples import grouped
-from benchmarks.support.workload import word_tokenizer
+from benchmarks.measurement import Option, Record, Result, Target, grouped
+from benchmarks.processes import SERVED
+from benchmarks.reward_functions import OPTIMUM, WORD
+from benchmarks.workload import random_llama, word_tokenizer
 from python_backend.store.jsonl import read_jsonl, write_jsonl
 from tools.report.curves import figure_of
 from tools.server.child import Child
@@ -87,12 +83,12 @@ def train(settings: argparse.Namespace, out: Path, algorithm: str, seed: int) ->
 
 def configuration(settings: argparse.Namespace, folder: Path, algorithm: str, seed: int) -> dict[str, Any]:
     """Return the run's YAML; algorithms differ only in the settings of `ALGORITHMS`."""
-    served = {**SERVED, "checkpoint": str(folder / "critic"), "token_budget": 1024}
+    served = {**SERVED, "model": str(folder / "critic"), "token_budget": 1024}
     return {
         "run": {"dir": str(folder / "run"), "seed": seed},
-        "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
+        "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
         "reward": served,
-        "rewards": {"share": {"function": "benchmarks.support.reward_functions:share_of_word"}},
+        "rewards": {"share": {"function": "benchmarks.reward_functions:share_of_word"}},
         "critic": served,
         "trainer": {
             "optimizer": {
@@ -110,7 +106,7 @@ def configuration(settings: argparse.Namespace, folder: Path, algorithm: str, se
             "steps": settings.steps,
             "rollout_size": settings.rollout_size,
             "checkpoint_every": 1000,
-            "policy": {"checkpoint": str(folder / "policy")},
+            "policy": {"model": str(folder / "policy")},
             "prompts": {"path": str(folder / "prompts.jsonl"), "max_tokens": 32},
             "generation": {"batch_size": settings.rollout_size, "max_new_tokens": 12},
             "algorithm": {"name": algorithm, "mask_unfinished": False, **ALGORITHMS[algorithm]},

@@ -3,8 +3,6 @@
 Each role runs in a process of its own, with rows of the longest length, so that it does what the plan counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
@@ -16,11 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from benchmarks.support.benchmark import Option, Record, Result, Target
-from benchmarks.support.usage import peak_rss_bytes, reset_peak_rss
-from benchmarks.support.workload import SIZES, make_checkpoint, trace_tokenizer
+from actor.algorithms.method import Method
+from actor.data.rollout import PPOBatch, Prompt
+from actor.policy.policy import Policy
+from actor.policy.update import PolicyUpdate
+from benchmarks.measurement import Option, Record, Result, Target, peak_rss_bytes
+from benchmarks.processes import output_of
+from benchmarks.workload import SIZES, make_checkpoint, trace_tokenizer
 from python_backend.config import RunConfig
+from python_backend.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
+from python_backend.process import keep_freed_memory
+from python_backend.wire.training_payload import TrainPayload
+from tools.plan.command import roles_of
+from tools.plan.roles import generation_sizes, policy_training
+from trainer.critic_update import CriticUpdate
+from trainer.trained_critic import build_critic
 
 KINDS = ("policy", "reward", "critic")
 ROLES = ("actor", "generation", "trainer", "reward", "critic")
@@ -37,8 +47,6 @@ OPTIONS = {
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
     """Run every role of every model."""
-    from benchmarks.support.children import output_of  # aiohttp: not in the processes that are measured
-
     with tempfile.TemporaryDirectory() as scratch:
         make_checkpoints(WARM_UP, Path(scratch) / WARM_UP, device=settings.device)
         for model in settings.models:
@@ -54,8 +62,6 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
 
 def make_checkpoints(model: str, folder: Path, *, device: str = "cpu", kinds: Sequence[str] = KINDS) -> None:
     """Write a policy, a reward model and a critic of the reward's weights, or those in `kinds`, with random weights."""
-    from python_backend.models.modeling import load_critic, save_critic
-
     for kind in kinds:
         if kind == "critic":
             (folder / "critic").mkdir(exist_ok=True)
@@ -87,13 +93,13 @@ def config_of(
         {
             "run": {"dir": folder / "run", "share_cards": True},
             "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
-            "reward": {"checkpoint": folder / "reward", **scoring},
-            "critic": {"checkpoint": folder / "critic", **scoring},
+            "reward": {"model": folder / "reward", **scoring},
+            "critic": {"model": folder / "critic", **scoring},
             "trainer": {"token_budget": budget, "global_batch_size": rows, **trained},
             "actor": {
                 "rollout_size": rows,
                 "algorithm": {"name": algorithm},
-                "policy": {"checkpoint": folder / "policy", "token_budget": budget, **trained},
+                "policy": {"model": folder / "policy", "token_budget": budget, **trained},
                 "prompts": {"max_tokens": PROMPT},
                 "generation": {"max_new_tokens": max_new_tokens, "batch_size": rows},
                 "kl": {"coef": 0.0},
@@ -130,32 +136,25 @@ def run_role(role: str, config: RunConfig) -> None:
 
 
 def _update_critic(config: RunConfig, rows: list[np.ndarray]) -> None:
-    from python_backend.wire.training_payload import TrainPayload
-    from trainer.critic_update import CriticUpdate
-    from trainer.trained_critic import build_critic
-
     lengths = np.array([row.size for row in rows])
     targets = np.ones(int(lengths.sum()) - len(rows), np.float32)
     payload = TrainPayload(np.concatenate(rows), lengths, targets, targets, targets)
-    update = CriticUpdate(build_critic(config.critic.checkpoint, config.trainer, seed=0), config.trainer)
+    update = CriticUpdate(build_critic(config.critic.model, config.trainer, seed=0), config.trainer)
     for _ in range(2):
         update.train(payload, lambda done: None)
 
 
 def _serve(role: str, config: RunConfig, rows: list[np.ndarray]) -> None:
     """Score rows; a critic loads its next version, too."""
-    from python_backend.models.modeling import load_critic, load_reward
-    from python_backend.serving.allocator import keep_freed_memory
-
     keep_freed_memory()
     if role == "reward":
-        reward = load_reward(config.reward.checkpoint, device=config.reward.device, dtype=config.reward.dtype)
+        reward = load_reward(config.reward.model, device=config.reward.device, dtype=config.reward.dtype)
         for _ in range(3):
             reward.score(rows)
         return
-    critic = load_critic(config.critic.checkpoint, device=config.critic.device, dtype=config.critic.dtype)
+    critic = load_critic(config.critic.model, device=config.critic.device, dtype=config.critic.dtype)
     critic.values(rows)
-    following = critic.with_weights(config.critic.checkpoint)
+    following = critic.with_weights(config.critic.model)
     following.check_finite()
     critic.values(rows)
     following.values(rows)
@@ -163,11 +162,6 @@ def _serve(role: str, config: RunConfig, rows: list[np.ndarray]) -> None:
 
 def _run_policy(role: str, config: RunConfig, rows: list[np.ndarray]) -> None:
     """Generate, or train as the actor does: in a thread."""
-    import torch
-
-    from actor.data.rollout import Prompt
-    from actor.policy.policy import Policy
-
     policy = Policy.of(config.actor)
     if role == "generation":
         policy.generate([Prompt(str(i), "", row[:PROMPT]) for i, row in enumerate(rows)], seed=0)
@@ -181,18 +175,11 @@ def _run_policy(role: str, config: RunConfig, rows: list[np.ndarray]) -> None:
 
 def policy_update(config: RunConfig, policy: Any) -> Any:
     """Return the policy's update as the run makes it."""
-    from actor.algorithms.method import Method
-    from actor.policy.update import PolicyUpdate
-
     return PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
 
 
 def batch_of(tokens: Any, lengths: Any) -> Any:
     """Return a training batch of `tokens` `[B, S]` whose rows have prompts of `PROMPT` tokens; all advantages are 1."""
-    import torch
-
-    from actor.data.rollout import PPOBatch
-
     weights = torch.zeros(tokens.shape[0], tokens.shape[1] - 1)
     weights[:, PROMPT - 1 :] = 1.0
     zeros = torch.zeros_like(weights)
@@ -201,10 +188,6 @@ def batch_of(tokens: Any, lengths: Any) -> Any:
 
 def main() -> None:
     """Run the role, folder, token budget and device in `sys.argv`; print planned and measured megabytes as JSON."""
-    import torch
-
-    from python_backend.models.modeling import quiet_transformers
-
     role, folder, budget, device = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     quiet_transformers()
     torch.set_num_threads(1)
@@ -222,10 +205,8 @@ def main() -> None:
 
 def reset_peak(device: str) -> int:
     """Set the peak of `peak_bytes` to what is allocated now; return that."""
-    import torch
-
     if device == "cpu":
-        reset_peak_rss()
+        Path("/proc/self/clear_refs").write_text("5")
         return peak_rss_bytes()
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
@@ -233,16 +214,11 @@ def reset_peak(device: str) -> int:
 
 def peak_bytes(device: str) -> int:
     """Return the largest memory of this process: that of its tensors on a GPU, or all of it on the CPU."""
-    import torch
-
     return peak_rss_bytes() if device == "cpu" else torch.cuda.max_memory_allocated(device)
 
 
 def planned_bytes(role: str, config: RunConfig) -> int:
     """Return the plan for the work of `run_role`: an update without generation, and without verifying a version."""
-    from tools.plan.command import roles_of
-    from tools.plan.training import generation_sizes, policy_training
-
     if role == "actor":
         return policy_training(config.actor).sizes.total
     if role == "generation":

@@ -1,7 +1,5 @@
 """Benchmark of the critic update on ragged rows, against the same code on rows padded to the longest row."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import tempfile
@@ -11,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.support.benchmark import Option, Record, Result, Target
-from benchmarks.support.samples import speeds, time_in_turn
-from benchmarks.support.workload import SIZES, make_checkpoint, make_trace, noise_payload
+from benchmarks.measurement import Option, Record, Result, Target, speeds, time_in_turn
+from benchmarks.workload import SIZES, make_checkpoint, make_trace, noise_payload
 from python_backend.config import TrainerSection
-from python_backend.serving.allocator import keep_freed_memory
+from python_backend.process import keep_freed_memory
 from python_backend.wire.training_payload import TrainPayload
 
 OURS, PADDED = "ours", "padded"

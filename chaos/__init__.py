@@ -1,1 +1,1 @@
-"""The crash test: kills processes at every stage of the work, then checks every guarantee of the system."""
+"""The crash test and the soak test, which kill processes and check every guarantee, and the fuzzer of the wire."""

@@ -1,7 +1,5 @@
 """The crash test's traffic: a scripted writer of training steps, and clients that score the same rows repeatedly."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import threading
@@ -13,34 +11,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from benchmarks.support.workload import VOCAB_SIZE
+from benchmarks.workload import VOCAB_SIZE
+from chaos.system import Background
 from python_backend.client.client import TrainAnswer, TritonClient
 from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.config import ClientSection
 from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
-
-
-class Background(threading.Thread):
-    """A thread that runs `work` and keeps the error that ends it."""
-
-    def __init__(self, name: str, work: Callable[[], None]) -> None:
-        """`work` returns soon after `given_up` is set."""
-        super().__init__(target=work, name=name, daemon=True)
-        self.error: BaseException | None = None
-        self.given_up = threading.Event()
-
-    def run(self) -> None:
-        try:
-            super().run()
-        except BaseException as error:  # thread edge: the main thread reports it
-            self.error = error
-
-    def give_up(self) -> None:
-        """Set `given_up`, and wait for the thread if it has been started."""
-        self.given_up.set()
-        if self.is_alive():
-            self.join()
-
 
 T = TypeVar("T")
 ROWS, LONGEST = 48, 96  # of a batch: its rows, and the tokens of a row
@@ -53,7 +29,7 @@ LARGE_EVERY, LARGE = 5, 8  # every fifth batch has eight times the rows: accepti
 REWIND_BY = 3  # most steps of a rewind; not beyond the last save or rewind, whose checkpoint replaces older entries
 # A killed stub leaves its callers without an answer, so deadlines are short and the loops below send again. With
 # max_outage_s = 0 the clients do not wait for a healthy server, so that outages show in the record.
-WRITING = ClientSection(retries=2, train_retries=2, backoff_s=0.1, train_deadline_s=10.0, max_outage_s=0)
+WRITING = ClientSection(retries=2, backoff_s=0.1, train_deadline_s=10.0, max_outage_s=0)
 SCORING = ClientSection(retries=1, backoff_s=0.1, deadline_s=5.0, max_outage_s=0)
 
 

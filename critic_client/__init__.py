@@ -20,8 +20,7 @@ can do something about derives from `RlhfError`:
 Needs numpy, pydantic, PyYAML, safetensors and tritonclient[http]; imports neither torch nor transformers.
 """
 
-from critic_client.asynchronous import AsyncCriticClient, CriticClientError, RowScores, RowValues
-from critic_client.blocking import CriticClient
+from critic_client.client import AsyncCriticClient, CriticClient, CriticClientError, RowScores, RowValues
 from python_backend.client.client import TrainAnswer
 from python_backend.client.errors import RequestFailed, RequestRefused, ServerFailed
 from python_backend.config import ClientSection

@@ -3,8 +3,6 @@
 Statements are `ast.stmt` nodes without docstrings, in all tracked Python files; a section is no key.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import subprocess

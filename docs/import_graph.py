@@ -3,8 +3,6 @@
 An arrow is left out if a longer path connects the same packages. Raises SystemExit if packages import each other.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -21,12 +19,11 @@ COLOURS = dict(zip(ROOTS, SHADES, strict=True))
 BASE = (  # many packages import them
     "python_backend.backoff",
     "python_backend.errors",
-    "python_backend.long_lived",
     "python_backend.path_alias",
-    "python_backend.stop_signal",
+    "python_backend.process",
     "tools.arguments",
 )
-FLAT = ("chaos", "critic_client", "examples", "trainer")
+FLAT = ("benchmarks", "chaos", "critic_client", "examples", "trainer")
 Graph = Mapping[str, set[str]]
 
 

@@ -1,11 +1,9 @@
 """PPO over plain transformers, with a critic that Triton serves and trains: for a trainer that has none.
 
-python -m tools serve --config critic.yaml   # run: {dir: runs/mine}, critic: {checkpoint: path/to/policy}
+python -m tools serve --config critic.yaml   # run: {dir: runs/mine}, critic: {model: path/to/policy}
 python -m trainer --config critic.yaml       # in another terminal
 python examples/ppo_with_triton_critic.py path/to/policy 127.0.0.1:8000 mine
 """
-
-from __future__ import annotations
 
 import os
 import sys

@@ -1,7 +1,5 @@
 """Exponential back-off, for every loop that repeats what failed. Needs the standard library alone."""
 
-from __future__ import annotations
-
 import random
 
 LONGEST_PAUSE_S = 8.0

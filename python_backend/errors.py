@@ -1,6 +1,48 @@
-"""Base class of all user-facing errors, so that an entry point can catch one type."""
+"""Errors: one base class, so that an entry point can catch one type; and the tree of all of them.
 
-from __future__ import annotations
+RlhfError                    the user can fix it; the message names what is wrong and what to do
+  ConfigError                the YAML or an override
+  PromptError                a prompt file
+  CheckpointError            a model's folder
+    DamagedCheckpoint        a checkpoint that does not match its checksums
+  PlanError                  the run does not fit a device
+  ContractError              a request's field and value
+  FunctionError              a reward function, loss or advantage
+  BadOption                  an option of one
+  BadScore                   what a reward function returned
+    NoVerdict                what a judge returned
+  BadGroup                   the group of a row
+  WorkerDied                 the process of a reward function
+  Unavailable                a request that cannot be served now (503)
+  StepFailed                 a step that the sidecar reported as failed (500)
+  RequestFailed              a request that is not retried any more
+    RequestRefused           the server would reject any repetition
+    ServerFailed             it was executed, and failed
+    ServersDiffer            no server has what this process expects
+    OverBudget               too many requests fail
+    DeadlineMissed           the gateway's
+  GatewayError               a request of the gateway, with its HTTP status
+  CriticClientError          the wrong use of `critic_client`
+  ServerStartError           tritonserver cannot start
+    ServerAborted            ended by a fault of its own
+  ControlPlaneError          a call of Triton's control plane
+    LoadRefused              the model's own error
+    ModelFailed              an answer that is an error (INTERNAL)
+    ModelProcessDied         crashed or killed
+      ModelUnusable          without its device, or one of its ranks
+  WeightsError               a version in the store
+  VersionRejected            a version that failed verification, or that an instance rejected
+  DamagedEntry               an entry of the journal
+  StoppedWaiting             a stop while waiting for server or disk
+  NotFinite                  NaN or infinity
+  OutOfMemory                a card too small for the smallest part of the work
+  RankOutOfMemory            … while the other ranks wait
+  RankFailed, OtherRankLost  what another rank met
+  TracingUnavailable         the extra `tracing` is missing
+Stopped, StopRequested, GaveUp, RankLost, PoolClosed    ends that are no errors
+Trouble, RetryLater          one attempt, before the next
+RewardUnavailable            what TRL or verl get from the gateway's functions
+"""
 
 
 class RlhfError(Exception):

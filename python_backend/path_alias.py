@@ -4,8 +4,6 @@ The backend starts a model through a shell, with the paths of the model and of i
 process, an isolated embedded Python, file names are ASCII whatever the locale, PYTHONUTF8 and PYTHONIOENCODING say.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -3,8 +3,6 @@
 A fault that no test notices is a gap in the tests. Every test that failed must pass on the unchanged tree.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

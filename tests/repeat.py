@@ -4,8 +4,6 @@ Each Python in turn gets a clone of HEAD with an environment of its own. Run it 
 table, and keeps each run's output in `--out`; exits with 1 if any failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import re

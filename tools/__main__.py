@@ -3,8 +3,6 @@
 Exit codes of all commands: 0, done; 1, a check found something; 2, wrong arguments or another error; 130, interrupted.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import os
@@ -18,15 +16,15 @@ COMMANDS = {
     "run": ("tools.run", "do a whole run: server, critic sidecar (if the algorithm has a critic), actor, report"),
     "serve": ("tools.serve", "run the server only, until Ctrl-C"),
     "render": ("tools.render_configs", "render the model repository from the YAML; --check only compares"),
-    "import": ("tools.import_checkpoint", "inspect reward and critic checkpoints, and write their YAML sections"),
+    "import": ("tools.import_checkpoint", "inspect reward model and critic, and write their YAML sections"),
     "export": ("tools.export", "write a checkpoint of the policy as a Hugging Face folder or as a PEFT adapter"),
     "weights": ("tools.weights", "manage the weights versions of critic and reward model: list, publish, rollback …"),
     "gateway": ("tools.gateway.command", "serve rewards to OpenRLHF, slime, TRL, verl and clients of vLLM over HTTP"),
     "status": ("tools.status", "show served versions, journal, last step and last problem of a run; --watch"),
-    "report": ("tools.report.command", "write the page of a run, or of several side by side; --follow while they run"),
-    "doctor": ("tools.doctor.command", "check the machine, a configuration and its server, with remedies"),
-    "chaos": ("chaos.command", "run the crash test: kill processes at every point, then check every guarantee"),
-    "fuzz": ("chaos.fuzz.command", "run the fuzz test: bad requests to every model while a client scores valid rows"),
+    "report": ("tools.report.page", "write the page of a run, or of several side by side; --follow while they run"),
+    "doctor": ("tools.doctor", "check the machine, a configuration and its server, with remedies"),
+    "chaos": ("chaos.crash", "run the crash test: kill processes at every point, then check every guarantee"),
+    "fuzz": ("chaos.fuzz", "run the fuzz test: bad requests to every model while a client scores valid rows"),
     "bench": ("benchmarks.command", "run the measurements behind the README's numbers"),
 }
 

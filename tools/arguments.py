@@ -1,7 +1,5 @@
 """Parses a command's arguments; when a shell asks for completions (argcomplete), answers it instead."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import threading

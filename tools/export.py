@@ -48,7 +48,7 @@ def export_policy(run_dir: Path, step: int | None, out: Path | None, *, as_adapt
     steps = numbers_in(checkpoints)
     chosen = max(steps, default=None) if step is None else step
     if chosen not in steps:
-        known = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
+        known = f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none"
         raise CheckpointError(f"{run_dir} has no checkpoint{'' if step is None else f' of step {step}'}; {known}")
     out = out or run_dir / "export" / f"step-{chosen}{'-peft' if as_adapter else ''}"
     if out.exists():
@@ -59,7 +59,7 @@ def export_policy(run_dir: Path, step: int | None, out: Path | None, *, as_adapt
         return f"AutoModelForCausalLM.from_pretrained({str(out)!r})"
     if not policy.settings.lora_rank:
         raise CheckpointError(f"--peft: {run_dir} trained all weights (actor.policy.lora_rank: 0); use --merged")
-    base = str(policy.settings.checkpoint.absolute())
+    base = str(policy.settings.model.absolute())
     policy.model.peft_config["default"].base_model_name_or_path = base
 
     def fill(folder: Path) -> None:
@@ -73,13 +73,13 @@ def export_policy(run_dir: Path, step: int | None, out: Path | None, *, as_adapt
 def _policy_of(folder: Path) -> Policy:
     """Load the policy of a checkpoint that any number of ranks wrote, on the CPU, without its optimizer's state."""
     from actor.policy.checkpoint import REBUILDS
+    from actor.policy.loading import read_weights
     from actor.policy.policy import Policy  # torch: slow to import
-    from actor.policy.state_files import read_weights
     from python_backend.config import GenerationSection, OptimizerSection, PolicySection
     from python_backend.store.sealed_folder import verify_folder
 
     state: dict[str, Any] = verify_folder(folder)
-    settings = PolicySection(checkpoint=Path(state["start"]), **{name: state[name] for name in REBUILDS})
+    settings = PolicySection(model=Path(state["start"]), **{name: state[name] for name in REBUILDS})
     policy = Policy(settings, GenerationSection(max_new_tokens=1), OptimizerSection(), max_prompt_tokens=1)
     read_weights(policy, folder)
     return policy

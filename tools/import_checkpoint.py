@@ -1,9 +1,7 @@
-"""`python -m tools import`: inspects checkpoints, scores a trial row, and writes the YAML sections that serve them.
+"""`python -m tools import`: inspects models, scores a trial row, and writes the YAML sections that serve them.
 
 Only the trial imports torch. Pickled weights are refused without being opened.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -30,7 +28,7 @@ HEADS = {"sequence": "sequence classification", "token": "token classification",
 
 @reporting
 def main(argv: Sequence[str] | None = None) -> int:
-    """Inspect the checkpoints and write the YAML; return 2 if one cannot be used."""
+    """Inspect the models and write the YAML; return 2 if one cannot be used."""
     parser = _parser()
     arguments = parse_or_complete(parser, argv)
     if arguments.reward is None and arguments.critic in (None, Path(FROM_REWARD)):
@@ -58,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def import_checkpoints(reward: Path | None, critic: Path | None, *, try_out: bool) -> str:
-    """Inspect one or both checkpoints, report on them, and return the YAML of their sections, which is validated.
+    """Inspect one or both models, report on them, and return the YAML of their sections, which is validated.
 
     Args:
-        reward: the reward model's checkpoint folder.
-        critic: the critic's checkpoint folder, or `from-reward` for the reward model's folder.
+        reward: the reward model's folder.
+        critic: the critic's folder, or `from-reward` for the reward model's folder.
         try_out: also load each model and score one row.
 
     Raises:
@@ -92,16 +90,16 @@ def suggested_dtype(info: CheckpointInfo) -> str:
 
 
 def render_yaml(reward: CheckpointInfo | None, critic: CheckpointInfo | None) -> str:
-    """Return the `reward:` and `critic:` sections that serve these checkpoints."""
+    """Return the `reward:` and `critic:` sections that serve these models."""
     sections: dict[str, dict[str, Any]] = {}
     if reward is not None:
         assert reward.head is not None
         sections["reward"] = {**_common(reward), "pooling": "auto"}
         if reward.head.num_labels > 1:
             sections["reward"]["merge_attributes"] = True
-        sections["reward"]["standardization"] = "checkpoint"
+        sections["reward"]["standardization"] = "model"
     if critic is not None:
-        sections["critic"] = {**_common(critic), "standardization": "checkpoint"}
+        sections["critic"] = {**_common(critic), "standardization": "model"}
         if critic.constants is None and reward is not None and reward.constants is not None:
             constants = reward.constants  # values are standardised by the constants of the rewards they predict
             sections["critic"]["standardization"] = {"mean": constants.mean, "std": constants.std}
@@ -112,7 +110,7 @@ def render_yaml(reward: CheckpointInfo | None, critic: CheckpointInfo | None) ->
 
 
 def _common(info: CheckpointInfo) -> dict[str, Any]:
-    return {"checkpoint": str(info.folder), "dtype": suggested_dtype(info)}
+    return {"model": str(info.folder), "dtype": suggested_dtype(info)}
 
 
 def _weights_hint(info: CheckpointInfo) -> str:
@@ -154,7 +152,7 @@ def _head_line(info: CheckpointInfo) -> str:
 
 def _import_reward(info: CheckpointInfo, try_out: bool) -> None:
     _report("reward", info)
-    reward_head(info)  # raises CheckpointError if the checkpoint has no reward head
+    reward_head(info)  # raises CheckpointError if the model has no reward head
     if not try_out:
         return
     from python_backend.models.modeling import load_reward
@@ -201,10 +199,8 @@ def _compare_tokenizers(reward: CheckpointInfo, critic: CheckpointInfo) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--reward", type=Path, metavar="PATH", help="checkpoint folder of the reward model")
-    parser.add_argument(
-        "--critic", type=Path, metavar="PATH|from-reward", help="checkpoint folder of the critic or its body"
-    )
+    parser.add_argument("--reward", type=Path, metavar="PATH", help="folder of the reward model")
+    parser.add_argument("--critic", type=Path, metavar="PATH|from-reward", help="folder of the critic or its body")
     parser.add_argument(
         "--merge", type=Path, metavar="FOLDER", help="the reward model is a PEFT adapter: write it here, merged, first"
     )

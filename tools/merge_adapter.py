@@ -1,7 +1,5 @@
 """Merges the PEFT adapter of a reward model, as TRL's RewardTrainer saves it, into a checkpoint that can be served."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,14 +1,14 @@
-"""Checks what a run needs before anything starts, for `tools run`, which refuses to start, and `tools doctor`.
+"""Checks of a configuration, for `tools run`, which refuses to start, and `tools doctor`; and of a running server.
 
 Reads the first rows of the prompt files, and calls each reward function once, in a worker as on the server, on the
 first prompt of the run.
 """
 
-from __future__ import annotations
-
+import importlib
 import importlib.util
 import itertools
 import queue
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,28 @@ from typing import Any
 from actor.data.prompt_files import PromptError, read_rows, source_of
 from actor.run.row_limits import check_lengths, receives_texts
 from python_backend.checkpoints.inspection import stored_dtypes
-from python_backend.checkpoints.tokenization import load_tokenizer, same_tokenizer
+from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer, same_tokenizer
 from python_backend.config import ConfigError, RewardTerm, RunConfig
 from python_backend.config.required_files import check_files, has_chat_template, tokenizer_folder
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
-from tools.render.rewards import hidden_variables
+from python_backend.store.durable import refusal
+from python_backend.store.run_lock import in_progress
+from tools.doctor import Finding, failed, warning
+from tools.render import hidden_variables
+from tools.render_configs import render_configs
+from tools.server.health import is_triton
+from tools.server.ports import PORT_KEYS, check_ports, is_open, with_free_ports
+from tools.server.triton_home import ServerStartError
+from tools.server.tritonserver import probe
 from tools.server.vllm import check_vllm, starts_vllm
+from tools.status import server_urls
+from trainer.control_plane import ControlPlane, ControlPlaneError
 
 CHECKED_ROWS = 1000  # of each prompt file
 RESPONSE = "This is a trial response."
+PROBE_S = 30.0
+COPIES = 6  # of a trained model on the disk: two versions, and a checkpoint of weights and two moments twice as large
 
 
 def check_run(config: RunConfig) -> None:
@@ -33,7 +45,7 @@ def check_run(config: RunConfig) -> None:
     check_files(config, server=True, actor=config.has_actor)
     if not config.has_actor:
         return
-    stored_dtypes(config.actor.policy.checkpoint)  # reads each file's header: one of several may be missing
+    stored_dtypes(config.actor.policy.model)  # reads each file's header: one of several may be missing
     check_prompts(config)
     if starts_vllm(config):
         check_vllm(config)
@@ -77,18 +89,18 @@ def _check_templates(config: RunConfig, prompts: str) -> None:
     Raises:
         ConfigError: the policy has none, or the reward model has none and receives texts.
     """
-    policy, reward = config.actor.policy.checkpoint, config.reward.checkpoint
+    policy, reward = config.actor.policy.model, config.reward.model
     if not has_chat_template(policy):
         raise ConfigError(
-            f"actor.policy.checkpoint: {policy} has no chat template, but {prompts} contains conversations; save a "
+            f"actor.policy.model: {policy} has no chat template, but {prompts} contains conversations; save a "
             "template there as chat_template.jinja, or give the prompts as plain texts"
         )
     renders = config.uses_reward_model and config.reward.template is None and not has_chat_template(reward)
     if renders and receives_texts(config):
         raise ConfigError(
-            f"reward.checkpoint: {reward} has no chat template, but must render the conversations in {prompts}, "
+            f"reward.model: {reward} has no chat template, but must render the conversations in {prompts}, "
             "because it receives texts (reward.text: pair, reward.process.mark, or another tokenizer than the "
-            "policy's); save the template that the reward model was trained with there as chat_template.jinja "
+            "policy's); save the template that it was trained with as chat_template.jinja in its folder "
             "(`{{ messages[-1]['content'] }}` scores only the reply), or give the prompts as plain texts"
         )
 
@@ -103,10 +115,10 @@ def _tokenizers(config: RunConfig) -> Iterator[str]:
     """The critic's values belong to the policy's tokens; a reward model with another tokenizer receives texts."""
     if not config.serves_critic:
         return
-    policy, critic = config.actor.policy.checkpoint, config.critic.checkpoint
+    policy, critic = config.actor.policy.model, config.critic.model
     if not same_tokenizer(policy, critic):
         yield (
-            f"critic.checkpoint: the tokenizer of {critic} differs from that of actor.policy.checkpoint "
+            f"critic.model: the tokenizer of {critic} differs from that of actor.policy.model "
             f"({policy}), but values belong to the policy's tokens; start the critic from a model with the policy's"
         )
 
@@ -146,3 +158,139 @@ def _sample(columns: dict[str, Any], content: Any, tokenizer: Any) -> Sample:
     text = RESPONSE if is_chat else f"{prompt}{RESPONSE}"
     metadata = {**columns, PROMPT_KEY: prompt, RESPONSE_KEY: RESPONSE, **({MESSAGES_KEY: content} if is_chat else {})}
     return Sample(text, tokenizer(text, add_special_tokens=False)["input_ids"], metadata)
+
+
+def files(config: RunConfig) -> Iterator[Finding]:
+    """Check the checkpoints, prompts and reward functions that the configuration names, a line for each problem."""
+    try:
+        check_run(config)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            yield failed("files", line)
+    else:
+        yield Finding("files", "checkpoints, prompts and reward functions are there")
+        if config.has_actor:
+            yield _text_prompts(config)
+
+
+def _text_prompts(config: RunConfig) -> Finding:
+    """Return what plain-text prompts begin with."""
+    tokenizer = load_tokenizer(config.actor.policy.model.absolute())
+    before = tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, "text")[0])
+    if before and not config.actor.prompts.add_special_tokens:
+        return warning(
+            "prompts",
+            f"text prompts lack {' '.join(before)}, with which the policy's tokenizer begins a text; set "
+            "actor.prompts.add_special_tokens to true, unless the policy was trained without",
+        )
+    return Finding("prompts", f"text prompts begin with {' '.join(before) or 'no special token'}")
+
+
+def devices(config: RunConfig) -> Iterator[Finding]:
+    """Check that torch can use the GPUs that the configuration names."""
+    on_gpus = [place for place in config.places if place.cards]
+    if not on_gpus:
+        return
+    torch = importlib.import_module("torch")
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cuda = torch.version.cuda
+    for place in on_gpus:
+        last = place.cards[-1]
+        needed = int(last.partition(":")[2]) + 1
+        if needed > usable:
+            found = (
+                f"torch, built for CUDA {cuda}, can use {usable}: update the driver if nvidia-smi shows a lower version"
+                if cuda
+                else "this torch is built for the CPU: install one that is built for CUDA"
+            )
+            yield failed(
+                "devices", f"{place.key}: {last} needs {needed} GPU{'s'[: needed > 1]}; {found}, or set it to cpu"
+            )
+
+
+def rendering(config: RunConfig) -> Iterator[Finding]:
+    """Check that the model repository can be rendered."""
+    yield Finding("rendering", ", ".join(sorted(render_configs(config))))
+
+
+def ports(config: RunConfig) -> Iterator[Finding]:
+    """Check that the server's ports are free, or are those of this run's server."""
+    if is_running(config):
+        yield Finding("ports", "used by this run's server")
+        return
+    section = with_free_ports(config.server)
+    check_ports(section)
+    numbers = ", ".join(str(getattr(section, key)) for key in PORT_KEYS)
+    yield Finding("ports", f"{numbers} are free" if section == config.server else "chosen when the server starts")
+
+
+def monitoring(config: RunConfig) -> Iterator[Finding]:
+    """Check that the ports of actor and sidecar for Prometheus are free, and no others of the run."""
+    section, used = config.monitoring, {getattr(config.server, key): f"server.{key}" for key in PORT_KEYS}
+    for key in ("actor_port", "trainer_port"):
+        port = getattr(section, key)
+        if not port:
+            continue
+        if port in used:
+            yield failed("monitoring", f"monitoring.{key}: {port} is {used[port]}, too; choose another port")
+        elif not in_progress(config.run.dir) and is_open(f"{section.host}:{port}"):
+            yield warning(
+                "monitoring", f"monitoring.{key}: {port} is taken, so there would be no metrics; choose another port"
+            )
+        elif importlib.util.find_spec("prometheus_client") is None:
+            yield warning("monitoring", f"monitoring.{key} needs prometheus-client: install it, or remove the key")
+        else:
+            yield Finding("monitoring", f"monitoring.{key}: {port}")
+        used[port] = f"monitoring.{key}"
+
+
+def server_dir(config: RunConfig) -> Iterator[Finding]:
+    """Check that files can be written in `server.dir`, if it is set; `run.dir` is checked as part of the disk."""
+    folder = config.server_dir.absolute()
+    if folder.is_relative_to(config.run.dir.absolute()):
+        return
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    if error := refusal(place):
+        yield failed("server.dir", f"{folder} cannot be written: {error.strerror}; set it to another folder")
+
+
+def is_running(config: RunConfig) -> bool:
+    """Return whether the run's own server answers: another run's, or another program, may use the configured ports."""
+    return (config.server_dir / "server.json").is_file() and is_triton(server_urls(config)["http"])
+
+
+def server(config: RunConfig) -> Iterator[Finding]:
+    """Send a request to every model of the run's server, if it is up."""
+    if not is_running(config):
+        yield Finding("server", "not running")
+        return
+    with ControlPlane(server_urls(config)["grpc"]) as control:
+        for model in sorted(render_configs(config)):
+            start = time.monotonic()
+            try:
+                probe(control, model, PROBE_S)
+            except (ControlPlaneError, ServerStartError) as error:
+                text = str(error).removeprefix(f"{model}: ")
+                yield failed(model, f"{text}; the log is {config.server_dir / 'logs' / 'tritonserver.log'}")
+            else:
+                yield Finding(model, f"answers in {(time.monotonic() - start) * 1000:.0f} ms")
+
+
+def disk_bytes(config: RunConfig) -> int:
+    """Return the bytes that a run keeps on its disk, about: of the models that it trains."""
+    trained = [config.actor.policy.model] if config.has_actor else []
+    trained += [config.critic.model] if config.serves_critic else []
+    files = [file for folder in trained for file in folder.glob("*.safetensors")]
+    return COPIES * sum(file.stat().st_size for file in files if file.exists())  # a link may dangle
+
+
+CHECKS = {
+    "files": files,
+    "devices": devices,
+    "rendering": rendering,
+    "server.dir": server_dir,
+    "ports": ports,
+    "monitoring": monitoring,
+    "server": server,
+}
+"""The checks of a configuration by name, in the order in which they run."""

@@ -3,8 +3,6 @@
 `--check` writes nothing, and reports the files that are out of date.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import hashlib
@@ -21,15 +19,21 @@ from python_backend.checkpoints.inspection import CheckpointError, inspect_check
 from python_backend.config import ConfigError, ModelSection, RunConfig, load_config
 from python_backend.config.command_line import reporting, run_parser
 from python_backend.config.live_models import reward_is_live
-from python_backend.config.sections import UNMEASURED
+from python_backend.config.sections import UNMEASURED, ServerSection
 from python_backend.wire import contract
 from tools.arguments import parse_or_complete
-from tools.render.ensembles import critic_infer_steps, ensemble_outputs, reward_traits
-from tools.render.reference import reference_parameters
-from tools.render.rewards import Render, render_rewards
-from tools.render.token_rewards import token_reward_parameters
-from tools.server.shell_command import shell_command
+from tools.render import (
+    Render,
+    critic_infer_steps,
+    ensemble_outputs,
+    limit_parameters,
+    reference_parameters,
+    render_rewards,
+    reward_traits,
+    token_reward_parameters,
+)
 from tools.server.triton_home import ServerStartError
+from tools.server.tritonserver import shell_command
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
@@ -44,7 +48,7 @@ MODULES = {
     contract.CRITIC_SAVE: "python_backend.serving.critic_save",
 }
 MODEL_PY = """\
-from python_backend.long_lived import long_lived_imports
+from python_backend.process import long_lived_imports
 
 with long_lived_imports():
     from {module} import TritonPythonModel  # noqa: F401
@@ -79,7 +83,7 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
         ConfigError: a rendered file is not valid; the message names model, field and value.
     """
     place = Path.absolute if resolve_paths else Path
-    render = functools.partial(_render, tokens_dtype=config.server.tokens_dtype)
+    render = functools.partial(_render, server=config.server)
     texts = _rewards(config, place, render) if config.serves_rewards else {}
     if config.actor.kl.serves_reference:
         texts |= _reference(config, place, render)
@@ -153,7 +157,7 @@ def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
     def checkpoint(name: str) -> str:
         section, scale = config.reward, config.reward.standardization
         parameters = {
-            **_scoring_parameters(section, place),
+            **_scoring_parameters(section, config.server, place),
             "standardization": scale if isinstance(scale, str) else json.dumps(scale.model_dump()),
             "pooling": section.pooling,
             "attribute_weights": json.dumps(section.attribute_weights),
@@ -187,7 +191,7 @@ def _critic(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
         **({"trace_endpoint": config.run.trace_endpoint} if config.run.trace_endpoint else {}),
     }
     parameters = {
-        **_scoring_parameters(config.critic, place),
+        **_scoring_parameters(config.critic, config.server, place),
         contract.STORE: weights,
         "reload": config.critic.reload,
     }
@@ -206,7 +210,6 @@ def _critic(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
 def _critic_infer(config: RunConfig, render: Render) -> str:
     traits = reward_traits(config, is_stored=reward_is_live(config))
     kinds = [*(["reward"] if config.serves_rewards else []), *(["mixture"] if config.rewards else []), contract.CRITIC]
-    served = [config.critic, *([config.reward] if config.serves_rewards else [])]
     return render(
         "ensemble.pbtxt.j2",
         name=contract.CRITIC_INFER,
@@ -218,13 +221,12 @@ def _critic_infer(config: RunConfig, render: Render) -> str:
         num_components=len(config.rewards or {}),
         parameters={},
         steps=critic_infer_steps((config.rewards or {}) if config.serves_rewards else None, traits),
-        max_batch_size=min(section.max_batch_size for section in served),
     )
 
 
 def _reference(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
     """Render the frozen policy that computes the reference log-probs."""
-    parameters = {**_scoring_parameters(config.reference, place), **reference_parameters(config)}
+    parameters = {**_scoring_parameters(config.reference, config.server, place), **reference_parameters(config)}
     outputs = contract.outputs_of(contract.REFERENCE)
     return {contract.REFERENCE: _render_scoring(contract.REFERENCE, config.reference, render, parameters, outputs)}
 
@@ -258,8 +260,8 @@ def _num_rewards(config: RunConfig) -> int:
 
 
 def _labels(config: RunConfig) -> list[str]:
-    """Return the names of the reward checkpoint's labels; [] without a checkpoint, or if it is not a classifier."""
-    folder, is_read_at_tokens = config.reward.checkpoint, bool(config.reward.logit or config.reward.process)
+    """Return the names of the reward model's labels; [] without a checkpoint, or if it is not a classifier."""
+    folder, is_read_at_tokens = config.reward.model, bool(config.reward.logit or config.reward.process)
     if not config.uses_reward_model or is_read_at_tokens or not (folder / "config.json").is_file():
         return []
     try:
@@ -283,15 +285,9 @@ def _render_scoring(
     # instances would get the same device; tensor parallelism chooses its own. Inputs stay on the CPU with both kinds.
     on_devices = ("KIND_GPU", [index] if index else []) if model.tensor_parallel == 1 else ("KIND_MODEL", [])
     instance_kind, gpus = ("KIND_CPU", []) if kind == "cpu" else on_devices
-    given = model.preferred_batch_size
-    preferred = [given] if isinstance(given, int) else given
-    if too_large := [size for size in preferred if size > model.max_batch_size]:
-        raise ConfigError(f"{name}: preferred_batch_size {too_large[0]} exceeds max_batch_size {model.max_batch_size}")
     return render(
         "scoring.pbtxt.j2",
         name=name,
-        model=model,
-        preferred=preferred,
         outputs=outputs,
         num_rewards=num_rewards,
         process=parameters.get(contract.PROCESS),
@@ -302,22 +298,19 @@ def _render_scoring(
     )
 
 
-def _scoring_parameters(model: ModelSection, place: Any) -> dict[str, str]:
+def _scoring_parameters(section: ModelSection, server: ServerSection, place: Any) -> dict[str, str]:
     return {
-        "checkpoint": str(place(model.checkpoint)),
-        "device": model.device,
-        "dtype": model.dtype,
-        "tensor_parallel": str(model.tensor_parallel),
-        **{name: str(model.settled(name)) for name in UNMEASURED},
-        "micro_batch_rows": str(model.micro_batch_rows),
-        "strip_sequence_length_to_multiple": str(model.strip_sequence_length_to_multiple),
-        "queue_timeout_s": f"{model.queue_timeout_s:g}",
-        "max_length": str(model.max_length or ""),
-        "max_sentence_bytes": str(model.max_sentence_bytes),
-        "max_request_tokens": str(model.max_request_tokens),
-        "max_request_bytes": str(model.max_request_bytes),
-        "compile": json.dumps(model.compile),
-        "tokenizer_fingerprint": _tokenizer_fingerprint(model.checkpoint),
+        "model": str(place(section.model)),
+        "device": section.device,
+        "dtype": section.dtype,
+        "tensor_parallel": str(section.tensor_parallel),
+        **{name: str(section.settled(name)) for name in UNMEASURED},
+        "strip_sequence_length_to_multiple": str(server.strip_sequence_length_to_multiple),
+        "queue_timeout_s": f"{server.queue_timeout_s:g}",
+        "max_length": str(section.max_length or ""),
+        **limit_parameters(server),
+        "compile": json.dumps(section.compile),
+        "tokenizer_fingerprint": _tokenizer_fingerprint(section.model),
     }
 
 

@@ -4,8 +4,6 @@ Ctrl-C and SIGTERM stop the actor (which first writes a checkpoint), the sidecar
 process dies, the run stops and the error message names the process.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -23,7 +21,7 @@ from actor.run.settings import describe_changes, find_changes, write_settings
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_accept_changes, limit_access, report, reporting, run_parser
 from python_backend.errors import REPORTED, RlhfError
-from python_backend.stop_signal import StopSignals
+from python_backend.process import StopSignals
 from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
 from python_backend.store.run_lock import only_actor, only_run

@@ -4,8 +4,6 @@ It then drains the server, so that no request fails if the clients have another 
 Other commands and tests start their servers with `start_server`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys
@@ -18,15 +16,14 @@ from python_backend.config.command_line import limit_access, log_to_stderr, repo
 from python_backend.config.live_models import live_models
 from python_backend.config.required_files import check_files
 from python_backend.monitoring.log_lines import say
-from python_backend.stop_signal import StopRequested, StopSignals
+from python_backend.process import StopRequested, StopSignals
 from python_backend.store.control_key import control_key
 from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
 from tools.server.ports import with_free_ports
-from tools.server.shell_command import shell_command
 from tools.server.supervisor import Supervisor
 from tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
-from tools.server.tritonserver import TritonServer
+from tools.server.tritonserver import TritonServer, shell_command
 
 WATCH_INTERVAL_S = 0.2
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -1,7 +1,5 @@
 """`python -m tools status`: who serves which version, the journal, the last step, and the last problem of a run."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -23,8 +21,8 @@ from python_backend.store.journal import Journal
 from python_backend.store.run_lock import RUN_LOCK_FILE, in_progress
 from python_backend.store.weights import WeightsStore
 from tools.arguments import parse_or_complete, seconds
+from tools.server.child import is_noise, last_lines
 from tools.server.health import get_page, is_triton
-from tools.server.log import is_noise, last_lines
 
 PROBLEM = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|Traceback|error:)")
 CARD_METRIC = re.compile(r'^rlhf_(card_\w*bytes)\{[^}]*instance="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
@@ -102,20 +100,26 @@ def _state(config: RunConfig) -> str:
 
 def _server(config: RunConfig) -> Iterator[str]:
     """Yield where the server is, and if it is up, its models' memory on GPUs and how busy these are."""
-    written = read_json(config.server_dir / "server.json") or {}
-    url = str(written.get("http", config.server.http_url))
+    urls = server_urls(config)
+    url = urls["http"]
     is_up = not url.endswith(":0") and is_triton(url)
     state = f"http://{url} {'is up' if is_up else 'does not answer'}"
     yield f"server    {'has not begun' if url.endswith(':0') else state}"
     if not is_up:
         return
-    page = get_page(str(written.get("metrics", config.server.metrics_url)), "/metrics")
+    page = get_page(urls["metrics"], "/metrics")
     instances: dict[str, dict[str, float]] = {}
     for name, instance, value in CARD_METRIC.findall(page):
         instances.setdefault(instance, {})[name] = float(value)
     yield from (f"          {instance}{_memory(found)}" for instance, found in sorted(instances.items()))
     if busy := [f"{float(value):.0%}" for value in UTILISATION.findall(page)]:
         yield f"          GPUs busy: {', '.join(busy)}"
+
+
+def server_urls(config: RunConfig) -> dict[str, str]:
+    """Return the URLs `http`, `grpc` and `metrics` of the run's server: those that it wrote, else those configured."""
+    section, written = config.server, read_json(config.server_dir / "server.json") or {}
+    return {"http": section.http_url, "grpc": section.grpc_url, "metrics": section.metrics_url, **written}
 
 
 def _memory(found: Mapping[str, Any]) -> str:

@@ -1,7 +1,5 @@
 """`python -m tools weights list | verify | publish | rollback | ready`: the versions of critic and reward model."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys
@@ -62,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         action = actions.add_parser(name, help=what, description=what)
         if name == "publish":  # first, because all later positional arguments are overrides
-            action.add_argument("path", type=Path, help="Hugging Face checkpoint folder")
+            action.add_argument("path", type=Path, help="Hugging Face model folder")
         add_run_arguments(action).add_argument("--model", choices=LIVE_MODELS, default="critic", help="default: critic")
         if name == "verify":
             action.add_argument("--version", type=int, action="append", help="only this version; may be repeated")
@@ -131,16 +129,27 @@ def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int |
     from trainer.publish import Publisher
     from trainer.verification import VersionRejected, verify_alone
 
-    target, load = _parent_of_current(store) if to is None else to, _loader(config, model)
+    current, load = store.current(), _loader(config, model)
+    newest = None if current is None else store.manifest(current)
+    target = newest.parent if to is None and newest is not None else to
+    if target is None:
+        raise WeightsError(f"version {current} has no parent; name a version with --to")
+
+    def write(folder: Path) -> None:
+        apart = shutil.ignore_patterns(MANIFEST_FILE)
+        # Not their mode, too: the files of a version are read-only, their copies are not yet.
+        shutil.copytree(store.folder(target), folder, ignore=apart, copy_function=shutil.copyfile, dirs_exist_ok=True)
+
     try:
         manifest = verify_alone(store, target, load)
-        publisher = Publisher.of(config, store, run_id=manifest.run_id, epoch=_epoch(store), model=model)
+        epoch = 0 if newest is None else newest.epoch
+        publisher = Publisher.of(config, store, run_id=manifest.run_id, epoch=epoch, model=model)
         reload = publisher.publish(
             load(store.folder(target)),
             step=manifest.step,
             parent=target,
-            beat=_Patience(store),
-            write=lambda folder: _copy(store.folder(target), folder),
+            beat=_patience(store),
+            write=write,
         )
     except VersionRejected as error:
         raise WeightsError(str(error)) from error
@@ -158,17 +167,17 @@ def publish(config: RunConfig, model: LiveModel, store: WeightsStore, checkpoint
     Raises:
         RlhfError: the checkpoint was refused, and the old version serves; or RlhfError, as in `rollback`.
     """
-    from trainer.live.reward import publish_reward
+    from trainer.live import publish_reward
 
     if model.name != "reward":
         raise WeightsError("only the sidecar publishes versions of the critic; give --model reward")
-    reload = publish_reward(config, checkpoint, beat=_Patience(store))
+    reload = publish_reward(config, checkpoint, beat=_patience(store))
     print(f"version {reload.version} is served, with the weights of {checkpoint}")
 
 
 def ready(model: LiveModel, store: WeightsStore, url: str) -> int:
     """Return 0 if the server at `url` serves CURRENT or a later version, else 1."""
-    from trainer.servers import ModelServers
+    from trainer.control_plane import ModelServers
 
     current = store.current()
     outcome = ModelServers([url], model=model.served_as).versions()[0]
@@ -180,27 +189,26 @@ def ready(model: LiveModel, store: WeightsStore, url: str) -> int:
     return 1
 
 
-class _Patience:
-    """Heartbeat callback of the publisher.
+def _patience(store: WeightsStore) -> Callable[[str], None]:
+    """Return the publisher's heartbeat callback.
 
-    Raises RlhfError if no instance is alive, or PATIENCE_S after its first call: the checks before may take any time.
+    It raises RlhfError if no instance is alive, or PATIENCE_S after its first call: the checks before may take any
+    time.
     """
+    deadline: float | None = None
 
-    def __init__(self, store: WeightsStore) -> None:
-        self._store = store
-        self._deadline: float | None = None
-
-    def __call__(self, state: str) -> None:
-        if self._deadline is None:
-            self._deadline = time.monotonic() + PATIENCE_S
-        records = self._store.records
-        if not records.alive() and not records.died():  # an instance that died is replaced by its server's supervisor
-            raise RlhfError(f"CURRENT is now {self._store.current()}, but no serving instance is alive")
-        if time.monotonic() > self._deadline:
+    def beat(state: str) -> None:
+        nonlocal deadline
+        deadline = deadline or time.monotonic() + PATIENCE_S
+        if not store.records.alive() and not store.records.died():  # a supervisor replaces an instance that died
+            raise RlhfError(f"CURRENT is now {store.current()}, but no serving instance is alive")
+        if time.monotonic() > deadline:
             raise RlhfError(
                 f"still {state} after {PATIENCE_S:g} s; `python -m tools weights list` "
                 "shows which version each instance serves"
             )
+
+    return beat
 
 
 def _loader(config: RunConfig, model: LiveModel) -> Callable[[Path], Any]:
@@ -208,22 +216,3 @@ def _loader(config: RunConfig, model: LiveModel) -> Callable[[Path], Any]:
     from trainer.publish import reward_loader
 
     return load_critic if model.name == "critic" else reward_loader(config.reward)
-
-
-def _parent_of_current(store: WeightsStore) -> int:
-    current = store.current()
-    parent = None if current is None else store.manifest(current).parent
-    if parent is None:
-        raise WeightsError(f"version {current} has no parent; name a version with --to")
-    return parent
-
-
-def _epoch(store: WeightsStore) -> int:
-    current = store.current()
-    return 0 if current is None else store.manifest(current).epoch
-
-
-def _copy(source: Path, folder: Path) -> None:
-    for path in source.iterdir():
-        if path.name != MANIFEST_FILE:
-            shutil.copyfile(path, folder / path.name)

@@ -3,8 +3,6 @@
 On SIGINT or SIGTERM it writes a checkpoint and exits with code 0. After an error it prints the error and exits with 2.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
@@ -13,9 +11,8 @@ from python_backend.config import RunConfig, TrainerSection, load_config
 from python_backend.config.command_line import limit_access, log_to_stderr, report, run_parser
 from python_backend.config.required_files import check_critic
 from python_backend.errors import REPORTED
-from python_backend.long_lived import long_lived_imports
 from python_backend.monitoring.tracing import tracing
-from python_backend.stop_signal import stop_event
+from python_backend.process import long_lived_imports, stop_event
 from python_backend.training.launch import ended, launch_ranks, stop_signals
 
 
@@ -47,10 +44,10 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
     with long_lived_imports():  # deferred: the environment must be set first, and --help stays fast
         import torch
 
-        from python_backend.models.card.memory import on_rank
+        from python_backend.models.card import on_rank
         from python_backend.models.modeling import quiet_transformers
         from trainer.publish import initialise_stores
-        from trainer.sidecar import follow
+        from trainer.sidecar import run_sidecar
 
     torch.set_num_threads(config.trainer.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)
@@ -62,16 +59,16 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
         _run_ranks(config)
     else:
         with on_rank(None, config.trainer.device, "trainer.token_budget"):  # e.g. no room for the optimizer's state
-            follow(config, stop_event(*stop_signals()))
+            run_sidecar(config, stop_event(*stop_signals()))
 
 
 def _run_ranks(config: RunConfig) -> None:
     """Join the other ranks; follow the journal on rank 0, and rank 0 on the others."""
-    from python_backend.models.card.memory import on_rank
-    from python_backend.models.card.placement import own_device
+    from python_backend.models.card import on_rank
+    from python_backend.models.placement import own_device
     from python_backend.training.ranks import Ranks
     from trainer.critic_update import follow_rank_0
-    from trainer.sidecar import follow
+    from trainer.sidecar import run_sidecar
 
     with (
         Ranks.joined(own_device(config.trainer.device)) as ranks,
@@ -80,7 +77,7 @@ def _run_ranks(config: RunConfig) -> None:
         if ranks.rank:
             follow_rank_0(config.trainer, config.run.seed, ranks)
         else:
-            follow(config, stop_event(*stop_signals()), ranks)
+            run_sidecar(config, stop_event(*stop_signals()), ranks)
 
 
 def _stay_out_of_the_way(settings: TrainerSection) -> None:

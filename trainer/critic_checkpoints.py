@@ -1,7 +1,5 @@
 """Writes checkpoints of the critic in training; removes checkpoints and journal entries that are no longer needed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,10 +8,11 @@ from python_backend.config import TrainerSection
 from python_backend.store.journal import Entry, Journal, Result
 from python_backend.store.journal_entry import DamagedEntry
 from python_backend.store.weights import WeightsStore
-from trainer.checkpoint import CheckpointFolder, CheckpointState
+from trainer.checkpoint import KEEP_SET_ASIDE, CheckpointFolder, CheckpointState, fingerprint
 from trainer.critic_state import CriticState
-from trainer.fingerprint import fingerprint
 from trainer.progress import SidecarProgress
+
+KEEP_REQUESTED = 3  # the newest checkpoints, if critic_save does not list those still needed
 
 
 class CriticCheckpoints:
@@ -72,7 +71,7 @@ class CriticCheckpoints:
     def set_aside_after(self, rewind: Entry) -> list[str]:
         """Set aside the entries after `rewind.target`, remove the checkpoints after it; return the files set aside."""
         aside = self._progress.persist("setting steps aside", lambda: self._journal.set_aside_after(rewind))
-        self._journal.forget_aside(keep=self._settings.keep_set_aside)
+        self._journal.forget_aside(keep=KEEP_SET_ASIDE)
         self._progress.persist("removing checkpoints", lambda: self._folder.drop_after(rewind.target))
         return aside
 
@@ -127,7 +126,7 @@ class CriticCheckpoints:
         Entries since the newest requested checkpoint stay, because an actor may still request a rewind to a step after
         it. If there are more than `keep_entries` of them, the newest checkpoint replaces them.
         """
-        self._folder.prune(keep=self._settings.keep_checkpoints, keep_damaged=self._settings.keep_set_aside)
+        self._folder.prune(keep=KEEP_REQUESTED, keep_damaged=KEEP_SET_ASIDE)
         covered = self._folder.latest() or 0
         base = max(self._folder.asked_steps(), default=0)
         if covered - base > self._settings.keep_entries:

@@ -3,8 +3,6 @@
 If a damaged checkpoint can be recomputed from the journal, the damage is logged and training continues.
 """
 
-from __future__ import annotations
-
 import logging
 
 import torch
@@ -12,7 +10,7 @@ import torch
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import TrainerSection
 from python_backend.errors import NotFinite
-from python_backend.models.card.memory import OutOfMemory
+from python_backend.models.card import OutOfMemory
 from python_backend.monitoring.log_lines import set_log_position
 from python_backend.monitoring.tracing import is_tracing, span
 from python_backend.store.journal import Journal
@@ -20,9 +18,16 @@ from python_backend.store.journal_entry import DamagedEntry, Entry, Result
 from python_backend.store.weights import WeightsStore
 from python_backend.training.ranks import ALONE, AnyRanks
 from python_backend.wire.training_payload import TrainPayload
-from trainer.checkpoint import CheckpointFolder, CheckpointState, DamagedCheckpoint
+from trainer.checkpoint import (
+    KEEP_SET_ASIDE,
+    CheckpointFolder,
+    CheckpointState,
+    DamagedCheckpoint,
+    changes,
+    deciding_settings,
+    fingerprint,
+)
 from trainer.critic_update import CriticUpdate, UpdateReport, load_update
-from trainer.fingerprint import changes, deciding_settings, fingerprint
 from trainer.progress import SidecarProgress
 
 logger = logging.getLogger(__name__)
@@ -78,7 +83,7 @@ class CriticState:
                     report, error = self._fit(payload, "training", known)
         except DamagedEntry as damage:
             error = _give_up(self._journal, entry, damage, known)
-            self._journal.forget_aside(keep=self._settings.keep_set_aside)
+            self._journal.forget_aside(keep=KEEP_SET_ASIDE)
         self.step = entry.step  # a failed step counts, too: its caller gets the error and continues with the next step
         return report, known or Result(
             entry.name,
@@ -171,8 +176,8 @@ class CriticState:
             )
         if state.base_sha256 != self.base_sha256:
             raise CheckpointError(
-                f"the checkpoint of step {state.step} was trained from a version 0 with sha256 "
-                f"{state.base_sha256[:12]}…, but version 0 in the weights store has {self.base_sha256[:12]}…: restore "
+                f"the checkpoint of step {state.step} was trained from another initial critic: version 0 had "
+                f"sha256 {state.base_sha256[:12]}…, that in the weights store has {self.base_sha256[:12]}…; restore "
                 "the original store, or start a new run (run.dir)"
             )
 

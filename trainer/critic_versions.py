@@ -1,7 +1,5 @@
 """Publishes the weights of the critic in training after steps and rewinds; reloads the critic in the background."""
 
-from __future__ import annotations
-
 import logging
 import threading
 

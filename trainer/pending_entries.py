@@ -1,7 +1,5 @@
 """Selects the journal's next pending entry, and records the result of a processed one."""
 
-from __future__ import annotations
-
 import time
 
 from python_backend.checkpoints.inspection import CheckpointError

@@ -3,9 +3,8 @@
 Long work renews the heartbeat: `working` for a `with` block, `persist` for a disk operation, `wait` for a server.
 """
 
-from __future__ import annotations
-
 import contextlib
+import errno
 import logging
 import threading
 import time
@@ -14,19 +13,97 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from python_backend.config import RunConfig
-from python_backend.models.card.memory import card_bytes
-from python_backend.monitoring.exporter import Exporter, Values
-from python_backend.monitoring.metrics import TRAINER
-from python_backend.store.heartbeat import Heartbeat
-from python_backend.store.journal import Journal
+from python_backend.errors import RlhfError
+from python_backend.models.card import card_bytes
+from python_backend.monitoring.metrics import TRAINER, Exporter, Values
+from python_backend.store.journal import Heartbeat, Journal
 from python_backend.store.jsonl import append_jsonl
 from python_backend.store.weights import WeightsStore
 from trainer.critic_update import CriticUpdate, UpdateReport
-from trainer.patience import Patience, StoppedWaiting
 from trainer.publish import Publisher, Reload
+
+# Retries disk operations until they succeed or a stop is requested; logs the error and reports it to callers.
+
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+REMIND_EVERY_S = 60.0
+# Errors that may go away with time or when an operator acts; others, such as a missing file, are raised at once.
+CURABLE = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EIO,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ESTALE,
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.EBUSY,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOTEMPTY,
+        errno.ETIMEDOUT,
+    }
+)
+
+
+class StoppedWaiting(RlhfError):
+    """A stop was requested while waiting for a server or the disk; nothing is lost, the journal holds the step."""
+
+
+class Patience:
+    """Retries operations that fail with a transient disk error, with exponential backoff."""
+
+    def __init__(self, stop: threading.Event, show: Callable[[str, str | None], None] = lambda *_: None) -> None:
+        """Create a retrier.
+
+        Args:
+            stop: ends the retries when set.
+            show: called with the operation and its error, and with None as the error once a retry has succeeded; must
+                not raise.
+        """
+        self._stop = stop
+        self._show = show
+
+    def until_done(self, what: str, action: Callable[[], T]) -> T:
+        """Call `action`, and again as long as it fails with an error in `CURABLE`; return its result.
+
+        Args:
+            what: the operation, for messages: "publishing step 3".
+            action: must be safe to repeat after an OSError.
+
+        Raises:
+            StoppedWaiting: a stop was requested during the retries; the message names the error.
+            OSError: `action` failed with an error that is not in `CURABLE`.
+        """
+        pause_s, remind_at, refused = FIRST_PAUSE_S, 0.0, False
+        while True:
+            try:
+                result = action()
+            except OSError as error:
+                if error.errno not in CURABLE:
+                    raise
+                refused, trouble = True, str(error)
+            else:
+                if refused:
+                    logger.warning("%s: succeeded, the disk is writable again", what)
+                    self._show(what, None)
+                return result
+            if time.monotonic() >= remind_at:
+                logger.error("%s: disk error, retrying: %s", what, trouble)
+                remind_at = time.monotonic() + REMIND_EVERY_S
+            self._show(what, trouble)
+            if self._stop.wait(pause_s):
+                raise StoppedWaiting(
+                    f"stopped while {what}, after a disk error: {trouble}; nothing is lost: the journal has every "
+                    "accepted request, and the next start continues from there"
+                )
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
 BEAT_S = 0.5
 STOP_PATIENCE_S = 20.0  # how long to keep waiting for a server after a stop was requested
 
@@ -130,7 +207,7 @@ class SidecarProgress:
         return self._patience.until_done(what, self.working(what)(action))  # a heartbeat around each attempt
 
     def wait(self, state: str) -> None:
-        """Renew the heartbeat while waiting for a server.
+        """Renew the heartbeat, which shows `state`; called again and again while a server is waited for.
 
         Raises:
             StoppedWaiting: a stop was requested more than STOP_PATIENCE_S ago.

@@ -23,8 +23,7 @@ from python_backend.monitoring.tracing import span
 from python_backend.store.control_key import control_key
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore, weights_files
 from python_backend.wire.contract import CRITIC
-from trainer.control_plane import ControlPlaneError, LoadRefused
-from trainer.servers import Loaded, ModelServers
+from trainer.control_plane import ControlPlaneError, Loaded, LoadRefused, ModelServers
 from trainer.trained_critic import TrainedCritic
 from trainer.verification import VersionRejected, holds_weights, verify_version
 
@@ -331,7 +330,7 @@ def initialise_store(store: WeightsStore, section: CriticSection, *, run_id: str
     if store.current() is not None:
         return
     critic = load_critic(
-        section.checkpoint,
+        section.model,
         standardization=constants_of(section.standardization),
         attribute_weights=section.attribute_weights,
     )
@@ -357,13 +356,13 @@ def initialise_stores(config: RunConfig) -> None:
         if model.name == "critic":
             initialise_store(store, config.critic, run_id=config.run.identity)
         elif store.current() is None:
-            reward_loader(config.reward)(config.reward.checkpoint).check_finite()
-            write = functools.partial(copy_checkpoint, config.reward.checkpoint)
+            reward_loader(config.reward)(config.reward.model).check_finite()
+            write = functools.partial(copy_checkpoint, config.reward.model)
             manifest = store.add(write, run_id=config.run.identity, step=0, parent=None, epoch=0)
             store.set_current(manifest.version)
 
 
 def copy_checkpoint(source: Path, folder: Path) -> None:
-    """Copy weights and configuration of a checkpoint. The tokenizer of every version is that of `reward.checkpoint`."""
+    """Copy weights and configuration of a checkpoint. The tokenizer of every version is that of `reward.model`."""
     for path in (*weights_files(source), source / CONFIG_FILE):
         shutil.copyfile(path, folder / path.name)

@@ -1,7 +1,5 @@
 """The critic sidecar: follows the journal, trains on its entries, publishes the weights, and records the results."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading
@@ -15,16 +13,15 @@ from trainer.checkpoint import CheckpointFolder
 from trainer.critic_checkpoints import CriticCheckpoints
 from trainer.critic_state import CriticState
 from trainer.critic_versions import CriticVersions
-from trainer.patience import Patience, StoppedWaiting
 from trainer.pending_entries import PendingEntries
-from trainer.progress import SidecarProgress
+from trainer.progress import Patience, SidecarProgress, StoppedWaiting
 from trainer.publish import Publisher, initialise_stores
 
 logger = logging.getLogger(__name__)
 IDLE_S = 0.005
 
 
-def follow(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALONE) -> None:
+def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALONE) -> None:
     """Restore the critic and follow the journal until `stop` is set. Raises RlhfError if another sidecar does.
 
     `ranks`: the processes that train the critic, of which this is rank 0.

@@ -6,8 +6,6 @@ the same methods in the same order: rank 0 announces each call, and the others e
 shared by all ranks.
 """
 
-from __future__ import annotations
-
 import json
 import types
 from collections.abc import Mapping, Sequence
@@ -36,12 +34,17 @@ from python_backend.models.precision import in_float32, use_bfloat16
 from python_backend.models.token_head import head_of
 from python_backend.store.durable import disk_errors
 from python_backend.store.weights import WeightsStore
-from python_backend.training.attention import use_attention
-from python_backend.training.gradient_checkpointing import checkpoint_gradients
-from python_backend.training.merged_slices import MergedSlices
+from python_backend.training.model import checkpoint_gradients, use_attention
 from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
-from python_backend.training.sharding import all_finite, differing, gathered_as_stored, shard, write_checkpoint
-from python_backend.training.state import trained_slices
+from python_backend.training.sharding import (
+    MergedSlices,
+    all_finite,
+    differing,
+    gathered_as_stored,
+    shard,
+    write_checkpoint,
+)
+from python_backend.training.step import trained_slices
 
 BASE_VERSION = 0  # which training starts from; never pruned
 
@@ -160,7 +163,7 @@ class TrainedCritic(CriticModel):
             if not all_finite(self.model.parameters()):
                 raise CheckpointError("the weights are not finite")
             if wrong := self._differing(weights, store.folder(version)):
-                raise CheckpointError(f"{wrong[0]} differs from the trained weights")
+                raise CheckpointError(f"{wrong[0]} of version {version} differs from the trained weights")
 
         self.ranks.together(verify)
 

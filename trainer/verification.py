@@ -1,7 +1,5 @@
 """The checks that a version must pass before CURRENT may name it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,11 +1,9 @@
 """GRPO: rewards are standardised within the responses to the same prompt."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from actor.algorithms.baselines import group_standardise, process_supervision
+from actor.algorithms.advantages import group_standardise, process_supervision
 from actor.algorithms.inputs import AdvantageInputs
 
 

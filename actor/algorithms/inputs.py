@@ -4,8 +4,6 @@
 token t+1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -2,12 +2,13 @@
 and proportional to the advantages, which importance weights multiply.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
+from actor.algorithms.advantages import masked_sum, require_same_shape
 from actor.algorithms.inputs import LossInputs
+from python_backend.config.algorithms import KL_ESTIMATORS
+from python_backend.rewards.function import import_function
 
 
 def clipped(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -48,3 +49,102 @@ def reinforce(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     Source: Williams 1992, "Simple statistical gradient-following algorithms", equation 11.
     """
     return inputs.mean(-inputs.advantages * inputs.logprobs), {}
+
+
+# KL divergence from the reference: estimators per token, the penalty as a loss term, and the control of its
+# coefficient.
+#
+# The estimators take d = logprobs - ref_logprobs, `[B, S-1]`, of tokens that the policy sampled, and return nats per
+# token.
+
+
+K3_RANGE = (-11.0, 2.61)  # of the log-ratio; k3 is 10 at both ends, the bound of verl's `low_var_kl`
+MOST_ERROR = 0.2  # from the paper: bounds the change of the coefficient per rollout
+
+
+def k1(difference: Tensor) -> Tensor:
+    """Return d: unbiased, and may be negative. As a loss its gradient is 0 in expectation."""
+    return difference
+
+
+def absolute(difference: Tensor) -> Tensor:
+    """Return |d|, as in NeMo-Aligner: biased. Its gradient does not shrink as the two policies approach each other."""
+    return difference.abs()
+
+
+def k2(difference: Tensor) -> Tensor:
+    """Return d^2 / 2: biased. As a loss it has the gradient of the true KL in expectation."""
+    return 0.5 * difference.square()
+
+
+def k3(difference: Tensor) -> Tensor:
+    """Return exp(-d) - 1 + d: unbiased, never negative; as a loss (GRPO) it approximates the KL's gradient near 0.
+
+    It is at most 10. Beyond, it keeps the gradient that it has there, so that the token is still pulled towards the
+    reference.
+    """
+    log_ratio = -difference
+    log_ratio = log_ratio - (log_ratio - log_ratio.clamp(*K3_RANGE)).detach()
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """Estimate KL(policy || reference) per token, from tokens that the policy sampled.
+
+    Args:
+        logprobs: `[B, S-1]`, log-prob of token t+1 under the policy that sampled it.
+        ref_logprobs: `[B, S-1]`, log-prob of token t+1 under the reference, the frozen initial policy.
+        kind: one of `KL_ESTIMATORS`.
+
+    Returns: `[B, S-1]` in nats, at every position; the caller applies the mask.
+    Raises: ValueError if the shapes differ.
+    Source: Schulman, "Approximating KL divergence", 2020 (k1, k2, k3); NeMo-Aligner (abs).
+    """
+    require_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    estimate: Tensor = import_function(KL_ESTIMATORS[kind])(logprobs - ref_logprobs)
+    return estimate
+
+
+def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, *, kind: str, total: float) -> Tensor:
+    """Return sum_t w_t * kl_t / total, a differentiable scalar; the caller multiplies it by `kl_coef`.
+
+    The gradient is that of the estimate for fixed samples.
+
+    Args:
+        kind: one of `KL_ESTIMATORS`.
+
+    Raises: ValueError if the shapes differ.
+    Source: Shao et al. 2024 (arXiv 2402.03300), equation 4; Tang and Munos 2025 (arXiv 2506.09477) on the gradients.
+    """
+    logprobs, ref_logprobs = (x.masked_fill(weights == 0, 0.0) for x in (logprobs, ref_logprobs))
+    return masked_sum(kl_estimate(logprobs, ref_logprobs, kind), weights) / (total or 1)
+
+
+class KLControl:
+    """Holds `kl_coef` and adapts it if there is a target.
+
+        error = clip(kl / target - 1, -0.2, 0.2)
+        coef <- coef * (1 + error * min(samples / horizon, 1))
+
+    Without the minimum, which the paper lacks, the coefficient would become negative from 5 * horizon samples on.
+
+    Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2.
+    """
+
+    def __init__(self, coef: float, *, target: float | None, horizon: int) -> None:
+        """
+        Args:
+            coef: initial coefficient, >= 0.
+            target: target KL in nats per sequence; None: the coefficient is fixed.
+            horizon: time constant of the controller, in responses.
+        """
+        self.coef = coef
+        self._target = target
+        self._horizon = horizon
+
+    def update(self, kl: float, samples: int) -> None:
+        """Adapt the coefficient to the mean KL per sequence (nats, k1) of a rollout with `samples` responses."""
+        if self._target is None:
+            return
+        error = min(max(kl / self._target - 1, -MOST_ERROR), MOST_ERROR)
+        self.coef *= 1 + error * min(samples / self._horizon, 1.0)

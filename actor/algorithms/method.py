@@ -6,13 +6,87 @@ The training loop never branches on an algorithm's name, only on whether it need
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from actor.algorithms.inputs import Advantage, ClipRange, Loss
-from actor.algorithms.own_functions import checked_advantage, checked_loss
+import torch
+from torch import Tensor
+
+from actor.algorithms.inputs import Advantage, AdvantageInputs, ClipRange, Loss, LossInputs
 from python_backend.config import AlgorithmSection, KLSection
 from python_backend.config.algorithms import LOSSES
-from python_backend.rewards.function import import_function
+from python_backend.rewards.function import FunctionError, describe, import_function
+
+# A user's own advantage function and loss: whatever is wrong with one is a single sentence that names it.
+
+
+def checked_advantage(spec: str, function: Callable[..., Any]) -> Advantage:
+    """Return the user's advantage function, whose result is checked.
+
+    It raises FunctionError unless the result is (advantages, returns), each `[B, S-1]` and finite inside the mask.
+    """
+
+    def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        shape, outside = tuple(inputs.mask.shape), inputs.mask == 0
+        expected = f"(advantages, returns), two tensors of shape {shape} that are finite inside the mask"
+
+        def is_valid(found: Any) -> bool:
+            shapes = [_shape(part) for part in found] if isinstance(found, tuple) else []
+            return shapes == [shape, shape] and all(bool((outside | part.isfinite()).all()) for part in found)
+
+        found = _checked(f"actor.algorithm.advantage: {spec}", function, inputs, is_valid, expected)
+        advantages, returns = (part.detach().to(inputs.mask).masked_fill(outside, 0.0) for part in found)
+        return advantages, returns
+
+    return advantage
+
+
+def checked_loss(spec: str, function: Callable[..., Any]) -> Loss:
+    """Return the user's loss, whose result is checked, except whether it is finite: that would wait for the device.
+
+    It raises FunctionError unless the result is (loss, metrics): a scalar with a gradient, and a mapping of scalars.
+    """
+    expected = "(loss, metrics), a scalar that depends on inputs.logprobs, and a mapping of names to scalars"
+
+    def is_valid(found: Any) -> bool:
+        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
+            return False
+        value, metrics = found
+        return all(_shape(scalar) == () for scalar in (value, *metrics.values())) and value.requires_grad
+
+    def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        value, metrics = _checked(f"actor.algorithm.loss: {spec}", function, inputs, is_valid, expected)
+        return value, {str(name): scalar.detach().to(value) for name, scalar in metrics.items()}
+
+    return loss
+
+
+def _checked(
+    named: str, function: Callable[..., Any], inputs: Any, is_valid: Callable[[Any], bool], expected: str
+) -> Any:
+    try:
+        found = function(inputs)
+    except torch.OutOfMemoryError:  # is repeated in smaller micro-batches
+        raise
+    except Exception as error:  # user code
+        raise FunctionError(f"{named} failed: {describe(error)}") from error
+    if not is_valid(found):
+        raise FunctionError(f"{named} returned {_described(found)}, but it must return {expected}")
+    return found
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {_shape(value)}" + ("" if value.isfinite().all() else " that is not finite")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_described(part)}" for name, part in value.items()) + "}"
+    return ", ".join(map(_described, value)) if isinstance(value, tuple) else f"{value!r:.60}"
+
 
 logger = logging.getLogger(__name__)
 

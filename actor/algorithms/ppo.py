@@ -1,7 +1,5 @@
 """PPO: advantages from a critic."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from actor.algorithms.advantages import gae

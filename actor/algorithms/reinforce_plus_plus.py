@@ -1,7 +1,5 @@
 """REINFORCE++: returns without a critic, whitened over the rollout."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

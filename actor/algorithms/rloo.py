@@ -1,10 +1,8 @@
 """RLOO: each response is compared with the mean of the other responses to the same prompt."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
-from actor.algorithms.baselines import leave_one_out
+from actor.algorithms.advantages import leave_one_out
 from actor.algorithms.inputs import AdvantageInputs
 from python_backend.errors import RlhfError
 

@@ -6,8 +6,6 @@ beyond it, the other terms of a weighted sum, is neither normalised nor clipped.
 response.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs torch in threads, so that the event loop processes server responses meanwhile; cancels tasks."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools
@@ -11,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from python_backend.models.card.streams import use_card
+from python_backend.models.card import use_card
 
 InThread: TypeAlias = Callable[..., Awaitable[Any]]
 AT_ONCE = 16  # tasks that may start in one iteration of the event loop, which then takes a few milliseconds

@@ -3,8 +3,6 @@
 `datasets` itself is not needed (and requires NumPy 2): its shards are plain Arrow streams, which pyarrow reads.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,17 +1,17 @@
 """Makes prompts from the rows of prompt files: renders chats, tokenises, and checks or shortens the result."""
 
-from __future__ import annotations
-
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from actor.data.prompt_files import PromptError, PromptRow, read_rows, source_of
+from actor.data.prompt_files import PromptError, PromptRow, fingerprint, open_rows, read_rows, source_of
 from actor.data.rollout import Prompt
 from python_backend.checkpoints.tokenization import encode_prompt
+from python_backend.config import PromptFileSection
 from python_backend.rewards.function import MESSAGES_KEY
 
 logger = logging.getLogger(__name__)
@@ -128,3 +128,213 @@ def _rendered(messages: Any, where: str, tokenizer: Any) -> str:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # templates are programs and may raise anything
         raise PromptError(f"{where} cannot be rendered: {error}") from error
+
+
+# The training prompts of all files, read and tokenised when a step takes them.
+#
+# Each file is an infinite sequence of shuffled epochs. Its position counts the rows taken so far, skipped ones
+# included.
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Position of a run in its prompt files."""
+
+    prompts: int = 0  # used so far, from all files
+    rows: Mapping[str, int] = field(default_factory=dict)  # path -> position
+    credits: Mapping[str, float] = field(default_factory=dict)  # path -> prompts by weight minus prompts taken
+
+
+class ShuffledFile:
+    """The shuffled epochs of one prompt file."""
+
+    def __init__(self, path: Path, reader: PromptReader, seed: Sequence[int]) -> None:
+        self.rows, self._reader, self._seed = open_rows(path), reader, seed
+        self.fingerprint = fingerprint(path)  # once: the file may be replaced during the run, which keeps it open
+        if not len(self.rows):
+            raise PromptError(f"{path} has no prompts")
+        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))  # of the current epoch
+        self._num_long = 0  # in this process
+
+    def next(self, position: int) -> tuple[Prompt, int]:
+        """Return the first prompt at or after `position` that is not skipped, and the position after it."""
+        for taken in range(position, position + len(self.rows)):
+            prompt = self.at(taken)
+            if prompt is not None:
+                return prompt, taken + 1
+        raise PromptError(f"{self.rows.path} has no prompts of at most {self._reader.max_tokens} tokens")
+
+    def at(self, position: int) -> Prompt | None:
+        """Return the prompt at `position`; None if it is too long and skipped."""
+        epoch, index = divmod(position, len(self.rows))
+        if self._order[0] != epoch:
+            rng = np.random.default_rng([self._seed[0], epoch, *self._seed[1:]])
+            self._order = (epoch, rng.permutation(len(self.rows)))
+        row = self.rows.row(int(self._order[1][index]))
+        prompt = self._reader.prompt(row)
+        if self._reader.is_long(prompt):
+            self._num_long += 1
+            if str(self._num_long).strip("0") == "1":  # the first, 10th, 100th, …
+                logger.warning(
+                    "%s: %d tokens, more than actor.prompts.max_tokens (%d); %d such prompts of this file were %s "
+                    "since the start",
+                    row.where,
+                    prompt.tokens.size,
+                    self._reader.max_tokens,
+                    self._num_long,
+                    self._reader.long_prompt_action,
+                )
+        return self._reader.fitted(prompt)
+
+
+class PromptStream:
+    """Draws the prompts of each step from the files that are active in it, in proportion to their weights."""
+
+    def __init__(self, sources: Sequence[PromptFileSection], reader: PromptReader, *, seed: int) -> None:
+        """Open the files and find their rows. Raises PromptError if a file is unreadable or has no rows."""
+        self._sources, self.reader = sources, reader
+        paths = dict.fromkeys(source.path for source in sources)
+        # The first file has the order of a run with this file alone.
+        seeds = [[seed, number] if number else [seed] for number in range(len(paths))]
+        self._files = {str(path): ShuffledFile(path, reader, own) for path, own in zip(paths, seeds, strict=True)}
+
+    def take(self, step: int, count: int, start: Positions) -> tuple[list[Prompt], Positions]:
+        """Return `count` prompts for `step`, beginning at the positions `start`, and the positions after them.
+
+        Each prompt comes from the file whose share lags furthest behind its weight, so a file never exceeds its share
+        by a whole prompt while the same files are active.
+        """
+        shares = self._shares(step)
+        same_files = shares.keys() == self._shares(step - 1).keys()
+        credits = dict(start.credits) if same_files else {}
+        rows, prompts = dict(start.rows), []
+        for _ in range(count):
+            for path, share in shares.items():
+                credits[path] = credits.get(path, 0.0) + share
+            path = max(shares, key=credits.__getitem__)
+            credits[path] -= 1
+            prompt, rows[path] = self._files[path].next(rows.get(path, 0))
+            prompts.append(prompt)
+        return prompts, Positions(start.prompts + count, rows, credits)
+
+    def _shares(self, step: int) -> dict[str, float]:
+        """Return the share of each file that is active in `step`; they add up to 1."""
+        weights = {str(source.path): source.weight for source in self._sources if source.is_active(step)}
+        total = sum(weights.values())
+        return {path: weight / total for path, weight in weights.items()}
+
+    def first_prompts(self) -> list[Prompt]:
+        """Return the prompt of each file's first row, except skipped ones, for checks before the run starts."""
+        prompts = (self.reader.fitted(self.reader.prompt(file.rows.row(0))) for file in self._files.values())
+        return [prompt for prompt in prompts if prompt is not None]
+
+    def epoch(self, positions: Positions) -> int:
+        """Return how many epochs of the file that has been repeated most often are complete."""
+        return max(positions.rows.get(path, 0) // len(file.rows) for path, file in self._files.items())
+
+    def state(self, positions: Positions) -> dict[str, dict[str, Any]]:
+        """Return the positions for a checkpoint: path -> position, credit and fingerprint of the file."""
+        return {
+            path: {
+                "rows": positions.rows.get(path, 0),
+                "credit": positions.credits.get(path, 0.0),
+                "fingerprint": file.fingerprint,
+            }
+            for path, file in self._files.items()
+        }
+
+    def restored(self, prompts: int, saved: Mapping[str, Any] | None) -> Positions:
+        """Return the positions of a checkpoint after `prompts` prompts; warn about files that have changed since.
+
+        A single file may have another path now. `saved` is None in checkpoints of earlier versions, which had one file
+        and no positions: it is taken to be the first.
+        """
+        if saved is None:
+            saved = {next(iter(self._files)): {"rows": prompts, "credit": 0.0, "fingerprint": None}}
+        elif len(saved) == len(self._files) == 1:
+            saved = dict(zip(self._files, saved.values(), strict=True))
+        for path, file in self._files.items():
+            known = saved.get(path)
+            if known is None:
+                logger.warning("%s is not in the checkpoint; its prompts are taken from the beginning", path)
+            elif known["fingerprint"] not in (None, file.fingerprint):
+                logger.warning(
+                    "%s has changed since the checkpoint: after %d rows taken, the run continues in the order of the "
+                    "new file, so some of its prompts may be used twice in an epoch, and others not",
+                    path,
+                    known["rows"],
+                )
+        found = {path: saved[path] for path in self._files if path in saved}
+        rows, credits = ({path: known[key] for path, known in found.items()} for key in ("rows", "credit"))
+        return Positions(prompts, rows, credits)
+
+
+# The prompts and the seed of each step; a resumed run gets the same ones.
+
+
+KEPT_STEPS = 3  # the last complete step, the current one and the one whose rollout is prefetched
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Chooses the prompts and the seed of each step, and knows the positions in the prompts after it."""
+
+    stream: PromptStream
+    seed: int  # of the run
+    prompts_per_step: int
+    responses_per_prompt: int
+    known: dict[int, Positions] = field(default_factory=lambda: {0: Positions()})  # step -> positions after it
+
+    def prompts_of(self, step: int) -> list[Prompt]:
+        """Read the prompts of `step`; each is repeated `responses_per_prompt` times, once per response.
+
+        Raises:
+            PromptError: a row is malformed or its prompt is refused; the message names file and row.
+        """
+        taken, after = self.stream.take(step, self.prompts_per_step, self.after(step - 1))
+        self.known[step] = after
+        first = min(self.known)  # of the start
+        for old in [known for known in self.known if first < known <= step - KEPT_STEPS]:
+            del self.known[old]
+        return [prompt for prompt in taken for _ in range(self.responses_per_prompt)]
+
+    def after(self, step: int) -> Positions:
+        """Return the positions after `step`, by reading the prompts of the steps up to it where necessary."""
+        if step not in self.known:
+            self.prompts_of(step)
+        return self.known[step]
+
+    def epoch(self, step: int) -> int:
+        """Return the number of complete epochs, of the file that has been repeated most often, after `step`."""
+        return self.stream.epoch(self.after(step))
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint of `step` saves."""
+        after = self.after(step)
+        return {
+            "prompts_taken": after.prompts,
+            "prompt_files": self.stream.state(after),
+            "add_special_tokens": self.stream.reader.add_special_tokens,
+        }
+
+    def restore(self, step: int, state: Mapping[str, Any]) -> None:
+        """Continue after `step`, from what `state` returned for it; warn if text prompts have other tokens now."""
+        added, adds = state.get("add_special_tokens", False), self.stream.reader.add_special_tokens
+        if added != adds:
+            logger.warning(
+                "actor.prompts.add_special_tokens was %s up to the checkpoint and is %s now: text prompts have other "
+                "tokens",
+                added,
+                adds,
+            )
+        self.known.clear()
+        self.known[step] = self.stream.restored(state["prompts_taken"], state.get("prompt_files"))
+
+    def seed_of(self, step: int) -> int:
+        """Return the seed for sampling and shuffling in `step`."""
+        return step_seed(self.seed, step)
+
+
+def step_seed(run_seed: int, step: int) -> int:
+    """Return a 32-bit hash of run seed and step: torch's CPU generator uses only the lowest 32 bits of a seed."""
+    return int(np.random.SeedSequence([run_seed, step]).generate_state(1)[0])

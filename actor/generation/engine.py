@@ -1,7 +1,5 @@
 """Generates responses by slot-based decoding, or by `transformers` for models that it does not support."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +20,7 @@ from actor.generation.cache import cache_layers
 from actor.generation.slots import Decoder, Draws, Finished, Response, Rules, check_finite, draw, warpers_of
 from python_backend.config import GenerationSection
 from python_backend.models.adapters import with_merged_layers
-from python_backend.models.card.errors import is_device_error, is_out_of_memory
-from python_backend.models.card.memory import Halving
+from python_backend.models.card import Halving, is_device_error, is_out_of_memory
 from python_backend.models.precision import FLASH_ATTENTION, in_float32
 
 logger = logging.getLogger(__name__)

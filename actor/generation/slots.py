@@ -4,8 +4,6 @@ It replaces two modes of `transformers`: `generate`, which keeps every row in th
 copies its cache at each token, and continuous batching, which is built for paged attention on a GPU.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import deque
@@ -18,10 +16,9 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from actor.generation.cache import SlotCache, cache_layers
-from actor.generation.shared_prompts import find_distinct
+from actor.generation.cache import SlotCache, cache_layers, find_distinct
 from python_backend.errors import NotFinite
-from python_backend.models.card.copies import to_device
+from python_backend.models.card import to_device
 
 # Refill when at least a quarter of the slots are free: a forward pass over prompts costs more than a decoding step.
 REFILL_SHARE = 4

@@ -9,8 +9,6 @@ state.json also holds the sha256 of each file, so that a damaged checkpoint is d
     <root>/<step>.set-aside/    skipped by a resume: damaged, or of a step that the critic never received
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -20,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actor.algorithms.kl import KLControl
+from actor.algorithms.losses import KLControl
 from actor.algorithms.stages import RewardShaper, RunningMoments
-from actor.data.step_inputs import StepInputs
+from actor.data.prompts import StepInputs
+from actor.policy.loading import ADAPTERS
 from actor.policy.policy import Policy
-from actor.policy.state_files import ADAPTERS
 from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
 from python_backend.config import RunConfig
 from python_backend.store.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder
@@ -80,7 +78,7 @@ def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep
         "optimizer_step": policy.optimizer_step,
         "kl_coef": run.kl.coef,
         "reward_moments": run.shaper.moments.state(),
-        "start": str(policy.settings.checkpoint),
+        "start": str(policy.settings.model),
         "start_fingerprint": policy.fingerprint,
         **{name: getattr(policy.settings, name) for name in REBUILDS},
     }
@@ -97,7 +95,7 @@ def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep
 
 def reference_fingerprint(config: RunConfig, policy: Policy) -> str | None:
     """Return the fingerprint of the reference weights; None if there is no KL or the weights are not accessible."""
-    actor, folder = config.actor, config.reference.checkpoint
+    actor, folder = config.actor, config.reference.model
     if not actor.kl.uses_reference:
         return None
     if not actor.kl.serves_reference:
@@ -113,20 +111,20 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
 
     Raises:
         DamagedCheckpoint: a file is missing or differs from what was written.
-        CheckpointError: it was saved with a different `actor.policy.checkpoint` or `reference.checkpoint`, or with
+        CheckpointError: it was saved with a different `actor.policy.model` or `reference.model`, or with
             different `actor.policy.lora_...` settings.
     """
     state = verify_folder(folder)
     settings = policy.settings
     if state["start_fingerprint"] != policy.fingerprint:
         raise CheckpointError(
-            f"{folder} was saved by a run that started from {state['start']}, but actor.policy.checkpoint is now "
-            f"{settings.checkpoint}, which has different weights: the KL would be measured against a different "
-            f"reference; set actor.policy.checkpoint back, {WAY_OUT}"
+            f"{folder} was saved by a run that started from {state['start']}, but actor.policy.model is now "
+            f"{settings.model}, which has different weights: the KL would be measured against a different "
+            f"reference; set actor.policy.model back, {WAY_OUT}"
         )
     if None not in (reference, known := state.get("reference_fingerprint")) and reference != known:
         raise CheckpointError(
-            f"{folder} was saved by a run whose KL was measured against {state['reference']}, but reference.checkpoint "
+            f"{folder} was saved by a run whose KL was measured against {state['reference']}, but reference.model "
             f"has different weights now; set it back, {WAY_OUT}"
         )
     has_adapters = any(name.startswith(ADAPTERS) for name in state["files"])

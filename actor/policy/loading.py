@@ -10,21 +10,37 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from python_backend.checkpoints.inspection import CheckpointError, stored_dtypes
-from python_backend.checkpoints.positions import fix_forward, max_positions, stable_length
+from python_backend.checkpoints.inspection import (
+    CheckpointError,
+    fix_forward,
+    max_positions,
+    stable_length,
+    stored_dtypes,
+)
 from python_backend.config import PolicySection
-from python_backend.models.adapters import Lora, with_adapters
+from python_backend.models.adapters import Lora, load_trained, trained_tensors, with_adapters
 from python_backend.models.precision import use_bfloat16
 from python_backend.models.sharded_tensors import whole
-from python_backend.training.attention import use_attention
-from python_backend.training.gradient_checkpointing import checkpoint_gradients
+from python_backend.training.model import checkpoint_gradients, use_attention
 from python_backend.training.ranks import AnyRanks, Ranks
-from python_backend.training.sharding import hollow, shard
+from python_backend.training.sharding import hollow, shard, write_slices
+from python_backend.training.step import (
+    load_state,
+    named_state,
+    read_optimizer,
+    read_trained,
+    state_tensors,
+    trained_slices,
+)
+
+if TYPE_CHECKING:
+    from actor.policy.policy import Policy
 
 R = TypeVar("R")
 
@@ -146,13 +162,13 @@ def load_model(settings: PolicySection, *, as_stored: bool = False) -> Any:
     """
     load = functools.partial(
         AutoModelForCausalLM.from_pretrained,
-        str(settings.checkpoint),
+        str(settings.model),
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
     )
     stays = bool(settings.lora_rank) and settings.precision == "bfloat16"
-    if (stays or (as_stored and not settings.lora_rank)) and stored_dtypes(settings.checkpoint) == {"BF16"}:
+    if (stays or (as_stored and not settings.lora_rank)) and stored_dtypes(settings.model) == {"BF16"}:
         model = load(dtype=torch.bfloat16)
         # Some families compute tables in the dtype that they are loaded in; those would be less exact.
         if all(buffer.dtype != torch.bfloat16 for buffer in model.buffers()):
@@ -192,3 +208,52 @@ def _takes_rows_of(model: Any, length: int) -> bool:
     except (IndexError, RuntimeError):
         return False
     return True
+
+
+# The files of a policy's checkpoint: trained weights and optimizer state, whole or as the slices of several ranks.
+#
+# Any number of ranks reads the files that any number has written, with the same bits.
+
+
+ADAPTERS, WEIGHTS, OPTIMIZER = "adapters", "weights", "optimizer"  # names of files, or of folders of slices
+ADAPTERS_FILE, OPTIMIZER_FILE = f"{ADAPTERS}.safetensors", f"{OPTIMIZER}.safetensors"
+
+
+def write_state(policy: Policy, folder: Path) -> None:
+    """Write the trained weights, under LoRA only the adapters, and the optimizer's state; on several ranks as slices.
+
+    Raises OSError.
+    """
+    parameters = dict(policy.model.named_parameters())
+    if isinstance(policy.ranks, Ranks):
+        write_slices(trained_slices(policy.model), folder / (ADAPTERS if policy.settings.lora_rank else WEIGHTS))
+        write_slices(named_state(policy.optimizer, parameters), folder / OPTIMIZER)
+        return
+    if policy.settings.lora_rank:
+        save_file(trained_tensors(policy.model), folder / ADAPTERS_FILE)
+    else:
+        policy.save(folder)
+    save_file(state_tensors(policy.optimizer, parameters), folder / OPTIMIZER_FILE)
+
+
+def read_state(policy: Policy, folder: Path) -> None:
+    """Load what `write_state` wrote on any number of ranks; collective. Raises CheckpointError."""
+    read_weights(policy, folder)
+    is_sliced, on_ranks = (folder / OPTIMIZER).is_dir(), policy.ranks.size > 1
+    parameters = dict(policy.model.named_parameters())
+    if not is_sliced and not on_ranks:
+        load_state(policy.optimizer, parameters, load_file(folder / OPTIMIZER_FILE))
+        return
+    read_optimizer(policy.optimizer, parameters, folder / OPTIMIZER if is_sliced else folder, policy.ranks)
+
+
+def read_weights(policy: Policy, folder: Path) -> None:
+    """Load the trained weights of what `write_state` wrote; collective. Raises CheckpointError."""
+    is_sliced = (folder / OPTIMIZER).is_dir()
+    if is_sliced or (policy.ranks.size > 1 and policy.settings.lora_rank):
+        name = ADAPTERS if policy.settings.lora_rank else WEIGHTS
+        read_trained(policy.model, folder / name if is_sliced else folder, "actor.policy", policy.ranks)
+    elif policy.settings.lora_rank:
+        load_trained(policy.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE, "actor.policy")
+    else:
+        policy.load(folder)

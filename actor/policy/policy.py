@@ -19,28 +19,24 @@ from torch import Tensor
 
 from actor.algorithms.advantages import response_mask
 from actor.data.rollout import Prompt, Rollout, join_rollouts
+from actor.generation.cache import can_share, response_hidden, shared_passes
 from actor.generation.engine import Generation
-from actor.generation.shared_prompts import can_share, response_hidden, shared_passes
 from actor.generation.slots import Finished, Response
-from actor.policy.loading import PolicyModels, check_positions, load_model
+from actor.policy.loading import PolicyModels, check_positions, load_model, read_state, write_state
 from actor.policy.samplers import OtherSamplers
-from actor.policy.state_files import read_state, write_state
 from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, fingerprint_weights
 from python_backend.checkpoints.tokenization import load_tokenizer, special_tokens
 from python_backend.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
 from python_backend.models.adapters import MergedWeights
 from python_backend.models.batching import plan_micro_batches
-from python_backend.models.card.copies import to_device
-from python_backend.models.card.inspections import skip_inspections
-from python_backend.models.card.memory import Halving
-from python_backend.models.card.streams import CardStream
+from python_backend.models.card import CardStream, Halving, skip_inspections, to_device
 from python_backend.models.loading import load_weights, map_tensors
 from python_backend.models.logprobs import sampling_entropy, target_logprobs
 from python_backend.models.output_head import head_logprobs, linear_head
 from python_backend.models.precision import computing, in_float32
 from python_backend.models.token_head import measure_causality
-from python_backend.training.adamw import make_adamw
 from python_backend.training.ranks import ALONE, AnyRanks, Ranks
+from python_backend.training.step import make_adamw
 
 logger = logging.getLogger(__name__)
 PROOF_ROWS = 16  # of the first rollout, to compare generation's log-probs with those of a forward pass
@@ -73,7 +69,7 @@ class Policy:
         Raises:
             CheckpointError: the folder has no causal LM with a tokenizer, or rows may exceed the model's positions.
         """
-        folder = settings.checkpoint
+        folder = settings.model
         check_checkpoint(folder)
         self.settings, self.ranks = settings, ranks
         self._samplers = OtherSamplers(ranks) if isinstance(ranks, Ranks) else None

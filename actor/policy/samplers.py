@@ -4,8 +4,6 @@ Each works at its own pace. The rows reach rank 0 as they end, so that scoring o
 collective, so that all of them can run beside an update.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
@@ -22,8 +20,7 @@ from actor.data.rollout import Rollout
 from actor.generation.engine import Generation
 from actor.generation.slots import Finished, Response
 from python_backend.errors import RlhfError
-from python_backend.training.mailbox import Mailbox
-from python_backend.training.ranks import Operations, Ranks, dealt
+from python_backend.training.ranks import Mailbox, Operations, Ranks, dealt
 
 POLL_S = 0.002
 
@@ -35,7 +32,7 @@ class OwnLogprobs(Protocol):
 
 
 class OtherSamplers:
-    """The samplers of the other ranks; on these, what they do for rank 0."""
+    """Rank 0's access to the samplers of the other ranks; on those ranks, what answers it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._rank, self._size = ranks.rank, ranks.size

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from actor.algorithms.inputs import LossInputs
-from actor.algorithms.kl import kl_loss
+from actor.algorithms.losses import kl_loss
 from actor.algorithms.method import Method
 from actor.data.rollout import PPOBatch
 from actor.policy.policy import Policy
 from python_backend.config import ActorSection, OptimizerSection, UpdateSection
 from python_backend.errors import NotFinite
 from python_backend.models.adapters import adapter_dropouts
-from python_backend.training.gradient_checkpointing import in_training, recomputing
+from python_backend.training.model import in_training, recomputing
 from python_backend.training.ranks import dealt
 from python_backend.training.sharding import sync_gradients
 from python_backend.training.step import take_step

@@ -1,7 +1,5 @@
 """Collects a scored rollout, overlapping generation, scoring and log-probs."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -10,8 +8,7 @@ from actor.data.compute import InThread
 from actor.data.rollout import Prompt, Rollout, ScoredRollout
 from actor.policy.policy import Policy
 from actor.run.metrics import Timers
-from actor.scoring.agreement import with_one_version
-from actor.scoring.reference import Reference, only_known
+from actor.scoring.reference import Reference, only_known, with_one_version
 from actor.scoring.scorer import Scorer
 from actor.scoring.stream import ScoringStream
 

@@ -1,7 +1,5 @@
 """Creates the policy and its update on one or several ranks, and executes them on other ranks than 0."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
@@ -14,7 +12,7 @@ from actor.policy.policy import Policy
 from actor.policy.update import PolicyUpdate
 from python_backend.config import RunConfig
 from python_backend.errors import RlhfError
-from python_backend.models.card.streams import use_card
+from python_backend.models.card import use_card
 from python_backend.training.ranks import ALONE, AnyRanks, RankLost, Ranks
 
 logger = logging.getLogger(__name__)
@@ -32,7 +30,7 @@ def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> t
     return policy, PolicyUpdate.of(actor, policy, method)
 
 
-def follow(config: RunConfig, ranks: Ranks) -> None:
+def follow_rank_0(config: RunConfig, ranks: Ranks) -> None:
     """Execute what rank 0 announces until it ends the job. All ranks but rank 0.
 
     Raises:

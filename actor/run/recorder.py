@@ -3,15 +3,13 @@
 Large files are written in a thread: on the event loop they would delay responses past their deadlines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
 from pathlib import Path
 from typing import Any
 
-from actor.algorithms.rollout_metrics import process_metrics, rollout_metrics, text_metrics
+from actor.algorithms.batch import process_metrics, rollout_metrics, text_metrics
 from actor.data.rollout import PPOBatch, ScoredRollout, Scores
 from actor.policy.checkpoint import (
     RunState,
@@ -23,16 +21,15 @@ from actor.policy.checkpoint import (
     saved_steps,
     set_aside,
 )
-from actor.run.metrics import ActorMetrics, Metric, MetricsLog, finite
+from actor.run.metrics import ActorMetrics, Metric, MetricsLog, Trackers, finite
 from actor.run.staleness import VersionSteps, staleness_metrics
-from actor.run.trackers import Trackers
 from actor.run.validation import Validation, explained, read_texts, samples
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import RequestFailed
 from python_backend.config import RunConfig
-from python_backend.models.card.memory import card_bytes
+from python_backend.models.card import card_bytes
 from python_backend.monitoring.log_lines import set_log_position
 from python_backend.monitoring.tracing import end_step
 from python_backend.store.durable import read_json, sweep, write_folder, write_json
@@ -59,7 +56,7 @@ class Recorder:
         self._state = state
         self._policy = state.policy
         self._reference = {
-            "reference": str(config.reference.checkpoint),
+            "reference": str(config.reference.model),
             "reference_fingerprint": reference_fingerprint(config, state.policy),
         }
         self._has_critic = has_critic

@@ -1,11 +1,9 @@
 """Compares the longest rows of a run with what policy, reward model, critic and reference take, before it starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
-from python_backend.checkpoints.positions import max_positions, stable_length
+from python_backend.checkpoints.inspection import max_positions, stable_length
 from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, same_tokenizer
 from python_backend.config import ConfigError, RunConfig
 from python_backend.store.durable import read_json
@@ -22,13 +20,13 @@ def check_lengths(config: RunConfig) -> None:
     """
     prompt, new = config.actor.prompts.max_tokens, config.actor.generation.max_new_tokens
     limit_of = max_positions if config.actor.generation.engine == "vllm" else stable_length
-    limits = {"actor.policy.checkpoint": limit_of(_settings(config.actor.policy.checkpoint)) or prompt + new}
+    limits = {"actor.policy.model": limit_of(_settings(config.actor.policy.model)) or prompt + new}
     for role, section in config.served_sections.items():
-        known = (section.max_length, max_positions(_settings(section.checkpoint)))
-        limits[f"{role}.checkpoint"] = min(filter(None, known), default=LONGEST_ROW_TOKENS)
+        known = (section.max_length, max_positions(_settings(section.model)))
+        limits[f"{role}.model"] = min(filter(None, known), default=LONGEST_ROW_TOKENS)
     short = {key: limit for key, limit in limits.items() if limit < prompt + new}
-    if "reward.checkpoint" in short and not _reward_refuses(config):
-        del short["reward.checkpoint"]
+    if "reward.model" in short and not _reward_refuses(config):
+        del short["reward.model"]
     if short:
         raise ConfigError(
             "\n".join(
@@ -45,7 +43,7 @@ def receives_texts(config: RunConfig) -> bool:
     marks = reward.process is not None and reward.process.mark is not None
     if marks or reward.text == "pair" or reward.template is not None:
         return True
-    return not same_tokenizer(config.actor.policy.checkpoint, reward.checkpoint)
+    return not same_tokenizer(config.actor.policy.model, reward.model)
 
 
 def _reward_refuses(config: RunConfig) -> bool:
@@ -54,12 +52,10 @@ def _reward_refuses(config: RunConfig) -> bool:
     It truncates texts, except where the end of a row must be there. Texts in another model's tokens are not counted.
     """
     reward = config.reward
-    if not reward.checkpoint.is_dir():
+    if not reward.model.is_dir():
         return False
     needs_end = reward.process or reward.template or reward.logit
-    return (
-        same_tokenizer(config.actor.policy.checkpoint, reward.checkpoint) if needs_end else not receives_texts(config)
-    )
+    return same_tokenizer(config.actor.policy.model, reward.model) if needs_end else not receives_texts(config)
 
 
 def _settings(checkpoint: Path) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """The settings that a run was started with: written into its folder, and compared when the run resumes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Mapping
@@ -19,9 +17,9 @@ from python_backend.store.jsonl import append_jsonl
 SETTINGS_FILE = "settings.json"
 CHANGES_FILE = "changes.jsonl"  # a line for each resume with other settings: {"step": …, "changed": {key: [old, new]}}
 CONTENTS_FILE = "contents.json"  # {setting: hash of the file or folder that it names}
-GUARDED = ("reward", "actor.algorithm.", "actor.rewards.", "actor.policy.checkpoint", "actor.policy.lora_")
+GUARDED = ("reward", "actor.algorithm.", "actor.rewards.", "actor.policy.model", "actor.policy.lora_")
 # Settings of a guarded section that change how fast a reward is computed, or which one later, but not its value.
-MECHANICS = set(ModelSection.model_fields) - {"checkpoint", "dtype", "max_length"}
+MECHANICS = set(ModelSection.model_fields) - {"model", "dtype", "max_length"}
 MECHANICS |= {"timeout_s", "workers", "memory_mib", "store", "reload", "max_failed_fraction"}
 PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
 OPERATION = (*PROCESSES, "actor.steps", "actor.max_minutes", "actor.client.", "actor.generation.vllm.servers")
@@ -95,7 +93,7 @@ def read_contents(config: RunConfig) -> dict[str, str]:
                 contents[key] = hashlib.sha256(Path(found["file"]).read_bytes()).hexdigest()
     if config.uses_reward_model:
         with contextlib.suppress(OSError, CheckpointError):
-            contents["reward.checkpoint"] = fingerprint_weights(config.reward.checkpoint)
+            contents["reward.model"] = fingerprint_weights(config.reward.model)
     return contents
 
 

@@ -5,8 +5,6 @@ The manifests of the weights store map versions to steps. Without access to the 
 the responses of critic_train, and treats a version that they do not explain as containing no update.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 

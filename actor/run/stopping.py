@@ -1,7 +1,5 @@
 """Handles SIGTERM and Ctrl-C: the first signal stops the run with a checkpoint, the second exits at once."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -29,7 +27,7 @@ class Stopped(Exception):
 def stopped_early(error: Exception, done: int, *, has_checkpoint: bool) -> Exception:
     """Return an error of the same class that also says that the run stopped after `done` steps.
 
-    `has_checkpoint`: there is one to resume from; if `done` is 0, the run stopped before it had resumed.
+    `has_checkpoint`: a checkpoint to resume from exists; `done` 0 then means that the run had not resumed yet.
     """
     after = "before the first step ended; the next start begins at step 1"
     if has_checkpoint:

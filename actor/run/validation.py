@@ -1,7 +1,5 @@
 """Validation on held-out prompts, sampled with the same seed each time and scored by the server."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from typing import Any

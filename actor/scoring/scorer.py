@@ -1,29 +1,28 @@
 """Scores rollouts: sends rows concurrently, without the rollout's padding, and marks failed rows as not scored."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from actor.data.compute import each
-from actor.data.rollout import Prompt, Rollout, Scores, joined
-from actor.scoring import process
-from actor.scoring.metadata import check_prompts, row_metadata
+from actor.data.prompts import PromptError
+from actor.data.rollout import ProcessRewards, Prompt, Rollout, Scores, joined
 from python_backend.checkpoints.tokenization import fingerprint
 from python_backend.client.batching import halved
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import UNKNOWN_MODEL, RequestFailed
 from python_backend.client.served import ServedModel
-from python_backend.config.reward_terms import MODEL_TERM
+from python_backend.config.rewards import MODEL_TERM
 from python_backend.errors import RlhfError
-from python_backend.rewards.function import MESSAGES_KEY
+from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY
+from python_backend.rewards.groups import GROUP_KEY
 from python_backend.wire.contract import (
     CRITIC,
     REWARD_COMPONENTS,
@@ -37,6 +36,108 @@ from python_backend.wire.contract import (
     WEIGHTS_VERSION,
     sentence_texts,
 )
+
+# What the server receives beside a row: the prompt's other columns and, where they are needed, its texts and group.
+
+
+def check_prompts(reward: ServedModel, prompts: Sequence[Prompt]) -> None:
+    """Raise PromptError if a prompt column has a name that the actor uses for rewards."""
+    reserved = {PROMPT_KEY, RESPONSE_KEY, *((GROUP_KEY,) if reward.groupwise else ())}
+    for prompt in prompts if reward.reads_texts else ():
+        taken = reserved & prompt.metadata.keys()
+        if taken:
+            raise PromptError(
+                f"prompt {prompt.prompt_id} has a column {sorted(taken)[0]!r}, the name under which reward "
+                "functions receive the prompt's or the response's text or group; rename the column"
+            )
+        if reward.granularity and STEP_ENDS in prompt.metadata:
+            raise PromptError(
+                f"prompt {prompt.prompt_id} has a column {STEP_ENDS!r}, the name of a response's steps in its "
+                "metadata; rename the column"
+            )
+
+
+def row_metadata(reward: ServedModel, prompt: Prompt, response: str, group: int) -> dict[str, Any]:
+    """Return a row's metadata; `group` is the row's group within the request, sent if a function is groupwise."""
+    texts = {PROMPT_KEY: prompt.text, RESPONSE_KEY: response} if reward.reads_texts else {}
+    return {**prompt.metadata, **texts, **({GROUP_KEY: group} if reward.groupwise else {})}
+
+
+# Process rewards as the server replies with them, placed on the policy's tokens.
+
+
+BLOCK = 32  # tokens decoded at once
+
+
+def ends_on_tokens(
+    answer: Mapping[str, np.ndarray],
+    tokenizer: Any,
+    rows: Sequence[np.ndarray],
+    starts: Sequence[int],
+    firsts: Sequence[int],
+) -> dict[str, np.ndarray]:
+    """Return the response to sentences with `step_ends` as indices of the tokens that contain them.
+
+    Args:
+        rows: token rows int64 `[length_i]` that the sentences were decoded from.
+        starts: index of the first token of each sentence in its row.
+        firsts: index of the first response token of each row.
+    """
+    ends = answer[STEP_ENDS].copy()
+    for i, (row, start, first) in enumerate(zip(rows, starts, firsts, strict=True)):
+        counts = tokens_with(ends[i].clip(0).tolist(), tokenizer, row[start:].tolist())
+        # At the end of the response, the tokens that are no text belong to the step.
+        last = [row.size - 1 if count is None else max(first, start + count - 1) for count in counts]
+        ends[i] = np.where(ends[i] >= 0, last, ends[i])
+    return {**answer, STEP_ENDS: ends}
+
+
+def tokens_with(ends: Sequence[int], tokenizer: Any, ids: Sequence[int]) -> list[int | None]:
+    """Return for each number of characters the smallest number of tokens with at least as many; None if it takes all.
+
+    Decodes each block of tokens after the block before it, as the text of a token depends on those beside it.
+    """
+
+    def characters(block: int, last: int) -> int:
+        return len(tokenizer.decode(ids[max(0, block - 1) * BLOCK : last], skip_special_tokens=True))
+
+    def least(end: int) -> int:
+        block = max(0, bisect_left(reached, end) - 1)
+        span = range(min((block + 1) * BLOCK, len(ids)))
+        return bisect_left(span, end, lo=block * BLOCK, key=lambda n: before[block] + characters(block, n))
+
+    before, reached = [0], [0]  # characters before each block's context, and before each block
+    for block in range(-(-len(ids) // BLOCK)):
+        stop = min((block + 1) * BLOCK, len(ids))
+        reached.append(before[block] + characters(block, stop))
+        before.append(reached[-1] - characters(block + 1, stop))
+    return [None if end >= reached[-1] else least(end) for end in ends]
+
+
+def empty_process_rewards(rows: int, width: int) -> ProcessRewards:
+    """Return rewards of `rows` responses of `width` tokens, all without steps."""
+    return ProcessRewards(torch.zeros(rows, width), torch.zeros(rows, width, dtype=torch.bool), torch.zeros(rows))
+
+
+def place_process_rewards(
+    rewards: ProcessRewards, chunk: slice, answer: Mapping[str, np.ndarray], weight: float
+) -> None:
+    """Write the process rewards of a response's rows to the rows `chunk` of `rewards`, times `weight`."""
+    found, ends = torch.tensor(answer[STEP_REWARDS]), torch.tensor(answer[STEP_ENDS])
+    row, step = (ends >= 0).nonzero(as_tuple=True)
+    index = (row + chunk.start, ends[row, step])
+    rewards.rewards.index_put_(index, weight * found[row, step], accumulate=True)  # a token may end two steps
+    rewards.ends[index] = True
+
+
+def join_process_rewards(parts: Sequence[ProcessRewards], width: int) -> ProcessRewards:
+    """Concatenate rewards of several rollouts, padded to `width` tokens."""
+    return ProcessRewards(
+        joined([part.rewards for part in parts], width),
+        joined([part.ends for part in parts], width),
+        torch.cat([part.outcome for part in parts]),
+    )
+
 
 Answer = dict[str, np.ndarray] | str  # outputs, or the error message
 Part = tuple[Sequence[int], Answer]  # of consecutive rows
@@ -85,14 +186,14 @@ class Scorer:
                 )
         if self.has_critic and served[CRITIC].tokenizer != ours:
             raise RlhfError(
-                f"the critic's tokenizer differs from the policy's ({served[CRITIC].checkpoint} and "
+                f"the critic's tokenizer differs from the policy's ({served[CRITIC].folder} and "
                 f"{self._tokenizer.name_or_path}): values belong to the policy's tokens, so the critic must start "
                 "from a checkpoint with the same vocabulary"
             )
         self.sends_sentences = self.reward.takes_pairs or self.reward.texts_only or self.reward.tokenizer != ours
         if self.sends_sentences and self.reward.granularity == "token":
             raise RlhfError(
-                f"reward.process.granularity is token, but the tokens of {self.reward.checkpoint} are not the policy's "
+                f"reward.process.granularity is token, but the tokens of {self.reward.folder} are not the policy's "
                 f"({self._tokenizer.name_or_path}); use a reward model with the policy's tokenizer, or set it to step"
             )
 
@@ -174,7 +275,7 @@ class Scorer:
             return answer
         rows, firsts = rollout.rows(_slice(chunk)), rollout.prompt_lengths[_slice(chunk)].tolist()
         starts = [first if self._is_chat(rollout, i) else 0 for i, first in zip(chunk, firsts, strict=True)]
-        return process.ends_on_tokens(answer, self._tokenizer, rows, starts, firsts)
+        return ends_on_tokens(answer, self._tokenizer, rows, starts, firsts)
 
     @staticmethod
     def _is_chat(rollout: Rollout, index: int) -> bool:
@@ -213,7 +314,7 @@ def _assemble(rollout: Rollout, parts: list[Part], reward: ServedModel) -> Score
     versions, scored = torch.full((count,), -1, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
     components = torch.full((count, len(reward.components)), torch.nan)
     reward_versions = torch.full((count,), -1, dtype=torch.int64) if reward.is_live else None
-    steps = None if reward.granularity is None else process.empty(count, width)
+    steps = None if reward.granularity is None else empty_process_rewards(count, width)
     failures, num_explained = [], 0
     for indices, answer in parts:
         if isinstance(answer, str):
@@ -223,7 +324,7 @@ def _assemble(rollout: Rollout, parts: list[Part], reward: ServedModel) -> Score
         if REWARDS in answer:
             rewards[chunk] = torch.tensor(answer[REWARDS][:, 0])
         if steps is not None and REWARDS in answer:
-            process.place(steps, chunk, answer, reward.model_weight)
+            place_process_rewards(steps, chunk, answer, reward.model_weight)
         if reward.components:
             components[chunk] = torch.tensor(answer[REWARD_COMPONENTS])
             causes = [cause for cause in sentence_texts(answer[REWARD_ERRORS]) if cause]
@@ -259,6 +360,7 @@ def _one_version(versions: np.ndarray, rows: int) -> int:
 def join_scores(parts: list[Scores], width: int) -> Scores:
     """Concatenate scores of several rollouts, with values padded to `width` tokens."""
     reward_versions = [part.reward_versions for part in parts if part.reward_versions is not None]
+    steps = [part.process for part in parts if part.process is not None]
     return Scores(
         torch.cat([part.rewards for part in parts]),
         joined([part.values for part in parts], width),
@@ -267,5 +369,5 @@ def join_scores(parts: list[Scores], width: int) -> Scores:
         sorted({failure for part in parts for failure in part.failures}),
         {name: torch.cat([part.components[name] for part in parts]) for name in parts[0].components},
         torch.cat(reward_versions) if reward_versions else None,
-        process.join(steps, width) if (steps := [part.process for part in parts if part.process is not None]) else None,
+        join_process_rewards(steps, width) if steps else None,
     )

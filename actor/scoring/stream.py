@@ -3,8 +3,6 @@
 If a reward function is groupwise, a response waits for the others to its prompt, and for no other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import functools

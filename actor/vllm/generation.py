@@ -1,7 +1,5 @@
 """Generates responses with vLLM servers; the policy's log-probs are computed by the actor as for its own decoder."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -15,8 +13,7 @@ from actor.data.compute import cancelled
 from actor.generation.engine import Generation
 from actor.generation.slots import Finished, Response
 from actor.policy.policy import Policy
-from actor.vllm.connection import HINT, VllmConnection
-from actor.vllm.versions import PolicyVersions
+from actor.vllm.connection import HINT, PolicyVersions, VllmConnection
 from python_backend.client.pool import ServerPool
 from python_backend.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
 from python_backend.config import ConfigError, RunConfig
@@ -55,7 +52,7 @@ class VllmGeneration(Generation):
         self._checked: set[str] = set()
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
         self._is_closed = False
-        self._budget = RetryBudget(self._client.retry_budget, RETRY_RESERVE)
+        self._budget = RetryBudget(RETRY_RESERVE)
 
     def renew(self) -> None:
         """Publish the sampler's weights, if they are new, as a version that servers load before their next response."""
@@ -152,7 +149,10 @@ class VllmGeneration(Generation):
         """Return vLLM's response. Raises RlhfError if it contains a banned token."""
         tokens = list(choice["token_ids"])
         if banned := sorted(set(tokens) & set(self._banned_ids)):
-            raise RlhfError(f"vLLM generated the tokens {banned}, although their logits are {-BAN_BIAS:g} lower")
+            raise RlhfError(
+                f"vLLM generated the tokens {banned}, although each request lowers their logits by {-BAN_BIAS:g}: "
+                "check that the server applies `logit_bias`"
+            )
         logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
         # vLLM's log-probs are those after these settings, ours before them.
         s = self._settings

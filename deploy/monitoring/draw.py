@@ -3,8 +3,6 @@
 The panels, their queries and legends are those of dashboard.json; the picture is a PNG or SVG file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

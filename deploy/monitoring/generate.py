@@ -1,7 +1,5 @@
 """Generates the dashboard and the tables of docs/monitoring.md from the table of metrics."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,9 +1,7 @@
-"""`python -m examples.demo RECIPE`: prepares a demo's checkpoints and prompts, and does its run from the beginning.
+"""`python -m examples.demo RECIPE`: prepares a demo's models and prompts, and does its run from the beginning.
 
-A folder of `--cache-dir` is built once; every seed has its own, except for the tasks and the pretrained models.
+`--cache-dir` has a folder for each seed, built once; the reasoning tasks and the pretrained models are shared by all.
 """
-
-from __future__ import annotations
 
 import argparse
 import os
@@ -34,10 +32,10 @@ def prepared(recipe: str, cache_dir: Path, seed: int, *, quick: bool = False) ->
         out, models = llm.prepare(cache_dir / f"chat-{seeded}", seed, quick).root, cache_dir / llm.PRETRAINED
     else:
         out = models = prepare.prepare(cache_dir / seeded, seed, quick).root
-    trained = {"reward.checkpoint": out / "reward", "critic.checkpoint": models / "critic"}
+    trained = {"reward.model": out / "reward", "critic.model": models / "critic"}
     return {
         **(trained if recipe != "reasoning" else {}),
-        "actor.policy.checkpoint": models / "policy",
+        "actor.policy.model": models / "policy",
         "actor.prompts.path": out / "prompts.jsonl",
         "actor.validation.prompts": out / "validation.jsonl",
     }

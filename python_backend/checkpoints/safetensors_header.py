@@ -3,8 +3,6 @@
 Format: https://huggingface.co/docs/safetensors (header length in 8 bytes, JSON header, data).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

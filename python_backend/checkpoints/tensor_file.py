@@ -1,7 +1,5 @@
 """Writes safetensors files one tensor at a time; the safetensors library needs all tensors in memory at once."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

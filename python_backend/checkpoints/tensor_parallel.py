@@ -1,7 +1,5 @@
 """Checks that a checkpoint's layers can be split over several devices; imports no torch of its own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tokenizers of checkpoints: loading, comparison, special tokens, and encoding of texts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence

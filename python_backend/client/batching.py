@@ -1,7 +1,5 @@
 """Requests of several rows: rows that come at about the same time share one, and one that is refused is halved."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence

@@ -3,8 +3,6 @@
 `pool` selects the server, `connection` makes an attempt, `retry` decides on retries.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json
@@ -67,14 +65,11 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         """What each model for which `describe` was called declares, as a server returned it last."""
         self._tokens_dtype: type[np.signedinteger[Any]] = np.int64
         self._settings = settings
-        self._train_retries = min(settings.retries, settings.train_retries)
         self._in_flight = asyncio.Semaphore(settings.max_in_flight)
         key = {contract.TRAINING_KEY_HEADER: training_key} if training_key else {}
         self._headers = {**UNCOMPRESSED, **key}
         # Separate budgets, so that failing scoring requests cannot use up the retries of the few training requests.
-        self._scoring_budget, self._training_budget = (
-            RetryBudget(settings.retry_budget, retry_reserve) for _ in range(2)
-        )
+        self._scoring_budget, self._training_budget = (RetryBudget(retry_reserve) for _ in range(2))
         self._sender = Sender(uuid.uuid4().hex)
         self._has_trained = False  # from then on, training requests outlast a sidecar that is away
         self._callers: set[asyncio.Task[Any]] = set()
@@ -242,7 +237,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             model,
             s,
             self._training_budget if writes else self._scoring_budget,
-            retries=self._train_retries if writes else s.retries,
+            retries=s.retries,
             outlast_s=s.max_outage_s if writes and self._has_trained else 0.0,
             repeats_failures=not writes,
         )

@@ -4,26 +4,210 @@ A lost server receives no requests until it reports all models requested so far 
 joins. A server that leaves its DNS name gets no further requests, and is closed once those in flight are answered.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 from python_backend.backoff import backoff_s
 from python_backend.client.errors import Kind, OverBudget, RequestFailed, ServersDiffer, Trouble
-from python_backend.client.names import ServerNames
-from python_backend.client.ordering import Turn, Turns
-from python_backend.client.outage import Outage
 from python_backend.client.retry import HINT, Attempts, RequestCounters
-from python_backend.client.server import C, Server, Suspension
 from python_backend.config import ClientSection
+from python_backend.config.fields import DNS_PREFIX, resolve
 from python_backend.errors import RlhfError
 
+# State of one server as the pool sees it.
+
+
+class Connection(Protocol):
+    """Interface of a connection to one server."""
+
+    async def why_not_ready(self, model: str) -> str | None:
+        """Return why the model gets no requests there; None: it is ready. Raises Trouble if the probe fails."""
+
+    async def close(self) -> None:
+        """Close the connection; requests in flight fail."""
+
+
+C = TypeVar("C", bound=Connection)
+
+
+@dataclass
+class Suspension:
+    """A model whose process has died on one server.
+
+    Triton still reports the model as ready, so probes do not show its recovery. Instead, after a pause, one request
+    at a time tries it.
+    """
+
+    losses: int
+    until: float  # on the monotonic clock
+    cause: str
+    on_trial: bool = False
+
+
+@dataclass(eq=False)
+class Server(Generic[C]):
+    """State of one server."""
+
+    url: str
+    connection: C
+    in_flight: int = 0
+    last_turns: dict[str, int] = field(default_factory=dict)  # by model: when this server was last chosen
+    losses: int = 0  # times that it was lost or not ready since its last response
+    down: str | None = None  # why the server is set aside; None: it receives requests
+    unusable: RlhfError | None = None  # what a probe raised: the server gets no more requests
+    suspended: dict[str, Suspension] = field(default_factory=dict)  # by model
+    probe: asyncio.Task[str | None] | None = None
+
+    def takes(self, model: str) -> bool:
+        """Return whether a request for this model may be sent to this server."""
+        suspended = self.suspended.get(model)
+        is_free = suspended is None or (not suspended.on_trial and time.monotonic() >= suspended.until)
+        return self.down is None and is_free
+
+
+# The addresses of the servers at the moment, from `actor.client.servers`.
+
+
 logger = logging.getLogger(__name__)
+
+
+class ServerNames:
+    """Resolves the servers' addresses; a name that cannot be resolved keeps the addresses that it had."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = addresses
+        self._last: dict[str, list[str]] = {}
+        self._unresolved: set[str] = set()
+
+    @property
+    def may_change(self) -> bool:
+        """Whether any address is a DNS name, so that servers may join and leave."""
+        return any(address.startswith(DNS_PREFIX) for address in self._addresses)
+
+    async def urls(self) -> list[str]:
+        """Return `host:port` of every server, each once. Raises RequestFailed if a name was never resolved."""
+        found = [url for address in self._addresses for url in await self._resolved(address)]
+        return list(dict.fromkeys(found))
+
+    async def _resolved(self, address: str) -> list[str]:
+        if not address.startswith(DNS_PREFIX):
+            return [address]
+        try:
+            self._last[address] = await asyncio.to_thread(resolve, address)
+            self._unresolved.discard(address)
+        except (OSError, ValueError) as error:
+            if address not in self._last:
+                raise RequestFailed(f"server address {address!r} cannot be resolved: {error}") from error
+            if address not in self._unresolved:  # once, not at every attempt
+                logger.warning("%s cannot be resolved (%s): keeping the servers that it named", address, error)
+            self._unresolved.add(address)
+        return self._last[address]
+
+
+# Logs each outage (no server is healthy) when it starts, every 30 s, and when it ends.
+
+
+REMIND_EVERY_S = 30.0
+
+
+class Outage:
+    """One outage, from the first request without a healthy server until a server is healthy again."""
+
+    def __init__(self, causes: Callable[[], str], longest_s: float) -> None:
+        self.models: set[str] = set()  # models with waiting requests
+        self._began = time.monotonic()
+        self._causes = causes
+        logger.warning("no healthy server; requests wait up to %g s for one: %s", longest_s, causes())
+
+    @property
+    def seconds(self) -> float:
+        """Duration so far."""
+        return time.monotonic() - self._began
+
+    async def remind(self) -> None:
+        """Log every `REMIND_EVERY_S` seconds that the outage continues, until cancelled."""
+        while True:
+            await asyncio.sleep(REMIND_EVERY_S)
+            logger.warning("no healthy server for %.0f s: %s", self.seconds, self._causes())
+
+    def end(self) -> None:
+        """Log the end of the outage."""
+        logger.warning("a server is healthy again after %.1f s, the run continues", self.seconds)
+
+
+# Sends training requests in step order, including retries, because the journal refuses gaps.
+
+
+@dataclass(eq=False)
+class Turn:
+    """Position of one training request in the queue, until its response arrives."""
+
+    sent_to: str | None = None
+    """Server of the first attempt while it is in flight; None: not sent yet, or held up."""
+    held_up: bool = False
+    """True once the request has been sent or had to wait. From its next attempt on, later requests wait for its
+    response: if they were sent at the same moment, they might arrive first."""
+
+
+class Turns:
+    """Queue of training requests without a response.
+
+    A step may be sent while the previous one is still training. It must wait, however, if the previous request may not
+    have arrived yet because it waits for a server, is being retried, or was sent to a server that was lost.
+    """
+
+    def __init__(self) -> None:
+        self._line: list[Turn] = []
+        self._changed = asyncio.Event()
+
+    @contextmanager
+    def join(self) -> Iterator[Turn]:
+        """Add a request at the end of the queue for the duration of the block."""
+        turn = Turn()
+        self._line.append(turn)
+        try:
+            yield turn
+        finally:
+            self._line.remove(turn)
+            self._changed.set()  # wakes all that wait
+            self._changed = asyncio.Event()
+
+    async def come(self, turn: Turn, server: Callable[[], str | None]) -> None:
+        """Wait until the request of `turn` may be sent to the server that `server()` returns.
+
+        A request that was not delayed waits until every earlier one has begun its first attempt at that server; a
+        delayed one waits until every earlier one has its response.
+        """
+        while not all(self._is_ahead(earlier, turn, server()) for earlier in self._line[: self._line.index(turn)]):
+            turn.held_up = True
+            await self._changed.wait()
+
+    def is_first(self, turn: Turn) -> bool:
+        """Return whether every earlier request has its response."""
+        return self._line[0] is turn
+
+    @contextmanager
+    def under_way(self, turn: Turn | None, server: str) -> Iterator[None]:
+        """Mark an attempt as in flight to `server` within the block; do nothing if `turn` is None."""
+        if turn is None:
+            yield
+            return
+        turn.sent_to, turn.held_up = None if turn.held_up else server, True
+        try:
+            yield
+        finally:
+            turn.sent_to = None
+
+    def _is_ahead(self, earlier: Turn, turn: Turn, server: str | None) -> bool:
+        return not turn.held_up and earlier.sent_to is not None and earlier.sent_to == server
+
+
 T = TypeVar("T")
 RESOLVE_EVERY_S = 10.0
 

@@ -1,7 +1,5 @@
 """Decides whether a failed attempt is repeated, within a limit per request and a budget shared by all requests."""
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from python_backend.config import ClientSection
 
 logger = logging.getLogger(__name__)
 HINT = "; is `python -m tools serve` running there?"
+PER_REQUEST = 0.2  # of a retry, which each request adds to the budget
 RETRY_RESERVE = 100  # size of a retry budget: enough for the hiccups of a small run, too little for a storm
 
 
@@ -45,13 +44,12 @@ class RetryBudget:
     multiplying it. The bucket starts full, so that a small run can retry too.
     """
 
-    def __init__(self, per_request: float, reserve: int) -> None:
-        self._per_request, self._most = per_request, float(reserve)
-        self._tokens = self._most
+    def __init__(self, reserve: int) -> None:
+        self._tokens = self._most = float(reserve)
 
     def earn(self) -> None:
         """Add to the budget the fraction of a retry that one request contributes."""
-        self._tokens = min(self._most, self._tokens + self._per_request)
+        self._tokens = min(self._most, self._tokens + PER_REQUEST)
 
     def spend(self) -> bool:
         """Take one token for a retry; return whether there was one."""
@@ -113,7 +111,7 @@ class Attempts:
         if not self.budget.spend():
             cause = trouble.sentence(self.model, url, self.retried + 1)
             raise OverBudget(
-                f"{cause}; not retried: too many requests fail, the retry_budget is exhausted"
+                f"{cause}; not retried: too many requests fail, the budget of retries is exhausted"
             ) from trouble.__cause__
         self.retried += 1
         return backoff_s(self._settings.backoff_s, self._made - 1)

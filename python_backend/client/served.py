@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from python_backend.config.reward_terms import MODEL_TERM
+from python_backend.config.rewards import MODEL_TERM
 from python_backend.wire.contract import (
     BANNED_TOKEN_IDS,
     CHECKPOINT_FINGERPRINT,
@@ -108,9 +108,9 @@ class ServedModel:
         return self.parameters.get("tokenizer_fingerprint")
 
     @property
-    def checkpoint(self) -> str | None:
+    def folder(self) -> str | None:
         """The model's folder at the server."""
-        return self.parameters.get("checkpoint")
+        return self.parameters.get("model")
 
     @property
     def is_live(self) -> bool:

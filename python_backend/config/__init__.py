@@ -15,8 +15,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, PrivateAttr, ValidationError, model_validator
 
-from python_backend.config.actor import ActorSection, check_actor
-from python_backend.config.actor_parts import (
+from python_backend.config.actor import (
+    ActorSection,
     AlgorithmSection,
     ClientSection,
     GenerationSection,
@@ -27,17 +27,26 @@ from python_backend.config.actor_parts import (
     RewardsSection,
     UpdateSection,
     ValidationSection,
+    check_actor,
 )
 from python_backend.config.algorithms import ALGORITHMS
 from python_backend.config.deterministic import with_fixed_values
-from python_backend.config.gateway import GatewaySection
-from python_backend.config.monitoring import MonitoringSection
 from python_backend.config.optimizer import CriticOptimizerSection, OptimizerSection, check_optimizer
 from python_backend.config.other_names import key_of
-from python_backend.config.reward_terms import MODEL_TERM, FunctionSpec, RewardTerm, Terms, check_terms, function_terms
+from python_backend.config.rewards import (
+    MODEL_TERM,
+    FunctionSpec,
+    RewardTerm,
+    Terms,
+    check_terms,
+    check_token_rewards,
+    function_terms,
+)
 from python_backend.config.sections import (
     CriticSection,
+    GatewaySection,
     ModelSection,
+    MonitoringSection,
     ReferenceSection,
     RewardSection,
     RunSection,
@@ -46,10 +55,9 @@ from python_backend.config.sections import (
     TrainerSection,
     check_ranks,
 )
-from python_backend.config.token_rewards import check_token_rewards
 from python_backend.config.training import check_trainer, check_training
 from python_backend.errors import RlhfError
-from python_backend.models.card.placement import Place, check_cards, devices_of, ranks_here
+from python_backend.models.placement import Place, check_cards, devices_of, ranks_here
 
 __all__ = [
     "ActorSection",
@@ -94,11 +102,11 @@ class RunConfig(Section):
     server: ServerSection = ServerSection()
     """The tritonserver process. A port of 0 selects a free one (`tools run`, `tools serve`)."""
     reward: RewardSection = RewardSection()
-    """The reward model; its checkpoint is not needed if `rewards` contains only functions."""
+    """The reward model; `model` is not needed if `rewards` contains only functions."""
     rewards: Terms | None = None
     """Terms of a weighted sum of rewards, by name; default: only the reward model."""
     critic: CriticSection = CriticSection()
-    """The critic model; needs a checkpoint if `actor.algorithm.name` is `ppo`, otherwise no critic is served. A YAML
+    """The critic; needs a `model` if `actor.algorithm.name` is `ppo`, otherwise no critic is served. A YAML
     without `actor`, or with `actor.client` alone, serves for another trainer the models that it names: `reward` or
     `rewards`, `critic`, or both."""
     reference: ReferenceSection = ReferenceSection()
@@ -178,12 +186,12 @@ class RunConfig(Section):
 
     @property
     def uses_reward_model(self) -> bool:
-        """Whether the reward checkpoint is served; False if `rewards` contains only functions."""
+        """Whether the reward model is served; False if `rewards` contains only functions."""
         return self.serves_rewards and (self.rewards is None or MODEL_TERM in self.rewards)
 
     @property
     def served_sections(self) -> dict[str, ModelSection]:
-        """Sections of the models that tritonserver loads from checkpoints, by section name."""
+        """Sections of the models that tritonserver loads, by section name."""
         sections: dict[str, tuple[bool, ModelSection]] = {
             "reward": (self.uses_reward_model, self.reward),
             "critic": (self.serves_critic, self.critic),
@@ -263,12 +271,12 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _with_reference(config: RunConfig) -> RunConfig:
-    """Return `config` with the policy's checkpoint and dtype as defaults of the reference.
+    """Return `config` with the policy's model and dtype as defaults of the reference.
 
     Raises ValueError if the reference is served and its dtype differs from the policy's.
     """
     given, actor = config.reference.model_fields_set, config.actor
-    defaults = {"checkpoint": actor.policy.checkpoint, "dtype": actor.policy.precision}
+    defaults = {"model": actor.policy.model, "dtype": actor.policy.precision}
     update = {name: value for name, value in defaults.items() if name not in given}
     reference = config.reference.model_copy(update=update)
     if actor.kl.serves_reference and reference.dtype != actor.policy.precision:

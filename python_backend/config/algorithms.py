@@ -3,8 +3,6 @@
 The functions are imported by `actor.algorithms.method`, like a user's own: these tables never import torch.
 """
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
@@ -39,10 +37,10 @@ ALGORITHMS = {
 LOSSES = {"clipped": "actor.algorithms.losses:clipped", "reinforce": "actor.algorithms.losses:reinforce"}
 ON_POLICY_LOSSES = ("reinforce",)  # without probability ratios
 KL_ESTIMATORS = {
-    "k1": "actor.algorithms.kl:k1",
-    "abs": "actor.algorithms.kl:absolute",
-    "k2": "actor.algorithms.kl:k2",
-    "k3": "actor.algorithms.kl:k3",
+    "k1": "actor.algorithms.losses:k1",
+    "abs": "actor.algorithms.losses:absolute",
+    "k2": "actor.algorithms.losses:k2",
+    "k3": "actor.algorithms.losses:k3",
 }
 FILE = "path/to/file.py:name"
 

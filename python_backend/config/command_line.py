@@ -1,7 +1,5 @@
 """Shared parts of the command-line entry points: arguments, logging, signals and error reporting."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

@@ -3,8 +3,6 @@
 The results can still differ with nondeterministic reward functions, another processor or another torch version.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -19,20 +17,15 @@ FIXED: dict[str, Any] = {
     "actor.rewards.max_failed_fraction": 0.0,  # a masked row changes the update
     "actor.one_step_off_policy": False,  # a resumed run has no rollout of the previous policy
     "trainer.publish.every": 1,  # staleness 0 requires it
-    **{
-        f"{role}.{name}": value
-        for role in MODELS
-        for name, value in {
-            "micro_batch_rows": 1,  # a row's last bits depend on the other rows of its forward pass
-            "compile": False,  # torch.compile specialises on the shapes that arrive first
-        }.items()
-    },
+    **{f"{role}.compile": False for role in MODELS},  # torch.compile specialises on the shapes that arrive first
     **{f"{section}.device": "cpu" for section in (*MODELS, "trainer", "actor.policy")},
 }
 
 
 def with_fixed_values(config: AnySection) -> AnySection:
     """Return the configuration with the values in `FIXED`, and with the numbers in `UNMEASURED` for `auto` settings.
+
+    Each row has a forward pass of its own, whatever `token_budget` is.
 
     Raises:
         ValueError: a key in `FIXED` was set to another value; the message names key, value and what to do.
@@ -42,6 +35,7 @@ def with_fixed_values(config: AnySection) -> AnySection:
     for role in MODELS:
         section = getattr(config, role)
         settled = {name: section.settled(name) for name in UNMEASURED}
+        settled["token_budget"] = 1  # a row's last bits depend on the other rows of its forward pass
         config = config.model_copy(update={role: section.model_copy(update=settled)})
     return config
 

@@ -50,7 +50,7 @@ def live_model(config: RunConfig, name: str) -> LiveModel:
 
 
 def reward_is_live(config: RunConfig) -> bool:
-    """Return whether a reward checkpoint is served from versions."""
+    """Return whether a reward model is served from versions."""
     return config.reward.store and config.uses_reward_model
 
 

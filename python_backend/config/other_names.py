@@ -1,7 +1,5 @@
 """What TRL, OpenRLHF and NeMo-Aligner call our keys, for the hint at an unknown key (table: docs/coming-from.md)."""
 
-from __future__ import annotations
-
 import difflib
 
 _NAMES = {  # our key, "" for none -> its names elsewhere
@@ -9,15 +7,15 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "run.seed": "seed",
     "server.host": "ip",
     "server.http_port": "port",
-    "reward.checkpoint": "reward_model reward_pretrain rm_model_file",
+    "reward.model": "reward_model reward_pretrain rm_model_file",
     "reward.standardization": "normalize_reward reward_standardization",
     "reward.pooling": "use_avg_pool",
     "rewards.<name>.function": "reward_funcs remote_rm_url",
     "rewards.<name>.weight": "reward_weights",
-    "critic.checkpoint": "value_model critic_pretrain",
-    "critic.queue_delay_us": "max_queue_delay_microseconds",
-    "critic.preferred_batch_size": "inference_micro_batch_size",
-    "critic.strip_sequence_length_to_multiple": "pad_sequence_length_to_multiple",
+    "critic.model": "value_model critic_pretrain",
+    "server.queue_delay_us": "max_queue_delay_microseconds",
+    "critic.token_budget": "inference_micro_batch_size",
+    "server.strip_sequence_length_to_multiple": "pad_sequence_length_to_multiple",
     "trainer.clip_value": "cliprange_value value_clip loss_clip_val",
     "trainer.optimizer.lr": "critic_learning_rate vf_coef",
     "actor.steps": "max_steps num_train_epochs num_episodes",
@@ -27,7 +25,7 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.one_step_off_policy": "async_train",
     "actor.trackers": "report_to use_wandb create_wandb_logger",
     "actor.logged_texts": "log_completions",
-    "actor.policy.checkpoint": "model pretrain restore_from_path",
+    "actor.policy.model": "model pretrain restore_from_path",
     "actor.policy.precision": "bf16 precision",
     "actor.policy.token_budget": "micro_train_batch_size micro_batch_size forward_micro_batch_size",
     "actor.policy.lora_rank": "r lora_rank peft_scheme adapter_dim",
@@ -104,5 +102,6 @@ def key_of(section: str, name: str) -> str | None:
         section: the section of the configuration in which `name` stands, "" at the top level.
     """
     names = OTHER_NAMES | (_OF_CRITIC if section in ("trainer", "critic") else {})
+    names["checkpoint"] = "actor.policy.model" if section == "actor" else f"{section}.model"
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
     return names[near[0]] if near else None

@@ -1,7 +1,5 @@
 """Checks that the files named in a configuration exist and are usable, before anything slow starts."""
 
-from __future__ import annotations
-
 import symtable
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +20,7 @@ WAYS_OUT = {
 
 
 def check_files(config: RunConfig, *, server: bool = False, actor: bool = False) -> None:
-    """Check the checkpoints, prompts and reward functions that the server (`server`), the actor (`actor`) or both read.
+    """Check the models, prompts and reward functions that the server (`server`), the actor (`actor`) or both read.
 
     Raises:
         ConfigError: the message has one line per missing or unusable file, with key, value and what to do.
@@ -48,24 +46,24 @@ def check_critic(config: RunConfig) -> None:
             "start the sidecar, or set actor.algorithm.name to ppo"
         )
     if not config.serves_critic:
-        raise ConfigError("critic.checkpoint: the YAML has no section `critic`, so there is nothing to train; add it")
+        raise ConfigError("critic.model: the YAML has no section `critic`, so there is nothing to train; add it")
     problems = missing_packages("trainer", config.trainer, "trainer.optimizer", config.trainer.optimizer.kind)
     if not (config.run.weights_dir / "CURRENT").exists():
-        problems["critic.checkpoint"] = _of_checkpoint(config.critic.checkpoint, WAYS_OUT["critic"])
+        problems["critic.model"] = _of_checkpoint(config.critic.model, WAYS_OUT["critic"])
     _raise(problems)
 
 
 def tokenizer_folder(config: RunConfig) -> Path:
     """Return the folder of the tokenizer that decodes tokens for reward functions.
 
-    If the reward model is served, this is its checkpoint. Otherwise it is the policy's checkpoint, or, if that has no
+    If the reward model is served, this is its folder. Otherwise it is the policy's, or, if that has no
     tokenizer because another trainer owns the policy, the critic's (which has the same vocabulary) or
-    `reward.checkpoint`.
+    `reward.model`.
     """
     if config.uses_reward_model:
-        return config.reward.checkpoint
-    folders = [config.actor.policy.checkpoint, config.critic.checkpoint, config.reward.checkpoint]
-    return next((folder for folder in folders if _has_tokenizer(folder)), config.actor.policy.checkpoint)
+        return config.reward.model
+    folders = [config.actor.policy.model, config.critic.model, config.reward.model]
+    return next((folder for folder in folders if _has_tokenizer(folder)), config.actor.policy.model)
 
 
 def _raise(problems: Mapping[str, str | None]) -> None:
@@ -76,20 +74,18 @@ def _raise(problems: Mapping[str, str | None]) -> None:
 
 def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
     problems = {
-        f"{role}.checkpoint": _of_checkpoint(section.checkpoint, WAYS_OUT.get(role, ""))
+        f"{role}.model": _of_checkpoint(section.model, WAYS_OUT.get(role, ""))
         for role, section in config.served_sections.items()
     }
-    if config.uses_reward_model and problems["reward.checkpoint"] is None:
-        problems["reward.checkpoint"] = _of_reward(config.reward, whole_run=whole_run)
+    if config.uses_reward_model and problems["reward.model"] is None:
+        problems["reward.model"] = _of_reward(config.reward, whole_run=whole_run)
     for role, section in config.served_sections.items():
-        if section.tensor_parallel > 1 and problems[f"{role}.checkpoint"] is None:
-            problems[f"{role}.checkpoint"] = _refused(
-                check_tensor_parallel, section.checkpoint, section.tensor_parallel
-            )
+        if section.tensor_parallel > 1 and problems[f"{role}.model"] is None:
+            problems[f"{role}.model"] = _refused(check_tensor_parallel, section.model, section.tensor_parallel)
     if config.functions and not config.uses_reward_model and not _has_tokenizer(folder := tokenizer_folder(config)):
-        problems["actor.policy.checkpoint"] = (
+        problems["actor.policy.model"] = (
             f"{folder} has no tokenizer to decode the policy's tokens for reward functions; give the folder of the "
-            "policy's checkpoint"
+            "policy's model"
         )
     gate = config.reward.gate
     if gate is not None and not gate.pairs.is_file():
@@ -103,12 +99,12 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
 def _of_actor(config: RunConfig) -> dict[str, str | None]:
     actor = config.actor
     problems = {
-        "actor.policy.checkpoint": _of_checkpoint(actor.policy.checkpoint),
+        "actor.policy.model": _of_checkpoint(actor.policy.model),
         **{key: _of_prompts(path) for key, path in actor.prompts.paths.items()},
     }
-    if problems["actor.policy.checkpoint"] is None and not _has_tokenizer(actor.policy.checkpoint):
-        problems["actor.policy.checkpoint"] = (
-            f"{actor.policy.checkpoint} has no tokenizer; save the policy's tokenizer into it with "
+    if problems["actor.policy.model"] is None and not _has_tokenizer(actor.policy.model):
+        problems["actor.policy.model"] = (
+            f"{actor.policy.model} has no tokenizer; save the policy's tokenizer into it with "
             "tokenizer.save_pretrained(folder)"
         )
     if actor.validation.prompts is not None and actor.validation.size:
@@ -124,7 +120,7 @@ def _of_checkpoint(folder: Path, way_out: str = "") -> str | None:
 
 
 def _of_reward(reward: RewardSection, *, whole_run: bool) -> str | None:
-    folder = reward.checkpoint
+    folder = reward.model
     if reward.logit is None and (problem := _refused(lambda: reward_head(inspect_checkpoint(folder)))):
         return problem
     if (reward.logit or reward.process) and not _has_tokenizer(folder):

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from python_backend.checkpoints.inspection import Pooling
-from python_backend.config.addresses import Address
 from python_backend.config.fields import (
     AUTO_PRECISION,
+    Address,
     Attention,
     Count,
     CountOrZero,
@@ -28,7 +28,50 @@ from python_backend.config.fields import (
 )
 from python_backend.config.live_models import GateSection
 from python_backend.config.optimizer import CriticOptimizerSection
-from python_backend.config.token_rewards import TokenRewardSettings
+from python_backend.config.rewards import TokenRewardSettings
+
+# Section `monitoring` of the YAML configuration.
+
+
+class MonitoringSection(Section):
+    """Prometheus metrics of actor and sidecar. Those of the server are on `server.metrics_port`."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. There is no authentication: beyond loopback, let only Prometheus connect."""
+    actor_port: Port | None = None
+    """Port of the actor's metrics; 0 selects a free one, which the log names; default: no metrics."""
+    trainer_port: Port | None = None
+    """Port of the sidecar's metrics, as `actor_port`."""
+
+
+# Section `gateway` of the YAML configuration.
+
+
+class GatewaySection(Section):
+    """The HTTP gateway for other trainers (`tools gateway`). It sends requests as `actor.client` says."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Beyond loopback, set `key_env`, and a certificate unless a proxy adds TLS."""
+    port: Port = 8100
+    """Port; 0 selects a free one, which the gateway prints."""
+    model: str = "reward_model"
+    """Name of the reward model in vLLM's protocol."""
+    key_env: str | None = None
+    """Name of the environment variable with the key that every request must carry; default: no key."""
+    tls_certificate: Path | None = None
+    """PEM file with the certificate chain; default: HTTP without TLS."""
+    tls_key: Path | None = None
+    """PEM file with the certificate's private key; default: it is in `tls_certificate`."""
+    deadline_s: Seconds = 60.0
+    """Longest wait for the rewards of a row; it includes retries and waiting for a server."""
+    max_body_bytes: Count = 16_000_000
+    """Maximum size of a request's body, of the texts of all its rows, and of all large bodies in memory at a time."""
+
+    @model_validator(mode="after")
+    def _certificate_for_key(self) -> GatewaySection:
+        if self.tls_key and not self.tls_certificate:
+            raise ValueError("gateway.tls_key requires gateway.tls_certificate")
+        return self
 
 
 class RunSection(Section):
@@ -121,16 +164,27 @@ class ServerSection(Section):
     tritonserver: Path | None = None
     """Path of the executable; default: the one in the nvidia-pytriton wheel, then the one on PATH."""
     start_timeout_s: Seconds = 180.0
-    """Timeout for every model to answer an inference request after the start."""
-    load_timeout_s: Seconds = 120.0
-    """Timeout for loading one model."""
-    exit_timeout_s: CountOrZero = 5
-    """How long tritonserver waits for open connections when it shuts down."""
+    """Timeout for every model to answer an inference request after the start, and for loading a model again."""
     drain_s: Annotated[float, Field(ge=0)] = 20.0
     """How long `tools serve`, when it is stopped, waits for requests in flight while it refuses others; 0: it stops at
     once. A client repeats a request that takes longer at another server."""
     tokens_dtype: Literal["INT64", "INT32"] = "INT64"
     """Data type of `tokens` on the wire. Triton rejects any other type, so all clients must send this one."""
+    queue_delay_us: CountOrZero = 2000
+    """How long Triton's dynamic batchers wait for more requests."""
+    max_batch_size: Count = 8192
+    """Maximum rows of one request, and of one batch that Triton merges; a larger request is rejected."""
+    max_queue_size: CountOrZero = 0
+    """Maximum requests in Triton's queue of a model; further requests get a 503. 0: no limit."""
+    queue_timeout_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long a request may wait for its first forward pass before it gets a 503. A request's own `timeout` takes
+    precedence. 0: no limit."""
+    max_request_tokens: Count = 4_000_000
+    """Maximum tokens of one request, padding included; a larger one is rejected. It also limits a critic's response."""
+    max_request_bytes: Count = 4_000_000
+    """Maximum UTF-8 bytes of the sentences and metadata of one request; a larger one is rejected, not truncated."""
+    strip_sequence_length_to_multiple: Count = 1
+    """Rows are padded to the longest row of their forward pass, rounded up to a multiple of this."""
     training_key_env: str | None = None
     """Name of the environment variable with the key that critic_train and critic_save require; default: no key."""
 
@@ -159,8 +213,8 @@ class ModelSection(Section):
     `auto` settings are measured the first time that the server starts with this model on this machine, and cached.
     """
 
-    checkpoint: Path
-    """Hugging Face checkpoint folder (safetensors)."""
+    model: Path
+    """Folder of a Hugging Face model (safetensors)."""
     device: Device = "cpu"
     """Device of the model: `cpu`; `cuda`, every GPU that the server sees, with a copy of the model on each, which take
     requests from one queue; or `cuda:N`, one GPU."""
@@ -178,32 +232,11 @@ class ModelSection(Section):
     """Maximum tokens in one forward pass, padding included; a longer row runs alone."""
     forward_overhead_tokens: CountOrZero | Auto = "auto"
     """Fixed cost of a forward pass, in tokens. A row joins a pass only if that adds no more padding than this."""
-    micro_batch_rows: Count = 64
-    """Maximum rows in one forward pass."""
-    strip_sequence_length_to_multiple: Count = 1
-    """Rows are padded to the longest row of their forward pass, rounded up to a multiple of this."""
-    queue_delay_us: CountOrZero = 2000
-    """How long Triton's dynamic batcher waits for more requests."""
-    preferred_batch_size: Count | list[Count] = Field(default=[])
-    """Batch sizes that Triton's dynamic batcher prefers; not an upper bound."""
-    max_batch_size: Count = 8192
-    """Maximum rows of one request, and of one batch that Triton merges; a larger request is rejected."""
-    max_queue_size: CountOrZero = 0
-    """Maximum requests in Triton's queue; further requests get a 503. 0: no limit."""
-    queue_timeout_s: Annotated[float, Field(ge=0)] = 0.0
-    """How long a request may wait for its first forward pass before it gets a 503. A request's own `timeout` takes
-    precedence. 0: no limit."""
     max_length: Count | None = None
-    """Maximum sequence length in tokens; default: the checkpoint's limit, or 32768 if it has none."""
-    max_sentence_bytes: Count = 1_000_000
-    """Maximum size of a sentence, and of a row's metadata, in UTF-8 bytes; larger ones are rejected, not truncated."""
-    max_request_tokens: Count = 4_000_000
-    """Maximum tokens of one request, padding included; a larger one is rejected. It also limits a critic's response."""
-    max_request_bytes: Count = 4_000_000
-    """Maximum bytes of the sentences and metadata of one request; a larger one is rejected."""
+    """Maximum sequence length in tokens; default: the model's limit, or 32768 if it has none."""
     dtype: Precision = AUTO_PRECISION
     """Data type of the body in the forward pass; `auto`: bfloat16 on a GPU, float32 on a CPU. The head computes in
-    fp32, from the checkpoint's own fp32 values."""
+    fp32, from the model's own fp32 values."""
     compile: bool = False
     """Compile the body with torch.compile. Adds seconds to minutes to every load and needs a C++ compiler."""
 
@@ -242,17 +275,17 @@ class Standardization(Section):
 
 
 def constants_of(setting: str | Standardization) -> Any:
-    """Convert a standardisation setting to the form that the models take: `checkpoint`, `off` or (mean, std)."""
+    """Convert a standardisation setting to the form that the models take: `model`, `off` or (mean, std)."""
     return (setting.mean, setting.std) if isinstance(setting, Standardization) else setting
 
 
 class RewardSection(ModelSection, TokenRewardSettings):
-    """The reward model: a checkpoint with a trained classification or value head of one or more labels."""
+    """The reward model: any with a trained classification or value head of one or more labels."""
 
-    checkpoint: Path = Path("checkpoints/reward")
-    """Hugging Face checkpoint folder (safetensors)."""
-    standardization: Literal["checkpoint", "off"] | Standardization = "checkpoint"
-    """Constants of `(score - mean) / std`: `checkpoint` (`reward_standardization` in its config.json, if any), `off`,
+    model: Path = Path("checkpoints/reward")
+    """Folder of a Hugging Face model (safetensors)."""
+    standardization: Literal["model", "off"] | Standardization = "model"
+    """Constants of `(score - mean) / std`: `model` (`reward_standardization` in its config.json, if any), `off`,
     or {mean, std}."""
     pooling: Pooling = "auto"
     """Pooling of a linear head: `last` (index length-1), `mean`, or `auto`. `auto` is `last`, except for `sentences`:
@@ -271,7 +304,7 @@ class RewardSection(ModelSection, TokenRewardSettings):
     append_eos: bool = False
     """End `sentences` other than chats with the tokenizer's end-of-sequence token, as TRL's RewardTrainer does."""
     store: bool = False
-    """Serve the model from versions in a weights store: `checkpoint` becomes version 0, and `python -m tools weights
+    """Serve the model from versions in a weights store: `model` becomes version 0, and `python -m tools weights
     publish --model reward` replaces it while the server runs. Every reply names the version (`reward_version`)."""
     reload: Literal["swap", "triton"] = "swap"
     """With `store`: how instances switch to a published version, as in `critic.reload`."""
@@ -286,13 +319,13 @@ class RewardSection(ModelSection, TokenRewardSettings):
 
 
 class CriticSection(ModelSection):
-    """The critic. Version 0 is made from its checkpoint; the sidecar publishes later versions."""
+    """The critic. Version 0 is made from `model`; the sidecar publishes later versions."""
 
-    checkpoint: Path = Path("checkpoints/critic")
-    """Token classification checkpoint with one label, or any other checkpoint to take the body from."""
+    model: Path = Path("checkpoints/critic")
+    """Folder of a token classification model with one label, or of any other model to take the body from."""
     attribute_weights: list[float] | None = None
-    """Weights of the outputs in the value, if the head of `checkpoint` has A > 1 outputs; default: 1/A each."""
-    standardization: Literal["checkpoint", "off"] | Standardization = "checkpoint"
+    """Weights of the outputs in the value, if the head of `model` has A > 1 outputs; default: 1/A each."""
+    standardization: Literal["model", "off"] | Standardization = "model"
     """Standardisation of the values, as in `reward.standardization`. Stored in version 0; later versions inherit it."""
     reload: Literal["swap", "triton"] = "swap"
     """How instances switch to a published version: `swap`, in place in milliseconds; `triton`, by Triton's load API."""
@@ -301,8 +334,8 @@ class CriticSection(ModelSection):
 class ReferenceSection(ModelSection):
     """The frozen policy that the KL is measured against; served only if `actor.kl.reference` is `triton`."""
 
-    checkpoint: Path = Path("checkpoints/policy")
-    """Hugging Face causal LM folder; default: `actor.policy.checkpoint`."""
+    model: Path = Path("checkpoints/policy")
+    """Hugging Face causal LM folder; default: `actor.policy.model`."""
     dtype: Precision = AUTO_PRECISION
     """Compute type of forward passes; default: `actor.policy.precision`, from which it must not differ. Log-probs are
     computed in float32."""
@@ -362,13 +395,8 @@ class TrainerSection(Section):
     """Linear layers with adapters, as in `actor.policy.lora_targets`; never the value head."""
     checkpoint_every: Count = 20
     """Steps between checkpoints, in addition to those that critic_save requests."""
-    keep_checkpoints: Count = 3
-    """How many of the newest requested checkpoints to keep if critic_save does not list those still needed."""
     keep_entries: CountOrZero = 200
     """Maximum trained steps kept in the journal after the last critic_save; a rewind can return to any of them."""
-    keep_set_aside: Count = 3
-    """How many folders of journal entries (removed by a rewind, or damaged) to keep, and how many damaged checkpoints;
-    the newest of each."""
     reload_on_save: Literal["triton", "none"] = "triton"
     """`triton`: also reload through Triton's load API at every critic_save, unless such a reload is in progress. With
     the critic on a GPU the default is `none`, because the reload holds a third copy of its weights there."""

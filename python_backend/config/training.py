@@ -1,11 +1,9 @@
 """Checks of the settings that the policy and the critic in training share."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import TypeAlias
 
-from python_backend.config.actor_parts import PolicySection
+from python_backend.config.actor import PolicySection
 from python_backend.config.sections import TrainerSection
 
 Trained: TypeAlias = PolicySection | TrainerSection

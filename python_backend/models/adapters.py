@@ -3,8 +3,6 @@
 Shared by the policy and the critic in training.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import warnings

@@ -4,8 +4,6 @@ Rows are sorted by length and grouped so that the number of rows times the longe
 budget. Losses are weighted by token, so the plan does not change a training result beyond rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The canary row: a row of tokens whose values or rewards show whether a model was stored and loaded correctly."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ Convolutions (ConvBERT), Fourier transforms (FNet), a summary of the last positi
 mix padding into the tokens. A row's outputs would then depend on the rows that share its forward pass.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.checkpoints.positions import num_positions, stable_length
+from python_backend.checkpoints.inspection import CheckpointError, num_positions, stable_length
 from python_backend.models.batching import padded_rows
-from python_backend.models.card.copies import Array, to_device
+from python_backend.models.card import Array, to_device
 from python_backend.wire.contract import Limits
 
 logger = logging.getLogger(__name__)

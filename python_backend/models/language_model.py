@@ -16,8 +16,7 @@ from torch import Tensor
 
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
 from python_backend.models.batching import padded_rows
-from python_backend.models.card.copies import to_device, to_host
-from python_backend.models.card.inspections import skip_inspections
+from python_backend.models.card import skip_inspections, to_device, to_host
 from python_backend.models.collation import limits_of
 from python_backend.models.lean_decoder import lean_decoder
 from python_backend.models.loading import load_causal_model

@@ -4,8 +4,6 @@ For rewards, the last layer computes one token per row. The faster pass is used 
 forward pass on a probe batch, which is checked at every load.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -30,10 +30,11 @@ from python_backend.checkpoints.inspection import (
     CheckpointInfo,
     Head,
     Pooling,
+    fix_forward,
     head_shape_error,
     inspect_checkpoint,
+    stable_length,
 )
-from python_backend.checkpoints.positions import fix_forward, stable_length
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
 from python_backend.checkpoints.tensor_file import STORED_DTYPES
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
@@ -136,8 +137,8 @@ def attribute_weights_of(info: CheckpointInfo, head: Head, given: Sequence[float
     weights = [1 / head.num_labels] * head.num_labels if given is None else list(given)
     if len(weights) != head.num_labels:
         raise CheckpointError(
-            f"{info.folder}: {len(weights)} attribute weights for a head of {head.num_labels} outputs; "
-            "give one weight per output"
+            f"{info.folder}: its head has {head.num_labels} outputs, but attribute_weights has {len(weights)}; give "
+            "one weight per output"
         )
     return torch.tensor(weights, dtype=torch.float32)
 
@@ -215,7 +216,7 @@ def twin(model: Any, info: CheckpointInfo, group: RankGroup | None = None) -> An
 def twin_with_head(
     model: Any, origin: CheckpointInfo, info: CheckpointInfo, group: RankGroup | None = None
 ) -> Any | None:
-    """Return a module like `model`, which was loaded from `origin`, with the weights of another reward checkpoint.
+    """Return a module like `model`, which was loaded from `origin`, with the weights of another reward model.
 
     Returns None if only transformers can load them: because it has to rename or convert tensors, or for `group`.
 

@@ -4,8 +4,6 @@ The actor's policy and the served reference share this code: any difference betw
 as KL.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -29,9 +29,8 @@ from python_backend.checkpoints.inspection import (
 )
 from python_backend.models.adapters import MergedWeights
 from python_backend.models.batching import padded_rows
-from python_backend.models.card.copies import to_host
+from python_backend.models.card import to_host
 from python_backend.models.collation import collate, limits_of
-from python_backend.models.heads import POOLS, label_probabilities, log_odds, merge_attributes, pool_last, standardise
 from python_backend.models.loading import (
     attribute_weights_of,
     check_finite,
@@ -41,13 +40,24 @@ from python_backend.models.loading import (
     twin,
     twin_with_head,
 )
-from python_backend.models.token_head import PooledHead, TokenHead, compile_body, head_of
+from python_backend.models.token_head import (
+    POOLS,
+    PooledHead,
+    TokenHead,
+    compile_body,
+    head_of,
+    label_probabilities,
+    log_odds,
+    merge_attributes,
+    pool_last,
+    standardise,
+)
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from python_backend.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
-Standardization = Literal["checkpoint", "off"] | tuple[float, float]
+Standardization = Literal["model", "off"] | tuple[float, float]
 TokenTypes = Sequence[np.ndarray | None]
 """The type of each token of a row (int64 `[length_i]`), such as 1 in the second text of BERT; None: all 0."""
 
@@ -265,7 +275,7 @@ def load_reward(
     pooling: Pooling = "auto",
     attribute_weights: Sequence[float] | None = None,
     merge_attributes: bool = True,
-    standardization: Standardization = "checkpoint",
+    standardization: Standardization = "model",
     compile_forward: bool = False,
     group: RankGroup | None = None,
     like: RewardModel | None = None,
@@ -341,7 +351,7 @@ def load_critic(
     *,
     device: str = "cpu",
     dtype: str = "float32",
-    standardization: Standardization = "checkpoint",
+    standardization: Standardization = "model",
     attribute_weights: Sequence[float] | None = None,
     compile_forward: bool = False,
     group: RankGroup | None = None,
@@ -408,7 +418,7 @@ def constants_for(info: CheckpointInfo, setting: Standardization) -> Constants:
     """Return the constants of standardisation that `setting` selects; see `load_reward`."""
     if setting == "off":
         return Constants()
-    if setting == "checkpoint":
+    if setting == "model":
         return info.constants or Constants()
     mean, std = setting
     if not std > 0:

@@ -7,8 +7,6 @@ On a card, products in float32 would take a third of an update. There each facto
 three products of these, accumulated in float32, give the result to about 1e-6 of the largest logit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +59,7 @@ def keep_outputs(model: Any, ids: Sequence[int]) -> None:
     """
     head = linear_head(model)
     if head is None:
-        raise ValueError("its logits are more than a linear layer over the hidden states, such as capped")
+        raise ValueError("its logits are not a linear function of the hidden states (they may be capped)")
     wrong = [i for i in ids if not 0 <= i < head.out_features]
     if wrong:
         raise ValueError(f"token {wrong[0]} is outside the vocabulary [0, {head.out_features})")

@@ -7,8 +7,6 @@ in bfloat16: the same values, without the cast. Weights that autocast leaves in 
 of a mixture) stay in float32. So does the output layer: with bfloat16 logits, log-probs are off by a tenth of a nat.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

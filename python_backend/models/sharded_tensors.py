@@ -1,7 +1,5 @@
 """Tensors of which each rank holds a slice (`DTensor`), and whole ones. Importing this takes seconds."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 

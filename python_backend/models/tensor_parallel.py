@@ -3,8 +3,6 @@
 Embeddings and heads stay whole on every rank. Forward passes only, and each runs on all ranks at the same time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

@@ -1,7 +1,5 @@
 """Log lines as JSON: one object a line, with the run, the step and the weights version that it belongs to."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -4,8 +4,6 @@ Without `run.trace_endpoint`, opentelemetry is not imported and every function h
 crosses processes as a W3C `traceparent`: a header of each request, then metadata of the journal's entry.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re

@@ -3,8 +3,7 @@
 Imports only the standard library, so that worker processes start fast.
 """
 
-from __future__ import annotations
-
+import collections
 import difflib
 import functools
 import importlib
@@ -13,6 +12,7 @@ import inspect
 import math
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +21,38 @@ from types import ModuleType
 from typing import Any
 
 from python_backend.errors import RlhfError
+
+# Counters of a reward function, which the server adds to its Prometheus metrics.
+
+
+NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+_counts: dict[str, float] = collections.defaultdict(float)
+_lock = threading.Lock()  # a function may have threads of its own
+
+
+def count(name: str, amount: float = 1) -> None:
+    """Add to the counter `name` of this function: `rlhf_reward_function_total{counter="name"}` in the metrics.
+
+    The server receives it with the result of the sample that is being scored; counts of a worker process that is killed
+    while it scores a sample are lost.
+
+    Raises ValueError if `name` is not 1 to 40 characters of a-z, 0-9 and _, or `amount` is negative or not finite.
+    """
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{name!r}: a counter's name has 1 to 40 characters from a-z, 0-9 and _")
+    if not (math.isfinite(amount) and amount >= 0):
+        raise ValueError(f"counter {name}: {amount}, must be finite and at least 0")
+    with _lock:
+        _counts[name] += amount
+
+
+def take_counts() -> dict[str, float]:
+    """Return what was counted since the last call."""
+    with _lock:
+        taken = dict(_counts)
+        _counts.clear()
+    return taken
+
 
 PROMPT_KEY = "prompt"  # reserved metadata keys: the actor stores both texts there, and a chat's messages
 RESPONSE_KEY = "response"
@@ -97,7 +129,7 @@ def load_function(spec: str, options: Mapping[str, Any] | None = None, *, timeou
 
     A function receives `options` as keyword arguments of every call. Of a class, one instance is created with
     `options`, and called; a parameter `timeout_s` receives the time limit of a call. A function with TRL's signature is
-    called as there.
+    called as TRL calls it.
 
     Raises FunctionError if that fails for any reason, or an option is unknown or missing.
     """

@@ -1,7 +1,5 @@
 """Groups of the rows that a groupwise reward function receives together: the responses to one prompt."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -39,4 +37,4 @@ def group_key(metadata: Mapping[str, Any]) -> GroupKey:
     try:
         return PROMPT_KEY, json.dumps(prompt, sort_keys=True)
     except RecursionError as error:
-        raise BadGroup(f"{METADATA}.{PROMPT_KEY}: nested too deeply") from error
+        raise BadGroup(f"{METADATA}.{PROMPT_KEY}: nested too deeply for JSON; send {GROUP_KEY} instead") from error

@@ -4,14 +4,18 @@ It sends a rubric with the row's texts to an OpenAI-compatible endpoint and read
 score is unavailable, unreadable or off the scale has no reward.
 """
 
-from __future__ import annotations
-
+import contextlib
+import email.utils
+import http.client
+import json
 import math
 import os
 import re
 import time
+import urllib.error
 import urllib.parse
-from collections.abc import Sequence
+import urllib.request
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +23,230 @@ import jinja2
 import jinja2.meta
 import jinja2.sandbox
 
+from python_backend.backoff import backoff_s
 from python_backend.errors import RlhfError
-from python_backend.rewards.chat_endpoint import ChatEndpoint
-from python_backend.rewards.counts import count
-from python_backend.rewards.function import BadOption, Sample, describe
-from python_backend.rewards.verdict import NoVerdict, VerdictReader, excerpt
+from python_backend.rewards.function import BadOption, BadScore, Sample, count, describe
+from python_backend.rewards.opener import opener_for
+
+# Client of an OpenAI-compatible endpoint, with retries until a deadline. Needs the standard library alone.
+
+
+FIRST_PAUSE_S = 0.5
+MAX_REPLY_BYTES = 4_000_000
+LONGEST_MESSAGE = 200
+TOO_BUSY = (408, 425, 429)  # and every 5xx
+
+
+class RetryLater(Exception):
+    """An attempt failed that another may mend, after `after_s` at the earliest."""
+
+    def __init__(self, message: str, after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.after_s = after_s
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The first choice of a chat completion."""
+
+    text: str
+    is_cut: bool
+    """Whether it ended at the token limit."""
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class ChatEndpoint:
+    """Requests chat completions; counts `requests`, `retries` and `request_seconds`."""
+
+    def __init__(self, base_url: str, key: str | None, *, max_retries: int, request_timeout_s: float) -> None:
+        """`base_url`: with the version, as in `http://127.0.0.1:8000/v1`. `key`: sent as a bearer token."""
+        self._url = f"{base_url.rstrip('/')}/chat/completions"
+        self._key, self._max_retries, self._timeout_s = key, max_retries, request_timeout_s
+        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        self._opener = opener_for(base_url)
+
+    def complete(self, body: Mapping[str, Any], deadline: float) -> Reply:
+        """Return the reply to a request. Raises RlhfError if none comes before `deadline`, of `time.monotonic`."""
+        data = json.dumps(body).encode()
+        for attempt in range(self._max_retries + 1):
+            try:
+                return self._attempt(data, deadline)
+            except RetryLater as error:
+                cause = str(error)
+                pause_s = max(backoff_s(FIRST_PAUSE_S, attempt), error.after_s)
+            if time.monotonic() + pause_s >= deadline:
+                raise RlhfError(f"{cause}; no time for another attempt after {attempt + 1}")
+            if attempt < self._max_retries:
+                count("retries")
+                time.sleep(pause_s)
+        raise RlhfError(f"{cause}; gave up after {self._max_retries + 1} attempts")
+
+    def redacted(self, text: str) -> str:
+        """Return the text without the key, which an endpoint may repeat in its messages."""
+        return text.replace(self._key, "***") if self._key else text
+
+    def _without_key(self, content: bytes) -> bytes:
+        """Return a reply without the key, before it is truncated: `redacted` would not find a part of the key."""
+        return content.replace(self._key.encode(), b"***") if self._key else content
+
+    def _attempt(self, data: bytes, deadline: float) -> Reply:
+        request = urllib.request.Request(self._url, data, self._headers)
+        started = time.monotonic()
+        count("requests")
+        try:
+            with self._opener.open(request, timeout=max(0.001, min(self._timeout_s, deadline - started))) as reply:
+                content = self._without_key(reply.read(MAX_REPLY_BYTES + 1))
+        except urllib.error.HTTPError as error:
+            raise self._refusal(error) from error
+        except (OSError, http.client.HTTPException) as error:
+            cause = getattr(error, "reason", None) or error
+            raise RetryLater(f"{self._url}: {type(cause).__name__}: {cause}") from error
+        finally:
+            count("request_seconds", time.monotonic() - started)
+        if len(content) > MAX_REPLY_BYTES:
+            raise RlhfError(f"{self._url}: the reply has more than {MAX_REPLY_BYTES} bytes")
+        return self._reply(content)
+
+    def _refusal(self, error: urllib.error.HTTPError) -> Exception:
+        content = b""
+        with error, contextlib.suppress(OSError, http.client.HTTPException):
+            content = self._without_key(error.read(MAX_REPLY_BYTES))
+        message = f"{self._url}: HTTP {error.code}: {_message(content) or error.reason}"
+        if error.code in TOO_BUSY or error.code >= 500:
+            return RetryLater(message, _retry_after_s(error.headers.get("Retry-After")))
+        return RlhfError(message)
+
+    def _reply(self, content: bytes) -> Reply:
+        try:
+            reply = json.loads(content)
+            choice, usage = reply["choices"][0], reply.get("usage") or {}
+            text = choice["message"].get("content")
+            tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise RetryLater(f"{self._url}: not a chat completion: {_line(content)}") from error
+        if not isinstance(text, str):
+            raise RlhfError(f"{self._url}: the reply has no text: {_line(content)}")
+        known = [number if isinstance(number, int) and number > 0 else 0 for number in tokens]
+        return Reply(text, choice.get("finish_reason") == "length", *known)
+
+
+def _message(content: bytes) -> str:
+    """Return the message in an error's body, in OpenAI's form if it has it."""
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        return _line(str(json.loads(content)["error"]["message"]).encode())
+    return _line(content)
+
+
+def _line(content: bytes) -> str:
+    line = " ".join(content[: 4 * LONGEST_MESSAGE].decode("utf-8", "replace").split())
+    return line if len(line) <= LONGEST_MESSAGE else line[:LONGEST_MESSAGE] + " …"
+
+
+def _retry_after_s(value: str | None) -> float:
+    """Return the seconds of a Retry-After header, which has seconds or a date; 0 if it has neither."""
+    with contextlib.suppress(ValueError, TypeError):
+        return max(0.0, float(value or 0))
+    with contextlib.suppress(ValueError, TypeError):
+        return max(0.0, email.utils.parsedate_to_datetime(str(value)).timestamp() - time.time())
+    return 0.0
+
+
+# Reads the score from a judge's answer. An answer without a clear score on the scale is a failure, never 0.
+
+
+LONGEST_EXCERPT = 160  # of an answer, in an error message; its end, which should have the score
+_MARKUP = re.compile(r"[*_`$]")
+_NUMBER = re.compile(r"(?<!\d)[-+−]?(?<!\d)\d+(?:[.,]\d+)*")
+# Between the last two numbers, so that "8/10" is not 10 and "7-8" not 8. In both patterns only one part can take a
+# character, because they are matched against whatever a judge, and so perhaps a policy, has written.
+_OF_SCALE = re.compile(
+    r"(?:\W*(?:points?|stars?))?[^\w/]*/\W*|\W*(?:(?:points?|stars?)\W*)?(?:out )?of\W*", re.IGNORECASE
+)
+_RANGE = re.compile(r"\s*(?:\([^()]*\)\s*)?(?:[-–—]|to|or)\s*|.*/[^\w/]*|.*\bof\W*", re.IGNORECASE | re.DOTALL)
+
+
+class NoVerdict(BadScore):
+    """The judge gave no score; the message says why."""
+
+
+@dataclass(frozen=True)
+class VerdictReader:
+    """How to read a score from `low` to `high`: by `pattern`, by `json_key`, or else as the answer's last number."""
+
+    low: float
+    high: float
+    pattern: re.Pattern[str] | None = None
+    json_key: str | None = None
+
+    def read(self, answer: str) -> float:
+        """Return the score. Raises NoVerdict, with an excerpt of the answer, if there is none on the scale."""
+        try:
+            score = self._find(answer)
+            if not self.low <= score <= self.high:  # also NaN
+                raise NoVerdict(f"the judge's score {score:g} is outside {self.low:g} to {self.high:g}")
+        except NoVerdict as error:
+            raise NoVerdict(f"{error}: {excerpt(answer)}") from None
+        return score
+
+    def _find(self, answer: str) -> float:
+        if self.json_key is not None:
+            return _number(_last_object(answer, self.json_key)[self.json_key])
+        if self.pattern is not None:
+            found = [*self.pattern.finditer(answer)]
+            if not found:
+                raise NoVerdict("the judge's answer does not match options.pattern")
+            return _number(found[-1][1])
+        return _last_number(_MARKUP.sub("", answer), self.high)
+
+
+def _last_number(text: str, high: float) -> float:
+    """Return the last number, or the one before it if the last is the top of the scale, as in "8 out of 10"."""
+    found = [*_NUMBER.finditer(text)]
+    if not found:
+        raise NoVerdict("the judge's answer has no number")
+    if len(found) > 1:
+        before, between = found[-2], text[found[-2].end() : found[-1].start()]
+        if _OF_SCALE.fullmatch(between) and _number(found[-1][0]) == high:
+            return _number(before[0])
+        if _RANGE.fullmatch(between):
+            raise NoVerdict(
+                f"the judge's answer ends with {text[before.start() : found[-1].end()]!r:.60}, not one score"
+            )
+    return _number(found[-1][0])
+
+
+def excerpt(answer: str) -> str:
+    """Return the end of an answer, quoted, as one line."""
+    line = " ".join(answer.split())
+    return repr(line if len(line) <= LONGEST_EXCERPT else f"… {line[-LONGEST_EXCERPT:]}")
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str):
+        value = value.strip().replace("−", "-")
+    try:
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            return float(value)
+    except (ValueError, OverflowError):
+        pass
+    raise NoVerdict(f"the judge's score {value!r:.40} is not a number")
+
+
+def _last_object(answer: str, key: str) -> dict[str, Any]:
+    """Return the last JSON object in the answer that has the key; text and code fences around it are ignored."""
+    decoder, found, start = json.JSONDecoder(), None, answer.find("{")
+    while start >= 0:
+        try:
+            value, start = decoder.raw_decode(answer, start)
+            found = value if key in value else found
+        except (ValueError, RecursionError):
+            start += 1
+        start = answer.find("{", start)
+    if found is None:
+        raise NoVerdict(f"the judge's answer has no JSON object with {key!r}")
+    return found
+
 
 RUBRIC = """\
 Grade the response to the prompt below: is it correct, does it do what the prompt asks for, and is it clearly written?

@@ -1,7 +1,5 @@
 """HTTP for requests that carry a key, which must reach no other address. Needs the standard library alone."""
 
-from __future__ import annotations
-
 import urllib.parse
 import urllib.request
 from typing import Any

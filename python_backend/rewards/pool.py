@@ -6,8 +6,6 @@ Unlike multiprocessing's pools and queues, workers share no locks: each has its 
 of them can be killed at any time.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools
@@ -28,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.errors import RlhfError
+from python_backend.process import how_ended
 from python_backend.rewards.function import KEY_OPTION, FunctionError, Sample
 from python_backend.rewards.worker import receive_frame, send_frame
-from python_backend.stop_signal import how_ended
 
 MEMORY_MIB = 4096
 # Of the run itself, so that a function inherits them only if its own option names them.

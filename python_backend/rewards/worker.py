@@ -6,8 +6,6 @@ sample unless the function is groupwise), and replies with what the function has
 when its parent ends. The function runs in the main thread and may crash the process; the pool then starts another one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -22,7 +20,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from python_backend.rewards.counts import take_counts
+from python_backend.process import die_with_parent
 from python_backend.rewards.function import (
     NOT_APPLICABLE,
     Function,
@@ -32,8 +30,8 @@ from python_backend.rewards.function import (
     describe,
     group_scores,
     load_function,
+    take_counts,
 )
-from python_backend.stop_signal import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 HEADER = struct.Struct("!I")  # a frame's length in bytes

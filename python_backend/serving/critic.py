@@ -3,8 +3,6 @@
 Replies with `values` FP32 [B, S], zero-padded, and `weights_version` INT64 [B, 1]. One version scores a whole request.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 
@@ -32,7 +30,7 @@ def serve(args: Mapping[str, str]) -> Engine:
     process = TorchProcess(args)
     versions = follow_store(process, "critic", functools.partial(process.load, "load_critic"))
     limits = read_limits(versions.version.model.limits, process.parameters)
-    reader = RowReader(process.parameters.path("checkpoint"), limits, add_special_tokens=False, checks_size=True)
+    reader = RowReader(process.parameters.path("model"), limits, add_special_tokens=False, checks_size=True)
     return Engine(
         process,
         read=functools.partial(read, reader),

@@ -3,8 +3,6 @@
 Replies once the sidecar has finished, with `status` 0 and the `weights_version` being served.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

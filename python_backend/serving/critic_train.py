@@ -3,17 +3,14 @@
 Replies with `loss_mean` and `weights_version` once every critic instance serves the updated weights.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping
 
 import numpy as np
 
-from python_backend.checkpoints.inspection import CONFIG_FILE
-from python_backend.checkpoints.positions import max_positions
-from python_backend.serving.allocator import keep_freed_memory
+from python_backend.checkpoints.inspection import CONFIG_FILE, max_positions
+from python_backend.process import keep_freed_memory
 from python_backend.serving.journal_model import JournalServer, traceparent_of
 from python_backend.serving.triton import Call, Parameters, triton_model
 from python_backend.store.journal import Entry, Journal, Result

@@ -6,8 +6,6 @@ Replies with `reward_component` FP32 [B, 1], NaN for a row without a score, and 
 the row has no score, empty if it has one. Imports no torch.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -21,7 +19,7 @@ from python_backend.rewards.function import Sample
 from python_backend.rewards.groups import BadGroup, GroupKey, group_key
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
 from python_backend.serving.requests import request_limits
-from python_backend.serving.round_robin import RoundRobin
+from python_backend.serving.scheduling import RoundRobin
 from python_backend.serving.triton import Call, NamedCounters, Parameters, log, log_error, triton_model
 from python_backend.wire import contract
 from python_backend.wire.texts import metadata_rows, pair_texts, text_bytes

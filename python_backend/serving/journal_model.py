@@ -3,8 +3,6 @@
 A waiter thread sends the reply once the sidecar has recorded the entry's result. Imports no torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import threading
@@ -16,8 +14,7 @@ import numpy as np
 from python_backend.monitoring import tracing
 from python_backend.serving.triton import Call, MetricCounters, Parameters, StepFailed, Unavailable, log_error
 from python_backend.store.durable import refusal
-from python_backend.store.heartbeat import HeartbeatWatch
-from python_backend.store.journal import Entry, Journal, Result
+from python_backend.store.journal import Entry, HeartbeatWatch, Journal, Result
 from python_backend.wire.contract import ORIGIN_HEADER, RUN_ID, TRACEPARENT_HEADER, TRAINING_KEY_HEADER, ContractError
 
 FOLLOWER_GRACE_S = 3.0  # a sidecar may be absent this long (a restart) before waiting callers get UNAVAILABLE

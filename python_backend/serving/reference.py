@@ -4,8 +4,6 @@ Replies with `logprobs` FP32 [B, S], zero-padded. Index t is the log-prob of tok
 at the sampling temperature, with banned tokens excluded.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 
@@ -25,7 +23,7 @@ def serve(args: Mapping[str, str]) -> Engine:
     """Serve log-probs of one fixed checkpoint."""
     process = TorchProcess(args)
     parameters = process.parameters
-    folder = parameters.path("checkpoint")
+    folder = parameters.path("model")
     temperature, banned = parameters.text(contract.TEMPERATURE), parameters.text(contract.BANNED_TOKEN_IDS)
     model: LanguageModel = process.load(
         "load_language_model", folder, temperature=float(temperature), banned_token_ids=json.loads(banned)

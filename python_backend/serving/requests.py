@@ -32,7 +32,7 @@ from python_backend.wire.contract import (
 from python_backend.wire.texts import metadata_rows, pair_texts, text_bytes
 
 if TYPE_CHECKING:  # the first imports jinja2, which only a template needs; the second needs tritonserver
-    from python_backend.serving.rows.templates import RowTemplate
+    from python_backend.serving.templates import RowTemplate
     from python_backend.serving.triton import Call, Parameters
 
 BYTES_PER_ROW = 128  # estimated overhead of a row's Python objects, in addition to the text
@@ -211,7 +211,6 @@ def request_limits(limits: Limits, parameters: Parameters) -> Limits:
     """Return `limits` with the configured bounds on the size of one request."""
     return dataclasses.replace(
         limits,
-        max_sentence_bytes=parameters.number("max_sentence_bytes"),
         max_request_tokens=parameters.number("max_request_tokens"),
         max_request_bytes=parameters.number("max_request_bytes"),
     )

@@ -5,8 +5,6 @@ process reward also replies with the score of each step, and its `rewards` are t
 from a store, `reward_version` INT64 [B, 1] names their version; one version scores a whole request.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +14,9 @@ import numpy as np
 
 from python_backend.models.modeling import RewardModel, Standardization
 from python_backend.serving.requests import RowReader, read_limits
-from python_backend.serving.rows.steps import StepReader, StepRules, step_reply
-from python_backend.serving.rows.templates import RowTemplate
 from python_backend.serving.scoring import Engine, Reply, Wait
+from python_backend.serving.step_rewards import StepReader, StepRules, step_reply
+from python_backend.serving.templates import RowTemplate
 from python_backend.serving.torch_scoring import TorchProcess
 from python_backend.serving.triton import Parameters, log, triton_model
 from python_backend.serving.versions.follower import Version
@@ -30,7 +28,7 @@ def serve(args: Mapping[str, str]) -> Engine:
     """Serve scores of one fixed checkpoint, or of versions of it from a weights store."""
     process = TorchProcess(args)
     parameters = process.parameters
-    folder = parameters.path("checkpoint")
+    folder = parameters.path("model")
     loader, options = read_loader(parameters)
 
     def load(folder: Path, served: Any = None) -> Any:
@@ -114,8 +112,8 @@ def make_reader(folder: Path, model: RewardModel, limits: Limits, parameters: Pa
 
 
 def read_standardization(setting: str) -> Standardization:
-    """Parse the model parameter `standardization`: `checkpoint`, `off`, or JSON `{"mean": m, "std": s}`."""
-    if setting in ("checkpoint", "off"):
+    """Parse the model parameter `standardization`: `model`, `off`, or JSON `{"mean": m, "std": s}`."""
+    if setting in ("model", "off"):
         return cast(Standardization, setting)
     constants = json.loads(setting)
     return constants["mean"], constants["std"]

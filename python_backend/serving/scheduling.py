@@ -3,14 +3,57 @@
 Pure bookkeeping: no torch, no Triton, no threads.
 """
 
-from __future__ import annotations
-
 import heapq
+import queue
+import threading
+import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+# Round-robin execution of jobs in one thread, in time slices, so that a short job need not wait for long ones.
+
+
+Job = Iterator[Any]
+SLICE_S = 0.005
+
+
+class RoundRobin:
+    """A thread that runs generators in turn, each for `SLICE_S` or one step, whichever is longer.
+
+    Jobs must not raise: an exception would end the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Append the job to the queue; its first step runs in the thread."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Finish all jobs, then end the thread. Submit nothing afterwards."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is not None:  # run it for one time slice
+                deadline = time.monotonic() + SLICE_S
+                for _ in job:
+                    if time.monotonic() >= deadline:
+                        self._jobs.put(job)
+                        break
+            elif self._jobs.empty():
+                return
+            else:  # closed, but jobs remain: move the end marker behind them
+                self._jobs.put(None)
+
 
 Owner = TypeVar("Owner", bound=Hashable)
 # For sys.setswitchinterval. With Python's default of 5 ms, a thread that runs forward passes holds the GIL so long that
@@ -39,16 +82,14 @@ class RowPool(Generic[Owner]):
     and a request of a thousand rows lets later requests pass between its forward passes.
     """
 
-    def __init__(self, *, token_budget: int, max_rows: int, overhead_tokens: int) -> None:
+    def __init__(self, *, token_budget: int, overhead_tokens: int) -> None:
         """
         Args:
             token_budget: maximum tokens of one forward pass, padding included; a longer row runs alone.
-            max_rows: maximum rows of one forward pass.
             overhead_tokens: fixed cost of a forward pass, in tokens. A row joins a forward pass if the padding that it
                 adds costs no more than this, the cost of a separate forward pass.
         """
         self._token_budget = token_budget
-        self._max_rows = max_rows
         self._overhead_tokens = overhead_tokens
         self._by_length: list[_Row[Owner]] = []
         self._by_turn: list[tuple[int, int, _Row[Owner]]] = []
@@ -92,8 +133,6 @@ class RowPool(Generic[Owner]):
         first = heapq.heappop(self._by_turn)[2]
         chosen, width = [first], first.length
         for row in self._nearest(first):
-            if len(chosen) == self._max_rows:
-                break
             if self._pays(len(chosen), width, row.length) and may_join(row.owner):
                 chosen.append(row)
                 width = max(width, row.length)
@@ -110,10 +149,10 @@ class RowPool(Generic[Owner]):
         self._served_tokens -= sum(row.length for row in gone)
 
     def _nearest(self, first: _Row[Owner]) -> list[_Row[Owner]]:
-        """Return up to `max_rows` rows on either side of `first` by length, closest length first."""
-        position = bisect_left(self._by_length, first)
-        below = self._by_length[max(0, position - self._max_rows) : position]
-        above = self._by_length[position + 1 : position + 1 + self._max_rows]
+        """Return as many rows on either side of `first` by length as could join it, closest length first."""
+        position, most = bisect_left(self._by_length, first), self._token_budget // first.length
+        below = self._by_length[max(0, position - most) : position]
+        above = self._by_length[position + 1 : position + 1 + most]
         return sorted(below + above, key=lambda row: (abs(row.length - first.length), row.number))
 
     def _pays(self, rows: int, width: int, length: int) -> bool:

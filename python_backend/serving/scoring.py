@@ -6,8 +6,6 @@ threads run the forward passes, and another thread sends each reply as soon as t
 Imports no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import sys
@@ -22,8 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from python_backend.models.batching import padded_width
-from python_backend.serving.round_robin import RoundRobin
-from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RowPool
+from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RoundRobin, RowPool
 from python_backend.serving.triton import Call, MetricCounters, Parameters, Unavailable, log_error
 from python_backend.wire.contract import COMPUTE_US, FORWARD_OUTPUTS, QUEUE_US, ScoringRows, TokenRow
 
@@ -89,7 +86,7 @@ class Compute(Protocol):
         """Prepare a worker thread, before its first forward pass."""
 
     def launch(self, forward: Forward, model: Any, rows: Sequence[TokenRow], width: int) -> Wait:
-        """Launch `forward`."""
+        """Start a forward pass of `rows`, padded to `width` tokens; return what waits for its results."""
         ...
 
     def failed(self, error: Exception) -> None:
@@ -137,9 +134,7 @@ class Engine:
         parameters = compute.parameters
         budget = parameters.number("token_budget")
         self._pool: RowPool[Scoring] = RowPool(
-            token_budget=budget,
-            max_rows=parameters.number("micro_batch_rows"),
-            overhead_tokens=parameters.number("forward_overhead_tokens"),
+            token_budget=budget, overhead_tokens=parameters.number("forward_overhead_tokens")
         )
         self._multiple = parameters.number("strip_sequence_length_to_multiple")
         self._max_length = max_length

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from python_backend.models.card.errors import is_device_error
-from python_backend.models.card.memory import Halving, card_bytes
-from python_backend.models.card.placement import device_of
-from python_backend.models.card.streams import staging, use_own_stream
+from python_backend.models.card import Halving, card_bytes, is_device_error, staging, use_own_stream
 from python_backend.models.modeling import quiet_transformers
+from python_backend.models.placement import device_of
 from python_backend.monitoring.metrics import CARD
-from python_backend.serving.allocator import keep_freed_memory
+from python_backend.process import keep_freed_memory
 from python_backend.serving.ranks.loaders import load_model
 from python_backend.serving.scoring import Forward, Wait
 from python_backend.serving.triton import Gauge, MetricCounters, Parameters, Unavailable, log_error

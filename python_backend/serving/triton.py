@@ -3,8 +3,6 @@
 The only module that imports triton_python_backend_utils. Imports no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -21,7 +19,7 @@ import triton_python_backend_utils as pb_utils
 from python_backend.errors import RlhfError
 from python_backend.path_alias import plain_alias
 from python_backend.wire.contract import OPTIONAL_OUTPUTS, UNNAMED, ContractError
-from python_backend.wire.printable import printable
+from python_backend.wire.texts import printable
 
 MAX_NAMES = 50  # counters that a reward function may have
 

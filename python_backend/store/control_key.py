@@ -3,8 +3,6 @@
 It is stored beside the critic's weights, because the sidecar and all servers of one critic share that folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Crash-safe file writes: a file or folder is complete or absent, and on disk when the call returns."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

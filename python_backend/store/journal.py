@@ -12,26 +12,210 @@ States of an entry: accepted (link(2) of a synced file) -> trained -> published 
 covered by a checkpoint -> removed; docs/live-critic.md describes each of them. Steps start at 1 and have no gaps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from python_backend.errors import RlhfError
 from python_backend.store import durable
-from python_backend.store.heartbeat import HEARTBEAT_FILE, Heartbeat
-from python_backend.store.journal_entry import RESULT_SUFFIX, DamagedEntry, Entry, Kind, Result, entries_in
-from python_backend.store.journal_file import TrainingFile
-from python_backend.store.journal_state import DAMAGED, JournalState
+from python_backend.store.durable import changed_at, is_locked, read_json
+from python_backend.store.journal_entry import (
+    DIGEST,
+    RESULT_SUFFIX,
+    DamagedEntry,
+    Entry,
+    Kind,
+    Result,
+    TrainingFile,
+    entries_in,
+    metadata_in,
+    read_training_file,
+)
 from python_backend.store.ownership import Sender, owners_after, refuse_superseded
-from python_backend.wire.contract import STEP_AHEAD, TRACEPARENT_HEADER, StepConflict
+from python_backend.wire.contract import STEP_AHEAD, TRACEPARENT_HEADER, ContractError
 from python_backend.wire.training_payload import TrainPayload
+
+# The sidecar's heartbeat file, and a watch that measures the time since its last change without wall clocks.
+
+
+HEARTBEAT_FILE = "heartbeat.json"
+LOOK_EVERY_S = 0.1  # minimum time between two reads of the file
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Progress of the sidecar, written at every micro-batch."""
+
+    epoch: int
+    step: int
+    micro_batch: int
+    state: str
+    time: float  # unix seconds
+    trouble: str | None = None  # what blocks the sidecar, such as a full disk or a process that holds a lock
+
+
+class HeartbeatWatch:
+    """Measures the time since a sidecar's heartbeat last changed, with the local monotonic clock.
+
+    Wall-clock changes on either machine do not affect the result: `Heartbeat.time` is compared for equality only.
+    """
+
+    def __init__(self, read: Callable[[], Heartbeat | None]) -> None:
+        self._read = read
+        self.last: Heartbeat | None = None
+        """The heartbeat that was read last; None if there was none."""
+        self._since = time.monotonic()
+        self._look_at = 0.0
+
+    def silence_s(self) -> float:
+        """Return the seconds since the heartbeat last changed; reads the file at most every LOOK_EVERY_S."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_EVERY_S
+            heartbeat = self._read()
+            if heartbeat != self.last:
+                self.last, self._since = heartbeat, now
+        return now - self._since
+
+
+# Read-only view of a journal, shared by the writers inside tritonserver and the sidecar.
+
+
+DAMAGED = "damaged"  # stands in for a digest that cannot be read
+
+
+class JournalState:
+    """The journal of one run, read-only."""
+
+    def __init__(self, root: Path, run_id: str) -> None:
+        self.root = root
+        self.run_id = run_id
+        self._entries = root / run_id / "entries"
+        self._results = root / run_id / "results"
+        self._set_aside = root / run_id / "set_aside"
+
+    def entries(self) -> list[Entry]:
+        """Return the entries on disk, in processing order."""
+        return sorted(entries_in(self._entries))
+
+    def changed_at(self) -> int | None:
+        """Return the mtime of entries/ in ns, which changes with every new or removed entry; None before the first."""
+        return changed_at(self._entries)
+
+    def load(self, entry: Entry) -> tuple[TrainPayload, str]:
+        """Return a training entry's payload and digest.
+
+        Raises DamagedEntry if the file is unreadable or its content does not match the digest.
+        """
+        return read_training_file(self._entries / entry.name)
+
+    def keep_steps(self, entry: Entry) -> list[int] | None:
+        """Return the steps whose checkpoints a save entry requests to keep; None if it has no such list.
+
+        Raises DamagedEntry if the file is not JSON.
+        """
+        path = self._entries / entry.name
+        try:
+            return json.loads(path.read_bytes()).get("keep_steps")
+        except ValueError as error:
+            raise DamagedEntry(f"{path} is damaged: {error}") from error
+
+    def owners(self, rewind: Entry | None = None) -> list[str]:
+        """Return the owners of the run (`<session>/<n>`) as of `rewind` (default: the newest rewind), newest first."""
+        newest = rewind or self._newest_rewind()
+        if newest is None:
+            return []
+        result = read_json(self._result_path(newest))
+        with contextlib.suppress(FileNotFoundError, ValueError):  # the entry was finished meanwhile, or is damaged
+            result = result or json.loads((self._entries / newest.name).read_bytes())
+        return (result or {}).get("owners") or []
+
+    def is_answered(self, entry: Entry) -> bool:
+        """Return whether `entry` has a result."""
+        return self._result_path(entry).exists()
+
+    def answered(self) -> set[Entry]:
+        """Return the entries that have a result, including entries that were removed."""
+        return entries_in(self._results, RESULT_SUFFIX)
+
+    def results(self) -> list[Result]:
+        """Return the results on disk, in order of their entries."""
+        found = [self.result(entry) for entry in sorted(self.answered())]
+        return [result for result in found if result is not None]
+
+    def result(self, entry: Entry) -> Result | None:
+        """Return the result of `entry`: None while it is pending, an error if a rewind has removed the entry."""
+        data = read_json(self._result_path(entry))
+        if data is None and (changed_at(self._entries) is None or not (self._entries / entry.name).exists()):
+            data = read_json(self._result_path(entry))  # finished and removed between the two calls
+            if data is None:
+                return Result(entry.name, -1, error=f"{entry.kind} at step {entry.step}: removed by a rewind")
+        return None if data is None else Result(**data)
+
+    def last_step(self) -> int:
+        """Return the last accepted step; 0 before the first."""
+        known = self._known_entries()  # rewinds count, too: the results of the steps before them may have been removed
+        return max([0, *(entry.step if entry.kind == "train" else entry.target for entry in known)])
+
+    def traceparent(self, entry: Entry) -> str | None:
+        """Return the trace context that a training entry's request had; None if it had none or the file is damaged."""
+        return metadata_in(self._entries / entry.name, TRACEPARENT_HEADER)
+
+    def heartbeat(self) -> Heartbeat | None:
+        """Return the sidecar's newest heartbeat; None if there is none or a machine crash has truncated the file."""
+        try:
+            data = read_json(self.root / HEARTBEAT_FILE)
+            return None if data is None else Heartbeat(**data)
+        except (ValueError, TypeError):
+            return None
+
+    def is_followed(self) -> bool:
+        """Return whether a sidecar on this host holds the journal's lock."""
+        return is_locked(self.root / "LOCK")
+
+    def _rewind_under_way(self) -> Entry | None:
+        rewinds = entries_in(self._entries, kind="rewind")
+        return min((entry for entry in rewinds if self.result(entry) is None), default=None)
+
+    def _digest(self, entry: Entry) -> str | None:
+        """Return the digest of a step's content, DAMAGED if it is unreadable, or None if it was removed long ago."""
+        data = read_json(self._result_path(entry))
+        if data is None:
+            try:
+                return metadata_in(self._entries / entry.name, DIGEST) or DAMAGED
+            except FileNotFoundError:  # finished and removed meanwhile
+                data = read_json(self._result_path(entry))
+        return None if data is None else data["digest"] or DAMAGED
+
+    def _rewound(self, step: int) -> str:
+        """Return a clause for an error message, naming the rewind that made `step` invalid; "" if there was none."""
+        for entry in sorted(self._known_rewinds(), reverse=True):
+            if entry.target < step <= entry.step + 1 and entry.target < entry.step:
+                return (
+                    f"; the run was rewound from step {entry.step} to step {entry.target}: the actor that requested "
+                    "the last rewind owns the run, and all others must stop"
+                )
+        return ""
+
+    def _newest_rewind(self) -> Entry | None:
+        # By rank: after a rewind from step 9 to 5, one that is accepted at step 7 is newer.
+        return max(self._known_rewinds(), key=lambda entry: (entry.rank, entry.step), default=None)
+
+    def _known_rewinds(self) -> set[Entry]:
+        return entries_in(self._entries, kind="rewind") | entries_in(self._results, RESULT_SUFFIX, "rewind")
+
+    def _known_entries(self) -> list[Entry]:
+        return [*entries_in(self._entries), *self.answered()]
+
+    def _result_path(self, entry: Entry) -> Path:
+        return self._results / f"{entry.name}{RESULT_SUFFIX}"
+
 
 KEPT_RESULTS = 1000  # results of this many steps are kept after their entries, to respond to late repeats of requests
 ACCEPT_PATIENCE_S = 10.0  # the lock is held for milliseconds; a process that holds it longer is suspended
@@ -59,7 +243,7 @@ class Journal(JournalState):
         repeated under another trace is the same.
 
         Raises:
-            StepConflict: `run_id` names another run; `step` was accepted with other content; `step` would leave a gap;
+            ContractError: `run_id` names another run; `step` was accepted with other content; `step` would leave a gap;
                 a rewind is in progress; or the run was rewound after the request was sent.
             OSError: the write failed; nothing was accepted.
         """
@@ -68,7 +252,7 @@ class Journal(JournalState):
         try:
             return self._accept(file, step, sender)
         finally:
-            file.close()  # if the check failed, its exception replaces a StepConflict
+            file.close()  # if the check failed, its exception replaces the conflict's
 
     def _accept(self, file: TrainingFile, step: int | None, sender: Sender | None) -> Entry:
         known = self._known_step(file, step)
@@ -89,13 +273,13 @@ class Journal(JournalState):
     def _known_step(self, file: TrainingFile, step: int | None) -> Entry | None:
         """Return the existing entry if `step` was accepted with the same content before; None if it is the next step.
 
-        Raises StepConflict for all other steps, and for the next step while a rewind is in progress.
+        Raises ContractError for all other steps, and for the next step while a rewind is in progress.
         """
         last = self.last_step()
         if step is not None and step <= last:
             return self._known(step, file.digest, last)
         if step is not None and step > last + 1:
-            raise StepConflict(
+            raise ContractError(
                 f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}; send step {last + 1} first{self._rewound(step)}"
             )
         self._refuse_during_rewind()
@@ -115,7 +299,7 @@ class Journal(JournalState):
         `step` that the caller still needs. A repeated request for a step whose save is pending returns the same entry:
         each save costs a reload, and a caller that retries after a timeout must not lengthen the queue.
 
-        Raises StepConflict if `run_id` names another run, `step` is beyond the next one, a rewind is in progress, or
+        Raises ContractError if `run_id` names another run, `step` is beyond the next one, a rewind is in progress, or
         the run was rewound after the request was sent.
         """
         self._check_run(run_id)
@@ -125,7 +309,7 @@ class Journal(JournalState):
             refuse_superseded(sender, self.owners(), self.run_id)
             last = self.last_step()
             if step is not None and step > last + 1:
-                raise StepConflict(f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}")
+                raise ContractError(f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}")
             pending = None if step is None else self._pending_save(step, wanted)
             content = {} if wanted is None else {"keep_steps": wanted}
             return pending or self._append("save", last if step is None else step, content=content)
@@ -144,8 +328,8 @@ class Journal(JournalState):
         A delayed duplicate may also arrive when the rewind is done and `sender` has trained further. It returns the old
         entry and changes nothing.
 
-        Raises StepConflict if `run_id` names another run, `target` is beyond the last step, a rewind to another step is
-        in progress, or the run was rewound after the request was sent.
+        Raises ContractError if `run_id` names another run, `target` is beyond the last step, a rewind to another step
+        is in progress, or the run was rewound after the request was sent.
         """
         self._check_run(run_id)
         with self._accepting():
@@ -161,7 +345,7 @@ class Journal(JournalState):
                 return pending
             last = self.last_step()
             if target > last:
-                raise StepConflict(f"rewind_to: {target}, {STEP_AHEAD} {self.run_id!r} is {last}")
+                raise ContractError(f"rewind_to: {target}, {STEP_AHEAD} {self.run_id!r} is {last}")
             self._refuse_during_rewind()
             return self._append("rewind", last, target=target, content={"owners": owners_after(sender, owners)})
 
@@ -284,7 +468,7 @@ class Journal(JournalState):
 
     def _check_run(self, run_id: str | None) -> None:
         if run_id is not None and run_id != self.run_id:
-            raise StepConflict(
+            raise ContractError(
                 f"run_id: {run_id!r}, but this critic belongs to run {self.run_id!r}; give the actor "
                 "the same run.run_id, or start a separate critic for it"
             )
@@ -295,7 +479,7 @@ class Journal(JournalState):
         if known in (digest, DAMAGED):  # the sidecar's result reports the damage
             return entry
         was = "was trained too long ago to compare" if known is None else "was already sent with other content"
-        raise StepConflict(
+        raise ContractError(
             f"step: {step} of run {self.run_id!r} {was}; the last step is {last}: send step {last + 1}, "
             f"or send critic_save once with rewind_to {step - 1}{self._rewound(step)}"
         )
@@ -306,7 +490,7 @@ class Journal(JournalState):
     def _refuse_during_rewind(self) -> None:
         pending = self._rewind_under_way()
         if pending is not None:
-            raise StepConflict(
+            raise ContractError(
                 f"a rewind of run {self.run_id!r} to step {pending.target} is in progress; wait for its result"
             )
 

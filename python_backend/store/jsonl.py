@@ -3,8 +3,6 @@
 Readers yield one object at a time, because the files of a run of months do not fit in memory.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

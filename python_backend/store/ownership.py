@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from python_backend.store.durable import is_number
-from python_backend.wire.contract import StepConflict
+from python_backend.wire.contract import ContractError
 
 KEPT_OWNERS = 8  # limits the size of the rewind entry; requests of still earlier owners are not recognised
 
@@ -39,7 +39,7 @@ def owners_after(sender: Sender | None, owners: Sequence[str]) -> list[str]:
 
 
 def refuse_superseded(sender: Sender | None, owners: Sequence[str], run_id: str) -> None:
-    """Raise StepConflict if `sender` is an earlier owner, or the owner but sent the request before its last rewind."""
+    """Raise ContractError if `sender` is an earlier owner, or the owner but sent the request before its last rewind."""
     if sender is None or not owners:
         return
     newest, *before = (Sender.parse(owner) for owner in owners)
@@ -48,7 +48,7 @@ def refuse_superseded(sender: Sender | None, owners: Sequence[str], run_id: str)
     else:
         is_late = any(owner is not None and owner.session == sender.session for owner in before)
     if is_late:
-        raise StepConflict(
+        raise ContractError(
             f"run {run_id!r} was rewound after this request was sent: the actor that requested the last "
             "rewind owns the run, and all others must stop"
         )

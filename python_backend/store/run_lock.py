@@ -3,8 +3,6 @@
 A second actor would also rewind the critic under the first one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

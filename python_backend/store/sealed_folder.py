@@ -1,7 +1,5 @@
 """Folders whose state.json holds the sha256 of every other file and of its own content, to detect damage."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

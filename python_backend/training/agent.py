@@ -4,8 +4,6 @@ Restarts all ranks if one dies. On SIGINT or SIGTERM it lets rank 0 finish. Its 
 ranks died more often than MAX_RESTARTS allows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,12 +1,10 @@
-"""Starts the ranks of a training process, and agrees with them on its end. Imports no torch.
+"""Starts the ranks of a training process, and agrees with them when the job ends. Imports no torch.
 
 `python -m trainer` and `python -m actor` replace themselves by the agent (module `agent`) if their `ranks` setting is
 above 1 and no launcher has started them. The agent is torchrun with two additions: a signal to stop reaches rank 0
 only, and the exit code of rank 0 becomes the agent's. Under another launcher, such as torchrun itself, Slurm or
 Kubernetes, the ranks find their number in the environment, too.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -16,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from python_backend.errors import RlhfError
-from python_backend.stop_signal import die_with_parent
+from python_backend.process import die_with_parent
 from python_backend.store.durable import replace_file
 
 FOLDER = "RLHF_AGENT_FOLDER"  # environment variable: the folder of the agent that started this rank

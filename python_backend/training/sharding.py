@@ -4,8 +4,6 @@
 gather their weights for the forward and backward pass, and gradients are averaged over the ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
@@ -24,15 +22,57 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_backend.checkpoints.inspection import INDEX_FILE, CheckpointError, CheckpointInfo
 from python_backend.checkpoints.safetensors_header import TensorInfo
 from python_backend.checkpoints.tensor_file import STORED_AS, layout, raw_bytes
-from python_backend.models.sharded_tensors import whole
+from python_backend.models.adapters import MergedWeights, wide
+from python_backend.models.sharded_tensors import sharded_like, whole
 from python_backend.store.durable import sync_file
 from python_backend.store.weights import sha256_of
 from python_backend.training.ranks import Ranks
+
+# Merges LoRA adapters into the weights of a critic that is sharded over several ranks.
+
+
+class MergedSlices(MergedWeights):
+    """The weights of a sharded model with its adapters merged in, as this rank's slices (`DTensor`s).
+
+    They have the bits of `MergedWeights` on one process. Each tensor is computed when it is read, without
+    communication, so that ranks may read in any order.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        """Gather the adapters of all layers, which are small; collective. Arguments as of `MergedWeights`."""
+        super().__init__(*args)
+        self._gathered = {
+            name: {path: whole(p.detach()) for path, p in layer.named_parameters() if path.startswith("lora_")}
+            for name, layer in self.adapted.items()
+        }
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.plain[name].detach()
+        if name not in self.adapted:
+            return tensor.to(self.dtype(name))
+        adapters = {f"layer.{path}": adapter for path, adapter in self._gathered[name].items()}
+        # Rows of the whole product rather than a product of rows, whose rounding would depend on the number of ranks.
+        delta = functional_call(_Delta(self.adapted[name]), adapters, ())
+        return (wide(tensor) + sharded_like(delta, tensor)).to(self.dtype(name))
+
+
+class _Delta(nn.Module):
+    """The change of one weight by its adapters, as a module, in which `functional_call` can replace these."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self) -> Tensor:
+        return self.layer.get_delta_weight("default")
+
 
 MOST_UNREDUCED = 4 << 30  # bytes of gradients on each rank
 COMPARED_AT_ONCE = 1 << 20  # bytes; few enough to stay in the processor's cache

@@ -5,8 +5,6 @@ Imports only numpy, because every process imports it. Training payloads are in `
 Shapes: `B` rows of a request, `S` its padded length, `N` rows of a training payload, `T` tokens of a packed payload.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -176,10 +174,6 @@ class ContractError(RlhfError, ValueError):
 STEP_AHEAD = "but the last step of run"  # the actor recognises the error of a step that the journal does not know yet
 
 
-class StepConflict(ContractError):
-    """A training step or rewind that conflicts with the journal; the message names the last step and what to do."""
-
-
 @dataclass(frozen=True)
 class RowSteps:
     """The K steps of one row that a process reward scores; each array is int64 `[K]`, ascending."""
@@ -216,14 +210,12 @@ class ScoringRows:
 class Limits:
     """Request limits of a model: token ids in `[0, vocab_size)`, rows of 1 to `max_length` tokens, bounded sizes.
 
-    `max_sentence_bytes` bounds each sentence and each metadata object, `max_request_bytes` all of them in one request,
-    `max_request_tokens` the B * S tokens of a request and of its reply. These bounds keep one request from occupying
-    the server or exhausting its memory.
+    `max_request_bytes` bounds the sentences and metadata of a request, `max_request_tokens` the B * S tokens of it and
+    of its reply. They keep one request from occupying the server or exhausting its memory.
     """
 
     vocab_size: int
     max_length: int | None = None
-    max_sentence_bytes: int = 1_000_000
     max_request_tokens: int = 4_000_000
     max_request_bytes: int = 4_000_000
 

@@ -1,7 +1,5 @@
 """Validation of a request's texts: sentences, their second texts, and metadata. Imports only numpy, like `contract`."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -9,25 +7,38 @@ import numpy as np
 
 from python_backend.wire.contract import METADATA, SENTENCES, TEXT_PAIRS, ContractError, Limits, decode, sentence_texts
 
+# Sanitises text before it leaves a model.
+#
+# Triton cannot encode lone surrogates, and control sequences in a log or an error message would reach a terminal.
+
+
+LONGEST_TEXT = 2000  # gRPC sends an error in a header, and its clients accept 8 kB of headers
+
+
+def printable(text: str, limit: int = LONGEST_TEXT) -> str:
+    """Return `text` with everything but printable characters, newlines and tabs escaped as in a Python literal.
+
+    Texts longer than `limit` characters are truncated first. The result can always be encoded as UTF-8.
+    """
+    if len(text) > limit:
+        text = text[:limit] + " …"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 MAX_NESTING = 100  # of metadata; Python's JSON writer and templates recurse, and fail at about 1000 levels
 
 
 def text_bytes(
     sentences: np.ndarray, metadata: np.ndarray | None, limits: Limits, pairs: np.ndarray | None = None
 ) -> int:
-    """Return the number of bytes of a request's texts and metadata. Raises ContractError if they exceed a limit."""
-    total = 0
-    for name, array in ((SENTENCES, sentences), (TEXT_PAIRS, pairs), (METADATA, metadata)):
-        for i, item in enumerate(() if array is None else array.flat):
-            total += len(item)
-            if len(item) > limits.max_sentence_bytes:
-                raise ContractError(
-                    f"{name}[{i}]: {len(item)} bytes, must be at most {limits.max_sentence_bytes} (max_sentence_bytes)"
-                )
+    """Return the number of bytes of a request's texts and metadata. Raises ContractError if they exceed the limit."""
+    total = sum(len(item) for array in (sentences, pairs, metadata) if array is not None for item in array.flat)
     if total > limits.max_request_bytes:
         raise ContractError(
             f"{SENTENCES}: {total} bytes with the metadata, more than {limits.max_request_bytes} "
-            "(max_request_bytes): send fewer rows per request"
+            "(max_request_bytes): send fewer rows per request, or shorter ones"
         )
     return total
 

@@ -3,8 +3,6 @@
 Imports only numpy, like `contract`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass

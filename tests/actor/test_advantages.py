@@ -1,9 +1,13 @@
-"""The functions of `actor.algorithms.advantages` against hand-worked numbers, public vectors and obvious loops.
-Given nothing but tensors made here, in float64 where a tolerance would hide a mistake.
-Public vectors are quoted as numbers, with the file that published them beside each.
+"""`actor.algorithms.advantages` and `baselines` against hand-worked numbers, public vectors and obvious loops.
+
+Given nothing but tensors made here, in float64 where a tolerance would hide a mistake. Public vectors are quoted as
+numbers, with the file that published them beside each.
 """
 
 import math
+import statistics
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actor.algorithms import advantages as adv
+from actor.algorithms.advantages import group_standardise, leave_one_out, process_supervision
 
 close = torch.testing.assert_close
 property_test = settings(max_examples=40)
@@ -41,7 +46,7 @@ def gae_by_definition(values: Tensor, rewards: Tensor, mask: Tensor, gamma: floa
     return result
 
 
-# response_mask
+# ---- masks and token rewards ----
 
 
 def test_mask_starts_before_the_first_response_token_and_covers_the_eos():
@@ -51,127 +56,141 @@ def test_mask_starts_before_the_first_response_token_and_covers_the_eos():
     assert mask.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("prompt", "length", "num_tokens"), [(0, 3, 5), (4, 3, 5), (2, 6, 5)])
-def test_mask_refuses_impossible_lengths(prompt: int, length: int, num_tokens: int):
-    with pytest.raises(ValueError, match=f"{prompt}, {length}, {num_tokens} in row 1"):
-        adv.response_mask(torch.tensor([1, prompt]), torch.tensor([2, length]), num_tokens)
-
-
-# token_rewards
-
-
-def test_token_rewards_of_reference_section_8():
-    kl = torch.arange(14.0).reshape(2, 7)  # S = 8
-    result = adv.token_rewards(torch.tensor([1.0, 2.0]), kl, torch.tensor([5, 8]), kl_coef=0.1)
-    expected = -0.1 * kl
-    expected[0, 3] += 1.0  # 5 tokens: position 3 scores token 4, the last
-    expected[1, 6] += 2.0
-    close(result, expected)
-
-
 def test_token_rewards_by_hand():
+    """The first two are those of section 8 of the reference."""
+    kl = torch.arange(14.0).reshape(2, 7)  # S = 8
+    expected = -0.1 * kl
+    expected[[0, 1], [3, 6]] += torch.tensor([1.0, 2.0])  # 5 tokens: position 3 scores token 4, the last
+    close(adv.token_rewards(torch.tensor([1.0, 2.0]), kl, torch.tensor([5, 8]), kl_coef=0.1), expected)
     result = adv.token_rewards(f64([5.0, 7.0]), f64([[1.0, -1.0, 2.0]] * 2), torch.tensor([4, 1]), kl_coef=0.5)
     close(result, f64([[-0.5, 0.5, 4.0], [6.5, 0.5, -1.0]]))  # a single token: the index is clamped to 0
 
 
+def mask_of(prompt: int, length: int) -> Tensor:
+    return adv.response_mask(torch.tensor([1, prompt]), torch.tensor([2, length]), 5)
+
+
+def rewards_of(rewards: list, kl: list, lengths: list[int]) -> Tensor:
+    return adv.token_rewards(torch.tensor(rewards), torch.tensor(kl), torch.tensor(lengths), kl_coef=0.1)
+
+
+def gae_of(*shape: int) -> Any:
+    return adv.gae(torch.ones(shape), *torch.ones(2, *shape[:-1], 3), gamma=1.0, lam=1.0)
+
+
 @pytest.mark.parametrize(
-    ("rewards", "kl", "lengths", "kl_coef", "message"),
+    ("call", "arguments", "message"),
     [
-        ([[1.0]], [[0.0]], [2], 0.1, r"rewards.*\(1, 1\)"),
-        ([1.0], [[0.0]], [2, 2], 0.1, r"lengths.*\(2,\)"),
-        ([1.0], [[]], [1], 0.1, r"kl must.*\(1, 0\)"),
+        (mask_of, (0, 3), "0, 3, 5 in row 1"),
+        (mask_of, (4, 3), "4, 3, 5 in row 1"),
+        (mask_of, (2, 6), "2, 6, 5 in row 1"),
+        (rewards_of, ([[1.0]], [[0.0]], [2]), r"rewards.*\(1, 1\)"),
+        (rewards_of, ([1.0], [[0.0]], [2, 2]), r"lengths.*\(2,\)"),
+        (rewards_of, ([1.0], [[]], [1]), r"kl must.*\(1, 0\)"),
+        (gae_of, (1, 4), r"'values': \(1, 4\)"),  # the critic's full width
+        (gae_of, (3,), r"\[B, S-1\]"),
     ],
 )
-def test_token_rewards_refuse(rewards: list, kl: list, lengths: list, kl_coef: float, message: str):
+def test_impossible_lengths_and_shapes_are_refused(call: Callable[..., object], arguments: tuple, message: str):
     with pytest.raises(ValueError, match=message):
-        adv.token_rewards(torch.tensor(rewards), torch.tensor(kl), torch.tensor(lengths), kl_coef=kl_coef)
+        call(*arguments)
 
 
-# gae
+# ---- gae ----
 
-
-def test_gae_by_hand():
+RLAX = [
+    (1.0, [-1.45118, -4.4557, 2.5396, 0.5249, -0.49], [3.0, 2.0, 1.0, 0.0]),
+    (0.7, [-0.676979, -5.248167, 2.4846, 0.6704, -0.49], [2.2899, 1.73, 1.0, 0.0]),
+    (0.4, [0.56731, -6.042, 2.3431, 0.815, -0.49], [1.725, 1.46, 1.0, 0.0]),
+]
+TIANSHOU_VALUES = [[0.0, 2.0, 3.0, 4.0], [0.0, 5.0, 6.0, 7.0], [0.0, 8.0, 9.0, 10.0]]
+TIANSHOU_REWARDS = [[101.0, 102, 103, 200], [104, 105, 106, 201], [107, 108, 109, 202]]
+ENDED = [[454.8344, 376.1143, 291.298, 200.0], [464.561, 383.1085, 295.387, 201.0], [474.2876, 390.1027, 299.476, 202]]
+TRUNCATED = [[454.0109, 375.2386, 290.3669, 199.01], [462.9138, 381.3571, 293.5248, 199.02], ENDED[2]]
+BOOTSTRAPPED = [[*row[:3], row[3] + 0.99 * v] for row, v in zip(TIANSHOU_REWARDS, (-1.0, -2.0, 0.0), strict=True)]
+GAE = {  # values, rewards, mask, gamma, lam; advantages, returns or None, tolerance of who published them
     # deltas: 0 + .5*2 - 1 = 0; 0 + .5*4 - 2 = 0; 6 - 4 = 2. A: 2, .25*2 = .5, .25*.5 = .125
-    result, returns = adv.gae(
-        f64([[1.0, 2.0, 4.0]]), f64([[0.0, 0.0, 6.0]]), torch.ones(1, 3).double(), gamma=0.5, lam=0.5
-    )
-    close(result, f64([[0.125, 0.5, 2.0]]))
-    close(returns, f64([[1.125, 2.5, 6.0]]))
-
-
-def test_gae_of_reference_section_8():
-    values, rewards = f64([[0.0, 1.0, 2.0, 3.0]]), f64([[0.0, 0.0, 1.0, 0.0]])
-    result, returns = adv.gae(values, rewards, torch.ones_like(values), gamma=0.5, lam=0.0)
-    close(result, f64([[0.5, 0.0, 0.5, -3.0]]))
-    close(returns, result + values)
+    "by hand": ([[1, 2, 4]], [[0, 0, 6]], [[1, 1, 1]], 0.5, 0.5, [[0.125, 0.5, 2]], [[1.125, 2.5, 6]], 0),
+    "reference, section 8": (
+        [[0, 1, 2, 3]],
+        [[0, 0, 1, 0]],
+        [[1] * 4],
+        0.5,
+        0.0,
+        [[0.5, 0, 0.5, -3]],
+        [[0.5, 1, 2.5, 0]],
+        0,
+    ),
+    # V = 1, 3; r = 0, 5: deltas 0 + 3 - 1 = 2, 5 - 3 = 2; A: 2, 2 + .5*2 = 3
+    "a gap in the mask": (
+        [[1, 999, 3]],
+        [[0, 888, 5]],
+        [[1, 0, 1]],
+        1.0,
+        0.5,
+        [[3, 0, 2]],
+        [[4, 0, 5]],
+        0,
+    ),
+    # google-deepmind/rlax, rlax/_src/multistep_test.py, TruncatedGeneralizedAdvantageEstimationTest. Row 1 bootstraps
+    # from V = -1 after its last step: the same as 0.99 * -1 on its last reward. Row 2 has discount 0 after four steps:
+    # an episode of its own, and the one step behind it another.
+    **{
+        f"rlax, row 1, lambda {lam}": (
+            [[1, 4, -3, -2, -1]],
+            [[0, 0, 1, 0, -0.5 - 0.99]],
+            [[1] * 5],
+            0.99,
+            lam,
+            [first],
+            None,
+            1e-3,
+        )
+        for lam, first, _ in RLAX
+    },
+    **{
+        f"rlax, row 2, lambda {lam}": (
+            [[-3, -2, -1, 0], [5, 0, 0, 0]],
+            [[0, 0, 0, 0], [1 - 0.9, 0, 0, 0]],
+            [[1] * 4, [1, 0, 0, 0]],
+            0.9,
+            lam,
+            [second, [-4.9, 0, 0, 0]],
+            None,
+            1e-3,
+        )
+        for lam, _, second in RLAX
+    },
+    # thu-ml/tianshou, test/base/test_returns.py, test_episodic_returns: lambda 1, no critic.
+    "tianshou, Monte Carlo": (
+        [[0] * 3] * 4,
+        [[1, 2, 3], [4, 5, 0], [6, 7, 0], [3, 4, 5]],
+        [[1] * 3, [1, 1, 0], [1, 1, 0], [1] * 3],
+        0.1,
+        1.0,
+        None,
+        [[1.23, 2.3, 3], [4.5, 5, 0], [6.7, 7, 0], [3.45, 4.5, 5]],
+        0,
+    ),
+    # The same file, its critic case. Its array holds V of the next state. V of the first state is in no step's target:
+    # 0 here, any number would do. Its truncated episodes bootstrap from V = -1 and -2 after the last step.
+    "tianshou": (TIANSHOU_VALUES, TIANSHOU_REWARDS, [[1] * 4] * 3, 0.99, 0.95, None, ENDED, 1e-3),
+    "tianshou, truncated": (TIANSHOU_VALUES, BOOTSTRAPPED, [[1] * 4] * 3, 0.99, 0.95, None, TRUNCATED, 1e-3),
+    # NVIDIA-NeMo/RL, tests/unit/algorithms/test_ppo.py, test_gae_gamma_lambda_zero.
+    "NeMo RL": ([[1, 2, 3]], [[0, 0, 5]], [[1, 1, 1]], 1.0, 0.0, [[1, 1, 2]], None, 0),
+}
 
 
 @pytest.mark.parametrize(
-    ("lam", "first", "second"),
-    [
-        (1.0, [-1.45118, -4.4557, 2.5396, 0.5249, -0.49], [3.0, 2.0, 1.0, 0.0]),
-        (0.7, [-0.676979, -5.248167, 2.4846, 0.6704, -0.49], [2.2899, 1.73, 1.0, 0.0]),
-        (0.4, [0.56731, -6.042, 2.3431, 0.815, -0.49], [1.725, 1.46, 1.0, 0.0]),
-    ],
+    ("values", "rewards", "mask", "gamma", "lam", "advantages", "returns", "tolerance"), GAE.values(), ids=GAE
 )
-def test_gae_of_rlax(lam: float, first: list, second: list):
-    """google-deepmind/rlax, rlax/_src/multistep_test.py, TruncatedGeneralizedAdvantageEstimationTest.
-
-    Row 1 bootstraps from V = -1 after its last step: the same as 0.99 * -1 on its last reward. Row 2 has discount
-    0 after four steps: an episode of its own, and the one step behind it another.
-    """
-    values = f64([[1.0, 4.0, -3.0, -2.0, -1.0]])
-    rewards = f64([[0.0, 0.0, 1.0, 0.0, -0.5 - 0.99]])
-    result, _ = adv.gae(values, rewards, torch.ones_like(values), gamma=0.99, lam=lam)
-    close(result, f64([first]), atol=1e-3, rtol=0)  # rlax's own tolerance
-    episodes = f64([[-3.0, -2.0, -1.0, 0.0], [5.0, 0.0, 0.0, 0.0]])
-    rewards = f64([[0.0, 0.0, 0.0, 0.0], [1.0 - 0.9, 0.0, 0.0, 0.0]])
-    mask = f64([[1, 1, 1, 1], [1, 0, 0, 0]])
-    result, _ = adv.gae(episodes, rewards, mask, gamma=0.9, lam=lam)
-    close(result, f64([second, [-4.9, 0.0, 0.0, 0.0]]), atol=1e-3, rtol=0)
-
-
-def test_monte_carlo_returns_of_tianshou():
-    """thu-ml/tianshou, test/base/test_returns.py, test_episodic_returns: gamma 0.1, lambda 1, no critic."""
-    rewards = f64([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0], [6.0, 7.0, 0.0], [3.0, 4.0, 5.0]])
-    mask = f64([[1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 1, 1]])
-    _, returns = adv.gae(torch.zeros_like(rewards), rewards, mask, gamma=0.1, lam=1.0)
-    close(returns, f64([[1.23, 2.3, 3.0], [4.5, 5.0, 0.0], [6.7, 7.0, 0.0], [3.45, 4.5, 5.0]]))
-
-
-def test_gae_returns_of_tianshou():
-    """The same file, its critic case: gamma 0.99, lambda 0.95, three episodes of four steps.
-
-    Its array holds V of the next state. V of the first state is in no step's target: 0 here, any number would do.
-    """
-    values = f64([[0.0, 2.0, 3.0, 4.0], [0.0, 5.0, 6.0, 7.0], [0.0, 8.0, 9.0, 10.0]])
-    rewards = f64([[101.0, 102, 103, 200], [104, 105, 106, 201], [107, 108, 109, 202]])
-    published = [
-        [454.8344, 376.1143, 291.298, 200.0],
-        [464.5610, 383.1085, 295.387, 201.0],
-        [474.2876, 390.1027, 299.476, 202.0],
-    ]
-    _, returns = adv.gae(values, rewards, torch.ones_like(values), gamma=0.99, lam=0.95)
-    close(returns, f64(published), atol=1e-3, rtol=0)
-    # Its truncated episodes bootstrap from V = -1 and -2 after the last step.
-    rewards[:2, 3] += 0.99 * f64([-1.0, -2.0])
-    published[:2] = [[454.0109, 375.2386, 290.3669, 199.01], [462.9138, 381.3571, 293.5248, 199.02]]
-    _, returns = adv.gae(values, rewards, torch.ones_like(values), gamma=0.99, lam=0.95)
-    close(returns, f64(published), atol=1e-3, rtol=0)
-
-
-def test_gae_of_nemo_rl():
-    """NVIDIA-NeMo/RL, tests/unit/algorithms/test_ppo.py, test_gae_gamma_lambda_zero."""
-    values = f64([[1.0, 2.0, 3.0]])
-    result, _ = adv.gae(values, f64([[0.0, 0.0, 5.0]]), torch.ones_like(values), gamma=1.0, lam=0.0)
-    close(result, f64([[1.0, 1.0, 2.0]]))
-
-
-def test_a_gap_in_the_mask_is_stepped_over():
-    # V = 1, 3; r = 0, 5: deltas 0 + 3 - 1 = 2, 5 - 3 = 2; A: 2, 2 + .5*2 = 3
-    result, returns = adv.gae(f64([[1.0, 999.0, 3.0]]), f64([[0.0, 888.0, 5.0]]), f64([[1, 0, 1]]), gamma=1.0, lam=0.5)
-    close(result, f64([[3.0, 0.0, 2.0]]))
-    close(returns, f64([[4.0, 0.0, 5.0]]))
+def test_gae_is_as_published_and_by_hand(
+    values: list, rewards: list, mask: list, gamma: float, lam: float, advantages: Any, returns: Any, tolerance: float
+):
+    found = adv.gae(*map(f64, (values, rewards, mask)), gamma=gamma, lam=lam)
+    for tensor, expected in zip(found, (advantages, returns), strict=True):
+        if expected is not None:
+            close(tensor, f64(expected), atol=tolerance or 1e-7, rtol=0 if tolerance else 1e-7)
 
 
 @property_test
@@ -192,42 +211,28 @@ def test_neither_masked_content_nor_order_nor_padding_matters(
     order = torch.randperm(batch, generator=torch.Generator().manual_seed(seed))
     dirty = (values.masked_fill(mask == 0, junk), rewards.masked_fill(mask == 0, junk), mask)
     others = [torch.nn.functional.pad(x, (0, extra))[order] for x in dirty]
-    for found, expected in zip(
-        adv.gae(*others, gamma=0.9, lam=0.8), adv.gae(values, rewards, mask, gamma=0.9, lam=0.8), strict=True
-    ):
-        close(found[:, :width], expected[order])
+    found, expected = (adv.gae(*given, gamma=0.9, lam=0.8) for given in (others, (values, rewards, mask)))
+    close([tensor[:, :width] for tensor in found], [tensor[order] for tensor in expected])
     close(adv.masked_whiten(others[0], others[2])[:, :width], adv.masked_whiten(values, mask)[order])
     for function in (adv.masked_sum, adv.masked_mean):
         close(function(others[0], others[2]), function(values, mask))
     close(adv.explained_variance(*others), adv.explained_variance(values, rewards, mask))
 
 
-def test_gae_refuses_the_critics_full_width():
-    with pytest.raises(ValueError, match=r"'values': \(1, 4\)"):
-        adv.gae(torch.ones(1, 4), torch.ones(1, 3), torch.ones(1, 3), gamma=1.0, lam=1.0)
-    with pytest.raises(ValueError, match=r"\[B, S-1\]"):
-        adv.gae(torch.ones(3), torch.ones(3), torch.ones(3), gamma=1.0, lam=1.0)
-
-
-# masked statistics
+# ---- masked statistics ----
 
 
 def test_masked_statistics_by_hand():
     x, mask = f64([[1.0, 3.0, 100.0], [5.0, 100.0, 100.0]]), f64([[1, 1, 0], [1, 0, 0]])
-    assert adv.masked_sum(x, mask) == 9.0
-    assert adv.masked_mean(x, mask) == 3.0
+    assert (adv.masked_sum(x, mask), adv.masked_mean(x, mask)) == (9.0, 3.0)
     step = 2 / math.sqrt(8 / 3 + 1e-8)  # uncorrected: (4 + 0 + 4) / 3
     close(adv.masked_whiten(x, mask), f64([[-step, 0.0, 0.0], [step, 0.0, 0.0]]))
-
-
-def test_odd_masks_by_hand():
     x, empty = f64([[1.0, math.nan, 3.0]]), f64([[0, 0, 0]])
     assert adv.masked_mean(x, empty) == adv.explained_variance(x, x, empty) == 0
     assert adv.masked_whiten(x, empty).tolist() == [[0.0, 0.0, 0.0]]
     x, weights = f64([[1.0, 3.0, 100.0]]), f64([[0.25, 0.5, 0.0]])
-    assert adv.masked_sum(x, weights) == 1.75
+    assert (adv.masked_sum(x, weights), adv.masked_mean(x, weights > 0)) == (1.75, 2.0)
     close(adv.masked_mean(x, weights), f64(1.75 / 0.75))
-    assert adv.masked_mean(x, weights > 0) == 2.0
     close(adv.masked_whiten(x, weights > 0), adv.masked_whiten(x, (weights > 0).double()))
 
 
@@ -240,15 +245,98 @@ def test_what_varies_by_the_rounding_of_float32_does_not_vary(value: float):
         x[1, 2] = torch.nextafter(x[1, 2], torch.tensor(math.inf))
 
 
-# explained_variance
+@pytest.mark.parametrize(
+    ("values", "returns", "expected"),
+    [
+        ([1, 2, 3], [1, 2, 3], 1),
+        ([8, 9, 10], [1, 2, 3], 1),
+        ([4, 4, 4], [1, 2, 3], 0),
+        ([-1, -2, -3], [1, 2, 3], -3),  # the residual 2R has four times the variance
+        ([1, 2, 3], [4, 4, 4], 0),  # nothing to explain
+        ([1, 1, 3], [1, 2, 3], 2 / 3),  # residuals 0, 1, 0: 2/9 of 2/3
+    ],
+)
+def test_explained_variance_by_hand(values: list, returns: list, expected: float):
+    assert float(adv.explained_variance(f64([values]), f64([returns]), f64([[1, 1, 1]]))) == pytest.approx(expected)
 
 
-def test_explained_variance_by_hand():
-    returns, ones = f64([[1.0, 2.0, 3.0]]), f64([[1, 1, 1]])
-    assert adv.explained_variance(returns, returns, ones) == 1.0
-    assert adv.explained_variance(returns + 7, returns, ones) == 1.0
-    assert adv.explained_variance(f64([[4.0, 4.0, 4.0]]), returns, ones) == 0.0
-    assert adv.explained_variance(-returns, returns, ones) == -3.0  # the residual 2R has four times the variance
-    assert adv.explained_variance(returns, f64([[4.0, 4.0, 4.0]]), ones) == 0.0  # nothing to explain
-    # Residuals 0, 1, 0: 2/9 of 2/3.
-    close(adv.explained_variance(f64([[1.0, 1.0, 3.0]]), returns, ones), f64(2 / 3))
+# ---- baselines of groups ----
+
+BASELINES = [leave_one_out, group_standardise]
+groups_of = {"seed": st.integers(0, 10_000), "count": st.integers(1, 12), "num_groups": st.integers(1, 4)}
+
+
+def sample(seed: int, count: int, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards, groups, and which rows count."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(count, generator=generator, dtype=torch.float64)
+    groups = torch.randint(num_groups, (count,), generator=generator)
+    return rewards, groups, torch.rand(count, generator=generator) > 0.3
+
+
+@property_test
+@given(**groups_of)
+def test_baselines_equal_a_loop(seed: int, count: int, num_groups: int):
+    rewards, groups, counted = sample(seed, count, num_groups)
+    found = torch.stack([baseline(rewards, groups, counted) for baseline in BASELINES], 1)
+    for i, score in enumerate(rewards.tolist()):
+        group = [float(rewards[j]) for j in range(count) if counted[j] and groups[j] == groups[i]]
+        expected = [0.0, 0.0]
+        if counted[i] and len(group) > 1:
+            others = (sum(group) - score) / (len(group) - 1)
+            expected = [score - others, (score - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6)]
+        assert found[i].tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_baselines_by_hand():
+    """Scores 1, 2, 6 of one prompt: the others' means are 4, 3.5, 1.5; mean 3, std sqrt(7) with n - 1."""
+    rewards, groups, counted = torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3).long(), torch.ones(3).bool()
+    assert leave_one_out(rewards, groups, counted).tolist() == [-3.0, -1.5, 4.5]
+    expected = [-2 / math.sqrt(7), -1 / math.sqrt(7), 3 / math.sqrt(7)]
+    assert group_standardise(rewards, groups, counted).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@property_test
+@given(**groups_of, junk=st.sampled_from([math.nan, math.inf, -1e30]))
+def test_a_baseline_compares_the_counted_rows_of_a_group(baseline, seed: int, count: int, num_groups: int, junk: float):
+    """Advantages of a group add up to 0; other rows, their order and the names of groups never matter."""
+    rewards, groups, counted = sample(seed, count, num_groups)
+    found = baseline(rewards, groups, counted)
+    sums = [float(found[groups == group].sum()) for group in groups.unique()]
+    assert sums == pytest.approx([0] * len(sums), abs=1e-9)
+    close(baseline(rewards.masked_fill(~counted, junk), groups, counted), found)
+    assert (found[~counted] == 0).all()
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    close(baseline(rewards[order], 100 - 7 * groups[order], counted[order]), found[order])
+
+
+@pytest.mark.parametrize("score", [0.1, 3.3, 117.3, -1234.5])
+@pytest.mark.parametrize("count", [3, 5, 8, 11, 64])
+def test_scores_that_are_equal_but_for_rounding_teach_nothing(score: float, count: int):
+    """The float32 mean of equal numbers may be another one; over a spread of 1e-6 that made advantages of 0.63."""
+    rewards, groups = torch.full((2 * count,), score), torch.arange(2).repeat_interleave(count)
+    counted, nothing = torch.ones(2 * count).bool(), [0.0] * 2 * count
+    assert [baseline(rewards, groups, counted).tolist() for baseline in BASELINES] == [nothing, nothing]
+    rewards[1] = torch.nextafter(rewards[1], torch.tensor(torch.inf))
+    assert group_standardise(rewards, groups, counted).tolist() == nothing
+    rewards[1] = score + 1e-2 * abs(score)
+    found = float(group_standardise(rewards, groups, counted)[1])
+    assert found == pytest.approx((count - 1) / math.sqrt(count), rel=1e-2), "a difference is one"
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10_000), count=st.integers(1, 8), num_groups=st.integers(1, 3))
+def test_process_supervision_equals_a_loop(seed: int, count: int, num_groups: int):
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(count, 7, generator=generator, dtype=torch.float64)
+    ends = torch.rand(count, 7, generator=generator) > 0.6
+    groups, counted = sample(seed, count, num_groups)[1:]
+    found = process_supervision(torch.where(ends, rewards, math.nan), ends, groups, counted)
+    for i in range(count):
+        steps = rewards[(counted & (groups == groups[i]))[:, None] & ends].tolist()
+        expected = [0.0] * 7
+        if counted[i] and len(steps) > 1:
+            mean, std = statistics.fmean(steps), statistics.stdev(steps) + 1e-6
+            expected = [sum((float(rewards[i, k]) - mean) / std for k in range(t, 7) if ends[i, k]) for t in range(7)]
+        assert found[i].tolist() == pytest.approx(expected, abs=1e-9)

@@ -1,8 +1,12 @@
-"""`Policy.generate`: what ends a response, what it may hold, and what every generated row is."""
-
-from __future__ import annotations
+"""`actor.generation` and `Policy.generate`: the texts of transformers' `generate`, whatever the model, slots and
+order of ends; what ends a response; and the log-probs of what was generated.
+"""
 
 import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +14,309 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from live_system import make_checkpoint, make_tokenizer
 from packaging.version import Version
-from transformers import GenerationConfig
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from actor.data.rollout import Prompt, Rollout
-from actor.data.step_inputs import step_seed
-from actor.generation.engine import Generation
+from actor.generation import cache, engine, slots
+from actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
+from actor.generation.engine import Generation, uniform_draws
+from actor.generation.slots import Decoder, Rules, draw
 from actor.policy.policy import Policy
 from python_backend.config import GenerationSection
 from tests.support.settings import actor_section
 
+VOCAB, EOS = 64, 2
+SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE: dict[str, Any] = {**SMALL, "intermediate_size": 64, "max_position_embeddings": 256}
+GROUPED: dict[str, Any] = {**WIDE, "num_key_value_heads": 2}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+OPT = {**SMALL, "ffn_dim": 64, "max_position_embeddings": 256, "word_embed_proj_dim": 32}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", WIDE),
+    "grouped heads": ("Qwen2Config", GROUPED),
+    "learned positions": ("GPT2Config", GPT2),
+    "offset positions": ("OPTConfig", OPT),
+    "distances in the mask": ("BloomConfig", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "half rotated": ("GPTNeoXConfig", WIDE),
+    "sliding window": ("MistralConfig", {**GROUPED, "sliding_window": 8}),
+    "every other layer slides": ("Gemma2Config", {**GROUPED, "head_dim": 8, "sliding_window": 8}),
+}
+
+
+def make_model(family: str, *, eos_bias: float = 0.0) -> Any:
+    """Random weights, large enough that logits differ; `eos_bias` makes responses end."""
+    name, settings = FAMILIES[family]
+    torch.manual_seed(5)
+    settings = {**settings, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS, "initializer_range": 0.3}
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**settings)).eval()
+    bias = eos_bias * torch.nn.functional.one_hot(torch.tensor(EOS), VOCAB)
+    model.lm_head.register_forward_hook(lambda _, __, logits: logits + bias)
+    return model
+
+
+def make_prompts(count: int, *, longest: int = 20) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, VOCAB, rng.integers(1, longest + 1)) for _ in range(count)]
+
+
+def generation(model: Any, **settings: Any) -> Generation:
+    given = {"max_new_tokens": 16, "generation_batch_size": 4, **settings}
+    return Generation(model, None, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=[0, 1])
+
+
+def texts(written_by: Generation, prompts: list[np.ndarray], *, seed: int = 0, greedy: bool = False) -> list[list[int]]:
+    found: dict[int, list[int]] = {}
+    written_by.run(prompts, lambda i, response: found.update({i: response.tokens}), seed=seed, greedy=greedy)
+    assert len(found) == len(prompts)
+    return [found[i] for i in range(len(prompts))]
+
+
+# ---- decoding in slots ----
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_texts_are_those_of_generate(family: str) -> None:
+    model, prompts = make_model(family, eos_bias=2.0), make_prompts(11)
+    ours = generation(model)
+    written = texts(ours, prompts, greedy=True)
+    assert ours._decodes, "it was not our decoding that wrote them"
+    assert written == texts(generation(model, engine="transformers"), prompts, greedy=True)
+
+
+def test_a_response_that_just_fits_the_models_positions_is_decoded_in_slots() -> None:
+    model, prompts = make_model("learned positions"), [np.full(length, 5) for length in (255, 9)]
+    ours, theirs = (generation(model, max_new_tokens=1, engine=name) for name in ("slots", "transformers"))
+    assert texts(ours, prompts, greedy=True) == texts(theirs, prompts, greedy=True)
+    assert ours._decodes
+
+
+def test_a_response_does_not_depend_on_the_rows_beside_it() -> None:
+    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
+    alone = texts(generation(model, generation_batch_size=3), prompts, seed=7)
+    for size in (1, 2, 5, 11, 40):
+        assert texts(generation(model, generation_batch_size=size), prompts, seed=7) == alone
+        assert texts(generation(model, generation_batch_size=size), prompts, seed=8) != alone
+
+
+def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that go on for long: the columns are used up again and again."""
+    sizes, shifts, shift, write_on = set(), [], SlotCache.shift, Decoder._write_on
+
+    def watched(self: Decoder, cache: SlotCache, *args: Any) -> None:
+        sizes.add(tuple(tensor.data_ptr() for layer in cache.layers for tensor in layer.tensors()))
+        write_on(self, cache, *args)
+
+    monkeypatch.setattr(Decoder, "_write_on", watched)
+    monkeypatch.setattr(SlotCache, "shift", lambda self, *args: (shifts.append(1), shift(self, *args)))
+    model, prompts = make_model("llama", eos_bias=1.0), make_prompts(60, longest=4)
+    found: dict[int, list[int]] = {}
+    decoder = Decoder(model, Rules(24, [EOS], [0, 1]), slots=4)
+    decoder.run(prompts, None, lambda i, response: found.update({i: response.tokens}))
+    assert len(sizes) == 1
+    assert len(shifts) > 3
+    plain = generation(model, engine="transformers", max_new_tokens=24, generation_batch_size=60)
+    assert [found[i] for i in range(60)] == texts(plain, prompts, greedy=True)
+
+
+def test_draws_follow_the_probabilities() -> None:
+    """20,000 draws of five tokens: each share within four standard deviations of its probability."""
+    torch.manual_seed(0)
+    probabilities, count = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 20_000
+    drawn = draw(probabilities.log().expand(count, -1), torch.rand(count, dtype=torch.float64))
+    shares = drawn.bincount(minlength=5) / count
+    assert ((shares - probabilities).abs() <= 4 * (probabilities * (1 - probabilities) / count).sqrt()).all()
+    edges = torch.tensor([0.0, 0.5 - 1e-6, 0.5 + 1e-6, 1 - 2**-53], dtype=torch.float64)
+    assert draw(probabilities.log().expand(4, -1), edges).tolist() == [0, 0, 2, 4]
+
+
+class Counted(list[int]):
+    """The tokens of a row; counts how often they are read again."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[int]:
+        Counted.reads += 1
+        return super().__iter__()
+
+
+def test_a_penalty_counts_each_token_once_and_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the published rule: logits of seen tokens are divided by it where positive, multiplied where not."""
+    row = slots._Row
+    monkeypatch.setattr(slots, "_Row", lambda index, start, tokens, *more: row(index, start, Counted(tokens), *more))
+    model, prompts = make_model("llama", eos_bias=2.0), [*make_prompts(5), *make_prompts(2)]  # some share their prompt
+    written = texts(generation(model, repetition_penalty=3.0), prompts, greedy=True)
+    assert Counted.reads <= len(prompts), "a row is not read again at each step"
+    assert len({len(response) for response in written}) > 2  # rows change their slots
+    for prompt, response in zip(prompts, written, strict=True):
+        for i, chosen in enumerate(response):
+            seen = torch.tensor([*prompt.tolist(), *response[:i]])
+            with torch.no_grad():
+                logits = model(seen[None]).logits[0, -1]
+            logits[seen] = torch.where(logits < 0, logits * 3.0, logits / 3.0)[seen]
+            logits[[0, 1]] = -torch.inf
+            assert chosen == int(logits.argmax())
+
+
+def test_draws_depend_on_seed_and_prompt_alone_and_are_made_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, again = ([list(islice(uniform_draws(7, index), 200)) for index in range(3)] for _ in range(2))
+    assert whole == again
+    assert len({value for row in [*whole, list(islice(uniform_draws(8, 0), 200))] for value in row}) == 800
+    assert 0.45 < np.mean(whole) < 0.55
+    asked: list[int] = []
+
+    def counted(seed: int, index: int) -> Iterator[float]:
+        for value in uniform_draws(seed, index):
+            asked.append(index)
+            yield value
+
+    monkeypatch.setattr(engine, "uniform_draws", counted)
+    monkeypatch.setattr(torch, "rand", None)  # no matrix of all draws that could be needed
+    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(5)
+    written = texts(generation(model), prompts, seed=7)
+    assert [asked.count(i) for i in range(5)] == [len(text) for text in written]
+
+
+@pytest.mark.parametrize(("size", "token_budget"), [(3, None), (8, None), (16, None), (16, 40), (16, 1)])
+def test_prompts_of_a_group_go_through_one_forward(
+    size: int, token_budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer rows in the forwards over prompts, within the budget, and the same responses as without the others."""
+    prompts = [prompt for prompt in make_prompts(3) for _ in range(4)]
+    rows_in: list[list[int]] = []
+    take_in, logits = Decoder._take_in, Decoder._logits
+
+    def watched(self: Decoder, cache: SlotCache, ids: Tensor, *window: Any) -> Tensor:
+        rows_in[-1].append(len(ids))
+        assert len(rows_in[-1]) > 1 or len(ids) == 1 or ids.numel() <= (token_budget or math.inf)
+        return logits(self, cache, ids, *window)
+
+    monkeypatch.setattr(Decoder, "_take_in", lambda *args: (rows_in.append([]), take_in(*args))[1])
+    monkeypatch.setattr(Decoder, "_logits", watched)
+    rules = Rules(16, [EOS], [0, 1], repetition_penalty=1.3)
+    decoder = Decoder(make_model("llama", eos_bias=2.0), rules, slots=size, token_budget=token_budget)
+
+    def written(rows: list[int]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        given = [prompts[i] for i in rows]
+        decoder.run(given, lambda i: uniform_draws(3, rows[i]), lambda i, r: found.update({rows[i]: r.tokens}))
+        return found
+
+    together, passes = written(list(range(12))), [rows[0] for rows in rows_in if rows]
+    assert sum(passes) < 12
+    if size >= 12:
+        assert passes == {None: [3], 40: [2, 1], 1: [1, 1, 1]}[token_budget]
+    assert together == {i: written([i])[i] for i in range(12)}
+
+
+# ---- models that slots do not support, and lack of memory ----
+
+
+def test_a_model_with_a_recurrent_state_is_written_by_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    config = transformers.MambaConfig(**sizes, pad_token_id=0, eos_token_id=EOS)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert cache_layers(model) == 0
+    written_by = generation(model, max_new_tokens=3)
+    assert all(1 <= len(text) <= 3 for text in texts(written_by, make_prompts(3)))
+    assert "caches more than keys and values" in caplog.text
+    assert not written_by._decodes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "scale"),
+    [([3, 8, 20], 1), ([7, 7, 7, 7], 1), ([9], 1), ([1, 1], 1), ([2, 30, 30, 30], 1), ([3, 8, 20, 5], 0.005)],
+    ids=str,
+)
+def test_a_model_that_slots_would_misread_is_found_out(
+    lengths: list[int], scale: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes positions from the number of columns, which padding shifts. It is found out whatever the first prompts
+    are, also those of equal length, and where the likeliest tokens are the same and their probabilities are not."""
+    model = make_model("learned positions")
+    embedding = model.transformer.wpe
+    embedding.weight.data *= scale
+    forward = embedding.forward
+    embedding.forward = lambda ids: forward(torch.arange(ids.shape[-1]).expand_as(ids) * 5 % 256)
+    written_by, rng = generation(model), np.random.default_rng(0)
+    texts(written_by, [rng.integers(3, VOCAB, length) for length in lengths])
+    assert not written_by._decodes
+    assert "different distribution than plain forward passes" in caplog.text
+
+
+@pytest.mark.parametrize(("off", "decodes"), [(0.1, True), (0.5, False)])
+def test_decoding_is_proven_once_more_in_the_precision_that_it_runs_in(
+    off: float, decodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written_by = generation(make_model("llama"))
+    # Another kernel in bfloat16.
+    monkeypatch.setattr(Generation, "_distance", lambda *_: off if torch.is_autocast_enabled("cpu") else 0.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        texts(written_by, make_prompts(3))
+    assert written_by._decodes == decodes
+
+
+def test_flash_attention_is_not_used_for_slots() -> None:
+    """It would copy the whole cache for each token."""
+    written_by = generation(make_model("llama"))
+    written_by._model.config._attn_implementation_internal = "flash_attention_2"
+    assert not written_by._is_proven(make_prompts(3))
+
+
+def test_logits_that_are_no_numbers_are_an_error_that_says_so() -> None:
+    model = make_model("llama")
+    written_by = generation(model)
+    texts(written_by, make_prompts(3))
+    model.lm_head.weight.data[5] = torch.nan
+    for greedy in (True, False):
+        with pytest.raises(FloatingPointError, match=r"logits are not finite.* lower actor\.optimizer\.lr"):
+            texts(written_by, make_prompts(3), greedy=greedy)
+
+
+@pytest.mark.parametrize("engine_name", ["slots", "transformers"])
+def test_rows_that_lack_of_memory_interrupts_start_again_with_the_same_draws(
+    engine_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
+    expected = texts(generation(model, engine=engine_name, generation_batch_size=8), prompts, seed=7)
+    written_by = generation(model, engine=engine_name, generation_batch_size=8)
+    texts(written_by, prompts[:1])
+    passes, forward = [], model.forward
+
+    def limited(input_ids: Tensor, **others: Any) -> Any:
+        passes.append(1)
+        if len(input_ids) > 3 and len(passes) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return forward(input_ids=input_ids, **others)
+
+    monkeypatch.setattr(model, "forward", functools.wraps(forward)(limited))
+    found: list[tuple[int, list[int]]] = []
+    written_by.run(prompts, lambda i, response: found.append((i, response.tokens)), seed=7)
+    assert sorted(found) == list(enumerate(expected))  # each once
+    assert (written_by.memory.count, written_by.memory.size) == (2, 2)
+
+
+# ---- Policy.generate: what ends a response ----
+
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("policy") / "policy", "policy", make_tokenizer(), seed=3)
-
-
 def make_policy(checkpoint: Path, **settings: Any) -> Policy:
-    return Policy.of(actor_section(checkpoint=checkpoint, max_new_tokens=12, **settings))
+    return Policy.of(actor_section(model=checkpoint, max_new_tokens=12, **settings))
 
 
-def generate(policy: Policy, *, seed: int = 0, greedy: bool = False) -> Rollout:
-    prompts = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate(PROMPTS)]
-    return policy.generate(prompts, seed=seed, greedy=greedy)
+def generate(policy: Policy, *, prompts: list[list[int]] = PROMPTS, seed: int = 0, **settings: Any) -> Rollout:
+    given = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate(prompts)]
+    rollout = policy.generate(given, seed=seed, **settings)
+    starts = rollout.prompt_lengths.tolist()
+    assert [row[:start].tolist() for row, start in zip(rollout.rows(), starts, strict=True)] == prompts
+    for row, length, response in zip(rollout.tokens, rollout.lengths.tolist(), responses(rollout), strict=True):
+        assert (row[length:] == policy.pad_id).all()
+        assert 1 <= len(response) <= 12
+        assert not set(response) & set(policy.banned_ids)
+    return rollout
 
 
 def responses(rollout: Rollout) -> list[list[int]]:
@@ -43,63 +324,44 @@ def responses(rollout: Rollout) -> list[list[int]]:
     return [row[start:].tolist() for row, start in zip(rollout.rows(), starts, strict=True)]
 
 
-def check(policy: Policy, rollout: Rollout) -> None:
-    """What holds for every rollout."""
-    assert [row[:n].tolist() for row, n in zip(rollout.rows(), rollout.prompt_lengths.tolist(), strict=True)] == PROMPTS
-    for row, length in zip(rollout.tokens, rollout.lengths.tolist(), strict=True):
-        assert (row[length:] == policy.pad_id).all()
-    for response in responses(rollout):
-        assert 1 <= len(response) <= 12
-        assert not set(response) & set(policy.banned_ids)
-
-
 def test_an_end_of_sequence_ends_a_response_and_belongs_to_it(checkpoint: Path):
-    policy = make_policy(checkpoint)
-    with torch.no_grad():
-        policy.model.lm_head.weight[policy.eos_ids[0]] += 0.5  # now and then
-    rollouts = [generate(policy, seed=seed) for seed in range(4)]
-    ended = [(r, e) for rollout in rollouts for r, e in zip(responses(rollout), rollout.is_end.tolist(), strict=True)]
-    assert {end for _, end in ended} == {True, False}
-    for response, end in ended:
-        assert (response[-1] in policy.eos_ids) == end
-        assert not set(response[:-1]) & set(policy.eos_ids)
+    policy, ended = make_policy(checkpoint), []
+    policy.model.lm_head.weight.data[policy.eos_ids[0]] += 0.5  # now and then
+    for seed in range(4):
+        rollout = generate(policy, seed=seed)
+        ended += rollout.is_end.tolist()
+        for response, end in zip(responses(rollout), rollout.is_end.tolist(), strict=True):
+            assert [token in policy.eos_ids for token in response] == [False] * (len(response) - 1) + [end]
+    assert set(ended) == {True, False}
+
+
+def test_an_end_of_sequence_that_the_model_does_not_know_is_left_out() -> None:
+    settings = GenerationSection(max_new_tokens=6, min_new_tokens=4)
+    model = make_model("llama", eos_bias=2.0)
+    written_by = Generation(model, None, settings, eos_ids=[EOS, VOCAB + 3], pad_id=0, banned_ids=[0, 1])
+    assert all(4 <= len(text) <= 6 for text in texts(written_by, make_prompts(3)))
 
 
 def test_a_stop_string_ends_a_response(checkpoint: Path):
     free = make_policy(checkpoint)
-    plain = generate(free, seed=3)
-    words = [free.tokenizer.decode(response) for response in responses(plain)]
-    stop = free.tokenizer.decode(responses(plain)[0][2:4])  # what the first row writes third and fourth
+    plain, decode = responses(generate(free, seed=3)), free.tokenizer.decode
+    stop = decode(plain[0][2:4])  # what the first row writes third and fourth
     policy = make_policy(checkpoint, stop_strings=(stop, "never written"))
     rollout = generate(policy, seed=3)
-    check(policy, rollout)
-    for response, text, end in zip(responses(rollout), words, rollout.is_end.tolist(), strict=True):
-        written = policy.tokenizer.decode(response)
-        assert end == (stop in written or response[-1] in policy.eos_ids)
-        if stop in written:
-            assert stop not in policy.tokenizer.decode(response[:-1])
-        else:
-            assert written == text  # the others write on as they would have
+    for response, before, end in zip(responses(rollout), plain, rollout.is_end.tolist(), strict=True):
+        stopped = stop in decode(response)
+        assert end == (stopped or response[-1] in policy.eos_ids)
+        assert stop not in decode(response[:-1])
+        assert stopped or response == before  # the others write on as they would have
     assert len(responses(rollout)[0]) <= 4
-    assert bool(rollout.is_end[0])
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_new_tokens": 3}], ids=["plain", "restricted"]
-)
-def test_both_ways_to_generate_sample_alike_and_leave_the_global_generator_alone(
-    checkpoint: Path, settings: dict[str, Any]
-):
-    """Under `one_step_off_policy` the dropout of an update seeds it, and draws from it, in another thread."""
-    found = []
-    for decoding in ("slots", "transformers"):
-        policy = make_policy(checkpoint, engine=decoding, generation_batch_size=2, **settings)
-        prompts = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate(PROMPTS)]
-        before = torch.get_rng_state()
-        found.append(responses(generate(policy, seed=5)))
-        assert torch.equal(torch.get_rng_state(), before)
-        found.append(responses(policy.generate(prompts, seed=5, finished=lambda *_: torch.manual_seed(9))))
-    assert all(each == found[0] for each in found)
+@pytest.mark.parametrize("decoding", ["slots", "transformers"])
+def test_a_stop_string_that_began_in_the_prompt_ends_nothing(checkpoint: Path, decoding: str):
+    free = make_policy(checkpoint, engine=decoding)
+    written = responses(generate(free, greedy=True))[0]
+    policy = make_policy(checkpoint, engine=decoding, stop_strings=(free.tokenizer.decode([7, written[0]]),))
+    assert responses(generate(policy, greedy=True))[0] == written
 
 
 class Letters:
@@ -112,17 +374,8 @@ class Letters:
 @pytest.mark.parametrize(
     ("written", "ends"),
     [
-        ("ab", False),
-        ("xab", False),
-        ("xabx", False),
-        ("xabxxxxab", True),
-        ("xxab", True),
-        ("xxxab", True),
-        ("abab", True),
-        ("xabyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy", False),
-        ("xéab", True),
-        ("xxé", True),
-        ("xé", False),
+        *[(text, False) for text in ("ab", "xab", "xabx", "xé", "xab" + "y" * 40)],
+        *[(text, True) for text in ("xabxxxxab", "xxab", "xxxab", "abab", "xéab", "xxé")],
     ],
 )
 def test_a_stop_string_that_ends_within_the_least_length_is_text(written: str, ends: bool):
@@ -130,57 +383,68 @@ def test_a_stop_string_that_ends_within_the_least_length_is_text(written: str, e
     settings = GenerationSection(min_new_tokens=3, stop_strings=("ab", "é"))
     generation = Generation(None, Letters(), settings, eos_ids=[], pad_id=0, banned_ids=[])
     ids = list(written.encode())
-    assert generation._has_stop(ids) == ends
-    assert not any(generation._has_stop(ids[:n]) for n in range(len(ids)))
+    assert [generation._has_stop(ids[:n]) for n in range(len(ids) + 1)] == [False] * len(ids) + [ends]
 
 
-@pytest.mark.parametrize("decoding", ["slots", "transformers"])
-def test_a_stop_string_that_began_in_the_prompt_ends_nothing(checkpoint: Path, decoding: str):
-    free = make_policy(checkpoint, engine=decoding)
-    written = generate(free, greedy=True)
-    stop = free.tokenizer.decode([PROMPTS[0][-1], responses(written)[0][0]])
-    policy = make_policy(checkpoint, engine=decoding, stop_strings=(stop,))
-    rollout = generate(policy, greedy=True)
-    check(policy, rollout)
-    assert responses(rollout)[0] == responses(written)[0]
+# ---- Policy.generate: slots and transformers alike ----
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_new_tokens": 3}], ids=["plain", "restricted"]
+)
+def test_both_ways_to_generate_sample_alike_and_leave_the_global_generator_alone(
+    checkpoint: Path, settings: dict[str, Any]
+):
+    """Under `one_step_off_policy` the dropout of an update seeds it, and draws from it, in another thread."""
+    found = []
+    for decoding in ("slots", "transformers"):
+        policy = make_policy(checkpoint, engine=decoding, generation_batch_size=2, **settings)
+        before = torch.get_rng_state()
+        found.append(responses(generate(policy, seed=5)))
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append(responses(generate(policy, seed=5, finished=lambda *_: torch.manual_seed(9))))
+    assert found == found[:1] * 4
 
 
 @pytest.mark.parametrize(
     "settings", [{}, {"stop_strings": ("t", "never written")}, {"repetition_penalty": 1.5}], ids=str
 )
 @pytest.mark.parametrize("pad_is_eos", [False, True])
-def test_who_writes_never_matters(checkpoint: Path, settings: dict[str, Any], pad_is_eos: bool):
-    """Greedy texts, under whatever the checkpoint's own generation config asks for."""
+def test_both_ways_to_generate_ignore_the_checkpoints_own_generation_config(
+    checkpoint: Path, settings: dict[str, Any], pad_is_eos: bool
+):
     if pad_is_eos and "repetition_penalty" in settings and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("generate() of transformers 5.20, the last for Python 3.10, penalises the padding as well")
-    found = []
+    found, ended = [], set()
     for decoding in ("slots", "transformers"):
         policy = make_policy(checkpoint, engine=decoding, **settings)
         asked = GenerationConfig(no_repeat_ngram_size=1, forced_eos_token_id=policy.eos_ids[0], eos_token_id=77)
         policy.model.generation_config = asked
         if pad_is_eos:
             policy.generation._pad_id = policy.eos_ids[0]
-        with torch.no_grad():
-            policy.model.lm_head.weight[policy.eos_ids[0]] *= 2  # the likeliest now and then
-        prompts = [Prompt(str(i), "", np.asarray([5 + i] * (1 + i % 7))) for i in range(30)]
-        rollout = policy.generate(prompts, seed=0, greedy=True)
-        found.append((responses(rollout), rollout.is_end.tolist()))
+        policy.model.lm_head.weight.data[policy.eos_ids[0]] *= 2  # the likeliest now and then
+        rollout = generate(policy, prompts=[[5 + i] * (1 + i % 7) for i in range(30)], greedy=True)
+        found.append(responses(rollout))
+        ended.update(rollout.is_end.tolist())
         assert policy.model.generation_config is asked  # checkpoints keep it
-    assert set(found[0][1]) == {True, False}
+    assert ended == {True, False}
     assert found[0] == found[1]
+
+
+# ---- log-probs of what was generated ----
 
 
 def test_log_probs_are_those_of_the_sampling_distribution(checkpoint: Path):
     """Under the temperature and without forbidden tokens, whatever top-k, top-p or a penalty did to the draw."""
     policy = make_policy(checkpoint, precision="float32", temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.3)
     rollout = generate(policy, seed=1)
-    found = policy.logprobs(rollout)
-    row, start = rollout.rows()[2], len(PROMPTS[2])
+    row, start = torch.from_numpy(rollout.rows()[2]), len(PROMPTS[2])
     with torch.no_grad():
-        logits = policy.model(torch.from_numpy(row)[None].to(policy.model.device)).logits[0].cpu() / 0.7
+        logits = policy.model(row[None].to(policy.model.device)).logits[0].cpu() / 0.7
     logits[:, policy.banned_ids] = -torch.inf
-    expected = logits.log_softmax(-1)[:-1].gather(-1, torch.from_numpy(row[1:])[:, None])[:, 0]
-    torch.testing.assert_close(found[2, start - 1 : len(row) - 1], expected[start - 1 :], atol=1e-5, rtol=1e-5)
+    expected = logits.log_softmax(-1)[:-1].gather(-1, row[1:, None])[start - 1 :, 0]
+    found = policy.logprobs(rollout)[2, start - 1 : len(row) - 1]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_what_writes_stands_still_while_the_policy_is_updated(checkpoint: Path):
@@ -188,8 +452,7 @@ def test_what_writes_stands_still_while_the_policy_is_updated(checkpoint: Path):
     policy = make_policy(checkpoint, one_step_off_policy=True)
     before = generate(policy)
     logprobs, ref_logprobs = policy.logprobs(before), policy.logprobs(before, reference=True)
-    with torch.no_grad():
-        policy.model.lm_head.weight[20] += 5.0
+    policy.model.lm_head.weight.data[20] += 5.0
     assert torch.equal(generate(policy).tokens, before.tokens)
     assert torch.equal(policy.logprobs(before), logprobs)
     policy.renew_sampler()
@@ -198,46 +461,96 @@ def test_what_writes_stands_still_while_the_policy_is_updated(checkpoint: Path):
     assert torch.equal(policy.logprobs(before, reference=True), ref_logprobs)
 
 
-def test_each_step_of_each_run_draws_its_own_numbers():
-    """On a CPU torch's generator looks at 32 bits of a seed."""
-    seeds = [step_seed(run, step) for run in (0, 1, 2, 2**31) for step in range(1, 400)]
-    assert len({seed & 0xFFFFFFFF for seed in seeds}) == len(seeds)
-    draws = [torch.rand(4, generator=torch.Generator().manual_seed(step_seed(run, 1))) for run in (0, 1)]
-    assert not torch.equal(*draws)
-
-
 def test_log_probs_of_generation_are_taken_once_proven(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
     policy = make_policy(checkpoint, precision="float32", temperature=0.7)
-    rollout = generate(policy)
+    rollout, other = generate(policy), generate(policy, seed=1)
     passes: list[int] = []
     forward = policy.logprobs
     monkeypatch.setattr(policy, "logprobs", lambda rows: (passes.append(len(rows.prompts)), forward(rows))[1])
     torch.testing.assert_close(policy.sampled_logprobs(rollout), forward(rollout), atol=1e-4, rtol=0)
-    assert passes == [len(PROMPTS)]
-    other = generate(policy, seed=1)
     assert policy.sampled_logprobs(other) is other.logprobs
-    assert len(passes) == 1
+    assert passes == [len(PROMPTS)]
 
 
-def test_log_probs_of_generation_that_are_wrong_are_not_taken(checkpoint: Path):
-    policy = make_policy(checkpoint)
-    rollout = generate(policy)
-    assert rollout.logprobs is not None
-    rollout.logprobs[1] *= 1.01
-    torch.testing.assert_close(policy.sampled_logprobs(rollout), policy.logprobs(rollout))
-    again = generate(policy, seed=1)
-    assert torch.equal(policy.sampled_logprobs(again), policy.logprobs(again))
-    theirs = make_policy(checkpoint, engine="transformers")
-    rollout = generate(theirs)
-    assert rollout.logprobs is None
-    assert torch.equal(theirs.sampled_logprobs(rollout), theirs.logprobs(rollout))
+@pytest.mark.parametrize(
+    ("settings", "scale"),
+    [({}, 1.01), ({"precision": "bfloat16"}, 1.0), ({"engine": "transformers"}, None)],
+    ids=["wrong", "bfloat16", "transformers"],
+)
+def test_log_probs_of_generation_that_may_be_wrong_are_not_taken(
+    checkpoint: Path, settings: dict[str, Any], scale: float | None
+):
+    """In bfloat16 never: logits may agree by chance in the first rollout, and a resumed run has another first one."""
+    policy = make_policy(checkpoint, **settings)
+    first, other = generate(policy), generate(policy, seed=1)
+    assert (first.logprobs is None) == (scale is None)
+    if scale is not None:
+        first = dataclasses.replace(first, logprobs=policy.logprobs(first) * scale)
+        other = dataclasses.replace(other, logprobs=torch.ones_like(policy.logprobs(other)))
+    for rollout in (first, other):
+        assert torch.equal(policy.sampled_logprobs(rollout), policy.logprobs(rollout))
 
 
-def test_log_probs_of_generation_are_never_taken_in_bfloat16(checkpoint: Path):
-    """Small logits may agree by chance in the first rollout, and a resumed run has another first rollout."""
-    policy = make_policy(checkpoint, precision="bfloat16")
-    rollout = generate(policy)
-    policy.sampled_logprobs(dataclasses.replace(rollout, logprobs=policy.logprobs(rollout)))
-    other = generate(policy, seed=1)
-    wrong = dataclasses.replace(other, logprobs=torch.ones_like(policy.logprobs(other)))
-    assert torch.equal(policy.sampled_logprobs(wrong), policy.logprobs(other))
+# ---- shared prompts ----
+
+
+def shared_batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Three prompts with four responses each, of different lengths, in mixed order: tokens, lengths, what is inside."""
+    generator, prompts = torch.Generator().manual_seed(0), [[5, 6, 7, 8, 9, 10], [11, 12, 13], [5, 6, 7]] * 4
+    sizes = [size for size in (4, 1, 6, 3) for _ in range(3)]
+    tokens, inside = torch.zeros(12, 12, dtype=torch.int64), torch.zeros(12, 11, dtype=torch.bool)
+    for i, (prompt, size) in enumerate(zip(prompts, sizes, strict=True)):
+        row = [*prompt, *torch.randint(5, 60, (size,), generator=generator).tolist()]
+        tokens[i, : len(row)] = torch.tensor(row)
+        inside[i, len(prompt) - 1 : len(row) - 1] = True
+    inside[5, 7] = False  # a gap within a response
+    return tokens, (tokens > 0).sum(1), inside
+
+
+def plain_hidden(body: Any, tokens: Tensor, lengths: Tensor, inside: Tensor) -> Tensor:
+    attention = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).long()
+    return body(input_ids=tokens, attention_mask=attention, use_cache=False)[0][:, :-1][inside]
+
+
+def shared_hidden(body: Any, *batch: Tensor) -> Tensor:
+    passes = shared_passes(*batch)
+    assert passes is not None
+    return response_hidden(body, *passes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_prompts_equal_a_plain_forward_and_its_gradients(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "WORTH_IT", 10.0)
+    model, results = make_model(family), []
+    assert can_share(model)
+    for function in (plain_hidden, shared_hidden):
+        model.zero_grad()
+        hidden = function(model.base_model, *shared_batch())
+        weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+        (hidden * weights).sum().backward()
+        results.append([hidden, *(p.grad.clone() for p in model.base_model.parameters() if p.grad is not None)])
+    torch.testing.assert_close(results[1], results[0], atol=1e-3, rtol=1e-3)
+
+
+def test_each_shared_prompt_goes_through_once() -> None:
+    model = make_model("llama")
+    sizes: list[tuple[int, ...]] = []
+    model.model.embed_tokens.register_forward_hook(lambda _, inputs, __: sizes.append(tuple(inputs[0].shape)))
+    shared_hidden(model.model, *shared_batch())
+    assert sizes == [(3, 5), (12, 6)]  # a prompt's last token predicts the response's first: it is in the rows
+    tokens, lengths, inside = shared_batch()
+    tokens[:, 0] = torch.arange(12) + 5  # prompts of their own
+    assert shared_passes(tokens, lengths, inside) is None
+
+
+def test_a_model_whose_cache_changes_its_answers_does_not_share_prompts() -> None:
+    model = make_model("llama")
+    forward = model.model.forward
+
+    def odd(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        output = forward(*args, past_key_values=past_key_values, **kwargs)
+        output.last_hidden_state = output.last_hidden_state * (1.0 if past_key_values is None else 1.01)
+        return output
+
+    model.model.forward = odd
+    assert not can_share(model)

@@ -1,8 +1,8 @@
-"""`actor.algorithms.losses`: by hand, against a loop, and what must never matter to any loss."""
-
-from __future__ import annotations
+"""`actor.algorithms.losses`, `kl` and `own_functions`: by hand, against a loop, and what never matters to a loss."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actor.algorithms.inputs import ClipRange
-from actor.algorithms.losses import clipped, reinforce
-from python_backend.config.algorithms import LOSSES
+from actor.algorithms.losses import KLControl, clipped, kl_estimate, kl_loss, reinforce
+from python_backend.config import ConfigError, RunConfig
+from python_backend.config.algorithms import KL_ESTIMATORS, LOSSES
+from python_backend.config.required_files import check_files
+from python_backend.errors import NotFinite, RlhfError
 from python_backend.models.logprobs import target_logprobs
 from python_backend.rewards.function import import_function
 from tests.support.masked_loss import check_masked_loss, check_on_policy_gradient, loss_inputs, outcome, sample
+from tests.support.policy_training import random_batch, trainable_policy, update_of
+from tests.support.scored_rollout import make_batch, method_of, scored_rollout
 
 property_test = settings(max_examples=40)
 sizes = {"seed": st.integers(0, 2**31), "batch": st.integers(2, 5), "width": st.integers(1, 6)}
@@ -24,6 +29,9 @@ BUILT_IN = [import_function(spec) for spec in LOSSES.values()]
 
 def f64(*rows: list[float]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
+
+
+# ---- losses ----
 
 
 @pytest.mark.parametrize("loss", BUILT_IN, ids=LOSSES)
@@ -39,21 +47,16 @@ def test_loss_of_nemo_rl():
 
     Ratios 0.5, 1, 1.5 and eps 0.2: per token max(-.5, -.8) = -.5, 1, max(-3, -2.4) = -2.4; the mean is -0.6333.
     """
-    inputs = loss_inputs(
-        f64([-1.69315, -1.0, -0.59453]),
-        f64([-1.0, -1.0, -1.0]),
-        f64([1.0, -1.0, 2.0]),
-        f64([1, 1, 1]),
-        clip=ClipRange(0.2, 0.2),
-    )
+    logprobs, old, advantages = f64([-1.69315, -1.0, -0.59453]), f64([-1.0, -1.0, -1.0]), f64([1.0, -1.0, 2.0])
+    inputs = loss_inputs(logprobs, old, advantages, f64([1, 1, 1]), clip=ClipRange(0.2, 0.2))
     loss, stats, _ = outcome(clipped, inputs)
     assert float(loss) == pytest.approx(-1.9 / 3, rel=1e-4)
     # Ratio 0.5 is outside the clip, but the pessimistic side of it still has its gradient.
-    assert float(stats["clip_fraction"]) == 1
-    assert float(stats["ppo_ratio"]) == pytest.approx(3.0, rel=1e-4)
-    assert float(stats["ppo_ratio_clamped"]) == pytest.approx(3.0, rel=1e-4)
+    assert float(stats.pop("clip_fraction")) == 1
     # rho - 1 - log rho: 0.5 - 1 + 0.69315; 0; 1.5 - 1 - 0.40547
-    assert float(stats["approx_kl"]) == pytest.approx(0.19315 + 0.09453, rel=1e-3)
+    assert float(stats.pop("approx_kl")) == pytest.approx(0.19315 + 0.09453, rel=1e-3)
+    expected = pytest.approx(3.0, rel=1e-4)
+    assert {name: float(stat) for name, stat in stats.items()} == {"ppo_ratio": expected, "ppo_ratio_clamped": expected}
 
 
 @pytest.mark.parametrize(
@@ -78,8 +81,7 @@ def test_loss_of_nemo_rl():
 def test_each_side_of_the_clip(ratio: float, advantage: float, dual: float | None, loss: float, slope: float):
     inputs = loss_inputs(f64([math.log(ratio)]), f64([0]), f64([advantage]), f64([1]), clip=ClipRange(0.2, 0.3, dual))
     found, stats, (gradient,) = outcome(clipped, inputs)
-    assert found.item() == pytest.approx(loss)
-    assert gradient.item() == pytest.approx(slope)
+    assert [found.item(), gradient.item()] == pytest.approx([loss, slope])
     assert bool(stats["clip_fraction"]) == (slope == 0)
     assert stats["ppo_ratio_clamped"].item() == pytest.approx(min(max(ratio, 0.8), 1.3))
 
@@ -104,9 +106,8 @@ def test_loss_and_stats_equal_a_loop(seed: int, batch: int, width: int):
 
 
 def test_reinforce_by_hand():
-    loss, stats, (gradient,) = outcome(
-        reinforce, loss_inputs(f64([-1.0, -2.0]), f64([-2, -2]), f64([3, 5]), f64([1, 0.5]))
-    )
+    inputs = loss_inputs(f64([-1.0, -2.0]), f64([-2, -2]), f64([3, 5]), f64([1, 0.5]))
+    loss, stats, (gradient,) = outcome(reinforce, inputs)
     assert float(loss) == pytest.approx((3 * 1.0 + 0.5 * 5 * 2.0) / 1.5)
     assert gradient.tolist() == [[-2.0, pytest.approx(-2.5 / 1.5)]]
     assert float(stats["ppo_ratio"]) == float(stats["ppo_ratio_clamped"]) == pytest.approx(math.e + 0.5)
@@ -119,8 +120,7 @@ def test_banned_prompt_tokens_give_no_nan_to_the_model():
     loss, stats = clipped(loss_inputs(logprobs, logprobs.detach(), f64([1, 1, 1]), f64([0, 1, 1])))
     loss.backward()
     assert loss.item() == -1
-    assert all(torch.isfinite(stat) for stat in stats.values())
-    assert torch.isfinite(logits.grad).all()
+    assert torch.isfinite(torch.stack([*stats.values(), *logits.grad.flatten()])).all()
     assert (logits.grad[0, 0] == 0).all()
 
 
@@ -131,3 +131,152 @@ def test_inputs_are_checked(total: float):
         loss_inputs(ones, ones, ones, ones, total)
     with pytest.raises(ValueError, match="advantages"):
         loss_inputs(ones, ones, torch.ones(1, 4), ones)
+
+
+# ---- KL ----
+
+E = math.e
+GOLDEN: dict[str, tuple[list[float], list[float]]] = {  # value and slope at d = 0, 1, -2
+    "k1": ([0.0, 1.0, -2.0], [1.0, 1.0, 1.0]),
+    "abs": ([0.0, 1.0, 2.0], [0.0, 1.0, -1.0]),
+    "k2": ([0.0, 0.5, 2.0], [0.0, 1.0, -2.0]),
+    "k3": ([0.0, 1 / E, E**2 - 3], [0.0, 1 - 1 / E, 1 - E**2]),
+}
+
+
+@pytest.mark.parametrize("kind", KL_ESTIMATORS)
+def test_kl_estimate_and_loss_by_hand(kind: str):
+    values, slopes = GOLDEN[kind]
+    logprobs, reference = f64([-1.0, -2.0, -3.0, 5.0]), f64([-1.0, -3.0, -1.0, -math.inf])
+    torch.testing.assert_close(kl_estimate(logprobs[:, :3], reference[:, :3], kind), f64(values))
+    logprobs.requires_grad_()
+    loss = kl_loss(logprobs, reference, f64([2.0, 2.0, 2.0, 0.0]), kind=kind, total=4.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(sum(values) / 2)
+    assert logprobs.grad[0].tolist() == pytest.approx([slope / 2 for slope in [*slopes, 0.0]])
+
+
+@pytest.mark.parametrize("distance", [3.0, 15.0, 89.0, 1000.0, -11.5, -1000.0])
+def test_k3_of_one_token_is_bounded_and_still_pulls_it_back(distance: float):
+    """As far as exp(-d) grows without a bound, 89 nats overflow float32; a clamp alone would have gradient 0."""
+    logprobs = torch.tensor([[-distance]], requires_grad=True)
+    loss = kl_loss(logprobs, torch.zeros(1, 1), torch.ones(1, 1), kind="k3", total=1.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(10, abs=0.02)
+    slope = 1 - math.exp(2.61) if distance > 0 else 1.0  # at the bound
+    assert logprobs.grad.item() == pytest.approx(slope, rel=1e-3)
+
+
+def test_in_expectation_k1_and_k3_are_the_kl_and_k2_has_its_gradient():
+    """Exactly: every token counts with its probability. The gradient of k1 is 0 in expectation."""
+    generator = torch.Generator().manual_seed(0)
+    logits, other = torch.randn(2, 5, generator=generator, dtype=torch.float64) / 2  # within the bound of k3
+    logits, reference = logits.requires_grad_(), other.log_softmax(0)[None]
+    logp = logits.log_softmax(0)[None]
+    weights = logp.detach().exp()
+    exact = (logp.exp() * (logp - reference)).sum()
+    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    for kind in ("k1", "k3"):
+        torch.testing.assert_close((weights * kl_estimate(logp, reference, kind)).sum(), exact)
+    for kind, gradient in (("k2", expected), ("k1", torch.zeros(5, dtype=torch.float64))):
+        loss = kl_loss(logp, reference, weights, kind=kind, total=1.0)
+        torch.testing.assert_close(torch.autograd.grad(loss, logits, retain_graph=True)[0], gradient)
+
+
+@pytest.mark.parametrize(
+    ("target", "kl", "expected"),
+    [
+        (None, 50.0, 1.0),
+        (6.0, 6.0, 1.0),
+        (6.0, 6.6, 1 + 0.1 * 0.5),
+        (6.0, 60.0, 1 + 0.2 * 0.5),
+        (6.0, 0.0, 1 - 0.2 * 0.5),
+        (6.0, -1.0, 1 - 0.2 * 0.5),
+    ],
+)
+def test_an_adaptive_coefficient_by_hand(target: float | None, kl: float, expected: float):
+    """Ziegler et al. 2019: the relative error, at most 0.2, for 50 of 100 samples of horizon."""
+    # A rollout larger than the horizon counts as one horizon.
+    for size, coef in ((50, expected), (8192, 1 + 2 * (expected - 1))):
+        control = KLControl(1.0, target=target, horizon=100)
+        control.update(kl, size)
+        assert control.coef == pytest.approx(coef)
+
+
+# ---- a user's own loss and advantage ----
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
+
+
+def written(folder: Path, body: str) -> str:
+    """The spec of a function with this body, of `inputs`."""
+    (folder / "mine.py").write_text(f"import torch\n\n\ndef mine(inputs):\n    {body}\n")
+    return f"{folder / 'mine.py'}:mine"
+
+
+def test_the_documented_loss_is_masked_and_trains_and_so_is_the_advantage(tmp_path: Path, checkpoint: Path):
+    section = PAGE.read_text().partition("## Your own advantage or loss")[2]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert code is not None
+    documented = tmp_path / "my_loss.py"
+    documented.write_text(code[1])
+    loss = method_of(loss=f"{documented}:loss").loss
+    check_masked_loss(loss)
+    check_on_policy_gradient(loss)
+    policy = trainable_policy(model=checkpoint, loss=f"{documented}:loss", lr=1e-2, minibatch_size=2)
+    found = update_of(policy).run(random_batch([6, 5, 7, 4], prompt=2, seed=0), seed=0, kl_coef=0.0)
+    assert found["train_optim/minibatches"] == 2
+    assert 0 <= found["train_optim/truncated"] <= 1
+    own = {"algorithm_name": "reinforce++", "advantage": f"{documented}:advantage", "responses_per_prompt": 4}
+    batch = make_batch(scored_rollout(), **own, whiten_advantages=False, mask_unfinished=False, kl_coef=0.0)
+    assert batch.advantages.amax(-1).tolist() == pytest.approx([1 - 2.5 / 4, 2 - 2.5 / 4, 0.0, 0.0])
+
+
+ROWS = r"a tensor of shape \(2, 6\)"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "problem"),
+    [
+        ("return inputs.mean(inputs.logprobs) * float('nan'), {}", NotFinite, "returned nan at optimizer step 0"),
+        ("return inputs.logprobs, {}", RlhfError, rf"returned {ROWS}, {{}}, but it must return \(loss, metrics\)"),
+        ("return inputs.mean(inputs.logprobs)", RlhfError, r"returned a tensor of shape \(\), but it must return"),
+        ("return inputs.mean(inputs.logprobs), {'a': inputs.mask}", RlhfError, rf"returned .*, {{a: {ROWS}}}, but"),
+        ("return inputs.mean(inputs.old_logprobs), {}", RlhfError, "returned .* that depends on inputs.logprobs"),
+        ("return inputs.no_such_field, {}", RlhfError, r"failed: AttributeError: .*no_such_field.* \(mine.py:5\)"),
+    ],
+)
+def test_a_wrong_loss_changes_nothing_and_is_named(
+    tmp_path: Path, checkpoint: Path, body: str, kind: type[Exception], problem: str
+):
+    spec = written(tmp_path, body)
+    policy = trainable_policy(model=checkpoint, loss=spec, minibatch_size=2)
+    before = [parameter.clone() for parameter in policy.model.parameters()]
+    with pytest.raises(kind, match=rf"^actor\.algorithm\.loss: {re.escape(spec)} {problem}") as caught:
+        update_of(policy).run(random_batch([6, 7], prompt=2, seed=0), seed=0, kl_coef=0.0)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(*pair) for pair in zip(before, policy.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("return inputs.spread(inputs.totals / 0), inputs.mask", r"returned .* \(4, 5\) that is not finite, "),
+        ("return inputs.totals, inputs.totals", r"returned a tensor of shape \(4,\), a tensor of shape \(4,\), but"),
+        ("return inputs.mask", r"returned .*\(4, 5\), but it must return \(advantages, returns\), two"),
+        ("return inputs.nothing", r"failed: AttributeError: .*nothing.* \(mine.py:5\)"),
+    ],
+)
+def test_a_wrong_advantage_is_named(tmp_path: Path, body: str, problem: str):
+    spec = written(tmp_path, body)
+    with pytest.raises(RlhfError, match=rf"^actor\.algorithm\.advantage: {re.escape(spec)} {problem}"):
+        make_batch(scored_rollout(), mask_unfinished=False, kl_coef=0.0, advantage=spec)
+
+
+def test_a_missing_file_or_function_is_found_before_anything_starts(tmp_path: Path):
+    written(tmp_path, "return 0")
+    names = {"loss": f"{tmp_path}/mine.py:los", "advantage": f"{tmp_path}/none.py:mine"}
+    with pytest.raises(ConfigError) as caught:
+        check_files(RunConfig.model_validate({"actor": {"algorithm": names}}), actor=True)
+    assert f"actor.algorithm.loss: {tmp_path}/mine.py has no 'los'; it defines mine" in str(caught.value)
+    assert f"actor.algorithm.advantage: {tmp_path}/none.py does not exist" in str(caught.value)

@@ -1,23 +1,27 @@
-"""`actor.data.prompts` and the JSONL files around it: every line is a prompt, nothing is lost."""
+"""`actor.data`: prompts from JSONL, Parquet, Arrow and saved datasets; orders, weights, a curriculum, and resuming."""
 
-from __future__ import annotations
-
+import datetime
 import json
 import re
+import sys
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import torch
+from pyarrow import parquet
 from tiny_tokenizers import ADDED, CHATS, make_text_tokenizer
 
-from actor.data.prompts import PromptError, PromptReader, read_prompts
+from actor.data.prompts import PromptError, PromptReader, StepInputs, read_prompts, step_seed
 from actor.data.rollout import Prompt
-from actor.run.metrics import MetricsLog
 from python_backend.checkpoints.tokenization import encode_text
-from python_backend.store.jsonl import drop_steps_from, each_line, read_jsonl, write_jsonl
-from tests.support.prompts import bytewise
+from python_backend.config import PromptFileSection
+from python_backend.store.jsonl import drop_steps_from, each_line, write_jsonl
+from tests.support.prompts import bytewise, inputs_of, write_prompts
 
 ODD = "line\u2028separator, next\x85line, form\x0cfeed, file\x1cseparator"
 
@@ -29,46 +33,8 @@ def write(tmp_path: Path, *lines: Any) -> Path:
     return path
 
 
-def read(path: Path, limit: int | None = None, **limits: Any) -> list[Prompt]:
-    return read_prompts(path, PromptReader(bytewise, **{"max_tokens": 100, **limits}), limit=limit)
-
-
-def test_lines_become_prompts(tmp_path: Path):
-    path = write(tmp_path, {"text": "ab"}, "", "  ", {"text": "é", "prompt_id": 7, "topic": "x", "n": 1}, "")
-    first, second = read(path)
-    assert (first.prompt_id, first.text, first.tokens.tolist(), first.metadata) == ("1", "ab", [97, 98], {})
-    assert (second.prompt_id, second.tokens.tolist()) == ("7", [195, 169])
-    assert second.metadata == {"topic": "x", "n": 1}
-    assert first.tokens.dtype == np.int64
-
-
-def test_a_line_ends_only_where_jsonl_says(tmp_path: Path):
-    """str.splitlines would cut at U+2028 and at U+0085, which JSON does not escape."""
-    assert [prompt.text for prompt in read(write(tmp_path, {"text": ODD}, {"text": "b"}))] == [ODD, "b"]
-
-
-def test_the_limit_takes_the_first_and_does_not_read_on(tmp_path: Path):
-    path = write(tmp_path, {"text": "a"}, {"text": "b"}, "broken")
-    assert [prompt.text for prompt in read(path, limit=2)] == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (['{"text": "a"}', "{"], "prompts.jsonl:2: not JSON"),
-        (["", "[1]"], "prompts.jsonl:2: must have a text, messages or prompt column, got '[1]'"),
-        (['{"question": "a"}'], "prompts.jsonl:1: must have a text, messages or prompt column, got"),
-        (['{"prompt": {"a": 1}}'], "prompts.jsonl:1: prompt: must be a string, got {'a': 1}"),
-        (['{"text": 3}'], "prompts.jsonl:1: text: must be a string, got 3"),
-        (['{"text": ""}'], "prompts.jsonl:1: 0 tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"),
-        (['{"text": "abcdef"}'], "prompts.jsonl:1: 6 tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"),
-        ([], "prompts.jsonl has no prompts"),
-        (["", " "], "prompts.jsonl has no prompts"),
-    ],
-)
-def test_bad_files_are_refused_by_line(tmp_path: Path, lines: list[str], message: str):
-    with pytest.raises(PromptError, match=re.escape(message)):
-        read(write(tmp_path, *lines), max_tokens=5)
+def read(path: Path, *, limit: int | None = None, tokenizer: Any = bytewise, **limits: Any) -> list[Prompt]:
+    return read_prompts(path, PromptReader(tokenizer, **{"max_tokens": 100, **limits}), limit=limit)
 
 
 class Chat:
@@ -84,49 +50,67 @@ class Chat:
         return "".join(f"<{message['role'][0]}>{message['content']}" for message in messages) + "<a>"
 
 
+# ---- JSONL ----
+
+
+def test_lines_become_prompts(tmp_path: Path):
+    """A line ends only where JSONL says: str.splitlines would cut at U+2028 and at U+0085, which JSON leaves alone."""
+    rows = [{"text": "ab"}, "", "  ", {"text": "é", "prompt_id": 7, "topic": "x", "n": 1}, "", {"text": ODD}, "broken"]
+    first, second, third = read(write(tmp_path, *rows), limit=3)  # and does not read on
+    assert (first.prompt_id, first.text, first.tokens.tolist(), first.metadata) == ("1", "ab", [97, 98], {})
+    assert (second.prompt_id, second.tokens.tolist(), second.metadata) == ("7", [195, 169], {"topic": "x", "n": 1})
+    assert third.text == ODD
+    assert first.tokens.dtype == np.int64
+
+
+NO_COLUMN = "must have a text, messages or prompt column, got"
+TOKENS = "tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"
+
+
 @pytest.mark.parametrize(
-    ("tokenizer", "messages", "message"),
+    ("lines", "message"),
     [
-        (
-            bytewise,
-            [],
-            "prompts.jsonl:1: messages: the policy's tokenizer has no chat template; use a text prompt instead",
-        ),
-        (Chat(), [{"content": "x"}], "prompts.jsonl:1: messages cannot be rendered: 'role'"),
-        (Chat(), 3, "prompts.jsonl:1: messages cannot be rendered: 'int' object is not iterable"),
+        (['{"text": "a"}', "{"], "prompts.jsonl:2: not JSON"),
+        (["", "[1]"], f"prompts.jsonl:2: {NO_COLUMN} '[1]'"),
+        (['{"question": "a"}'], f"prompts.jsonl:1: {NO_COLUMN}"),
+        (['{"prompt": {"a": 1}}'], "prompts.jsonl:1: prompt: must be a string, got {'a': 1}"),
+        (['{"text": 3}'], "prompts.jsonl:1: text: must be a string, got 3"),
+        (['{"text": ""}'], f"prompts.jsonl:1: 0 {TOKENS}"),
+        (['{"text": "abcdef"}'], f"prompts.jsonl:1: 6 {TOKENS}"),
+        ([{"messages": [{"content": "x"}]}], "prompts.jsonl:1: messages cannot be rendered: 'role'"),
+        ([{"messages": 3}], "prompts.jsonl:1: messages cannot be rendered: 'int' object is not iterable"),
+        (["", " "], "prompts.jsonl has no prompts"),
     ],
 )
-def test_messages_that_cannot_be_rendered(tmp_path: Path, tokenizer: Any, messages: Any, message: str):
+def test_bad_rows_are_refused_by_line(tmp_path: Path, lines: list[Any], message: str):
     with pytest.raises(PromptError, match=re.escape(message)):
-        read_prompts(write(tmp_path, {"messages": messages}), PromptReader(tokenizer, 100))
+        read(write(tmp_path, *lines), tokenizer=Chat(), max_tokens=5)
+
+
+def test_messages_need_a_chat_template(tmp_path: Path):
+    message = "prompts.jsonl:1: messages: the policy's tokenizer has no chat template; use a text prompt instead"
+    with pytest.raises(PromptError, match=re.escape(message)):
+        read(write(tmp_path, {"messages": []}))
 
 
 @pytest.mark.parametrize("family", sorted(CHATS))
 def test_a_text_begins_as_the_tokenizer_begins_it_and_a_chat_as_its_template_does(tmp_path: Path, family: str):
     """The response follows, so no [SEP] and no EOS; `sentences` begin with the same tokens (`encode_text`)."""
     tokenizer = make_text_tokenizer(family, added=("<s>", "</s>") if family == "llama" else None)
-    text, chat = "the words of a text", [{"role": "user", "content": "the words"}]
+    text, chat, start = "the words of a text", [{"role": "user", "content": "the words"}], ADDED.get(family, ("",))[0]
     bare = tokenizer(text, add_special_tokens=False)["input_ids"]
-    start, _ = ADDED.get(family, ("", ""))
     before = tokenizer.convert_tokens_to_ids([start] if start else [])
-    rows = [{"text": text}, {"text": start + text}, {"prompt": chat}, {"prompt": text}]
-    path = write(tmp_path, *rows)
-    plain, given, rendered, other = (
-        prompt.tokens.tolist() for prompt in read_prompts(path, PromptReader(tokenizer, 99))
-    )
-    assert plain == other == [*before, *bare]
-    assert plain == encode_text(tokenizer, text, 99)[: len(plain)]
+    path = write(tmp_path, {"text": text}, {"text": start + text}, {"prompt": chat}, {"prompt": text})
+    plain, given, rendered, other = (prompt.tokens.tolist() for prompt in read(path, tokenizer=tokenizer))
+    assert plain == other == [*before, *bare] == encode_text(tokenizer, text, 99)[: len(plain)]
     assert given == encode_text(tokenizer, start + text, 99)[: len(given)]
     assert given[:1] + given[1:].count(given[0]) * ["twice"] == plain[:1]
     assert rendered == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    none = read_prompts(path, PromptReader(tokenizer, 99, add_special_tokens=False))
-    assert none[0].tokens.tolist() == bare
-    cut = read_prompts(path, PromptReader(tokenizer, 3, "truncate"))
-    size = 3 - len(before)
-    assert [prompt.tokens.tolist() for prompt in cut[:2]] == [[*before, *bare[-size:]]] * 2
-    assert cut[2].tokens.tolist() == rendered[-3:]
+    assert read(path, tokenizer=tokenizer, add_special_tokens=False)[0].tokens.tolist() == bare
+    cut = [prompt.tokens.tolist() for prompt in read(path, tokenizer=tokenizer, max_tokens=3, too_long="truncate")]
+    assert cut[:3] == [[*before, *bare[len(before) - 3 :]]] * 2 + [rendered[-3:]]
     with pytest.raises(PromptError, match="0 tokens"):
-        read_prompts(write(tmp_path, {"text": ""}), PromptReader(tokenizer, 99))
+        read(write(tmp_path, {"text": ""}), tokenizer=tokenizer)
 
 
 def test_long_prompts_are_skipped_or_cut_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -140,59 +124,282 @@ def test_long_prompts_are_skipped_or_cut_and_reported(tmp_path: Path, caplog: py
         read(path, max_tokens=1, too_long="skip")
 
 
-def test_unreadable_files_are_named(tmp_path: Path):
-    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xe9"}')
-    for path in (tmp_path / "none.jsonl", tmp_path, tmp_path / "latin.jsonl"):
-        with pytest.raises(PromptError, match=re.escape(f"cannot read the prompts {path}")):
-            read(path)
-
-
-# ---- metrics.jsonl and samples.jsonl ----
-
-
-def test_jsonl_comes_back_as_it_was_written(tmp_path: Path):
-    lines = [{"text": ODD}, {"text": "b", "n": 1.5}]
-    write_jsonl(tmp_path / "x.jsonl", lines)
-    assert read_jsonl(tmp_path / "x.jsonl") == lines
-    assert read_jsonl(tmp_path / "none.jsonl") == []
-    write_jsonl(tmp_path / "x.jsonl", [])
-    assert read_jsonl(tmp_path / "x.jsonl") == []
-
-
-def test_a_last_line_cut_short_is_left_out_and_any_other_is_an_error(tmp_path: Path):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"step": 1}\n{"st')
-    assert read_jsonl(path) == [{"step": 1}]
-    path.write_bytes('{"step": 1}\n{"text": "é'.encode()[:-1])  # within a letter
-    assert read_jsonl(path) == [{"step": 1}]
-    path.write_text('{"st\n{"step": 1}\n')
-    with pytest.raises(ValueError, match="line 1 is not JSON"):
-        read_jsonl(path)
-
-
-def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path):
-    log = MetricsLog(tmp_path, first_step=1)
-    for step in (1, 2, 3):
-        log.write(step, {"a": float(step)})
-    log.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "a"')  # killed while writing
-    log = MetricsLog(tmp_path, first_step=3)
-    log.write(3, {"a": 30.0})
-    log.close()
-    assert [(line["step"], line["a"]) for line in read_jsonl(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 30)]
-
-
-def test_a_resume_holds_no_file_in_memory(tmp_path: Path):
+def test_a_jsonl_file_of_months_is_never_held_in_memory(tmp_path: Path):
     """After a month metrics.jsonl has hundreds of megabytes."""
     path = tmp_path / "x.jsonl"
     write_jsonl(path, ({"step": step, "text": "x" * 1000} for step in range(1, 20_001)))
     tracemalloc.start()
-    try:
-        drop_steps_from(19_001, path)
-        lines = sum(1 for _ in each_line(path))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    drop_steps_from(19_001, path)
+    lines, peak = sum(1 for _ in each_line(path)), tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     assert lines == 19_000
     assert peak < path.stat().st_size / 4
+
+
+# ---- tables ----
+
+ROWS: list[dict[str, Any]] = [
+    {"text": "ab", "prompt_id": "x", "answer": {"value": 3, "unit": None}, "tags": ["a", "b"], "weight": 0.5},
+    {"text": "é", "prompt_id": "y", "answer": {"value": None, "unit": "m"}, "tags": [], "weight": None},
+    {"text": "c", "prompt_id": "z", "answer": None, "tags": None, "weight": 1.0},
+]
+
+
+def jsonl(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    return write(folder, *rows)
+
+
+def parquet_file(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    parquet.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet", row_group_size=2)
+    return folder / "prompts.parquet"
+
+
+def arrow_stream(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    return write_arrow(folder / "stream.arrow", pa.Table.from_pylist(rows), pa.ipc.new_stream)
+
+
+def arrow_file(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    return write_arrow(folder / "file.arrow", pa.Table.from_pylist(rows), pa.ipc.new_file)
+
+
+def saved_dataset(folder: Path, rows: list[dict[str, Any]], name: str = "dataset") -> Path:
+    """Two shards, named in state.json, beside one that it does not name."""
+    root, table = folder / name, pa.Table.from_pylist(rows)
+    root.mkdir(parents=True)
+    shards = {"data-00000-of-00002.arrow": table.slice(0, 2), "data-00001-of-00002.arrow": table.slice(2)}
+    for shard, part in {**shards, "cache-1.arrow": table}.items():
+        write_arrow(root / shard, part, pa.ipc.new_stream)
+    (root / "state.json").write_text(json.dumps({"_data_files": [{"filename": shard} for shard in shards]}))
+    (root / "dataset_info.json").write_text("{}")
+    return root
+
+
+def write_arrow(path: Path, table: pa.Table, new: Any) -> Path:
+    with path.open("wb") as file, new(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return path
+
+
+WRITERS = [parquet_file, arrow_stream, arrow_file, saved_dataset]
+
+
+def content(prompts: list[Prompt]) -> list[tuple[Any, ...]]:
+    return [(prompt.prompt_id, prompt.text, prompt.tokens.tolist(), prompt.metadata) for prompt in prompts]
+
+
+@pytest.mark.parametrize("write_table", WRITERS)
+def test_tables_hold_what_jsonl_holds(tmp_path: Path, write_table: Any):
+    """Also chats. Arrow gives every message the keys of all: one that is absent stays absent."""
+    expected, path = content(read(jsonl(tmp_path, ROWS))), write_table(tmp_path, ROWS)
+    assert [prompt[0] for prompt in expected] == ["x", "y", "z"]
+    assert content(read(path)) == expected
+    assert content(read(path, limit=1)) == expected[:1]
+    chats = [
+        [{"role": "user", "content": "hi"}],
+        [{"role": "system", "content": "be", "name": "n"}, {"role": "user", "content": "!"}],
+    ]
+    for column in ("messages", "prompt"):
+        (tmp_path / column).mkdir()
+        rows = [{column: chat, "n": 1} for chat in chats]
+        for path in (jsonl(tmp_path, rows), write_table(tmp_path / column, rows)):
+            found = [(prompt.text, prompt.metadata) for prompt in read(path, tokenizer=Chat())]
+            texts = ("<u>hi<a>", "<s>be<u>!<a>")
+            assert found == [(text, {"messages": chat, "n": 1}) for text, chat in zip(texts, chats, strict=True)]
+
+
+def test_the_first_of_text_messages_and_prompt_that_a_row_has_counts(tmp_path: Path):
+    messages = [{"role": "user", "content": "m"}]
+    rows = {
+        "p": ({"prompt": "p", "completion": "c"}, {"completion": "c"}),
+        "t": ({"text": "t", "prompt": "p"}, {"prompt": "p"}),
+        "q": ({"text": None, "prompt": "q"}, {}),
+        "<u>m<a>": ({"messages": messages, "prompt": "p"}, {"messages": messages, "prompt": "p"}),
+    }
+    found = read(write(tmp_path, *(row for row, _ in rows.values())), tokenizer=Chat())
+    assert {prompt.text: prompt.metadata for prompt in found} == {text: rest for text, (_, rest) in rows.items()}
+
+
+@pytest.mark.parametrize("write_table", WRITERS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tags": datetime.date(2026, 1, 2)}, "tags: datetime.date(2026, 1, 2) is a date, which JSON cannot represent"),
+        ({"answer": {"value": b"x"}}, "answer.value: b'x' is a bytes, which JSON cannot represent; remove the column"),
+        ({"text": None}, "must have a text, messages or prompt column"),
+        ({"text": "too long"}, f"8 {TOKENS}"),
+    ],
+)
+def test_errors_name_file_row_and_field(tmp_path: Path, write_table: Any, change: dict[str, Any], message: str):
+    rows = [{"text": row["text"], **{field: None for field in change if field != "text"}} for row in ROWS]
+    path = write_table(tmp_path, [*rows[:2], {**rows[2], **change}])
+    with pytest.raises(PromptError, match=re.escape(f"{path}, row 3: {message}")):
+        read(path, max_tokens=5)
+
+
+def test_folders_and_files_that_are_something_else(tmp_path: Path):
+    for name in ("train", "test"):
+        saved_dataset(tmp_path / "all", ROWS, name)
+    (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    missing = saved_dataset(tmp_path, ROWS) / "data-00001-of-00002.arrow"
+    missing.unlink()
+    for name in ("broken.parquet", "broken.arrow", "latin.jsonl"):
+        (tmp_path / name).write_bytes(b'{"text": "\xe9"}')
+    names = ("broken.parquet", "broken.arrow", "none.parquet", "none.jsonl", "latin.jsonl")
+    for path, message in {
+        tmp_path / "all": f"{tmp_path / 'all'} contains several splits; choose one of its subfolders: test, train",
+        tmp_path: f"cannot read the prompts {tmp_path}: not a folder written by datasets' save_to_disk",
+        missing.parent: f"cannot read the prompts {missing}: ",
+        **{tmp_path / name: f"cannot read the prompts {tmp_path / name}:" for name in names},
+    }.items():
+        with pytest.raises(PromptError, match=re.escape(message)):
+            read(path)
+
+
+def test_without_pyarrow_jsonl_alone_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lines, table = jsonl(tmp_path, ROWS), parquet_file(tmp_path, ROWS)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert len(read(lines)) == 3
+    with pytest.raises(PromptError, match="install pyarrow, or convert them to JSONL"):
+        read(table)
+
+
+# ---- the prompts of each step ----
+
+
+def drawn(inputs: StepInputs, *steps: int) -> list[str]:
+    return [prompt.prompt_id for step in steps for prompt in inputs.prompts_of(step)]
+
+
+def numbered(tmp_path: Path, name: str, count: int) -> Path:
+    return write_prompts(tmp_path / f"{name}.jsonl", [f"{name}{i}" for i in range(count)])
+
+
+def resumed(inputs: StepInputs, step: int, then: StepInputs) -> StepInputs:
+    """Return `then`, continued from the checkpoint that `inputs` writes for `step`."""
+    then.restore(step, json.loads(json.dumps(inputs.state(step))))
+    return then
+
+
+@pytest.mark.parametrize("seed", [0, 3, 2**32 - 1])
+def test_a_single_file_has_the_order_of_whole_epochs(tmp_path: Path, seed: int):
+    """The rule of the first version, which read the whole file: position -> (epoch, index) -> permutation."""
+    inputs = inputs_of(numbered(tmp_path, "a", 7), per_step=3, seed=seed)
+    epochs = [[f"a{i}" for i in np.random.default_rng([seed, epoch]).permutation(7)] for epoch in range(5)]
+    assert drawn(inputs, *range(1, 11)) == [name for epoch in epochs for name in epoch][:30]
+    assert [inputs.epoch(step) for step in (8, 9, 10)] == [3, 3, 4]
+    grouped = StepInputs(inputs.stream, seed, 2, responses_per_prompt=3)
+    one, other = drawn(inputs_of(tmp_path / "a.jsonl", per_step=2, seed=seed), 1)
+    assert drawn(grouped, 1) == [one] * 3 + [other] * 3
+
+
+def test_each_step_of_each_run_draws_its_own_numbers():
+    """On a CPU torch's generator looks at 32 bits of a seed."""
+    seeds = [step_seed(run, step) for run in (0, 1, 2, 2**31) for step in range(1, 400)]
+    assert len({seed & 0xFFFFFFFF for seed in seeds}) == len(seeds)
+    draws = [torch.rand(4, generator=torch.Generator().manual_seed(step_seed(run, 1))) for run in (0, 1)]
+    assert not torch.equal(*draws)
+
+
+def test_weights_decide_the_shares_of_every_stretch(tmp_path: Path):
+    weights = {"a": 5.0, "b": 3.0, "c": 2.0}
+    files = [PromptFileSection(path=numbered(tmp_path, name, 11), weight=weight) for name, weight in weights.items()]
+    prompts = drawn(inputs_of(*files, per_step=7), *range(1, 101))
+    for name, weight in weights.items():
+        for end in (10, 70, 333, 700):
+            assert abs(sum(prompt[0] == name for prompt in prompts[:end]) - end * weight / 10) < 2
+        own = [prompt for prompt in prompts if prompt[0] == name]  # each file has its own epochs
+        assert all(len(set(own[start : start + 11])) == 11 for start in range(0, len(own) - 11, 11))
+
+
+def curriculum(tmp_path: Path) -> list[PromptFileSection]:
+    paths = {name: numbered(tmp_path, name, 9) for name in "abc"}
+    return [
+        PromptFileSection(path=paths["a"], weight=3, until_step=6),
+        PromptFileSection(path=paths["b"]),
+        PromptFileSection(path=paths["c"], from_step=4, until_step=5),
+        PromptFileSection(path=paths["a"], weight=0.5, from_step=9),
+    ]
+
+
+def test_a_curriculum_changes_the_files_by_step(tmp_path: Path):
+    whole = drawn(inputs_of(*curriculum(tmp_path)), *range(1, 13))
+    counts = [Counter(prompt[0] for prompt in whole[start : start + 4]) for start in range(0, 48, 4)]
+    assert [counts[step - 1] for step in (1, 2, 3, 6)] == [{"a": 3, "b": 1}] * 4
+    assert counts[3] + counts[4] in ({"a": 5, "b": 2, "c": 1}, {"a": 5, "b": 1, "c": 2})
+    assert counts[6] == counts[7] == {"b": 4}
+    assert sum(counts[8:11], Counter()) == {"a": 4, "b": 8}
+    own = [prompt for prompt in whole if prompt[0] == "a"]
+    assert len(set(own[:9])) == 9  # the second entry of the path goes on where the first ended
+
+
+@pytest.mark.parametrize("limits", [{}, {"too_long": "skip", "max_tokens": 2}])
+def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path, limits: dict[str, Any]):
+    files = curriculum(tmp_path)
+    write_prompts(files[1].path, [f"b{i}" for i in (1, 10, 2, 20, 3, 30, 4, 5)])  # some of 3 tokens
+    uninterrupted = inputs_of(*files, **limits)
+    whole = drawn(uninterrupted, *range(1, 13))
+    for last in range(1, 12):
+        first = inputs_of(*files, **limits)
+        before = drawn(first, *range(1, last + 1))
+        first.prompts_of(last + 1)  # prefetched: the checkpoint is that of `last`
+        second = resumed(first, last, inputs_of(*files, **limits))
+        assert before + drawn(second, *range(last + 1, 13)) == whole
+        assert second.state(12) == uninterrupted.state(12)
+
+
+def test_prompts_go_on_where_they_were_under_another_rollout_size(tmp_path: Path):
+    path = numbered(tmp_path, "a", 11)
+    first = inputs_of(path, per_step=4)
+    second = resumed(first, 2, inputs_of(path, per_step=32))
+    third = resumed(second, 3, inputs_of(path, per_step=1))
+    assert drawn(first, 1, 2) + drawn(second, 3) + drawn(third, 4) == drawn(inputs_of(path, per_step=41), 1)
+    assert [inputs.after(step).prompts for inputs, step in ((first, 2), (second, 3), (third, 4))] == [8, 40, 41]
+    old = inputs_of(path)
+    old.restore(5, {"prompts_taken": 20})  # a checkpoint without positions
+    assert drawn(old, 6) == drawn(inputs_of(path), 6)
+
+
+def test_changes_since_the_checkpoint_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path, other = numbered(tmp_path, "a", 7), numbered(tmp_path, "b", 7)
+    first = inputs_of(path)
+    moved = path.rename(tmp_path / "moved.jsonl")
+    assert drawn(resumed(first, 2, inputs_of(moved)), 3) == drawn(first, 3)
+    assert not caplog.messages
+    with moved.open("a") as file:
+        file.write('{"text": "new"}\n')
+    resumed(first, 2, inputs_of(moved))
+    numbered(tmp_path, "a", 7)
+    resumed(first, 2, inputs_of(path, other))
+    resumed(inputs_of(path, add_special_tokens=False), 1, inputs_of(path))
+    changed, added, tokens = caplog.messages
+    assert f"{moved} has changed since the checkpoint: after 8 rows taken" in changed
+    assert added == f"{other} is not in the checkpoint; its prompts are taken from the beginning"
+    assert tokens.startswith("actor.prompts.add_special_tokens was False up to the checkpoint and is True now")
+
+
+def test_the_next_row_takes_the_place_of_a_skipped_one(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    texts = ["a", "long", "b", "longer", "c"]
+    path = write_prompts(tmp_path / "a.jsonl", texts)
+    rows = [texts[i] for i in np.random.default_rng([0, 0]).permutation(5)]
+    short = {i: row for i, row in enumerate(rows, 1) if len(row) == 1}
+    inputs = inputs_of(path, per_step=1, max_tokens=2, too_long="skip")
+    assert drawn(inputs, 1, 2, 3) == [*short.values()]
+    assert [inputs.after(step).rows[str(path)] for step in (1, 2, 3)] == [*short]
+    (message,) = caplog.messages  # the first one, not each
+    assert "more than actor.prompts.max_tokens (2); 1 such prompts of this file were skipped" in message
+    with pytest.raises(PromptError, match=re.escape(f"{path} has no prompts of at most 0 tokens")):
+        inputs_of(path, max_tokens=0, too_long="skip").prompts_of(1)
+    cut = inputs_of(path, per_step=5, max_tokens=2, too_long="truncate").prompts_of(1)
+    assert sorted(bytes(prompt.tokens.tolist()) for prompt in cut) == [b"a", b"b", b"c", b"er", b"ng"]
+
+
+def test_a_row_is_checked_when_a_step_reads_it(tmp_path: Path):
+    path = numbered(tmp_path, "a", 30)
+    lines, bad = path.read_text().splitlines(), int(np.random.default_rng([0, 0]).permutation(30)[9])
+    path.write_text("\n".join([*lines[:bad], "{", *lines[bad + 1 :]]))
+    inputs = inputs_of(path)
+    first = drawn(inputs, 1, 2)
+    with pytest.raises(PromptError, match=re.escape(f"{path}:{bad + 1}: not JSON")):
+        inputs.prompts_of(3)
+    path.write_text("\n".join(lines))
+    assert first + drawn(resumed(inputs, 2, inputs_of(path)), 3) == drawn(inputs_of(path), 1, 2, 3)

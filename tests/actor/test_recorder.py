@@ -1,33 +1,39 @@
-"""`actor.run.recorder`: an actor's checkpoint names the critic's and those still needed; a failed save is reported."""
-
-from __future__ import annotations
+"""`actor.run.recorder`, `settings`, `metrics` and `trackers`: checkpoints to resume from and those still needed, the
+best policy, settings that may not change, and what Prometheus, files and trackers receive.
+"""
 
 import asyncio
-import dataclasses
 import json
 import logging
 import math
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Coroutine
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from live_system import Checkpoints, make_run
 from safetensors.torch import load_file, save_file
 
-from actor.algorithms.kl import KLControl
+from actor.algorithms.losses import KLControl
 from actor.algorithms.stages import RewardShaper
 from actor.data.rollout import Prompt, Rollout, Scores
 from actor.policy.checkpoint import RunState, critic_steps, saved_steps
 from actor.policy.policy import Policy
+from actor.run.metrics import ActorMetrics, MetricsLog, Trackers
 from actor.run.recorder import Recorder
+from actor.run.settings import describe_changes, find_changes, write_settings
 from actor.run.validation import Validation
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.client.errors import RequestFailed
 from python_backend.client.retry import RequestCounters
-from python_backend.config import ActorSection, PolicySection, RunConfig
+from python_backend.config import ActorSection, ConfigError, PolicySection, RunConfig, load_config
+from python_backend.errors import RlhfError
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import WeightsStore
 from python_backend.training.ranks import ALONE
@@ -85,108 +91,81 @@ def server() -> Server:
 
 
 def recorder_of(folder: Path, server: Server, reference_folder: Path = Path("start"), **actor: Any) -> Recorder:
-    settings = {"keep_checkpoints": 2, "steps": 4, "validation_every": 1, **actor}
-    reference = {"checkpoint": reference_folder}
-    config = RunConfig.model_validate(
-        {"run": {"dir": folder}, "actor": nested(ActorSection, settings), "reference": reference}
-    )
-    state = RunState(
-        TinyPolicy(),
-        RewardShaper(config.actor.rewards, max_new_tokens=9),
-        KLControl(0.1, target=None, horizon=1),
-        one_prompt(),
-    )  # type: ignore[arg-type]
+    settings = nested(ActorSection, {"keep_checkpoints": 2, "steps": 4, "validation_every": 1, **actor})
+    sections = {"run": {"dir": folder}, "actor": settings, "reference": {"model": reference_folder}}
+    config = RunConfig.model_validate(sections)
+    shaper, kl = RewardShaper(config.actor.rewards, max_new_tokens=9), KLControl(0.1, target=None, horizon=1)
+    state = RunState(TinyPolicy(), shaper, kl, one_prompt())  # type: ignore[arg-type]
     return Recorder(config, state, server, has_critic=True)  # type: ignore[arg-type]
 
 
-async def checkpoints(recorder: Recorder, *steps: int) -> None:
+async def checkpoints_of(recorder: Recorder, *steps: int) -> None:
     for step in steps:
         await recorder.checkpoint(step)
         await asyncio.gather(*recorder.saves)
 
 
-def run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(work)
+async def ends(recorder: Recorder) -> None:
+    await recorder.resume()
+    await recorder.finish(scorer=None, seconds=1.0, steps=4)  # type: ignore[arg-type]
 
 
-def test_a_checkpoint_names_the_critics_and_a_resumed_actor_goes_back_to_it(tmp_path: Path, server: Server):
-    async def first() -> None:
-        recorder = recorder_of(tmp_path, server)
-        await recorder.resume()
-        recorder.weights_version = 91  # as the loop does with each answer
-        await checkpoints(recorder, 3)
+def validation(reward: float, version: int | None = None) -> Validation:
+    """As far as it is written down."""
+    one, yes = torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
+    rollout = Rollout([Prompt("1", "a", np.ones(1, np.int64))], torch.ones(1, 2, dtype=torch.int64), one + 1, one, yes)
+    versions = None if version is None else one * version
+    scores = Scores(torch.tensor([reward]), torch.zeros(1, 2), one, yes, [], reward_versions=versions)
+    return Validation(rollout, scores, kl=0.5, explained_variance=None)
 
-    run(first())
+
+async def validates(recorder: Recorder, *results: tuple[int, Validation]) -> list[int | None]:
+    """Record validations of these steps in a new start; return the best step after each."""
+    await recorder.resume()
+    best, file = [], recorder._dir / "best" / "best.json"
+    for step, result in results:
+        await recorder.log_validation("between", step, result, seconds=0.1)
+        best.append(json.loads(file.read_text())["step"] if file.exists() else None)
+    return best
+
+
+# ---- checkpoints ----
+
+
+async def test_a_checkpoint_names_the_critics_and_a_resumed_actor_goes_back_to_it(tmp_path: Path, server: Server):
+    recorder, resumed = recorder_of(tmp_path, server), recorder_of(tmp_path, server)
+    await recorder.resume()
+    recorder.weights_version = 91  # as the loop does with each answer
+    await checkpoints_of(recorder, 3)
     state = json.loads((tmp_path / "checkpoints" / "actor" / "3" / "state.json").read_text())
     assert (state["step"], state["critic_step"], state["weights_version"]) == (3, 3, 91)
-    resumed = recorder_of(tmp_path, server)
-    assert run(resumed.resume()) == 3
+    assert await resumed.resume() == 3
     assert server.rewound == [0, 3]
     assert resumed.weights_version == 73
 
 
-def test_a_rollback_is_as_stale_as_its_manifest_says(tmp_path: Path, server: Server):
+async def test_a_rollback_is_as_stale_as_its_manifest_says(tmp_path: Path, server: Server):
     """`tools weights rollback` publishes step 1 as version 3, while 5 updates have been sent."""
-
-    def write(folder: Path) -> None:
-        save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
-
     recorder = recorder_of(tmp_path, server)
     store = WeightsStore(recorder._weights.root)
     for step in (0, 1, 4, 1):
-        store.add(write, run_id="test", step=step, parent=None, epoch=0, reuse=False)
-
-    async def reads() -> dict[str, Any]:
-        await recorder.resume()
-        yes = torch.ones(4).bool()
-        scores = Scores(torch.zeros(4), torch.zeros(4, 2), torch.tensor([2, 3, 3, 9]), yes, [])
-        return recorder._critic_metrics(scores, step=6)
-
-    assert run(reads())["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
+        store.add(TinyPolicy().save, run_id="test", step=step, parent=None, epoch=0, reuse=False)
+    await recorder.resume()
+    scores = Scores(torch.zeros(4), torch.zeros(4, 2), torch.tensor([2, 3, 3, 9]), torch.ones(4).bool(), [])
+    assert recorder._critic_metrics(scores, step=6)["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
 
 
-def test_the_event_loop_runs_while_large_files_are_written(tmp_path: Path, server: Server):
-    """Otherwise an answer that arrives meanwhile is taken for one that came after its deadline."""
-
-    async def writes() -> list[bool]:
-        recorder, loop = recorder_of(tmp_path, server), asyncio.get_running_loop()
-        recorder._settings = recorder._settings.model_copy(update={"validation_every": 1})
-        plain, ran = recorder._policy.save, []
-
-        def save(folder: Path) -> None:
-            looped = threading.Event()
-            loop.call_soon_threadsafe(looped.set)
-            ran.append(looped.wait(5))
-            plain(folder)
-
-        recorder._policy.save = save
-        await recorder.resume()
-        await recorder.checkpoint(1)
-        await recorder.log_validation("between", 1, validation(1.0), seconds=0.1)
-        await recorder.finish(scorer=None, seconds=1.0, steps=1)  # type: ignore[arg-type]
-        return ran
-
-    assert run(writes()) == [True, True, True]
-
-
-def test_each_save_says_which_checkpoints_are_there_still(tmp_path: Path, server: Server):
-    run(checkpoints(recorder_of(tmp_path, server), 2, 4, 6))
-    assert server.saved == [(2, [2]), (4, [2, 4]), (6, [4, 6])]
-    root = tmp_path / "checkpoints" / "actor"
-    assert saved_steps(root) == critic_steps(root) == [4, 6]
-
-
-def test_a_checkpoint_that_the_critic_never_received_is_set_aside(tmp_path: Path, server: Server):
+async def test_a_checkpoint_that_the_critic_never_received_is_set_aside(tmp_path: Path, server: Server):
     """The run ended while no server answered; the one before counts, also after the critic has that step again."""
     root = tmp_path / "checkpoints" / "actor"
-    run(checkpoints(recorder_of(tmp_path, server), 2, 4))
-    server.received = 3
-    assert run(recorder_of(tmp_path, server).resume()) == 2
-    assert saved_steps(root) == [2]
-    assert (root / "4.set-aside" / "state.json").is_file()
-    server.received = 4
-    assert run(recorder_of(tmp_path, server).resume()) == 2
-    assert server.rewound == [2, 2]
+    await checkpoints_of(recorder_of(tmp_path, server), 2, 4, 6)
+    assert server.saved == [(2, [2]), (4, [2, 4]), (6, [4, 6])], "each save says which checkpoints are there still"
+    assert saved_steps(root) == critic_steps(root) == [4, 6]
+    for server.received in (5, 6):
+        assert await recorder_of(tmp_path, server).resume() == 4
+        assert saved_steps(root) == [4]
+    assert (root / "6.set-aside" / "state.json").is_file()
+    assert server.rewound == [4, 4]
 
 
 def lose_every_step(server: Server, root: Path, recorder: Recorder) -> None:
@@ -211,155 +190,379 @@ def start_elsewhere(server: Server, root: Path, recorder: Recorder) -> None:
         (start_elsewhere, CheckpointError, "the KL would be measured against a different reference"),
     ],
 )
-def test_a_run_without_a_checkpoint_to_resume_from_does_not_start_anew(
+async def test_a_run_without_a_checkpoint_to_resume_from_does_not_start_anew(
     tmp_path: Path, server: Server, trouble: Callable[..., None], kind: type[Exception], message: str
 ):
     """Its checkpoints stay as they are, and the critic does not go back."""
-    root = tmp_path / "checkpoints" / "actor"
-    run(checkpoints(recorder_of(tmp_path, server), 2, 4))
-    recorder = recorder_of(tmp_path, server)
+    root, recorder = tmp_path / "checkpoints" / "actor", recorder_of(tmp_path, server)
+    await checkpoints_of(recorder_of(tmp_path, server), 2, 4)
     trouble(server, root, recorder)
     with pytest.raises(kind, match=message):
-        run(recorder.resume())
+        await recorder.resume()
     assert (saved_steps(root), server.rewound) == ([2, 4], [])
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_passed_over(
+async def test_a_damaged_checkpoint_is_passed_over(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture, name: str
 ):
     """The one before it counts, and the critic goes back to that."""
     root = tmp_path / "checkpoints" / "actor"
-    recorder = recorder_of(tmp_path, server)
-    run(checkpoints(recorder, 2))
+    recorder, resumed = (recorder_of(tmp_path, server) for _ in range(2))
     weight = recorder._policy.model.weight.detach().clone()
-    with torch.no_grad():
-        recorder._policy.model.weight += 1
-    run(checkpoints(recorder, 4))
+    await checkpoints_of(recorder, 2)
+    recorder._policy.model.weight.data += 1
+    await checkpoints_of(recorder, 4)
     damaged = root / "4" / name
     damaged.write_bytes(damaged.read_bytes()[:-4] + b"0000")
-    resumed = recorder_of(tmp_path, server)
-    assert run(resumed.resume()) == 2
+    assert await resumed.resume() == 2
     assert torch.equal(resumed._policy.model.weight, weight)
-    assert server.rewound == [2]
-    assert saved_steps(root) == [2]
+    assert (server.rewound, saved_steps(root)) == ([2], [2])
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert str(damaged) in warning
     assert "kept as 4.set-aside, resuming from step 2 instead" in warning
 
 
-def test_another_served_reference_is_refused(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
+async def test_another_served_reference_is_refused(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
     """One that cannot be seen from here is not compared."""
-    served = {"kl_reference": "triton", "kl_coef": 0.1}
-    weights = {"one": "a", "other": "b"}
+    served, weights = {"kl_reference": "triton", "kl_coef": 0.1}, {"one": "a", "other": "b"}
     monkeypatch.setattr("actor.policy.checkpoint.fingerprint_weights", lambda folder: weights[folder.name])
     for name in weights:
         (tmp_path / name).mkdir()
-    run(checkpoints(recorder_of(tmp_path, server, reference_folder=tmp_path / "one", **served), 2))
-    with pytest.raises(
-        CheckpointError, match=r"measured against .*/one, but reference\.checkpoint has different weights"
-    ):
-        run(recorder_of(tmp_path, server, reference_folder=tmp_path / "other", **served).resume())
-    with pytest.raises(CheckpointError, match=r"reference\.checkpoint has different weights"):
-        run(recorder_of(tmp_path, server).resume())  # the policy's own start
+    await checkpoints_of(recorder_of(tmp_path, server, tmp_path / "one", **served), 2)
+    different = r"measured against .*/one, but reference\.model has different weights"
+    for other in (recorder_of(tmp_path, server, tmp_path / "other", **served), recorder_of(tmp_path, server)):
+        with pytest.raises(CheckpointError, match=different):
+            await other.resume()
     assert server.rewound == []
     for folder in ("one", "elsewhere"):
-        assert run(recorder_of(tmp_path, server, reference_folder=tmp_path / folder, **served).resume()) == 2
+        assert await recorder_of(tmp_path, server, tmp_path / folder, **served).resume() == 2
 
 
-async def ends(recorder: Recorder) -> None:
-    await recorder.resume()
-    await recorder.finish(scorer=None, seconds=1.0, steps=4)  # type: ignore[arg-type]
-
-
-def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(
+async def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ):
     """Where it fails again, the run ends with an error."""
-
-    async def whole() -> None:
-        recorder = recorder_of(tmp_path, server)
-        await checkpoints(recorder, 1)
-        server.fails = True
-        await checkpoints(recorder, 2)
-        assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-            "saving the critic's checkpoint of step 2 failed: critic_save is away"
-        ]
-        with pytest.raises(RequestFailed, match="critic_save is away"):
-            await ends(recorder)
-        server.fails = False
+    recorder = recorder_of(tmp_path, server)
+    await checkpoints_of(recorder, 1)
+    server.fails = True
+    await checkpoints_of(recorder, 2)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == ["saving the critic's checkpoint of step 2 failed: critic_save is away"]
+    with pytest.raises(RequestFailed, match="critic_save is away"):
         await ends(recorder)
-
-    run(whole())
+    server.fails = False
+    await ends(recorder)
     assert server.saved == [(1, [1]), (2, [1, 2])]
 
 
-def validation(reward: float, version: int | None = None) -> Validation:
-    """As far as it is written down."""
-    one, yes = torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
-    prompt = Prompt("1", "a", np.ones(1, np.int64))
-    rollout = Rollout([prompt], torch.ones(1, 2, dtype=torch.int64), one + 1, one, yes)
-    scores = Scores(torch.tensor([reward]), torch.zeros(1, 2), one, yes, [])
-    if version is not None:
-        scores = dataclasses.replace(scores, reward_versions=one * version)
-    return Validation(rollout, scores, kl=0.5, explained_variance=None)
+# ---- validations ----
 
 
-def test_a_validation_is_added_to_the_file_and_not_written_with_all_before_it(tmp_path: Path, server: Server):
+async def test_a_validation_is_appended_and_those_of_later_steps_are_owed_again(tmp_path: Path, server: Server):
     path = tmp_path / "validations.jsonl"
-
-    async def validates(*steps: int) -> list[int]:
-        recorder = recorder_of(tmp_path, server)
-        await recorder.resume()
-        files = []
-        for step in steps:
-            await recorder.log_validation("between", step, validation(float(step)), seconds=0.1)
-            files.append(path.stat().st_ino)
-            if step == 2:
-                await checkpoints(recorder, 2)
-        return files
-
-    assert len(set(run(validates(2, 4, 6)))) == 1
-    run(validates())  # resumed from step 2: those of later steps are owed again
-    assert [line["step"] for line in read_jsonl(path)] == [2]
-    run(validates(4, 8))
-    run(validates(2))
-    assert [(line["step"], line["reward"]) for line in read_jsonl(path)] == [(2, 2.0)]
+    one, *others = (recorder_of(tmp_path, server) for _ in range(4))
+    await validates(one, (2, validation(2.0)))
+    file = path.stat().st_ino
+    await checkpoints_of(one, 2)
+    for step in (4, 6):
+        await one.log_validation("between", step, validation(float(step)), seconds=0.1)
+    assert path.stat().st_ino == file, "it is not written with all before it"
+    for recorder, steps in zip(others, ((), (4, 8), (2,)), strict=True):
+        await validates(recorder, *((step, validation(float(step))) for step in steps))
+        lines = [(line["step"], line["reward"]) for line in read_jsonl(path)]
+        assert lines == [(step, step) for step in sorted({2, *steps})]
 
 
-def best_step(folder: Path) -> int:
-    return json.loads((folder / "best" / "best.json").read_text())["step"]
+NO_SCORE = math.nan
 
 
-def test_a_validation_without_scores_does_not_replace_the_best(
-    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("results", "best"),
+    [
+        ([(NO_SCORE, None)], [None]),
+        ([(0.5, None), (0.2, None), (NO_SCORE, None), (0.1, None)], [1, 1, 1, 1]),
+        ([(0.1, None), (0.6, None)], [1, 2]),
+        ([(0.9, 0), (0.5, 0), (0.1, 1), (0.3, 1), (0.2, 1)], [1, 1, 3, 4, 4]),  # of versions that are not compared
+    ],
+)
+async def test_the_best_validation_is_the_highest_of_one_version_with_scores(
+    tmp_path: Path, server: Server, results: list[tuple[float, int | None]], best: list[int | None]
 ):
-    async def validates(*rewards: float) -> None:
-        recorder = recorder_of(tmp_path, server, validation_every=0)  # a run that validates only before and after
-        await recorder.resume()
-        for step, reward in enumerate(rewards, 1):
-            await recorder.log_validation("between", step, validation(reward), seconds=0.1)
-
-    run(validates(math.nan))
-    assert not (tmp_path / "best").exists()
-    (line,) = read_jsonl(tmp_path / "validations.jsonl")
-    assert line["reward"] is None  # JSON has no NaN
-    run(validates(0.5, 0.2, math.nan, 0.1))
-    assert best_step(tmp_path) == 1
-    assert "validation at step 3: no response has a score, so best/ is unchanged" in caplog.text
-    run(validates(0.1, 0.6))
-    assert best_step(tmp_path) == 2
-    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["best.json", "model.safetensors"]
+    recorder = recorder_of(tmp_path, server, validation_every=0)  # a run that validates only before and after
+    found = await validates(recorder, *((step, validation(*result)) for step, result in enumerate(results, 1)))
+    assert found == best
+    lines = [line["reward"] for line in read_jsonl(tmp_path / "validations.jsonl")]
+    assert lines == [None if math.isnan(reward) else pytest.approx(reward) for reward, _ in results]  # JSON has no NaN
+    files = sorted(path.name for path in (tmp_path / "best").glob("*"))
+    assert files == (["best.json", "model.safetensors"] if best[-1] else [])
 
 
-def test_rewards_of_different_versions_are_not_compared(tmp_path: Path, server: Server):
-    async def validates() -> list[int]:
-        recorder = recorder_of(tmp_path, server)
-        await recorder.resume()
-        best = []
-        for step, (reward, version) in enumerate([(0.9, 0), (0.5, 0), (0.1, 1), (0.3, 1), (0.2, 1)], 1):
-            await recorder.log_validation("between", step, validation(reward, version), seconds=0.1)
-            best.append(best_step(tmp_path))
-        return best
+# ---- settings: a run does not resume silently with another reward, algorithm or policy ----
 
-    assert run(validates()) == [1, 1, 3, 4, 4]
+
+CODE = "def verify(sample):\n    return 1.0\n"
+
+
+def config_of(run: Path, weight: float = 1.0, timeout_s: float = 2.0, **actor: Any) -> RunConfig:
+    (run.parent / "mine.py").touch()
+    options = {name: actor.pop(name) for name in ("workers",) if name in actor}
+    function = f"{run.parent / 'mine.py'}:verify"
+    term = {"function": function, "weight": weight, "timeout_s": timeout_s, "options": options}
+    settings = nested(ActorSection, {"algorithm_name": "reinforce++", **actor})
+    return RunConfig.model_validate({"run": {"dir": run}, "rewards": {"verdict": term}, "actor": settings})
+
+
+def after_five_steps(run: Path, **settings: Any) -> Path:
+    (run / "checkpoints" / "actor" / "5").mkdir(parents=True)
+    write_settings(config_of(run, **settings), {})
+    return run
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "line", "is_guarded"),
+    [
+        ({}, {}, None, False),
+        ({}, {"steps": 900, "client_deadline_s": 70.0}, None, False),
+        ({}, {"timeout_s": 3.0}, "rewards.verdict.timeout_s: 2.0 -> 3.0", False),
+        ({}, {"lr": 0.5}, "actor.optimizer.lr: 9e-07 -> 0.5", False),
+        ({}, {"weight": 2.0}, "rewards.verdict.weight: 1.0 -> 2.0", True),
+        ({"workers": 1}, {"workers": 2}, "rewards.verdict.options.workers: 1 -> 2", True),
+        ({}, {"algorithm_clip_ratio": 0.5}, "actor.algorithm.clip_ratio: 0.2 -> 0.5", True),
+        ({"algorithm_loss_mean": "token"}, {}, "actor.algorithm.loss_mean: token -> auto", True),
+        ({}, {"model": "other"}, "actor.policy.model: checkpoints/policy -> other", True),
+        ({}, {"prompts_path": "other.jsonl"}, "actor.prompts.path: data/prompts.jsonl -> other.jsonl", False),
+    ],
+)
+def test_changed_settings_are_listed_and_recorded(
+    tmp_path: Path, before: dict[str, Any], now: dict[str, Any], line: str | None, is_guarded: bool
+):
+    run = tmp_path / "run"
+    config = config_of(run, **now)
+    assert find_changes(config, accepted=False) == {}  # it begins
+    after_five_steps(run, **before)
+    if is_guarded:
+        with pytest.raises(ConfigError, match=r"after step 5 with other settings (.|\n)*--accept-changes") as caught:
+            find_changes(config, accepted=False)
+        assert line in str(caught.value)
+    changed = find_changes(config, accepted=is_guarded)
+    assert describe_changes(changed) == ([line] if line else [])
+    assert not (run / "changes.jsonl").exists()
+    write_settings(config, changed)
+    recorded = read_jsonl(run / "changes.jsonl")
+    assert [(row["step"], row["changed"]) for row in recorded] == ([(5, changed)] if line else [])
+    assert find_changes(config, accepted=False) == {}
+
+
+def test_measured_settings_are_no_change(tmp_path: Path):
+    run = {"run": {"dir": after_five_steps(tmp_path / "run")}, "critic": {}}
+    written, measured = ({**run, "reward": reward} for reward in ({}, {"workers": 2}))
+    write_settings(RunConfig.model_validate(measured), {})
+    assert find_changes(RunConfig.model_validate(written), accepted=False) == {}
+
+
+def test_the_code_of_a_reward_function_may_not_change_silently(tmp_path: Path):
+    run, code = after_five_steps(tmp_path / "run"), tmp_path / "mine.py"
+    code.write_text(CODE)
+    with pytest.raises(ConfigError, match=r"rewards.verdict.function: the file's content"):
+        find_changes(config_of(run), accepted=False)
+    changed = find_changes(config_of(run), accepted=True)
+    assert describe_changes(changed) == ["rewards.verdict.function: the file's content"]
+    config = config_of(run)
+    code.unlink()  # this machine does not score
+    assert find_changes(config, accepted=False) == {}
+    (run / "settings.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"settings.json is not JSON: .*; delete the file to resume"):
+        find_changes(config, accepted=False)
+
+
+def test_a_changed_reward_is_refused_before_anything_starts(tmp_path: Path, checkpoints: Checkpoints):
+    (tmp_path / "mine.py").write_text(CODE)
+    actor, term = {"algorithm_name": "grpo", "responses_per_prompt": 2}, {"function": f"{tmp_path / 'mine.py'}:verify"}
+    run = make_run(tmp_path / "run", checkpoints, rewards={"length": term}, actor=actor)
+    (run.config.run.dir / "checkpoints" / "actor" / "3").mkdir(parents=True)
+    write_settings(load_config(run.path, []), {})
+    arguments = ["tools", "run", "--config", str(run.path), "rewards.length.weight=2"]
+    done = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "rewards.length.weight: 1.0 -> 2.0" in done.stderr
+    assert not (run.config.run.dir / "changes.jsonl").exists()
+
+
+# ---- metrics: for Prometheus, metrics.jsonl and TensorBoard ----
+
+LINE: dict[str, Any] = {
+    "train_rollouts/rollout_size": 8.0,
+    "train_rollouts/masked_samples": 1.0,
+    "train_rollouts/rewards": 0.5,
+    "train_rollouts/staleness": 2.0,
+    "train_rollouts/staleness_rows": {"0": 6, "2": 2},
+    "timers/step_time": 4.0,
+    "timers/generate": 3.0,
+    "train_optim/grad_norm": 0.25,
+    "tokens_per_s": 60.0,
+}
+
+
+def shown(config: RunConfig, counters: RequestCounters, log: Callable[[ActorMetrics], None]) -> dict[str, float]:
+    metrics = ActorMetrics(config, counters, lambda: 2)
+    log(metrics)
+    samples = [sample for family in metrics.exporter.collect() for sample in family.samples]
+    return {s.name.removeprefix("rlhf_actor_") + "".join(s.labels.values()): s.value for s in samples}
+
+
+def test_a_step_is_shown_and_summed(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings: dict[str, Any] = {"run": {"dir": tmp_path}, "actor": {"steps": 9, "max_staleness": 0}}
+    config = RunConfig.model_validate({**settings, "trainer": {"publish": {"every": 3}}})
+    before = shown(config, RequestCounters(requests=5), lambda _: None)
+    assert (before["steps_planned"], before["allowed_staleness"], before["requests_total"]) == (9, 2, 5)
+    assert before["step_timestamp_seconds"] > 0  # of the start: an alert on old steps needs one
+    assert "step" not in before
+
+    def two_steps(metrics: ActorMetrics) -> None:
+        log = MetricsLog(tmp_path, first_step=1, exported=metrics)
+        log.write(1, LINE)
+        log.write(2, {**LINE, "train_rollouts/rewards": 0.75, "timers/score_wait": 1.0})
+        log.chart({"val_rollouts/rewards": 0.875}, 2)
+        log.close()
+
+    found = shown(config, RequestCounters(requests=5, retries=1), two_steps)
+    expected = {
+        "step": 2,
+        "rows_total": 16,
+        "masked_rows_total": 2,
+        "reward": 0.75,
+        "staleness": 2,
+        "step_seconds": 4,
+        "phase_secondsgenerate": 3,
+        "phase_secondsscore_wait": 1,
+        "grad_norm": 0.25,
+        "tokens_per_second": 60,
+        "validation_reward": 0.875,
+        "retries_total": 1,
+        "requests_total": 5,
+        "failed_critic_updates_total": 2,
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert not {"phase_secondsstep_time", "kl_nats"} & found.keys()  # this run has no reference
+    assert read_jsonl(tmp_path / "metrics.jsonl")[0]["train_rollouts/staleness_rows"] == {"0": 6, "2": 2}
+    drawn = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Histograms("train_rollouts/staleness_rows")[0]
+    assert (drawn.histogram_value.num, drawn.histogram_value.sum, drawn.histogram_value.max) == (8, 4, 2)
+    without = {"run": {"dir": tmp_path}, "actor": {"algorithm": {"name": "grpo", "responses_per_prompt": 4}}}
+    assert "allowed_staleness" not in shown(RunConfig.model_validate(without), RequestCounters(), lambda _: None)
+
+
+def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path):
+    log = MetricsLog(tmp_path, first_step=1)
+    for step in (1, 2, 3):
+        log.write(step, {"a": float(step)})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "a"')  # killed while writing
+    log = MetricsLog(tmp_path, first_step=3)
+    log.write(3, {"a": 30.0})
+    log.close()
+    assert [(line["step"], line["a"]) for line in read_jsonl(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 30)]
+
+
+# ---- trackers: neither package is a dependency, so stand-ins with the calls that theirs document replace them ----
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Calls of both packages, in order."""
+    calls: list[tuple[Any, ...]] = []
+
+    def noted(name: str, result: Any = None) -> Callable[..., Any]:
+        return lambda *given, **named: (calls.append((name, *given, *named.values())), result)[1]
+
+    run = types.SimpleNamespace(log=noted("wandb.log"), finish=noted("wandb.finish"))
+    wandb = types.SimpleNamespace(Table=lambda columns, data: (columns, data), init=noted("wandb.init", run))
+    names = ("set_experiment", "start_run", "log_metrics", "log_dict", "end_run")
+    mlflow = types.SimpleNamespace(**{name: noted(f"mlflow.{name}") for name in names})
+    for name, module in (("wandb", wandb), ("mlflow", mlflow)):
+        monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+def test_both_trackers_receive_what_the_files_hold(said: list[tuple[Any, ...]], tmp_path: Path):
+    log = MetricsLog(tmp_path, first_step=1, trackers=Trackers(["wandb", "mlflow"], tmp_path, "my-run"))
+    log.write(1, {"train_rollouts/rewards": 0.5, "train_rollouts/staleness_rows": {"0": 3}})
+    columns, rows = (
+        ["step", "prompt", "response", "reward"],
+        [[1, "Once", " upon a time", 0.5], [1, "Twice", "…", None]],
+    )
+    log.add_texts([dict(zip(columns, row, strict=True)) for row in rows])
+    log.add_texts([])
+    log.close()
+    point, table = {"train_rollouts/rewards": 0.5}, {"columns": columns, "data": rows}  # no histogram: TensorBoard's
+    assert said == [
+        ("wandb.init", "rlhf-on-triton", "my-run", "my-run", str(tmp_path), "allow"),
+        ("mlflow.set_experiment", "rlhf-on-triton"),
+        ("mlflow.start_run", "my-run"),
+        ("wandb.log", point, 1),
+        ("mlflow.log_metrics", point, 1),
+        ("wandb.log", {"train_rollouts/table": (columns, rows)}, 1),
+        # No log_table: it reads and writes all rows of the run each time.
+        ("mlflow.log_dict", table, "train_rollouts/table/00000001.json"),
+        ("wandb.finish",),
+        ("mlflow.end_run",),
+    ]
+    assert [list(line.values()) for line in read_jsonl(tmp_path / "rollouts.jsonl")] == rows
+    MetricsLog(tmp_path, first_step=1).close()  # a run that repeats step 1
+    assert read_jsonl(tmp_path / "rollouts.jsonl") == []
+
+
+def test_a_tracker_that_is_not_installed_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(RlhfError, match=r"actor\.trackers: wandb is not installed .*pip install wandb"):
+        Trackers(["wandb"], tmp_path, "run")
+
+
+def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(
+    said: list[tuple[Any, ...]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    def refuse(metrics: dict[str, float], step: int) -> None:
+        raise ConnectionError("the tracking server is away")
+
+    sys.modules["mlflow"].log_metrics = refuse  # type: ignore[attr-defined]
+    trackers = Trackers(["mlflow", "wandb"], tmp_path, "run")
+    for step in (1, 2):
+        trackers.log({"x": 1.0}, step)
+    trackers.finish()
+    assert [call[2] for call in said if call[0] == "wandb.log"] == [1, 2]
+    assert ("mlflow.end_run",) not in said
+    (message,) = caplog.messages
+    assert message.startswith("mlflow is disabled, metrics.jsonl still has all metrics: ConnectionError: the tracking")
+
+
+def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
+    said: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """It gets everything in order if it answers in the end, up to a bound; the interpreter waits for no daemon."""
+    monkeypatch.setattr("actor.run.metrics.MOST_PENDING", 4)
+    monkeypatch.setattr("actor.run.metrics.FINISH_S", 0.1)
+    hanging, answer, threads = threading.Event(), threading.Event(), list[threading.Thread]()
+
+    def hang(metrics: dict[str, float], step: int) -> None:
+        threads.append(threading.current_thread())
+        hanging.set()
+        answer.wait(60)
+        said.append(("mlflow.log_metrics", step))
+
+    sys.modules["mlflow"].log_metrics = hang  # type: ignore[attr-defined]
+    trackers = Trackers(["mlflow"], tmp_path, "run")
+    for step in range(6):
+        trackers.log({"x": 1.0}, step)  # returns at once
+    assert hanging.wait(60)
+    trackers.finish()
+    behind, late = caplog.messages
+    assert behind == "trackers are 4 calls behind: some metrics are in metrics.jsonl only"
+    assert late == "trackers have not taken everything after 0.1 s: the rest is in metrics.jsonl only"
+    assert threads[0].daemon
+    answer.set()
+    threads[0].join(60)
+    assert said[2:] == [*(("mlflow.log_metrics", step) for step in range(4)), ("mlflow.end_run",)]
+    assert set(threads) == {threads[0]}

@@ -1,21 +1,20 @@
-"""`actor.generation.engine: vllm`, against a fake server; test_vllm_run.py has a real one."""
-
-from __future__ import annotations
+"""`actor.generation.engine: vllm`, against fake servers that fail on demand; test_vllm_run.py has a real one."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fake_vllm import FakeVllm
 from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
-from actor.algorithms.batch import importance_weights
-from actor.data.rollout import Rollout
 from actor.generation.slots import Response
 from actor.vllm.generation import VllmGeneration
-from python_backend.config import RunConfig
+from python_backend.client.errors import RequestFailed
+from python_backend.config import ConfigError, RunConfig
+from python_backend.errors import RlhfError
+from tests.support.loaders import skip_on_cards
 
 
 @pytest.fixture(scope="module")
@@ -23,96 +22,85 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_policy(tmp_path_factory.mktemp("policy"))
 
 
-async def test_each_renewed_policy_is_loaded_before_it_generates(tmp_path: Path, checkpoint: Path):
+@pytest.fixture
+def setup(tmp_path: Path, checkpoint: Path) -> Callable[..., VllmSetup]:
+    """A policy that generates with these servers."""
+    return lambda *servers, **changes: VllmSetup(tmp_path, checkpoint, [server.url for server in servers], **changes)
+
+
+Setup = Callable[..., VllmSetup]
+
+
+async def run(here: VllmSetup, **settings: Any) -> list[Response]:
+    """Generate in a thread; return the responses in the order of the prompts."""
+    responses = await asyncio.to_thread(lambda: here.run(**settings))
+    return [responses[row] for row in range(len(PROMPTS))]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+# ---- versions of the policy ----
+
+
+async def test_each_renewed_policy_is_loaded_before_it_generates(setup: Setup):
     async with FakeVllm() as server:
-        here = VllmSetup(tmp_path, checkpoint, [server.url])
-        responses = await asyncio.to_thread(here.run)
-        assert {row: response.tokens for row, response in responses.items()} == {row: END for row in range(3)}
-        assert all(response.ended and response.logprobs == [-0.5] * 4 for response in responses.values())
-        await asyncio.to_thread(here.run)
+        here = setup(server)
+        for _ in range(2):
+            assert await run(here) == [Response(END, True, [-0.5] * 4)] * 3
         assert [path.name for path in server.loaded] == ["1"], "loaded once for both"
         here.policy.renew_sampler()
-        await asyncio.to_thread(here.run)
+        await run(here)
         assert len(server.loaded) == 1, "unchanged weights are not written again"
         for version in ("2", "3"):
             here.update()
-            await asyncio.to_thread(here.run)
+            await run(here)
             assert server.loaded[-1].name == version
             assert (server.loaded[-1] / "model.safetensors").is_file()
         kept = {path.name for path in server.loaded[-1].parent.iterdir()}
         assert kept == {"2", "3", "CURRENT", f"{server.url}.lock"}
         assert server.calls.count("/resume") == server.calls.count("/pause") == 3
-
-
-async def test_sampling_settings_reach_the_server(tmp_path: Path, checkpoint: Path):
-    settings = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 2, "stop_strings": ["zz"]}
-    async with FakeVllm() as server:
-        here = VllmSetup(tmp_path, checkpoint, [server.url], generation={**base(server), **settings})
-        responses = await asyncio.to_thread(here.run)
-        assert responses[0].logprobs is None, "vLLM's are those after top-k and top-p"
-        sent = [request["sampling_params"] for request in server.requests]
-        assert {(s["temperature"], s["top_k"], s["top_p"], s["min_tokens"]) for s in sent} == {(0.7, 5, 0.9, 2)}
-        assert sent[0]["stop"] == ["zz"]
-        assert sent[0]["stop_token_ids"] == here.policy.eos_ids
-        banned = {str(token) for token in here.policy.banned_ids}
-        assert set(sent[0].get("logit_bias", {})) == banned
-        assert len({s["seed"] for s in sent}) == 3, "each row has a seed of its own"
-        again = [request["sampling_params"]["seed"] for request in server.requests]
-        await asyncio.to_thread(here.run, greedy=True)
-        assert sorted(again) == sorted(r["sampling_params"]["seed"] for r in server.requests[3:])
-        assert all(r["sampling_params"]["temperature"] == 0.0 for r in server.requests[3:])
-
-
-def base(server: FakeVllm) -> dict[str, Any]:
-    return {"engine": "vllm", "max_new_tokens": 8, "vllm": {"servers": [server.url], "deadline_s": 20}}
-
-
-async def test_a_response_at_its_longest_has_not_ended(tmp_path: Path, checkpoint: Path):
-    async with FakeVllm() as server:
-        here = VllmSetup(tmp_path, checkpoint, [server.url])
         server.answer = lambda request: {"token_ids": [5] * 8, "finish_reason": "length"}
-        assert (await asyncio.to_thread(here.run))[0] == Response([5] * 8, False, [-0.5] * 8)
-
-
-async def test_adapters_are_published_alone_and_replaced(tmp_path: Path, checkpoint: Path):
-    async with FakeVllm() as server:
-        here = VllmSetup(tmp_path, checkpoint, [server.url], policy={"lora_rank": 2})
-        for _ in range(2):
-            here.update()
-            await asyncio.to_thread(here.run)
-        assert len(server.adapters) == 1, "the adapter before it is unloaded"
-        assert server.requests[-1]["model"] == server.adapters[0] == server.weights
-        written = {path.name for path in server.loaded[-1].iterdir()}
-        assert "adapter_model.safetensors" in written
-        assert "model.safetensors" not in written
+        assert await run(here) == [Response([5] * 8, False, [-0.5] * 8)] * 3, "at its longest it has not ended"
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2], ids=["all weights", "adapters"])
-async def test_ranks_load_each_version_once(tmp_path: Path, checkpoint: Path, lora_rank: int):
-    """Each rank of the actor has connections of its own to every server."""
-
+async def test_ranks_load_each_version_once(setup: Setup, lora_rank: int):
+    """Each rank of the actor has connections of its own to every server. Adapters are published alone."""
     async with FakeVllm() as server:
-        here = VllmSetup(tmp_path, checkpoint, [server.url], policy={"lora_rank": lora_rank})
+        here = setup(server, policy={"lora_rank": lora_rank})
         other = VllmGeneration(here.config, here.policy)  # which publishes nothing
         for version in range(1, 4):
-            await asyncio.gather(asyncio.to_thread(here.run), asyncio.to_thread(run_all, other))
+            ranked = asyncio.to_thread(other.run, PROMPTS, lambda row, response: None, seed=4)
+            await asyncio.gather(run(here), ranked)
             assert [path.name for path in server.loaded] == [str(n + 1) for n in range(version)]
             here.update()
+        written = {path.name for path in server.loaded[-1].iterdir()}
+        assert ("adapter_model.safetensors" in written, "model.safetensors" in written) == (
+            lora_rank > 0,
+            not lora_rank,
+        )
+        if lora_rank:
+            assert len(server.adapters) == 1, "the adapter before it is unloaded"
+            assert server.requests[-1]["model"] == server.adapters[0] == server.weights
 
 
-def run_all(generation: VllmGeneration) -> None:
-    generation.run(PROMPTS, lambda row, response: None, seed=4)
-
-
-# ---- importance weights ----
-
-
-def test_importance_weights_by_hand():
-    logprobs = torch.log(torch.tensor([[0.9, 0.5, 0.4, 0.3]]))
-    ours = torch.log(torch.tensor([[0.1, 0.25, 0.8, 0.9]]))
-    rollout = Rollout([], torch.zeros(1, 5), torch.tensor([4]), torch.tensor([2]), torch.tensor([True]), logprobs)
-    weights = importance_weights(rollout, ours, cap=1.5)
-    assert weights.tolist() == [[1.0, 0.5, 1.5, 1.0]]  # prompt, 0.25 / 0.5, capped 0.8 / 0.4, beyond the row
+async def test_sampling_settings_reach_the_server(setup: Setup):
+    settings = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 2, "stop_strings": ["zz"]}
+    async with FakeVllm() as server:
+        here = setup(server, generation=settings)
+        assert (await run(here))[0].logprobs is None, "vLLM's are those after top-k and top-p"
+        sent = [request["sampling_params"] for request in server.requests]
+        assert {(s["temperature"], s["top_k"], s["top_p"], s["min_tokens"]) for s in sent} == {(0.7, 5, 0.9, 2)}
+        assert (sent[0]["stop"], sent[0]["stop_token_ids"]) == (["zz"], here.policy.eos_ids)
+        assert set(sent[0].get("logit_bias", {})) == {str(token) for token in here.policy.banned_ids}
+        seeds = {s["seed"] for s in sent}
+        assert len(seeds) == 3, "each row has a seed of its own"
+        await run(here, greedy=True)
+        greedy = [request["sampling_params"] for request in server.requests[3:]]
+        assert ({s["seed"] for s in greedy}, {s["temperature"] for s in greedy}) == (seeds, {0.0})
 
 
 @pytest.mark.parametrize(
@@ -126,3 +114,131 @@ def test_importance_weights_by_hand():
 def test_importance_weights_need_comparable_logprobs(generation: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         RunConfig.model_validate({"actor": {"policy": {"device": "cpu"}, "generation": generation}})
+
+
+# ---- trouble ----
+
+
+def aborted(server: FakeVllm) -> dict[str, Any]:
+    """vLLM answers 200 with the tokens so far when another client pauses it."""
+    return {"token_ids": [5], "finish_reason": "abort"}
+
+
+def dropped(server: FakeVllm) -> dict[str, Any]:
+    server.drops = 4
+    return {}
+
+
+def restarted(server: FakeVllm) -> dict[str, Any]:
+    """It answers with the weights that it was started with; such a response is thrown away."""
+    server.weights = "initial"
+    return {"weight_versions": [{"version": "initial", "start": 0, "end": 4}], "token_ids": [9, 9, 9, 1]}
+
+
+@pytest.mark.parametrize("fault", [aborted, dropped, restarted])
+async def test_a_response_that_was_lost_is_generated_again(setup: Setup, fault: Callable[[FakeVllm], dict[str, Any]]):
+    async with FakeVllm() as server:
+
+        def once(request: dict[str, Any]) -> dict[str, Any]:
+            server.answer = lambda request: {}
+            return fault(server)
+
+        server.answer = once
+        assert [response.tokens for response in await run(setup(server))] == [END] * 3
+        assert (len(server.loaded) >= 2) == (fault is restarted), "the version is loaded again"
+
+
+@pytest.mark.parametrize("is_usable", [True, False])
+async def test_a_server_that_goes_away_is_waited_for(setup: Setup, caplog: pytest.LogCaptureFixture, is_usable: bool):
+    async with FakeVllm() as server:
+        here = setup(server, max_outage_s=600)
+        server.is_hanging = True
+        running = asyncio.create_task(run(here))
+        await until(lambda: len(server.requests) >= 3)
+        await server.stop()
+        await until(lambda: "no healthy server" in caplog.text)
+        server.is_hanging = False
+        server.missing = set() if is_usable else {"/pause", "/weight_info"}  # started without VLLM_SERVER_DEV_MODE
+        await server.start()
+        if is_usable:
+            assert len(await running) == 3
+            assert len(server.loaded) == 2
+            return
+        with pytest.raises(RlhfError, match="start it with VLLM_SERVER_DEV_MODE=1"):
+            await running
+
+
+async def test_another_server_takes_over(setup: Setup):
+    async with FakeVllm() as one, FakeVllm() as two:
+        here = setup(one, two)
+        await run(here)
+        assert all(server.requests for server in (one, two)), "requests are balanced"
+        await one.stop()
+        before = len(two.requests)
+        await run(here)
+        assert len(two.requests) == before + 3
+        await one.start()
+
+
+async def test_a_server_that_does_not_load_costs_one_timeout(setup: Setup, monkeypatch: pytest.MonkeyPatch):
+    """Its waiting rows share one attempt; each of them tried for itself, one after the other."""
+    monkeypatch.setattr("actor.vllm.connection.PROBE_S", 0.5)
+    async with FakeVllm() as one, FakeVllm() as two:
+        one.silent = {"/version"}
+        generation, many, responses = setup(one, two).generation, [*PROMPTS] * 20, list[int]()
+        await asyncio.to_thread(generation.run, many, lambda row, _: responses.append(row), seed=0, greedy=True)
+        assert sorted(responses) == list(range(len(many)))
+        assert one.calls.count("/version") <= 4, "an attempt, and the probes of a lost server"
+
+
+async def test_a_run_that_is_closed_while_it_loads_resumes_the_server(setup: Setup):
+    async with FakeVllm() as server:
+        here = setup(server)
+        server.silent = {"/collective_rpc"}
+        running = asyncio.create_task(run(here))
+        await until(lambda: "/collective_rpc" in server.calls)
+        here.policy.close()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert server.calls[-1] == "/resume"
+
+
+async def test_a_server_that_stays_away_is_an_error(setup: Setup):
+    async with FakeVllm() as server:
+        here = setup(server, max_outage_s=0.05)
+    with pytest.raises(RequestFailed, match="vLLM: no healthy server for"):
+        await run(here)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"release": "0.9.2"}, "is vLLM 0.9.2; 0.32 or newer is needed"),
+        ({"missing": {"/weight_info"}}, "has no /weight_info: start it with VLLM_SERVER_DEV_MODE=1"),
+        ({"missing": {"/pause"}}, "has no /pause: start it with VLLM_SERVER_DEV_MODE=1"),
+        ({"missing": {"/inference/v1/generate"}}, "does not take token ids: start it with --enable-scale-out"),
+        ({"logprobs_mode": "raw_logprobs"}, "returns raw_logprobs, .*: start it with --logprobs-mode processed_logp"),
+        ({"answer": lambda request: {"token_ids": [5, 0, 1]}}, "generated the tokens \\[0\\]"),
+    ],
+)
+async def test_an_unusable_server_is_an_error_of_one_sentence(setup: Setup, change: dict[str, Any], words: str):
+    async with FakeVllm() as server:
+        vars(server).update(change)
+        here = setup(server)
+        here.generation._banned_ids = [0]
+        with pytest.raises(RlhfError, match=words):
+            await run(here)
+
+
+async def test_adapters_are_refused_on_top_of_the_weights_of_another_run(setup: Setup):
+    """They would generate with a base model that is not theirs."""
+    async with FakeVllm() as server:
+        await run(setup(server))
+        with pytest.raises(RlhfError, match=r"has the weights of another run .* restart it"):
+            await run(setup(server, policy={"lora_rank": 2}))
+
+
+def test_a_run_without_servers_is_an_error(setup: Setup):
+    skip_on_cards("a configuration that starts vLLM on the policy's machine must name its GPUs first")
+    with pytest.raises(ConfigError, match=r"actor\.generation\.vllm\.servers: empty"):
+        setup()

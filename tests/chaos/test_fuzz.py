@@ -1,7 +1,5 @@
 """`python -m tools fuzz`: the same seed sends the same requests, errors are reported, and a short run is clean."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections import Counter
@@ -12,10 +10,19 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from chaos.fuzz import command as fuzz
-from chaos.fuzz.client import GATEWAY_MB, LONGEST_WAIT_S, Answer, StageOutcome
-from chaos.fuzz.gateway import ATTACKS, attacks
-from chaos.fuzz.requests import CHANGES, KILLING, Request, requests
+from chaos import fuzz
+from chaos.fuzz import (
+    ATTACKS,
+    CHANGES,
+    GATEWAY_MB,
+    KILLING,
+    LONGEST_WAIT_S,
+    Answer,
+    Request,
+    StageOutcome,
+    attacks,
+    requests,
+)
 
 MODELS = ["critic", "critic_infer", "critic_save", "critic_train", "reference", "reward_model"]
 
@@ -94,10 +101,10 @@ def test_answers_are_judged(answer: Answer, found: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_short_run_is_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fuzz.main(["--count", "300", "--seed", "5", "--out", str(tmp_path)])  # its exit code also judges times
+    fuzz.main(["--count", "150", "--seed", "5", "--out", str(tmp_path)])  # its exit code also judges times
     print(capsys.readouterr().out)
     outcomes = json.loads((tmp_path / "result.json").read_text())["samples"]
-    assert [sum(outcome["sent"].values()) for outcome in outcomes] == [100, 100, 100]
+    assert [sum(outcome["sent"].values()) for outcome in outcomes] == [50, 50, 50]
     assert all(not outcome[found] for outcome in outcomes for found in ("wrong", "hangs", "outages", "restarts"))
     assert outcomes[2]["gateway_mb"] > 0  # its exit code judges this, too
-    assert all(outcome["good_answers"] > 10 for outcome in outcomes)
+    assert all(outcome["good_answers"] > 5 for outcome in outcomes)

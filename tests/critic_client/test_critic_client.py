@@ -1,7 +1,5 @@
 """The critic's client for other trainers, in front of a fake server: rows, wrong use, threads, closing, failures."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading
@@ -25,7 +23,7 @@ from critic_client import (
     RequestRefused,
     ServerFailed,
 )
-from critic_client.rows import training_arrays
+from critic_client.client import training_arrays
 from python_backend.wire.contract import Limits
 from python_backend.wire.training_payload import train_payload
 
@@ -118,8 +116,9 @@ def test_numbers_of_the_critic_that_are_not_finite_are_an_error(monkeypatch: pyt
 
 def test_values_updates_checkpoints_and_rewinds() -> None:
     def call(critic: CriticClient) -> None:
-        scored = critic.values(ROWS)
-        assert ([row.tolist() for row in scored.values], scored.weights_version) == ([[0.5, 1.5, 2.5]], 7)
+        with ThreadPoolExecutor(8) as threads:
+            for scored in threads.map(lambda _: critic.values(ROWS), range(32)):
+                assert ([row.tolist() for row in scored.values], scored.weights_version) == ([[0.5, 1.5, 2.5]], 7)
         for early in (lambda: critic.train(1, *UPDATE), lambda: critic.save(1)):
             with pytest.raises(CriticClientError, match=r"call rewind first: rewind\(0\) begins a run"):
                 early()
@@ -127,16 +126,11 @@ def test_values_updates_checkpoints_and_rewinds() -> None:
         answer = critic.train(1, *UPDATE)
         assert (answer.loss_mean, answer.weights_version) == (0.25, 7)
         assert critic.save(1, keep_steps=[1]) == 7
+        critic.close()
+        with pytest.raises(CriticClientError, match="the client is closed; make another one"):
+            critic.values(ROWS)
 
     play(call)
-
-
-def test_many_threads_share_a_client() -> None:
-    def call(critic: CriticClient) -> list[int]:
-        with ThreadPoolExecutor(8) as threads:
-            return [found.weights_version for found in threads.map(lambda _: critic.values(ROWS), range(64))]
-
-    assert play(call) == [7] * 64
 
 
 def test_async_calls_overlap() -> None:
@@ -217,13 +211,6 @@ def test_a_forked_process_needs_a_client_of_its_own() -> None:
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_after_close_nothing_is_sent() -> None:
-    with CriticClient("127.0.0.1:1", run_id="mine", settings=QUICK) as critic:
-        critic.close()
-    with pytest.raises(CriticClientError, match="the client is closed; make another one"):
-        critic.values(ROWS)
 
 
 def test_closing_ends_the_calls_of_other_threads() -> None:

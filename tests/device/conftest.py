@@ -17,3 +17,11 @@ collect_ignore = [] if IS_SIMULATED else NEED_SIMULATION if IS_REAL else [path.n
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if IS_REAL:
         terminalreporter.write_line(f"SKIPPED, because they need simulated cards: {', '.join(NEED_SIMULATION)}")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy."""
+    from live_system import make_checkpoint, make_tokenizer  # imports what a real card's tests need not have
+
+    return make_checkpoint(tmp_path_factory.mktemp("policy") / "policy", "policy", make_tokenizer(), seed=3)

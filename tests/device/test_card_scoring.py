@@ -1,11 +1,9 @@
 """Scoring on a card: host waits and copies of a forward pass, streams, placement, and lack of memory."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +19,12 @@ from tiny_checkpoints import save_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_python_backend_utils import Request
 
-from python_backend.models.card import streams
+from python_backend.models import card
 from python_backend.models.language_model import load_language_model
-from python_backend.models.modeling import load_critic, load_reward
-from python_backend.models.readout.token_reward import load_process_reward
+from python_backend.models.modeling import load_critic, load_reward, save_critic
+from python_backend.models.token_reward import load_process_reward
 from python_backend.wire.contract import REWARDS, VALUES
+from tests.support.ranks import serving_ranks
 from trainer.publish import initialise_store
 
 DEVICE = "cuda:3"
@@ -49,30 +48,18 @@ CASES = [
 ]
 
 
-class Copy(NamedTuple):
-    """A copy between host and card."""
-
-    to_card: bool
-    pinned: bool
-    non_blocking: bool
-
-
 class Copies(TorchDispatchMode):
-    """Records the copies between host and card in its block."""
+    """Records where the copies between host and card in its block go to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[Copy] = []
+        self.made: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = func._schema.name
-        if name in ("aten::_to_copy", "aten::copy_"):
-            source = args[0] if name == "aten::_to_copy" else args[1]
-            if source.is_cuda != out.is_cuda:
-                non_blocking = bool(kwargs.get("non_blocking") or (name == "aten::copy_" and args[2:3] == (True,)))
-                self.made.append(Copy(out.is_cuda, (source if out.is_cuda else out).is_pinned(), non_blocking))
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::_to_copy", "aten::copy_"):
+            source = [each for each in args if isinstance(each, torch.Tensor)][-1]
+            self.made += [out.device.type] * (source.is_cuda != out.is_cuda)
         return out
 
 
@@ -88,7 +75,7 @@ def test_a_forward_pass_waits_once_for_its_results(tmp_path: Path, family: str, 
         found = results()
     assert launching.num_waits == 0, launching.where
     assert waiting.num_waits == 1, waiting.where
-    assert copied.made == [Copy(True, True, True), Copy(False, True, True)]
+    assert copied.made == ["cuda", "cpu"]  # from pinned memory and into it, or the launch would wait
     expected = getattr(load(tmp_path, device="cpu", dtype=dtype), method)(ROWS, 12)()
     tolerance = 1e-4 if dtype == "float32" else 0.1 * max(float(np.abs(each).max()) for each in expected)
     for ours, exact in zip(found, expected, strict=True):
@@ -126,45 +113,28 @@ def test_an_instance_uses_the_card_that_triton_gives_it_unless_the_configuration
         served_model(run.config, name, model_instance_device_id="3") as model,
     ):
         ask(model, ROWS, output=output)
-        assert {each.device for each in model.served.versions.version.model.model.parameters()} == {
-            torch.device("cuda", card)
-        }
+        devices = {each.device for each in model.served.versions.version.model.model.parameters()}
+    assert devices == {torch.device("cuda", card)}
     assert {each.card for each in record.launches} == {card}
     assert record.strays == []
 
 
-class Event(NamedTuple):
-    """What a worker did with a pass: launch it, or wait for its results."""
-
-    worker: str
-    what: str
-    waits: int
-    stream: int
-    card: int
-
-
-def watch_passes(model: Any, meet: Callable[[], object] = lambda: None) -> list[Event]:
-    """Record the passes of a served model from now on; `meet` is called before each launch."""
-    events: list[Event] = []
+def watch_passes(model: Any, meet: Callable[[], object]) -> dict[str, list[tuple[str, int, int, int]]]:
+    """Record, by worker: launch or wait, its host waits, card and stream; `meet` is called before each launch."""
+    events: dict[str, list[tuple[str, int, int, int]]] = {}
     forward = model.served.forward
 
-    def noted(what: str, trace: Trace) -> None:
-        card, stream = torch.cuda.current_device(), current_stream().stream_id
-        events.append(Event(threading.current_thread().name, what, trace.num_waits, stream, card))
-
-    def watched(version: Any, rows: Any, width: int) -> Callable[[], Any]:
-        meet()
+    def noted(what: str, work: Callable[[], Any]) -> Any:
         with Trace() as trace:
-            results = forward(version, rows, width)
-        noted("launch", trace)
+            found = work()
+        event = (what, trace.num_waits, torch.cuda.current_device(), current_stream().stream_id)
+        events.setdefault(threading.current_thread().name, []).append(event)
+        return found
 
-        def wait() -> Any:
-            with Trace() as trace:
-                found = results()
-            noted("wait", trace)
-            return found
-
-        return wait
+    def watched(*arguments: Any) -> Callable[[], Any]:
+        meet()
+        results = noted("launch", lambda: forward(*arguments))
+        return lambda: noted("wait", results)
 
     model.served.forward = watched
     return events
@@ -182,7 +152,7 @@ def priorities(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
             created[stream.stream_id] = stream.priority
 
     monkeypatch.setattr(Stream, "__init__", noted)
-    streams._staging_stream.cache_clear()
+    card._staging_stream.cache_clear()
     return created
 
 
@@ -190,19 +160,18 @@ def priorities(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 def test_each_worker_launches_the_next_pass_on_its_own_stream_before_it_waits(
     tmp_path: Path, checkpoints: Checkpoints, priorities: dict[int, int], name: str, output: str, workers: int
 ):
-    run = make_served_run(tmp_path, checkpoints, workers=workers, token_budget=12, micro_batch_rows=1)
+    run = make_served_run(tmp_path, checkpoints, workers=workers, token_budget=1)
     both = threading.Barrier(workers)
     with served_model(run.config, name, model_instance_device_id="3") as model:
         ask(model, ROWS[:1], output=output)
         events = watch_passes(model, lambda: both.wait(PATIENCE_S))
         ask(model, *[[row] for row in random_rows([9] * 2 * workers, seed=2)], output=output)
-    for worker in {event.worker for event in events}:
-        own = [event for event in events if event.worker == worker]
-        assert [(event.what, event.waits) for event in own] == [*[("launch", 0)] * 2, *[("wait", 1)] * 2]
-        assert {event.card for event in own} == {3}
-    used = {event.worker: event.stream for event in events}
-    assert len(used) == len(set(used.values())) == workers
-    assert {priorities[stream] for stream in used.values()} == {streams.HIGH}
+    used = {own[0][3] for own in events.values()}
+    assert len(used) == len(events) == workers
+    for own in events.values():
+        launches, waits = [("launch", 0, 3, own[0][3])] * 2, [("wait", 1, 3, own[0][3])] * 2
+        assert own == launches + waits
+    assert {priorities[stream] for stream in used} == {card.HIGH}
 
 
 @pytest.mark.parametrize("name", ["reward_model", "critic"])
@@ -212,13 +181,13 @@ def test_a_version_is_staged_on_a_stream_of_low_priority(
     run = make_served_run(tmp_path, checkpoints)
     with served_model(run.config, name, model_instance_device_id="3") as model:
         served = model.served.versions.version.model
-        folder = run.config.reward.checkpoint if name == "reward_model" else run.store.folder(0)
+        folder = run.config.reward.model if name == "reward_model" else run.store.folder(0)
         with Trace(places=False) as trace:
             staged = model.served.compute.load("load_critic", folder, served)
     assert staged is not served
-    ((card, stream),) = trace.streams
-    assert (card, priorities[stream]) == (3, streams.LOW)
-    assert streams.LOW > streams.HIGH
+    ((number, stream),) = trace.streams
+    assert (number, priorities[stream]) == (3, card.LOW)
+    assert card.LOW > card.HIGH
     assert trace.waits["stream.synchronize"] == 1
 
 
@@ -247,7 +216,7 @@ def test_a_thread_that_loads_a_version_leaves_the_first_card_alone():
     found: list[int] = []
 
     def load() -> None:
-        with streams.staging(torch.device("cuda:2")):
+        with card.staging(torch.device("cuda:2")):
             pass
         found.append(torch.cuda.current_device())
 
@@ -255,3 +224,34 @@ def test_a_thread_that_loads_a_version_leaves_the_first_card_alone():
     thread.start()
     thread.join()
     assert found == [2]
+
+
+# ---- a model split over two cards: the memory of a swap ----
+
+FIRST_CARD = 4
+SWAP = 2.1  # times the weights: the served version, the next one, and one tensor of its file
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 6, "num_attention_heads": 4}
+
+
+def test_a_swap_of_a_split_model_holds_two_versions_in_the_served_precision(tmp_path: Path):
+    versions = [tmp_path / f"version-{seed}" for seed in (1, 2)]  # in float32 files
+    for seed, folder in enumerate(versions, 1):
+        save_tiny(tmp_path / f"checkpoint-{seed}", "llama", "critic", seed=seed, **SIZES)
+        folder.mkdir()
+        save_critic(load_critic(tmp_path / f"checkpoint-{seed}"), folder)
+    exact = [load_critic(folder, dtype="bfloat16") for folder in versions]
+    settings = {"dtype": "bfloat16"}
+    with serving_ranks(f"cuda:{FIRST_CARD}") as ranks:
+        before = simcuda.allocated(FIRST_CARD)
+        served = ranks.load("load_critic", versions[0], None, settings)
+        weights = simcuda.allocated(FIRST_CARD) - before
+        assert weights < 0.6 * 2 * sum(p.numel() for p in exact[0].model.parameters())  # bytes of half
+        simcuda.reset_peak(FIRST_CARD)
+        following = ranks.load("load_critic", versions[1], served, settings)
+        assert simcuda.peak(FIRST_CARD) - before <= SWAP * weights
+        for model, whole in zip((served, following), exact, strict=True):
+            with ranks.forward(model, ROWS, 12):
+                found = model.values(ROWS, 12)
+            assert {parameter.device.index for parameter in model.model.parameters()} == {FIRST_CARD}
+            for ours, expected in zip(found, whole.values(ROWS, 12), strict=True):
+                np.testing.assert_allclose(ours, expected, rtol=0, atol=0.1 * np.abs(expected).max())

@@ -1,7 +1,7 @@
 """A critic of each family trains on a card with each setting that docs/scaling.md recommends."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,21 @@ from trainer.trained_critic import build_critic
 LAST_CARD = f"cuda:{torch.cuda.device_count() - 1}"
 
 
-def payload() -> TrainPayload:
-    rng, lengths = np.random.default_rng(0), np.array([5, 9, 3, 12])
-    n = (lengths - 1).sum()
+def payload(seed: int = 0, lengths: Sequence[int] = (5, 9, 3, 12)) -> TrainPayload:
+    rng, num = np.random.default_rng(seed), sum(lengths) - len(lengths)
+    returns, prev_values = rng.normal(size=(2, num)).astype(np.float32)
     return TrainPayload(
-        tokens=rng.integers(1, VOCAB, lengths.sum()),
-        lengths=lengths,
-        returns=rng.normal(size=n).astype(np.float32),
-        prev_values=np.zeros(n, np.float32),
-        mask=np.ones(n, np.float32),
+        rng.integers(1, VOCAB, sum(lengths)), np.array(lengths), returns, prev_values, np.ones(num, np.float32)
     )
+
+
+def updates_of(folder: Path, family: str, num: int = 1, **settings: Any) -> list[CriticUpdate]:
+    """Updates of as many critics with the same weights."""
+    save_tiny(folder / "critic", family, "critic")
+    (folder / "version").mkdir()
+    save_critic(load_critic(folder / "critic", device="cpu"), folder / "version")
+    section = trainer_section(warmup_steps=0, **settings)
+    return [CriticUpdate(build_critic(folder / "version", section, seed=0), section) for _ in range(num)]
 
 
 @pytest.mark.parametrize(
@@ -40,11 +45,7 @@ def payload() -> TrainPayload:
         ("bert", {"precision": "bfloat16", "lora_rank": 2}),
     ],
 )
-def test_a_critic_trains_on_any_card(family: str, settings: dict[str, Any], tmp_path):
-    save_tiny(tmp_path / "critic", family, "critic")
-    (tmp_path / "version").mkdir()
-    save_critic(load_critic(tmp_path / "critic", device="cpu"), tmp_path / "version")
-    section = trainer_section(device=LAST_CARD, warmup_steps=0, **settings)
-    update = CriticUpdate(build_critic(tmp_path / "version", section, seed=0), section)
+def test_a_critic_trains_on_any_card(family: str, settings: dict[str, Any], tmp_path: Path):
+    (update,) = updates_of(tmp_path, family, device=LAST_CARD, **settings)
     assert np.isfinite(update.train(payload(), lambda _: None).loss_mean)
     assert {parameter.device for parameter in update.critic.model.parameters()} == {torch.device(LAST_CARD)}

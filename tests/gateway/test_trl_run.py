@@ -3,8 +3,6 @@
 Only in `make test-trl`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -25,7 +23,7 @@ from tiny_tokenizers import POSITIONS as TEXT_POSITIONS
 from tiny_tokenizers import VOCAB, make_text_tokenizer
 from transformers import AutoTokenizer
 
-from benchmarks.trl.comparison import prepare_environment
+from benchmarks.trl import prepare_environment
 from python_backend.wire.contract import METADATA, REWARD_MODEL, REWARDS, SENTENCES, texts_array
 from tools.import_checkpoint import main
 

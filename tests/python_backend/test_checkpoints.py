@@ -1,20 +1,30 @@
-"""`python_backend.checkpoints.inspection`: what is found in a folder, and how a folder is refused."""
-
-from __future__ import annotations
+"""`python_backend.checkpoints`: what is found in a folder, how a folder is refused; fingerprints, special tokens."""
 
 import json
 import re
+import shutil
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, add_tensors, change_config, save_tiny, save_with_value_head
+from transformers import AutoModelForCausalLM
 
-from python_backend.checkpoints.inspection import CheckpointError, Constants, Head, inspect_checkpoint
+from python_backend.checkpoints.inspection import (
+    CheckpointError,
+    Constants,
+    Head,
+    fingerprint_weights,
+    inspect_checkpoint,
+)
+from python_backend.checkpoints.tensor_file import write_tensors
+from python_backend.checkpoints.tokenization import end_of_sequence, special_tokens
 
 
 def refused(*parts: object):
@@ -62,31 +72,27 @@ def test_value_heads(tmp_path: Path, prefix: str, config: dict[str, str], bias: 
     assert inspect_checkpoint(tmp_path).head == Head("value", prefix, 2, bias, True)
 
 
-@pytest.mark.parametrize("prefix", ["v_head", "value_head", "score"])
-def test_a_head_of_several_layers_is_refused(tmp_path: Path, prefix: str):
-    save_tiny(tmp_path, "gpt2", "language")
-    add_tensors(tmp_path, {f"{prefix}.0.weight": torch.zeros(32, 16), f"{prefix}.2.weight": torch.zeros(1, 32)})
-    with refused(tmp_path, "several layers", f"{prefix}.0.weight", "is not supported"):
-        inspect_checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("family", "kind", "tensor", "shape", "expected"),
+    ("family", "kind", "tensors", "message"),
     [
-        ("llama", "critic", "score.bias", (3,), "[1]"),
-        ("llama", "critic", "score.bias", (1, 1), "[1]"),
-        ("bert", "reward", "classifier.bias", (2,), "[1]"),
-        ("llama", "reward", "score.weight", (16,), "[num_labels, hidden]"),
-        ("llama", "reward", "score.weight", (0, 16), "[num_labels, hidden]"),
-        ("gpt2", "language", "v_head.summary.weight", (16,), "[num_labels, hidden]"),
+        *(
+            ("gpt2", "language", {f"{prefix}.0.weight": (32, 16), f"{prefix}.2.weight": (1, 32)}, "several layers")
+            for prefix in ("v_head", "value_head", "score")
+        ),
+        ("llama", "critic", {"score.bias": (3,)}, "score.bias has shape [3]"),
+        ("llama", "critic", {"score.bias": (1, 1)}, "score.bias has shape [1, 1]"),
+        ("bert", "reward", {"classifier.bias": (2,)}, "classifier.bias has shape [2]"),
+        ("llama", "reward", {"score.weight": (16,)}, "score.weight has shape [16]"),
+        ("llama", "reward", {"score.weight": (0, 16)}, "score.weight has shape [0, 16]"),
+        ("gpt2", "language", {"v_head.summary.weight": (16,)}, "v_head.summary.weight has shape [16]"),
     ],
 )
-def test_a_head_of_the_wrong_shape_is_named(
-    tmp_path: Path, family: str, kind: str, tensor: str, shape: tuple[int, ...], expected: str
+def test_a_head_of_several_layers_or_the_wrong_shape_is_refused(
+    tmp_path: Path, family: str, kind: str, tensors: dict[str, tuple[int, ...]], message: str
 ):
     save_tiny(tmp_path, family, kind)
-    add_tensors(tmp_path, {tensor: torch.zeros(shape)})
-    with refused(tmp_path, tensor, f"has shape {list(shape)}", expected):
+    add_tensors(tmp_path, {name: torch.zeros(shape) for name, shape in tensors.items()})
+    with refused(tmp_path, message):
         inspect_checkpoint(tmp_path)
 
 
@@ -94,38 +100,21 @@ def test_a_head_of_the_wrong_shape_is_named(
 
 
 def test_what_is_found(tmp_path: Path):
-    names = {0: "helpfulness", 1: "verbosity"}
     model = save_tiny(tmp_path, "llama", "reward", num_labels=2)
-    change_config(tmp_path, id2label=names)
+    assert inspect_checkpoint(tmp_path).labels == (), "names that only count say nothing"
+    change_config(tmp_path, id2label={0: "helpfulness", 1: "verbosity"})
     (tmp_path / "tokenizer.json").write_text("{}")
+    tensors = load_file(tmp_path / "model.safetensors")
+    half = {name: tensor if name == "score.weight" else tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(half, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    size, head = sum(p.numel() for p in model.parameters()), model.score.weight.numel()
     info = inspect_checkpoint(tmp_path)
     assert (info.model_type, info.architecture) == ("llama", "LlamaForSequenceClassification")
     assert info.labels == ("helpfulness", "verbosity")
     assert (info.vocab_size, info.max_positions, info.tokenizer) == (VOCAB, POSITIONS, "fast (tokenizer.json)")
-    assert info.num_parameters == sum(p.numel() for p in model.parameters())
-    assert info.num_bytes == 4 * info.num_parameters
-    assert info.dtypes == {"F32": info.num_parameters}
-    assert info.files == [tmp_path / "model.safetensors"]
-    assert info.constants is None
-
-
-def test_labels_that_only_count_say_nothing(tmp_path: Path):
-    save_tiny(tmp_path, "gpt2", "reward", num_labels=2)
-    info = inspect_checkpoint(tmp_path)
-    assert info.labels == ()
-    assert info.max_positions == POSITIONS
-    assert info.tokenizer is None
-
-
-def test_dtypes_are_counted(tmp_path: Path):
-    model = save_tiny(tmp_path, "llama", "reward")
-    tensors = load_file(tmp_path / "model.safetensors")
-    half = {name: tensor if name == "score.weight" else tensor.bfloat16() for name, tensor in tensors.items()}
-    save_file(half, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    info = inspect_checkpoint(tmp_path)
-    head = model.score.weight.numel()
-    assert list(info.dtypes.items()) == [("BF16", info.num_parameters - head), ("F32", head)]
-    assert info.num_bytes == 2 * (info.num_parameters - head) + 4 * head
+    assert (info.num_parameters, info.num_bytes) == (size, 2 * (size - head) + 4 * head)
+    assert list(info.dtypes.items()) == [("BF16", size - head), ("F32", head)]
+    assert (info.files, info.constants) == ([tmp_path / "model.safetensors"], None)
 
 
 def test_shards_are_one_checkpoint(tmp_path: Path):
@@ -139,8 +128,11 @@ def test_shards_are_one_checkpoint(tmp_path: Path):
         inspect_checkpoint(tmp_path / "many")
 
 
+WRONG = "reward_standardization.*std above 0"
+
+
 @pytest.mark.parametrize(
-    ("config", "constants"),
+    ("config", "found"),
     [
         ({"reward_standardization": {"mean": 1, "std": 2}}, Constants(1.0, 2.0)),
         ({"normalize_reward": True, "mean": 0.5, "std": 3.0}, Constants(0.5, 3.0)),
@@ -150,37 +142,23 @@ def test_shards_are_one_checkpoint(tmp_path: Path):
             {"reward_standardization": {"mean": 1, "std": 2}, "normalize_reward": True, "mean": 0, "std": 1},
             Constants(1.0, 2.0),
         ),
+        ({"reward_standardization": {"mean": 0, "std": 0}}, WRONG),
+        ({"reward_standardization": {"mean": "x"}}, WRONG),
+        ({"reward_standardization": [1, 2]}, WRONG),
+        ({"reward_standardization": {"mean": float("nan"), "std": 1}}, WRONG),
     ],
 )
-def test_constants(tmp_path: Path, config: dict[str, object], constants: Constants | None):
+def test_constants_of_the_standardization(tmp_path: Path, config: dict[str, object], found: Constants | str | None):
     save_tiny(tmp_path, "llama", "reward")
     change_config(tmp_path, **config)
-    assert inspect_checkpoint(tmp_path).constants == constants
-
-
-@pytest.mark.parametrize("constants", [{"mean": 0, "std": 0}, {"mean": "x"}, [1, 2], {"mean": float("nan"), "std": 1}])
-def test_constants_that_are_none(tmp_path: Path, constants: object):
-    save_tiny(tmp_path, "llama", "reward")
-    change_config(tmp_path, reward_standardization=constants)
-    with refused(tmp_path / "config.json", "reward_standardization", "std above 0"):
-        inspect_checkpoint(tmp_path)
+    if isinstance(found, str):
+        with pytest.raises(CheckpointError, match=found):
+            inspect_checkpoint(tmp_path)
+    else:
+        assert inspect_checkpoint(tmp_path).constants == found
 
 
 # ---- what is no checkpoint ----
-
-
-def test_an_adapter_alone_is_refused(tmp_path: Path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with refused(tmp_path, "contains only a PEFT adapter", "--merge NEW_FOLDER", "merge_and_unload"):
-        inspect_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", ""])
-def test_an_unreadable_config_is_named(tmp_path: Path, text: str):
-    save_tiny(tmp_path, "llama", "reward")
-    (tmp_path / "config.json").write_text(text)
-    with refused(tmp_path, "cannot be loaded", "config.json"):
-        inspect_checkpoint(tmp_path)
 
 
 def header(text: str, data: bytes = b"") -> bytes:
@@ -188,32 +166,38 @@ def header(text: str, data: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("file", "content", "message"),
     [
-        b"",
-        b"1234",
-        struct.pack("<Q", 2**40) + b"{}",
-        header("no JSON"),
-        header("[]"),
-        header(json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}), b"1234"),
-        header(json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}), b"12345678"),
-        header(json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-4, 4]}}), b"12345678"),
-        header(json.dumps({"a": {"dtype": "F32", "shape": [2]}}), b"12345678"),
-        header(json.dumps({"a": {"dtype": "WORDS", "shape": [2], "data_offsets": [0, 8]}}), b"12345678"),
+        ("adapter_config.json", b"{}", ("contains only a PEFT adapter", "--merge NEW_FOLDER", "merge_and_unload")),
+        *(("config.json", text, ("cannot be loaded", "config.json")) for text in (b"{", b"[]", b"")),
+        *(
+            ("model.safetensors", content, ("cannot be loaded: model.safetensors is damaged", "copy it again"))
+            for content in (
+                b"",
+                b"1234",
+                struct.pack("<Q", 2**40) + b"{}",
+                header("no JSON"),
+                header("[]"),
+                header(json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}), b"1234"),
+                header(json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}), b"12345678"),
+                header(json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-4, 4]}}), b"12345678"),
+                header(json.dumps({"a": {"dtype": "F32", "shape": [2]}}), b"12345678"),
+                header(json.dumps({"a": {"dtype": "WORDS", "shape": [2], "data_offsets": [0, 8]}}), b"12345678"),
+            )
+        ),
+        *(
+            ("model.safetensors.index.json", index, ("cannot be loaded: model.safetensors.index.json",))
+            for index in (b"{}", b'{"weight_map": {}}', b'{"weight_map": {"a": "../elsewhere.safetensors"}}')
+        ),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, content: bytes):
-    save_tiny(tmp_path, "llama", "reward")
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with refused(tmp_path, "cannot be loaded: model.safetensors is damaged", "copy it again"):
-        inspect_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": {"a": "../elsewhere.safetensors"}}])
-def test_a_wrong_index_is_named(tmp_path: Path, index: object):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with refused(tmp_path, "cannot be loaded: model.safetensors.index.json"):
+def test_a_damaged_file_is_named(tmp_path: Path, file: str, content: bytes, message: tuple[str, ...]):
+    if file in ("config.json", "model.safetensors"):
+        save_tiny(tmp_path, "llama", "reward")
+    elif "index" in file:
+        (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).write_bytes(content)
+    with refused(tmp_path, *message):
         inspect_checkpoint(tmp_path)
 
 
@@ -224,3 +208,90 @@ def test_inspecting_imports_no_torch(tmp_path: Path):
         "inspect_checkpoint(pathlib.Path(sys.argv[1])); assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+
+
+def test_a_file_has_the_bytes_of_the_library(tmp_path: Path):
+    torch.manual_seed(0)
+    tensors = {
+        "b": torch.randn(3, 5),
+        "a": torch.arange(3),
+        "half.x": torch.randn(7).bfloat16(),
+        "ä": torch.tensor(3.0),
+        "empty": torch.zeros(0, 4),
+        "bool": torch.tensor([True, False, True]),
+    }
+    save_file(tensors, tmp_path / "whole", metadata={"format": "pt"})
+    write_tensors(tmp_path / "streamed", {n: (t.dtype, t.shape) for n, t in tensors.items()}, tensors.__getitem__)
+    assert (tmp_path / "streamed").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+# ---- fingerprints ----
+
+
+def test_the_fingerprint_tells_weights_apart(tmp_path: Path):
+    model = save_tiny(tmp_path / "one", "llama", "language")
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    model.save_pretrained(tmp_path / "trained")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "narrow")
+    model.save_pretrained(tmp_path / "parts", max_shard_size="2KB")
+    found = {path.name: fingerprint_weights(path) for path in tmp_path.iterdir()}
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    assert {len(each) for each in found.values()} == {64}
+    assert found.pop("copy") == found["one"]
+    assert len(set(found.values())) == 4
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_the_fingerprint_of_a_large_file_looks_everywhere(tmp_path: Path, name: str):
+    """The weights of a file of 8 MiB, moved as little as an update moves them."""
+    model = save_tiny(tmp_path, "llama", "language", vocab_size=65_536)
+    known = fingerprint_weights(tmp_path)
+    with torch.no_grad():
+        model.get_parameter(name).add_(1e-4)
+    model.save_pretrained(tmp_path)
+    assert fingerprint_weights(tmp_path) != known
+
+
+# ---- special tokens ----
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("has_file", [True, False])
+def test_the_end_of_sequence_is_what_the_loaded_policy_says(tmp_path: Path, family: str, has_file: bool):
+    save_tiny(tmp_path, family, "language")
+    assert (tmp_path / "generation_config.json").is_file()
+    if not has_file:
+        (tmp_path / "generation_config.json").unlink()
+    model = AutoModelForCausalLM.from_pretrained(str(tmp_path))
+    assert end_of_sequence(tmp_path) == model.generation_config.eos_token_id is not None
+
+
+@pytest.mark.parametrize(
+    ("ids", "eos", "vocab_size", "expected"),
+    [
+        ((1, 2, 0), None, None, ([1], 2, [0, 2])),
+        ((1, None, 0), [3, 1], None, ([1, 3], 1, [0])),  # padded with an end of sequence, which may be sampled
+        ((1, 1, 1), 5, None, ([1, 5], 1, [])),  # one token for all three, as GPT-2 has it
+        ((None, 4, None), 7, None, ([7], 4, [4])),
+        ((1, 10, 11), None, 10, ([1], 1, [])),  # added to the tokenizer alone
+        ((1, 9, 10), None, 10, ([1], 9, [9])),
+        ((10, None, 0), 3, 10, ([3, 10], 3, [0])),
+        ((12, 11, None), None, 10, ([12], 0, [])),
+        ((None, 0, 0), None, None, None),
+    ],
+)
+def test_tokens_with_a_role(
+    ids: tuple[int | None, ...],
+    eos: Any,
+    vocab_size: int | None,
+    expected: tuple[list[int], int, list[int]] | None,
+):
+    tokenizer: Any = SimpleNamespace(**dict(zip(("eos_token_id", "pad_token_id", "bos_token_id"), ids, strict=True)))
+    if expected is None:
+        with pytest.raises(ValueError, match="define no end-of-sequence token"):
+            special_tokens(tokenizer, eos)
+    else:
+        special = special_tokens(tokenizer, eos, vocab_size=vocab_size)
+        assert (special.eos_ids, special.pad_id, special.banned_ids) == expected

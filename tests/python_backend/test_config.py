@@ -1,16 +1,17 @@
 """`python_backend.config`: one YAML, typed; what is wrong in it is said by key and value."""
 
-from __future__ import annotations
-
+import contextlib
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from pydantic import BaseModel
 
 from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.config.algorithms import ALGORITHMS, KL_ESTIMATORS, LOSSES
 from python_backend.config.required_files import check_critic, check_files
+from python_backend.models.placement import device_of, devices_of, own_device
 from tools.calibrate.calibration import settle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,8 +23,18 @@ def load(tmp_path: Path, text: str | bytes = "", *overrides: str) -> RunConfig:
     return load_config(path, overrides)
 
 
-def test_an_empty_file_is_all_defaults(tmp_path: Path):
-    assert load(tmp_path) == RunConfig()
+def listed(*names: str) -> str:
+    """Return the names as an error lists them."""
+    return ", ".join(map(repr, names))
+
+
+def dumped(config: RunConfig) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json", exclude={"report"}))
+
+
+def test_an_empty_file_is_all_defaults_which_are_valid_themselves(tmp_path: Path):
+    """pydantic does not check defaults: a round trip through YAML does."""
+    assert load(tmp_path) == RunConfig() == load(tmp_path, dumped(RunConfig()))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
@@ -59,12 +70,12 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: {optimizer: {betas: [0.9]}}", "actor.optimizer.betas.1 is missing"),
         (
             "actor: {kl: {estimator: k9}}",
-            "actor.kl.estimator: Input should be one of 'auto', 'k1', 'abs', 'k2', 'k3' (got 'k9')",
+            f"actor.kl.estimator: Input should be one of {listed('auto', *KL_ESTIMATORS)} (got 'k9')",
         ),
-        ("actor: {algorithm: {name: gpro}}", "'rloo', 'grpo'; did you mean grpo? (got 'gpro')"),
+        ("actor: {algorithm: {name: gpro}}", f"one of {listed(*ALGORITHMS)}; did you mean grpo? (got 'gpro')"),
         (
             "actor: {algorithm: {loss: cliped}}",
-            "actor.algorithm.loss: Input should be one of 'auto', 'clipped', 'reinforce', or path/to/file.py:name; did",
+            f"actor.algorithm.loss: Input should be one of {listed('auto', *LOSSES)}, or path/to/file.py:name; did",
         ),
         ("actor: {algorithm: {loss: 'my loss:'}}", "'my loss:' does not name a function; write path/to/file.py:name"),
         (
@@ -101,6 +112,8 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: {eval_steps: 1}", "did you mean actor.validation.every?"),
         ("actor: {mask_truncated_completions: true}", "did you mean actor.algorithm.mask_unfinished?"),
         ("actor: {kl_coef: 1}", "unknown key actor.kl_coef; did you mean actor.kl.coef?"),
+        ("reward: {checkpoint: a}", "unknown key reward.checkpoint; did you mean reward.model?"),
+        ("actor: {policy: {checkpoint: a}}", "actor.policy.checkpoint; did you mean actor.policy.model?"),
         ("actor: 3", "actor is a section, not a value (got 3); its keys are ranks, steps,"),
         (
             "actor: {prompts: a.jsonl}",
@@ -112,7 +125,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ),
         ("run: {trace_endpoint: foo}", "run.trace_endpoint: must be a URL such as http://localhost:4318 (got 'foo')"),
         ("critic: {device: gpu}", "critic.device: String should match"),
-        ("critic: {preferred_batch_size: [0]}", "critic.preferred_batch_size"),
+        ("actor: {optimizer: {betas: [0.9]}}", "actor.optimizer.betas"),
         ("run: {seed: -1}", "run.seed: Input should be greater than or equal to 0 (got -1)"),
         ("run: {seed: 4294967296}", "run.seed: Input should be less than 4294967296"),
         ("run: {run_id: a b}", "run.run_id: use 1 to 64 letters, digits, '.', '_' or '-'"),
@@ -149,6 +162,10 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("reward: {tensor_parallel: 2, instances: 2}", "reward.instances is 2, but reward.tensor_parallel (2) needs 1"),
         ("reference: {tensor_parallel: 4, compile: true}", "reference.tensor_parallel (4) needs False"),
         ("rewards: {a: {function: f.py:f, tensor_parallel: 2}}", "unknown key rewards.a.tensor_parallel"),
+        (
+            "actor: {policy: {precision: bfloat16}, kl: {reference: triton}}\nreference: {dtype: float32}",
+            "dtype (float32) differs from actor.policy.precision (bfloat16)",
+        ),
         ("- 1", "my.yaml must contain sections"),
         ("a: [", "my.yaml is not valid YAML"),
         (b"\xff\xfe", "my.yaml is not valid YAML"),
@@ -159,17 +176,17 @@ def test_what_is_wrong_is_said_by_key_and_value(tmp_path: Path, text: str | byte
         load(tmp_path, text)
 
 
-def test_all_problems_are_said_at_once(tmp_path: Path):
+def test_all_problems_are_said_at_once_each_with_its_source(tmp_path: Path):
+    text = "actor: {step: 3, optimizer: {lr: -1}}\nserver: {http_port: x}"
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path, "actor: {step: 3, optimizer: {lr: -1}}\nserver: {http_port: x}")
-    assert [line.split("my.yaml: ")[1][:16] for line in str(caught.value).splitlines()] == [
-        "server.http_port",
-        "actor.optimizer.",
-        "unknown key acto",
+        load(tmp_path, text, "actor.steps=3", "actor.step_size=2")
+    lines = [line.rpartition("/")[2] for line in str(caught.value).splitlines()]
+    assert sorted(line[: len("my.yaml: unknown key actor.step")] for line in lines) == [
+        "my.yaml: actor.optimizer.lr: In",
+        "my.yaml: server.http_port: Inpu",
+        "my.yaml: unknown key actor.step",
+        "override 'actor.step_size=2': u",
     ]
-
-
-def test_a_missing_file_is_named(tmp_path: Path):
     for path in (tmp_path / "none.yaml", tmp_path):
         with pytest.raises(ConfigError, match=re.escape(f"cannot read the configuration {path}")):
             load_config(path)
@@ -178,7 +195,7 @@ def test_a_missing_file_is_named(tmp_path: Path):
 def test_overrides_win_over_the_file(tmp_path: Path):
     config = load(
         tmp_path,
-        "actor: {steps: 3, optimizer: {lr: 0.1}}",
+        "actor: {steps: 3, optimizer: {lr: 1e-3}}",  # which YAML 1.1 reads as text
         "actor.steps=5",
         "actor.client.retries=0",
         "run.dir=runs/a=b",
@@ -186,15 +203,11 @@ def test_overrides_win_over_the_file(tmp_path: Path):
         "actor.validation.prompts=null",
         "reward.standardization={mean: 1, std: 2}",
     )
-    assert (config.actor.steps, config.actor.optimizer.lr, config.actor.client.retries) == (5, 0.1, 0)
+    assert (config.actor.steps, config.actor.optimizer.lr, config.actor.client.retries) == (5, 1e-3, 0)
     assert config.run.dir == Path("runs/a=b")
     assert config.trainer.optimizer.betas == (0.5, 0.6)
     assert config.reward.standardization.std == 2
     assert load(tmp_path, "actor:", "actor.steps=2").actor.steps == 2  # a section with nothing in it
-
-
-def test_scientific_notation_is_a_number(tmp_path: Path):
-    assert load(tmp_path, "actor: {optimizer: {lr: 1e-3}}").actor.optimizer.lr == 1e-3  # YAML 1.1 reads it as text
 
 
 @pytest.mark.parametrize(
@@ -228,50 +241,17 @@ def test_the_run_is_named_by_its_folder(tmp_path: Path, folder: str, identity: s
     assert load(tmp_path, "", f"run.run_id={identity}").run.identity == identity  # and may be written out
 
 
-def sections_of(model: type[BaseModel]) -> list[type[BaseModel]]:
-    found = [model]
-    for field in model.model_fields.values():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found += sections_of(field.annotation)
-    return found
-
-
-def test_every_key_has_a_default_and_says_what_it_is():
-    for section in sections_of(RunConfig):
-        for name, field in section.model_fields.items():
-            assert not field.is_required(), f"{section.__name__}.{name}"
-            is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-            text = field.description or (field.annotation.__doc__ if is_section else None)
-            assert text, f"{section.__name__}.{name}"
-
-
-def test_the_defaults_are_valid_themselves(tmp_path: Path):
-    """pydantic does not check defaults: a round trip through YAML does."""
-    dumped = RunConfig().model_dump(mode="json", exclude={"report"})
-    assert load(tmp_path, yaml.safe_dump(dumped)) == RunConfig()
-
-
 def test_a_small_rollout_is_one_minibatch(tmp_path: Path):
     actors = [load(tmp_path, "", f"actor.rollout_size={size}").actor for size in (8, 32, 33)]
     assert [actor.is_one_update for actor in actors] == [True, True, False]
     assert [actor.optimizer_steps // actor.steps for actor in actors] == [1, 1, 2]
 
 
-def test_what_is_wrong_in_the_file_is_not_blamed_on_an_override(tmp_path: Path):
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, "actor: {step: 3}", "actor.steps=3", "actor.step_size=2")
-    assert [line.rpartition(": unknown")[0].rpartition("/")[2] for line in str(caught.value).splitlines()] == [
-        "my.yaml",
-        "override 'actor.step_size=2'",
-    ]
-
-
 def test_an_override_of_one_section_leaves_its_alias_alone(tmp_path: Path):
-    path = tmp_path / "run.yaml"
-    path.write_text("reward: &same {threads: 2}\ncritic: *same\n")
-    config = load_config(path, ["reward.checkpoint=a", "critic.checkpoint=b", "critic.threads=3"])
-    assert (str(config.reward.checkpoint), str(config.critic.checkpoint)) == ("a", "b")
-    assert (config.reward.threads, config.critic.threads) == (2, 3)
+    overrides = ["reward.model=a", "critic.model=b", "critic.threads=3"]
+    config = load(tmp_path, "reward: &same {threads: 2}\ncritic: *same\n", *overrides)
+    found = [(str(section.model), section.threads) for section in (config.reward, config.critic)]
+    assert found == [("a", 2), ("b", 3)]
 
 
 # ---- run.deterministic ----
@@ -299,23 +279,21 @@ def test_the_default_precision_is_bfloat16_on_gpus_alone(
     served = [section.dtype for section in (config.reward, config.critic, config.reference)]
     assert [*served, config.trainer.precision, config.actor.policy.precision] == precisions
     assert ("bfloat16" in config.gpu_precisions) == ("bfloat16" in precisions)
-
-
-def test_the_precision_of_models_on_gpus_is_printed_at_the_start(tmp_path: Path):
+    config = load(tmp_path, "{}", "actor.kl.reference=triton", "actor.policy.precision=bfloat16")
+    assert config.reference.dtype == "bfloat16", "that of the policy"
     config = load(tmp_path, "{}", "critic.device=cuda:2", "actor.policy={device: cuda, precision: float32}")
     assert config.gpu_precisions == "critic cuda:2 in bfloat16, actor.policy cuda in float32"
-    assert load(tmp_path, "{}").gpu_precisions == ""
 
 
 def test_a_deterministic_run_has_its_values_settled(tmp_path: Path):
     """Whoever loads it sees plain values, and nothing is left to be measured."""
-    config = load(tmp_path, "run: {deterministic: true}", "critic.token_budget=333", "actor.max_staleness=0")
+    config = load(tmp_path, "run: {deterministic: true}", "critic.threads=3", "actor.max_staleness=0")
     assert (config.actor.max_staleness, config.actor.rewards.max_failed_fraction) == (0, 0)
     for section in (config.reward, config.critic):
-        assert section.micro_batch_rows == 1
+        assert section.token_budget == 1
         assert settle(config, lambda line: pytest.fail(line)) == []
-    assert (config.reward.token_budget, config.critic.token_budget) == (1024, 333)
-    assert load(tmp_path, yaml.safe_dump(config.model_dump(mode="json", exclude={"report"}))) == config
+    assert (config.reward.threads, config.critic.threads) == (1, 3)
+    assert load(tmp_path, dumped(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -326,7 +304,6 @@ def test_a_deterministic_run_has_its_values_settled(tmp_path: Path):
             "actor.max_staleness: 1, but run.deterministic: true needs 0; remove actor.max_stale",
         ),
         ("trainer.publish.every=2", "trainer.publish.every: 2, but run.deterministic: true needs 1"),
-        ("critic.micro_batch_rows=64", "critic.micro_batch_rows: 64, but run.deterministic: true needs 1"),
         ("reward.compile=true", "reward.compile: True, but run.deterministic: true needs False"),
         ("actor.policy.device=cuda", "actor.policy.device: 'cuda', but run.deterministic: true needs 'cpu'"),
     ],
@@ -363,6 +340,175 @@ def test_a_package_that_is_not_installed_is_named_before_the_start(
         check_files(load(tmp_path, "", *actors), actor=True)
 
 
+# ---- actor.prompts.files ----
+
+
+def with_files(tmp_path: Path, files: Any, *overrides: str) -> RunConfig:
+    return load(tmp_path, yaml.safe_dump({"actor": {"steps": 10, "prompts": {"files": files}}}), *overrides)
+
+
+def test_files_of_prompts_are_active_in_their_steps(tmp_path: Path):
+    files = [{"path": "a", "until_step": 4}, {"path": "b", "from_step": 5}, {"path": "a", "from_step": 6, "weight": 2}]
+    config = with_files(tmp_path, files)
+    active = {
+        step: [file.path.name for file in config.actor.prompts.sources if file.is_active(step)] for step in (4, 5, 6)
+    }
+    assert active == {4: ["a"], 5: ["b"], 6: ["b", "a"]}
+    assert load(tmp_path, dumped(config)) == config
+    with_files(tmp_path, [{"path": "a"}, {"path": "b", "from_step": 500}], "actor.steps=3")  # a short run
+    prompts = with_files(tmp_path, [], "actor.prompts.path=a.jsonl").actor.prompts
+    (source,) = prompts.sources
+    assert (source.is_active(1), source.is_active(10**6)) == (True, True)
+    assert prompts.paths == {"actor.prompts.path": source.path} == {"actor.prompts.path": Path("a.jsonl")}
+
+
+@pytest.mark.parametrize(
+    ("files", "overrides", "message"),
+    [
+        (
+            [{"path": "a", "from_step": 2}],
+            [],
+            "actor.prompts.files: no file is active in step 1, but actor.steps is 10",
+        ),
+        (
+            [{"path": "a", "until_step": 9}],
+            [],
+            "actor.prompts.files: no file is active in step 10, but actor.steps is 10",
+        ),
+        (
+            [{"path": "a", "until_step": 3}, {"path": "b", "from_step": 5}],
+            [],
+            "actor.prompts.files: no file is active in step 4, but actor.steps is 10; change from_step or until_step",
+        ),
+        ([], [], "my.yaml: actor.prompts.files is empty; list a file, or set actor.prompts.path"),
+        (
+            [{"path": "b"}, {"path": "a", "from_step": 3, "until_step": 2}],
+            [],
+            "actor.prompts.files.1.until_step (2) is before its from_step (3)",
+        ),
+        (
+            [{"path": "a", "until_step": 5}, {"path": "a", "from_step": 5}],
+            [],
+            "actor.prompts.files: a occurs more than once in step 5; give disjoint steps",
+        ),
+        ([{"path": "a", "weight": 0}], [], "actor.prompts.files.0.weight: Input should be greater than 0"),
+        ([{"weight": 1}], [], "actor.prompts.files.0.path is missing"),
+        (
+            [{"path": "x/a", "until_step": 5}, {"path": "x/../x/a"}],
+            [],
+            "actor.prompts.files: x/a occurs more than once in step 1; give disjoint steps",
+        ),
+        (
+            ["a"],
+            [],
+            "actor.prompts.files.0 is a section, not a value (got 'a'); its keys are path, weight, from_step, until_st",
+        ),
+        ({"a": 1}, [], "actor.prompts.files must be a list (got {'a': 1})"),
+        (
+            [{"path": "a", "wieght": 1}],
+            [],
+            "unknown key actor.prompts.files.0.wieght; did you mean actor.prompts.files.wei",
+        ),
+        (
+            [{"path": "a", "until_step": 5}],
+            ["actor.steps=40"],
+            "my.yaml with override 'actor.steps=40': actor.prompts.files: no file is active in step 6",
+        ),
+        (
+            [{"path": "a"}],
+            ["actor.prompts.path=b"],
+            "'actor.prompts.path=b': actor.prompts.path (b) and actor.prompts.files are both set",
+        ),
+    ],
+)
+def test_files_of_prompts_that_do_not_fit_are_refused(tmp_path: Path, files: Any, overrides: list[str], message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        with_files(tmp_path, files, *overrides)
+
+
+def test_a_missing_file_of_prompts_is_named_by_its_place(tmp_path: Path):
+    (tmp_path / "a.jsonl").touch()
+    config = with_files(tmp_path, [{"path": str(tmp_path / name)} for name in ("a.jsonl", "b.jsonl")])
+    with pytest.raises(ConfigError) as caught:
+        check_files(config, actor=True)
+    named = re.findall(r"actor\.prompts\S*: \S+ does not exist;", str(caught.value))
+    assert named == [f"actor.prompts.files.1.path: {tmp_path / 'b.jsonl'} does not exist;"]
+
+
+# ---- cards ----
+
+LAYOUTS = {  # overrides -> what the error says; None: accepted
+    "all roles on the only GPU": (
+        ["reward.device=cuda", "critic.device=cuda", "trainer.device=cuda", "actor.policy.device=cuda:0"],
+        None,
+    ),
+    "ranks of actor and trainer from the same GPU on": (
+        ["actor.policy.device=cuda", "actor.ranks=4", "trainer.device=cuda", "trainer.ranks=2"],
+        r"trainer.device \(cuda:0 to cuda:1\) and actor.policy.device \(cuda:0 to cuda:3\) share cuda:0, cuda:1; ",
+    ),
+    "ranks beside each other": (
+        [
+            *("actor.policy.device=cuda", "actor.ranks=4", "trainer.device=cuda:4", "trainer.ranks=2"),
+            *("reward.device=cuda:6", "critic.device=cuda:7"),
+        ],
+        None,
+    ),
+    "a served model inside the actor's range": (
+        ["actor.policy.device=cuda:2", "actor.ranks=2", "critic.device=cuda:3"],
+        r"critic.device \(cuda:3\) and actor.policy.device \(cuda:2 to cuda:3\) share cuda:3; .*run.share_cards: true",
+    ),
+    "a served model on every GPU": (
+        ["actor.policy.device=cuda:6", "actor.ranks=2", "reward.device=cuda"],
+        r"reward.device \(every card\) and actor.policy.device \(cuda:6 to cuda:7\) share cuda:6, cuda:7; ",
+    ),
+    "tensor parallelism": (
+        ["critic.device=cuda:2", "critic.tensor_parallel=4", "trainer.device=cuda:5"],
+        r"critic.device \(cuda:2 to cuda:5\) and trainer.device \(cuda:5\) share cuda:5; ",
+    ),
+    "vLLM": (
+        [
+            *("actor.generation.engine=vllm", "actor.generation.vllm.cuda_devices='2, 3'"),
+            *("actor.policy.device=cuda", "actor.ranks=4"),
+        ],
+        r"actor.policy.device \(cuda:0 to cuda:3\) and actor.generation.vllm.cuda_devices .* share cuda:2, cuda:3; ",
+    ),
+    "shared on purpose": (
+        ["run.share_cards=true", "actor.policy.device=cuda", "actor.ranks=2", "trainer.device=cuda", "trainer.ranks=2"],
+        None,
+    ),
+    "machines of their own": (
+        [
+            *("actor.client.servers=[a:8000]", "actor.policy.device=cuda", "actor.ranks=8"),
+            *("trainer.device=cuda", "trainer.ranks=8", "reward.device=cuda", "critic.device=cuda:1"),
+        ],
+        None,
+    ),
+    "on the CPU": (["actor.ranks=4", "trainer.ranks=4", "reward.device=cuda"], None),
+}
+
+
+@pytest.mark.parametrize(("overrides", "error"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_gpu_is_shared_by_roles_of_one_gpu_or_on_purpose(tmp_path: Path, overrides: list[str], error: str | None):
+    with pytest.raises(ConfigError, match=error) if error else contextlib.nullcontext():
+        load(tmp_path, yaml.safe_dump({"run": {"dir": str(tmp_path)}}), *overrides)
+
+
+def test_a_role_has_the_gpus_from_its_first_one_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert devices_of("cuda", 2) == ("cuda:0", "cuda:1")
+    assert devices_of("cuda:4", 4) == ("cuda:4", "cuda:5", "cuda:6", "cuda:7")
+    assert (devices_of("cuda:1"), devices_of("cpu", 2), device_of("cpu", 3)) == (("cuda:1",), ("cpu", "cpu"), "cpu")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert own_device("cuda:4") == "cuda:7"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # on several nodes: the GPUs of each
+    config = load(tmp_path, "actor: {ranks: 16, policy: {device: cuda}}\ntrainer: {ranks: 2, device: 'cuda:8'}\n")
+    places = {place.key: place.cards for place in config.places}
+    assert places["actor.policy.device"] == devices_of("cuda", 8)
+    assert places["trainer.device"] == ("cuda:8", "cuda:9")
+
+
+# ---- names of other trainers ----
+
+
 def names_elsewhere() -> dict[str, set[str]]:
     """Return {setting of another trainer: our keys for it} as docs/coming-from.md has them; no keys: none here."""
     named: dict[str, set[str]] = {}
@@ -372,18 +518,11 @@ def names_elsewhere() -> dict[str, set[str]]:
         for setting in re.findall(r"`(?:--|\.)?([\w.]+)[`: ]", left):
             if keys or right.startswith("none"):
                 named.setdefault(setting.rpartition(".")[2], set()).update(keys)
-    values = {
-        "reinforce",
-        "rloo",
-        "reinforce_baseline",
-        "group_norm",
-        "dr_grpo",
-        "bnpo",
-    }  # of settings, in the same column
+    values = {"reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "bnpo"}  # of settings, in that column
     return {name: keys for name, keys in named.items() if name.islower() and name not in values}
 
 
-@pytest.mark.parametrize("level", ["{%s: 1}", "actor: {%s: 1}", "actor: {algorithm: {%s: 1}}", "run: {%s: 1}"])
+@pytest.mark.parametrize("level", ["{%s: 1}", "actor: {%s: 1}", "actor: {algorithm: {%s: 1}}"])
 def test_names_of_other_trainers_get_the_right_hint(tmp_path: Path, level: str):
     named, wrong = names_elsewhere(), {}
     assert len(named) > 120

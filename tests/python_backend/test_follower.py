@@ -1,8 +1,7 @@
 """`python_backend.serving.versions.follower`: an instance serves what CURRENT names, whatever happens to the store."""
 
-from __future__ import annotations
-
 import dataclasses
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.serving.versions.follower import Follower
-from python_backend.store.serving_records import ServingRecord
-from python_backend.store.weights import WeightsError, WeightsStore
+from python_backend.store.weights import ServingRecord, WeightsError, WeightsStore
 
 PATIENCE_S = 120.0
 
@@ -93,7 +91,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_it_serves_what_current_names_and_says_so(store: WeightsStore, instance: Instance):
+def test_it_serves_the_current_version_and_records_it(store: WeightsStore, instance: Instance):
     assert (instance.follower.version.number, instance.record.version) == (0, 0)
     version = publish(store, 1.5)
     until(lambda: instance.record.version == version)
@@ -103,19 +101,26 @@ def test_it_serves_what_current_names_and_says_so(store: WeightsStore, instance:
     until(lambda: instance.freed == [1])
 
 
-def test_who_died_is_forgotten_when_its_place_is_taken(store: WeightsStore):
-    """An instance that cannot start replaces none, so the missing one must still be visible."""
+def test_a_first_version_that_cannot_be_served_is_an_error_and_replaces_no_dead_instance(store: WeightsStore):
+    """An instance that cannot start takes no place, so the missing one must still be visible."""
     gone = ServingRecord.of_this_process("critic_1", 0)
     store.records.put(dataclasses.replace(gone, born=gone.born - 1))
-    damaged = publish(store, float("nan"))
-    with pytest.raises(WeightsError, match=f"weights version {damaged} cannot be served: w has values"):
+    damaged = publish(store, np.nan)
+    message = (
+        f"weights version {damaged} cannot be served: w has values that are not finite; `python -m tools weights "
+        "rollback --model critic` serves an older version"
+    )
+    with pytest.raises(WeightsError, match=f"^{re.escape(message)}$"):
         Instance(store).follower.start()
     assert [record.instance for record in store.records.died()] == ["critic_1"]
+    assert store.records.alive() == []
     store.set_current(0, back=True)
     second = Instance(store)
     second.follower.start()
     assert store.records.died() == []
     second.follower.stop()
+    with pytest.raises(WeightsError, match="is empty; make version 0 with"):
+        Instance(WeightsStore(store.root / "empty")).follower.start()
 
 
 def test_an_announced_version_is_loaded_once_and_served_when_current_moves(store: WeightsStore, instance: Instance):
@@ -127,34 +132,33 @@ def test_an_announced_version_is_loaded_once_and_served_when_current_moves(store
     store.set_current(version)
     until(lambda: instance.record.version == version)
     assert [number for number, _ in instance.loaded] == [0, 1]
+    store.announce(2)  # before it is whole
+    until(lambda: (2, 2.0) in instance.loaded)
+    version = publish(store, 5.0)
+    until(lambda: instance.record.version == version)
 
 
-def test_an_announced_version_that_is_damaged_is_refused_only_if_current_names_it(
+def test_a_damaged_version_is_rejected_once_current_names_it_and_the_old_one_serves_on(
     store: WeightsStore, instance: Instance
 ):
     bad = add(store, np.nan)
     store.announce(bad)
     until(lambda: (bad, 0.0) in instance.loaded)
     assert (instance.record.rejected, instance.logged) == (None, [])
-    good = publish(store, 3.0)
-    until(lambda: instance.record.version == good)
-    assert instance.logged == []
-
-
-def test_a_damaged_version_is_refused_and_the_old_one_serves_on(store: WeightsStore, instance: Instance):
-    bad = publish(store, np.nan)
+    store.set_current(bad)
     until(lambda: instance.record.rejected == bad)
     assert (instance.record.version, instance.record.error) == (0, "w has values that are not finite")
     until(lambda: instance.counted[-1] == (bad, True))
+    loads = len(instance.loaded)
     time.sleep(0.03)
-    assert [number for number, _ in instance.loaded].count(bad) == 1, "not tried again and again"
+    assert len(instance.loaded) == loads, "not tried again and again"
     store.set_current(0, back=True)
     good = publish(store, 4.0)
     until(lambda: instance.record.version == good)
     assert instance.record.rejected is None
 
 
-def test_a_version_that_is_cut_short_after_it_was_loaded_is_refused(store: WeightsStore, instance: Instance):
+def test_a_version_that_is_cut_short_after_it_was_loaded_is_rejected(store: WeightsStore, instance: Instance):
     """The file is mapped: a forward that reads behind its end would kill the process."""
     version = add(store, 2.5)
     store.announce(version)
@@ -167,89 +171,44 @@ def test_a_version_that_is_cut_short_after_it_was_loaded_is_refused(store: Weigh
     assert instance.follower.version.number == 0
 
 
-def test_a_version_announced_before_it_was_whole_is_loaded_when_it_is_named(store: WeightsStore, instance: Instance):
-    store.announce(1)
-    until(lambda: (1, 0.0) in instance.loaded)
-    version = publish(store, 5.0)
-    until(lambda: instance.record.version == version)
-
-
-def test_current_that_moves_during_the_first_load_is_not_missed(store: WeightsStore):
-    """Triton mode: no swap comes later, so a process that starts must end up at what CURRENT names."""
-    instance = Instance(store, swaps=False)
-    instance.while_loading = lambda number: store.set_current(add(store, 6.0)) if number == 0 else None
-    instance.follower.start()
-    try:
-        assert (instance.follower.version.number, instance.record.version) == (1, 1)
-    finally:
-        instance.follower.stop()
-
-
-def test_what_a_starting_instance_loads_is_not_pruned(store: WeightsStore):
-    instance = Instance(store)
-    pruned: list[list[int]] = []
+@pytest.mark.parametrize("swaps", [True, False])
+def test_current_may_move_during_the_first_load_which_is_not_pruned(store: WeightsStore, swaps: bool):
+    """In Triton mode no swap comes later, so a process that starts must end up at what CURRENT names."""
+    publish(store, 0.5)
+    instance, pruned = Instance(store, swaps=swaps), list[int]()
 
     def prune(number: int) -> None:
         if not pruned:
             for value in range(1, 5):
                 publish(store, float(value))
-            pruned.append(store.prune(keep=1))
+            pruned.extend(store.prune(keep=1))
 
-    publish(store, 0.5)
     instance.while_loading = prune
     instance.follower.start()
-    try:
-        assert pruned == [[2, 3, 4]], "1 is being loaded"
-        assert instance.follower.version.number == 5
-    finally:
-        instance.follower.stop()
+    found = (pruned, instance.follower.version.number, instance.record.version)
+    instance.follower.stop()
+    assert found == ([2, 3, 4], 5, 5), "1 is being loaded"
 
 
-def test_a_damaged_first_version_is_told_with_the_way_out(store: WeightsStore):
-    publish(store, np.nan)
-    instance = Instance(store)
-    with pytest.raises(WeightsError) as caught:
-        instance.follower.start()
-    print(caught.value)
-    assert str(caught.value) == (
-        "weights version 1 cannot be served: w has values that are not finite; `python -m tools weights rollback "
-        "--model critic` serves an older version"
-    )
-    assert store.records.alive() == []
-
-
-def test_an_empty_store_is_told(tmp_path: Path):
-    with pytest.raises(WeightsError, match="is empty; make version 0 with"):
-        Instance(WeightsStore(tmp_path)).follower.start()
-
-
-def test_what_a_full_disk_did_not_take_is_written_later(
+def test_a_full_disk_and_an_unreadable_current_are_logged_and_retried(
     store: WeightsStore, instance: Instance, monkeypatch: pytest.MonkeyPatch
 ):
-    full = threading.Event()
-    full.set()
-    put = store.records.put
+    put, full = store.records.put, threading.Event()
 
     def refuse(record: ServingRecord) -> None:
         if full.is_set():
             raise OSError(28, "No space left on device")
         put(record)
 
+    full.set()
     monkeypatch.setattr(store.records, "put", refuse)
     monkeypatch.setattr("python_backend.serving.versions.follower.TROUBLE_PAUSE_S", 0.02)
     version = publish(store, 7.0)
-    until(lambda: instance.follower.version.number == version)
-    until(lambda: len(instance.logged) > 1)
+    until(lambda: instance.follower.version.number == version and len(instance.logged) > 1)
     assert instance.record.version == 0
     full.clear()
     until(lambda: instance.record.version == version)
     assert "No space left on device" in instance.logged[0]
-
-
-def test_an_unreadable_current_freezes_nothing(
-    store: WeightsStore, instance: Instance, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("python_backend.serving.versions.follower.TROUBLE_PAUSE_S", 0.02)
     (store.root / "CURRENT").write_text("soon")
     until(lambda: any("not a version number" in line for line in instance.logged))
     (store.root / "CURRENT").write_text("0")
@@ -261,13 +220,10 @@ def test_the_verdict_on_an_announced_version_with_a_canary_row_is_recorded(insta
     """Several ranks wrote it, and none of them has loaded it whole: the sidecar waits for this."""
     plain = add(store, 1.0)
     store.announce(plain)
-    until(lambda: plain in [number for number, _ in instance.loaded])
-    good = add(store, 2.0, canary=[0.5])
-    store.announce(good)
-    until(lambda: instance.record.staged == good)
-    assert (instance.record.version, instance.record.staging_error) == (0, None)
-    bad = add(store, float("nan"), canary=[0.5])
-    store.announce(bad)
-    until(lambda: instance.record.staged == bad)
-    assert instance.record.staging_error == "w has values that are not finite"
-    assert (instance.record.version, instance.record.rejected) == (0, None)
+    until(lambda: (plain, 0.0) in instance.loaded)
+    for value, error in ((2.0, None), (np.nan, "w has values that are not finite")):
+        staged = add(store, value, canary=[0.5])
+        store.announce(staged)
+        until(lambda staged=staged: instance.record.staged == staged)
+        assert (instance.record.staging_error, instance.record.version) == (error, 0)
+    assert instance.record.rejected is None

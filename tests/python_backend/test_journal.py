@@ -1,25 +1,55 @@
-"""`journal`: accepted means on disk, once and in order; whatever cannot follow is refused by name."""
+"""The journal and critic_save: accepted means on disk, once and in order; what cannot follow is refused by name."""
 
-from __future__ import annotations
-
+import contextlib
+import dataclasses
 import errno
+import functools
+import json
 import os
 import re
-import threading
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from sidecar_rig import Rig
+from triton_python_backend_utils import InferenceResponse, Request
 
 from python_backend.errors import RlhfError
-from python_backend.store.journal import KEPT_RESULTS, Entry, Heartbeat, Journal, Result
-from python_backend.wire.contract import StepConflict
+from python_backend.serving.critic_save import TritonPythonModel
+from python_backend.serving.triton import TritonModel
+from python_backend.store.journal import KEPT_RESULTS, Entry, Heartbeat, HeartbeatWatch, Journal, Result
+from python_backend.store.journal_entry import DamagedEntry
+from python_backend.store.ownership import Sender
+from python_backend.wire.contract import STATUS, WEIGHTS_VERSION, ContractError
 from python_backend.wire.training_payload import TrainPayload
 
+WRITE_AND_STALL = """
+import sys
+from pathlib import Path
+from python_backend.store.durable import staged_file
+with staged_file(Path(sys.argv[1]), [b"half of an entry"]):
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
 
-def payload(value: float = 0.0) -> TrainPayload:
-    targets = np.full(3, value, np.float32)
-    return TrainPayload(np.array([1, 2, 3, 4, 5]), np.array([2, 3]), targets, targets, np.ones(3, np.float32))
+
+def payload(value: float = 0.0, lengths: Sequence[int] = (2, 3)) -> TrainPayload:
+    total = sum(lengths)
+    targets = np.full(total - len(lengths), value, np.float32)
+    return TrainPayload(np.arange(1, total + 1), np.array(lengths), targets, targets, np.ones_like(targets))
 
 
 @pytest.fixture
@@ -37,175 +67,219 @@ def done(journal: Journal, entry: Entry, **more: object) -> None:
     journal.finish(entry, Result(entry.name, entry.step, digest=digest, **more))
 
 
-def conflict(text: str):
-    return pytest.raises(StepConflict, match=re.escape(text))
+def conflict(text: str | None) -> contextlib.AbstractContextManager[object]:
+    """Expect a refusal in these words, or none."""
+    return contextlib.nullcontext() if text is None else pytest.raises(ContractError, match=re.escape(text))
 
 
-def test_a_payload_comes_back_as_it_was_sent(journal: Journal):
-    entry = train(journal, 1, 0.5)
-    loaded, digest = journal.load(entry)
-    for name, array in payload(0.5).arrays().items():
+def rewound(journal: Journal, target: int, sender: Sender | None = None, error: str | None = None) -> Entry:
+    """What the sidecar does with a rewind, but for the weights."""
+    entry = journal.accept_rewind(run_id="run", target=target, sender=sender)
+    owners = journal.owners(entry)
+    if error is None:
+        journal.set_aside_after(entry)
+    done(journal, entry, error=error, owners=owners[error is not None :])
+    journal.drop(entry)
+    return entry
+
+
+def entries_folder(journal: Journal) -> Path:
+    return journal.root / "run" / "entries"
+
+
+class JournalMachine(RuleBasedStateMachine):
+    """The journal beside a dict of what it accepted; opened anew for each call, as other processes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(os, "fsync", lambda descriptor: None)  # it takes most of the time
+        self.contents: dict[int, float] = {}  # of the accepted steps
+        self.pending: list[Entry] = []  # without a result
+        self.kept: set[Entry] = set()  # training entries that have one, until a checkpoint covers them
+
+    def teardown(self) -> None:
+        self.patch.undo()
+        self.folder.cleanup()
+
+    @property
+    def journal(self) -> Journal:
+        return Journal(Path(self.folder.name), "run")
+
+    def rewinding(self, otherwise: str | None = None) -> str | None:
+        """Return why nothing new is accepted during a rewind."""
+        to = [entry.target for entry in self.pending if entry.kind == "rewind"]
+        return f"a rewind of run 'run' to step {to[0]} is in progress" if to else otherwise
+
+    @rule(ahead=st.sampled_from([None, None, 1, 1, 1, 0, -1, -2, 2]), value=st.integers(1, 2))
+    def train(self, ahead: int | None, value: int) -> None:
+        last = len(self.contents)
+        step = last + 1 if ahead is None else max(1, last + ahead)
+        message = self.rewinding()
+        if step in self.contents:
+            message = None if self.contents[step] == value else f"step: {step} of run 'run' was already sent with other"
+        elif step > last + 1:
+            message = f"step: {step}, but the last step of run 'run' is {last}; send step {last + 1} first"
+        with conflict(message):
+            entry = train(self.journal, None if ahead is None else step, value)
+            assert entry == Entry(step, 0, "train")
+            if step not in self.contents:
+                self.contents[step] = value
+                self.pending.append(entry)
+
+    @rule(ahead=st.none() | st.integers(-2, 2))
+    def save(self, ahead: int | None) -> None:
+        last = len(self.contents)
+        step = last if ahead is None else max(0, last + ahead)
+        message = f"step: {step}, but the last step of run 'run' is {last}" if step > last + 1 else None
+        with conflict(self.rewinding(message)):
+            entry = self.journal.accept_save(run_id="run", step=None if ahead is None else step)
+            same = [other for other in self.pending if (other.kind, other.step) == ("save", step)]
+            if ahead is not None and same:
+                assert entry == min(same), "a save that is repeated while it waits"
+            else:
+                assert (entry.kind, entry.step) == ("save", step)
+                assert entry > max(same, default=Entry(step, 0, "train"))
+                self.pending.append(entry)
+
+    @rule(to=st.integers(0, 3))
+    def rewind(self, to: int) -> None:
+        last = len(self.contents)
+        ahead = f"rewind_to: {to}, but the last step of run 'run' is {last}"
+        repeated = [entry for entry in self.pending if entry.target == to]
+        with conflict(None if repeated else ahead if to > last else self.rewinding()):
+            entry = self.journal.accept_rewind(run_id=None, target=to)
+            assert (entry.kind, entry.target, [entry]) == ("rewind", to, repeated or [entry])
+            self.pending += [] if repeated else [entry]
+
+    @precondition(lambda self: self.pending and min(self.pending).step <= len(self.contents))
+    @rule()
+    def answer(self) -> None:
+        entry = min(self.pending)
+        if entry.kind == "rewind":
+            self.journal.set_aside_after(entry)
+            removed = {other for other in {*self.pending, *self.kept} - {entry} if other.step > entry.target}
+            self.pending = [other for other in self.pending if other not in removed]
+            self.kept -= removed
+            self.contents = {step: value for step, value in self.contents.items() if step <= entry.target}
+            for other in removed:
+                assert "removed by a rewind" in str(self.journal.result(other).error)
+        done(self.journal, entry)
+        self.pending.remove(entry)
+        if entry.kind == "train":
+            self.kept.add(entry)
+        else:
+            self.journal.drop(entry)
+
+    @rule(step=st.integers(0, 6), base=st.sampled_from([None, 0, 1, 2]))
+    def cover(self, step: int, base: int | None) -> None:
+        self.journal.forget_covered(step, base=base)
+        self.kept = {entry for entry in self.kept if entry.step > (step if base is None else min(base, step))}
+
+    @invariant()
+    def is_what_was_accepted(self) -> None:
+        assert self.journal.last_step() == len(self.contents)
+        assert self.journal.entries() == sorted([*self.pending, *self.kept])
+        for entry in self.journal.entries():
+            assert (self.journal.result(entry) is None) == (entry in self.pending)
+            if entry.kind == "train":
+                assert self.journal.load(entry)[0].returns[0] == self.contents[entry.step]
+
+
+TestJournal = JournalMachine.TestCase
+# A failure is short enough to read; to find a shorter one takes minutes.
+TestJournal.settings = settings(max_examples=50, stateful_step_count=40, phases=[Phase.generate])
+
+
+# ---- entries ----
+
+
+@pytest.mark.parametrize("lengths", [(2,), (17, 2, 300)])
+def test_an_entry_is_a_file_that_safetensors_reads(journal: Journal, lengths: tuple[int, ...]):
+    plain = payload(0.5, lengths)
+    strided = np.repeat(plain.tokens, 2)[::2]  # numpy hands out views of what came over the wire
+    entry = journal.accept_training(dataclasses.replace(plain, tokens=strided), run_id="run", step=1)
+    assert journal.accept_training(plain, run_id=None, step=1) == entry
+    read, (loaded, digest) = load_file(entries_folder(journal) / entry.name), journal.load(entry)
+    assert read.keys() == plain.arrays().keys()
+    for name, array in plain.arrays().items():
+        np.testing.assert_array_equal(read[name], array)
         np.testing.assert_array_equal(loaded.arrays()[name], array)
-    assert digest == loaded.digest() == payload(0.5).digest()
+    with safe_open(entries_folder(journal) / entry.name, framework="numpy") as opened:
+        assert opened.metadata() == {"digest": plain.digest()} == {"digest": digest}
+    assert [path.name for path in entries_folder(journal).iterdir()] == [entry.name]
 
 
-def test_entries_are_done_in_order(journal: Journal):
-    names = [
-        train(journal, 1).name,
-        train(journal, 2).name,
-        journal.accept_save(run_id=None).name,
-        journal.accept_save(run_id="run").name,
-        train(journal, 3).name,
-        journal.accept_rewind(run_id="run", target=1).name,
-    ]
-    assert names == [
-        "00000001.train",
-        "00000002.train",
-        "00000002.save.1",
-        "00000002.save.2",
-        "00000003.train",
-        "00000003.rewind.1.1",
-    ]
+def test_names_of_entries_sort_by_number(journal: Journal):
+    train(journal, 1)
+    for number in range(11):
+        journal.accept_save(run_id=None, keep_steps=[number, 4])
+    journal.accept_rewind(run_id="run", target=1)
+    names = [f"00000001.{what}" for what in ("train", *(f"save.{rank}" for rank in range(1, 12)), "rewind.12.1")]
     assert [entry.name for entry in journal.entries()] == names
-    assert [Entry.parse(name).name for name in names] == names
-
-
-def test_saves_of_a_long_run_keep_their_order(journal: Journal):
-    for _ in range(11):
-        journal.accept_save(run_id=None)
-    assert [entry.rank for entry in journal.entries()] == list(range(1, 12))  # not as text: 1, 10, 11, 2
+    assert [Entry.parse(name) for name in names] == journal.entries()
+    assert journal.keep_steps(Entry(1, 2, "save")) == [1, 4]
     assert Entry.parse("100000000.train") > Entry.parse("99999999.train")
 
 
-def test_the_same_step_twice_is_one_entry(journal: Journal):
-    first = train(journal, 1, 7)
-    assert train(journal, 1, 7) == first  # while it waits
-    done(journal, first, loss_mean=0.25)
-    assert train(journal, 1, 7) == first  # and after its answer
-    journal.forget_covered(1)
-    assert train(journal, 1, 7) == first  # and after the checkpoint
+@pytest.mark.parametrize("kind", ["training", "save", "rewind"])
+def test_another_run_is_refused(journal: Journal, kind: str):
+    content = {"training": {"payload": payload(), "step": 1}, "save": {}, "rewind": {"target": 0}}[kind]
+    with conflict("run_id: 'other', but this critic belongs to run 'run'"):
+        getattr(journal, f"accept_{kind}")(run_id="other", **content)
     assert journal.entries() == []
-    assert journal.result(first).loss_mean == 0.25
 
 
-@pytest.mark.parametrize("answered", [False, True])
-def test_a_known_step_with_other_content_is_refused(journal: Journal, answered: bool):
-    for step in (1, 2, 3):
-        entry = train(journal, step)
-        if answered:
-            done(journal, entry)
-    with conflict(
-        "step: 2 of run 'run' was already sent with other content; the last step is 3: send step 4, "
-        "or send critic_save once with rewind_to 1"
-    ):
-        train(journal, 2, 99)
-    assert len(journal.entries()) == 3
+def test_the_trace_of_a_request_is_not_part_of_its_content(journal: Journal):
+    trace = f"00-{'a' * 32}-{'b' * 16}-01"
+    for other in (trace, None, trace.replace("a", "c")):  # repeats of the request
+        entry = journal.accept_training(payload(), run_id="run", step=1, traceparent=other)
+        assert journal.traceparent(entry) == trace
+    assert (journal.load(entry)[1], journal.traceparent(train(journal, 2))) == (payload().digest(), None)
+    (entries_folder(journal) / entry.name).write_bytes(b"")
+    assert journal.traceparent(entry) is None
 
 
-def test_a_gap_is_refused(journal: Journal):
-    with conflict("step: 2, but the last step of run 'run' is 0; send step 1 first"):
-        train(journal, 2)
+@pytest.mark.parametrize("step", [1, 2, 9])
+def test_content_that_is_refused_is_not_accepted_whatever_its_step(journal: Journal, step: int):
+    """The check runs while the file is written: a step that is new, one known, and one that does not fit."""
     train(journal, 1)
-    with conflict("step: 5, but the last step of run 'run' is 1; send step 2 first"):
-        train(journal, 5)
+
+    def refuse() -> None:
+        raise ContractError("returns[0, 1]: nan, must be finite")
+
+    with pytest.raises(ContractError, match="must be finite"):
+        journal.accept_training(payload(), run_id=None, step=step, check=refuse)
+    assert [path.name for path in entries_folder(journal).iterdir()] == ["00000001.train"]
 
 
-def test_another_run_is_refused(journal: Journal):
-    for ask in (
-        lambda: journal.accept_training(payload(), run_id="other", step=1),
-        lambda: journal.accept_save(run_id="other"),
-        lambda: journal.accept_rewind(run_id="other", target=0),
-    ):
-        with conflict("run_id: 'other', but this critic belongs to run 'run'"):
-            ask()
-    assert journal.entries() == []
+def test_a_refused_step_leaves_no_thread_on_the_callers_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Inside tritonserver they are the request's shared memory, which goes back when the call returns."""
+    finished = []
 
+    def slow(array: np.ndarray) -> bytes:
+        time.sleep(0.05)
+        finished.append(array)
+        return b"digest"
 
-def test_without_a_step_each_payload_is_the_next(journal: Journal):
-    steps = [journal.accept_training(payload(), run_id=None, step=None).step for _ in range(3)]
-    assert steps == [1, 2, 3]
-
-
-def test_racing_writers_get_numbers_of_their_own(journal: Journal):
-    entries: list[Entry] = []
-
-    def write(value: int) -> None:
-        mine = Journal(journal.root, "run")
-        entries.append(mine.accept_training(payload(value), run_id=None, step=None))
-        entries.append(mine.accept_save(run_id=None))
-
-    threads = [threading.Thread(target=write, args=(value,)) for value in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    trains = [entry for entry in entries if entry.kind == "train"]
-    assert sorted(entry.step for entry in trains) == list(range(1, 9))
-    assert len(set(entries)) == 16
-    values = {float(journal.load(entry)[0].returns[0]) for entry in trains}
-    assert values == set(range(8))  # no payload was lost to another
-
-
-def test_racing_senders_of_one_step_agree_or_one_is_refused(journal: Journal):
-    outcomes: list[object] = []
-
-    def write(value: float) -> None:
-        try:
-            outcomes.append(Journal(journal.root, "run").accept_training(payload(value), run_id="run", step=1))
-        except StepConflict:
-            outcomes.append("refused")
-
-    threads = [threading.Thread(target=write, args=(value,)) for value in (1, 1, 1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    won = float(journal.load(Entry(1, 0, "train"))[0].returns[0])
-    assert outcomes.count("refused") == (1 if won == 1 else 3)
+    monkeypatch.setattr("python_backend.store.journal_entry.field_digest", slow)
+    with pytest.raises(ContractError, match="send step 1 first"):
+        Journal(tmp_path, "test").accept_training(payload(), run_id=None, step=9)
+    assert len(finished) == 5
 
 
 def test_a_full_disk_accepts_nothing(journal: Journal, monkeypatch: pytest.MonkeyPatch):
     train(journal, 1)
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(OSError, match="No space"):
             train(journal, 2)
-    assert [entry.step for entry in journal.entries()] == [1]
-    assert list((journal.root / "run" / "entries").glob(".*")) == []  # nothing half-written either
+    assert [path.name for path in entries_folder(journal).iterdir()] == ["00000001.train"]  # nothing half-written
     assert train(journal, 2).step == 2
 
 
-def test_what_a_killed_writer_left_is_no_entry(journal: Journal):
-    train(journal, 1)
-    (journal.root / "run" / "entries" / ".00000002.train.abc.tmp").write_bytes(b"half")
-    assert [entry.step for entry in journal.entries()] == [1]
-    assert journal.last_step() == 1
-
-
-def test_results_survive_a_new_process(journal: Journal):
-    entry = train(journal, 1)
-    assert journal.result(entry) is None
-    done(journal, entry, loss_mean=0.5, error=None)
-    again = Journal(journal.root, "run")
-    assert again.result(entry) == Result("00000001.train", 1, 0.5, payload(1).digest())
-    assert again.results() == [again.result(entry)]
-
-
-def test_a_checkpoint_covers_only_what_is_answered(journal: Journal):
-    for step in (1, 2, 3):
-        entry = train(journal, step)
-        if step != 2:
-            done(journal, entry)
-    journal.forget_covered(2)
-    assert [entry.step for entry in journal.entries()] == [2, 3]
-    assert journal.last_step() == 3
-
-
-def test_old_results_are_forgotten_but_their_steps_are_not_taken_again(journal: Journal):
+def test_results_of_a_thousand_steps_ago_are_forgotten_but_their_steps_are_not_taken_again(journal: Journal):
     last = KEPT_RESULTS + 2
     for step in (1, 2, 3, last):
         journal.finish(Entry(step, 0, "train"), Result(f"{step:08d}.train", step, digest="x"))
@@ -214,106 +288,209 @@ def test_old_results_are_forgotten_but_their_steps_are_not_taken_again(journal: 
     with conflict("step: 1 of run 'run' was trained too long ago to compare"):
         train(journal, 1)
     assert train(journal, last + 1).step == last + 1
+    rewound(journal, 2)  # a step without a result
+    assert train(journal, None).step == 3
 
 
-# ---- rewind ----
-
-
-def rewound(journal: Journal, target: int) -> list[str]:
-    """What the sidecar does with a rewind, but for the weights."""
-    entry = journal.accept_rewind(run_id="run", target=target)
-    aside = journal.set_aside_after(entry)
-    done(journal, entry)
-    journal.drop(entry)
-    return sorted(aside)
-
-
-@pytest.mark.parametrize("target", [0, 1, 2, 3])
-def test_a_rewind_makes_its_target_the_last_step(journal: Journal, target: int):
-    for step in (1, 2, 3):
-        done(journal, train(journal, step), loss_mean=float(step))
-    aside = rewound(journal, target)
-    assert len(aside) == 2 * (3 - target)
-    assert journal.last_step() == target
-    assert train(journal, target + 1, 50).step == target + 1  # other content is free to follow
-    assert journal.result(Entry(target + 1, 0, "train")) is None
-    kept = [p.name for p in (journal.root / "run").rglob("*.train*") if "set_aside" in p.parts]
-    assert sorted(kept) == aside  # nothing is lost
-
-
-def test_rewinding_again_and_again(journal: Journal):
-    for target in (0, 1, 0, 2, 1):
-        while journal.last_step() < 3:
-            done(journal, train(journal, journal.last_step() + 1, np.random.default_rng().random()))
-        rewound(journal, target)
-        assert journal.last_step() == target
-        assert journal.entries() == [Entry(step, 0, "train") for step in range(1, target + 1)]
-
-
-def test_a_rewind_far_back_remembers_its_target(journal: Journal):
-    """Results that old are gone; without them the run would seem to begin anew."""
-    last = KEPT_RESULTS + 500
-    for step in range(last - 2, last + 1):
+def test_an_earlier_owner_is_refused_however_long_ago_the_rewind_was(journal: Journal):
+    owner = Sender("second", 2)
+    for sender in (Sender("first", 1), Sender("second", 1), owner):
+        rewound(journal, 0, sender)
+    last = 2 * KEPT_RESULTS
+    for step in (1, last):
         journal.finish(Entry(step, 0, "train"), Result(f"{step:08d}.train", step, digest="x"))
-    rewound(journal, 100)
-    assert journal.last_step() == 100
-    assert train(journal, None).step == 101
+    journal.forget_covered(last)
+    assert len(journal.results()) == 2, "all but the last step's and the newest rewind's are gone"
+    assert journal.owners() == ["second/2", "second/1", "first/1"]
+    for late in (Sender("first", 1), Sender("second", 1)):
+        for ask in (
+            lambda sender: journal.accept_training(payload(), run_id="run", step=last + 1, sender=sender),
+            lambda sender: journal.accept_save(run_id="run", sender=sender),
+            lambda sender: journal.accept_rewind(run_id="run", target=last - 5, sender=sender),
+        ):
+            with conflict("run 'run' was rewound after this request was sent"):
+                ask(late)
+    assert journal.accept_training(payload(), run_id="run", step=last + 1, sender=owner).step == last + 1
 
 
-def test_a_rewind_ahead_is_refused(journal: Journal):
-    train(journal, 1)
-    with conflict("rewind_to: 2, but the last step of run 'run' is 1"):
-        journal.accept_rewind(run_id=None, target=2)
+def test_a_late_duplicate_of_a_rewind_changes_nothing(journal: Journal):
+    """A server hung with the first attempt; the second was done by another one, and the actor has trained on."""
+    done(journal, train(journal, 1))
+    first = rewound(journal, 0, Sender("actor", 1))
+    done(journal, train(journal, 1))
+    assert journal.accept_rewind(run_id="run", target=0, sender=Sender("actor", 1)) == first
+    assert journal.entries() == [Entry(1, 0, "train")]
+    assert rewound(journal, 0, Sender("actor", 2)) > first  # another request is served
+    assert journal.entries() == []
 
 
-def test_nothing_new_is_accepted_during_a_rewind(journal: Journal):
-    first = train(journal, 1)
-    rewind = journal.accept_rewind(run_id=None, target=0)
-    for ask in (
-        lambda: train(journal, 2),
-        lambda: journal.accept_training(payload(), run_id=None, step=None),
-        lambda: journal.accept_rewind(run_id=None, target=1),
-        lambda: journal.accept_save(run_id=None),  # it would be set aside, and its caller would wait for ever
-    ):
-        with conflict("a rewind of run 'run' to step 0 is in progress"):
-            ask()
-    assert train(journal, 1) == first  # an entry that exists may be sent again
-    journal.finish(rewind, Result(rewind.name, 0))
-    assert train(journal, 2).step == 2
+def test_a_rewind_that_failed_does_not_change_the_owner(journal: Journal):
+    rewound(journal, 0, Sender("old", 1))
+    rewound(journal, 0, Sender("new", 1), error="0 cannot be reached")
+    assert journal.owners() == ["old/1"]
+    assert rewound(journal, 0, Sender("new", 1)).rank == 3, "a failed one is tried again"
 
 
-def test_a_save_names_its_step_even_before_that_has_arrived(journal: Journal):
-    train(journal, 1)
-    assert journal.accept_save(run_id=None, step=2).name == "00000002.save.1"
-    assert train(journal, 2).step == 2
-    assert [entry.kind for entry in journal.entries()] == ["train", "train", "save"]
-    with conflict("step: 4, but the last step of run 'run' is 2"):
-        journal.accept_save(run_id=None, step=4)
+def test_a_rewind_moves_the_newest_first_so_that_a_killed_one_leaves_no_gap(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+):
+    for step in range(1, 7):
+        train(journal, step)
+    rewind, rename, left = journal.accept_rewind(run_id=None, target=2), Path.rename, list[list[int]]()
 
+    def renamed(path: Path, target: Path) -> Path:
+        left.append([entry.step for entry in journal.entries() if entry.kind == "train"])
+        return rename(path, target)
 
-def test_a_save_that_is_asked_for_again_while_it_waits_is_one_entry(journal: Journal):
-    """A caller whose deadline is shorter than a reload would otherwise queue another reload with each attempt."""
-    train(journal, 1)
-    first = journal.accept_save(run_id=None, step=1)
-    assert journal.accept_save(run_id=None, step=1) == first
-    train(journal, 2)
-    assert journal.accept_save(run_id=None, step=2) != first
-    done(journal, first)
-    assert journal.accept_save(run_id=None, step=1).name == "00000001.save.2"
-
-
-def test_whoever_waits_for_what_a_rewind_took_out_is_told(journal: Journal):
-    """Such as a step that another process accepted between the rewind's check and its entry."""
-    train(journal, 1)
-    rewind = journal.accept_rewind(run_id=None, target=1)
-    late = Entry(2, 0, "train")
-    (journal.root / "run" / "entries" / late.name).touch()
-    assert journal.result(late) is None
+    monkeypatch.setattr(Path, "rename", renamed)
     journal.set_aside_after(rewind)
-    assert "removed by a rewind" in (journal.result(late).error or "")
+    assert left == [list(range(1, last + 1)) for last in (6, 5, 4, 3)]
 
 
-# ---- the sidecar's lock ----
+def test_what_a_rewind_removes_is_set_aside_in_a_folder_of_its_own(journal: Journal):
+    for number in ("1", "2", "3"):
+        done(journal, train(journal, 1))
+        rewound(journal, 0)
+        journal.forget_aside(keep=1)
+        (folder,) = (journal.root / "run" / "set_aside").iterdir()
+        assert folder.name == number
+        assert sorted(path.name for path in folder.glob("*.train*")) == ["00000001.train", "00000001.train.json"]
+
+
+# ---- damage ----
+
+
+def test_damage_anywhere_in_a_file_is_found(journal: Journal):
+    entry, path = train(journal, 1), entries_folder(journal) / "00000001.train"
+    data, (mine, other) = path.read_bytes(), (payload(value).digest().encode() for value in (1, 2))
+    flipped = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in (3, 20, 60, len(data) - 1)]
+    for damaged in (*flipped, data.replace(mine, other), *(data[:size] for size in range(0, len(data), 7))):
+        path.write_bytes(damaged)
+        with pytest.raises(DamagedEntry, match=r"00000001\.train is damaged"):
+            journal.load(entry)
+
+
+def test_a_damaged_step_that_is_repeated_gets_the_result_of_the_sidecar(journal: Journal):
+    entry = train(journal, 1)
+    (entries_folder(journal) / entry.name).write_bytes(b"?")
+    assert train(journal, 1) == entry
+    for _ in range(2):  # a sidecar killed between the two begins again
+        journal.set_aside_damaged(entry)
+    journal.finish(entry, Result(entry.name, 0, error="it is damaged"))
+    assert train(journal, 1) == entry
+    assert train(journal, 2).step == 2
+    assert [path.read_bytes() for path in (journal.root / "run" / "set_aside").glob("*/*")] == [b"?"]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"epoch": 1'])
+def test_a_heartbeat_that_a_power_failure_emptied_is_none(journal: Journal, content: str):
+    journal.root.mkdir()
+    (journal.root / "heartbeat.json").write_text(content)
+    assert journal.heartbeat() is None
+
+
+# ---- others act meanwhile ----
+
+
+def test_racing_writers_get_numbers_of_their_own(journal: Journal):
+    def write(value: int) -> tuple[Entry, Entry]:
+        mine = Journal(journal.root, "run")
+        return mine.accept_training(payload(value), run_id=None, step=None), mine.accept_save(run_id=None)
+
+    with ThreadPoolExecutor(8) as writers:
+        trains, saves = zip(*writers.map(write, range(8)), strict=True)
+    assert sorted(entry.step for entry in trains) == list(range(1, 9))
+    assert len(set(saves)) == 8
+    assert [float(journal.load(entry)[0].returns[0]) for entry in trains] == list(range(8))
+
+
+def send_during(journal: Journal, step: int | None, meanwhile: Callable[[], object]) -> Entry:
+    """Have `meanwhile` happen while the payload is being written."""
+
+    def check() -> None:
+        give_up_at = time.monotonic() + 120
+        while not unfinished(journal) and time.monotonic() < give_up_at:
+            time.sleep(0.001)
+        meanwhile()
+
+    return journal.accept_training(payload(), run_id="run", step=step, check=check)
+
+
+def unfinished(journal: Journal) -> list[Path]:
+    return list(entries_folder(journal).glob(".*"))
+
+
+def test_a_rewind_that_completes_during_an_accept_leaves_no_gap(journal: Journal):
+    for step in (1, 2, 3):
+        done(journal, train(journal, step))
+    with conflict("step: 4, but the last step of run 'run' is 1; send step 2 first; the run was rewound from step 3"):
+        send_during(journal, 4, lambda: rewound(journal, 1))
+    assert [path.name for path in entries_folder(journal).iterdir()] == ["00000001.train"]
+    assert send_during(journal, None, lambda: rewound(journal, 0)).step == 1
+    with conflict("a rewind of run 'run' to step 0 is in progress"):
+        send_during(journal, 2, lambda: journal.accept_rewind(run_id=None, target=0))
+    assert [entry.kind for entry in journal.entries()] == ["train", "rewind"]
+
+
+def test_a_step_that_arrives_twice_at_once_is_one_entry(journal: Journal):
+    first = send_during(journal, 1, lambda: train(Journal(journal.root, "run"), 1, 0.0))
+    assert journal.entries() == [first]
+    assert len(list(entries_folder(journal).iterdir())) == 1
+
+
+def test_a_writer_that_is_suspended_while_it_links_does_not_block_others_forever(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+):
+    train(journal, 1)
+    monkeypatch.setattr("python_backend.store.journal.ACCEPT_PATIENCE_S", 0.05)
+    other = Journal(journal.root, "run")
+    for ask in (lambda: train(other, 2), lambda: other.accept_save(run_id=None)):
+        with journal._accepting(), pytest.raises(OSError, match=r"locked by another process .*ACCEPT"):
+            ask()
+    assert [path.name for path in entries_folder(journal).iterdir()] == ["00000001.train"]
+    assert train(journal, 2).step == 2
+
+
+def test_sweeping_takes_the_file_of_a_killed_writer_and_not_that_of_a_live_one(journal: Journal):
+    train(journal, 1)
+    command = [sys.executable, "-c", WRITE_AND_STALL, str(entries_folder(journal))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"writing\n"
+        journal.sweep()
+        assert len(unfinished(journal)) == 1
+        assert journal.last_step() == 1
+        child.kill()
+        child.wait()
+    journal.sweep()
+    assert unfinished(journal) == []
+
+
+STRAYS = ["notes.txt", "00000007", "7.train", "00000007.train.json", "99999999999999999999.train", "00000001.save.x"]
+
+
+def test_stray_files_break_nothing(rig: Rig):
+    rig.train(1)
+    folder = rig.journal.root / "run"
+    (folder / "set_aside" / "old").mkdir(parents=True)
+    (folder / "set_aside" / "99999999999999999999").mkdir()
+    killed = [rig.journal.root, folder / "results", rig.store.root, rig.store.root / "serving", rig.checkpoints.root]
+    for path in killed:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ".ab.tmp").touch()
+    for name in STRAYS:
+        (folder / "entries" / name).write_text("?")
+        (folder / "results" / name.removesuffix(".json")).write_text("?")
+    assert rig.train(2)[0].error is None
+    assert rig.rewind(1).error is None
+    assert rig.train(2)[0].error is None
+    assert rig.save().error is None
+    rig.stop()
+    assert rig.start().train(3)[0].error is None
+    assert rig.save().error is None
+    assert rig.journal.last_step() == 3
+    assert not any((path / ".ab.tmp").exists() for path in killed)
+    assert (folder / "set_aside" / "1").is_dir()
 
 
 def test_one_sidecar_and_a_higher_epoch_each_time(journal: Journal):
@@ -331,43 +508,82 @@ def test_one_sidecar_and_a_higher_epoch_each_time(journal: Journal):
         assert second == first + 1
 
 
-def test_a_server_looking_does_not_cost_the_sidecar_its_lock(journal: Journal):
+# ---- critic_save ----
+
+
+HOUR_S = 3600.0
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonModel]:
+    """critic_save of run `run`; 0.4 s of silence are too long."""
+    monkeypatch.setattr("python_backend.serving.journal_model.FOLLOWER_GRACE_S", 0.05)
+    parameters = {"journal": str(tmp_path), "run_id": "run", "heartbeat_timeout_s": "0.4"}
+    config = {"name": "critic_save", "parameters": {key: {"string_value": value} for key, value in parameters.items()}}
+    model = TritonPythonModel()
+    model.initialize({"model_config": json.dumps(config)})
+    yield model
+    model.finalize()
+
+
+class Sent(Request):
+    """A request with the header that names its sender."""
+
+    def __init__(self, sender: str, **inputs: int | list[int]) -> None:
+        arrays = {name: np.atleast_1d(np.asarray(value, np.int64)) for name, value in inputs.items()}
+        super().__init__(arrays, (STATUS, WEIGHTS_VERSION))
+        self._sender = sender
+
+    def parameters(self) -> str:
+        return json.dumps({"X-Triton-Sender": self._sender})
+
+
+def ask(model: TritonModel, request: Request) -> Callable[[], InferenceResponse]:
+    """Send a request; returns what waits for its response."""
+    model.execute([request])
+    return functools.partial(request.responses.get, timeout=20)
+
+
+@pytest.mark.parametrize("ahead_s", [HOUR_S, -HOUR_S])
+def test_the_caller_of_a_silent_sidecar_gets_an_error_whatever_the_clock_of_its_heartbeat_says(
+    model: TritonModel, tmp_path: Path, ahead_s: float
+):
+    journal = Journal(tmp_path, "run")
     with journal.lock():
-        pass
-    stop = threading.Event()
-
-    def look() -> None:
-        while not stop.is_set():
-            journal.is_followed()
-
-    looker = threading.Thread(target=look)
-    looker.start()
-    try:
-        for _ in range(20):
-            with Journal(journal.root, "run").lock():
-                pass
-    finally:
-        stop.set()
-        looker.join()
+        journal.beat(Heartbeat(1, 7, 0, "training", time.time() + ahead_s))
+        error = str(ask(model, Sent("", rewind_to=0))().error)
+    assert "the sidecar has made no progress for" in error
+    assert "(step 7, micro-batch 0, training)" in error
 
 
-def test_heartbeat(journal: Journal):
-    assert journal.heartbeat() is None
+def test_silence_begins_when_nothing_new_is_seen(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr("python_backend.store.journal.time", SimpleNamespace(monotonic=lambda: now[0]))
+    beats = [Heartbeat(1, 1, 1, "training", HOUR_S)]
+    watch = HeartbeatWatch(lambda: beats[-1])
+    assert watch.silence_s() == 0
+    now[0] += 7
+    assert watch.silence_s() == 7
+    beats.append(Heartbeat(1, 1, 2, "training", 0.0))
+    now[0] += 1
+    assert (watch.silence_s(), watch.last) == (0, beats[-1])
+
+
+@pytest.mark.parametrize(
+    ("sender", "is_served"),
+    [("old/1", False), ("new/0", False), *((sender, True) for sender in ("new/1", "", "curl", "5", "/1", "a/-1"))],
+)
+def test_a_request_names_its_sender_in_a_header(model: TritonModel, sender: str, is_served: bool):
+    journal = model.served.journal
+    for owner in ("old", "new"):
+        rewound(journal, 0, Sender(owner, 1))
     with journal.lock():
-        beat = Heartbeat(1, 2, 3, "training", 4.5)
-        journal.beat(beat)
-    assert journal.heartbeat() == beat
-
-
-def test_a_save_names_its_step_and_stands_behind_it(journal: Journal):
-    train(journal, 1)
-    early = journal.accept_save(run_id="run", step=2)  # it overtook its step
-    assert journal.last_step() == 1  # a save is no step
-    train(journal, 2)
-    train(journal, 3)
-    done(journal, early)
-    late = journal.accept_save(run_id="run", step=2)
-    names = ["00000001.train", "00000002.train", early.name, late.name, "00000003.train"]
-    assert [entry.name for entry in journal.entries()] == names
-    with conflict("step: 5, but the last step of run 'run' is 3"):
-        journal.accept_save(run_id="run", step=5)
+        response = ask(model, Sent(sender, dummy_var=0, step=0, keep_steps=[3, 0]))
+        for entry in journal.entries():
+            assert journal.keep_steps(entry) == [0, 3]
+            journal.finish(entry, Result(entry.name, 7))
+        answer = response()
+    if is_served:
+        assert answer.outputs[WEIGHTS_VERSION].tolist() == [7]
+    else:
+        assert "INVALID_ARG: run 'run' was rewound after this request was sent" in str(answer.error)

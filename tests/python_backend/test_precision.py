@@ -1,7 +1,7 @@
-"""bfloat16: frozen matrices are held in it, the result is that of autocast over float32 weights, logits are float32."""
+"""Policies and the served reference: what bfloat16 changes, merged weights, and rows up to the last position."""
 
-from __future__ import annotations
-
+import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +9,37 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer
-from tiny_checkpoints import save_tiny
+from safetensors.torch import load_file
+from tiny_checkpoints import POSITIONS, save_tiny
 
+from actor.data.prompts import PromptError, PromptReader, read_prompts
 from actor.data.rollout import Prompt, Rollout
 from actor.policy.policy import Policy
-from python_backend.config import ConfigError, load_config
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.models.adapters import MergedWeights
 from python_backend.models.language_model import load_language_model
 from python_backend.models.logprobs import target_logprobs
-from python_backend.models.modeling import quiet_transformers
+from python_backend.models.modeling import load_critic, quiet_transformers, save_critic
 from python_backend.models.precision import in_float32
+from tests.python_backend.test_models import LIMIT, MODELS, TOLERANCE, models, save
 from tests.support.settings import actor_section
+from tools import render as render_reference
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 9))]
+
+
 LORA_COPY = {"lora_rank": 2, "one_step_off_policy": True}
+
+
 EXACT = ("norm", "ln_", "lm_head", "embed_tokens", "wte", "wpe", ".gate.", ".experts.", "lora_")
+
+
 CARD_BOUND = 2e-5  # nats: a card multiplies the output layer as sums of bfloat16 terms
+
+
 FAMILIES = ("llama", "gpt2", "mixtral")
+
+
 quiet_transformers()
 
 
@@ -36,7 +51,7 @@ def save_policy(folder: Path, family: str = "llama") -> Path:
 
 
 def make_policy(folder: Path, **settings: Any) -> Policy:
-    limits = {"checkpoint": folder, "max_new_tokens": 8, "prompts_max_tokens": 12, "precision": "bfloat16"}
+    limits = {"model": folder, "max_new_tokens": 8, "prompts_max_tokens": 12, "precision": "bfloat16"}
     torch.manual_seed(0)
     return Policy.of(actor_section(**{**limits, **settings}))
 
@@ -52,14 +67,23 @@ def by_hand(model: Any, rollout: Rollout, banned: list[int]) -> torch.Tensor:
         return target_logprobs(logits, tokens[:, 1:], temperature=1.0, banned_token_ids=banned).cpu()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("settings", [{"lora_rank": 2}, {"one_step_off_policy": True}, LORA_COPY, {}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        *((family, settings) for family in FAMILIES for settings in ({"lora_rank": 2}, {})),
+        *(("llama", settings) for settings in ({"one_step_off_policy": True}, LORA_COPY)),
+    ],
+    ids=str,
+)
 def test_frozen_matrices_are_held_in_bfloat16_and_nothing_else_changes(
-    tmp_path: Path, family: str, settings: dict[str, Any]
+    tmp_path: Path, family: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ):
     exact = make_policy(save_policy(tmp_path, family), precision="float32", kl_coef=0)
     policy = make_policy(tmp_path, **settings)
     rollout = policy.generate(PROMPTS, seed=1)
+    assert not caplog.text, "our decoding is used"
+    assert rollout.logprobs is not None
+    torch.testing.assert_close(rollout.logprobs, policy.logprobs(rollout), atol=0.02, rtol=0)
     expected = by_hand(exact.model, rollout, policy.banned_ids)
     for reference in (False, True):
         found = policy.logprobs(rollout, reference=reference)
@@ -69,28 +93,11 @@ def test_frozen_matrices_are_held_in_bfloat16_and_nothing_else_changes(
         for name, parameter in [] if model is None else model.named_parameters():
             is_float32 = parameter.requires_grad or any(part in name for part in EXACT)
             assert parameter.dtype == (torch.float32 if is_float32 else torch.bfloat16), name
-
-
-@pytest.mark.parametrize("settings", [{"lora_rank": 2}, {}], ids=str)
-def test_logits_are_float32(tmp_path: Path, settings: dict[str, Any]):
-    """What a token is drawn from is what its log-prob is taken under."""
-    policy = make_policy(save_policy(tmp_path), **settings)
-    causal = policy.model.get_base_model() if settings else policy.model
-    ids = torch.arange(4, 16, device=policy.model.device)[None]
+    causal = policy.model.get_base_model() if "lora_rank" in settings else policy.model
     with torch.no_grad(), policy.computing():
-        logits = causal(input_ids=ids).logits
+        logits = causal(input_ids=rollout.tokens[:1].to(policy.model.device)).logits
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.bfloat16().float())
-    rollout = policy.generate(PROMPTS, seed=1)
-    assert rollout.logprobs is not None
-    torch.testing.assert_close(rollout.logprobs, policy.logprobs(rollout), atol=0.02, rtol=0)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("settings", [{"lora_rank": 2}, LORA_COPY], ids=str)
-def test_our_decoding_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, settings: dict[str, Any]):
-    make_policy(save_policy(tmp_path, family), **settings).generate(PROMPTS, seed=1)
-    assert not caplog.text
 
 
 def test_ways_to_compute_are_compared_in_float32(tmp_path: Path):
@@ -121,9 +128,15 @@ def test_an_update_reaches_a_bfloat16_sampler(tmp_path: Path):
     assert torch.equal(policy.logprobs(rollout), exact.logprobs(rollout))
 
 
-@pytest.mark.parametrize("settings", [{"lora_rank": 2}, {}], ids=str)
 @pytest.mark.parametrize(
-    ("family", "stored"), [("llama", "bfloat16"), ("llama", "float32"), ("gpt2", "float32"), ("mixtral", "bfloat16")]
+    ("family", "stored", "settings"),
+    [
+        ("llama", "bfloat16", {}),
+        ("llama", "float32", {"lora_rank": 2}),
+        ("gpt2", "float32", {"lora_rank": 2}),
+        ("mixtral", "bfloat16", {"lora_rank": 2}),
+    ],
+    ids=str,
 )
 def test_a_served_reference_computes_as_the_actor_does(
     tmp_path: Path, settings: dict[str, Any], family: str, stored: str
@@ -145,11 +158,124 @@ def test_a_served_reference_computes_as_the_actor_does(
         torch.testing.assert_close(found[start : len(row) - 1], expected[start : len(row) - 1], atol=1e-5, rtol=0)
 
 
-def test_the_reference_takes_the_actors_precision(tmp_path: Path):
-    path = tmp_path / "my.yaml"
-    path.write_text("actor: {policy: {precision: bfloat16}, kl: {reference: triton}}")
-    assert load_config(path).reference.dtype == "bfloat16"
-    assert load_config(path, ["actor.policy.precision=float32"]).reference.dtype == "float32"
-    with pytest.raises(ConfigError, match=r"dtype \(float32\) differs from actor\.policy\.precision \(bfloat16\)"):
-        load_config(path, ["reference.dtype=float32"])
-    load_config(path, ["reference.dtype=float32", "actor.kl.reference=actor"])
+# ---- merged weights ----
+
+
+def test_a_model_keeps_the_weights_of_the_file_that_it_is_saved_over(tmp_path: Path):
+    """They are mapped: without the file's pages behind them, reading them would end the process."""
+    save_tiny(tmp_path, "llama", "critic")
+    critic = load_critic(tmp_path)
+    before = {name: tensor.clone() for name, tensor in critic.model.state_dict().items()}
+    save_critic(critic, tmp_path, dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} > {torch.bfloat16}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in critic.model.state_dict().items())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_policy_is_peft_s_own_merge_one_tensor_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, precision: str
+):
+    """GPT-2's layers are transposed and its output layer is tied; Mixtral's experts are stored under other names."""
+    policy = make_policy(save_policy(tmp_path / "start", family), lora_rank=2, precision=precision)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:  # new ones add 0
+                parameter.normal_(std=0.1)
+    alive, merge = weakref.WeakSet[torch.Tensor](), MergedWeights.__getitem__
+
+    def watched(weights: MergedWeights, name: str) -> torch.Tensor:
+        assert not alive, "the tensor before is still in memory"
+        tensor = merge(weights, name)
+        if name in weights.adapted:
+            alive.add(tensor)
+        return tensor
+
+    monkeypatch.setattr(MergedWeights, "__getitem__", watched)
+    policy.save(tmp_path / "streamed")
+    copy.deepcopy(policy.model).float().merge_and_unload().save_pretrained(tmp_path / "copied")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("streamed", "copied"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    names = {path.name for path in (tmp_path / "copied").iterdir()} - {"model.safetensors"}
+    assert "merged.safetensors" not in {path.name for path in (tmp_path / "streamed").iterdir()}
+    for name in names:
+        assert (tmp_path / "streamed" / name).read_text() == (tmp_path / "copied" / name).read_text()
+
+
+# ---- rows of as many tokens as the model has positions for ----
+
+
+def policy_of(folder: Path, model: str, *, length: int, **settings: Any) -> Policy:
+    """One whose rows have at most `length` tokens, six of them the prompt's."""
+    tokenizer = make_tokenizer()
+    save(folder, model, "language", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    limits = {"prompts_max_tokens": 6, "max_new_tokens": length - 6}
+    return Policy.of(actor_section(**{"model": folder, "precision": "float32", **limits, **settings}))
+
+
+SHORT_PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((6, 1, 3))]
+LAST = {**dict.fromkeys(MODELS, LIMIT), "gpt2": POSITIONS, "opt": POSITIONS, "gptj": POSITIONS}
+
+
+@pytest.mark.parametrize("model", LAST)
+def test_a_policy_that_rows_may_outgrow_is_refused_at_the_start(tmp_path: Path, model: str):
+    """Where positions are learned, it would end with an IndexError in the first step with a response as long."""
+    message = rf"actor.prompts.max_tokens \(6\) \+ actor.generation.max_new_tokens \(\d+\) is above {LAST[model]}"
+    with pytest.raises(CheckpointError, match=message):
+        policy_of(tmp_path, model, length=LAST[model] + 1)
+    policy_of(tmp_path, model, length=LAST[model])
+
+
+@models
+@pytest.mark.parametrize("decoding", ["slots", "transformers"])
+def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str, decoding: str):
+    policy = policy_of(tmp_path, model, length=LIMIT, engine=decoding, min_new_tokens=LIMIT - 6)
+    rollout = policy.generate(SHORT_PROMPTS, seed=0, greedy=True)
+    assert rollout.lengths.tolist() == [LIMIT, LIMIT - 5, LIMIT - 3]
+    together = policy.logprobs(rollout)
+    for i, length in enumerate(rollout.lengths.tolist()):
+        row = rollout.tokens[i : i + 1, :length]
+        start = int(rollout.prompt_lengths[i])
+        mask = torch.arange(length - 1)[None] >= start - 1
+        alone, _ = policy.token_logprobs(policy.model, row, torch.tensor([length]), mask)
+        torch.testing.assert_close(together[i : i + 1, : length - 1], alone.cpu(), atol=TOLERANCE, rtol=0)
+        logits = policy.model(input_ids=row.to(policy.model.device), use_cache=False).logits.cpu()
+        written = logits[0, start - 1 : -1].index_fill(-1, torch.tensor([*policy.banned_ids, *policy.eos_ids]), -1e9)
+        assert written.argmax(-1).tolist() == row[0, start:].tolist()
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2", "phi3"])
+def test_positions_that_are_computed_have_no_end(tmp_path: Path, model: str):
+    policy = policy_of(tmp_path, model, length=POSITIONS + 1)
+    assert torch.isfinite(policy.logprobs(policy.generate(SHORT_PROMPTS[:1], seed=0))).all()
+
+
+# ---- tokens that the model has no embedding for ----
+
+
+@pytest.mark.parametrize("decoding", ["slots", "transformers"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_padding_token_beyond_the_embeddings_is_not_used(tmp_path: Path, family: str, decoding: str):
+    """Such as one that was added to a tokenizer, and not to its model."""
+    tokenizer = make_tokenizer()
+    save_tiny(tmp_path, family, "language", vocab_size=len(tokenizer), pad_token_id=None, eos_token_id=1)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]", "bos_token": "[BOS]"})
+    tokenizer.save_pretrained(tmp_path)
+    policy = Policy.of(actor_section(model=tmp_path, prompts_max_tokens=6, max_new_tokens=8, engine=decoding))
+    assert (tokenizer.pad_token_id, policy.pad_id, policy.banned_ids) == (policy.vocab_size, 1, [])
+    assert torch.isfinite(policy.logprobs(policy.generate(SHORT_PROMPTS, seed=0))).all()
+    assert render_reference._banned_token_ids(tmp_path) == "[]"  # or the actor refuses the served reference
+
+
+def test_a_prompt_of_tokens_beyond_the_embeddings_is_refused(tmp_path: Path):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>"]})
+    (tmp_path / "prompts.jsonl").write_text('{"text": "Open the file"}\n{"text": "Open <tool>"}\n')
+    size = len(tokenizer) - 1
+    with pytest.raises(
+        PromptError, match=rf"prompts\.jsonl:2: token {size} \('<tool>'\) is outside the policy's {size} embedd"
+    ):
+        read_prompts(tmp_path / "prompts.jsonl", PromptReader(tokenizer, 20, vocab_size=size))
+    assert len(read_prompts(tmp_path / "prompts.jsonl", PromptReader(tokenizer, 20, vocab_size=size + 1))) == 2

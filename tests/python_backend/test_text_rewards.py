@@ -1,8 +1,13 @@
-"""Rewards of texts and chats: the server's reader and model against transformers' own text classification pipeline."""
+"""Rewards of texts, pairs and chats, and rewards read at single tokens, by what runs in the server.
 
-from __future__ import annotations
+The oracle is transformers: its text classification pipeline, or a plain forward pass.
+"""
 
+import contextlib
 import json
+import math
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +15,47 @@ import numpy as np
 import pytest
 import torch
 from live_system import TEXTS
+from served_model import served_model
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import CHATS, PLAIN_CHAT, POSITIONS, VOCAB, make_text_tokenizer, save_text_reward
-from transformers import AutoTokenizer, ByT5Tokenizer, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    pipeline,
+)
+from triton_python_backend_utils import InferenceResponse, Request
 
-from python_backend.checkpoints.tokenization import encode_text
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.tokenization import encode_bare_text, encode_text, single_tokens
+from python_backend.config import RunConfig
 from python_backend.models.modeling import RewardModel, quiet_transformers
 from python_backend.serving.requests import RowReader
-from python_backend.wire.contract import METADATA, SENTENCES, TEXT_PAIRS, TOKENS, ContractError, TokenRow, texts_array
-from tests.support.loaders import load_reward
+from python_backend.wire.contract import (
+    METADATA,
+    REWARD_MODEL,
+    SENTENCES,
+    TEXT_PAIRS,
+    TOKENS,
+    ContractError,
+    TokenRow,
+    texts_array,
+)
+from tests.support.loaders import load_logit_reward, load_process_reward, load_reward
 
 TOLERANCE = 1e-5
 MESSAGES = [{"role": "user", "content": "Open it."}]
 CHAT = [*MESSAGES, {"role": "assistant", "content": "Good day."}]
 REPLY = "Good day."
 LONG = " ".join(TEXTS)
+WORDS = LONG.split()
 families = pytest.mark.parametrize("family", CHATS)
+quiet_transformers()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quiet():
-    quiet_transformers()
-
-
-class Request:
-    """What the reader asks of one."""
+class Texts:
+    """A request of texts, as the reader sees it."""
 
     def __init__(
         self, texts: list[str], metadata: list[dict[str, Any]] | None = None, **arrays: np.ndarray | None
@@ -59,22 +80,16 @@ def read(
 ) -> tuple[RewardModel, list[TokenRow]]:
     """The model and the rows of one request, by what runs in the server."""
     model = load_reward(folder)
-    reader = RowReader(
-        folder,
-        model.limits,
-        add_special_tokens=add_special_tokens,
-        skipped_pad_id=model.skipped_pad_id,
-        takes_pairs=takes_pairs,
-        append_eos=append_eos,
-    )
-    return model, list(reader.read(Request(texts, metadata, **arrays)).rows)  # type: ignore[arg-type]
+    settings = {"add_special_tokens": add_special_tokens, "takes_pairs": takes_pairs, "append_eos": append_eos}
+    reader = RowReader(folder, model.limits, skipped_pad_id=model.skipped_pad_id, **settings)  # type: ignore[arg-type]
+    return model, list(reader.read(Texts(texts, metadata, **arrays)).rows)  # type: ignore[arg-type]
 
 
-def serve(*args: Any, **settings: Any) -> tuple[list[list[int]], np.ndarray]:
+def score(*args: Any, **settings: Any) -> tuple[list[list[int]], np.ndarray]:
     """Token rows and rewards `[B]` of one request; see `read`."""
     model, rows = read(*args, **settings)
-    tokens, types = [row.tokens for row in rows], [row.types for row in rows]
-    return [row.tolist() for row in tokens], model.score(tokens, types=types)[:, 0]
+    rewards = model.score([row.tokens for row in rows], types=[row.types for row in rows])
+    return [row.tokens.tolist() for row in rows], rewards[:, 0]
 
 
 def classify(folder: Path, texts: list[Any]) -> list[float]:
@@ -91,39 +106,65 @@ def score_ids(folder: Path, ids: list[int]) -> float:
     return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
 
 
+# ---- texts ----
+
+
 @families
-def test_a_text_scores_as_in_the_pipeline(tmp_path: Path, family: str):
+def test_a_text_scores_as_in_the_pipeline_and_without_special_tokens_as_in_the_replaced_system(
+    tmp_path: Path, family: str
+):
     tokenizer = save_text_reward(tmp_path, family)
     texts = [*TEXTS, "y", LONG, *([] if family == "qwen2" else [""])]
-    rows, rewards = serve(tmp_path, texts)
+    rows, rewards = score(tmp_path, texts)
     assert rows == [tokenizer(text, truncation=True, max_length=POSITIONS)["input_ids"] for text in texts]
     assert len(rows[len(TEXTS) + 1]) == POSITIONS
     np.testing.assert_allclose(rewards, classify(tmp_path, texts), atol=TOLERANCE, rtol=0)
+    bare, scores = score(tmp_path, [TEXTS[0], LONG], add_special_tokens=False)
+    assert bare == [tokenizer(text, add_special_tokens=False)["input_ids"][:POSITIONS] for text in (TEXTS[0], LONG)]
+    assert not {*tokenizer.all_special_ids} & {*bare[0]}
+    assert (abs(rewards[0] - scores[0]) > TOLERANCE) == (family != "qwen2")
+    model = load_reward(tmp_path)
+    assert model.skipped_pad_id == (tokenizer.pad_token_id if family in ("llama", "qwen2") else None)
+
+
+@families
+def test_a_chat_scores_as_its_own_template_says(tmp_path: Path, family: str):
+    tokenizer = save_text_reward(tmp_path, family)
+    rows, rewards = score(tmp_path, [REPLY, "", "No chat."], [{"messages": MESSAGES}, {"messages": CHAT}, {}])
+    rendered = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    templated = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
+    own = CHATS[family] != PLAIN_CHAT  # the template has the special tokens, if there are any
+    assert rows[0] == rows[1] == (templated if own else tokenizer(rendered)["input_ids"])
+    expected = score_ids(tmp_path, templated) if own else classify(tmp_path, [rendered])[0]
+    plain = classify(tmp_path, ["No chat."])[0]
+    np.testing.assert_allclose(rewards, [expected, expected, plain], atol=TOLERANCE, rtol=0)
+    assert rows == score(tmp_path, [rendered, rendered, "No chat."])[0]  # or rendered by the client
 
 
 @families
 def test_a_pair_scores_as_in_the_pipeline(tmp_path: Path, family: str):
+    """Huge texts are cut before they are tokenised: a tokenizer makes a row of each pair of pieces that it cuts off."""
     tokenizer = save_text_reward(tmp_path, family)
     pairs = [
         (TEXTS[0], TEXTS[1]),
-        (TEXTS[2], "y"),
         ("", TEXTS[3]),
         (LONG, "y"),
         ("y", LONG),
         (LONG, LONG[5:]),
         ("y [SEP] </s> y", "[SEP] y"),
         ("word " * 150, "one " * 160),
-        ("y", "word " * 400),
     ]
-    seconds = texts_array([second for _, second in pairs])
-    rows, rewards = serve(tmp_path, [first for first, _ in pairs], takes_pairs=True, text_pairs=seconds)
+    huge = [*pairs[:-1], ("word " * 199_000, "one " * 199_000)]
+    seconds = texts_array([second for _, second in huge])
+    model, found = read(tmp_path, [first for first, _ in huge], takes_pairs=True, text_pairs=seconds)
+    tokens, types = [row.tokens for row in found], [row.types for row in found]
     encoded = [tokenizer(*pair, truncation=True, max_length=POSITIONS) for pair in pairs]
-    assert rows == [one["input_ids"] for one in encoded]
-    _, found = read(tmp_path, [first for first, _ in pairs], takes_pairs=True, text_pairs=seconds)
-    types = [None if row.types is None else row.types.tolist() for row in found]
-    assert types == [one.get("token_type_ids") for one in encoded]
+    assert [row.tolist() for row in tokens] == [one["input_ids"] for one in encoded]
+    assert [None if row is None else row.tolist() for row in types] == [one.get("token_type_ids") for one in encoded]
     given = [{"text": first, "text_pair": second} for first, second in pairs]
-    np.testing.assert_allclose(rewards, classify(tmp_path, given), atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(
+        model.score(tokens, types=types)[:, 0], classify(tmp_path, given), atol=TOLERANCE, rtol=0
+    )
 
 
 @pytest.mark.parametrize("head", ["reward", "critic"])
@@ -133,76 +174,63 @@ def test_rows_with_and_without_a_second_text_share_a_forward_pass(tmp_path: Path
     if head == "critic":
         save_tiny(tmp_path, "bert", "critic", vocab_size=VOCAB, max_position_embeddings=POSITIONS)
     texts, pairs = [TEXTS[0], TEXTS[1], TEXTS[0]], texts_array([TEXTS[2], "", ""])
-    rows, rewards = serve(tmp_path, texts, takes_pairs=True, text_pairs=pairs)
-    assert rows[1:] == serve(tmp_path, texts[1:])[0]
+    rows, rewards = score(tmp_path, texts, takes_pairs=True, text_pairs=pairs)
+    assert rows[1:] == score(tmp_path, texts[1:])[0]
     model, tokenizer = load_reward(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     with torch.no_grad():
         for i, pair in enumerate([(TEXTS[0], TEXTS[2]), (TEXTS[1],), (TEXTS[0],)]):
             logits = model.model(**tokenizer(*pair, return_tensors="pt").to(model.model.device)).logits
-            score = logits[0, -1, 0] if head == "critic" else logits[0, 0]
-            assert rewards[i] == pytest.approx(float(score), abs=TOLERANCE)
+            expected = logits[0, -1, 0] if head == "critic" else logits[0, 0]
+            assert rewards[i] == pytest.approx(float(expected), abs=TOLERANCE)
     untyped = [np.asarray(row) for row in rows]
     assert abs(model.score(untyped)[0, 0] - rewards[0]) > 1e-4
 
 
-def test_a_pair_of_huge_texts_is_cut_before_it_is_tokenised(tmp_path: Path):
-    """A tokenizer makes a row of each pair of pieces that it cuts off: here 30 million."""
-    save_text_reward(tmp_path, "bert")
-    texts, pairs = ["word " * 150, "word " * 199_000], texts_array(["one " * 150, "one " * 199_000])
-    rows, _ = serve(tmp_path, texts, takes_pairs=True, text_pairs=pairs)
-    assert rows[0] == rows[1]
-
-
-def test_the_prompt_of_a_pair_may_be_a_chat(tmp_path: Path):
-    tokenizer = save_text_reward(
-        tmp_path, "deberta-v3", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    rows, _ = serve(tmp_path, [""], [{"messages": MESSAGES}], takes_pairs=True, text_pairs=texts_array([REPLY]))
-    assert rows == [tokenizer(MESSAGES[0]["content"], REPLY)["input_ids"]]
-
-
-def test_pairs_that_cannot_be_read_are_refused(tmp_path: Path):
-    save_text_reward(tmp_path, "bert")
-    ones = texts_array(["y"])
-    cases: dict[str, dict[str, Any]] = {
-        r"text_pairs: this model scores one text per row, unless reward.text is pair": {"takes_pairs": False},
-        r"text_pairs: only valid with sentences, and not with tokens": {TOKENS: np.ones((1, 2), np.int64)},
-        r"text_pairs: only valid with sentences, and not": {SENTENCES: None, TOKENS: np.ones((1, 2), np.int64)},
-        r"text_pairs: shape \[2, 1\], must be \[1, 1\]": {TEXT_PAIRS: texts_array(["y", "y"])},
-        r"text_pairs: shape \[1\], must be \[1, 1\]": {TEXT_PAIRS: ones[0]},
-        r"text_pairs\[0\]: not UTF-8": {TEXT_PAIRS: np.asarray([[b"\xff"]], np.object_)},
-        r"text_pairs\[0\]: 10000000 bytes, must be at most 1000000": {TEXT_PAIRS: texts_array(["x" * 10_000_000])},
-    }
-    for message, arrays in cases.items():
-        with pytest.raises(ContractError, match=message):
-            serve(tmp_path, ["y"], **{"takes_pairs": True, TEXT_PAIRS: ones, **arrays})
-
-
-def test_texts_end_with_eos_as_in_trl(tmp_path: Path):
-    tokenizer = save_text_reward(tmp_path, "qwen2")
-    eos = tokenizer.eos_token_id
-    texts, metadata = ["y", "y<|im_end|>", "y"], [{}, {}, {"messages": MESSAGES}]
-    rows, _ = serve(tmp_path, texts, metadata, append_eos=True)
-    assert rows[0] == rows[1] == [*tokenizer("y")["input_ids"], eos]
-    assert rows[2] == serve(tmp_path, ["y"], metadata[2:])[0][0]
-    rows, _ = serve(tmp_path, ["y"], takes_pairs=True, append_eos=True, text_pairs=texts_array(["one"]))
-    assert rows[0] == [*tokenizer("y", "one")["input_ids"], eos]
-    save_text_reward(tmp_path, "bert")
+def test_texts_end_with_eos_as_in_trl_and_the_prompt_of_a_pair_may_be_a_chat(tmp_path: Path):
+    tokenizer = save_text_reward(tmp_path / "qwen2", "qwen2")
+    eos = [tokenizer.eos_token_id]
+    metadata: list[dict[str, Any]] = [{}, {}, {"messages": MESSAGES}]
+    rows, _ = score(tmp_path / "qwen2", ["y", "y<|im_end|>", "y"], metadata, append_eos=True)
+    assert rows[0] == rows[1] == tokenizer("y")["input_ids"] + eos
+    assert rows[2] == score(tmp_path / "qwen2", ["y"], metadata[2:])[0][0]
+    pair: dict[str, Any] = {"takes_pairs": True, "text_pairs": texts_array(["one"])}
+    assert score(tmp_path / "qwen2", ["y"], append_eos=True, **pair)[0] == [tokenizer("y", "one")["input_ids"] + eos]
+    tokenizer = save_text_reward(tmp_path, "bert", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    rows, _ = score(tmp_path, [""], metadata[2:], **pair)
+    assert rows == [tokenizer(MESSAGES[0]["content"], "one")["input_ids"]]
     with pytest.raises(ContractError, match=r"append_eos is set, but the tokenizer of .* has no end-of-sequence"):
-        serve(tmp_path, ["y"], append_eos=True)
+        score(tmp_path, ["y"], append_eos=True)
+
+
+def test_texts_that_cannot_be_read_are_refused(tmp_path: Path):
+    save_text_reward(tmp_path, "qwen2", chat_template=None)
+    ones, pairs = texts_array(["y"]), {"takes_pairs": True}
+    cases: list[tuple[str, str, list[dict[str, Any]] | None, dict[str, Any]]] = [
+        (r"sentences\[0\]: '' has no tokens", "", None, {}),
+        (r"has no chat template; save one in that folder", "y", [{"messages": MESSAGES}], {}),
+        (r"text_pairs: this model scores one text per row, unless reward.text is pair", "y", None, {TEXT_PAIRS: ones}),
+        *(
+            (message, "y", None, {**pairs, TEXT_PAIRS: ones, **arrays})
+            for message, arrays in {
+                r"text_pairs: only valid with sentences, and not with tokens": {TOKENS: np.ones((1, 2), np.int64)},
+                r"text_pairs: only valid with sentences": {SENTENCES: None, TOKENS: np.ones((1, 2), np.int64)},
+                r"text_pairs: shape \[2, 1\], must be \[1, 1\]": {TEXT_PAIRS: texts_array(["y", "y"])},
+                r"text_pairs: shape \[1\], must be \[1, 1\]": {TEXT_PAIRS: ones[0]},
+                r"text_pairs\[0\]: not UTF-8": {TEXT_PAIRS: np.asarray([[b"\xff"]], np.object_)},
+                r"sentences: 10000001 bytes with the metadata, more than 4000000": {
+                    TEXT_PAIRS: texts_array(["x" * 10_000_000])
+                },
+            }.items()
+        ),
+    ]
+    for message, text, metadata, settings in cases:
+        with pytest.raises(ContractError, match=message):
+            score(tmp_path, [text], metadata, **settings)
 
 
 @pytest.mark.parametrize(
     ("num_labels", "problem"),
-    [
-        (1, None),
-        (1, "multi_label_classification"),
-        (1, "regression"),
-        (3, None),
-        (3, "regression"),
-        (3, "single_label_classification"),
-        (3, "multi_label_classification"),
-    ],
+    [(1, None), (1, "regression"), (3, None), (3, "regression"), (3, "multi_label_classification")],
 )
 def test_probabilities_are_those_of_the_pipeline(tmp_path: Path, num_labels: int, problem: str | None):
     save_text_reward(tmp_path, "bert", num_labels=num_labels, model={"problem_type": problem})
@@ -216,49 +244,25 @@ def test_probabilities_are_those_of_the_pipeline(tmp_path: Path, num_labels: int
         np.testing.assert_allclose(found, [by_label[f"LABEL_{i}"] for i in range(num_labels)], atol=1e-6)
 
 
-@families
-def test_a_chat_scores_as_its_own_template_says(tmp_path: Path, family: str):
-    tokenizer = save_text_reward(tmp_path, family)
-    rows, rewards = serve(tmp_path, [REPLY, "", "No chat."], [{"messages": MESSAGES}, {"messages": CHAT}, {}])
-    rendered = tokenizer.apply_chat_template(CHAT, tokenize=False)
-    templated = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
-    own = CHATS[family] != PLAIN_CHAT  # the template has the special tokens, if there are any
-    assert rows[0] == rows[1] == (templated if own else tokenizer(rendered)["input_ids"])
-    expected = score_ids(tmp_path, templated) if own else classify(tmp_path, [rendered])[0]
-    np.testing.assert_allclose(rewards[:2], expected, atol=TOLERANCE, rtol=0)
-    np.testing.assert_allclose(rewards[2], classify(tmp_path, ["No chat."])[0], atol=TOLERANCE, rtol=0)
-    assert rows == serve(tmp_path, [rendered, rendered, "No chat."])[0]  # or rendered by the client
-
-
-@families
-def test_the_replaced_systems_rows_have_no_special_tokens(tmp_path: Path, family: str):
-    tokenizer = save_text_reward(tmp_path, family)
-    rows, rewards = serve(tmp_path, [TEXTS[0], LONG], add_special_tokens=False)
-    bare = [tokenizer(text, add_special_tokens=False)["input_ids"][:POSITIONS] for text in (TEXTS[0], LONG)]
-    assert rows == bare
-    assert not {*tokenizer.all_special_ids} & {*rows[0]}
-    differs = abs(rewards[0] - classify(tmp_path, [TEXTS[0]])[0]) > TOLERANCE
-    assert differs == (family != "qwen2")
-
-
 def test_a_padding_token_that_ends_texts_is_skipped_as_in_the_pipeline(tmp_path: Path):
     """end-of-text is also the padding token: transformers pools the token before it."""
     settings: dict[str, Any] = {"added": ("<s>", "</s>"), "pad_token": "</s>"}
     tokenizer = save_text_reward(tmp_path, "llama", **settings)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == tokenizer("y")["input_ids"][-1]
     texts = [*TEXTS, LONG, "", "</s></s>"]
-    rows, rewards = serve(tmp_path, texts)
+    rows, rewards = score(tmp_path, texts)
     assert rows[0] == tokenizer(texts[0])["input_ids"][:-1]
     np.testing.assert_allclose(rewards, classify(tmp_path, texts), atol=TOLERANCE, rtol=0)
-    kept, rewards = serve(tmp_path, texts[:1], add_special_tokens=False)
+    kept, rewards = score(tmp_path, texts[:1], add_special_tokens=False)
     assert rewards[0] == pytest.approx(score_ids(tmp_path, kept[0]), abs=TOLERANCE)
+    assert [load_reward(tmp_path, pooling=each).skipped_pad_id for each in ("last", "mean")] == [None, None]
 
 
 @pytest.mark.parametrize("template", ["", "{{ eos_token }}"])
 def test_a_row_that_ends_with_its_eos_pools_there(tmp_path: Path, template: str):
     chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" + template
     tokenizer = save_text_reward(tmp_path, "llama", added=("<s>", "</s>"), chat_template=chat_template)
-    rows, rewards = serve(tmp_path, [REPLY, "Good friends"], [{"messages": MESSAGES}, {}])
+    rows, rewards = score(tmp_path, [REPLY, "Good friends"], [{"messages": MESSAGES}, {}])
     for row in rows:
         assert row[0] == tokenizer.bos_token_id != row[1]
         assert row[-1] == tokenizer.eos_token_id != row[-2]
@@ -267,13 +271,12 @@ def test_a_row_that_ends_with_its_eos_pools_there(tmp_path: Path, template: str)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("max_length", [2, 3, 8, 9, 10, 11])
+@pytest.mark.parametrize("max_length", [2, 3, 9, 10, 11])
 def test_cutting_keeps_the_special_tokens(side: str, max_length: int):
     tokenizer = make_text_tokenizer("llama", added=("<s>", "</s>"), truncation_side=side)
     text = "the words"
     whole = tokenizer(text)["input_ids"]
-    cut = encode_text(tokenizer, text, max_length)
-    assert cut == tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
+    assert encode_text(tokenizer, text, max_length) == tokenizer(text, truncation=True, max_length=max_length).input_ids
     rendered = encode_text(tokenizer, f"<s>{text}</s>", max_length)  # no space before the first word
     assert len(rendered) <= max_length
     assert (rendered[0], rendered[-1]) == (whole[0], whole[-1])
@@ -282,24 +285,315 @@ def test_cutting_keeps_the_special_tokens(side: str, max_length: int):
 
 @pytest.mark.filterwarnings("ignore:This sequence already has </s>")
 def test_a_tokenizer_in_python():
-    tokenizer = ByT5Tokenizer()  # ids are bytes + 3; </s> is 1
-    a, b = 100, 101
+    a, b = 100, 101  # ids are bytes + 3; </s> is 1
     for text, ids in {"ab": [a, b, 1], "ab</s>": [a, b, 1], "abaaa": [a, b, a, 1]}.items():
-        assert encode_text(tokenizer, text, 4) == ids
+        assert encode_text(ByT5Tokenizer(), text, 4) == ids
 
 
-def test_only_pooling_by_the_last_token_skips_padding(tmp_path: Path):
-    for family in CHATS:
-        tokenizer = save_text_reward(tmp_path / family, family)
-        is_causal = family in ("llama", "qwen2")
-        assert load_reward(tmp_path / family).skipped_pad_id == (tokenizer.pad_token_id if is_causal else None)
-    assert load_reward(tmp_path / "llama", pooling="last").skipped_pad_id is None
-    assert load_reward(tmp_path / "llama", pooling="mean").skipped_pad_id is None
+class Counting:
+    """A tokenizer that counts the characters it gets."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.characters = 0
+
+    def __call__(self, text: str, **settings: Any) -> Any:
+        self.characters += len(text)
+        return self._tokenizer(text, **settings)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
 
-def test_a_row_that_cannot_be_read_is_refused(tmp_path: Path):
-    save_text_reward(tmp_path, "qwen2", chat_template=None)
-    with pytest.raises(ContractError, match=r"sentences\[0\]: '' has no tokens"):
-        serve(tmp_path, [""])
-    with pytest.raises(ContractError, match=r"has no chat template; save one in that folder"):
-        serve(tmp_path, ["y"], [{"messages": MESSAGES}])
+@pytest.mark.parametrize("side", ["right", "left"])
+@families
+def test_a_text_that_is_cut_before_it_is_tokenised_has_the_tokens_of_the_whole(family: str, side: str) -> None:
+    tokenizer = make_text_tokenizer(family, [*TEXTS, "x" * 40], truncation_side=side)
+    text = " ".join(random.Random(family).choices(WORDS, k=20_000))
+    odd = [" " * 30_000, "x" * 30_000, "\n \n" * 10_000, " x" + " " * 30_000 + "x"]
+    for each, max_length in [*((text, length) for length in (8, 31, 64)), *((other, 16) for other in odd)]:
+        counting = Counting(tokenizer)
+        expected = tokenizer(each, truncation=True, max_length=max_length)["input_ids"]
+        assert encode_text(counting, each, max_length) == expected
+        whole = tokenizer(each, add_special_tokens=False)["input_ids"]
+        assert encode_bare_text(counting, each, max_length) == whole[:max_length]
+        assert each in odd or counting.characters < len(text) / 10
+
+
+# ---- rewards at single tokens ----
+
+PROMPT, STEPS = TEXTS[0], [" Open the file. ", "Read a line. ", "It returns its words"]
+OUTPUTS = ("rewards", "token_rewards", "step_rewards", "step_ends")
+LOGIT = {"tokens": [" the"], "against": [" it"]}
+Ask = Callable[..., InferenceResponse]
+
+
+def save_model(folder: Path, head: str, *, family: str = "qwen2", num_labels: int = 1) -> Any:
+    """Save a causal LM (`language`) or a token classifier (`critic`) with a tokenizer; return the tokenizer."""
+    tokenizer = make_text_tokenizer(family)
+    config = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "pad_token_id": tokenizer.pad_token_id}
+    save_tiny(folder, family, head, seed=3, num_labels=num_labels, **config)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Ask]]:
+    """Loads a reward model from its rendered configuration into this process."""
+    with contextlib.ExitStack() as stack:
+
+        def load(folder: Path, *, server: dict[str, Any] | None = None, **reward: Any) -> Ask:
+            data = {
+                "server": server or {},
+                "reward": {"model": str(folder), "dtype": "float32", **reward},
+                "actor": {"algorithm": {"name": "reinforce++"}},
+            }
+            model = stack.enter_context(served_model(RunConfig.model_validate(data), REWARD_MODEL))
+
+            def ask(**inputs: Any) -> InferenceResponse:
+                texts = {name: value for name, value in inputs.items() if not isinstance(value, np.ndarray)}
+                if "metadata" in texts:
+                    texts["metadata"] = [json.dumps(row) for row in texts["metadata"]]
+                arrays = {**inputs, **{name: texts_array(value) for name, value in texts.items()}}
+                request = Request(arrays, OUTPUTS if "process" in reward else OUTPUTS[:1])
+                model.execute([request])
+                return request.responses.get(timeout=60)
+
+            return ask
+
+        yield load
+
+
+@torch.no_grad()
+def logits(kind: Any, folder: Path, ids: list[int]) -> torch.Tensor:
+    """transformers' own outputs `[S, A]` of one row."""
+    return kind.from_pretrained(str(folder), dtype=torch.float32).eval()(input_ids=torch.tensor([ids])).logits[0]
+
+
+def near(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+
+
+def assert_refused(ask: Ask, cases: list[tuple[dict[str, Any], str]]) -> None:
+    for inputs, message in cases:
+        error = ask(**inputs).error
+        assert error is not None, inputs
+        assert error.startswith("INVALID_ARG: "), error
+        assert message in error
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt-neox", "mixtral"])
+def test_log_odds_and_logits_are_those_of_the_whole_output_layer(tmp_path: Path, family: str) -> None:
+    save_tiny(tmp_path, family, "language", vocab_size=VOCAB)
+    make_text_tokenizer("qwen2").save_pretrained(tmp_path)
+    rows = [np.asarray([5, 9, 2, 11]), np.asarray([7]), np.asarray([3, 3, 8, 8, 1, 0, 12])]
+    odds = load_logit_reward(tmp_path, tokens=[6, 7], against=[8, 20])
+    own = [logits(AutoModelForCausalLM, tmp_path, row.tolist())[-1] for row in rows]
+    p = [each.softmax(-1) for each in own]
+    near(odds.score(rows, width=9)[:, 0], [float((q[6] + q[7]).log() - (q[8] + q[20]).log()) for q in p])
+    near(load_logit_reward(tmp_path, tokens=[6]).score(rows)[:, 0], [float(each[6]) for each in own])
+    assert odds.model.get_output_embeddings().weight.shape[0] == 4  # no [B, S, V] anywhere
+
+
+def test_a_template_and_a_chat_with_its_generation_prompt(serve: Callable[..., Ask], tmp_path: Path) -> None:
+    tokenizer = save_model(tmp_path, "language")
+    ids = single_tokens(tokenizer, [" the", " it"])
+    hint = "{% if metadata.hint is defined %} {{ metadata.hint }}{% endif %}"
+    ask = serve(tmp_path, logit=LOGIT, template="Task: {{ prompt }} Answer: {{ response }}" + hint)
+    metadata = [{"prompt": "Open it.", "response": "a file"}, {"prompt": "Open it.", "hint": "Return"}]
+    rewards = ask(sentences=["Open it. a file", "x"], metadata=metadata).outputs["rewards"]
+    for text, reward in zip(["Task: Open it. Answer: a file", "Task: Open it. Answer: x Return"], rewards, strict=True):
+        own = logits(AutoModelForCausalLM, tmp_path, tokenizer(text)["input_ids"])[-1]
+        near(reward[0], own[ids[0]] - own[ids[1]])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}. {% endfor %}{% if add_generation_prompt %}Return{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    ask = serve(tmp_path, logit=LOGIT, generation_prompt=True, score="probability")
+    messages = [{"role": "user", "content": "Open it"}]
+    reward = ask(sentences=["a file"], metadata=[{"messages": messages}]).outputs["rewards"]
+    own = logits(AutoModelForCausalLM, tmp_path, tokenizer("Open it. a file. Return")["input_ids"])[-1][ids]
+    near(reward[0, 0], own.softmax(-1)[0])
+
+
+def test_names_that_are_not_one_token(tmp_path: Path) -> None:
+    tokenizer = save_model(tmp_path, "language")
+    for tokens, message in (
+        (["sunshine"], r"'sunshine' is . tokens of the tokenizer in .*, but must be one"),
+        ([" the", *single_tokens(tokenizer, [" the"])], r"' the' and \d+ are the same token"),
+        ([500], r"its logits cannot be a reward: token 500 is outside the vocabulary"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_logit_reward(tmp_path, tokens=tokens)
+    assert single_tokens(tokenizer, ["Ġthe", "<|im_end|>"]) == single_tokens(tokenizer, [" the", "<|im_end|>"])
+    with pytest.raises(CheckpointError, match="must be one"):
+        single_tokens(make_text_tokenizer("bert"), ["ж"])  # the unknown token is no name
+
+
+def test_bad_input_of_a_template(serve: Callable[..., Ask], tmp_path: Path) -> None:
+    save_model(tmp_path, "language")
+    ask = serve(tmp_path, logit=LOGIT, template=" {{ prompt }}{{ response }} ")
+    needs = "tokens: reward.template needs more than a row of tokens; send sentences and metadata"
+    long, huge = [{"prompt": "the file " * 80}], "a" * 10_000_000
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"tokens": np.asarray([[5, 6]])}, needs),
+        ({"sentences": ["x"]}, "reward.template cannot be rendered: 'prompt' is undefined"),
+        ({"sentences": [""], "metadata": [{"prompt": ""}]}, "reward.template gives an empty text"),
+        ({"sentences": ["x"], "metadata": long}, f"{POSITIONS + 1} tokens, the model has"),
+        (
+            {"sentences": [huge], "metadata": [{"prompt": ""}]},
+            "bytes with the metadata, more than 4000000 (max_request_bytes)",
+        ),
+        ({"sentences": ["x"], "metadata": [{"prompt": "\ud800"}]}, "surrogates not allowed"),
+        ({"sentences": ["x"], "metadata": [{"messages": "hello"}]}, "must be a list of"),
+    ]
+    assert_refused(ask, cases)
+    assert np.isfinite(ask(sentences=["x"], metadata=[{"prompt": "y"}]).outputs["rewards"]).all()  # still served
+
+
+# ---- steps ----
+
+
+def of_trl(tokenizer: Any, prompt: str, steps: list[str], separator: str) -> tuple[list[int], list[int]]:
+    """Ids and the labelled positions, as TRL's PRMTrainer makes them of prompt, completions and separator."""
+    ids, labelled = [tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]], []
+    for step in steps:
+        ids += tokenizer(step, add_special_tokens=False)["input_ids"]
+        ids += tokenizer.encode(separator, add_special_tokens=False)
+        labelled.append(len(ids) - 1)
+    return ids, labelled
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_steps_of_texts_as_trl_trains_them(serve: Callable[..., Ask], tmp_path: Path, family: str) -> None:
+    tokenizer = save_model(tmp_path, "critic", family=family, num_labels=2)
+    ask = serve(tmp_path, process={"separator": ". ", "aggregate": "min"})
+    text = PROMPT + "".join(STEPS)
+    got = ask(sentences=[text, PROMPT + STEPS[0]], metadata=[{"prompt": PROMPT}, {"response": STEPS[0]}]).outputs
+    ids, at = of_trl(tokenizer, PROMPT, [step.removesuffix(". ") for step in STEPS], ". ")
+    right = logits(AutoModelForTokenClassification, tmp_path, ids).softmax(-1)[at, 1].numpy()
+    near(got["step_rewards"], [right, [right[0], 0, 0]])
+    assert got["rewards"][0, 0] == got["step_rewards"][0].min()
+    ends = np.cumsum([len(step) for step in STEPS]) + len(PROMPT)
+    assert got["step_ends"].tolist() == [ends.tolist(), [len(PROMPT) + len(STEPS[0]), -1, -1]]
+    assert np.flatnonzero(got["token_rewards"][0]).tolist() == at
+
+
+def test_steps_of_tokens(serve: Callable[..., Ask], tmp_path: Path) -> None:
+    """The separator stays where the policy wrote it; the last step is read at one put behind its text."""
+    tokenizer = save_model(tmp_path, "critic", num_labels=2)
+    ask = serve(tmp_path, process={"separator": ".", "aggregate": "mean"}, score="logit")
+    prompt = tokenizer(PROMPT)["input_ids"]  # ends in a separator, which is none of the response's
+    start, eos = len(prompt), tokenizer.eos_token_id
+    row = [*prompt, *tokenizer(" Open the file. Read a line. It is good")["input_ids"], eos]
+    dot, short = single_tokens(tokenizer, ["."])[0], start + 4
+    tokens = np.asarray([row, [*row[:short], *[0] * (len(row) - short)]])
+    inputs = {"tokens": tokens, "sequence_lengths": np.asarray([[len(row)], [short]])}
+    got = ask(**inputs, prompt_lengths=np.asarray([[start], [start]])).outputs
+    ends = [*(i for i, token in enumerate(row) if token == dot and i >= start), len(row) - 1]
+    assert got["step_ends"].tolist() == [ends, [short - 1, -1, -1]]
+    own = logits(AutoModelForTokenClassification, tmp_path, [*row[:-1], dot])
+    expected = (own[:, 1] - own[:, 0]).numpy()
+    near(got["step_rewards"][0], expected[ends])
+    assert got["token_rewards"].shape == tokens.shape
+    assert np.flatnonzero(got["token_rewards"][0]).tolist() == ends
+    near(got["rewards"][0, 0], expected[ends].mean())
+    given = ask(**inputs, metadata=[{"step_ends": [1, 4]}, {"step_ends": [0]}]).outputs
+    near(given["step_rewards"][0, :2], expected[[1, 4]])
+    finished = np.asarray([[*prompt, *tokenizer(" Open the file.")["input_ids"], eos]])
+    got = ask(tokens=finished, prompt_lengths=np.asarray([[start]])).outputs
+    assert got["step_ends"].tolist() == [[finished.shape[1] - 2]]  # no step of an end of sequence alone
+    empty = np.asarray([[*prompt, eos]])
+    for inputs in (
+        {"tokens": empty, "prompt_lengths": np.asarray([[start]])},
+        {"sentences": [PROMPT], "metadata": [{"response": ""}]},
+    ):
+        got = ask(**inputs).outputs
+        assert (math.isnan(got["rewards"][0, 0]), got["step_ends"].tolist()) == (True, [[-1]])
+    blank = ask(sentences=[PROMPT + " Open. \n "], metadata=[{"response": " Open. \n "}]).outputs
+    assert blank["step_ends"].tolist() == [[len(PROMPT) + 6]]  # no step of white space behind the separator
+
+
+@pytest.mark.parametrize("head", ["critic", "reward"])
+def test_a_reward_at_every_token(serve: Callable[..., Ask], tmp_path: Path, head: str) -> None:
+    """Of a token classifier, and of a decoder's sequence classification head applied at each token."""
+    if head == "critic":
+        save_model(tmp_path, head)
+    else:
+        save_text_reward(tmp_path, "qwen2")
+    ask = serve(tmp_path, process={"granularity": "token", "aggregate": "last"})
+    row = np.asarray([[5, 9, 12, 30, 7]])
+    got = ask(tokens=row, prompt_lengths=np.asarray([[2]])).outputs
+    expected = logits(AutoModelForTokenClassification, tmp_path, row[0].tolist())[:, 0].numpy()
+    near(got["token_rewards"][0], [0, 0, *expected[2:]])
+    assert got["rewards"][0, 0] == got["token_rewards"][0, 4]
+    assert got["step_ends"].tolist() == [[2, 3, 4]]
+
+
+def test_marks_and_next_token_logits_as_math_shepherd(serve: Callable[..., Ask], tmp_path: Path) -> None:
+    tokenizer = save_model(tmp_path, "language")
+    ids = single_tokens(tokenizer, [" the", " it"])
+    ask = serve(tmp_path, logit=LOGIT, process={"separator": ". ", "mark": "<|im_end|> "})
+    got = ask(sentences=[PROMPT + "".join(STEPS)], metadata=[{"prompt": PROMPT}]).outputs
+    row = tokenizer(PROMPT + "<|im_end|> ".join(step.removesuffix(". ") for step in STEPS) + "<|im_end|>")["input_ids"]
+    at = [i for i, token in enumerate(row) if token == tokenizer.eos_token_id]
+    near(got["step_rewards"][0], logits(AutoModelForCausalLM, tmp_path, row)[at][:, ids].softmax(-1)[:, 0].numpy())
+    assert got["step_ends"][0].tolist() == (np.cumsum([len(step) for step in STEPS]) + len(PROMPT)).tolist()
+    with pytest.raises(CheckpointError, match="must be one"):
+        serve(tmp_path, logit=LOGIT, process={"separator": "the words"})
+    merges = serve(tmp_path, logit=LOGIT, process={"separator": "e"})
+    assert_refused(merges, [({"sentences": ["the words are here"]}, "as a token of its own")])
+
+
+BAD_ENDS: list[tuple[Any, str]] = [
+    ([4, 2], "step_ends: 2, must be between 1 and 12, and above the step's before"),
+    ([2, 2], "step_ends: 2, must be between"),
+    ([2, 13], "step_ends: 13, must be between 1 and 12"),
+    ([-1], "step_ends: -1, must be between"),
+    ([], "step_ends: [], must be a list of integers"),
+    (["2"], "must be a list of integers"),
+    ([True], "must be a list of integers"),
+    (7, "step_ends: 7, must be a list of integers"),
+]
+
+
+def test_bad_input_of_steps(serve: Callable[..., Ask], tmp_path: Path) -> None:
+    tokenizer = save_model(tmp_path, "critic", num_labels=2)
+    ask = serve(tmp_path, process={})
+    full = {"tokens": np.asarray([[5] * POSITIONS])}
+    pairs = {"sentences": ["x"], "text_pairs": ["y"], "metadata": [{"step_ends": [1]}]}
+    not_utf8 = np.asarray([[b"\xff"]], np.object_)
+    cases: list[tuple[dict[str, Any], str]] = [
+        *(({"sentences": ["Open a file."], "metadata": [{"step_ends": ends}]}, text) for ends, text in BAD_ENDS),
+        ({"sentences": ["Open a file."]}, "metadata[0].step_ends: missing; a process reward without"),
+        ({"tokens": np.asarray([[5, 6]]), "metadata": [{"step_ends": [2]}]}, "must be between 0 and 1"),
+        ({"sentences": ["x " * 200], "metadata": [{"step_ends": [9, 400]}]}, "tokens, the model has 64 positions"),
+        ({"sentences": ["x"], "metadata": [{"response": "y", "step_ends": [1]}]}, "response: 'y' is not the end"),
+        ({"sentences": ["x"], "metadata": [{"prompt": 3, "step_ends": [1]}]}, "prompt: '3' is not the start"),
+        ({"sentences": ["a" * 10_000_000]}, "more than 4000000 (max_request_bytes)"),
+        ({"sentences": not_utf8, "metadata": [{}]}, "sentences[0]: not UTF-8"),
+        (pairs, "text_pairs: this model scores one text per row"),
+    ]
+    assert_refused(ask, cases)
+    good = ask(sentences=["Open a file."], metadata=[{"step_ends": [4, 12]}])
+    assert np.isfinite(good.outputs["step_rewards"]).all()
+    mark = "takes the place of the separator in texts, needs more than a row of tokens; send sentences"
+    each = {"sentences": ["Open a file."] * 63 + ["Open it. " * 4]}
+    for process, settings, inputs, message in (
+        ({"separator": "."}, {}, full, "65 tokens, the model has 64 positions"),
+        ({"separator": ".", "mark": tokenizer.eos_token}, {}, full, mark),
+        ({"granularity": "token"}, {"server": {"max_request_tokens": 64}}, each, "(max_request_tokens)"),
+    ):
+        assert_refused(serve(tmp_path, process=process, **settings), [(inputs, message)])
+
+
+def test_checkpoints_that_score_no_tokens(tmp_path: Path) -> None:
+    save_text_reward(tmp_path / "pooled", "bert")
+    with pytest.raises(CheckpointError, match="has its own pooling, so it cannot score single tokens"):
+        load_process_reward(tmp_path / "pooled")
+    save_model(tmp_path / "three", "critic", num_labels=3)
+    with pytest.raises(CheckpointError, match=r"3 labels needs reward\.attribute_weights"):
+        load_process_reward(tmp_path / "three")
+    weighted = load_process_reward(tmp_path / "three", attribute_weights=[-1, 0, 1])
+    own = logits(AutoModelForTokenClassification, tmp_path / "three", [5, 6, 7]).numpy()
+    near(weighted.token_scores([np.asarray([5, 6, 7])])[0], own[:, 2] - own[:, 0])

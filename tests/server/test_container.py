@@ -1,12 +1,13 @@
-"""What the image of Dockerfile.triton runs when it serves the committed repository alone."""
+"""A tritonserver that no command of ours watches: the image of Dockerfile.triton, and docs/plain-tritonserver.md."""
 
-from __future__ import annotations
-
+import contextlib
 import hashlib
 import io
 import json
 import os
+import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -14,23 +15,30 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from email.message import Message
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import psutil
 import pytest
+from live_system import Checkpoints, direct_rewards
 from shebang import SHEBANG
 from tiny_models import tiny_server, write_repository
 
 from python_backend.config import RunConfig
-from python_backend.store.control_key import VARIABLE
+from python_backend.config.sections import UNMEASURED
+from python_backend.errors import RlhfError
+from python_backend.store.control_key import VARIABLE, control_key
 from tools.render_configs import DEFAULT_REPOSITORY, main, parse_config, render_repository
 from tools.server.container import EXIT_TIMEOUT_S, copy_repository, training_key, tritonserver_command, weights_dir
 from tools.server.drain import main as drain
 from tools.server.healthcheck import check as healthcheck
+from tools.server.triton_home import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 # In place of tritonserver: on SIGTERM it ends with the number of models that the server under test still has.
 FAKE_TRITONSERVER = (
     SHEBANG
@@ -101,6 +109,13 @@ def test_a_drain_ends_soon_after_the_last_process_of_a_model(tmp_path: Path, mon
     assert 1.5 < time.monotonic() - begin < 10
 
 
+def test_what_the_server_writes_is_private_and_its_exit_code_is_the_containers(tmp_path: Path) -> None:
+    container = start_entry_point(tmp_path, "#!/bin/sh\nmkdir runs/journal && touch runs/journal/entry\nexit 3")
+    container.communicate()
+    assert container.returncode == 3
+    assert [path for path in (tmp_path / "runs").rglob("*") if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
+
+
 def test_everything_that_is_not_needed_is_closed(tmp_path: Path) -> None:
     command = tritonserver_command(tmp_path, key="secret", address="0.0.0.0", control_address="127.0.0.1")
     options = {name: value for name, _, value in (argument.partition("=") for argument in command[1:])}
@@ -108,23 +123,38 @@ def test_everything_that_is_not_needed_is_closed(tmp_path: Path) -> None:
         closed, _, key = options[option].partition(":")
         assert {"model-repository", "shared-memory", "trace", "logging"} == set(closed.split(","))
         assert key.endswith("=secret")
-    assert options["--grpc-address"] == "127.0.0.1"
-    assert options["--load-model"] == "*"
+    open_to = ("--grpc-address", "--load-model", "--allow-sagemaker", "--allow-vertex-ai")
+    assert [options[name] for name in open_to] == ["127.0.0.1", "*", "false", "false"]
     assert int(options["--exit-timeout-secs"]) == EXIT_TIMEOUT_S < 10
-    assert (options["--allow-sagemaker"], options["--allow-vertex-ai"]) == ("false", "false")
 
 
-def test_a_training_key_is_made_once_and_is_nobody_elses_to_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+# ---- keys ----
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "variable"),
+    [(training_key, "training.key", "TRAINING_KEY"), (control_key, "control.key", VARIABLE)],
+)
+def test_a_key_is_made_once_and_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], str], name: str, variable: str
 ) -> None:
-    monkeypatch.delenv("TRAINING_KEY", raising=False)
-    key = training_key(tmp_path / "runs")
-    file = tmp_path / "runs" / "training.key"
-    assert (len(key), stat.S_IMODE(file.stat().st_mode)) == (64, 0o600)
-    assert f"the key in {file}" in capsys.readouterr().out
-    assert training_key(tmp_path / "runs") == key
-    monkeypatch.setenv("TRAINING_KEY", "mine")
-    assert training_key(tmp_path / "runs") == "mine"
+    monkeypatch.delenv(variable, raising=False)
+    folder = tmp_path / "weights"  # the control key is beside it: all that share the weights share the key
+    key, (file,) = make(folder), tmp_path.rglob(name)
+    assert (len(key), stat.S_IMODE(file.stat().st_mode), make(folder)) == (64, 0o600, key)
+    monkeypatch.setenv(variable, "given")
+    assert make(folder) == "given"
+
+
+def test_a_control_key_that_a_power_failure_has_cut_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for cut in ("", " \n", "0123456789abcde"):
+        (tmp_path / "control.key").write_text(cut)
+        with pytest.raises(RlhfError, match=r"control.key contains a key of (0|15) characters"):
+            control_key(tmp_path / "critic")
+
+
+# ---- the repository ----
 
 
 def rendered(folder: Path, **sections: dict) -> Path:
@@ -161,9 +191,12 @@ def test_another_rendering_keeps_its_paths_relative(tmp_path: Path, monkeypatch:
     assert (str(tmp_path) in texts, '"rewards/length.py:penalty"' in texts) == (False, True)
 
 
-def make_current(folder: Path, version: int) -> None:
-    (folder / "weights").mkdir(exist_ok=True)
-    (folder / "weights" / "CURRENT").write_text(f"{version}\n")
+# ---- the health check ----
+
+
+def make_current(weights: Path, version: int) -> None:
+    weights.mkdir(parents=True, exist_ok=True)
+    (weights / "CURRENT").write_text(f"{version}\n")
 
 
 def test_the_server_that_it_starts_serves_and_the_healthcheck_infers(
@@ -182,63 +215,163 @@ def test_the_server_that_it_starts_serves_and_the_healthcheck_infers(
         assert {argument.partition("=")[0] for argument in asked} - known == {"--http-max-input-size"}
         url = f"http://{server.section.http_url}"
         assert healthcheck(tmp_path / "repository", url) == 0
-        make_current(tmp_path, 0)
-        assert healthcheck(tmp_path / "repository", url) == 0
-        make_current(tmp_path, 1)
-        assert healthcheck(tmp_path / "repository", url) == 1
+        for current in (0, 1, 0):
+            make_current(tmp_path / "weights", current)
+            assert healthcheck(tmp_path / "repository", url) == current
         assert "critic serves version 0, but CURRENT is 1" in capsys.readouterr().err
-        make_current(tmp_path, 0)
         for stub in server.processes()["reward_model"]:
             stub.kill()
         assert healthcheck(tmp_path / "repository", url) == 1
 
 
-def test_a_live_reward_model_behind_current_is_not_healthy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+REFUSAL = "tokens: reward.template needs more than a row of tokens; send sentences"
+GRPO = {"actor": {"algorithm": {"name": "grpo", "responses_per_prompt": 2}}}
+TEMPLATE = {"reward": {"template": "{{ response }}"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "refusal", "behind"),
+    [
+        ({**GRPO, "reward": {"store": True}, "rewards": {"model": {}}}, None, "reward_model serves version 3"),
+        ({**TEMPLATE, "critic": {}}, REFUSAL, "critic serves version 3"),  # the critic is asked alone then
+        ({**TEMPLATE, **GRPO}, REFUSAL, ""),
+        (TEMPLATE, "out of memory", "HTTP Error 400"),
+    ],
+)
+def test_the_healthcheck_without_a_probe_of_all_models(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    sections: dict[str, Any],
+    refusal: str | None,
+    behind: str,
 ) -> None:
-    sections = {"actor": {"algorithm": {"name": "grpo", "responses_per_prompt": 2}}, "reward": {"store": True}}
-    repository = rendered(tmp_path / "repository", **sections, rewards={"model": {}})
-    monkeypatch.setattr("tools.server.healthcheck.infer", lambda *_: {"rewards": [0.5], "reward_version": [3]})
+    """A live reward model behind CURRENT is not healthy; one that needs more than tokens, and says so, is."""
+    repository = rendered(tmp_path / "repository", **sections)
+
+    def answer(where: str | urllib.request.Request, timeout: float) -> io.BytesIO:
+        if isinstance(where, str):
+            types = (("tokens", "INT64"), ("sequence_lengths", "INT64"))
+            return io.BytesIO(json.dumps({"inputs": [{"name": n, "datatype": d} for n, d in types]}).encode())
+        if refusal and not where.full_url.endswith("/critic/infer"):
+            body = io.BytesIO(json.dumps({"error": refusal}).encode())
+            raise urllib.error.HTTPError(where.full_url, 400, "Bad Request", Message(), body)
+        outputs = [{"name": name, "data": [3]} for name in ("weights_version", "reward_version")]
+        return io.BytesIO(json.dumps({"outputs": outputs}).encode())
+
+    monkeypatch.setattr("tools.server.healthcheck.LOCAL", SimpleNamespace(open=answer))
     monkeypatch.chdir(tmp_path)
-    assert weights_dir(repository) == Path("runs/default/weights/reward")
-    for current, code in ((3, 0), (4, 1)):
-        weights_dir(repository).mkdir(parents=True, exist_ok=True)
-        (weights_dir(repository) / "CURRENT").write_text(f"{current}\n")
-        assert healthcheck(repository, "http://nowhere") == code
-    assert "reward_model serves version 3, but CURRENT is 4" in capsys.readouterr().err
+    for current in (3, 4):
+        make_current(weights_dir(repository), current)
+        expected = 1 if refusal not in (None, REFUSAL) or (behind and current == 4) else 0
+        assert healthcheck(repository, "http://nowhere") == expected
+    assert behind in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("sections", [{}, {"actor": {"algorithm": {"name": "grpo", "responses_per_prompt": 2}}}])
-def test_a_reward_model_that_needs_more_than_tokens_is_healthy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sections: dict
+# ---- docs/plain-tritonserver.md ----
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plain-tritonserver.md").read_text()
+FUNCTION = """
+def verify(sample):
+    return float("answer" in sample.metadata)
+"""
+
+
+def block(language: str) -> str:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[0]
+
+
+def environment_below(folder: Path) -> Path:
+    """A virtual environment with the packages of this one; return its Python."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python3").symlink_to(Path(sys.executable).resolve())
+    (folder / "pyvenv.cfg").write_text((Path(sys.prefix) / "pyvenv.cfg").read_text())
+    (folder / "lib").symlink_to(Path(sys.prefix) / "lib")
+    return folder / "bin" / "python3"
+
+
+def printed_lines(python: Path, folder: Path, *overrides: str) -> str:
+    """Run the page's command in `folder`; return what it prints."""
+    (command,) = re.findall(r"^    \.venv/bin/python (.* --print-command)$", PAGE, re.MULTILINE)
+    settings = [f"reward.{name}={value}" for name, value in UNMEASURED.items()]
+    ports = [f"server.{name}_port=0" for name in ("http", "grpc", "metrics")]
+    done = subprocess.run(
+        [str(python), *command.split(), *settings, *ports, *overrides],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextlib.contextmanager
+def pasted(lines: str, log: Path) -> Iterator[tuple[psutil.Process, str]]:
+    """Paste lines into a clean shell in another folder; yield the server, once it is ready, and its address."""
+    url = "127.0.0.1:" + re.findall(r"--http-port=(\d+)", lines)[0]
+    with log.open("wb") as output:
+        shell = subprocess.Popen(
+            ["bash", "--norc"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env={},
+            cwd="/",
+            start_new_session=True,
+        )
+    assert shell.stdin is not None
+    try:
+        shell.stdin.write(lines.encode())
+        shell.stdin.close()
+        while not is_ready(url):
+            assert shell.poll() is None, log.read_text(errors="replace")
+            time.sleep(0.05)
+        (server,) = psutil.Process(shell.pid).children()
+        yield server, url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGINT)  # as Ctrl-C does
+        shell.wait()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return bool(urllib.request.urlopen(f"http://{url}/v2/health/ready", timeout=10).status == 200)
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_what_is_printed_serves_in_a_clean_shell_and_the_example_gets_rewards(
+    checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """It refuses the probe's row; the critic beside it is asked alone then."""
-    repository = rendered(tmp_path / "repository", reward={"template": "{{ response }}"}, **sections)
-    refusal = b'{"error": "tokens: reward.template needs more than a row of tokens; send sentences"}'
-
-    class Server:
-        def open(self, where: str | urllib.request.Request, timeout: float) -> io.BytesIO:
-            if isinstance(where, str):
-                types = (("tokens", "INT64"), ("sequence_lengths", "INT64"))
-                return io.BytesIO(json.dumps({"inputs": [{"name": n, "datatype": d} for n, d in types]}).encode())
-            if where.full_url.endswith("/critic/infer"):
-                return io.BytesIO(b'{"outputs": [{"name": "weights_version", "data": [3]}]}')
-            raise urllib.error.HTTPError(where.full_url, 400, "Bad Request", Message(), io.BytesIO(refusal))
-
-    monkeypatch.setattr("tools.server.healthcheck.LOCAL", Server())
-    monkeypatch.chdir(tmp_path)
-    for current, code in ((3, 0), (4, 1 if (repository / "critic").is_dir() else 0)):
-        weights_dir(repository).mkdir(parents=True, exist_ok=True)
-        (weights_dir(repository) / "CURRENT").write_text(f"{current}\n")
-        assert healthcheck(repository, "http://nowhere") == code
-    refusal = b'{"error": "out of memory"}'
-    assert healthcheck(repository, "http://nowhere") == 1
-
-
-def test_what_it_writes_is_nobody_elses_to_read(tmp_path: Path) -> None:
-    """The server's models write with the mask of the entry point; the exit code is the server's."""
-    container = start_entry_point(tmp_path, "#!/bin/sh\nmkdir runs/journal && touch runs/journal/entry\nexit 3")
-    container.communicate()
-    assert container.returncode == 3
-    for path in (tmp_path / "runs").rglob("*"):
-        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+    """In a folder whose name has a space and an umlaut, as has the virtual environment's."""
+    folder = tmp_path / "ü x"
+    python = environment_below(folder / "environment")
+    (folder / "my.yaml").write_text(block("yaml"))
+    (folder / "my_rewards.py").write_text(FUNCTION)
+    (folder / "path" / "to").mkdir(parents=True)
+    (folder / "path" / "to" / "reward").symlink_to(checkpoints.reward)
+    lines = printed_lines(
+        python,
+        folder,
+        "rewards={model: {}, verdict: {function: 'my_rewards.py:verify', workers: 1}}",
+        f"critic.model={checkpoints.critic}",  # its version 0 is published by what is printed
+    )
+    assert (folder / "runs" / "mine" / "weights" / "control.key").read_text() not in lines
+    with pasted(lines, tmp_path / "log") as (server, url):
+        client = block("py").replace("127.0.0.1:8000", url)
+        done = subprocess.run([sys.executable, "-c", client], cwd="/", capture_output=True, text=True, check=False)
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(f"http://{url}/v2/repository/index", data=b"")
+        sockets = [at for at in server.net_connections() if at.status == psutil.CONN_LISTEN]
+        assert {at.laddr.ip.removeprefix("::ffff:") for at in sockets} == {"127.0.0.1"}
+        assert server.environ().items() >= SETTINGS.items()
+        assert urllib.request.urlopen(f"http://{url}/v2/models/critic/ready", timeout=10).status == 200
+    assert done.returncode == 0, done.stderr
+    scores = np.array(re.findall(r"-?\d+\.\d*(?:e-?\d+)?", done.stdout), np.float64)
+    rows = [np.array([5, 6, 7]), np.array([8, 9])]
+    np.testing.assert_allclose(scores[:2], direct_rewards(checkpoints.reward, rows), rtol=1e-3, atol=1e-4)
+    assert len(scores) == 4

@@ -1,8 +1,5 @@
 """`run.deterministic`: the whole loop gives the same bits, whoever is killed in the middle of it."""
 
-from __future__ import annotations
-
-import dataclasses
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 from live_system import Checkpoints, LiveRun, System, make_run, start_system, stop_process, validations_of, wait_for
+from safetensors.torch import load_file
 
 from actor.policy.checkpoint import saved_steps
 from python_backend.store.jsonl import read_jsonl
@@ -23,43 +21,29 @@ STEPS, CHECKPOINT_EVERY, KILLED_AT = 7, 3, 5
 OF_THIS_RUN = ("time", "timers/", "tokens_per_s", "client/", "train_rollouts/weights_version")
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What must not depend on who was killed."""
-
-    policy: str  # sha256 of the weights
-    optimizer: str
-    critic: str
-    lines: list[dict[str, Any]]  # metrics.jsonl
-    validations: list[Any]
-
-
-def outcome(run: LiveRun) -> Outcome:
-    folder = run.config.run.dir
+def outcome(folder: Path) -> list[Any]:
+    """What must not depend on who was killed: the last checkpoint, the validations, and the metrics."""
     lines = [
         {name: value for name, value in line.items() if not name.startswith(OF_THIS_RUN)}
         for line in read_jsonl(folder / "metrics.jsonl")
     ]
-    current = run.store.manifest(run.store.current() or 0)
-    assert current.step == STEPS
-    return Outcome(
-        sha256_of(folder / "policy" / "model.safetensors"),
-        sha256_of(folder / "checkpoints" / "actor" / str(STEPS) / "optimizer.safetensors"),
-        current.sha256,
-        lines,
-        validations_of(folder),
-    )
+    tensors: dict[str, list[Any]] = {}  # not bytes: which rank writes a tensor that is not sharded may differ
+    for file in sorted((folder / "checkpoints" / "actor" / str(STEPS)).rglob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            tensors.setdefault(name, []).append(tensor.tolist())
+    return [sha256_of(folder / "policy" / "model.safetensors"), tensors, validations_of(folder), lines]
 
 
 def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
-    """Few steps, several optimizer steps and micro-batches in each."""
-    client = {"retries": 60, "train_retries": 60, "backoff_s": 0.2}
+    """Few steps, several optimizer steps and micro-batches in each, on two ranks."""
+    client = {"retries": 60, "backoff_s": 0.2}
     return make_run(
         folder,
         checkpoints,
         run={"deterministic": True},
         trainer={"global_batch_size": 3, "token_budget": 64},
         actor={
+            "ranks": 2,
             "steps": STEPS,
             "checkpoint_every": CHECKPOINT_EVERY,
             "rollout_size": 12,
@@ -85,7 +69,7 @@ def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
 def finish(actor: Child) -> None:
     """Wait until the actor has ended well."""
     try:
-        assert actor.process.wait(240) == 0, actor.log_path.read_text()
+        assert actor.process.wait(400) == 0, actor.log_path.read_text()
     finally:
         stop_process(actor)
 
@@ -110,58 +94,83 @@ def kill_critic(system: System) -> None:
     system.start_sidecar()
 
 
-def kill_actor_between_checkpoints(run: LiveRun, actor: Child) -> None:
-    """Once step 5 is accepted: its update, or the next one, is on the way; the newest checkpoint is of step 3."""
-    wait_for(lambda: run.journal.last_step() >= KILLED_AT, actor)
-    actor.process.kill()
-    assert actor.process.wait() == -signal.SIGKILL
-    assert max(saved_steps(run.config.run.dir / "checkpoints" / "actor"), default=0) == CHECKPOINT_EVERY
+def ranks_of(agent: Child) -> dict[int, psutil.Process]:
+    """The processes of the ranks, by rank."""
+    found = {}
+    for process in psutil.Process(agent.process.pid).children(recursive=True):
+        try:
+            found[int(process.environ()["RANK"])] = process
+        except (KeyError, psutil.Error):
+            continue
+    return found
 
 
-def stop_actor_between_checkpoints(run: LiveRun, actor: Child) -> int:
-    """SIGTERM during the step after `KILLED_AT`, or as it begins or ends; returns the last whole step."""
-    wait_for(lambda: run.journal.last_step() >= KILLED_AT and f"step {KILLED_AT}/" in actor.log_path.read_text(), actor)
-    assert actor.stop(signal.SIGTERM, 60.0) == 130
-    last = int(read_jsonl(run.config.run.dir / "metrics.jsonl")[-1]["step"])
-    for room in ("actor", "critic"):
-        assert max(saved_steps(run.config.run.dir / "checkpoints" / room)) == last, room
-    assert f"stopped after step {last}, whose checkpoint is written" in actor.log_path.read_text()
-    return last
+def kill_rank(agent: Child, rank: int) -> None:
+    """SIGKILL one rank, and wait until all ranks of this attempt are gone."""
+    ranks = ranks_of(agent)
+    ranks[rank].kill()
+    wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks.values()), agent)
 
 
-def assert_resumed(run: LiveRun, actor: Child) -> None:
-    """It went on from its checkpoint, and the critic went back to it."""
-    assert f"resuming from the checkpoint of step {CHECKPOINT_EVERY}" in actor.log_path.read_text()
-    aside = {path.name for path in (run.config.run.journal_dir / "test" / "set_aside").glob("*/*.train*")}
-    assert aside & {f"{KILLED_AT:08d}.train", f"{KILLED_AT:08d}.train.json"}
-    manifests = [run.store.manifest(version) for version in run.store.versions()]
-    assert [manifest.step for manifest in manifests].count(KILLED_AT) == 2, "trained before the rewind, and after it"
+def newest(run: LiveRun, room: str) -> int:
+    return max(saved_steps(run.config.run.dir / "checkpoints" / room), default=0)
 
 
-def test_a_killed_actor_without_a_critic_changes_no_bit(calm: System, tmp_path: Path) -> None:
+def test_killing_all_three_changes_no_bit(calm: System, tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """The critic's process and the sidecar, and then a rank of the actor, whose step 5 is trained already.
+
+    All ranks go back to step 3. The actor is stopped by SIGTERM, and its requests hold other rows after that; then rank
+    0 is killed.
+    """
+    run = deterministic_run(tmp_path, checkpoints)
+    system = start_system(run)
+    actor = run.start("actor")
+    try:
+        wait_for(lambda: run.journal.last_step() >= 1, actor)
+        kill_critic(system)
+        wait_for(lambda: run.journal.last_step() >= KILLED_AT, actor)
+        kill_rank(actor, 1)
+        assert newest(run, "actor") == CHECKPOINT_EVERY
+        kill_critic(system)
+        resumed = f"resuming from the checkpoint of step {CHECKPOINT_EVERY}"
+        wait_for(lambda: f"step {KILLED_AT}/" in actor.log_path.read_text().partition(resumed)[2], actor)
+        assert actor.stop(signal.SIGTERM, 60.0) == 130
+        aside = {path.name for path in (run.config.run.journal_dir / "test" / "set_aside").glob("*/*.train*")}
+        assert aside & {f"{KILLED_AT:08d}.train", f"{KILLED_AT:08d}.train.json"}
+        last = int(read_jsonl(run.config.run.dir / "metrics.jsonl")[-1]["step"])
+        assert [newest(run, room) for room in ("actor", "critic")] == [last, last]
+        assert f"stopped after step {last}, whose checkpoint is written" in actor.log_path.read_text()
+        actor = run.start("actor-again", "actor.client.rows_per_request=3", module="actor")
+        wait_for(lambda: run.journal.last_step() > last, actor)
+        kill_rank(actor, 0)
+        finish(actor)
+        log = actor.log_path.read_text()
+        assert (log.count(f"resuming from the checkpoint of step {last}"), "Traceback" in log) == (2, False)
+        for ours, theirs in zip(outcome(run.config.run.dir), outcome(calm.run.config.run.dir), strict=True):
+            assert ours == theirs
+        critics = [each.store.manifest(each.store.current() or 0) for each in (run, calm.run)]
+        assert (critics[0].step, critics[0].sha256) == (STEPS, critics[1].sha256)
+        lines = read_jsonl(run.config.run.dir / "metrics.jsonl")
+        assert [line["train_rollouts/staleness_rows"] for line in lines] == [{"0": 12}] * STEPS
+    finally:
+        stop_process(actor)
+        system.stop()
+
+
+def test_a_killed_actor_without_a_critic_changes_no_bit_and_goes_on_on_two_ranks(calm: System, tmp_path: Path) -> None:
     """Adapters, groups and a coefficient that follows: all of it goes on from the checkpoint."""
 
-    def start(folder: str) -> Child:
+    def start(folder: str, *more: str) -> Child:
         settings = {
             "run.dir": tmp_path / folder,
+            "actor.ranks": 1,
             "actor.algorithm.name": "grpo",
             "actor.algorithm.responses_per_prompt": 2,
             "actor.policy.lora_rank": 2,
             "actor.max_staleness": 0,
         }
-        return calm.run.start(f"actor-{folder}", *(f"{k}={v}" for k, v in settings.items()), module="actor")
-
-    def bits(folder: str) -> list[Any]:
-        checkpoint = tmp_path / folder / "checkpoints" / "actor" / str(STEPS)
-        lines = [
-            {name: value for name, value in line.items() if not name.startswith(OF_THIS_RUN)}
-            for line in read_jsonl(tmp_path / folder / "metrics.jsonl")
-        ]
-        return [
-            *(sha256_of(checkpoint / f"{name}.safetensors") for name in ("adapters", "optimizer")),
-            *validations_of(tmp_path / folder),
-            lines,
-        ]
+        overrides = [*(f"{key}={value}" for key, value in settings.items()), *more]
+        return calm.run.start(f"actor-{folder}", *overrides, module="actor")
 
     finish(start("whole"))
     killed = start("killed")
@@ -170,33 +179,13 @@ def test_a_killed_actor_without_a_critic_changes_no_bit(calm: System, tmp_path: 
     killed.process.wait()
     assert max(saved_steps(tmp_path / "killed" / "checkpoints" / "actor")) == CHECKPOINT_EVERY
     finish(start("killed"))
-    assert len(bits("killed")[-1]) == STEPS
-    assert bits("killed") == bits("whole")
+    assert len(read_jsonl(tmp_path / "killed" / "metrics.jsonl")) == STEPS
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
 
-
-def test_killing_all_three_changes_no_bit(calm: System, tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """The critic's process and the sidecar while the actor runs; then the actor, whose step 5 is trained already, the
-    sidecar and the critic. It goes back to step 3, and its requests hold other rows than before; then SIGTERM.
-    """
-    run = deterministic_run(tmp_path, checkpoints)
-    system = start_system(run)
-    actor = run.start("actor")
-    try:
-        wait_for(lambda: run.journal.last_step() >= 1, actor)
-        kill_critic(system)
-        kill_actor_between_checkpoints(run, actor)
-        wait_for(lambda: run.store.manifest(run.store.current() or 0).step >= KILLED_AT, system.sidecar)
-        kill_critic(system)
-        actor = run.start("actor-again", "actor.client.rows_per_request=3", module="actor")
-        last = stop_actor_between_checkpoints(run, actor)
-        assert_resumed(run, actor)
-        assert last in (KILLED_AT, KILLED_AT + 1)
-        actor = run.start("actor-at-last", module="actor")
-        finish(actor)
-        assert f"resuming from the checkpoint of step {last}" in actor.log_path.read_text()
-        found, expected = outcome(run), outcome(calm.run)
-        assert found == expected
-        assert [line["train_rollouts/staleness_rows"] for line in expected.lines] == [{"0": 12}] * STEPS
-    finally:
-        stop_process(actor)
-        system.stop()
+    actor = start("whole", "actor.ranks=2", f"actor.steps={STEPS + 1}")
+    finish(actor)
+    assert "is from 1 ranks, and the run continues on 2" in actor.log_path.read_text()
+    actor = start("whole", "actor.policy.lora_rank=4", f"actor.steps={STEPS + 2}")
+    assert actor.process.wait(300) == 2
+    log = actor.log_path.read_text()
+    assert (log.count("error: "), "Traceback" in log) == (1, False)

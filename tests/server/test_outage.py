@@ -1,94 +1,122 @@
-"""Real servers that go away while an actor runs: balanced over both before, failed over after, waited for, given up."""
-
-from __future__ import annotations
+"""Servers and disks that fail: two tritonservers behind one sidecar, before an actor that trains; and a full disk."""
 
 import json
 import signal
+import socket
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from live_system import Checkpoints, LiveRun, stop_process, wait_for
+from bare_client import Refused, ask
+from critic_load import CriticLoad
+from live_system import (
+    Checkpoints,
+    LiveRun,
+    identity,
+    make_run,
+    random_rows,
+    scoring_inputs,
+    start_system,
+    stop_process,
+    training_inputs,
+    wait_for,
+)
 from server_pair import Pair
+from small_disk import small_disk
 
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
+from python_backend.models.modeling import load_critic, save_critic
 from python_backend.store.jsonl import read_jsonl
-from python_backend.wire.contract import CRITIC_INFER
-from tools.server.child import Child
+from python_backend.store.weights import sha256_of
+from python_backend.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN
+from python_backend.wire.training_payload import train_payload
+from tools.weights import main as weights
+from trainer.control_plane import ControlPlaneError, ModelServers
+from trainer.critic_update import CriticUpdate
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-NUM_STEPS = 24
+pytestmark = pytest.mark.timeout(900)
+ROWS = random_rows([3, 17], seed=0)
+SAVE = {"dummy_var": np.zeros(1, np.int64)}
+
+
+# ---- two servers ----
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[Pair]:
-    made = Pair(tmp_path_factory.mktemp("outage"), checkpoints, trainer={"reload_on_save": "none"})
-    try:
-        made.start_second()
-        yield made
-    finally:
-        made.first.sidecar.process.kill()  # it would wait for the servers, which are gone
-        made.stop()
+    made = Pair(tmp_path_factory.mktemp("pair"), checkpoints)
+    yield made
+    made.first.sidecar.process.kill()  # it would wait for the servers, which are gone
+    made.stop()
 
 
-class Run:
-    """An actor on some of the servers, for a number of further steps."""
+def train(run: LiveRun, step: int) -> int:
+    """The version that serves `step`."""
+    inputs = {**training_inputs(seed=step), **identity("test", step)}
+    return int(ask(run.url, CRITIC_TRAIN, inputs, ("loss_mean", "weights_version"))["weights_version"][0])
 
-    def __init__(
-        self, pair: Pair, *servers: LiveRun, steps: int = NUM_STEPS, settings: Sequence[str] = (), **client: float
-    ) -> None:
-        self.folder = pair.run.config.run.dir
-        self.done = max((int(path.name) for path in self.folder.glob("checkpoints/actor/[0-9]*")), default=0)
-        self.last = self.done + steps
-        urls = json.dumps([server.url for server in servers])
-        settings = [*settings, *(f"actor.client.{key}={value}" for key, value in {"servers": urls, **client}.items())]
-        self.actor: Child = pair.run.start(
-            "actor", f"actor.steps={self.last}", "actor.validation.every=0", *settings, module="actor"
-        )
 
-    def __enter__(self) -> Run:
-        return self
+def served(run: LiveRun) -> int:
+    answer = ask(run.url, CRITIC, scoring_inputs(ROWS), ["values", "weights_version"])
+    return int(answer["weights_version"][0, 0])
 
-    def __exit__(self, *_: object) -> None:
-        stop_process(self.actor)
 
-    @property
-    def log(self) -> str:
-        return self.actor.log_path.read_text()
+@pytest.mark.slow
+def test_every_server_serves_what_an_answer_says(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    version = train(pair.run, 1)  # the second server is not there yet: it does not hold up the first
+    assert served(pair.run) == version
+    pair.start_second()
+    assert served(pair.other) == version, "ready means: serves CURRENT"
+    version = train(pair.run, 2)
+    assert [served(run) for run in (pair.run, pair.other)] == [version, version]
+    records = pair.run.store.serving()
+    assert len({record.pid for record in records}) == 2
+    assert pair.run.critic_updates(up_to=2)[-1]["served_by"] == {record.name: version for record in records}
 
-    def metrics(self) -> list[dict[str, float]]:
-        """Of this actor's steps."""
-        return [line for line in read_jsonl(self.folder / "metrics.jsonl") if line["step"] > self.done]
+    ask(pair.run.url, CRITIC_SAVE, SAVE)  # and with it a reload through Triton, on both
+    wait_for(lambda: any(line.get("reason") == "save" for line in pair.run.critic_metrics()), pair.first.sidecar)
+    line = [line for line in pair.run.critic_metrics() if line.get("reason") == "save"][-1]
+    urls = pair.run.config.trainer.servers
+    assert line["served_by"] == {url: version for url in urls}
+    old = {record.pid for record in records}
+    wait_for(lambda: not old & {record.pid for record in pair.run.store.serving()}, pair.first.sidecar)  # they unload
+    assert len(pair.run.store.serving()) == 2
 
-    def wait_for_steps(self, count: int) -> None:
-        """So many steps are behind it, and not all."""
-        wait_for(lambda: f"step {self.done + count}/" in self.log, self.actor)
+    pair.kill_second()
+    version = train(pair.run, 3)
+    assert served(pair.run) == version, "a dead server delays no other"
+    outcomes = ModelServers(urls).versions()
+    assert [outcome.version for outcome in outcomes] == [version, None]
+    assert "cannot be reached" in str(outcomes[1].error)
+    config = ["--config", str(pair.run.path)]
+    assert weights(["ready", *config, "--server", urls[1]]) == 1
+    assert "not ready" in capsys.readouterr().out
 
-    def wait_for_words(self, words: str) -> None:
-        wait_for(lambda: words in self.log, self.actor)
+    pair.first.stop_sidecar()  # after a while it would have the critic loaded anew, for the server that died
+    pair.start_second()
+    wait_for(lambda: len(pair.run.store.serving()) == 2)
+    assert weights(["ready", *config, "--server", urls[1]]) == 0
+    assert weights(["list", *config]) == 0
+    told = capsys.readouterr().out
+    assert f"ready: {urls[1]} serves version {version}" in told
+    assert [line.count("(pid ") for line in told.splitlines() if "CURRENT" in line] == [2]
 
-    def ends(self) -> int:
-        """Its exit code."""
-        code = self.actor.process.wait(120)
-        print(self.log)
-        assert "Traceback" not in self.log
-        assert not [words for words in ("destroyed", "nclosed", "never retrieved") if words in self.log]
-        return code
 
-    def ends_well(self) -> dict[str, float]:
-        """The last step's metrics of a run in which no request failed and no step was trained twice or not at all."""
-        assert self.ends() == 0
-        summary = json.loads((self.folder / "actor_summary.json").read_text())
-        assert (summary["failed_requests"], summary["masked_samples"]) == (0, 0)
-        lines = self.metrics()
-        assert [line["step"] for line in lines] == list(range(self.done + 1, self.last + 1))
-        trained = [
-            json.loads(line)["step"]
-            for line in (self.folder / "critic_metrics.jsonl").read_text().splitlines()
-            if "loss_mean" in line
-        ]
-        assert trained[-len(lines) :] == [line["step"] for line in lines]
-        assert lines[-1]["client/failed_requests"] == 0
-        return lines[-1]
+def test_a_dns_name_means_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lookup(name: str, port: int, **_: object) -> list[tuple]:
+        if name != "critic.svc":
+            raise socket.gaierror(-2, "Name or service not known")
+        hosts = [("10.0.0.2", 0), ("10.0.0.1", 0), ("10.0.0.2", 0), ("fd00::1", 0, 0, 0)]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", host) for host in hosts]
+
+    monkeypatch.setattr("python_backend.config.fields.socket.getaddrinfo", lookup)
+    servers = ModelServers(["here:9001", "dns:critic.svc:8001", "here:9001"])
+    assert servers.urls() == ["here:9001", "10.0.0.1:8001", "10.0.0.2:8001", "[fd00::1]:8001"]
+    with pytest.raises(ControlPlaneError, match=r"trainer\.servers: 'dns:critic:8001' cannot be resolved"):
+        ModelServers(["dns:critic:8001"]).urls()
 
 
 def num_answered(run: LiveRun, model: str) -> int:
@@ -98,55 +126,133 @@ def num_answered(run: LiveRun, model: str) -> int:
     return int(stats["inference_stats"]["success"]["count"])
 
 
-def test_a_rolling_update_costs_no_request_and_trains_each_step_once(pair: Pair) -> None:
-    """Each server drains and is replaced on its address, the one that training goes to first."""
-    with Run(pair, pair.run, pair.other, steps=5000) as run:
-        run.wait_for_steps(2)
-        for server, drain in ((pair.run, pair.drain_first), (pair.other, pair.drain_second)):
+@pytest.mark.slow
+def test_servers_that_drain_or_die_cost_an_actor_no_request_and_the_last_one_a_pause(pair: Pair) -> None:
+    """The first is the one that training goes to; the last one comes back, and is killed again before Ctrl-C."""
+    servers = (pair.run, pair.other)
+    if pair.second is None:
+        pair.start_second()
+    pair.first.stop_sidecar()
+    pair.first.start_sidecar("trainer.reload_on_save=none")
+    before = [num_answered(server, CRITIC_INFER) for server in servers]
+    num_updates = sum("loss_mean" in line for line in pair.run.critic_metrics())
+    urls = json.dumps([server.url for server in servers])
+    settings = ["actor.steps=5000", "actor.validation.every=0", "actor.checkpoint_every=5000", "actor.stop_grace_s=2"]
+    actor = pair.run.start("actor", f"actor.client.servers={urls}", *settings, module="actor")
+
+    def log() -> str:
+        return actor.log_path.read_text()
+
+    def steps(count: int) -> dict[str, Any]:
+        """The metrics after so many more steps."""
+        path = pair.run.config.run.dir / "metrics.jsonl"
+        last = len(read_jsonl(path)) + count
+        wait_for(lambda: len(read_jsonl(path)) >= last, actor)
+        return read_jsonl(path)[-1]
+
+    def words(text: str) -> None:
+        wait_for(lambda: text in log(), actor)
+
+    try:
+        words("INFO step 2/")
+        scored = [num_answered(server, CRITIC_INFER) - old for server, old in zip(servers, before, strict=True)]
+        assert min(scored) > 0, "both get requests; how they share is in tests/python_backend/client/test_pool.py"
+        for server, drain in zip(servers, (pair.drain_first, pair.drain_second), strict=True):
             assert "s: all requests are answered" in drain()
-            run.wait_for_words(f"{server.url} is ready again")
-        steps = len(run.metrics())
-        run.wait_for_steps(steps + 2)
-        run.actor.process.send_signal(signal.SIGINT)
-        assert run.ends() == 130
-        last = run.metrics()[-1]
+            words(f"{server.url} is ready again")
+        last = steps(2)
         counts = ("failed_requests", "over_budget", "failed_critic_updates", "outages")
         assert [last[f"client/{name}"] for name in counts] == [0, 0, 0, 0]
-        trained = [line["step"] for line in pair.run.critic_metrics() if "loss_mean" in line]
-        assert trained == list(range(1, len(trained) + 1))
-        assert len(trained) >= steps
-        assert "WARNING" not in run.log
-
-
-def test_a_server_that_is_lost_costs_no_request_and_the_last_one_a_pause(pair: Pair) -> None:
-    """The first is the one that training goes to; the last one comes back."""
-    servers = (pair.run, pair.other)
-    before = [num_answered(server, CRITIC_INFER) for server in servers]
-    with Run(pair, *servers) as run:
-        run.wait_for_steps(2)
-        scored = [num_answered(server, CRITIC_INFER) - old for server, old in zip(servers, before, strict=True)]
-        assert min(scored) > 0, "both get requests; how they share is in tests/python_backend/client/test_servers.py"
+        assert "WARNING" not in log()
         pair.kill_first()
-        run.wait_for_words(f"{pair.run.url} gets no requests until it is ready again")
-        run.wait_for_steps(len(run.metrics()) + 3)
-        assert run.metrics()[-1]["client/outages"] == 0
+        words(f"{pair.run.url} gets no requests until it is ready again")
+        assert steps(3)["client/outages"] == 0
         pair.kill_second()
-        run.wait_for_words("no healthy server; requests wait up to 600 s for one")
+        words("no healthy server; requests wait up to 600 s for one")
         pair.start_second()
-        last = run.ends_well()
-        events = ("no healthy server; requests wait", "a server is healthy again after")
-        assert [run.log.count(event) for event in events] == [1, 1]
-        assert last["client/outages"] == 1
-        summary = json.loads((run.folder / "actor_summary.json").read_text())
-        assert summary["outage_seconds"] == last["client/outage_seconds"] > 0
-
-
-def test_ctrl_c_while_requests_wait_leaves_nothing(pair: Pair) -> None:
-    """Nor a checkpoint of the critic, so the grace passes."""
-    with Run(pair, pair.other, steps=5000, settings=["actor.stop_grace_s=2"]) as run:
-        run.wait_for_steps(1)
+        words("a server is healthy again after")
+        last = steps(2)
+        assert (last["client/outages"], last["client/failed_requests"]) == (1, 0)
+        assert last["client/outage_seconds"] > 0
         pair.kill_second()
-        run.wait_for_words("no healthy server; requests wait")
-        run.actor.process.send_signal(signal.SIGINT)
-        assert run.ends() == 130
-        assert run.log.rstrip().endswith("the next start resumes from the newest checkpoint")
+        wait_for(lambda: log().count("no healthy server; requests wait") == 2, actor)
+        actor.process.send_signal(signal.SIGINT)
+        assert actor.process.wait(120) == 130
+    finally:
+        stop_process(actor)
+    assert log().rstrip().endswith("the next start resumes from the newest checkpoint")
+    assert not [text for text in ("Traceback", "destroyed", "nclosed", "never retrieved") if text in log()]
+    trained = [line["step"] for line in pair.run.critic_metrics() if "loss_mean" in line][num_updates:]
+    assert trained == list(range(1, len(trained) + 1))
+    assert len(trained) >= last["step"]
+
+
+# ---- a full disk ----
+
+
+def refusal(run: LiveRun, step: int) -> str:
+    with pytest.raises(Refused) as caught:
+        train(run, step)
+    assert caught.value.code == "503"
+    return caught.value.message
+
+
+def repeated(run: LiveRun, step: int) -> int:
+    """As `train`, asked until the sidecar has seen that there is space again: seconds pass between its attempts."""
+    while True:
+        try:
+            return train(run, step)
+        except Refused as cause:
+            if "the sidecar cannot continue" not in cause.message:
+                raise
+
+
+def plain_digest(run: LiveRun, folder: Path) -> str:
+    """sha256 of the weights that a plain loop makes of steps 1 to 4."""
+    critic = load_critic(run.store.folder(0))
+    update = CriticUpdate(critic, run.config.trainer)
+    for step in range(1, 5):
+        update.train(train_payload(training_inputs(seed=step), critic.limits), lambda _: None)
+    save_critic(critic, folder)
+    return sha256_of(folder / WEIGHTS_FILE)
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """The weights lie on a disk of their own, which fills up first; everything else on another. Values are served on.
+
+    Where the sidecar cannot write its heartbeat either, the server looks for itself.
+    """
+    with small_disk(tmp_path / "run", 64) as disk:
+        run = make_run(disk.folder, checkpoints, trainer={"heartbeat_timeout_s": 4, "publish": {"keep": 50}})
+        run.config.run.weights_dir.mkdir(parents=True)
+        with small_disk(run.config.run.weights_dir, 4) as weights_disk:
+            system = start_system(run)
+            try:
+                with CriticLoad(run.url, ROWS) as load:
+                    assert train(run, 1) == 1
+                    weights_disk.fill()
+                    message = refusal(run, 2)  # accepted; then publishing waits for space
+                    assert "the sidecar cannot continue (publishing step 2): [Errno 28] No space left" in message
+                    assert "step 2 of run 'test' is in the journal and will be processed" in message
+                    assert system.sidecar.poll() is None
+                    weights_disk.empty()
+                    assert repeated(run, 2) == 2  # asked again, trained once
+                    disk.fill()
+                    assert "the journal cannot be written: [Errno 28] No space left on device" in refusal(run, 3)
+                    disk.empty()
+                    assert train(run, 3) == 3
+                    system.sidecar.process.send_signal(signal.SIGSTOP)  # held while the disk fills up: no heartbeat
+                    payload = train_payload(training_inputs(seed=4), load_critic(run.store.folder(0)).limits)
+                    run.journal.accept_training(payload, run_id="test", step=4)
+                    disk.fill()
+                    assert "the journal's disk cannot be written: No space left on device" in refusal(run, 4)
+                    disk.empty()
+                    system.sidecar.process.send_signal(signal.SIGCONT)
+                    assert train(run, 4) == 4
+            finally:
+                system.sidecar.process.send_signal(signal.SIGCONT)
+                system.stop()
+            assert {code for *_, code in load.outcomes} == {"200"}
+            assert run.store.current() == 4
+            assert run.store.manifest(4).sha256 == plain_digest(run, tmp_path)

@@ -1,134 +1,321 @@
-"""The supervisor on the real server: killed models and killed servers come back, without a command."""
+"""The supervisor of the server: its health checks with a scripted server and clock, and killed and hung real ones."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import psutil
 import pytest
-from tiny_models import (
-    regions,
-    server_processes,
-    stub_of,
-    tiny_server,
-    write_repository,
-    write_scoring_model,
-)
+from tiny_models import regions, server_processes, stub_of, tiny_server, write_repository, write_scoring_model
 
+from python_backend.config import ServerSection
 from tools.server import health as server_health
 from tools.server import supervisor as supervisor_module
-from tools.server.log import LOG_LIMIT_BYTES
+from tools.server.health import (
+    COMPUTING_SILENT_S,
+    FAILED_PROBES,
+    IDLE_PROBE_S,
+    MISSED_PROBES,
+    SERVER_SILENT_S,
+    SILENT_S,
+    STOPPED_S,
+    ServerHealth,
+)
 from tools.server.supervisor import Supervisor
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import TritonServer
-from trainer.control_plane import ControlPlane, ControlPlaneError, ModelFailed
+from trainer.control_plane import ControlPlane, ControlPlaneError, ModelFailed, ModelProcessDied
+
+Script = Iterator[float]
 
 
-def starter(folder: Path, **settings: int) -> Callable[[], TritonServer]:
-    """What starts a server on `folder/repository`, always on the same ports."""
-    section = tiny_server(folder).section
-    ports = {name: getattr(section, name) for name in ("http_port", "grpc_port", "metrics_port")}
+class Rig:
+    """A server with one model, critic, and its control plane. `script` yields the seconds until the next check."""
 
-    def start() -> TritonServer:
-        server = tiny_server(folder, **ports, **settings)
-        server.start()
-        server.wait_ready()
-        return server
+    section = ServerSection()
+    models = staticmethod(lambda: ["critic"])
+    num_instances = staticmethod(lambda model: 1)
+    poll = close = staticmethod(lambda: None)
 
-    return start
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self.loads: list[float] = []
+        self.failures = 0
+        self.frozen = self.lost = False
+        self.grpc = True
+        self.probe_s = 0.0
+        self.start_process()
+        self.beside: list[psutil.Process] = []
+        monkeypatch.setattr(server_health, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+        monkeypatch.setattr(server_health, "_switches", lambda processes: [str(0 if self.held() else self.now)])
+        monkeypatch.setattr(server_health, "get_page", lambda url, path: "OK")
+
+    def start_process(self) -> None:
+        self.child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        self.process = psutil.Process(self.child.pid)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def held(self) -> bool:
+        return self.frozen or self.process.status() == psutil.STATUS_STOPPED
+
+    def end_process(self) -> None:
+        self.child.kill()
+        self.child.communicate()
+
+    def run(self, script: Script) -> str | None:
+        """Run the checks; return their trouble."""
+
+        def wait(seconds: float) -> bool:
+            pause = next(script, None)
+            self.now += pause or 0.0
+            return pause is None
+
+        health = ServerHealth(self, print)  # type: ignore[arg-type]
+        health._stopping = SimpleNamespace(wait=wait, is_set=lambda: False)  # type: ignore[assignment]
+        health._watch()
+        return health.trouble
+
+    def control(self) -> Rig:
+        return self
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        return {"critic": [self.process, *self.beside] if self.child.poll() is None else []}
+
+    def answers_inference(self, timeout_s: float) -> bool:
+        return self.grpc
+
+    def statistics(self, model: str) -> Any:
+        return SimpleNamespace(success_count=0, failure_count=self.failures)
+
+    def probe_scoring(self, model: str, outputs: tuple[str, ...], timeout_s: float) -> None:
+        self.now += self.probe_s
+        self.request()
+        if self.lost or self.child.poll() is not None:
+            raise ModelProcessDied(model)
+
+    def request(self) -> None:
+        """As a process that is held for a second does: fail for good."""
+        if self.held():
+            self.failures += 1
+            self.lost = True
+
+    def load(self, model: str, **_: object) -> None:
+        self.loads.append(self.now)
+        self.end_process()
+        self.frozen = self.lost = False
+        self.start_process()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    rig = Rig(monkeypatch)
+    yield rig
+    rig.end_process()
 
 
-@contextlib.contextmanager
-def supervised(folder: Path, log: Callable[[str], None] = print) -> Iterator[Supervisor]:
-    """Supervise a server on `folder/repository`, of which nothing must be left at the end."""
-    supervisor = Supervisor(starter(folder), log=log)
-    try:
-        yield supervisor
-    finally:
-        supervisor.stop()
-    assert (server_processes(os.getpid()), regions(os.getpid())) == ([], [])
+def suspend(process: psutil.Process) -> None:
+    process.suspend()
+    while process.status() != psutil.STATUS_STOPPED:  # the signal is on its way
+        pass
 
 
-@pytest.mark.slow
-def test_the_servers_log_stays_within_its_bound(tmp_path: Path) -> None:
-    write_scoring_model(tmp_path / "repository", "critic")
-    with supervised(tmp_path) as supervisor:
-        log = supervisor.server.log_path
-        os.truncate(log, LOG_LIMIT_BYTES + 1)
-        supervisor.look()
-        assert log.stat().st_size < 1 << 20
-        assert log.with_suffix(".previous.log").stat().st_size == LOG_LIMIT_BYTES
-        with supervisor.server.control() as control:
-            control.load("critic", parameters={"again": "1"}, timeout_s=60.0)
-        until(lambda: b"loading: critic:1" in log.read_bytes())
-        assert b"\0" not in log.read_bytes()
+def stop(rig: Rig) -> None:
+    suspend(rig.process)
 
 
-def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path: Path) -> None:
-    write_repository(tmp_path / "repository")
-    lines: list[str] = []
-    with supervised(tmp_path, lines.append) as supervisor:
-        server = supervisor.server
-        before = {name: stub_of(server, name).pid for name in server.models()}
-        os.kill(before["critic"], signal.SIGKILL)
-        with ControlPlane(server.section.grpc_url) as control:
-            while not any("serves again" in line for line in lines):
-                control.probe_scoring("reward_model", ("rewards",), 5.0)
-            control.probe_scoring("critic", ("values",), 60.0)
-            control.probe_rejection("critic_train", 5.0)
-        assert "the process of critic has died: reloading the model" in lines
-        after = {name: stub_of(server, name).pid for name in server.models()}
-        assert [name for name in before if before[name] != after[name]] == ["critic"]
-        assert supervisor.server is server
+def freeze(rig: Rig) -> None:
+    """As the cgroup freezer and a busy machine do: the state is not that of a stopped process."""
+    rig.frozen = True
 
 
-def test_a_killed_server_is_started_again_on_its_ports(tmp_path: Path) -> None:
-    write_repository(tmp_path / "repository")
-    lines: list[str] = []
-    with supervised(tmp_path, lines.append) as supervisor:
-        supervisor.look()
-        assert lines == []
-        first = supervisor.server
-        os.kill(first.pid, signal.SIGKILL)
-        until(lambda: first.poll() is not None)
-        supervisor.look()
-        second = supervisor.server
-        assert (second.pid != first.pid, second.section) == (True, first.section)
-        assert lines[0].startswith("tritonserver was killed by SIGKILL")
-        assert lines[1].startswith("serving again after")
-        with ControlPlane(second.section.grpc_url) as control:
-            control.probe_scoring("critic_infer", ("values", "rewards"), 5.0)
-        stub_of(second, "reward_model").send_signal(signal.SIGKILL)  # the new one is watched, too
-        until(lambda: any("reward_model serves again" in line for line in lines))
+def resume(rig: Rig) -> None:
+    rig.process.resume()
+    while rig.process.status() == psutil.STATUS_STOPPED:
+        pass
+    rig.frozen = False
+
+
+@pytest.mark.parametrize("hold", [stop, freeze])
+def test_no_freeze_of_up_to_5_s_replaces_a_process_and_a_hang_or_a_crash_does(rig: Rig, hold: Callable[[Rig], None]):
+    def script() -> Script:
+        for seconds in np.linspace(1, 5, 20):
+            yield 7.0
+            hold(rig)
+            begin = rig.now
+            while rig.now < begin + seconds:
+                yield 0.5
+            resume(rig)
+        yield IDLE_PROBE_S
+        assert (rig.loads, rig.failures) == ([], 0)
+        hold(rig)
+        begin = rig.now
+        while not rig.loads:
+            yield 1.0
+        assert STOPPED_S < rig.loads[0] - begin < STOPPED_S + IDLE_PROBE_S + 2 * MISSED_PROBES
+        yield from (1.0, 1.0)
+        rig.end_process()
+        yield 1.0
+        assert rig.loads[1:] == [rig.now], "a process that is gone is replaced at once"
+        yield from (1.0, IDLE_PROBE_S)
+        hold(rig)
+        rig.request()
+        yield 1.0
+        assert rig.loads[2:] == [rig.now], "a process that lost a request is replaced before it runs again"
+
+    assert rig.run(script()) is None
+
+
+@pytest.mark.parametrize(
+    ("metrics", "longest_s"),
+    [([server_health.FORWARDS, server_health.CARD], SILENT_S), ([server_health.FORWARDS], COMPUTING_SILENT_S)],
+)
+def test_a_process_that_waits_for_its_card_does_not_count_as_computing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, metrics: list[str], longest_s: float
+):
+    """It uses the CPU all the time, and answers no probe. On a card, only forward passes are progress."""
+    done = 0
+
+    def hang(*_: object) -> None:
+        raise ControlPlaneError("no answer")
+
+    page = lambda *_: "\n".join(f'{name}{{model="critic"}} {done}' for name in metrics)  # noqa: E731
+    monkeypatch.setattr(server_health, "get_page", page)
+    monkeypatch.setattr(server_health, "_cpu_s", lambda _: rig.now)
+    monkeypatch.setattr(rig, "probe_scoring", hang)
+
+    def script() -> Script:
+        nonlocal done
+        for _ in range(100):
+            done += 1
+            yield COMPUTING_SILENT_S / 10
+        assert rig.loads == [], "it computes"
+        begin = rig.now
+        while not rig.loads:
+            yield 1.0
+        assert longest_s < rig.loads[0] - begin < longest_s + IDLE_PROBE_S
+
+    assert rig.run(script()) is None
+
+
+def test_a_model_that_answers_with_errors_only_is_replaced(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """As one whose card's context is broken: errors come at once, and raise Triton's own counters of requests."""
+    requests = forwards = 0  # answered with an error; passes for others
+
+    def fail(*_: object) -> None:
+        nonlocal requests
+        requests += 1
+        raise ModelFailed("CUDA error: an illegal memory access was encountered")
+
+    page = lambda *_: f'{server_health.FORWARDS}{{model="critic"}} {forwards}\nnv_x{{model="critic"}} {requests}'  # noqa: E731
+    monkeypatch.setattr(server_health, "get_page", page)
+    monkeypatch.setattr(rig, "probe_scoring", fail)
+    monkeypatch.setattr(
+        rig, "statistics", lambda _: SimpleNamespace(success_count=requests + forwards, failure_count=requests)
+    )
+
+    def script() -> Script:
+        nonlocal forwards
+        while forwards < 8:
+            forwards += 1
+            yield IDLE_PROBE_S
+        assert (requests, rig.loads) == (0, []), "it scores rows for others"
+        for _ in range(FAILED_PROBES):  # the first one only notes the number of passes
+            yield IDLE_PROBE_S
+        assert rig.loads == []
+        yield IDLE_PROBE_S
+        assert (requests, len(rig.loads)) == (FAILED_PROBES + 1, 1)
+
+    assert rig.run(script()) is None
+
+
+def test_one_missed_probe_after_a_long_round_is_no_hang_of_the_server(rig: Rig):
+    def script() -> Script:
+        yield 1.0
+        rig.probe_s = 2 * SERVER_SILENT_S
+        yield IDLE_PROBE_S
+        for rig.grpc in (False, True, False, False):
+            yield SERVER_SILENT_S
+        yield 1.0
+
+    assert rig.run(script()) == "tritonserver has not answered over gRPC for 21 s"
+
+
+def test_a_stopped_process_beside_one_that_answers_is_killed(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """During a reload: the process that is loading would keep the reload waiting, the one that ends its requests."""
+    page = lambda *_: f'{server_health.FORWARDS}{{model="critic"}} {rig.now}'  # noqa: E731
+    monkeypatch.setattr(server_health, "get_page", page)
+    monkeypatch.setattr(rig, "statistics", lambda _: SimpleNamespace(success_count=rig.now, failure_count=0))
+
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as second:
+        process = psutil.Process(second.pid)
+        rig.beside = [process]
+
+        def script() -> Script:
+            for seconds in (1.0, STOPPED_S - 1.0):
+                suspend(process)
+                yield from (1.0, seconds)
+                process.resume()
+                while process.status() == psutil.STATUS_STOPPED:
+                    pass
+                yield 1.0
+            assert second.poll() is None
+            suspend(process)
+            yield from (1.0, STOPPED_S + 1.0)
+
+        try:
+            assert rig.run(script()) is None
+            assert second.wait(20) == -signal.SIGKILL
+        finally:
+            second.kill()
+    assert (rig.loads, rig.child.poll()) == ([], None)
+
+
+def test_checks_stop_before_they_began_and_during_a_reload(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    ServerHealth(rig, print).stop()  # type: ignore[arg-type]  # a signal arrived before their thread was started
+    loading, closed = threading.Event(), threading.Event()
+
+    def load(model: str, **_: object) -> None:
+        loading.set()
+        assert closed.wait(20.0)
+        raise ControlPlaneError("the channel is closed")
+
+    monkeypatch.setattr(server_health, "PROBE_EVERY_S", 0.0)
+    monkeypatch.setattr(rig, "load", load)
+    monkeypatch.setattr(rig, "close", closed.set)
+    rig.end_process()
+    health = ServerHealth(rig, print)  # type: ignore[arg-type]
+    health.start()
+    assert loading.wait(20.0)
+    health.stop()
+    assert closed.is_set()
+    assert not health._thread.is_alive()
+
+
+# ---- starting again ----
 
 
 class Scripted:
     """A server that runs until the test marks it as dead."""
 
-    def __init__(self) -> None:
-        self.dead = self.killed = self.stopped = False
-
-    def models(self) -> list[str]:
-        return []
+    models = list
+    bound_log = staticmethod(lambda: None)
+    dead = killed = stopped = False
 
     def raise_if_dead(self) -> None:
         if self.dead:
             raise ServerStartError("tritonserver was killed by SIGKILL; its log is x\nthe log ends with:\nno more")
-
-    def bound_log(self) -> None:
-        pass
 
     def kill(self) -> None:
         self.killed = True
@@ -193,64 +380,78 @@ def test_a_start_that_fails_is_tried_again(now: list[float]) -> None:
     supervisor.stop()
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What hangs is noticed within seconds."""
-    for name, value in {
-        "PROBE_EVERY_S": 0.2,
-        "IDLE_PROBE_S": 0.2,
-        "PROBE_TIMEOUT_S": 1.0,
-        "SERVER_SILENT_S": 3.0,
-        "SILENT_S": 3.0,
-        "STOPPED_S": 1.0,
-    }.items():
-        monkeypatch.setattr(server_health, name, value)
+# ---- real servers ----
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def supervised(folder: Path, log: Callable[[str], None] = print) -> Iterator[Supervisor]:
+    """Supervise a server on `folder/repository`, always on the same ports; nothing of it must be left at the end."""
+    section = tiny_server(folder).section
+    ports = {name: getattr(section, name) for name in ("http_port", "grpc_port", "metrics_port")}
+
+    def start() -> TritonServer:
+        server = tiny_server(folder, **ports)
+        server.start()
+        server.wait_ready()
+        return server
+
+    supervisor = Supervisor(start, log=log)
+    try:
+        yield supervisor
+    finally:
+        supervisor.stop()
+    assert (server_processes(os.getpid()), regions(os.getpid())) == ([], [])
+
+
+def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path: Path) -> None:
+    """A killed server is in tests/tools/test_serve.py."""
+    write_repository(tmp_path / "repository")
+    lines: list[str] = []
+    with supervised(tmp_path, lines.append) as supervisor:
+        server = supervisor.server
+        before = {name: stub_of(server, name).pid for name in server.models()}
+        os.kill(before["critic"], signal.SIGKILL)
+        with ControlPlane(server.section.grpc_url) as control:
+            while not any("serves again" in line for line in lines):
+                control.probe_scoring("reward_model", ("rewards",), 60.0)
+            control.probe_scoring("critic", ("values",), 60.0)
+            control.probe_rejection("critic_train", 60.0)
+        assert "the process of critic has died: reloading the model" in lines
+        after = {name: stub_of(server, name).pid for name in server.models()}
+        assert [name for name in before if before[name] != after[name]] == ["critic"]
+        supervisor.look()
+        assert supervisor.server is server
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("impatient")
-def test_a_model_that_hangs_again_takes_a_new_server(tmp_path: Path) -> None:
-    """It is alive, and the server calls itself ready. The first time, the model is reloaded."""
+def test_a_model_that_hangs_again_and_a_server_that_hangs_take_a_new_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is alive, and the server calls itself ready. The first time, the model is reloaded."""
+    seconds = {"PROBE_EVERY_S": 0.2, "IDLE_PROBE_S": 0.2, "PROBE_TIMEOUT_S": 1.0, "STOPPED_S": 1.0}
+    for name, value in {**seconds, "SERVER_SILENT_S": 3.0, "SILENT_S": 3.0}.items():
+        monkeypatch.setattr(server_health, name, value)
     block = tmp_path / "block"
     hang = f"while os.path.exists({str(block)!r}): time.sleep(0.1)"
     write_scoring_model(tmp_path / "repository", "critic", on_request=hang)
-    with supervised(tmp_path) as supervisor:
+    lines: list[str] = []
+    with supervised(tmp_path, lines.append) as supervisor:
         first = supervisor.server
         block.touch()
         until(lambda: "although it has just been reloaded" in str(supervisor._health.trouble))
         block.unlink()
         until(lambda: supervisor.look() or supervisor.server is not first)
+        second = supervisor.server
+        os.kill(second.pid, signal.SIGSTOP)
+        until(lambda: supervisor.look() or supervisor.server is not second)
+        assert any(line.startswith("tritonserver has not answered over ") for line in lines)
+        assert second.poll() == -signal.SIGKILL
         with supervisor.server.control() as control:
             control.probe_scoring("critic", ("values",), 60.0)
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_server_that_hangs_is_started_again(tmp_path: Path) -> None:
-    write_scoring_model(tmp_path / "repository", "critic")
-    lines: list[str] = []
-    with supervised(tmp_path, lines.append) as supervisor:
-        first = supervisor.server
-        os.kill(first.pid, signal.SIGSTOP)
-        until(lambda: supervisor.look() or supervisor.server is not first)
-        assert lines[0].startswith("tritonserver has not answered over ")
-        assert first.poll() == -signal.SIGKILL
-        with supervisor.server.control() as control:
-            control.probe_scoring("critic", ("values",), 60.0)
-
-
-def test_nobody_meets_a_server_without_its_models(tmp_path: Path) -> None:
-    write_scoring_model(tmp_path / "repository", "critic", on_load="time.sleep(1.5)")
-    with tiny_server(tmp_path) as server, ControlPlane(server.section.grpc_url) as control:
-        while not control.is_live():
-            time.sleep(0.01)
-        assert control.is_ready("critic")
-        control.probe_scoring("critic", ("values",), 60.0)
-
-
-def test_a_dead_model_is_told_from_other_errors(tmp_path: Path) -> None:
-    write_scoring_model(tmp_path / "repository", "critic", on_request="raise RuntimeError('no luck')")
-    with tiny_server(tmp_path) as server, ControlPlane(server.section.grpc_url) as control:
-        until(control.is_live)
-        with pytest.raises(ControlPlaneError, match="no luck") as caught:
-            control.probe_scoring("critic", ("values",), 60.0)
-        assert type(caught.value) is ModelFailed

@@ -1,15 +1,18 @@
-"""Starting, filling and stopping the real tritonserver."""
+"""Starting, filling and stopping the real tritonserver, and what it leaves in shared memory."""
 
-from __future__ import annotations
-
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from settled import settled_statistics
 from tiny_models import (
@@ -21,24 +24,32 @@ from tiny_models import (
     write_scoring_model,
 )
 
-from tools.server.log import readable, stub_failure, tail
+from tools.server import shared_memory
+from tools.server.child import readable, stub_failure, tail
 from tools.server.ports import check_ports, free_port
+from tools.server.shared_memory import SHARED_MEMORY, remove_abandoned
 from tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
-from trainer.control_plane import ControlPlane
+from trainer.control_plane import ControlPlane, ControlPlaneError, ModelFailed
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     yield
-    assert server_processes(os.getpid()) == []
-    assert regions(os.getpid()) == []
+    assert (server_processes(os.getpid()), regions(os.getpid())) == ([], [])
 
 
 def test_start_load_probe_stop(tmp_path: Path) -> None:
     write_repository(tmp_path / "repository")
     lines: list[str] = []
     state = tmp_path / "server.json"
-    with tiny_server(tmp_path, lines.append, exit_timeout_s=5) as server:
+    with tiny_server(tmp_path, lines.append) as server:
         server.wait_ready(state)
         assert server.poll() is None
         assert json.loads(state.read_text()) == {
@@ -63,21 +74,17 @@ def test_start_load_probe_stop(tmp_path: Path) -> None:
     server.stop()  # once more does nothing
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_ports_must_be_free_and_differ_and_the_host_must_be_ours(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = tiny_server(tmp_path, metrics_port=port)
-        with pytest.raises(ServerStartError) as caught:
+        message = (
+            rf"port {port} \(server\.metrics_port\) on 127\.0\.0\.1 cannot be used: Address already in use; stop the"
+        )
+        with pytest.raises(ServerStartError, match=message):
             server.start()
-    assert str(caught.value) == (
-        f"port {port} (server.metrics_port) on 127.0.0.1 cannot be used: Address already in use; stop the process that "
-        "uses it, or set server.metrics_port to another port (0 picks a free one)"
-    )
     assert not server.log_path.exists()
-
-
-def test_ports_must_differ_and_the_host_must_be_ours(tmp_path: Path) -> None:
-    section = tiny_server(tmp_path).section
+    section = server.section
     with pytest.raises(ServerStartError, match=r"server\.http_port and server\.metrics_port are both"):
         check_ports(section.model_copy(update={"metrics_port": section.http_port}))
     with pytest.raises(ServerStartError, match=r"server\.host 192\.0\.2\.1 is not an address of this machine"):
@@ -93,15 +100,6 @@ def test_a_free_port_stays_free_for_the_server_alone() -> None:
         socket.create_connection(server.getsockname()).close()
 
 
-def write_nothing(repository: Path) -> None:
-    repository.mkdir()
-
-
-def write_without_code(repository: Path) -> None:
-    write_scoring_model(repository, "critic")
-    (repository / "critic" / "1" / "model.py").unlink()
-
-
 def write_nonsense(repository: Path) -> None:
     write_scoring_model(repository, "critic")
     (repository / "critic" / "config.pbtxt").write_text("nonsense")
@@ -114,8 +112,7 @@ def write_loading(statement: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("write", "reason"),
     [
-        (write_nothing, "contains no model; run `python -m tools render`"),
-        (write_without_code, r"model\.py is missing: "),
+        (Path.mkdir, "contains no model; run `python -m tools render`"),
         (write_nonsense, r"critic could not be loaded: .* has no field named"),
         (
             write_loading("raise ValueError('3 labels, must be 1')"),
@@ -156,14 +153,20 @@ def test_models_that_are_not_ready_in_time_and_the_log_is_kept(tmp_path: Path) -
     assert b"loading: critic:1" in server.log_path.with_suffix(".previous.log").read_bytes()
 
 
-def test_a_log_that_is_no_text(tmp_path: Path) -> None:
+def test_a_server_is_ready_when_its_models_are_and_their_errors_are_no_deaths(tmp_path: Path) -> None:
+    """Its log may hold bytes that are no text."""
     lines: list[str] = []
-    noise = r"os.write(1, b'caf\xe9 \xff\x00\n')"
-    write_scoring_model(tmp_path / "repository", "critic", on_load=noise)
-    with tiny_server(tmp_path, lines.append) as server:
-        server.wait_ready()
-        while not any("caf\\xe9 \\xff" in line for line in lines):
-            time.sleep(0.02)
+    noise = r"os.write(1, b'caf\xe9 \xff\x00\n'); time.sleep(1.5)"
+    write_scoring_model(tmp_path / "repository", "critic", on_load=noise, on_request="raise RuntimeError('no luck')")
+    with tiny_server(tmp_path, lines.append) as server, ControlPlane(server.section.grpc_url) as control:
+        until(control.is_live)
+        assert control.is_ready("critic")
+        with pytest.raises(ControlPlaneError, match="no luck") as caught:
+            control.probe_scoring("critic", ("values",), 60.0)
+        assert type(caught.value) is ModelFailed
+        with pytest.raises(ServerStartError, match="no luck"):
+            server.wait_ready()
+        until(lambda: any("caf\\xe9 \\xff" in line for line in lines))
         assert "caf\\xe9 \\xff" in tail(server.log_path, 40)
 
 
@@ -193,3 +196,72 @@ def test_a_stub_that_cannot_find_its_python(tmp_path: Path) -> None:
     assert "Fatal Python error: init_fs_encoding" in str(stub_failure(log))
     log.write_text("all is well\n")
     assert stub_failure(log) is None
+
+
+# ---- shared memory ----
+
+
+# Holds the regions of a server as its owner does; the second process inherits the lock, as tritonserver does.
+OWNER = """
+import os, subprocess, sys
+from pathlib import Path
+from tools.server import shared_memory
+shared_memory.SHARED_MEMORY = Path(sys.argv[1])
+regions = shared_memory.Regions()
+lock = regions.lock()
+(shared_memory.SHARED_MEMORY / (regions.prefix + "region")).write_text("memory")
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock])
+print(child.pid, flush=True)
+input()
+"""
+
+
+def test_regions_stay_as_long_as_any_of_their_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    child = psutil.Process(int(owner.stdout.readline()))
+    assert remove_abandoned() == []
+    owner.kill()
+    owner.communicate()
+    (tmp_path / "rlhf-1-aaaaaaaa-region").write_text("no owner file: not provably ours")
+    (tmp_path / "rlhf-2-bbbbbbbb-region").symlink_to(tmp_path / "somewhere")
+    with contextlib.suppress(psutil.NoSuchProcess):  # its input has ended with its parent
+        child.kill()
+    psutil.wait_procs([child], timeout=60)
+    (prefix,) = remove_abandoned()
+    assert prefix.startswith(f"rlhf-{owner.pid}-")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rlhf-1-aaaaaaaa-region", "rlhf-2-bbbbbbbb-region"]
+
+
+SERVE_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+sys.path.append(sys.argv[2])
+from tiny_models import tiny_server
+server = tiny_server(Path(sys.argv[1]), log=lambda line: None)
+server.start()
+server.wait_ready()
+os.kill(server.pid, signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_start_removes_what_a_kill_left(tmp_path: Path) -> None:
+    write_scoring_model(tmp_path / "repository", "critic")
+    command = [sys.executable, "-c", SERVE_AND_DIE, str(tmp_path), str(Path(__file__).parents[1] / "support")]
+    killed = subprocess.Popen(command)
+    assert killed.wait(60) == -signal.SIGKILL
+    stubs = server_processes(killed.pid)  # one may wait for ever for a lock in memory that the server held
+    for stub in stubs:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            stub.kill()
+    psutil.wait_procs(stubs, timeout=60)
+    assert server_processes(killed.pid) == []
+    with tiny_server(tmp_path) as server:  # a server of another test that starts now may be the one that removes them
+        server.wait_ready()
+        assert regions(os.getpid())
+    assert regions(killed.pid) == []
+    assert not list(SHARED_MEMORY.glob(f".rlhf-{killed.pid}-*"))

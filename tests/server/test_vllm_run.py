@@ -1,7 +1,5 @@
 """Generation by a real vLLM: its weights follow the policy's, and it may die. Only in `make test-vllm`."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -27,7 +25,7 @@ from actor.generation.engine import Generation
 from actor.policy.policy import Policy
 from actor.vllm.generation import VllmGeneration
 from benchmarks.learning import make_checkpoints
-from benchmarks.support.children import SERVED
+from benchmarks.processes import SERVED
 from python_backend.config import RunConfig
 from python_backend.store.jsonl import read_jsonl
 from tools.server.vllm import VllmServer
@@ -81,13 +79,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[str, Any]:
-    served = {**SERVED, "checkpoint": str(models / "critic"), "token_budget": 1024}
+    served = {**SERVED, "model": str(models / "critic"), "token_budget": 1024}
     generation = {"command": str(vllm), "arguments": ARGUMENTS, "deadline_s": 120}
     return {
         "run": {"dir": str(folder / "run")},
-        "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
+        "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
         "reward": served,
-        "rewards": {"share": {"function": "benchmarks.support.reward_functions:share_of_word"}},
+        "rewards": {"share": {"function": "benchmarks.reward_functions:share_of_word"}},
         "critic": served,
         "actor": {
             "steps": STEPS,
@@ -97,7 +95,7 @@ def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[
                 "path": str(models / "prompts.jsonl"),
                 "max_tokens": 20,
             },
-            "policy": {"checkpoint": str(models / "policy"), **actor.pop("policy", {})},
+            "policy": {"model": str(models / "policy"), **actor.pop("policy", {})},
             "generation": {"engine": "vllm", "batch_size": 16, "max_new_tokens": 12, "vllm": generation},
             "algorithm": {"mask_unfinished": False, **actor.pop("algorithm", {})},
             "update": {"minibatch_size": 16},

@@ -1,7 +1,5 @@
 """Random models of a few thousand weights of most architectures that transformers can classify rows or tokens with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

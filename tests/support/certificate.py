@@ -1,7 +1,5 @@
 """A self-signed certificate of 127.0.0.1, for tests of TLS."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

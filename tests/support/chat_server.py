@@ -3,8 +3,6 @@
 No model runs in it: the last line of the message it receives says what to reply. `make test-judge` has a real model.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import threading

@@ -1,7 +1,5 @@
 """A fake tritonserver with a reward model whose rewards can be checked by eye, and the gateway in front of it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io
@@ -12,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import pytest
 import uvicorn
 from aiohttp import web
 from fake_triton import Behaviour, FakeTriton
@@ -21,7 +20,8 @@ from python_backend.client.client import TritonClient
 from python_backend.config import ClientSection, GatewaySection
 from python_backend.wire.contract import REWARD_MODEL
 from tools.gateway.app import create_app
-from tools.gateway.connections import bounded
+from tools.gateway.command import bounded
+from tools.gateway.scoring import ROWS_PER_REQUEST
 
 DTYPES = {"INT64": np.int64, "INT32": np.int32}
 
@@ -150,6 +150,7 @@ async def gateway(
     key: str | None = None,
     client: dict[str, Any] | None = None,
     expected: dict[str, str | None] | None = None,
+    rows_per_request: int = ROWS_PER_REQUEST,
     **settings: Any,
 ) -> AsyncIterator[Caller]:
     """Run the gateway in this event loop, in front of the servers at `urls`.
@@ -163,6 +164,8 @@ async def gateway(
     server = uvicorn.Server(bounded(app, section))
     bound = server.config.bind_socket()
     task = asyncio.create_task(server.serve([bound]))
+    patch = pytest.MonkeyPatch()
+    patch.setattr("tools.gateway.scoring.ROWS_PER_REQUEST", rows_per_request)
     try:
         while not server.started:
             assert not task.done(), task.result()
@@ -172,6 +175,7 @@ async def gateway(
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as session:
             yield Caller(f"{scheme}://127.0.0.1:{bound.getsockname()[1]}", session)
     finally:
+        patch.undo()
         server.should_exit = True
         await task
         bound.close()

@@ -1,7 +1,5 @@
 """An HTTP server on loopback that leaves no connection behind, the base of the fake servers."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from types import TracebackType

@@ -2,8 +2,6 @@
 request as a test specifies, and records requests and connections.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +43,7 @@ class FakeTriton(FakeServer):
         )
         self.behaviour = behaviour
         self.ready: Callable[[str], bool] = lambda model: True
-        self.parameters = {"checkpoint": "here", "tokenizer_fingerprint": "ours"}
+        self.parameters = {"model": "here", "tokenizer_fingerprint": "ours"}
         self.asked: list[str] = []
         self.encodings: set[str | None] = set()  # Accept-Encoding headers of the requests
         self.connections: set[asyncio.Transport] = set()

@@ -1,7 +1,5 @@
 """A fake vLLM server that fails on demand: it speaks the part of vLLM's HTTP protocol that the actor uses."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

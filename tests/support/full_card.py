@@ -1,7 +1,5 @@
 """Lets processes that a test starts run out of a card's memory, on a CPU, too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

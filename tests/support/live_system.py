@@ -2,8 +2,6 @@
 and processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -24,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from benchmarks.support.random_models import random_llama, train_bpe
+from benchmarks.workload import random_llama, train_bpe
 from python_backend.config import ActorSection, RunConfig, TrainerSection, load_config
 from python_backend.config.sections import UNMEASURED
 from python_backend.store.control_key import GRPC_HEADER, control_key
@@ -34,8 +32,8 @@ from python_backend.store.weights import WeightsStore, sha256_of
 from tests.support.settings import nested
 from tools.render_configs import render_repository
 from tools.server.child import Child
-from tools.server.model_loading import probe
 from tools.server.ports import PORT_KEYS, with_free_ports
+from tools.server.tritonserver import probe
 from trainer.control_plane import ControlPlane
 from trainer.publish import initialise_stores
 
@@ -57,7 +55,7 @@ OTHER_TEXTS = (
     "0123456789 +-*/ () [] {} <> == != and or not if else while for in",
 )
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'nobody' %}{{ raise_exception('nobody cannot speak') }}"
+    "{% for message in messages %}{% if message.role == 'stranger' %}{{ raise_exception('a stranger cannot speak') }}"
     "{% endif %}{{ message.role[0] }} {{ message.content }}</s>{% endfor %}"
 )
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -125,20 +123,33 @@ def make_checkpoints(folder: Path) -> Checkpoints:
 # ---- expected outputs: transformers' own forward pass ----
 
 
+def by_length(rows: Sequence[np.ndarray]) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """The rows of each length, which share a forward pass without padding: their positions and `[n, length]`."""
+    for length in sorted({row.size for row in rows}):
+        found = [i for i, row in enumerate(rows) if row.size == length]
+        yield found, torch.from_numpy(np.stack([rows[i] for i in found]))
+
+
 def direct_rewards(folder: Path, rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Return rewards `[B]` of transformers' own forward pass, one row at a time, standardised as in the checkpoint."""
+    """Return rewards `[B]` of transformers' own forward pass without padding, standardised as in the checkpoint."""
     model = LlamaForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32).eval()
     constants = model.config.reward_standardization
+    scores = np.empty(len(rows))
     with torch.no_grad():
-        scores = [float(model(input_ids=torch.from_numpy(row)[None]).logits[0, 0]) for row in rows]
-    return (np.asarray(scores) - constants["mean"]) / constants["std"]
+        for found, tokens in by_length(rows):
+            scores[found] = model(input_ids=tokens).logits[:, 0].numpy()
+    return (scores - constants["mean"]) / constants["std"]
 
 
 def direct_values(folder: Path, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the values `[length_i]` of each row by transformers' own forward pass, one row at a time."""
+    """Return the values `[length_i]` of each row by transformers' own forward pass without padding."""
     model = LlamaForTokenClassification.from_pretrained(str(folder), dtype=torch.float32).eval()
+    values = [np.empty(0, np.float32)] * len(rows)
     with torch.no_grad():
-        return [model(input_ids=torch.from_numpy(row)[None]).logits[0, :, 0].numpy() for row in rows]
+        for found, tokens in by_length(rows):
+            for i, row in zip(found, model(input_ids=tokens).logits[:, :, 0].numpy(), strict=True):
+                values[i] = row
+    return values
 
 
 def random_rows(lengths: Sequence[int], *, seed: int, vocab_size: int = 100) -> list[np.ndarray]:
@@ -233,9 +244,9 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
     """Write and load a run in `folder` on free ports; `sections` are merged over small settings."""
     data: dict[str, dict[str, Any]] = {
         "run": {"dir": str(folder), "run_id": "test"},
-        "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
-        "reward": {"checkpoint": str(checkpoints.reward), **UNMEASURED},
-        "critic": {"checkpoint": str(checkpoints.critic), **UNMEASURED},
+        "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
+        "reward": {"model": str(checkpoints.reward), **UNMEASURED},
+        "critic": {"model": str(checkpoints.critic), **UNMEASURED},
         "reference": {**UNMEASURED},
         "trainer": {
             "lr": 1e-3,
@@ -246,7 +257,7 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
             "publish": {"keep": 12},
         },
         "actor": {
-            "checkpoint": str(checkpoints.policy),
+            "model": str(checkpoints.policy),
             "prompts_path": str(checkpoints.prompts),
             "validation_prompts": str(checkpoints.prompts),
             "validation_size": 8,
@@ -323,7 +334,8 @@ def start_system(run: LiveRun) -> System:
     server = start_server(run)
     system = System(run, server, start_sidecar(run))
     try:
-        wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server, system.sidecar)
+        # Three to five processes import torch: minutes on a busy machine.
+        wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server, system.sidecar, timeout_s=300.0)
         # A step that is sent before the sidecar follows the journal is refused after a few seconds.
         wait_for(run.journal.is_followed, server, system.sidecar)
     except BaseException:

@@ -1,16 +1,13 @@
 """The loaders of models, onto the device that sections default to: the CPU, or a card in `make test-device`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from python_backend.config import TrainerSection
-from python_backend.models import language_model, modeling
+from python_backend.models import language_model, modeling, token_reward
 from python_backend.models.language_model import LanguageModel
 from python_backend.models.modeling import CriticModel, RewardModel
-from python_backend.models.readout import token_reward
 
 
 def default_device() -> str:

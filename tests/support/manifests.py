@@ -1,7 +1,5 @@
 """Renders the overlays of deploy/ and finds their pods and torchrun lines."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 import subprocess

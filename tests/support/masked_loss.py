@@ -1,7 +1,5 @@
 """What every policy loss must keep: `check_masked_loss`, for built-in losses and for a user's own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

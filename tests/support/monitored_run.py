@@ -1,7 +1,5 @@
 """A whole run, server, sidecar and actor, with a Prometheus that scrapes all three."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import urllib.error

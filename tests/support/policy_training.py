@@ -1,14 +1,12 @@
 """One training step of a policy, and its checkpoint, for tests of saving and resuming."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from actor.algorithms.kl import KLControl
+from actor.algorithms.losses import KLControl
 from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
 from actor.data.rollout import PPOBatch, Rollout

@@ -1,7 +1,5 @@
 """A real Prometheus that scrapes the processes of a test, and what the rules and the dashboard select."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

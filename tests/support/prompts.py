@@ -1,16 +1,12 @@
 """Prompt files, and the inputs of a run that reads them, with one token per byte."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.data.prompt_stream import PromptStream
-from actor.data.prompts import PromptReader
-from actor.data.step_inputs import StepInputs
+from actor.data.prompts import PromptReader, PromptStream, StepInputs
 from python_backend.config import PromptFileSection
 
 

@@ -1,13 +1,13 @@
 """Runs a function on several ranks, each a process of its own, joined over gloo on loopback."""
 
-from __future__ import annotations
-
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def on_ranks(
         theirs.close()
         started.append((process, mine))
     try:
-        outcomes = [_outcome(connection, timeout_s) for _, connection in started]
+        outcomes = [_outcome(process, connection, timeout_s) for process, connection in started]
     finally:
         for process, connection in started:
             connection.close()
@@ -77,14 +77,15 @@ def on_ranks(
     return [result for result, _ in outcomes]
 
 
-def _outcome(connection: Connection, timeout_s: float) -> tuple[Any, str | None]:
+def _outcome(process: BaseProcess, connection: Connection, timeout_s: float) -> tuple[Any, str | None]:
     """Return the result of a rank, and its error if it has none."""
     if not connection.poll(timeout_s):
         return None, f"no result within {timeout_s:g} s"
     try:
         return connection.recv()  # type: ignore[no-any-return]
     except EOFError:
-        return None, "died"
+        process.join(timeout=20)
+        return None, f"died with exit code {process.exitcode}"
 
 
 def _rank(
@@ -95,10 +96,11 @@ def _rank(
     work: Work,
     arguments: tuple[Any, ...],
 ) -> None:
+    faulthandler.enable()  # a rank that a signal ends says where
     os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
     import torch
 
-    from python_backend.models.card.placement import own_device
+    from python_backend.models.placement import own_device
     from python_backend.training.ranks import Ranks
 
     torch.set_num_threads(1)

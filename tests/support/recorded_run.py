@@ -11,7 +11,7 @@ from live_system import make_tokenizer
 from safetensors.torch import save_file
 
 from actor.algorithms.batch import make_batch
-from actor.algorithms.kl import KLControl
+from actor.algorithms.losses import KLControl
 from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
@@ -66,7 +66,7 @@ class RecordedRun:
             {
                 "run": {"dir": folder},
                 "rewards": {"verdict": {"function": "verdict.py:verdict"}},
-                "critic": {"checkpoint": "of another algorithm"},
+                "critic": {"model": "of another algorithm"},
                 "actor": nested(ActorSection, given),
             }
         )

@@ -2,8 +2,6 @@
 can mix all faults.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

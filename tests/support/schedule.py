@@ -3,8 +3,6 @@
 A session fixture exists once in each process, and starting a server of two models takes longer than most tests.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Four scored responses of different lengths, and their training batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Runs `python_backend.serving.scoring` outside a server, with the tests' stand-in for Triton's module."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
@@ -53,7 +51,6 @@ def started(model: Any, *, token_budget: int, queue_timeout_s: int = 0) -> Any:
     """
     values = {
         "token_budget": token_budget,
-        "micro_batch_rows": 64,
         "forward_overhead_tokens": 64,
         "workers": 1,
         "strip_sequence_length_to_multiple": 1,

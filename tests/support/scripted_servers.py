@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from python_backend.client.errors import Kind, Trouble
-from python_backend.client.pool import ServerPool
+from python_backend.client.pool import Server, ServerPool
 from python_backend.client.retry import RequestCounters
-from python_backend.client.server import Server
 from python_backend.config import ClientSection
 
 REFUSED = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")

@@ -1,7 +1,5 @@
 """Loads a served model from its rendered configuration into the test's own process."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -2,8 +2,6 @@
 torch in two stubs is slow.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from unittest import mock

@@ -1,7 +1,5 @@
 """Two tritonservers on one weights store and one journal, with one sidecar; tests may kill and start each of them."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,7 +70,7 @@ def _start(run: LiveRun) -> Child:
     state.unlink(missing_ok=True)
     server = run.start("server", module="serve_rendered", PYTHONPATH=str(Path(__file__).parent))
     try:
-        wait_for(state.is_file, server)
+        wait_for(state.is_file, server, timeout_s=300.0)
     except BaseException:
         stop_process(server)
         raise

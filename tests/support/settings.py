@@ -1,7 +1,5 @@
 """Sections of the configuration from short names, so that a test names only the settings that it is about."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 

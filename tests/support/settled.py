@@ -1,7 +1,5 @@
 """Triton's counters, once all earlier requests are in them."""
 
-from __future__ import annotations
-
 import time
 
 from trainer.control_plane import ControlPlane, ModelStatistics

@@ -1,7 +1,5 @@
 """Python scripts that can be executed."""
 
-from __future__ import annotations
-
 import sys
 
 # As pip writes it: the kernel splits the line after #! at spaces, and reads at most 255 bytes of it.

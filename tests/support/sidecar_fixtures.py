@@ -3,8 +3,6 @@
 A test module loads them with `pytest_plugins = ["sidecar_fixtures"]`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,8 +36,11 @@ def make(tmp_path: Path, checkpoint: Path) -> Iterator[Callable[..., Rig]]:
 
 
 @pytest.fixture
-def rig(make: Callable[..., Rig]) -> Rig:
-    """A running sidecar and one serving instance."""
+def rig(make: Callable[..., Rig], straight: Rig) -> Rig:
+    """A running sidecar and one serving instance.
+
+    It starts after `straight` has ended: models that load at the same time share torch's random state.
+    """
     rig = make()
     rig.serve()
     return rig.start()

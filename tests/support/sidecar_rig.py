@@ -16,12 +16,11 @@ from tiny_checkpoints import VOCAB
 
 from python_backend.config import RunConfig, TrainerSection
 from python_backend.store.journal import Entry, Journal, Result
-from python_backend.store.serving_records import ServingRecord
-from python_backend.store.weights import WeightsStore
+from python_backend.store.weights import ServingRecord, WeightsStore
 from python_backend.wire.training_payload import TrainPayload
 from tests.support.settings import nested
 from trainer.checkpoint import CheckpointFolder
-from trainer.sidecar import follow
+from trainer.sidecar import run_sidecar
 
 PATIENCE_S = 120.0
 
@@ -90,7 +89,7 @@ class Rig:
         self.config = RunConfig.model_validate(
             {
                 "run": {"dir": folder, "run_id": "run"},
-                "critic": {"checkpoint": checkpoint},
+                "critic": {"model": checkpoint},
                 "trainer": nested(TrainerSection, trainer),
                 "server": {"grpc_port": 1},
             }
@@ -113,8 +112,9 @@ class Rig:
         config, stop = self.config, self.stop_now
 
         def run() -> None:
+            torch.set_num_threads(1)  # of this thread: another test may have changed that of new ones, and bits with it
             try:
-                follow(config, stop)
+                run_sidecar(config, stop)
             except BaseException as error:
                 self.error = error
 

@@ -1,7 +1,5 @@
 """A small tmpfs for a test, which can be filled up, emptied, and made read-only."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess

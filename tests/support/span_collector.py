@@ -1,7 +1,5 @@
 """An OpenTelemetry collector on loopback: records the spans that it receives as OTLP over HTTP with JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Random Hugging Face checkpoints of a few thousand weights, one of each family, made in milliseconds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

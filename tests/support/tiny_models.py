@@ -1,7 +1,5 @@
 """Models for the real tritonserver that need only numpy and load in a tenth of a second, and servers for them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator
@@ -120,7 +118,7 @@ def write_repository(repository: Path, on_request: str = "pass") -> None:
 def tiny_server(folder: Path, log: Callable[[str], None] = print, **section: object) -> TritonServer:
     """Return a server, not started yet, on `folder/repository` and free ports."""
     home = find_tritonserver(None)
-    settings = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 0, **section}
+    settings = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, **section}
     return TritonServer(
         home,
         folder / "repository",

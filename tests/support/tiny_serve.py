@@ -1,7 +1,5 @@
 """`tools serve` as a process on a repository of tiny models, which is there already."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -25,7 +23,7 @@ def write_run(folder: Path) -> Path:
     (folder / "weights" / "critic" / "CURRENT").write_text("0\n")
     ports = "http_port: 0, grpc_port: 0, metrics_port: 0"
     models = "".join(f"{role}: {json.dumps(UNMEASURED)}\n" for role in ("reward", "critic"))
-    (folder / "run.yaml").write_text(f"{models}server: {{{ports}, exit_timeout_s: 1}}")
+    (folder / "run.yaml").write_text(f"{models}server: {{{ports}}}")
     return folder
 
 

@@ -1,7 +1,5 @@
 """Tokenizers like those of BERT, RoBERTa, DeBERTa, Llama and Qwen2, learned from a few sentences in milliseconds."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rules of the rendered configurations that Triton's protobuf cannot express."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,11 +27,6 @@ def _check_batching(model: str, config: Any) -> None:
             )
     if not config.HasField("dynamic_batching"):
         raise ConfigError(f"{model}/config.pbtxt: dynamic_batching is missing; add it to the template")
-    too_large = [size for size in config.dynamic_batching.preferred_batch_size if size > config.max_batch_size]
-    if too_large:
-        raise ConfigError(
-            f"{model}: preferred_batch_size {too_large[0]} exceeds max_batch_size {config.max_batch_size}"
-        )
 
 
 def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
@@ -72,7 +65,7 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
                     raise ConfigError(f"{model}/config.pbtxt: {step.model_name} has no tensor {key} of this type")
     missing = [tensor.name for tensor in whole.output if tensor.name not in given]
     if missing:
-        raise ConfigError(f"{model}/config.pbtxt: no step produces output {missing[0]}; see tools/render/ensembles.py")
+        raise ConfigError(f"{model}/config.pbtxt: no step produces output {missing[0]}; see tools/render.py")
 
 
 def _type(tensor: Any) -> tuple[int, list[int]]:

@@ -1,7 +1,5 @@
 """Reward functions with the signatures of those for TRL's GRPOTrainer: lists in, a list out."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A policy whose responses come from fake vLLM servers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ from tiny_checkpoints import VOCAB, save_tiny
 from actor.generation.slots import Response
 from actor.policy.policy import Policy
 from actor.vllm.generation import VllmGeneration
-from benchmarks.support.workload import word_tokenizer
+from benchmarks.workload import word_tokenizer
 from python_backend.config import RunConfig
 
 PROMPTS = [np.asarray([3, 4]), np.asarray([5]), np.asarray([6, 7, 8])]
@@ -33,7 +31,7 @@ class VllmSetup:
         generation = {"engine": "vllm", "max_new_tokens": 8, "vllm": {"servers": servers, "deadline_s": 20}}
         generation |= changes.pop("generation", {})
         actor = {
-            "policy": {"checkpoint": str(checkpoint), **changes.pop("policy", {})},
+            "policy": {"model": str(checkpoint), **changes.pop("policy", {})},
             "generation": generation,
             "prompts": {"max_tokens": 8},
             "client": {"backoff_s": 0.001, "max_outage_s": 10, **changes},

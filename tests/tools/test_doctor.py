@@ -1,9 +1,10 @@
-"""`python -m tools doctor` on machines and configurations that are broken in one way each."""
-
-from __future__ import annotations
+"""`python -m tools doctor` on machines and configurations that are broken in several ways, and finding tritonserver."""
 
 import contextlib
+import dataclasses
 import functools
+import importlib.metadata
+import importlib.util
 import json
 import os
 import resource
@@ -13,24 +14,36 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 from live_system import Checkpoints, System, make_run, wait_for
-from small_disk import SmallDisk, small_disk
-from test_triton_home import OTHER, PYTHON, copy_of
+from small_disk import small_disk
 
+from python_backend.config import ServerSection
 from python_backend.wire.contract import CRITIC_SAVE
-from tools.doctor import command, machine
-from tools.doctor.finding import Finding, Level, run_checks
-from tools.server.triton_home import find_tritonserver
+from tools import doctor
+from tools.doctor import Finding, Level, run_checks
+from tools.server.container import BODY_LIMIT
+from tools.server.triton_home import (
+    STUB,
+    ServerStartError,
+    TritonHome,
+    accepts,
+    find_tritonserver,
+    lay_out_backends,
+    server_environment,
+)
+from tools.server.tritonserver import TritonServer
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+OTHER = "3.8"
 
 
-def doctor(
+def run_doctor(
     *arguments: str, packages: Path | None = None, python: Sequence[str] = (), before: Callable[[], None] | None = None
 ) -> tuple[int, str]:
     """Run the command in a process of its own; `packages` comes before the installed ones. Return exit code, output.
@@ -45,7 +58,6 @@ def doctor(
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=120,
     )
     assert done.stderr == ""
     return done.returncode, done.stdout
@@ -55,20 +67,6 @@ def problems(found: str) -> list[str]:
     return [line for line in found.splitlines() if line.startswith(("FAILED", "warning"))]
 
 
-def pretend_installed(folder: Path, name: str, version: str) -> Path:
-    """A folder for PYTHONPATH in which this version of the package is installed."""
-    info = folder / f"{name}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    return folder
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    with small_disk(tmp_path / "disk", 4) as disk:
-        yield disk
-
-
 @pytest.fixture
 def config(tmp_path: Path, checkpoints: Checkpoints) -> Path:
     """A configuration of a PPO run, on free ports."""
@@ -76,11 +74,11 @@ def config(tmp_path: Path, checkpoints: Checkpoints) -> Path:
 
 
 def findings(*arguments: str) -> dict[str, Finding]:
-    return {found.name: found for found in command.findings(Path(arguments[0]), arguments[1:])}
+    return {found.name: found for found in doctor.findings(Path(arguments[0]), arguments[1:])}
 
 
 def test_a_machine_that_works_and_a_run_that_has_not_begun(config: Path) -> None:
-    code, found = doctor("--config", str(config))
+    code, found = run_doctor("--config", str(config))
     assert (code, problems(found)) == (0, []), found
     for name in ("python", "libpython", "numpy", "nvidia-pytriton", "tritonserver", "shared memory", "disk", "clock"):
         assert f"\nok       {name}" in f"\n{found}"
@@ -88,96 +86,81 @@ def test_a_machine_that_works_and_a_run_that_has_not_begun(config: Path) -> None
     assert "server           not running" in found
 
 
-def test_numpy_2_is_named_with_its_remedy(tmp_path: Path) -> None:
-    code, found = doctor(packages=pretend_installed(tmp_path, "numpy", "2.1.0"))
+def test_other_versions_a_broken_package_and_few_open_files_are_named_with_their_remedies(
+    tmp_path: Path, config: Path
+) -> None:
+    for name, version in (("numpy", "2.1.0"), ("nvidia_pytriton", "0.5.1")):
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (tmp_path / "torch.py").write_text("raise ImportError('lib.so.13: no such file')\n")
+    few = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (256, 8192))
+    code, found = run_doctor("--config", str(config), packages=tmp_path, before=few)
     assert code == 1
-    assert any(line.startswith("warning  numpy            2.1.0, tested with 1.26.4") for line in problems(found))
-    assert 'empty tensors: run `pip install "numpy<2"`' in found
-
-
-def test_a_wheel_of_another_version_is_named(tmp_path: Path) -> None:
-    code, found = doctor(packages=pretend_installed(tmp_path, "nvidia_pytriton", "0.5.1"))
-    assert code == 0
-    assert problems(found) == [
-        "warning  nvidia-pytriton  0.5.1, tested with 0.7.0: pip install 'nvidia-pytriton==0.7.0' if anything fails"
-    ]
+    assert "\nok       clock" in found
+    numpy, torch, pytriton, files, unchecked, server = problems(found)
+    assert numpy.startswith("warning  numpy            2.1.0, tested with 1.26.4")
+    assert torch.startswith("FAILED   torch            ")
+    assert " cannot be imported (lib.so.13: no such file): pip install --force-reinstall 'torch==" in torch
+    remedy = "pip install 'nvidia-pytriton==0.7.0' if anything fails"
+    assert pytriton == f"warning  nvidia-pytriton  0.5.1, tested with 0.7.0: {remedy}"
+    assert files == "warning  open files       at most 256 per process, 4096 are enough: ulimit -n 8192"
+    assert unchecked == "warning  configuration    not checked: install the packages above first"
+    assert 'empty tensors: run `pip install "numpy<2"`' in server
 
 
 def test_packages_that_are_not_installed_are_named() -> None:
     """`-S`: a Python without the packages of its environment."""
-    code, found = doctor(python=["-S"])
+    code, found = run_doctor(python=["-S"])
     assert code == 1
-    for name in machine.PACKAGES:
+    for name in doctor.PACKAGES:
         assert f"FAILED   {name:<16} not installed: pip install '{name}==" in found
     assert "FAILED   tritonserver     no tritonserver found" in found
     assert "or set server.tritonserver to the path of one" in found
     assert "\nok       clock" in found
 
 
-def test_few_open_files_are_named() -> None:
-    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 8192))  # noqa: E731
-    code, found = doctor(before=few)
-    text = "warning  open files       at most 256 per process, 4096 are enough: ulimit -n 8192"
-    assert (code, problems(found)) == (0, [text])
-
-
-def test_too_few_open_files_keep_a_run_from_working(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
-    (found,) = machine.open_files()
-    assert found.level is Level.FAILED
-    assert found.text.endswith("raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["torch", "rich"])
-def test_a_package_that_breaks_on_import_has_a_line_with_the_remedy(name: str, tmp_path: Path, config: Path) -> None:
-    (tmp_path / f"{name}.py").write_text("raise ImportError('lib.so.13: no such file')\n")
-    code, found = doctor("--config", str(config), packages=tmp_path)
-    assert code == 1
-    broken, unchecked = problems(found)
-    assert broken.startswith(f"FAILED   {name:<16} ")
-    assert f" cannot be imported (lib.so.13: no such file): pip install --force-reinstall '{name}==" in broken
-    assert unchecked == "warning  configuration    not checked: install the packages above first"
-    assert "\nok       clock" in found
-
-
-def test_a_python_without_libpython_or_of_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path))
-    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
-    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
-    found = list(run_checks([("python", machine.python)]))
-    assert [each.level for each in found] == [Level.FAILED, Level.FAILED]
-    assert "3.9.1, must be 3.10 to 3.12" in found[0].text
-    assert "apt install libpython" in found[1].text
-
-
-def test_a_wheel_that_is_for_another_python_or_whose_libraries_do_not_load(tmp_path: Path) -> None:
+def test_what_no_run_can_work_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Few open files, a Python without libpython or of another version, tritonservers that do not start."""
     wheel = find_tritonserver(None)
     broken = copy_of(wheel, tmp_path / "broken", {PYTHON: PYTHON})
     broken.write_text("#!/bin/sh\necho 'libre2.so.5: cannot open shared object file' >&2\nexit 127\n")
     other = copy_of(wheel, tmp_path / "other", {OTHER: OTHER})
-    for binary, told in ((broken, "does not start: libre2.so.5: cannot"), (other, f"there are stubs for {OTHER}")):
-        (found,) = run_checks([("tritonserver", functools.partial(machine.tritonserver, binary))])
-        assert found.level is Level.FAILED
-        assert told in found.text
+    started = [functools.partial(doctor.tritonserver, binary) for binary in (broken, other)]
+    found = list(run_checks([("tritonserver", check) for check in started]))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+    found += run_checks([("open files", doctor.open_files), ("python", doctor.python)])
+    assert {each.level for each in found} == {Level.FAILED}
+    expected = [
+        "does not start: libre2.so.5: cannot",
+        f"there are stubs for {OTHER}",
+        "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536",
+        "3.9.1, must be 3.10 to 3.12",
+        "apt install libpython",
+    ]
+    assert [each.text for each, part in zip(found, expected, strict=True) if part not in each.text] == []
 
 
-def test_a_port_that_is_taken_is_named(config: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        found = findings(str(config), f"server.grpc_port={port}")["ports"]
-    assert found.level is Level.FAILED
-    assert found.text.startswith(f"port {port} (server.grpc_port) on 127.0.0.1 cannot be used: Address already in use")
-
-
-def test_a_port_that_another_program_listens_on_is_not_the_servers(config: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        taken.settimeout(0.1)
-        threading.Thread(target=refuse_all, args=(taken,), daemon=True).start()
-        found = findings(str(config), f"server.http_port={port}")
-    assert found["ports"].text.startswith(f"port {port} (server.http_port) on 127.0.0.1 cannot be used")
-    assert found["server"].text == "not running"
+def test_disks_shared_memory_and_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_disk(tmp_path / "disk", 4) as disk:
+        monkeypatch.setattr(doctor, "SHARED_MEMORY", disk.folder)
+        (memory,) = doctor.shared_memory()
+        assert memory.level is Level.FAILED
+        assert "docker run --shm-size=1g" in memory.text
+        disk.fill()
+        space, write = doctor.disk(disk.folder / "run", 0)
+        assert (space.level, write.level) == (Level.FAILED, Level.FAILED)
+        assert "0.0 GiB free" in space.text
+        assert "No space left on device; set run.dir" in write.text
+        disk.empty()
+        disk.read_only(True)
+        assert "Read-only file system" in list(doctor.disk(disk.folder, 0))[1].text
+    now = doctor.time.time()
+    monkeypatch.setattr(doctor.time, "time", lambda: now + 60)
+    assert "+60 s against the clock of" in list(doctor.disk(tmp_path, 0))[1].text
 
 
 def refuse_all(listener: socket.socket) -> None:
@@ -187,101 +170,76 @@ def refuse_all(listener: socket.socket) -> None:
             listener.accept()[0].close()
 
 
-def test_ports_of_prometheus(config: Path) -> None:
+def test_ports_that_are_taken_and_a_folder_that_cannot_be_written(config: Path) -> None:
+    """Another program listens, which is not the run's server."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        one = findings(str(config), f"monitoring.actor_port={port}")["monitoring"]
-        both = findings(str(config), f"monitoring.actor_port={port}", f"monitoring.trainer_port={port}")["monitoring"]
-    assert (one.level, one.text[: len("monitoring.actor_port")]) == (Level.WARNING, "monitoring.actor_port")
-    assert f"{port} is taken, so there would be no metrics" in one.text
-    assert (both.level, both.text) == (
-        Level.FAILED,
-        f"monitoring.trainer_port: {port} is monitoring.actor_port, too; choose another port",
-    )
+        taken.settimeout(0.1)
+        threading.Thread(target=refuse_all, args=(taken,), daemon=True).start()
+        monitored = [f"monitoring.actor_port={port}", f"monitoring.trainer_port={port}"]
+        found = findings(str(config), f"server.http_port={port}", "server.dir=/proc/none", monitored[0])
+        shared, taken_alone = (
+            findings(str(config), *overrides)["monitoring"] for overrides in (monitored, monitored[:1])
+        )
+    assert found["server"].text == "not running"
+    expected = {
+        "ports": f"port {port} (server.http_port) on 127.0.0.1 cannot be used: Address already in use",
+        "server.dir": "/proc/none cannot be written: ",
+        "monitoring": f"monitoring.actor_port: {port} is server.http_port, too; choose another port",
+    }
+    assert {name: found[name].level for name in expected} == dict.fromkeys(expected, Level.FAILED)
+    assert {name: found[name].text.startswith(text) for name, text in expected.items()} == dict.fromkeys(expected, True)
+    assert shared.text == f"monitoring.trainer_port: {port} is monitoring.actor_port, too; choose another port"
+    assert (shared.level, taken_alone.level) == (Level.FAILED, Level.WARNING)
+    assert f"monitoring.actor_port: {port} is taken, so there would be no metrics" in taken_alone.text
 
 
-def test_a_folder_of_the_server_that_cannot_be_written(config: Path) -> None:
-    found = findings(str(config), "server.dir=/proc/none")["server.dir"]
-    assert found.level is Level.FAILED
-    assert "/proc/none cannot be written: " in found.text
-
-
-def test_a_link_to_weights_that_are_gone(config: Path, checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_weights_that_are_gone(config: Path, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """A link leads nowhere, and then the file that an index names is missing."""
     shutil.copytree(checkpoints.policy, tmp_path / "dangling")
     weights = tmp_path / "dangling" / "model.safetensors"
     weights.unlink()
     weights.symlink_to(tmp_path / "none")
-    found = findings(str(config), f"actor.policy.checkpoint={tmp_path / 'dangling'}")
-    assert found["files"].level is Level.FAILED
+    policy = f"actor.policy.model={weights.parent}"
+    found = findings(str(config), policy)
+    assert (found["files"].level, found["disk"].level) == (Level.FAILED, Level.OK)
     assert "dangling" in found["files"].text
-    assert found["disk"].level is Level.OK
     shard = "model-00001-of-00001.safetensors"
     weights.rename(weights.with_name(shard))
     weights.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
-    found = findings(str(config), f"actor.policy.checkpoint={weights.parent}")
-    assert found["files"].level is Level.FAILED
-    assert f"names {shard}, which is missing" in found["files"].text
+    missing = findings(str(config), policy)["files"]
+    assert (missing.level, f"names {shard}, which is missing" in missing.text) == (Level.FAILED, True)
 
 
 def test_what_text_prompts_begin_with(config: Path, checkpoints: Checkpoints) -> None:
-    assert findings(str(config))["prompts"].text == "text prompts begin with no special token"
-    other = [f"{key}.checkpoint={checkpoints.other_policy}" for key in ("actor.policy", "critic")]  # adds BOS
-    assert findings(str(config), *other)["prompts"].text == "text prompts begin with <s>"
-    found = findings(str(config), *other, "actor.prompts.add_special_tokens=false")["prompts"]
-    assert found.level is Level.WARNING
-    assert found.text.startswith("text prompts lack <s>, with which")
+    other = [f"{key}.model={checkpoints.other_policy}" for key in ("actor.policy", "critic")]  # adds BOS
+    for overrides, level, told in (
+        ([], Level.OK, "text prompts begin with no special token"),
+        (other, Level.OK, "text prompts begin with <s>"),
+        ([*other, "actor.prompts.add_special_tokens=false"], Level.WARNING, "text prompts lack <s>, with which"),
+    ):
+        found = findings(str(config), *overrides)["prompts"]
+        assert (found.level, found.text[: len(told)]) == (level, told)
 
 
-def test_a_full_disk_and_one_that_cannot_be_written(disk: SmallDisk) -> None:
-    disk.fill()
-    space, write = machine.disk(disk.folder / "run", 0)
-    assert (space.level, write.level) == (Level.FAILED, Level.FAILED)
-    assert "0.0 GiB free" in space.text
-    assert "No space left on device; set run.dir" in write.text
-    disk.empty()
-    disk.read_only(True)
-    assert "Read-only file system" in list(machine.disk(disk.folder, 0))[1].text
-
-
-def test_little_shared_memory(disk: SmallDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "SHARED_MEMORY", disk.folder)
-    (found,) = machine.shared_memory()
-    assert found.level is Level.FAILED
-    assert "docker run --shm-size=1g" in found.text
-
-
-def test_a_clock_that_is_ahead_of_the_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = machine.time.time()
-    monkeypatch.setattr(machine.time, "time", lambda: now + 60)
-    assert "+60 s against the clock of" in list(machine.disk(tmp_path, 0))[1].text
-
-
-@pytest.mark.slow
-def test_what_is_missing_of_a_configuration_has_a_line_each(config: Path, tmp_path: Path) -> None:
-    overrides = [f"reward.checkpoint={tmp_path / 'none'}", f"actor.prompts.path={tmp_path / 'no.jsonl'}"]
-    code, found = doctor("--config", str(config), *overrides)
-    assert code == 1
-    assert [line.split()[1:3] for line in problems(found)] == [
-        ["files", "reward.checkpoint:"],
-        ["files", "actor.prompts.path:"],
+def test_what_is_wrong_with_a_configuration_has_a_line_each(config: Path, tmp_path: Path) -> None:
+    settings = [
+        f"reward.model={tmp_path / 'none'}",
+        f"actor.prompts.path={tmp_path / 'no.jsonl'}",
+        "critic.device=cuda:98",
+        "server.training_key_env=NOT_SET",
     ]
-    (tmp_path / "empty.jsonl").touch()
-    empty = findings(str(config), f"actor.prompts.path={tmp_path / 'empty.jsonl'}")["files"]
-    assert empty.text == f"actor.prompts.path: {tmp_path / 'empty.jsonl'} has no prompts"
-    code, found = doctor("--config", str(config), "actor.algorithm.name=gpro")
-    assert code == 1
-    assert [line.split()[1] for line in problems(found)] == ["configuration"]
-    assert "\nok       disk" in found
-
-
-@pytest.mark.slow
-def test_a_gpu_that_is_not_there_and_a_repository_that_cannot_be_rendered(config: Path) -> None:
-    code, found = doctor("--config", str(config), "critic.device=cuda:98", "server.training_key_env=NOT_SET")
-    assert code == 1
-    device, rendering = problems(found)
-    assert device.startswith("FAILED   devices          critic.device: cuda:98 needs 99 GPUs; ")
-    assert device.endswith(", or set it to cpu")
-    assert rendering.startswith("FAILED   rendering        server.training_key_env names NOT_SET")
+    found = [each for each in doctor.findings(config, settings) if each.level is not Level.OK]
+    reward, prompts, device, rendering = found
+    assert {each.level for each in found} == {Level.FAILED}
+    assert (reward.name, reward.text.split()[0]) == ("files", "reward.model:")
+    assert (prompts.name, prompts.text.split()[0]) == ("files", "actor.prompts.path:")
+    assert device.text.startswith("critic.device: cuda:98 needs 99 GPUs; ")
+    assert device.text.endswith(", or set it to cpu")
+    assert rendering.text.startswith("server.training_key_env names NOT_SET")
+    unknown = findings(str(config), "actor.algorithm.name=gpro")
+    assert [each.name for each in unknown.values() if each.level is Level.FAILED] == ["configuration"]
+    assert unknown["disk"].level is Level.OK
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -291,7 +249,11 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def test_a_model_whose_process_died_is_named_with_its_log(live: System) -> None:
+def test_the_models_of_a_running_server_answer_and_one_whose_process_died_is_named_with_its_log(live: System) -> None:
+    found = findings(str(live.run.path))
+    assert found["ports"].text == "used by this run's server"
+    answered = {name for name, each in found.items() if each.text.startswith("answers in")}
+    assert answered == {"reward_model", "critic", "critic_infer", "critic_train", "critic_save"}
     with live.without_probes():  # the supervisor would load it again
         (stub,) = [
             process
@@ -300,15 +262,103 @@ def test_a_model_whose_process_died_is_named_with_its_log(live: System) -> None:
         ]
         stub.kill()
         wait_for(lambda: has_ended(stub))
-        found = findings(str(live.run.path))
-        broken = [each for each in found.values() if each.level is Level.FAILED]
-        assert [each.name for each in broken] == [CRITIC_SAVE]
-        assert str(live.run.config.run.logs_dir / "tritonserver.log") in broken[0].text
+        (broken,) = [each for each in findings(str(live.run.path)).values() if each.level is Level.FAILED]
+        assert broken.name == CRITIC_SAVE
+        assert str(live.run.config.run.logs_dir / "tritonserver.log") in broken.text
     wait_for(lambda: findings(str(live.run.path))[CRITIC_SAVE].level is Level.OK, live.server)
 
 
-def test_the_models_of_a_running_server_answer(live: System) -> None:
-    found = findings(str(live.run.path))
-    assert found["ports"].text == "used by this run's server"
-    answered = {name for name, each in found.items() if each.text.startswith("answers in")}
-    assert answered == {"reward_model", "critic", "critic_infer", "critic_train", "critic_save"}
+# ---- tools.server.triton_home ----
+
+
+@pytest.fixture
+def wheel() -> TritonHome:
+    return find_tritonserver(None)
+
+
+def executable(path: Path, text: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}")
+    path.chmod(0o755)
+    return path
+
+
+def copy_of(wheel: TritonHome, root: Path, stubs: dict[str, str]) -> Path:
+    """A wheel's tree under `root`; `stubs` says which Python's stub stands in which folder."""
+    binary = executable(root / "pytriton" / "tritonserver" / "bin" / "tritonserver")
+    (binary.parent.parent / "backends").symlink_to(wheel.backend_source_dir)
+    for folder, version in stubs.items():
+        place = binary.parent.parent / "python_backend_stubs" / folder
+        place.mkdir(parents=True)
+        (place / STUB).symlink_to(wheel.stub.parents[1] / version / STUB)
+    return binary
+
+
+def test_path_is_the_last_resort(wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wheel.from_wheel
+    binary = copy_of(wheel, tmp_path, {PYTHON: PYTHON})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(binary.parent))
+    assert find_tritonserver(None).binary == binary
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ServerStartError, match=r"no tritonserver found, .* `pip install nvidia-pytriton`"):
+        find_tritonserver(None)
+
+
+def test_backends_are_laid_out_again_and_again(
+    wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the package, where its path is not ASCII: in an editable install the stub's Python cannot open that."""
+    files = {"libtriton_python.so", "triton_python_backend_utils.py", STUB}
+    for package, names in ((tmp_path / "plain", set()), (tmp_path / "ü", {"ü"})):
+        monkeypatch.setattr("tools.server.triton_home._PACKAGE", package)
+        folder = lay_out_backends(wheel, tmp_path / "backends") / "python"
+        assert {path.name for path in folder.iterdir()} == files | names
+        assert (folder / STUB).resolve() == wheel.stub.resolve()
+    # The layout of the NGC image, which keeps its own: stub beside the backend's library, no folder of stubs.
+    binary = executable(tmp_path / "tritonserver" / "bin" / "tritonserver")
+    backends = lay_out_backends(wheel, binary.parent.parent / "backends")
+    home = find_tritonserver(binary)
+    assert (home.from_wheel, home.backend_source_dir) == (False, backends)
+    assert lay_out_backends(home, tmp_path / "elsewhere") == backends
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_environment_and_options_of_the_server(
+    wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    environment = server_environment(wheel)
+    assert environment["LD_LIBRARY_PATH"].split(os.pathsep) == [*map(str, wheel.library_path), "/mine"]
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert accepts(wheel, "--http-port")
+    assert not accepts(wheel, BODY_LIMIT)
+    usage = f"echo 'Usage: tritonserver [options]'\necho '  {BODY_LIMIT} <integer>' >&2; exit 1\n"
+    home = dataclasses.replace(wheel, binary=executable(tmp_path / "tritonserver", usage))
+    assert accepts(home, BODY_LIMIT)
+    server = TritonServer(home, tmp_path, ServerSection(), tmp_path / "log", backends=tmp_path, control_key="key")
+    assert f"{BODY_LIMIT}={256 << 20}" in server._command()
+
+
+def test_a_server_or_a_python_that_cannot_be_used_is_one_sentence(
+    wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(sentence: str, explicit: Path | None = None) -> None:
+        with pytest.raises(ServerStartError, match=sentence):
+            find_tritonserver(explicit)
+
+    refused(r"nothing is not an executable file: --tritonserver \(", tmp_path / "nothing")
+    refused("is not an executable file", tmp_path)
+    alone = Path(shutil.copy("/bin/true", tmp_path / "tritonserver"))
+    refused(r"has no python backend beside it .* ends in -py3", alone)
+    sentence = rf"is built for Python {OTHER}, but this is Python {PYTHON}: run the command with"
+    refused(sentence, copy_of(wheel, tmp_path, {PYTHON: OTHER}))
+    with monkeypatch.context() as patch:  # a second NumPy cannot be installed beside the first
+        patch.setattr(importlib.metadata, "version", lambda name: "2.3.1")
+        refused(r'NumPy 2\.3\.1 is installed, .*`pip install "numpy<2"`')
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path) if name == "LIBDIR" else None)
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    refused(rf"has no libpython{PYTHON}\.so\.1\.0, .*: use a Python that has it")
+    monkeypatch.setattr(sys, "base_prefix", "/srv/jörg/python")
+    refused(r"installed in /srv/jörg/python, .* a Python that is installed elsewhere")

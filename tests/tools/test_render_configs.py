@@ -1,81 +1,83 @@
 """`tools.render_configs`: what is rendered is what Triton's own protobuf reads, complete and up to date."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from live_system import make_checkpoint, make_tokenizer
+from tiny_checkpoints import save_tiny
 from triton_rules import check_rules
+from tritonclient.grpc.model_config_pb2 import DataType
 
-from python_backend.config import ConfigError, RunConfig
-from python_backend.wire import contract
+from python_backend.checkpoints.inspection import fingerprint_weights
+from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
+from python_backend.config.sections import UNMEASURED
+from python_backend.wire.contract import REFERENCE
+from tests.support.settings import nested
 from tools import render_configs as render
+from tools.calibrate.calibration import settle
+from tools.server.tritonserver import load_order
 
 MODELS = {"reward_model", "critic", "critic_infer", "critic_train", "critic_save"}
+SCORING = "tokens:INT64[-1] sequence_lengths:INT64[1] sentences:STRING[1] metadata:STRING[1]"
+TIMES = "queue_us:INT64[1] compute_us:INT64[1] no_outputs_named:INT64[1]"
+VALUES = "values:FP32[-1] response_values:FP32[-1] weights_version:INT64[1]"
+TRAINING = "returns:FP32[-1,-1] prev_values:FP32[-1,-1] mask:FP32[-1,-1]"
+IDENTITY = "run_id:STRING[1] step:INT64[1]"
+TENSORS = {  # inputs and outputs
+    "reward_model": (
+        f"{SCORING} text_pairs:STRING[1] after_critic:INT64[1]",
+        f"rewards:FP32[1] probabilities:FP32[-1] {TIMES}",
+    ),
+    "critic": (f"{SCORING} prompt_lengths:INT64[1]", f"{VALUES} after_critic:INT64[1] {TIMES}"),
+    "critic_infer": (f"{SCORING} prompt_lengths:INT64[1]", f"rewards:FP32[1] {VALUES}"),
+    "critic_train": (
+        f"tokens:INT64[-1,-1] sequence_lengths:INT64[-1,1] {TRAINING} {IDENTITY}",
+        "loss_mean:FP32[1] weights_version:INT64[1]",
+    ),
+    "critic_save": (
+        f"dummy_var:INT64[1] {IDENTITY} keep_steps:INT64[-1] rewind_to:INT64[1]",
+        "status:INT64[1] weights_version:INT64[1]",
+    ),
+    "reference": ("tokens:INT64[-1] sequence_lengths:INT64[1]", f"logprobs:FP32[-1] {TIMES}"),
+}
 
 
-def parsed(**sections: dict) -> dict:
+def parsed(**sections: dict[str, Any]) -> dict[str, Any]:
     texts = render.render_configs(RunConfig.model_validate(sections))
     return {model: render.parse_config(model, text) for model, text in texts.items()}
 
 
-def parameters(config: object) -> dict[str, str]:
+def parameters(config: Any) -> dict[str, str]:
     return {key: value.string_value for key, value in config.parameters.items()}
 
 
-def test_every_model_is_rendered_under_its_name():
-    configs = parsed()
-    assert set(configs) == MODELS == {config.name for config in configs.values()}
+def described(tensors: Iterable[Any]) -> str:
+    """Return name, type and shape of each tensor."""
+    return " ".join(f"{t.name}:{DataType.Name(t.data_type)[5:]}{list(t.dims)}".replace(" ", "") for t in tensors)
+
+
+@pytest.mark.parametrize("dtype", ["INT64", "INT32"])
+def test_models_names_dtypes_and_shapes_are_the_contracts(dtype: str) -> None:
+    configs = parsed(server={"tokens_dtype": dtype, "max_batch_size": 8}, actor={"kl": {"reference": "triton"}})
+    assert set(configs) == set(TENSORS) == {config.name for config in configs.values()}
     assert configs["critic_infer"].platform == "ensemble"
-    assert {configs[name].backend for name in MODELS - {"critic_infer"}} == {"python"}
-
-
-def test_names_dtypes_and_shapes_are_the_contracts():
-    from tritonclient.grpc import model_config_pb2 as pb
-
-    scoring = [
-        (contract.TOKENS, pb.TYPE_INT64, [-1]),
-        (contract.SEQUENCE_LENGTHS, pb.TYPE_INT64, [1]),
-        (contract.SENTENCES, pb.TYPE_STRING, [1]),
-        (contract.METADATA, pb.TYPE_STRING, [1]),
-    ]
-    rewards = [(contract.REWARDS, pb.TYPE_FP32, [1])]
-    times = [(name, pb.TYPE_INT64, [1]) for name in (contract.QUEUE_US, contract.COMPUTE_US, contract.UNNAMED)]
-    pairs, labels = (contract.TEXT_PAIRS, pb.TYPE_STRING, [1]), (contract.PROBABILITIES, pb.TYPE_FP32, [-1])
-    values = [(name, pb.TYPE_FP32, [-1]) for name in (contract.VALUES, contract.RESPONSE_VALUES)]
-    values += [(contract.WEIGHTS_VERSION, pb.TYPE_INT64, [1])]
-    targets = [(name, pb.TYPE_FP32, [-1, -1]) for name in (contract.RETURNS, contract.PREV_VALUES, contract.MASK)]
-    version = (contract.WEIGHTS_VERSION, pb.TYPE_INT64, [1])
-    run_id = (contract.RUN_ID, pb.TYPE_STRING, [1])
-    train = [(contract.TOKENS, pb.TYPE_INT64, [-1, -1]), (contract.SEQUENCE_LENGTHS, pb.TYPE_INT64, [-1, 1])]
-    train += [*targets, run_id, (contract.STEP, pb.TYPE_INT64, [1])]
-    step = (contract.STEP, pb.TYPE_INT64, [1])
-    save = [(contract.DUMMY_VAR, pb.TYPE_INT64, [1]), run_id, step]
-    save += [(contract.KEEP_STEPS, pb.TYPE_INT64, [-1]), (contract.REWIND_TO, pb.TYPE_INT64, [1])]
-    prompts, after = (contract.PROMPT_LENGTHS, pb.TYPE_INT64, [1]), (contract.AFTER_CRITIC, pb.TYPE_INT64, [1])
-    expected = {
-        "reward_model": ([*scoring, pairs, after], [*rewards, labels, *times]),
-        "critic": ([*scoring, prompts], [*values, after, *times]),
-        "critic_infer": ([*scoring, prompts], rewards + values),
-        "critic_train": (train, [(contract.LOSS_MEAN, pb.TYPE_FP32, [1]), version]),
-        "critic_save": (save, [(contract.STATUS, pb.TYPE_INT64, [1]), version]),
-    }
-    for model, config in parsed().items():
-        found = [[(t.name, t.data_type, list(t.dims)) for t in side] for side in (config.input, config.output)]
-        assert found == list(expected[model]), model
+    assert {config.backend for config in configs.values()} == {"python", ""}
+    batches = {name: config.max_batch_size for name, config in configs.items()}
+    assert batches == dict.fromkeys(configs, 8) | {"critic_train": 0, "critic_save": 0}
+    for model, config in configs.items():
+        expected = TENSORS[model][0].replace("tokens:INT64", f"tokens:{dtype}"), TENSORS[model][1]
+        assert (described(config.input), described(config.output)) == expected, model
         assert all(tensor.optional for tensor in config.input), model  # the model says what is missing, by name
-
-
-def test_only_scoring_models_batch_and_their_tokens_are_ragged():
-    configs = parsed(reward={"max_batch_size": 8}, critic={"max_batch_size": 16})
-    sizes = {name: config.max_batch_size for name, config in configs.items()}
-    assert sizes == {"reward_model": 8, "critic": 16, "critic_infer": 8, "critic_train": 0, "critic_save": 0}
-    for name in ("reward_model", "critic"):
-        assert configs[name].HasField("dynamic_batching")
-        assert [t.name for t in configs[name].input if t.allow_ragged_batch] == ["tokens"]
+        is_scoring = model in ("reward_model", "critic", "reference")
+        assert config.HasField("dynamic_batching") == is_scoring
+        assert [t.name for t in config.input if t.allow_ragged_batch] == ["tokens"] * is_scoring
 
 
 def test_settings_reach_the_files():
@@ -83,23 +85,22 @@ def test_settings_reach_the_files():
         critic={
             "instances": 3,
             "device": "cuda:1",
-            "queue_delay_us": 17,
-            "preferred_batch_size": [4, 8],
             "threads": 5,
             "token_budget": 99,
-            "micro_batch_rows": 7,
             "max_length": 33,
             "dtype": "bfloat16",
             "reload": "triton",
             "forward_overhead_tokens": 12,
-            "max_sentence_bytes": 5000,
+        },
+        server={
+            "queue_delay_us": 17,
             "max_request_tokens": 6000,
             "max_request_bytes": 7000,
             "strip_sequence_length_to_multiple": 16,
             "max_queue_size": 31,
             "queue_timeout_s": 1.5,
         },
-        reward={"preferred_batch_size": 4, "standardization": {"mean": 1.5, "std": 2}, "device": "cuda"},
+        reward={"standardization": {"mean": 1.5, "std": 2}, "device": "cuda"},
         trainer={"heartbeat_timeout_s": 2.5},
         run={"dir": "runs/x", "run_id": "name"},
     )
@@ -107,30 +108,26 @@ def test_settings_reach_the_files():
     group = critic.instance_group[0]
     assert (group.count, group.kind, list(group.gpus)) == (3, group.KIND_GPU, [1])
     assert critic.dynamic_batching.max_queue_delay_microseconds == 17
-    assert list(critic.dynamic_batching.preferred_batch_size) == [4, 8]
     policy = critic.dynamic_batching.default_queue_policy
     assert (policy.max_queue_size, policy.default_timeout_microseconds) == (31, 1_500_000)
     assert (policy.timeout_action, policy.allow_timeout_override) == (policy.REJECT, True)
     # A policy that is not configured costs much: with a default timeout, requests that cannot merge trickle.
-    assert not reward.dynamic_batching.HasField("default_queue_policy")
-    assert list(reward.dynamic_batching.preferred_batch_size) == [4]
+    assert not parsed()["reward_model"].dynamic_batching.HasField("default_queue_policy")
     everywhere = reward.instance_group[0]  # on every GPU that the server sees
     assert (everywhere.count, everywhere.kind, list(everywhere.gpus)) == (1, everywhere.KIND_GPU, [])
-    found = parameters(critic)
-    assert found.pop("checkpoint") == str(Path("checkpoints/critic").absolute())
-    assert found.pop("store") == str(Path("runs/x/weights/critic").absolute()) == parameters(train)["store"]
-    assert found == {
+    store = str(Path("runs/x/weights/critic").absolute())
+    assert parameters(critic) == {
+        "model": str(Path("checkpoints/critic").absolute()),
+        "store": store,
         "device": "cuda:1",
         "dtype": "bfloat16",
         "threads": "5",
         "token_budget": "99",
-        "micro_batch_rows": "7",
         "workers": "1",
         "max_length": "33",
         "tokenizer_fingerprint": "",
         "reload": "triton",
         "forward_overhead_tokens": "12",
-        "max_sentence_bytes": "5000",
         "strip_sequence_length_to_multiple": "16",
         "queue_timeout_s": "1.5",
         "max_request_tokens": "6000",
@@ -139,23 +136,23 @@ def test_settings_reach_the_files():
         "tensor_parallel": "1",
     }
     assert json.loads(parameters(reward)["standardization"]) == {"mean": 1.5, "std": 2.0}
-    assert parameters(train)["heartbeat_timeout_s"] == "2.5"
-    assert parameters(train)["run_id"] == parameters(configs["critic_save"])["run_id"] == "name"
+    expected = {"store": store, "heartbeat_timeout_s": "2.5", "run_id": "name"}
+    assert parameters(train).items() >= expected.items()
+    assert parameters(configs["critic_save"])["run_id"] == "name"
 
 
-@pytest.mark.parametrize(("device", "kind"), [("cpu", "KIND_CPU"), ("cuda:4", "KIND_MODEL")])
-def test_a_model_over_several_devices_is_one_instance(device: str, kind: str):
-    config = parsed(critic={"tensor_parallel": 4, "device": device})["critic"]
-    (group,) = config.instance_group
-    assert (group.count, group.kind, list(group.gpus)) == (1, getattr(group, kind), [])
-    assert parameters(config)["tensor_parallel"] == "4"
-    assert parameters(config)["workers"] == "1"
+def test_a_model_over_several_devices_is_one_instance() -> None:
+    for device, kind in (("cpu", "KIND_CPU"), ("cuda:4", "KIND_MODEL")):
+        config = parsed(critic={"tensor_parallel": 4, "device": device})["critic"]
+        (group,) = config.instance_group
+        assert (group.count, group.kind, list(group.gpus)) == (1, getattr(group, kind), [])
+        assert (parameters(config)["tensor_parallel"], parameters(config)["workers"]) == ("4", "1")
 
 
 def test_any_path_survives_the_quoting(tmp_path: Path):
     odd = tmp_path / 'a "quoted" \\ bäckslash, {{ jinja }} and a\ttab'
-    configs = parsed(run={"dir": str(odd)}, critic={"checkpoint": str(odd)})
-    assert parameters(configs["critic"])["checkpoint"] == str(odd)
+    configs = parsed(run={"dir": str(odd)}, critic={"model": str(odd)})
+    assert parameters(configs["critic"])["model"] == str(odd)
     assert parameters(configs["critic_train"])["journal"] == str(odd / "journal")
 
 
@@ -168,12 +165,6 @@ def test_the_training_key_is_rendered_as_its_hash(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("MY_KEY", value) if value is not None else monkeypatch.delenv("MY_KEY")
         with pytest.raises(ConfigError, match=r"server\.training_key_env names MY_KEY, but"):
             render.render_configs(RunConfig.model_validate({"server": {"training_key_env": "MY_KEY"}}))
-
-
-def test_a_checkpoint_without_tokenizer_is_named(tmp_path: Path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path} has no tokenizer")):
-        parsed(critic={"checkpoint": str(tmp_path)})
 
 
 REWARDS = {"model": {"weight": 1.0}, "length": {"function": f"{__file__}:parsed"}}
@@ -199,57 +190,12 @@ def test_whatever_is_served_keeps_the_rules(sections: dict):
     check_rules(parsed(**sections))
 
 
-def broken(model: str, old: str, new: str) -> dict:
-    texts = render.render_configs(RunConfig())
-    assert old in texts[model]
-    texts[model] = texts[model].replace(old, new)
-    return {name: render.parse_config(name, text) for name, text in texts.items()}
-
-
-@pytest.mark.parametrize(
-    ("model", "old", "new", "message"),
-    [
-        ("critic", " allow_ragged_batch: true", "", "critic/config.pbtxt: input tokens needs allow_ragged_batch"),
-        ("critic_train", 'backend: "python"', "backend: python", "critic_train/config.pbtxt is not valid for Triton"),
-        ("critic_train", 'backend: "python"', 'backand: "python"', "critic_train/config.pbtxt is not valid for Triton"),
-        ("critic", 'name: "critic"', 'name: "kritic"', "critic/config.pbtxt: name is 'kritic'"),
-        ("critic", 'name: "values" data_type: TYPE_FP32', 'name: "values" data_type: TYPE_FP16', "tensor values"),
-        (
-            "critic_infer",
-            'name: "rewards" data_type: TYPE_FP32 dims: [ 1 ]',
-            'name: "rewards" data_type: TYPE_FP32 dims: [ 2 ]',
-            "reward_model has no tensor rewards of this type",
-        ),
-        (
-            "critic_infer",
-            'output_map { key: "response_values" value: "response_values" }',
-            "",
-            "critic_infer/config.pbtxt: no step produces output response_values",
-        ),
-        ("critic_infer", 'input_map { key: "tokens"', 'input_map { key: "ids"', "critic has no tensor ids of this"),
-        (
-            "critic_infer",
-            'input { name: "metadata" data_type: TYPE_STRING dims: [ 1 ] optional: true }',
-            "",
-            "critic takes metadata, which is neither an input nor an output of an earlier step",
-        ),
-    ],
-)
-def test_rules_that_the_protobuf_cannot_know(model: str, old: str, new: str, message: str):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        check_rules(broken(model, old, new))
-
-
-def test_int32_tokens_are_declared_everywhere_or_nowhere():
-    from tritonclient.grpc import model_config_pb2 as pb
-
-    for config in parsed(server={"tokens_dtype": "INT32"}).values():
-        assert [t.data_type for t in config.input if t.name == "tokens"] in ([], [pb.TYPE_INT32]), config.name
-
-
-def test_a_preferred_size_beyond_the_largest_is_refused():
-    with pytest.raises(ConfigError, match="critic: preferred_batch_size 9 exceeds max_batch_size 8"):
-        parsed(critic={"max_batch_size": 8, "preferred_batch_size": [4, 9]})
+def test_what_triton_would_not_accept_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"critic_train/config.pbtxt is not valid for Triton"):
+        render.parse_config("critic_train", 'backand: "python"')
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path} has no tokenizer")):
+        parsed(critic={"model": str(tmp_path)})
 
 
 def test_rendering_twice_writes_once_and_drift_is_shown(tmp_path: Path):
@@ -298,3 +244,221 @@ def test_models_of_a_checkout_beyond_ascii_do_not_import_it_from_the_working_dir
         monkeypatch.setattr(render, "ROOT", tmp_path / root)
         render.render_repository(RunConfig(), tmp_path / "repository")
         assert (tmp_path / "repository" / "critic" / "1" / "model.py").read_text().startswith(first)
+
+
+# ---- the reference ----
+
+
+def load(tmp_path: Path, **sections: dict[str, Any]) -> RunConfig:
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump({**sections, "actor": nested(ActorSection, sections.get("actor", {}))}))
+    return load_config(path)
+
+
+def rendered(config: RunConfig) -> Any:
+    return render.parse_config(REFERENCE, render.render_configs(config)[REFERENCE])
+
+
+def test_the_reference_is_rendered_and_measured_only_where_the_actor_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, with_it = RunConfig(), RunConfig.model_validate({"actor": {"kl": {"reference": "triton"}}})
+    assert set(render.render_configs(with_it)) - set(render.render_configs(plain)) == {REFERENCE}
+    folder = tmp_path / "repository" / REFERENCE
+    render.render_repository(with_it, folder.parent)
+    text = (folder / "1" / "model.py").read_text()
+    assert "from python_backend.serving.reference import TritonPythonModel" in text
+    assert not render.check_repository(with_it, folder.parent)
+    assert [drift.path for drift in render.check_repository(plain, folder.parent)] == [folder]
+    render.render_repository(plain, folder.parent)
+    assert not folder.exists()
+    others = {"reward": UNMEASURED, "critic": UNMEASURED}
+    monkeypatch.setattr("tools.calibrate.calibration._remembered", lambda role, *_: pytest.fail(role))
+    assert settle(load(tmp_path, **others), print) == []
+    with pytest.raises(pytest.fail.Exception, match="reference"):
+        settle(load(tmp_path, actor={"kl_reference": "triton"}, **others), print)
+
+
+def test_the_reference_is_what_the_actor_samples_with_or_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    policy, other = (
+        make_checkpoint(tmp_path / name, "policy", make_tokenizer(), seed=seed)
+        for name, seed in (("policy", 3), ("other", 4))
+    )
+    assert fingerprint_weights(policy) != fingerprint_weights(other)
+    settings = {"kl_reference": "triton", "model": str(policy), "temperature": 0.7, "precision": "bfloat16"}
+    for section, checkpoint in (({"workers": 3}, policy), ({"workers": 3, "model": str(other)}, other)):
+        found = parameters(rendered(load(tmp_path, actor=settings, reference=section)))
+        assert (found["model"], found["workers"], found["dtype"]) == (str(checkpoint), "3", "bfloat16")
+        assert (float(found["temperature"]), json.loads(found["banned_token_ids"])) == (0.7, [0, 2])
+        assert found["checkpoint_fingerprint"] == fingerprint_weights(checkpoint)
+        assert found["tokenizer_fingerprint"] == fingerprint(make_tokenizer())
+    (tmp_path / "policy" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"reference\.model: .* has no model\.safetensors"):
+        rendered(load(tmp_path, actor=settings))
+
+
+def test_the_checkpoint_of_the_reference_follows_the_actors(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("actor: {policy: {model: a}}")
+    for overrides, expected in (([], "a"), (["actor.policy.model=b"], "b"), (["reference.model=c"], "c")):
+        assert load_config(tmp_path / "my.yaml", overrides).reference.model == Path(expected)
+
+
+def test_a_deterministic_run_fixes_the_reference_too(tmp_path: Path) -> None:
+    config = load(tmp_path, run={"deterministic": True}, actor={"kl_reference": "triton", "model": "a"})
+    assert (config.reference.token_budget, config.reference.workers) == (1, 1)
+    assert settle(config, print) == []
+
+
+# ---- rewards ----
+
+LENGTH = {"function": "rewards/length.py:penalty", "weight": -0.01, "timeout_s": 0.5, "workers": 3, "memory_mib": 99}
+LABEL = {"function": "package.verifiers:label"}
+
+
+def steps(config: object) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
+    return {s.model_name: (dict(s.input_map), dict(s.output_map)) for s in config.ensemble_scheduling.step}
+
+
+def test_model_and_functions() -> None:
+    rewards = {"length": LENGTH, "model": {"weight": 2}, "label": LABEL}
+    configs = parsed(rewards=rewards, server={"max_batch_size": 8}, critic={})
+    functions = {"reward_function_length", "reward_function_label"}
+    assert set(configs) == MODELS | functions | {"reward_checkpoint", "reward_mixture"}
+    assert parameters(configs["reward_function_length"]) == {
+        "function": f"{Path('rewards/length.py').absolute()}:penalty",
+        "tokenizer": str(Path("checkpoints/reward").absolute()),
+        "hidden_variables": '["TRAINING_KEY", "TRITON_CONTROL_KEY"]',
+        "timeout_s": "0.5",
+        "workers": "3",
+        "memory_mib": "99",
+        "max_waiting_rows": "100000",
+        "max_request_tokens": "4000000",
+        "max_request_bytes": "4000000",
+    }
+    assert parameters(configs["reward_function_label"])["function"] == "package.verifiers:label"
+    for model in ("reward_mixture", "reward_model"):
+        mixture = {key: json.loads(parameters(configs[model])[f"reward_{key}"]) for key in ("components", "weights")}
+        assert mixture == {"components": ["length", "model", "label"], "weights": [-0.01, 2, 1]}
+    assert parameters(configs["reward_checkpoint"])["standardization"] == "model"
+    assert {config.max_batch_size for name, config in configs.items() if name.startswith("reward")} == {8}
+    assert configs["reward_model"].platform == configs["critic_infer"].platform == "ensemble"
+    # One after the other: each takes what the step before it gives, the checkpoint is the first.
+    parts, order = steps(configs["reward_model"]), ["reward_checkpoint", *sorted(functions, reverse=True)]
+    assert list(parts) == [*order, "reward_mixture"]
+    assert all("text_pairs" in parts[name][0] for name in order)
+    after = [parts[name][0].get("after_component") for name in order]
+    assert after == [None, "component_model", "component_length"]
+    assert parts["reward_checkpoint"][1] == {"rewards": "component_model"}
+    assert parts["reward_function_label"][1] == {"reward_component": "component_label", "reward_error": "error_label"}
+    mixed = {"component_length", "error_length", "component_model", "component_label", "error_label"}
+    assert set(parts["reward_mixture"][0]) == mixed == {tensor.name for tensor in configs["reward_mixture"].input}
+    both = steps(configs["critic_infer"])  # without an ensemble within the ensemble
+    assert list(both) == ["critic", *parts]
+    assert "after_critic" not in parts["reward_checkpoint"][0]
+    assert both["reward_checkpoint"][0]["after_critic"] == "after_critic"
+    assert both["reward_mixture"] == parts["reward_mixture"]
+    assert set(both["reward_mixture"][1]) == {"rewards", "reward_components", "reward_errors"}
+    assert "reward_components:FP32[3]" in described(configs["critic_infer"].output)
+
+
+def test_yes_and_no_without_quotes_are_refused(tmp_path: Path) -> None:
+    """YAML reads them as true and false, which must not become the token ids 1 and 0."""
+    path = tmp_path / "run.yaml"
+    path.write_text("reward: {logit: {tokens: [yes], against: [no]}}")
+    with pytest.raises(ConfigError, match=r"reward\.logit\.tokens: True is not a token; .* in quotes"):
+        load_config(path)
+    path.write_text("reward: {logit: {tokens: ['yes', 7], against: ['no']}}")
+    assert load_config(path).reward.logit.model_dump() == {"tokens": ["yes", 7], "against": ["no"]}
+
+
+def test_labels_are_declared_only_with_probabilities(tmp_path: Path) -> None:
+    """The gateway requests the probabilities of a model with labels."""
+    save_tiny(tmp_path, "llama", "critic", num_labels=2)
+    make_tokenizer().save_pretrained(tmp_path)
+    for more in ({}, {"process": {}}):
+        config = parsed(reward={"model": str(tmp_path), **more})["reward_model"]
+        has_probabilities = "probabilities" in {output.name for output in config.output}
+        assert has_probabilities == (parameters(config)["labels"] != "[]") == (not more)
+
+
+def test_a_term_sees_no_key_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "secret")
+    judges = {name: {**LABEL, "options": {"api_key_env": name}} for name in ("one", "two")}
+    sections = {
+        "server": {"training_key_env": "MINE"},
+        "gateway": {"key_env": "GATE"},
+        "rewards": {"l": LENGTH, **judges},
+    }
+    configs = parsed(**sections, critic={})
+    hidden = {
+        name: set(json.loads(parameters(configs[f"reward_function_{name}"])["hidden_variables"]))
+        for name in ("l", "one", "two")
+    }
+    always = {"TRITON_CONTROL_KEY", "TRAINING_KEY", "MINE", "GATE"}
+    assert hidden == {"l": always | {"one", "two"}, "one": always | {"two"}, "two": always | {"one"}}
+
+
+def test_functions_alone_serve_no_checkpoint_and_take_the_policys_tokenizer(tmp_path: Path) -> None:
+    """Where the policy is another trainer's, the critic's, or what the reward names."""
+    sections: dict[str, Any] = {role: {"model": str(tmp_path / role)} for role in ("reward", "critic")}
+    sections["actor"] = {"policy": {"model": str(tmp_path / "actor")}}
+    for role in sections:
+        make_tokenizer().save_pretrained(tmp_path / role)
+        configs = parsed(rewards={"label": LABEL}, **sections)
+        assert "reward_checkpoint" not in configs
+        assert parameters(configs["reward_function_label"])["tokenizer"] == str(tmp_path / role)
+
+
+def test_parts_are_loaded_before_their_sum() -> None:
+    parts = {"reward_checkpoint", "reward_mixture", "reward_function_a"}
+    others = [{"critic_infer"}, {"critic_train"}, {"critic_save"}]
+    assert load_order(MODELS) == [{"reward_model", "critic"}, *others]
+    order = [parts | {"critic"}, {"reward_model"}, *others, {"another"}]
+    assert load_order(MODELS | parts | {"another"}) == order
+
+
+def test_a_reward_that_is_gone_from_the_yaml_is_gone_from_the_repository(tmp_path: Path) -> None:
+    before = RunConfig.model_validate({"rewards": {"model": {}, "length": LENGTH, "label": LABEL}})
+    render.render_repository(before, tmp_path)
+    (tmp_path / "reward_of_mine").mkdir()
+    (tmp_path / "reward_of_mine" / "config.pbtxt").write_text('name: "reward_of_mine"')
+    assert not render.check_repository(before, tmp_path)
+    after = RunConfig.model_validate({"rewards": {"label": LABEL}})
+    gone = {tmp_path / "reward_function_length", tmp_path / "reward_checkpoint"}
+    assert gone < {drift.path for drift in render.check_repository(after, tmp_path)}
+    render.render_repository(after, tmp_path)
+    assert not render.check_repository(after, tmp_path)
+    assert not any(path.exists() for path in gone)
+    render.render_repository(RunConfig(), tmp_path)
+    assert not render.check_repository(RunConfig(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*MODELS, "reward_of_mine"}
+    assert (tmp_path / "reward_model" / "1" / "model.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ("{}", "rewards: Dictionary should have at least 1 item"),
+        ("{Length: {function: 'a:b'}}", "rewards.Length: a name has 1 to 40 characters from a-z, 0-9 and _"),
+        ("{model: {timeout_s: 1}}", "rewards.model.timeout_s: 'model' is the model of the reward section"),
+        ("{model: {function: 'a:b'}}", "rewards.model.function: 'model' is the model of the reward section"),
+        ("{length: {weight: 1}}", "rewards.length.function is missing: only 'model'"),
+        (
+            "{length: {function: nonsense}}",
+            "'nonsense' does not name a function; write path/to/file.py:name or package",
+        ),
+        ("{length: {function: 'a:b', weight: .nan}}", "rewards.length.weight: Input should be a finite number"),
+        ("{length: {function: 'a:b', timeout_s: 0}}", "rewards.length.timeout_s: Input should be greater than 0"),
+        ("{length: {function: 'a:b', workers: 0}}", "rewards.length.workers: Input should be greater than or equal"),
+        ("{length: {function: 'a:b', wieght: 2}}", "unknown key rewards.length.wieght; did you mean rewards.length.we"),
+        (
+            "{length: {function: 'a:b', timeout_s: 90}}",
+            "rewards.length.timeout_s (90) must be below actor.client.deadl",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_by_key_and_value(tmp_path: Path, rewards: str, message: str) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(f"rewards: {rewards}\n")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(path)

@@ -1,34 +1,244 @@
-"""`tools.report.page` on synthetic run folders: whole page, no gold, no validation, and what must never show.
-Given metrics made here. A page is written once per kind of folder, since drawing takes seconds.
+"""The report: its data counted by hand, the page of synthetic and recorded runs, the command, and the display.
+
+Drawing a page takes seconds, so each kind of folder is drawn once.
 """
 
+import gc
+import io
 import json
 import re
+import signal
 import struct
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from recorded_run import RecordedRun
+from rich.console import Console
 from synthetic_run import EVIL, write_run
 
 from python_backend.config import RunConfig
-from python_backend.errors import RlhfError
+from python_backend.store.jsonl import JsonlTail, read_jsonl
+from python_backend.store.run_lock import only_actor, only_run
 from tools.report.curves import (
-    PICTURES,
     as_svg,
     draw_distinct,
     draw_ended,
-    draw_explained_variance,
     draw_kl,
     draw_reward,
     draw_step_time,
+    line_style,
     pictures,
     write_curves,
 )
-from tools.report.data import SUMMARY_KEYS, finish_run, formatted, load_run, phase_seconds, series
-from tools.report.page import pick_texts, shown, verdict, write_page
-from tools.report.pairs import Gain
+from tools.report.data import (
+    MOST_DRAWN,
+    SUMMARY_KEYS,
+    Gain,
+    Thinned,
+    distinct2,
+    finish_run,
+    formatted,
+    load_run,
+    paired_ci95,
+    phase_seconds,
+    read_pairs,
+    read_steps,
+    series,
+)
+from tools.report.display import RunDisplay, sparkline
+from tools.report.page import main, short_names, shown, verdict, write_page
+
+ACTOR = {
+    "steps": 2,
+    "reward_before": 9.0,
+    "reward_after": 9.0,
+    "kl_final": 1.5,
+    "ev_v0": -0.1,
+    "ev_last": 0.5,
+    "weights_version": 2,
+    "critic_updates": 2,
+    "failed_critic_updates": 0,
+    "failed_requests": 0,
+    "masked_samples": 0,
+    "retries": 1,
+    "seconds_total": 10.0,
+    "seconds_per_step": 2.5,
+}
+CRITIC = [
+    {"step": 1, "time": 1.0, "weights_version": 1, "reload": "swap", "reload_ms": 4.0},
+    {"step": 2, "time": 2.0, "weights_version": 2, "reload": "swap", "reload_ms": 8.0},
+    {"step": 2, "time": 3.0, "weights_version": 2, "reload": "triton", "reload_ms": 900.0, "reason": "save"},
+]
+MEASURED = {"server_failures": 0, "peak_rss_mb": 512.0, "seconds_total": 60.0}
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]], torn: str = "") -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + torn, encoding="utf-8")
+
+
+def sample(prompt_id: str, when: str, response: str, reward: float | None, prompt: str = "It is") -> dict[str, Any]:
+    return {"prompt_id": prompt_id, "when": when, "prompt": prompt, "response": response, "reward": reward}
+
+
+SAMPLES = [
+    sample("a", "before", " a list of a list", 0.0),
+    sample("b", "before", " a list of a list", 1.0),
+    sample("a", "after", " a great thing.", 2.0),
+    sample("b", "after", " a good thing.", 4.0),
+]
+
+
+class TestData:
+    @pytest.fixture
+    def run_dir(self, tmp_path: Path) -> Path:
+        (tmp_path / "actor_summary.json").write_text(json.dumps(ACTOR))
+        write_lines(tmp_path / "critic_metrics.jsonl", CRITIC, torn='{"step": 3, "rel')
+        write_lines(tmp_path / "samples.jsonl", SAMPLES)
+        return tmp_path
+
+    def test_summary_counted_by_hand(self, run_dir: Path) -> None:
+        summary = finish_run(run_dir, **MEASURED).summary
+        of_steps = ("process_reward_before", "process_reward_after", "steps_before", "steps_after")
+        assert tuple(summary) == tuple(key for key in SUMMARY_KEYS if key not in of_steps)
+        assert json.loads((run_dir / "summary.json").read_text()) == summary
+        expected = {
+            "reward_before": 0.5,  # the texts' own rewards win over what the actor said of them
+            "reward_after": 3.0,
+            "reward_gain_ci95": [2.0, 3.0],  # the gains of the two pairs
+            "distinct2_before": 3 / 8,  # twice a-list, list-of, of-a, a-list
+            "distinct2_after": 1.0,  # a-great, great-thing., a-good, good-thing.
+            "unique_before": 0.5,
+            "unique_after": 1.0,
+            "reloads_swap": 2,
+            "reloads_triton": 1,
+            "swap_ms_p50": 6.0,
+            "triton_reload_ms_p50": 900.0,
+            "kl_final": 1.5,
+            "peak_rss_mb": 512.0,
+            "seconds_total": 60.0,
+        }
+        assert {key: summary[key] for key in expected} == expected
+
+    def test_what_was_not_measured_is_not_in_the_summary(self, run_dir: Path) -> None:
+        def summary_without(*keys: str) -> dict[str, Any]:
+            actor = {key: value for key, value in ACTOR.items() if key not in keys}
+            (run_dir / "actor_summary.json").write_text(json.dumps(actor | {"failed_critic_updates": float("nan")}))
+            return finish_run(run_dir, **MEASURED).summary
+
+        # Without a critic; not even where an earlier run in this folder had one.
+        critic = {"ev_v0", "ev_last", "weights_version", "critic_updates"}
+        reloads = {"reloads_swap", "reloads_triton", "swap_ms_p50", "triton_reload_ms_p50"}
+        summary = summary_without(*critic)
+        assert not summary.keys() & {*critic, *reloads, "failed_critic_updates"}
+        assert summary["reward_after"] == 3.0
+        validated = {"reward_before", "reward_after", "kl_final", "ev_v0", "ev_last"}
+        (run_dir / "samples.jsonl").unlink()
+        summary = summary_without(*validated)
+        assert None not in summary.values()
+        of_texts = {f"{what}_{when}" for what in ("distinct2", "unique") for when in ("before", "after")}
+        assert not summary.keys() & (validated | of_texts)
+
+    def test_masked_rewards_do_not_count(self, run_dir: Path) -> None:
+        for when in ("before", "after"):
+            is_masked = [(row["prompt_id"], row["when"]) == ("b", when) for row in SAMPLES]
+            rows = [row | {"reward": None} if masked else row for row, masked in zip(SAMPLES, is_masked, strict=True)]
+            write_lines(run_dir / "samples.jsonl", rows)
+            summary = finish_run(run_dir, **MEASURED).summary
+            assert (summary["reward_before"], summary["reward_after"]) == (0.0, 2.0)
+            assert summary["reward_gain_ci95"] == [2.0, 2.0]
+
+    @pytest.mark.parametrize(
+        ("name", "rows", "message"),
+        [
+            ("actor_summary.json", None, "actor_summary.json"),
+            ("critic_metrics.jsonl", None, "critic_metrics.jsonl"),
+            ("samples.jsonl", None, "samples.jsonl"),
+            ("actor_summary.json", [{k: v for k, v in ACTOR.items() if k != "steps"}], "lacks steps"),
+            ("samples.jsonl", SAMPLES[:3], "2 texts before, 1 after; texts without a counterpart: b"),
+            ("samples.jsonl", [*SAMPLES, SAMPLES[0]], "'a' occurs twice with when='before'"),
+            ("samples.jsonl", [*SAMPLES[:3], sample("b", "after", " x", 0.0, prompt="Other")], "prompt 'b' differs"),
+            ("samples.jsonl", [SAMPLES[0] | {"when": "later"}], "'later', not 'before' or 'after'"),
+            ("samples.jsonl", [], "0 texts before, 0 after"),
+        ],
+    )
+    def test_files_that_are_missing_or_damaged_are_named(
+        self, run_dir: Path, name: str, rows: list[dict[str, Any]] | None, message: str
+    ) -> None:
+        (run_dir / name).unlink()
+        if rows is not None:
+            write_lines(run_dir / name, rows)
+        with pytest.raises(FileNotFoundError if rows is None else ValueError, match=message):
+            finish_run(run_dir, **MEASURED)
+
+    def test_only_the_last_line_may_be_torn_and_line_ends_inside_texts_split_no_line(self, tmp_path: Path) -> None:
+        path, row = tmp_path / "x.jsonl", sample("a", "before", "one\u2028two\x85three", 0.0)
+        for content, expected in (
+            ('{"a": 1}\n{"a": 2', [{"a": 1}]),
+            ('{"a": 1}\n{"a": 2}', [{"a": 1}, {"a": 2}]),
+            (json.dumps(row, ensure_ascii=False) + "\n", [row]),
+        ):
+            path.write_text(content, encoding="utf-8")
+            assert read_jsonl(path) == expected
+        for content, message in (('{"a": 1}\n{"a"\n{"a": 3}\n', "line 2"), ("[1]\n", "not a JSON object")):
+            path.write_text(content)
+            with pytest.raises(ValueError, match=message):
+                read_jsonl(path)
+
+    def test_a_step_done_again_counts_once(self, tmp_path: Path) -> None:
+        write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "x": 0}, {"step": 2, "x": 1}, {"step": 2, "x": 2}])
+        assert read_steps(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 0}, {"step": 2, "x": 2}]
+
+    def test_responses_without_their_leading_space_are_not_fused_with_the_prompt(self, run_dir: Path) -> None:
+        assert read_pairs(run_dir)[0].text_after == "It is a great thing."
+        write_lines(run_dir / "samples.jsonl", [row | {"response": row["response"].strip()} for row in SAMPLES])
+        assert read_pairs(run_dir)[0].text_after == "It is a great thing."
+
+    def test_figures_of_hand(self) -> None:
+        assert distinct2(["a b a b"]) == 2 / 3  # ab ba ab
+        assert distinct2(["a", ""]) is None
+        row = {"timers/generate": 1.0, "timers/train_time": 0.5, "timers/step_time": 2.0}
+        seconds = phase_seconds(row)
+        assert (seconds["generate"], seconds["policy update"], seconds["other"]) == (1.0, 0.5, 0.5)
+        assert sum(seconds.values()) == 2.0
+        assert phase_seconds({"timers/generate": 3.0, "timers/step_time": 2.0})["other"] == 0.0  # phases may overlap
+        rows = [{"step": 1, "x": None}, {"step": 2, "x": float("nan")}, {"step": 3}, {"step": 4, "x": 5}]
+        assert series(rows, "x") == ([4], [5.0])
+        assert shown([1.1695196736250069, -250.4, 3]) == "[1.170, -250, 3]"
+        rounded = [(-0.004, ".2f"), (-0.006, ".2f"), (-0.0001, "+.3f"), (-1234.5, ",.0f")]
+        assert [formatted(value, spec) for value, spec in rounded] == ["0.00", "-0.01", "+0.000", "-1,234"]
+
+    def test_the_interval_of_a_gain_keeps_pairs_and_agrees_with_the_normal_approximation(self) -> None:
+        assert paired_ci95([0.0, 1.0, 2.0], [0.5, 1.5, 2.5]) == (0.5, 0.5)
+        rng = np.random.default_rng(1)
+        before = rng.normal(0.0, 5.0, size=400)
+        after = before + rng.normal(0.1, 0.5, size=400)
+        half, middle = 1.96 * float(np.std(after - before)) / 20.0, float(np.mean(after - before))
+        found = paired_ci95(list(before), list(after))
+        assert found == pytest.approx((middle - half, middle + half), abs=0.01)
+        assert paired_ci95(list(before), list(after)) == found
+        for scores in ([], [1.0, 2.0]):
+            with pytest.raises(ValueError, match="paired"):
+                paired_ci95([1.0] * bool(scores), scores)
+
+    def test_verdicts_are_honest(self) -> None:
+        ends = ((0.1, 0.3), (-0.3, -0.1), (-0.1, 0.3))
+        assert [verdict("It", Gain(mean=(low + high) / 2, low=low, high=high)) for low, high in ends] == [
+            "It rose by 0.200, 95 % interval [0.100, 0.300].",
+            "It fell by 0.200, 95 % interval [-0.300, -0.100].",
+            "It did not change measurably: +0.100, and the 95 % interval [-0.100, 0.300] includes 0.",
+        ]
 
 
 def page_of(run_dir: Path) -> str:
@@ -36,233 +246,560 @@ def page_of(run_dir: Path) -> str:
     return (run_dir / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("full") / "demo")
+class TestPage:
+    """Of synthetic run folders."""
+
+    def test_the_page_of_a_whole_run_needs_nothing_else_and_names_no_machine(self, tmp_path: Path) -> None:
+        full_run = write_run(tmp_path / "demo")
+        page = page_of(full_run)
+        for text in (
+            "12 new critic versions by swap (median 5 ms) and 1 by Triton reload (median 900 ms)",
+            "The reward rose by 2.000",
+            "The mean reward was 0.000 before and 2.000 after.",
+            "Largest gains",
+            "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; &amp; great",
+            "<em>It &lt;b&gt;is&lt;/b&gt;</em> thing",
+        ):
+            assert text in page
+        assert not re.search(r"PPO never saw|<script|url\(|@import", page)
+        assert str(tmp_path) not in page
+        for key in SUMMARY_KEYS:
+            assert (f"<code>{key}</code>" in page) == (not key.startswith(("process_reward_", "steps_")))
+        assert page.count("<figure>") == 7
+        assert set(re.findall(r'(?:src|href)="([^"]{5})', page)) == {"data:"}
+        first, second = (as_svg(draw_distinct, load_run(full_run)) for _ in range(2))
+        assert first == second
+        assert "<dc:date>" not in first
+        write_curves(load_run(full_run), tmp_path / "curves.png")
+        width, height = struct.unpack(">II", (tmp_path / "curves.png").read_bytes()[16:24])
+        assert 1200 <= width <= 1600, "wide enough for a README"
+        assert 800 <= height <= 1200
+
+    def test_of_a_long_run_the_report_reads_every_nth_step(self, tmp_path: Path) -> None:
+        """The pictures of a run of months were a page of 77 MB, made in minutes."""
+        run = load_run(write_run(tmp_path / "long", num_steps=5000))
+        steps = [row["step"] for row in run.steps]
+        assert steps == list(range(1, 5000, 4))
+        assert [row["step"] for row in run.critic if row["reload"] == "swap"] == steps
+        assert [row["step"] for row in run.critic if row["reload"] == "triton"] == [3], "rare ones are all there"
+        assert (run.summary["reloads_swap"], run.summary["reloads_triton"]) == (5000, 1)
+        assert len(pictures(run)) == 7
+
+    def test_the_page_says_what_was_trained_and_with_which_settings(self, tmp_path: Path) -> None:
+        run_dir = write_run(tmp_path / "mine", validated=False, num_steps=2)
+        actor = {
+            "algorithm": {"name": "reinforce++"},
+            "policy": {"model": "models/<tiny>"},
+            "optimizer": {"lr": 0.125},
+        }
+        given = {"actor": actor, "server": {"http_port": 8123}}
+        (run_dir / "settings.json").write_text(RunConfig.model_validate(given).model_dump_json())
+        (run_dir / "changes.jsonl").write_text('{"step": 1, "changed": {"actor.kl.coef": [0.5, 0]}}\n')
+        (run_dir / "policy").mkdir()
+        text = page_of(run_dir)
+        for expected in (
+            "After 2 steps of REINFORCE++, starting from &lt;tiny&gt;:",
+            "<code>actor.optimizer.lr</code></td><td>0.125</td>",
+            "<code>actor.kl.coef</code></td><td>0.5</td><td>0</td>",
+            'AutoModelForCausalLM.from_pretrained("mine/policy")',
+            "The mean training reward was 0.100 in the first step and 0.200 in the last.",
+        ):
+            assert expected in text
+        # No machine, no default, and without validation and logged texts nothing of them.
+        assert not re.search("8123|<code>actor.steps</code>|Texts before and after|held-out|<h2>Texts</h2>", text)
+
+    @pytest.mark.parametrize(("num_texts", "shown"), [(3, 3), (40, 16)])
+    def test_a_run_without_validation_shows_texts_of_its_rollouts(
+        self, tmp_path: Path, num_texts: int, shown: int
+    ) -> None:
+        run_dir = write_run(tmp_path / "short", validated=False, num_steps=2)
+        rows = [
+            {"step": k, "prompt": "It <b>is</b>", "response": f"{EVIL} {k}.", "reward": None if k == 2 else -0.001}
+            for k in range(1, num_texts + 1)
+        ]
+        write_lines(run_dir / "rollouts.jsonl", rows)
+        section = page_of(run_dir)
+        assert section.count("<em>It &lt;b&gt;is&lt;/b&gt;</em>") == shown
+        assert "<script" not in section
+        assert f"great {num_texts}.</td><td class=n>+0.00</td>" in section
+        assert "great 2.</td><td class=n>–</td>" in section
+        assert ("Last steps" in section) == (shown == 16)
+        present = [k for k in (8, 9, 32) if f"great {k}." in section]
+        assert present == ([8] if num_texts == 40 else [])
+
+    def test_new_versions_of_a_live_reward_model_and_resumes_with_other_settings_are_marked(
+        self, tmp_path: Path
+    ) -> None:
+        folder = write_run(tmp_path / "new")
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:12]]
+        for row, version in zip(rows, [0, 0, 0, 1, 1, 1, 1, 3, 3, 3, 2, 2], strict=True):
+            row["train_rollouts/reward_version"] = version
+        write_lines(folder / "metrics.jsonl", rows)
+        (folder / "changes.jsonl").write_text('{"step": 7, "changed": {"actor.kl.coef": [0.5, 0]}}\n')
+        finish_run(folder, server_failures=0, peak_rss_mb=1.0, seconds_total=1.0)
+        axes, distinct = (Figure().subplots() for _ in range(2))
+        draw_reward(axes, load_run(folder))
+        marks = {line.get_xdata()[0]: line.get_label() for line in axes.lines if len(set(line.get_xdata())) == 1}
+        assert {4, 7.5, 8, 11} <= marks.keys()
+        assert marks[7.5] == "resumed with other settings"
+        assert [text.get_text() for text in axes.texts] == ["v1", "v3", "v2"]
+        # Distinct bigrams of 0.05 were a flat line at the bottom of an axis up to 1.25.
+        draw_distinct(distinct, load_run(folder))
+        assert distinct.get_ylim()[1] == pytest.approx(0.055)
+        write_curves(load_run(folder), folder / "curves.png")
+
+    def test_a_run_without_a_critic_or_a_measured_kl_has_no_words_and_no_pictures_of_it(self, tmp_path: Path) -> None:
+        run_dir = write_run(tmp_path / "mine", critic=False)
+        text = page_of(run_dir)
+        assert not re.search("critic|version|reload|PPO", re.sub(r'src="[^"]*"', "", text))
+        assert list(pictures(load_run(run_dir))) == [draw_reward, draw_kl, draw_step_time, draw_distinct, draw_ended]
+        assert text.count("<figure>") == 5
+        assert "<td class=n>–</td>" not in text
+        run_dir = write_run(tmp_path / "no KL", validated=False, critic=False, num_steps=3)
+        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()[:3]]
+        write_lines(run_dir / "metrics.jsonl", [{key: row[key] for key in row if "kl" not in key} for row in rows])
+        run = load_run(run_dir)
+        assert list(pictures(run)) == [draw_reward, draw_step_time, draw_distinct, draw_ended]
+        axes = Figure().subplots()
+        draw_reward(axes, run)
+        assert axes.get_legend_handles_labels()[1] == ["per step"]
+        write_curves(run, tmp_path / "curves.png")
 
 
-def test_of_a_long_run_the_report_reads_every_nth_step(tmp_path: Path):
-    """The pictures of a run of months were a page of 77 MB, made in minutes."""
-    run = load_run(write_run(tmp_path / "long", num_steps=5000))
-    steps = [row["step"] for row in run.steps]
-    assert steps == list(range(1, 5000, 4))
-    assert [row["step"] for row in run.critic if row["reload"] == "swap"] == steps
-    assert [row["step"] for row in run.critic if row["reload"] == "triton"] == [3], "rare ones are all there"
-    assert (run.summary["reloads_swap"], run.summary["reloads_triton"]) == (5000, 1)
-    assert len(pictures(run)) == 8
+class TestSections:
+    """Sections that a run's own function adds to its report."""
+
+    START = "from tools.report.data import ReportSection\n\n\ndef sections(run):\n    "
+
+    def page_of(self, folder: Path, code: str) -> str:
+        """The page of a run whose `report` names a function in a file with this code."""
+        (folder / "my_report.py").write_text(code)
+        run_dir = write_run(folder / "run", report=f"{folder}/my_report.py:sections", validated=False, num_steps=2)
+        texts = [{"step": 1, "prompt": "p", "response": text, "reward": 0.0} for text in ("a <b>", "a b c")]
+        write_lines(run_dir / "rollouts.jsonl", texts)
+        return page_of(run_dir)
+
+    def test_the_example_of_the_docs(self, tmp_path: Path) -> None:
+        docs = Path(__file__).resolve().parents[2] / "docs" / "operating.md"
+        found = re.search(r"```python\n(from tools.report.data.*?)```", docs.read_text(), re.DOTALL)
+        assert found is not None
+        page = self.page_of(tmp_path, found[1])
+        assert "<h2>The longest responses</h2>" in page
+        assert "<table><tr><th class=n>step</th><th class=n>words</th><th>response</th></tr>" in page
+        assert "<td class=n>1</td><td class=n>2</td><td>a &lt;b&gt;</td>" in page
+
+    def test_everything_that_a_section_may_have(self, tmp_path: Path) -> None:
+        code = (
+            'return [ReportSection(title="Texts", text="a < b", results=["It <rose>."], cards=[("mine", "1", "note")], '
+            'figures={"mine": (0.12345, "A figure.")}, pictures={"My picture.": lambda axes, run: axes.plot([1, 2])})]'
+        )
+        page = self.page_of(tmp_path, self.START + code)
+        for text in (
+            "<p>a &lt; b</p>",
+            "<li><b>It &lt;rose&gt;.</b></li>",
+            "<small>mine</small><b>1</b>",
+            'alt="My picture."',
+            "<td><code>mine</code></td><td class=n>0.123</td><td>A figure.</td>",
+        ):
+            assert text in page
+        assert page.count("<h2>Texts</h2>") == 1, "it takes the place of the built-in one"
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["mine"] == 0.12345
+
+    @pytest.mark.parametrize(
+        ("code", "error"),
+        [
+            ("return run.nothing", "AttributeError"),
+            ("return [1]", "TypeError: it returned int, not tools.report.data.ReportSection"),
+            ('return [ReportSection(title="x", pictures={"y": lambda axes, run: 1 / 0})]', "ZeroDivisionError"),
+            ("sys.exit(", "cannot be imported: SyntaxError"),
+        ],
+    )
+    def test_a_failure_is_named_and_the_page_is_there(self, tmp_path: Path, code: str, error: str) -> None:
+        page = self.page_of(tmp_path, self.START + code)
+        assert "my_report.py:sections failed: " in page
+        assert error in page
+        assert "<h2>Numbers</h2>" in page
 
 
-@pytest.fixture(scope="module")
-def page(full_run: Path) -> str:
-    return page_of(full_run)
+IMAGES = re.compile(r'src="[^"]*"')
+REFRESH = '<meta http-equiv="refresh"'
 
 
-def test_headline_and_numbers(page: str):
-    assert "12 new critic versions by swap (median 5 ms) and 1 by Triton reload (median 900 ms)" in page
-    assert "The reward rose by 2.000" in page
-    assert "The mean reward was 0.000 before and 2.000 after." in page
-    assert "Largest gains" in page
-    assert "PPO never saw" not in page
-    for key in SUMMARY_KEYS:
-        assert (f"<code>{key}</code>" in page) == (not key.startswith(("process_reward_", "steps_")))
-    assert page.count("<figure>") == 8
+class TestCommand:
+    """On folders that the actor's recorder writes, while it writes them and afterwards."""
+
+    def page_of(self, run_dir: Path) -> str:
+        """The page of a run, without its pictures."""
+        out = run_dir.parent / "page.html"
+        assert main([str(run_dir), "--out", str(out)]) == 0
+        return IMAGES.sub("", out.read_text(encoding="utf-8"))
+
+    def grpo(self, folder: Path) -> Path:
+        """A whole run with a reward function: no critic, no validation, no reference."""
+        return RecordedRun(folder).start().steps(1, 2, 3, 4).finished(4)
+
+    def test_a_run_has_nothing_of_what_it_does_without(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        page = self.page_of(self.grpo(tmp_path / "run"))
+        assert capsys.readouterr().out == f"report: {tmp_path / 'page.html'}\n"
+        assert "After 4 steps of GRPO" in page
+        assert "The mean training reward was 0.100 in the first step and 0.400 in the last." in page
+        assert "<code>failed_requests</code>" in page
+        assert page.count("<figure>") == 4
+        words = r"null|None|NaN|n/a|–|critic|version|reload|KL|held-out|server's|gold|stopped|progress"
+        assert not re.search(words, page)
+        assert REFRESH not in page
+
+    def test_a_run_before_and_after_its_first_step(self, tmp_path: Path) -> None:
+        run, run_dir = RecordedRun(tmp_path / "run", steps=1).start(), tmp_path / "run"
+        with only_run(run_dir):
+            page = self.page_of(run_dir)
+        assert "In progress: no step has ended." in page
+        assert "<figure>" not in page
+        assert "<h2>Numbers" not in page
+        assert "<code>actor.steps</code></td><td>1<" in page
+        page = self.page_of(run.steps(1).finished(1))
+        assert "After 1 step of GRPO" in page
+        assert re.findall('<figure><img alt="([^"]*)"', page) == ["The mean reward per batch."], "no curve of one step"
+
+    def test_a_run_in_progress_and_after_a_crash_within_a_line(self, tmp_path: Path) -> None:
+        run_dir = tmp_path / "run"
+        run = RecordedRun(run_dir, validation_prompts="held.jsonl", validation_every=2).start()
+        run.validated("before", 0, 0.0).steps(1, 2).validated("between", 2, 0.7)
+        with only_actor(run_dir):
+            page = self.page_of(run_dir)
+        assert "In progress: step 2 of 4 has ended." in page
+        assert REFRESH not in page, "without --follow it does not change"
+        for name in ("metrics.jsonl", "rollouts.jsonl", "validations.jsonl"):
+            with (run_dir / name).open("a") as file:
+                file.write('{"step": 3, "prom')
+        page = self.page_of(run_dir)
+        assert "The run stopped before its end: step 2 of 4 has ended." in page
+        assert "The mean training reward was 0.100 in the first step and 0.200 in the last." in page
+        assert "Texts before and after" not in page, "there are none from after"
+        assert [row["reward"] for row in load_run(run_dir).validations] == [0.0, pytest.approx(0.7)]
+
+    def test_a_resumed_run_does_not_show_the_summary_of_its_first_part(self, tmp_path: Path) -> None:
+        run_dir = self.grpo(tmp_path / "run")
+        (run_dir / "summary.json").write_text(json.dumps({"steps": 4, "seconds_total": 77.0}))
+        assert load_run(run_dir).summary["seconds_total"] == 77.0
+        rows = lines_of(run_dir / "metrics.jsonl")
+        write_lines(run_dir / "metrics.jsonl", [*rows, {**rows[-1], "step": 5}])
+        run = load_run(run_dir)
+        assert (run.is_finished, run.summary["steps"], "seconds_total" in run.summary) == (False, 5, False)
+
+    def test_runs_side_by_side(self, tmp_path: Path) -> None:
+        first, second = self.grpo(tmp_path / "a" / "run"), tmp_path / "b" / "run"
+        other = RecordedRun(second, algorithm_name="rloo", lr=1e-6, validation_prompts="held.jsonl")
+        other.start().validated("before", 0, 0.0).steps(1, 2)
+        assert main([str(first), str(second)]) == 0
+        page = IMAGES.sub("", (first / "comparison.html").read_text())
+        header = re.search(r"<tr><th></th>(.*?)</tr>", page)
+        assert header is not None
+        assert re.findall(r"</i>([^<]*)</th>", header[1]) == ["a/run", "b/run"]
+        cells = re.findall(r"<tr><td[^>]*><code>([^<]*)</code></td>(.*?)</tr>", page)
+        rows = {key: re.findall(r"<td class=\w>([^<]*)</td>", values) for key, values in cells}
+        expected = {
+            "actor.algorithm.name": ["grpo", "rloo"],
+            "actor.optimizer.lr": ["9e-07", "1e-06"],
+            "actor.validation.prompts": ["–", "held.jsonl"],
+            "steps": ["4", "2"],
+            "reward in training, last tenth": ["0.400", "0.200"],
+        }
+        assert {key: rows[key] for key in expected} == expected
+        assert not {"actor.steps", "run.dir", "kl_final", "ev_v0", "gold_before", "top_word"} & rows.keys()
+        assert not any(key.startswith(("critic.", "trainer.", "KL", "reload")) for key in rows)
+        assert "The run stopped before its end: step 2 of 4 has ended." in page
+        assert [page.count(f"border-top-color:{line_style(i)[0]}") for i in range(3)] == [3, 3, 0]
+        assert len({line_style(i) for i in range(24)}) == 24
+        assert "Critic" not in page
+        assert re.findall('<figure><img alt="([^"]*)"', page)[1] == "Mean reward of each validation."
+        assert short_names([tmp_path / "x/one", tmp_path / "x/two"]) == ["one", "two"]
+        assert short_names([tmp_path / "x/a/run", tmp_path / "y/a/run"]) == ["x/a/run", "y/a/run"]
+
+    def test_a_run_named_twice_is_one_run_and_one_that_has_ended_is_not_waited_for(self, tmp_path: Path) -> None:
+        run_dir = self.grpo(tmp_path / "run")
+        assert main([str(run_dir), f"{run_dir}/../run", "--follow"]) == 0
+        page = (run_dir / "report.html").read_text()
+        assert "After 4 steps of GRPO" in page
+        assert REFRESH not in page
+
+    @pytest.mark.parametrize("number", [None, signal.SIGTERM], ids=["to its end", "until a signal"])
+    def test_the_page_follows_a_run(self, tmp_path: Path, number: signal.Signals | None) -> None:
+        run = RecordedRun(tmp_path / "run").start().steps(1)
+        page = tmp_path / "run" / "report.html"
+        command = [sys.executable, "-m", "tools", "report", str(tmp_path / "run"), "--follow", "--every", "0.1"]
+
+        def wait_for(condition: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + 120
+            while not condition():
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+        with only_actor(tmp_path / "run"):
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            try:
+                wait_for(page.exists)
+                assert REFRESH in page.read_text()
+                assert "In progress: step 1 of 4 has ended." in page.read_text()
+                run.steps(2)
+                wait_for(lambda: "step 2 of 4" in page.read_text())
+                assert REFRESH in page.read_text()
+                if number:
+                    process.send_signal(number)
+                    process.wait(120)
+                else:
+                    run.steps(3, 4).finished(4)
+            except BaseException:
+                process.kill()
+                raise
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, out, err) == (0, f"report: {page}\n", "")
+        assert REFRESH not in page.read_text()
+        assert ("After 4 steps" in page.read_text()) == (number is None)
+        assert list(page.parent.glob(".*")) == []
+
+    @pytest.mark.parametrize(
+        ("arguments", "sentence"),
+        [
+            (["{}/none"], "{}/none is missing: name the folder of a run"),
+            (["{}/file"], "{}/file is not a folder: name the folder of a run"),
+            (["{}/run", "{}/empty"], "{}/empty is no run: it has neither settings.json nor metrics.jsonl"),
+            (["{}/run", "--out", "{}/none/page"], "{}/none/page cannot be written: No such file or directory"),
+            (["{}/damaged"], "the run in {}/damaged cannot be read: {}/damaged/metrics.jsonl line 1 is not JSON: "),
+            (["{}/unset"], "the run in {}/unset cannot be read: {}/unset/settings.json is not JSON: "),
+        ],
+    )
+    def test_errors_are_one_sentence(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+    ) -> None:
+        RecordedRun(tmp_path / "run").start().steps(1)
+        for name in ("empty", "damaged", "unset"):
+            (tmp_path / name).mkdir()
+        (tmp_path / "file").touch()
+        (tmp_path / "damaged" / "metrics.jsonl").write_text('{"step"\n{"step": 2}\n')
+        (tmp_path / "unset" / "settings.json").write_text("{")
+        assert main([argument.replace("{}", str(tmp_path)) for argument in arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {sentence.replace('{}', str(tmp_path))}")
+        assert error.count("\n") == 1
+
+    def test_a_missing_package_is_named(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(step_row(1))}\n")
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        assert main([str(tmp_path)]) == 2
+        assert capsys.readouterr().err == "error: the report needs matplotlib: pip install '.[training]'\n"
 
 
-def test_texts_are_escaped(page: str):
-    assert "<script" not in page
-    assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; &amp; great" in page
-    assert "<em>It &lt;b&gt;is&lt;/b&gt;</em> thing" in page
+# ---- the display in a terminal and without one, and the reader that follows a file being written ----
 
 
-def test_the_page_needs_nothing_else_and_names_no_machine(page: str, full_run: Path):
-    assert str(full_run.parent) not in page
-    linked = re.findall(r'(?:src|href)="([^"]{5})', page)
-    assert set(linked) == {"data:"}
-    assert "url(" not in page
-    assert "@import" not in page
-
-
-def test_same_run_same_bytes(full_run: Path):
-    first, second = (as_svg(draw_distinct, load_run(full_run)) for _ in range(2))
-    assert first == second
-    assert "<dc:date>" not in first
-
-
-def test_the_page_says_what_was_trained_and_with_which_settings(tmp_path: Path):
-    run_dir = write_run(tmp_path / "mine", validated=False, num_steps=2)
-    actor = {
-        "algorithm": {"name": "reinforce++"},
-        "policy": {"checkpoint": "models/<tiny>"},
-        "optimizer": {"lr": 0.125},
+def step_row(step: int, **more: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "time": 100.0 + 2 * step,
+        "train_rollouts/rewards": 0.1 * step,
+        "train_rollouts/init_policy_kl_per_sequence": 0.5,
+        "tokens_per_s": 1234.5,
+        "client/failed_requests": 0,
+        "timers/generate": 1.0,
+        "timers/train_time": 0.5,
+        "timers/step_time": 2.0,
+        **more,
     }
-    given = {"actor": actor, "server": {"http_port": 8123}}
-    (run_dir / "settings.json").write_text(RunConfig.model_validate(given).model_dump_json())
-    (run_dir / "changes.jsonl").write_text('{"step": 1, "changed": {"actor.kl.coef": [0.5, 0]}}\n')
-    (run_dir / "policy").mkdir()
-    text = page_of(run_dir)
-    assert "After 2 steps of REINFORCE++, starting from &lt;tiny&gt;:" in text
-    assert "<code>actor.optimizer.lr</code></td><td>0.125</td>" in text
-    assert "<code>actor.kl.coef</code></td><td>0.5</td><td>0</td>" in text
-    assert 'AutoModelForCausalLM.from_pretrained("mine/policy")' in text
-    assert "8123" not in text
-    assert "<code>actor.steps</code>" not in text, "a default"
 
 
-def test_a_run_without_validation(tmp_path: Path):
-    run_dir = write_run(tmp_path / "short", validated=False, num_steps=2)
-    text = page_of(run_dir)
-    assert "The mean training reward was 0.100 in the first step and 0.200 in the last." in text
-    assert "Texts before and after" not in text
-    assert "held-out" not in text
-    assert "<h2>Texts</h2>" not in text, "it logged none"
-    write_curves(load_run(run_dir), tmp_path / "short.png")
-    assert (tmp_path / "short.png").stat().st_size > 10_000
+def append(path: Path, *rows: dict[str, Any], torn: str = "") -> None:
+    with path.open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows) + torn)
 
 
-@pytest.mark.parametrize(("num_texts", "shown"), [(3, 3), (16, 16), (40, 16)])
-def test_a_run_without_validation_shows_texts_of_its_rollouts(tmp_path: Path, num_texts: int, shown: int):
-    run_dir = write_run(tmp_path / "short", validated=False, num_steps=2)
-    rows = [
-        {"step": k, "prompt": "It <b>is</b>", "response": f"{EVIL} {k}.", "reward": None if k == 2 else -0.001}
-        for k in range(1, num_texts + 1)
-    ]
-    (run_dir / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section = page_of(run_dir)
-    assert section.count("<em>It &lt;b&gt;is&lt;/b&gt;</em>") == shown
-    assert "<script" not in section
-    assert f"great {num_texts}.</td><td class=n>+0.00</td>" in section
-    assert "great 2.</td><td class=n>–</td>" in section
-    assert ("Last steps" in section) == (shown == 16)
-    if num_texts == 40:
-        assert "great 8." in section
-        assert "great 9." not in section
-        assert "great 32." not in section
+SWAP = {"step": 1, "time": 103.0, "weights_version": 1, "reload": "swap", "reload_ms": 12.4}
+TRITON = {
+    "step": 1,
+    "time": 104.0,
+    "weights_version": 1,
+    "reload": "triton",
+    "reload_ms": 2345.0,
+    "reason": "save",
+}
 
 
-def test_each_share_has_a_scale_of_its_own(full_run: Path):
-    """Distinct bigrams of 0.05 were a flat line at the bottom of an axis up to 1.25."""
-    tops = []
-    for draw in (draw_distinct, draw_ended):
-        axes = Figure().subplots()
-        draw(axes, load_run(full_run))
-        tops.append(axes.get_ylim()[1])
-    assert tops == pytest.approx([0.055, 1.03])
+def terminal(width: int = 80) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=30, _environ={"TERM": "xterm"})
 
 
-def test_each_change_of_a_live_reward_model_is_marked(tmp_path: Path):
-    folder = write_run(tmp_path / "live")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:12]]
-    served = [0, 0, 0, 1, 1, 1, 1, 3, 3, 3, 2, 2]
-    for line, version in zip(lines, served, strict=True):
-        line["train_rollouts/reward_version"] = version
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    finish_run(folder, server_failures=0, peak_rss_mb=1.0, seconds_total=1.0)
-    axes = Figure().subplots()
-    draw_reward(axes, load_run(folder))
-    marks = [
-        line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--" and len(set(line.get_xdata())) == 1
-    ]
-    assert marks == [4, 8, 11]
-    assert [text.get_text() for text in axes.texts] == ["v1", "v3", "v2"]
-    write_curves(load_run(folder), folder / "curves.png")
+def last_frame(display: RunDisplay, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, _environ={})
+    console.print(display._render())
+    return console.file.getvalue().splitlines()
 
 
-def test_what_an_axis_leaves_out_and_a_resume_with_other_settings_are_marked(tmp_path: Path):
-    folder = write_run(tmp_path / "new")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:12]]
-    lines[1]["train_rollouts/explained_variance"] = -1234.5
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "changes.jsonl").write_text('{"step": 7, "changed": {"actor.kl.coef": [0.5, 0]}}\n')
-    labels = {}
-    for draw in (draw_explained_variance, draw_reward):
-        axes = Figure().subplots()
-        draw(axes, load_run(folder))
-        labels |= {line.get_label(): line.get_xdata()[0] for line in axes.lines}
-    assert "training batch, served version, lowest -1,234" in labels
-    assert labels["resumed with other settings"] == 7.5
-    assert "the estimate of a batch can be negative" in PICTURES[draw_kl][0]
+def test_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as some CI machines do
+    with RunDisplay(tmp_path, 4) as display:
+        display.phase("starting [bold]tritonserver[/bold]")
+        display.refresh()  # no file yet
+        append(tmp_path / "critic_metrics.jsonl", SWAP, TRITON)
+        append(tmp_path / "metrics.jsonl", step_row(1), step_row(2), torn='{"step": 3, ')
+        print("a message")
+        display.refresh()
+        display.log("another")
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert out.splitlines()[:2] == ["[0:00] starting [bold]tritonserver[/bold]", "a message"]
+    first, second = out.splitlines()[2:4]
+    assert first.startswith("step 1/4  reward +0.100  KL 0.50  tokens/s 1,234  weights version 1  swap reload 12 ms")
+    assert "swap reload 12 ms  triton reload 2,345 ms  failed requests 0  2.0 s  ETA 0:04" in second
+    assert out.splitlines()[4:] == ["another"]
 
 
-def test_figures_of_a_table_are_rounded():
-    assert shown([1.1695196736250069, -250.4, 3]) == "[1.170, -250, 3]"
+def test_the_eta_of_a_resumed_run_knows_no_pause(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    append(tmp_path / "metrics.jsonl", step_row(1))
+    with RunDisplay(tmp_path, 4) as display:
+        append(tmp_path / "metrics.jsonl", step_row(2) | {"time": 10_000.0})
+        display.refresh()
+        append(tmp_path / "metrics.jsonl", step_row(3) | {"time": 10_003.0})  # read on leaving, at the latest
+    second, third = capsys.readouterr().out.splitlines()
+    assert second.endswith("2.0 s  ETA 0:04")
+    assert third.endswith("2.0 s  ETA 0:03")
 
 
-@pytest.mark.parametrize(
-    ("value", "spec", "text"),
-    [(-0.004, ".2f", "0.00"), (-0.006, ".2f", "-0.01"), (-0.0001, "+.3f", "+0.000"), (-1234.5, ",.0f", "-1,234")],
-)
-def test_what_rounds_to_0_has_no_minus(value: float, spec: str, text: str):
-    assert formatted(value, spec) == text
+def test_a_resumed_run_prints_no_step_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The actor writes the file anew."""
+    append(tmp_path / "metrics.jsonl", *(step_row(k) for k in range(1, 6)))
+    with RunDisplay(tmp_path, 8) as display:
+        append(tmp_path / "new", *(step_row(k) for k in range(1, 4)))  # steps 4 and 5 are repeated
+        (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
+        display.refresh()
+        append(tmp_path / "metrics.jsonl", step_row(4))
+        display.refresh()
+        frame = "\n".join(last_frame(display, 80))
+    assert [line[:8] for line in capsys.readouterr().out.splitlines()] == ["step 4/8"]
+    assert "step 4/8" in frame
 
 
-@pytest.mark.parametrize("validated", [True, False])
-def test_a_run_without_a_critic_has_no_words_and_no_pictures_of_it(tmp_path: Path, validated: bool):
-    run_dir = write_run(tmp_path / "mine", validated=validated, critic=False)
-    text = page_of(run_dir)
-    assert not re.search("critic|version|reload|PPO", re.sub(r'src="[^"]*"', "", text))
-    run = load_run(run_dir)
-    assert list(pictures(run)) == [draw_reward, draw_kl, draw_step_time, draw_distinct, draw_ended]
-    assert text.count("<figure>") == 5
-    assert "<td class=n>–</td>" not in text
-    write_curves(load_run(run_dir), tmp_path / "curves.png")
+OF_THE_CRITIC = ("critic", "version", "reload", "×", "waiting for", " -")
 
 
-def test_pictures_without_data_leave_no_axes(tmp_path: Path):
-    """A run without a penalty need not measure the KL."""
-    run_dir = write_run(tmp_path / "mine", validated=False, critic=False, num_steps=3)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()[:3]]
-    kept = [{key: row[key] for key in row if "kl" not in key} for row in rows]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-    run = load_run(run_dir)
-    assert list(pictures(run)) == [draw_reward, draw_step_time, draw_distinct, draw_ended]
-    axes = Figure().subplots()
-    draw_reward(axes, run)
-    assert axes.get_legend_handles_labels()[1] == ["per step"]
-    write_curves(load_run(run_dir), tmp_path / "curves.png")
+def test_a_run_without_a_critic_has_no_words_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with RunDisplay(tmp_path, 4) as display:
+        append(tmp_path / "metrics.jsonl", step_row(1, **{"timers/score_wait": 0.001}))
+        display.refresh()
+        frame = "\n".join(last_frame(display, 80))
+    line = "step 1/4  reward +0.100  KL 0.50  tokens/s 1,234  failed requests 0  2.0 s  ETA 0:06"
+    assert capsys.readouterr().out.splitlines() == [line]
+    assert "failed requests" in frame
+    assert not [word for word in OF_THE_CRITIC if word in frame]
 
 
-def test_curves_are_wide_enough_for_a_readme(full_run: Path, tmp_path: Path):
-    write_curves(load_run(full_run), tmp_path / "curves.png")
-    header = (tmp_path / "curves.png").read_bytes()[:24]
-    width, height = struct.unpack(">II", header[16:24])
-    assert 1200 <= width <= 1600
-    assert 800 <= height <= 1200
+def test_many_steps_print_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with RunDisplay(tmp_path, 1000) as display:
+        append(tmp_path / "metrics.jsonl", *(step_row(k) for k in range(1, 1001)))
+        display.refresh()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 101
+    assert lines[-1].startswith("step 1000/1000")
 
 
-def test_a_folder_without_a_run_is_named(tmp_path: Path):
-    with pytest.raises(RlhfError, match=f"{tmp_path} is no run"):
-        load_run(tmp_path)
+def test_a_run_of_months_takes_no_more_memory_than_one_of_hours(tmp_path: Path):
+    def take(steps: range) -> int:
+        """Show the steps; return the bytes of Python objects afterwards."""
+        for step in steps:
+            append(tmp_path / "metrics.jsonl", step_row(step))
+            display.refresh()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    with RunDisplay(tmp_path, 10**6) as display:
+        tracemalloc.start()
+        try:
+            before = take(range(1, 1001))
+            assert take(range(1001, 2001)) - before < 100_000
+        finally:
+            tracemalloc.stop()
+        assert "step 2000/1000000" in "\n".join(last_frame(display, 80))
+    curve = Thinned[float]()
+    for value in range(100_000):
+        curve.add(float(value))
+    assert len(curve.rows) <= MOST_DRAWN
+    shapes = [sparkline(curve.rows, 8), sparkline([0.0, 1.0, 2.0, 7.0]), sparkline([1.0, 1.0]), sparkline([])]
+    assert shapes == ["▁▂▃▄▅▆▇█", "▁▂▃█", "▄▄", ""]
 
 
-@pytest.mark.parametrize(("num_pairs", "sizes"), [(100, [8, 8, 8]), (24, [8, 8, 8]), (7, [3, 2, 2]), (1, [1])])
-def test_picked_texts(num_pairs: int, sizes: list[int]):
-    pair: Any = None  # only its scores matter
-    groups = list(pick_texts([(pair, 1.0, 1.0 + i) for i in range(num_pairs)]).values())
-    assert [len(group) for group in groups] == sizes
-    gains = [after - before for group in groups for _, before, after in group]
-    assert len(set(gains)) == sum(sizes)  # none twice
-    assert gains[0] == num_pairs - 1
-    if len(groups) == 3:
-        assert groups[2][0][2] == 1.0  # the largest loss comes first in its group
+def test_a_frame_fills_the_terminal_and_failed_requests_stand_out(tmp_path: Path):
+    append(tmp_path / "metrics.jsonl", *(step_row(k, **{"client/failed_requests": 3}) for k in range(1, 51)))
+    append(tmp_path / "critic_metrics.jsonl", SWAP, TRITON)
+    with RunDisplay(tmp_path, 75, console=terminal()) as display:
+        display.phase("PPO, and a phase whose text is far too long for the line that it has to stand in" * 2)
+        for width in (80, 120):
+            frame = last_frame(display, width)
+            assert {len(line) for line in frame} == {width}
+        console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
+        console.print(display._render())
+    text = "\n".join(frame)
+    shown = ("step 50/75", "+5.000", "1,234", "12 ms", "2,345 ms", "×1", "█", "generate 1.00", "other 0.50")
+    for expected in (*shown, "ETA 0:50"):  # 25 steps of 2 s are left
+        assert expected in text
+    assert "\x1b[1;31m3" in console.file.getvalue()
 
 
-def test_verdicts_are_honest():
-    def said(low: float, high: float) -> str:
-        return verdict("It", Gain(mean=(low + high) / 2, low=low, high=high))
+def test_nothing_printed_meanwhile_is_lost(tmp_path: Path):
+    console = terminal()
+    with RunDisplay(tmp_path, 3, console=console) as display:
+        display.phase("preparing")
+        print("to stdout")
+        display.log("logged [red]as it is[/red]")
+        display.phase("PPO")
+        append(tmp_path / "metrics.jsonl", step_row(1))
+        display.refresh()
+        kept = sys.stdout  # as a logging handler does; else garbage collection would flush it
+        print("without an end", end="")
+    out = console.file.getvalue()
+    for expected in (
+        "to stdout",
+        "logged [red]as it is[/red]",
+        "✓ preparing (",
+        "without an end",
+        "step 1/3",
+    ):
+        assert expected in out
+    assert out.rindex("without an end") < out.rindex("╰")  # above the last frame, not after it
+    assert hasattr(kept, "rich_proxied_file")
+    assert not hasattr(sys.stdout, "rich_proxied_file")
 
-    assert said(0.1, 0.3) == "It rose by 0.200, 95 % interval [0.100, 0.300]."
-    assert said(-0.3, -0.1) == "It fell by 0.200, 95 % interval [-0.300, -0.100]."
-    assert said(-0.1, 0.3) == "It did not change measurably: +0.100, and the 95 % interval [-0.100, 0.300] includes 0."
+
+def test_an_error_leaves_a_usable_terminal(tmp_path: Path):
+    console = terminal()
+
+    def die() -> None:
+        with RunDisplay(tmp_path, 3, console=console) as display:
+            display.phase("PPO")
+            raise RuntimeError("died")
+
+    with pytest.raises(RuntimeError, match="died"):
+        die()
+    assert "✗" in console.file.getvalue()
+    assert console.file.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_phases_add_up_to_the_step():
-    row = {"timers/generate": 1.0, "timers/train_time": 0.5, "timers/step_time": 2.0}
-    seconds = phase_seconds(row)
-    assert (seconds["generate"], seconds["policy update"], seconds["other"]) == (1.0, 0.5, 0.5)
-    assert sum(seconds.values()) == 2.0
-    assert phase_seconds({"timers/generate": 3.0, "timers/step_time": 2.0})["other"] == 0.0  # phases may overlap
-
-
-def test_series_leaves_out_what_is_no_number():
-    rows = [{"step": 1, "x": None}, {"step": 2, "x": float("nan")}, {"step": 3}, {"step": 4, "x": 5}]
-    assert series(rows, "x") == ([4], [5.0])
+def test_a_tail_waits_for_the_end_of_a_line_and_follows_a_file_that_was_replaced_or_cut(tmp_path: Path):
+    path = tmp_path / "x.jsonl"
+    tail = JsonlTail(path)
+    assert list(tail.read_new()) == []
+    append(path, {"a": 1}, torn='{"a": ')
+    assert list(tail.read_new()) == [{"a": 1}]
+    assert list(tail.read_new()) == []
+    with path.open("a") as file:
+        file.write('2}\n[3]\nno json\n{"a": 3}\n')
+    assert next(tail.read_new()) == {"a": 2}
+    assert next(tail.read_new()) == {"a": 3}, "what was not taken comes next"
+    append(tmp_path / "new", *({"a": number} for number in range(9)))
+    (tmp_path / "new").replace(path)
+    assert list(tail.read_new()) == [{"a": number} for number in range(9)]
+    path.write_text('{"a": 4}\n')
+    assert list(tail.read_new()) == [{"a": 4}]

@@ -1,19 +1,14 @@
 """Versions in the dtype in which they are served, and their hashes, which are computed while they are written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tiny_checkpoints import save_tiny
 
 import python_backend.store.weights as weights_module
-from python_backend.config import load_config
-from python_backend.models.canary import check_canary
 from python_backend.models.modeling import load_critic, save_critic
 from python_backend.store.weights import WeightsStore, sha256_of, weights_files
 from python_backend.training.ranks import Ranks
@@ -21,8 +16,6 @@ from tests.support.ranks import on_ranks
 from tests.support.settings import trainer_section
 from trainer.critic_update import load_update
 from trainer.publish import Publisher
-from trainer.trained_critic import build_critic
-from trainer.verification import holds_weights, verify_version
 
 CASES: dict[str, dict[str, Any]] = {
     "all weights": {},
@@ -58,39 +51,6 @@ def train_a_little(critic: Any) -> None:
                 parameter += 1e-3 * torch.randn_like(parameter)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_version_in_bfloat16_gives_the_values_of_one_in_float32_that_is_served_in_it(store: WeightsStore, case: str):
-    critic = build_critic(store.folder(0), trainer_section(publish_dtype="bfloat16", **CASES[case]), seed=0)
-    critic.own_weights()
-    train_a_little(critic)
-    first = store.add(critic.write, step=1, **ABOUT).version
-    assert dtypes_of(store, first) == {"head": {"F32"}, "body": {"BF16"}}
-    verify_version(store, first, critic)
-    assert holds_weights(store, first, critic)
-    critic.stored_as = None
-    second = store.add(critic.write, step=2, **ABOUT).version
-    assert dtypes_of(store, second) == {"head": {"F32"}, "body": {"F32"}}
-    served = [load_critic(store.folder(version), dtype="bfloat16") for version in (first, second)]
-    row = [np.arange(9)]
-    np.testing.assert_array_equal(served[0].values(row)[0], served[1].values(row)[0])
-    check_canary(served[0], served[0].values([np.arange(16)])[0], critic.values([np.arange(16)])[0].tolist())
-    train_a_little(critic)
-    critic.stored_as = torch.bfloat16
-    assert not holds_weights(store, first, critic)
-
-
-def test_a_version_is_hashed_while_it_is_written(store: WeightsStore, monkeypatch: pytest.MonkeyPatch):
-    read: list[Path] = []
-    monkeypatch.setattr(weights_module, "sha256_of", lambda path: read.append(path) or sha256_of(path))
-    for case in CASES.values():
-        critic = build_critic(store.folder(0), trainer_section(**case), seed=0)
-        manifest = store.add(critic.write, step=store.next_version(), **ABOUT)
-        assert read == []
-        assert manifest.sha256 == sha256_of(store.folder(manifest.version) / "model.safetensors")
-        store.verify_files(manifest.version)
-        assert read.pop() == store.folder(manifest.version) / "model.safetensors"
-
-
 def on_each_rank(ranks: Ranks, root: Path, case: str) -> list[bool]:
     """Publish a version from two ranks; return whether it holds the critic's weights, before and after training."""
     ranks.announce = lambda *_, **__: None  # type: ignore[method-assign]
@@ -121,16 +81,3 @@ def _headers(folder: Path) -> dict[str, Any]:
 def test_ranks_publish_in_bfloat16(store: WeightsStore, case: str):
     assert on_ranks(2, on_each_rank, store.root, case) == [[True, False]] * 2
     assert dtypes_of(store, 1) == {"head": {"F32"}, "body": {"BF16"}}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "dtype"),
-    [
-        ([], None),
-        (["critic.dtype=bfloat16"], "bfloat16"),
-        (["critic.dtype=bfloat16", "trainer.publish.dtype=float32"], "float32"),
-    ],
-)
-def test_versions_have_the_served_dtype_by_default(tmp_path: Path, overrides: list[str], dtype: str | None):
-    (tmp_path / "run.yaml").write_text("")
-    assert load_config(tmp_path / "run.yaml", [*overrides, "critic.device=cpu"]).trainer.publish.dtype == dtype

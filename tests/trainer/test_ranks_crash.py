@@ -1,7 +1,5 @@
 """The sidecar on two ranks, as real processes: killed in each phase, stopped by a signal, and failing for good."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -46,7 +44,7 @@ class Job:
             yaml.safe_dump(
                 {
                     "run": {"dir": str(folder), "run_id": "run"},
-                    "critic": {"checkpoint": str(checkpoint)},
+                    "critic": {"model": str(checkpoint)},
                     "server": {"grpc_port": 1},
                     "trainer": {
                         "ranks": ranks,

@@ -1,7 +1,5 @@
 """`tools weights --model reward`: what is published is verified, passes the gate, and survives a crash."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import types
@@ -74,7 +72,7 @@ class Run:
             {
                 "run": {"dir": folder / "run", "run_id": "run"},
                 "actor": {"algorithm": {"name": "grpo", "responses_per_prompt": 2}},
-                "reward": {"checkpoint": checkpoint, "store": True, "gate": {"pairs": pairs, "tolerance": 0.05}},
+                "reward": {"model": checkpoint, "store": True, "gate": {"pairs": pairs, "tolerance": 0.05}},
                 "server": {"grpc_port": 1},
             }
         )
@@ -104,7 +102,7 @@ def run(tmp_path: Path, checkpoint: Path, pairs: Path) -> Iterator[Run]:
 def changed(run: Run, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     """A copy of the served checkpoint with other weights."""
     folder = run.folder / "new"
-    shutil.copytree(run.config.reward.checkpoint, folder, dirs_exist_ok=True)
+    shutil.copytree(run.config.reward.model, folder, dirs_exist_ok=True)
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -155,19 +153,17 @@ POISON: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 @pytest.mark.parametrize("kind", POISON)
 def test_a_poisoned_version_is_refused(run: Run, capsys: Output, kind: str):
     change, message = POISON[kind]
-    before = run.config.reward.checkpoint
+    before = run.config.reward.model
     assert run.tool("publish", str(changed(run, change))) == 2
     told = capsys.readouterr()
     print(told.out, told.err)
     assert message.replace("\\", "") in told.err
     assert (run.store.current(), run.store.versions(), run.instance.served) == (0, [0], [0])
     assert run.tool("publish", str(before)) == 0, "the next one is judged on its own"
-
-
-def test_without_a_gate_only_the_weights_are_checked(run: Run, capsys: Output):
-    run.config = run.config.model_copy(update={"reward": run.config.reward.model_copy(update={"gate": None})})
-    assert run.tool("publish", str(changed(run, permuted))) == 0
-    assert "accuracy" not in capsys.readouterr().out
+    if kind == "a permuted head":  # without a gate, only the weights are checked
+        capsys.readouterr()
+        assert run.tool("publish", str(changed(run, change)), gate=None) == 0
+        assert "accuracy" not in capsys.readouterr().out
 
 
 def test_a_version_that_an_instance_refuses_is_rolled_back(run: Run, capsys: Output):
@@ -182,7 +178,8 @@ def test_a_version_that_an_instance_refuses_is_rolled_back(run: Run, capsys: Out
 def test_the_checks_of_a_version_do_not_count_as_waiting_for_the_instances(monkeypatch: pytest.MonkeyPatch):
     now, records = [0.0], types.SimpleNamespace(alive=lambda: ["reward_model_0"], died=list)
     monkeypatch.setattr(weights, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    beat: Any = weights._Patience(types.SimpleNamespace(records=records))
+    store: Any = types.SimpleNamespace(records=records)
+    beat = weights._patience(store)
     now[0] += 10 * weights.PATIENCE_S  # a large model is loaded, and scores the pairs of its gate
     beat("waiting")
     now[0] += weights.PATIENCE_S + 1
@@ -190,25 +187,18 @@ def test_the_checks_of_a_version_do_not_count_as_waiting_for_the_instances(monke
         beat("waiting")
 
 
-def test_another_tokenizer_is_refused(run: Run, tmp_path: Path, capsys: Output):
+def test_what_cannot_be_published_is_refused(run: Run, tmp_path: Path, capsys: Output):
     theirs = make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=200)
     other = make_checkpoint(tmp_path / "other", "reward", theirs, seed=4)
     assert run.tool("publish", str(other)) == 2
-    assert "has another tokenizer than reward.checkpoint" in capsys.readouterr().err
+    assert "has another tokenizer than reward.model" in capsys.readouterr().err
     assert run.store.versions() == [0]
-
-
-def test_only_the_sidecar_publishes_the_critic(run: Run, capsys: Output):
-    shutil.copytree(run.store.root, run.config.run.weights_dir)
-    run.tool("list")
-    assert main(["publish", "--config", str(run.folder / "run.yaml"), "somewhere"]) == 2
-    assert "give --model reward" in capsys.readouterr().err
-
-
-def test_a_reward_model_that_is_not_live_has_no_versions(run: Run, tmp_path: Path, capsys: Output):
-    for action, *arguments in (["publish", "somewhere"], ["list"]):
+    for action, *arguments in (["publish", "somewhere"], ["list"]):  # not live
         assert run.tool(action, *arguments, f"run.dir={tmp_path / 'other'}", store=False, gate=None) == 2
         assert "reward.store is false, so the reward model has no versions; set it to true" in capsys.readouterr().err
+    shutil.copytree(run.store.root, run.config.run.weights_dir)
+    assert main(["publish", "--config", str(run.folder / "run.yaml"), "somewhere"]) == 2
+    assert "give --model reward" in capsys.readouterr().err  # only the sidecar publishes the critic
 
 
 BAD_PAIRS = {
@@ -217,7 +207,7 @@ BAD_PAIRS = {
     "[1]": "line 1 is not an object with `chosen` and `rejected`",
     '{"chosen": "a"}': "line 1: rejected: found 'None'; it and `prompt`, if there is one, must both be texts",
     '{"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"}': "line 1: chosen: found 'q'",
-    '{"chosen": [{"role": "nobody", "content": "a"}], "rejected": "b"}': "the chat template rejects the messages",
+    '{"chosen": [{"role": "stranger", "content": "a"}], "rejected": "b"}': "the chat template rejects the messages",
     '{"chosen": "", "rejected": "b"}': "line 1: chosen has no tokens",
     '{"chosen": "a\\ud800", "rejected": "b"}': "line 1 is not JSON in UTF-8: 'utf-8' codec can't encode",
 }
@@ -227,7 +217,7 @@ BAD_PAIRS = {
 def test_a_bad_line_of_the_gate_is_named(run: Run, tmp_path: Path, capsys: Output, line: str):
     (tmp_path / "bad.jsonl").write_text(line + "\n")
     gate = {"pairs": str(tmp_path / "bad.jsonl")}
-    assert run.tool("publish", str(run.config.reward.checkpoint), gate=gate) == 2
+    assert run.tool("publish", str(run.config.reward.model), gate=gate) == 2
     told = capsys.readouterr().err
     print(told)
     assert BAD_PAIRS[line] in told
@@ -235,15 +225,11 @@ def test_a_bad_line_of_the_gate_is_named(run: Run, tmp_path: Path, capsys: Outpu
 
 
 KILLS = [
-    (owner, name, when)
-    for owner, name in (
-        (WeightsStore, "add"),
-        (WeightsStore, "announce"),
-        (Publisher, "verify"),
-        (WeightsStore, "set_current"),
-        (WeightsStore, "prune"),
-    )
-    for when in ("before", "after")
+    (WeightsStore, "add", "before"),
+    (WeightsStore, "add", "after"),
+    (Publisher, "verify", "after"),
+    (WeightsStore, "set_current", "after"),
+    (WeightsStore, "prune", "after"),
 ]
 
 
@@ -270,7 +256,7 @@ def test_whatever_kills_the_publisher_a_version_serves_and_a_retry_works(
 def test_version_0_is_made_once_and_must_be_finite(run: Run, tmp_path: Path):
     initialise_stores(run.config)
     assert run.store.versions() == [0]
-    bad = run.config.reward.model_copy(update={"checkpoint": changed(run, nan)})
+    bad = run.config.reward.model_copy(update={"model": changed(run, nan)})
     with pytest.raises(ValueError, match=r"up_proj\.weight has values that are not finite"):
         initialise_stores(
             run.config.model_copy(

@@ -1,6 +1,4 @@
-"""The critic in training with LoRA, bfloat16 and gradient checkpointing: what is trained, stored and published."""
-
-from __future__ import annotations
+"""The critic in training, of every family: dtypes, adapters, gradient checkpointing, mixtures, and its versions."""
 
 import copy
 from pathlib import Path
@@ -10,25 +8,31 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_checkpoint import optimizer_bits, state
 from test_critic_update import payload, settings, silent, weights
-from test_trainer_checkpoint import optimizer_bits, state
-from tiny_checkpoints import save_tiny
+from tiny_checkpoints import MIXTURES, save_tiny
+from transformers import AutoModelForCausalLM
 
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.config import CriticSection
 from python_backend.models.modeling import quiet_transformers, save_critic
 from python_backend.models.token_head import head_of
 from python_backend.store.weights import WeightsStore
 from tests.support.loaders import load_critic
 from trainer.checkpoint import CheckpointFolder
 from trainer.critic_update import CriticUpdate
+from trainer.publish import initialise_store
 from trainer.trained_critic import build_critic
 from trainer.verification import VersionRejected, holds_weights, verify_alone, verify_version
 
-FAMILIES = ("llama", "gpt2", "mixtral", "bert", "deberta-v3")
-LORA = {"lora_rank": 2}
-BFLOAT16 = {"precision": "bfloat16"}
-ALL = {**LORA, **BFLOAT16, "gradient_checkpointing": True}
-ADAPTER = {**ALL, "publish_format": "adapter"}
+LORA: dict[str, Any] = {"lora_rank": 2}
+BFLOAT16: dict[str, Any] = {"precision": "bfloat16"}
+ALL: dict[str, Any] = {**LORA, **BFLOAT16, "gradient_checkpointing": True}
+ADAPTER: dict[str, Any] = {**ALL, "publish_format": "adapter"}
+CASES = [("llama", LORA), ("llama", BFLOAT16)]
+CASES += [(family, case) for family in ("llama", "gpt2", "mixtral", "bert", "deberta-v3") for case in (ALL, ADAPTER)]
+CASES.remove(("mixtral", ADAPTER))
+CLASSIFIERS = ("mixtral", "qwen2-moe", "qwen3-moe", "phimoe")  # transformers has no classes for the other mixtures
 ROW = np.arange(16)
 quiet_transformers()
 
@@ -37,15 +41,13 @@ def make_store(folder: Path, family: str = "llama") -> WeightsStore:
     """Return a store with version 0, as the sidecar makes it."""
     save_tiny(folder / "start", family, "critic")
     store = WeightsStore(folder / "weights")
-    critic = load_critic(folder / "start")
-    store.add(lambda path: save_critic(critic, path), run_id="run", step=0, parent=None, epoch=0)
-    store.set_current(0)
+    initialise_store(store, CriticSection(model=folder / "start"), run_id="run")
     return store
 
 
-def build(store: WeightsStore, **changes: Any) -> CriticUpdate:
+def build(store: WeightsStore, *, seed: int = 0, **changes: Any) -> CriticUpdate:
     section = settings(**{"warmup_steps": 3, **changes})
-    return CriticUpdate(build_critic(store.folder(0), section, seed=0), section)
+    return CriticUpdate(build_critic(store.folder(0), section, seed=seed), section)
 
 
 def train(update: CriticUpdate, *seeds: int) -> CriticUpdate:
@@ -58,43 +60,21 @@ def publish(store: WeightsStore, update: CriticUpdate) -> int:
     return store.add(update.critic.write, run_id="run", step=1, parent=0, epoch=1).version
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("changes", [LORA, BFLOAT16, ALL], ids=str)
-def test_what_is_trained_and_in_which_dtype(tmp_path: Path, family: str, changes: dict[str, Any]):
-    """Trained weights and the head are float32; only frozen matrices are bfloat16."""
-    update = build(make_store(tmp_path, family), **changes)
-    start = {name: p.detach().clone() for name, p in update.critic.model.named_parameters()}
-    train(update, 0, 1)
-    head = {id(p) for p in head_of(update.critic.model).parameters()}
-    assert head <= {id(p) for p in update.parameters.values()}
-    changed = {name for name, p in update.critic.model.named_parameters() if not torch.equal(p, start[name])}
-    assert changed <= set(update.parameters)
-    assert all("lora_" in name or id(p) in head for name, p in update.parameters.items()) == ("lora_rank" in changes)
-    dtypes = {name: p.dtype for name, p in update.critic.model.named_parameters() if name not in update.parameters}
-    low = {name for name, dtype in dtypes.items() if dtype == torch.bfloat16}
-    matrices = {name for name in dtypes if name.endswith("base_layer.weight") and "mlp.gate." not in name}  # no router
-    assert matrices <= low if changes == ALL else not low
-    assert {p.dtype for p in update.parameters.values()} == {torch.float32}
-    assert {value.dtype for value in optimizer_bits(update).values()} == {torch.float32}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("changes", [LORA, BFLOAT16, ALL, ADAPTER], ids=str)
+@pytest.mark.parametrize(("family", "changes"), CASES, ids=str)
 def test_a_version_is_the_trained_critic(tmp_path: Path, family: str, changes: dict[str, Any]):
     """Through the code of the server: a first load, a swap, and peft's own merge agree."""
     store = make_store(tmp_path, family)
-    if family == "mixtral" and changes == ADAPTER:
-        with pytest.raises(CheckpointError, match=r"publish\.format: adapter does not support adapters on the experts"):
-            build(store, **changes)
-        return
-    update = train(build(store, **changes), 0, 1)
+    update = build(store, **changes)
+    start = {name: p.detach().clone() for name, p in update.critic.model.named_parameters()}
+    train(update, 0, 1)
+    assert_only_frozen_matrices_are_low(update, start, changes)
     version = publish(store, update)
     verify_version(store, version, update.critic)
     assert verify_alone(store, version).base == (0 if changes == ADAPTER else None)
     assert holds_weights(store, version, update.critic)
     loaded = load_critic(store.folder(version))
     swapped = load_critic(store.folder(0)).with_weights(store.folder(version))
-    merged = _merged(update)
+    merged = merged_by_peft(update)
     for critic in (loaded, swapped):
         stored = critic.model.state_dict()
         assert all(torch.equal(stored[name].cpu(), tensor.cpu()) for name, tensor in merged.items())
@@ -107,31 +87,38 @@ def test_a_version_is_the_trained_critic(tmp_path: Path, family: str, changes: d
         verify_version(store, version, update.critic)
 
 
-def _merged(update: CriticUpdate) -> dict[str, torch.Tensor]:
+def assert_only_frozen_matrices_are_low(update: CriticUpdate, start: dict[str, torch.Tensor], changes: Any) -> None:
+    """Trained weights and the head are float32; only frozen matrices are bfloat16."""
+    parameters = dict(update.critic.model.named_parameters())
+    head = {id(p) for p in head_of(update.critic.model).parameters()}
+    assert head <= {id(p) for p in update.parameters.values()}
+    assert {name for name, p in parameters.items() if not torch.equal(p, start[name])} <= set(update.parameters)
+    assert all("lora_" in name or id(p) in head for name, p in update.parameters.items()) == ("lora_rank" in changes)
+    frozen = {name: p.dtype for name, p in parameters.items() if name not in update.parameters}
+    low = {name for name, dtype in frozen.items() if dtype == torch.bfloat16}
+    matrices = {name for name in frozen if name.endswith("base_layer.weight") and "mlp.gate." not in name}  # no router
+    assert matrices <= low if {*ALL} <= {*changes} else not low
+    assert {p.dtype for p in update.parameters.values()} == {torch.float32}
+    assert {value.dtype for value in optimizer_bits(update).values()} == {torch.float32}
+
+
+def merged_by_peft(update: CriticUpdate) -> dict[str, torch.Tensor]:
     """Return the state of a float32 copy, merged by peft, module by module."""
     model = copy.deepcopy(update.critic.model).float()
     layers = {path: layer for path, layer in model.named_modules() if hasattr(layer, "lora_A")}
     for layer in layers.values():
         layer.merge()
-    state = model.state_dict()
-    names = {name: ".".join(p for p in name.split(".") if p != "base_layer") for name in state if ".lora_" not in name}
-    return {plain: state[name] for name, plain in names.items()}
+    merged = model.state_dict()
+    names = {name: ".".join(p for p in name.split(".") if p != "base_layer") for name in merged if ".lora_" not in name}
+    return {plain: merged[name] for name, plain in names.items()}
 
 
-@pytest.mark.parametrize("changes", [{}, LORA, BFLOAT16, {**LORA, **BFLOAT16}], ids=str)
-def test_gradient_checkpointing_changes_nothing(tmp_path: Path, changes: dict[str, Any]):
-    store = make_store(tmp_path)
-    plain = train(build(store, **changes), 0, 1)
-    checkpointed = train(build(store, **changes, gradient_checkpointing=True), 0, 1)
-    assert torch.equal(weights(checkpointed), weights(plain))
-
-
-def test_gradient_checkpointing_keeps_fewer_activations(tmp_path: Path):
+@pytest.mark.parametrize("changes", [{}, {**LORA, **BFLOAT16}], ids=str)
+def test_gradient_checkpointing_keeps_fewer_activations_and_changes_nothing(tmp_path: Path, changes: dict[str, Any]):
     """Counted as bytes that autograd saves in a forward pass."""
-    store = make_store(tmp_path)
-    saved = []
+    store, saved, found = make_store(tmp_path), [], []
     for recompute in (False, True):
-        update, total = build(store, gradient_checkpointing=recompute, token_budget=10_000), [0]
+        update, total = build(store, gradient_checkpointing=recompute, token_budget=10_000, **changes), [0]
 
         def pack(tensor: torch.Tensor, total: list[int] = total) -> torch.Tensor:
             total[0] += tensor.nbytes
@@ -139,9 +126,10 @@ def test_gradient_checkpointing_keeps_fewer_activations(tmp_path: Path):
 
         # Tensors of layers that are recomputed do not reach these hooks: torch's checkpointing sets its own.
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            train(update, 0)
+            found.append(weights(train(update, 0, 1)))
         saved.append(total[0])
     assert saved[1] < 0.5 * saved[0]
+    assert torch.equal(*found)
 
 
 def test_bfloat16_computes_in_bfloat16_and_its_head_in_float32(tmp_path: Path):
@@ -154,7 +142,7 @@ def test_bfloat16_computes_in_bfloat16_and_its_head_in_float32(tmp_path: Path):
     assert seen == {"head": torch.float32, "body": torch.bfloat16}
 
 
-@pytest.mark.parametrize("changes", [{}, LORA, BFLOAT16, ALL], ids=str)
+@pytest.mark.parametrize("changes", [{}, ALL], ids=str)
 def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path, changes: dict[str, Any]):
     store, folder = make_store(tmp_path), CheckpointFolder(tmp_path / "checkpoints")
     straight = train(build(store, **changes), 0, 1, 2, 3)
@@ -173,28 +161,6 @@ def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path, changes: dict[st
     assert {path.name for path in place.iterdir()} == {"optimizer.safetensors", "state.json", *weights_files}
     if "lora_rank" in changes:  # nothing of the base
         assert set(load_file(place / "adapters.safetensors")) == set(resumed.parameters)
-
-
-@pytest.mark.parametrize(
-    ("saved", "changes", "message"),
-    [
-        (LORA, {"lora_rank": 3}, "do not match trainer.lora_rank and trainer.lora_targets"),
-        (LORA, {**LORA, "lora_targets": ("q_proj",)}, "do not match trainer.lora_rank and trainer.lora_targets"),
-        (LORA, {**LORA, "lora_alpha": 8}, "was saved with trainer.lora_alpha 16, not 8; restore it"),
-        (LORA, {}, "was saved while adapters were trained, but trainer.lora_rank is 0; restore it"),
-        ({}, LORA, "was saved while all weights, without adapters were trained, but trainer.lora_rank is 2"),
-    ],
-)
-def test_a_checkpoint_of_other_adapters_is_refused(
-    tmp_path: Path, saved: dict[str, Any], changes: dict[str, Any], message: str
-):
-    store, folder = make_store(tmp_path), CheckpointFolder(tmp_path / "checkpoints")
-    folder.save(build(store, **saved), state(1))
-    update = build(store, **changes)
-    before = weights(update)
-    with pytest.raises(CheckpointError, match=message):
-        folder.load(1, update)
-    assert torch.equal(weights(update), before)
 
 
 def test_an_adapter_version_is_small_and_needs_its_base(tmp_path: Path):
@@ -216,27 +182,69 @@ def test_an_adapter_version_is_small_and_needs_its_base(tmp_path: Path):
 
 def test_adapters_start_from_the_seed(tmp_path: Path):
     """A replay from version 0 must begin with the same adapters."""
-    store, section = make_store(tmp_path), settings(**LORA)
-    one, other, again = (
-        weights(CriticUpdate(build_critic(store.folder(0), section, seed=seed), section)) for seed in (1, 2, 1)
-    )
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
-    unchanged = load_critic(store.folder(0)).values([ROW])[0]
-    assert np.array_equal(build_critic(store.folder(0), section, seed=1).values([ROW])[0], unchanged)
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_an_attention_implementation_is_chosen(tmp_path: Path, attention: str):
     store = make_store(tmp_path)
-    chosen, default = (build(store, attention=name) for name in (attention, "auto"))
-    assert chosen.critic.model.config._attn_implementation == attention
+    one, other, again = (build(store, seed=seed, **LORA) for seed in (1, 2, 1))
+    assert torch.equal(weights(one), weights(again))
+    assert not torch.equal(weights(one), weights(other))
+    assert np.array_equal(one.critic.values([ROW])[0], load_critic(store.folder(0)).values([ROW])[0])
+
+
+def test_an_attention_implementation_is_chosen(tmp_path: Path):
+    store = make_store(tmp_path)
+    chosen, default = (build(store, attention=name) for name in ("eager", "auto"))
+    assert chosen.critic.model.config._attn_implementation == "eager"
     torch.testing.assert_close(weights(train(chosen, 0)), weights(train(default, 0)), atol=1e-4, rtol=1e-4)
     verify_version(store, publish(store, chosen), chosen.critic)
     config = (store.folder(1) / "config.json").read_text()
     assert config == (store.folder(0) / "config.json").read_text()
 
 
-def test_an_attention_that_the_model_lacks_is_refused(tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"trainer\.attention: DebertaV2\w+ cannot use sdpa .*; set it to auto"):
-        build(make_store(tmp_path, "deberta-v3"), attention="sdpa")
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("deberta-v3", {"attention": "sdpa"}, r"trainer\.attention: DebertaV2\w+ cannot use sdpa .*; set it to auto"),
+        ("mixtral", ADAPTER, r"publish\.format: adapter does not support adapters on the experts"),
+    ],
+)
+def test_what_a_family_lacks_is_refused(tmp_path: Path, family: str, changes: dict[str, Any], message: str):
+    with pytest.raises(CheckpointError, match=message):
+        build(make_store(tmp_path, family), **changes)
+
+
+# ---- mixtures of experts ----
+
+
+@pytest.mark.parametrize("family", CLASSIFIERS)
+def test_a_mixture_goes_on_from_versions_and_checkpoints_bit_for_bit(tmp_path: Path, family: str):
+    save_tiny(tmp_path / "start", family, "language")
+    body, critic = (
+        AutoModelForCausalLM.from_pretrained(str(tmp_path / "start")).base_model,
+        load_critic(tmp_path / "start"),
+    )
+    for (name, mine), theirs in zip(critic.model.base_model.named_parameters(), body.parameters(), strict=True):
+        assert torch.equal(mine.cpu(), theirs), name
+    store, folder = WeightsStore(tmp_path / "weights"), CheckpointFolder(tmp_path / "checkpoints")
+    initialise_store(store, CriticSection(model=tmp_path / "start"), run_id="run")
+    verify_alone(store, 0)
+    served = load_critic(store.folder(0))
+    straight, resumed = (CriticUpdate(load_critic(store.folder(0)), settings()) for _ in range(2))
+    straight.train(payload(), silent)
+    folder.save(straight, state(1, straight))
+    store.add(lambda path: save_critic(straight.critic, path), run_id="run", step=1, parent=0, epoch=1)
+    verify_version(store, 1, straight.critic)
+    folder.load(1, resumed)
+    assert torch.equal(weights(resumed), weights(straight))
+    rows = [np.arange(1, 9), np.arange(3, 6)]
+    for critic in (served.with_weights(store.folder(1)), load_critic(store.folder(1)), resumed.critic):
+        for found, expected in zip(critic.values(rows), straight.critic.values(rows), strict=True):
+            np.testing.assert_array_equal(found, expected)
+    for update in (straight, resumed):
+        update.train(payload(seed=1), silent)
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+@pytest.mark.parametrize("family", sorted({*MIXTURES} - {*CLASSIFIERS}))
+def test_a_family_without_a_classification_class_is_no_critic(tmp_path: Path, family: str):
+    save_tiny(tmp_path, family, "language")
+    with pytest.raises(CheckpointError, match="transformers has no classification class"):
+        load_critic(tmp_path)

@@ -1,7 +1,5 @@
 """What a rank of the policy needs of its host's memory while it loads, beside what its device keeps."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path
@@ -24,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "all weights in bfloat16": {"precision": "bfloat16"},
     "lora in bfloat16": {"precision": "bfloat16", "lora_rank": 2},
 }
+FIRST, *OTHERS = CASES
 
 
 def anonymous() -> int:
@@ -60,7 +59,7 @@ def kept_bytes(policy: Policy) -> int:
 
 def beside_what_it_keeps(ranks: Ranks, folder: Path, others: dict[str, Any]) -> list[float]:
     """Bytes a parameter that a rank takes at its peaks beside what it keeps: until it shards the policy, and then."""
-    section = actor_section(checkpoint=folder, max_new_tokens=6, prompts_max_tokens=8, **others)
+    section = actor_section(model=folder, max_new_tokens=6, prompts_max_tokens=8, **others)
     peak, peaks, shard = Peak(), [], loading.shard
 
     def watched(*arguments: Any, **settings: Any) -> None:
@@ -85,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [FIRST, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)])
 def test_a_rank_loads_with_at_most_two_and_a_half_bytes_a_parameter(folder: Path, case: str):
     found = on_ranks(2, beside_what_it_keeps, folder, CASES[case])
     assert max(max(peaks) for peaks in found) <= 2.5

@@ -1,7 +1,5 @@
 """Launching ranks: what a rank and its agent tell each other, and the number of processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -9,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from python_backend import stop_signal
+from python_backend import process
 from python_backend.errors import RlhfError
 from python_backend.training import launch
 from python_backend.training.launch import AGENT, FOLDER, AgentFolder, ended, launch_ranks, stop_signals
@@ -32,8 +30,8 @@ def test_several_ranks_replace_the_process_by_an_agent(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("parent", [1, 7])
 def test_a_rank_ends_if_its_agent_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: int) -> None:
     """The first process of a container, whose number is 1, may be an agent, too."""
-    monkeypatch.setattr(stop_signal.ctypes, "CDLL", mock.Mock())
-    monkeypatch.setattr(stop_signal.os, "getppid", lambda: parent)
+    monkeypatch.setattr(process.ctypes, "CDLL", mock.Mock())
+    monkeypatch.setattr(process.os, "getppid", lambda: parent)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", FOLDER: str(tmp_path), AGENT: str(parent)}.items():
         monkeypatch.setenv(name, value)
     launch_ranks(2, "trainer", [], key="trainer.ranks")

@@ -1,7 +1,5 @@
 """Policy training on several ranks: the results of one process, the sampler, and checkpoints of any number of ranks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,10 +20,10 @@ from actor.policy import policy as policy_module
 from actor.policy.checkpoint import save_checkpoint
 from actor.policy.policy import Policy
 from actor.policy.update import PolicyUpdate
-from actor.run.policies import follow, make_policy
+from actor.run.policies import follow_rank_0, make_policy
 from python_backend.models.sharded_tensors import whole
-from python_backend.training.adamw import named_state
 from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
+from python_backend.training.step import named_state
 from tests.support import ranks as support
 from tests.support.policy_training import load_checkpoint, states
 from tests.support.settings import actor_section
@@ -50,7 +48,7 @@ def settings_of(folder: Path, case: str, **others: Any) -> Any:
     """The actor's section of a case."""
     name = "tied" if case == "tied" else "untied"
     given = {
-        "checkpoint": folder / name,
+        "model": folder / name,
         "lr": 1e-2,
         "minibatch_size": 4,
         "token_budget": 24,
@@ -126,7 +124,7 @@ def session(ranks: AnyRanks, folder: Path, case: str, idle_s: float = 0.0) -> di
     config: Any = SimpleNamespace(actor=settings_of(folder, case), run=SimpleNamespace(seed=0))
     if isinstance(ranks, Ranks) and ranks.rank:
         spoil_the_last_sampler(ranks)
-        follow(config, ranks)
+        follow_rank_0(config, ranks)
         return None
     policy, update = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), ranks)
     root, ended, found = folder / f"written by {policy.ranks.size}, {case}", [], {}

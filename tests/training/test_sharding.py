@@ -1,7 +1,5 @@
 """Sharded weights: files that any number of ranks reads, and checkpoints that no rank holds whole."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

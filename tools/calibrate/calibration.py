@@ -1,7 +1,5 @@
 """Measures the fastest values of served models' settings that are `auto`; caches them per model and machine."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json
@@ -92,8 +90,8 @@ def choose(results: Mapping[tuple[int, int], Mapping[str, Any]]) -> Settled:
 
 
 def forward_overhead(checkpoint: Path) -> int:
-    """Measure and return the fixed cost of a reward checkpoint's forward pass, in tokens. Raises ConfigError."""
-    return _measure("reward", RewardSection(checkpoint=checkpoint), 1, 1, budgets=(256,))["overheads"]["256"]
+    """Measure and return the fixed cost of a reward model's forward pass, in tokens. Raises ConfigError."""
+    return _measure("reward", RewardSection(model=checkpoint), 1, 1, budgets=(256,))["overheads"]["256"]
 
 
 def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str], None]) -> Settled:
@@ -156,7 +154,7 @@ def _measure(
     spec = {
         "role": kind,
         "options": options,
-        "checkpoint": str(section.checkpoint.absolute()),
+        "model": str(section.model.absolute()),
         "device": section.device,
         "dtype": section.dtype,
         "workers": workers,
@@ -174,9 +172,7 @@ def _measure(
             f"{f', {role}.'.join(UNMEASURED)} instead of leaving them `auto`"
         ) from error
     if done.returncode != 0:
-        raise ConfigError(
-            f"{role}.checkpoint: {(done.stderr.strip() or 'the measuring process died').splitlines()[-1]}"
-        )
+        raise ConfigError(f"{role}.model: {(done.stderr.strip() or 'the measuring process died').splitlines()[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -191,9 +187,9 @@ def _loading(role: str, section: ModelSection) -> tuple[str, dict[str, Any]]:
 
 def _identity(section: ModelSection, cores: int) -> str:
     """Return a hash of what the measurement depends on: the model, the fixed settings, the machine, the libraries."""
-    folder = section.checkpoint
+    folder = section.model
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} is not a Hugging Face checkpoint: it has no config.json")
+        raise ConfigError(f"{folder} is not a Hugging Face model: it has no config.json")
     parts = [
         (folder / "config.json").read_text(),
         sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors")),

@@ -5,8 +5,6 @@ line: by token budget, tokens per second and the fixed cost of a forward pass in
 were too many for the memory of a card.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math
@@ -23,13 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from python_backend.models.card.errors import is_out_of_memory
-from python_backend.models.card.placement import device_of
-from python_backend.models.card.streams import use_own_stream
+from python_backend.models.card import is_out_of_memory, use_own_stream
 from python_backend.models.language_model import load_language_model
 from python_backend.models.modeling import load_critic, load_reward, quiet_transformers
-from python_backend.models.readout.token_reward import load_logit_reward, load_process_reward
-from python_backend.serving.allocator import keep_freed_memory
+from python_backend.models.placement import device_of
+from python_backend.models.token_reward import load_logit_reward, load_process_reward
+from python_backend.process import keep_freed_memory
 from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RowPool
 
 SHORT_TOKENS = 16
@@ -40,7 +37,6 @@ MIN_TOKENS = 1500  # in one pass over the rows
 FITTED_TOKENS = (2048, 4096, 8192, 16_384, 32_768)  # of a forward pass on a card: most take longer than its launch
 ROUNDS = 3
 SLOW_S = 1.5  # a model whose pass takes longer is measured in one round
-MAX_ROWS = 64
 ROLES: dict[str, tuple[Any, str]] = {  # role -> (loader, name of the method that scores rows)
     "reward": (load_reward, "score"),
     "logit": (load_logit_reward, "score"),
@@ -61,7 +57,7 @@ class Measurement:
         self._pool = ThreadPoolExecutor(self._workers, initializer=self._prepare_thread)
         self._prepare_thread()
         load, forward = ROLES[spec["role"]]
-        model = load(Path(spec["checkpoint"]), device=self._device, dtype=spec["dtype"], **spec["options"])
+        model = load(Path(spec["model"]), device=self._device, dtype=spec["dtype"], **spec["options"])
         self._score: Score = getattr(model, forward)
         self.too_many: int | None = None
         """Fewest tokens of a forward pass that did not fit into the card's memory."""
@@ -134,7 +130,7 @@ class Measurement:
 
     def _pass(self, budget: int) -> float:
         """Return the seconds that the workers take to score all rows."""
-        rows: RowPool[str] = RowPool(token_budget=budget, max_rows=MAX_ROWS, overhead_tokens=self.overhead_of(budget))
+        rows: RowPool[str] = RowPool(token_budget=budget, overhead_tokens=self.overhead_of(budget))
         rows.add("all", [row.size for row in self._rows])
         lock = threading.Lock()
 

@@ -1,7 +1,5 @@
 """The gateway as an ASGI application: routes of all protocols, health, keys, and errors in one shape."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii
@@ -23,14 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from python_backend.client.client import TritonClient
 from python_backend.config import GatewaySection
-from python_backend.wire.printable import printable
-from tools.gateway.bodies import max_rows
+from python_backend.wire.texts import printable
 from tools.gateway.json_api import json_router
-from tools.gateway.openrlhf import openrlhf_router
-from tools.gateway.room import Room
 from tools.gateway.rows import GatewayError
-from tools.gateway.scoring import RewardSource
-from tools.gateway.slime import slime_router
+from tools.gateway.scoring import RewardSource, Room
+from tools.gateway.trainers import openrlhf_router, slime_router
 from tools.gateway.vllm import vllm_router
 
 OPEN_PATHS = ("/healthz", "/readyz", "/docs", "/openapi.json")  # without a key
@@ -104,7 +99,7 @@ class RequestGuard:
     """
 
     def __init__(self, app: ASGIApp, *, settings: GatewaySection, key: str | None) -> None:
-        self._app, self._key, self._max_rows = app, key, settings.max_rows
+        self._app, self._key = app, key
         self._max_body_bytes, self._room = settings.max_body_bytes, Room(settings.max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,7 +124,6 @@ class RequestGuard:
 
     async def _body(self, receive: Receive, size: int, limit: int, reserved: contextlib.AsyncExitStack) -> bytes:
         """Return the body. Raises GatewayError if it is late or exceeds a limit; `size`: as the client declares it."""
-        max_rows.set(self._max_rows)
         body, has_room, more, clock = bytearray(), False, True, asyncio.get_running_loop().time
         deadline = clock() + BODY_S
         while more:

@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 
 from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
 from python_backend.wire.contract import MESSAGES
-from tools.gateway.bodies import Body, Chat, Rows, TokenIds, plain
-from tools.gateway.rows import GatewayError, Row, chat_row, check_all, reply_row
+from tools.gateway.rows import Body, Chat, GatewayError, Row, Rows, TokenIds, chat_row, check_all, plain, reply_row
 from tools.gateway.scoring import RewardSource
 
 UNAVAILABLE = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
@@ -66,7 +65,7 @@ class RewardsRequest(Body):
 
     inputs: Annotated[Rows[RewardInput], Field(min_length=1)]
     probabilities: bool = False
-    """Return the probabilities of the reward checkpoint's labels."""
+    """Return the probabilities of the reward model's labels."""
     timing: bool = False
     """Return how long each row waited in the server's queue, and how long its forward pass took."""
 

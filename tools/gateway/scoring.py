@@ -4,14 +4,13 @@ If a reward function is groupwise, a request to Triton is one group instead: row
 or prompt.
 """
 
-from __future__ import annotations
-
 import asyncio
+import contextlib
 import functools
 import itertools
 import math
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
 from http import HTTPStatus
 
 import numpy as np
@@ -41,12 +40,38 @@ from python_backend.wire.contract import (
     Limits,
     sentence_texts,
 )
-from tools.gateway.room import Room
 from tools.gateway.rows import GatewayError, Row, RowResult, check_number
+
+# A weighted semaphore, which asyncio does not have: callers share an amount, first come, first served.
+
+
+class Room:
+    """An amount, of bytes or rows, that is in use at a time."""
+
+    def __init__(self, size: int) -> None:
+        self._size = self._free = size
+        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def reserved(self, amount: int) -> AsyncIterator[None]:
+        """Hold a part of the room, as soon as it is free; all of it if `amount` is more."""
+        amount = min(amount, self._size)
+        async with self._turn:
+            while self._free < amount:
+                self._freed.clear()
+                await self._freed.wait()
+            self._free -= amount
+        try:
+            yield
+        finally:
+            self._free += amount
+            self._freed.set()
+
 
 # Rows of requests that arrive at about the same time share a request to Triton, which costs a third per row. It is
 # answered when its slowest row is, so with reward functions, which may hang, each caller has requests of its own.
 GATHER_S = 0.002
+ROWS_PER_REQUEST = 32  # one that the server refuses does not affect the others
 ROWS_IN_FLIGHT = 256  # of one caller, at each server: more would wait there, encoded, before the rows of other callers
 ASK_AGAIN_S = 0.5  # pause before the servers' declaration is requested again, while none is up
 OUR_NAMES = {
@@ -72,8 +97,7 @@ class RewardSource:
 
     def __init__(self, client: TritonClient, settings: GatewaySection) -> None:
         self._client = client
-        self._deadline_s, self._rows_per_request = settings.deadline_s, settings.rows_per_request
-        self._max_rows, self._max_bytes = settings.max_rows, settings.max_body_bytes
+        self._deadline_s, self._max_bytes = settings.deadline_s, settings.max_body_bytes
         self._gatherings: dict[tuple[bool, frozenset[str], int], Gathering[Row, list[RowResult]]] = {}
         """By kind of row, the further outputs and the most characters of a request."""
         self._asking = asyncio.Lock()
@@ -109,7 +133,7 @@ class RewardSource:
 
         Raises GatewayError if there is no row or too many, or if no server has answered yet.
         """
-        check_number(len(rows), self._max_rows)
+        check_number(len(rows))
         size = sum(row.num_characters for row in rows)  # of /score, far more than its body
         if size > self._max_bytes:
             raise GatewayError(
@@ -120,8 +144,7 @@ class RewardSource:
         deadline = asyncio.get_running_loop().time() + self._deadline_s
         room = Room(ROWS_IN_FLIGHT * self._client.num_servers)
         failures = [_unscorable(row) for row in rows]
-        limits = self._rows_per_request, served.max_request_bytes
-        parts = _groups(rows) if served.groupwise else _requests(rows, failures, *limits)
+        parts = _groups(rows) if served.groupwise else _requests(rows, failures, served.max_request_bytes)
 
         async def score_part(part: list[int]) -> list[RowResult]:
             failed = next((failures[i] for i in part if failures[i]), None)
@@ -129,7 +152,7 @@ class RewardSource:
                 failed = _failure(HTTPStatus.BAD_REQUEST, "tokens: other rows of the group are texts")
             if failed:
                 return [failed] * len(part)
-            if not (served.groupwise or served.components) and len(part) < self._rows_per_request:
+            if not (served.groupwise or served.components) and len(part) < ROWS_PER_REQUEST:
                 return await asyncio.gather(*(self._shared(rows[i], extra, served.max_request_bytes) for i in part))
             async with room.reserved(len(part)):
                 return await self._results([rows[i] for i in part], extra, deadline, divisible=not served.groupwise)
@@ -143,7 +166,7 @@ class RewardSource:
         kind = (row.tokens is not None, extra, most)
         if kind not in self._gatherings:
             send = functools.partial(self._results, extra=extra)
-            self._gatherings[kind] = Gathering(send, gather_s=GATHER_S, max_rows=self._rows_per_request, max_size=most)
+            self._gatherings[kind] = Gathering(send, gather_s=GATHER_S, max_rows=ROWS_PER_REQUEST, max_size=most)
         request, index = self._gatherings[kind].add([row], row.num_characters)
         return (await asyncio.shield(request))[index]  # shared: one caller that leaves must not cancel it
 
@@ -213,10 +236,8 @@ def _failed(error: RequestFailed) -> RowResult:
     return _failure(STATUSES.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE), str(error))
 
 
-def _requests(
-    rows: Sequence[Row], failures: Sequence[RowResult | None], most: int, most_characters: int
-) -> list[list[int]]:
-    """Return the indices of the rows of each request: of one kind, at most `most`. Failures are alone."""
+def _requests(rows: Sequence[Row], failures: Sequence[RowResult | None], most_characters: int) -> list[list[int]]:
+    """Return the indices of the rows of each request: of one kind, at most `ROWS_PER_REQUEST`. Failures are alone."""
     parts = [[i] for i, failure in enumerate(failures) if failure]
     for are_tokens in (False, True):
         size, part = 0, list[int]()
@@ -224,7 +245,7 @@ def _requests(
             if (row.tokens is not None) != are_tokens or failures[i]:
                 continue
             size += row.num_characters
-            if len(part) in (0, most) or size > most_characters:
+            if len(part) in (0, ROWS_PER_REQUEST) or size > most_characters:
                 size, part = row.num_characters, []
                 parts.append(part)
             part.append(i)
@@ -249,11 +270,11 @@ def _unscorable(row: Row) -> RowResult | None:
     """
     if row.tokens == []:
         return _failure(HTTPStatus.BAD_REQUEST, "tokens: empty, an empty sequence cannot be scored")
-    most = Limits.max_sentence_bytes
+    most = Limits.max_request_bytes
     if 4 * row.num_characters > most:  # UTF-8 takes at most four bytes for each
         size = sum(len(part.encode(errors="surrogatepass")) for part in row.parts)
         if size > most:
-            cause = f"text: {size} bytes, must be at most {most} (max_sentence_bytes)"
+            cause = f"text: {size} bytes, must be at most {most} (max_request_bytes)"
             return _failure(HTTPStatus.BAD_REQUEST, cause)
     messages = row.metadata.get(MESSAGES) or []
     for text in (*row.parts, *(str(message.get("content") or "") for message in messages)):

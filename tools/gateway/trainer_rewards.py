@@ -7,8 +7,6 @@ A response without a reward is None for TRL, which leaves it out of its update, 
 value. While no gateway or server answers, the functions wait for it, and then fail.
 """
 
-from __future__ import annotations
-
 import http.client
 import itertools
 import json

@@ -18,8 +18,7 @@ from typing import Annotated, Any, Generic, Literal
 from fastapi import APIRouter
 from pydantic import AliasChoices, Discriminator, Field, Tag
 
-from tools.gateway.bodies import Body, Chat, Rows, T, TokenIds, plain
-from tools.gateway.rows import GatewayError, Row, chat_row, check_all, text_row
+from tools.gateway.rows import Body, Chat, GatewayError, Row, Rows, T, TokenIds, chat_row, check_all, plain, text_row
 from tools.gateway.scoring import RewardSource
 
 

@@ -1,7 +1,5 @@
 """`python -m tools run --dry-run`: prints what a run needs, and refuses one that does not fit."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import defaultdict
@@ -10,19 +8,31 @@ from dataclasses import fields
 from pathlib import Path
 
 import psutil
+import torch
 
 from python_backend.config import ConfigError, RunConfig
 from python_backend.errors import RlhfError
-from tools.plan.nodes import placed_on_nodes, vllm_devices
-from tools.plan.role import CONTEXT, FRAGMENTATION, GIB, NCCL_BUFFERS, Role, Sizes
-from tools.plan.serving import served_role
-from tools.plan.traffic import shown, traffic_lines
-from tools.plan.training import policy_role, trainer_role
+from python_backend.training.sharding import MOST_UNREDUCED
+from tools.plan.roles import (
+    CONTEXT,
+    FRAGMENTATION,
+    GIB,
+    NCCL_BUFFERS,
+    Role,
+    Sizes,
+    placed_on_nodes,
+    policy_role,
+    served_role,
+    trainer_role,
+    vllm_devices,
+)
 from tools.server.vllm import memory_share
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CATEGORIES = [field.name for field in fields(Sizes)]
 VLLM = "vLLM"
+FLOAT = 4
+TRAINING_TOKEN = 8 + 3 * FLOAT  # token id, return, previous value, mask
 HEADINGS = {"cache": "KV cache"}
 REMEDIES = {  # section -> {largest part: settings that make it smaller}
     "actor": {
@@ -69,8 +79,6 @@ def dry_run(
     """
     interpreter = psutil.Process().memory_info().rss  # torch and transformers are loaded: as large as each process
     if num_devices is None and device_gib is None:
-        import torch
-
         num_devices = torch.cuda.device_count() or None
     roles = roles_of(config, num_devices)
     for line in [*table(list(roles.values())), "", *traffic_lines(config, roles)]:
@@ -102,12 +110,12 @@ def roles_of(config: RunConfig, num_devices: int | None = None) -> dict[str, Rol
         num_devices: GPUs of each machine; None: as many as the run needs.
     """
     makers: dict[str, tuple[Path, Callable[[], Role]]] = {
-        "actor": (config.actor.policy.checkpoint, lambda: policy_role(config))
+        "actor": (config.actor.policy.model, lambda: policy_role(config))
     }
     if config.serves_critic:
-        makers["trainer"] = (config.critic.checkpoint, lambda: trainer_role(config))
+        makers["trainer"] = (config.critic.model, lambda: trainer_role(config))
     for key, section in config.served_sections.items():
-        makers[key] = (section.checkpoint, functools.partial(served_role, config, key))
+        makers[key] = (section.model, functools.partial(served_role, config, key))
     return placed_on_nodes(config, {key: _role(key, *maker) for key, maker in makers.items()}, num_devices)
 
 
@@ -207,9 +215,56 @@ def _capacity(device: str, given_gib: float | None) -> int:
         total = psutil.virtual_memory().total
         limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
         return total if limit == "max" else min(total, int(limit))
-    import torch
-
     index = int(device.partition(":")[2])
     if index >= torch.cuda.device_count():
         raise PlanError(f"{device} is not on this machine; --device-gib N plans for GPUs of N GiB")
     return torch.cuda.get_device_properties(index).total_memory
+
+
+def traffic_lines(config: RunConfig, roles: Mapping[str, Role]) -> list[str]:
+    """Return what a step, a publish and a checkpoint move over network and disk at the longest rows, a line each."""
+    actor, publish, has_critic = config.actor, config.trainer.publish, config.serves_critic
+    tokens = actor.rollout_size * (actor.prompts.max_tokens + actor.generation.max_new_tokens)
+    token_bytes = 8 if config.server.tokens_dtype == "INT64" else 4
+    asked = tokens * token_bytes * (1 + actor.kl.serves_reference)
+    answered = actor.rollout_size * FLOAT + tokens * FLOAT * (has_critic + actor.kl.serves_reference)
+    lines = [f"each step, network: {shown(asked)} of requests, {shown(answered)} of replies"]
+    trained = {"actor": actor.checkpoint_every}
+    if has_critic:
+        trained["trainer"] = config.trainer.checkpoint_every
+        sent, critic = tokens * TRAINING_TOKEN, roles["trainer"]
+        width = FLOAT if publish.dtype != "bfloat16" else FLOAT // 2
+        size = FLOAT * critic.trained if publish.format == "adapter" else width * critic.parameters
+        lines += [
+            f"each step, critic_train: {shown(sent)} over the network, and as much into the journal on disk",
+            f"each publish (every {publish.every} steps): {shown(size)} written to the weights store, read once to "
+            f"verify it and once by each of {roles['critic'].processes} serving processes; {publish.keep} versions "
+            "stay on disk",
+        ]
+    for key, every in trained.items():
+        role = roles[key]
+        size = role.trained * FLOAT + role.sizes.optimizer * role.processes
+        lines.append(f"each checkpoint of {key} (every {every} steps): {shown(size)} written to disk")
+    lines += [_exchange(key, role) for key in trained if (role := roles[key]).processes > 1]
+    return lines
+
+
+def _exchange(key: str, role: Role) -> str:
+    ranks, gradients = role.processes, FLOAT * role.trained
+    weights, on_card = role.sizes.weights * ranks, role.devices[0] != "cpu"
+    if on_card and role.precision == "bfloat16":
+        weights = min(weights, role.parameters * FLOAT // 2)
+    once = on_card and gradients <= MOST_UNREDUCED
+    each = (2 * weights + (0 if once else gradients)) * (ranks - 1) // ranks
+    return f"each micro-batch, {key}: {shown(each)} per rank between the ranks (weights twice" + (
+        f"); gradients once in a minibatch: {shown(gradients * (ranks - 1) // ranks)}" if once else ", gradients)"
+    )
+
+
+def shown(number: float) -> str:
+    """Return bytes as text, in binary units."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.3g} {unit}" if number < 100 else f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:,.3g} GiB" if number < 100 else f"{number:,.0f} GiB"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from tools.report.data import PHASES, SHOWN_S, RunRecord, formatted, number, phase_seconds, series
+from tools.report.data import MEDIANS, PHASES, SHOWN_S, RunRecord, formatted, number, phase_seconds, series
 
 Axes = Any  # matplotlib is imported only by the functions that draw
 Draw = Callable[[Axes, RunRecord], None]
@@ -47,16 +47,8 @@ STYLE = {
     "svg.fonttype": "path",
     "svg.hashsalt": "report",
 }
-COLOURS = (  # distinguishable on a screen and in print; more runs than colours get other dashes
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#5F6368",
-    "#7A3E9D",
-)
+# Distinguishable on a screen and in print; more runs than colours get other dashes.
+COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, "#5F6368", "#7A3E9D")
 DASHES = ("solid", "dashed", "dotted")
 FEW = 5  # more runs have no legend within the pictures, and no unsmoothed lines: they would hide the curves
 
@@ -70,8 +62,13 @@ def pictures(run: RunRecord) -> dict[Draw, str]:
 
 
 @contextlib.contextmanager
-def figure_of(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Yield a styled figure of `size` inches; save it to `path` at the end of the block, with 150 pixels an inch."""
+def figure_of(out: Path | TextIO, size: tuple[float, float], **metadata: None) -> Iterator[Any]:
+    """Yield a styled figure of `size` inches; save it at the end of the block, with 150 pixels an inch or as SVG.
+
+    Args:
+        out: a picture's file, or what receives SVG text.
+        metadata: entries that the picture must not have, so that the same data give the same bytes.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -79,22 +76,22 @@ def figure_of(path: Path, size: tuple[float, float]) -> Iterator[Any]:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=size, dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
         yield figure
-        figure.savefig(path, metadata={"Software": None})
+        figure.savefig(out, format=None if isinstance(out, Path) else "svg", metadata=metadata or {"Software": None})
+
+
+def as_svg(draw: Callable[..., None], *arguments: Any) -> str:
+    """Return what `draw` draws on the axes that it receives, before the arguments, as SVG text."""
+    out = StringIO()
+    with figure_of(out, (6.2, 3.5), Date=None, Creator=None) as figure:
+        draw(figure.subplots(), *arguments)
+    return out.getvalue()
 
 
 def write_curves(run: RunRecord, out_png: Path) -> None:
-    """Write one PNG with the four most informative pictures that this run has data for."""
+    """Write one PNG with the first four pictures that this run has data for; its own replace that of the KL."""
     known = pictures(run)
-    own = [draw for draw in known if draw not in PICTURES]
-    ranked = (
-        draw_reward,
-        *(own[:1] or [draw_kl]),
-        draw_explained_variance,
-        draw_versions,
-        draw_step_time,
-        draw_distinct,
-    )
-    chosen = [draw for draw in ranked if draw in known][:4]
+    has_own = any(draw not in PICTURES for draw in known)
+    chosen = [draw for draw in known if draw is not draw_kl or not has_own][:4]
     with figure_of(out_png, (10, 6.8)) as figure:
         for axes, draw in zip_longest(figure.subplots(2, 2).flat, chosen):
             if draw is None:
@@ -108,7 +105,7 @@ def draw_reward(axes: Axes, run: RunRecord) -> None:
     window = max(1, len(y) // 10)
     axes.plot(x, y, color=BLUE, alpha=0.35 if window > 1 else 1.0, lw=1, label="per step", **markers(x))
     if window > 1:
-        axes.plot(x, smoothed(y), color=BLUE, lw=2.2, label=f"mean of {window} steps" + _thinned(x))
+        axes.plot(x, smoothed(y), color=BLUE, lw=2.2, label=f"mean of {window} plotted steps")
     with_kl = series(run.steps, "train_rollouts/rewards_with_kl")
     if with_kl[0] and with_kl != (x, y):
         axes.plot(*with_kl, color=GREY, lw=1.2, ls="--", label="minus KL penalty")
@@ -183,8 +180,8 @@ def draw_versions(axes: Axes, run: RunRecord) -> None:
     for kind, style in RELOADS.items():
         rows = [row for row in run.critic if row.get("reload") == kind]
         if rows:
-            count = run.summary[f"reloads_{kind}"]
-            label = f"{count} {kind} reload{'s' if count > 1 else ''}{_median(run, kind, ', ')}"
+            count, p50 = run.summary[f"reloads_{kind}"], run.summary.get(MEDIANS[kind])
+            label = f"{count} {kind} reload{'s' if count > 1 else ''}" + (f", median {p50:,.0f} ms" if p50 else "")
             axes.scatter(_minutes(run, rows), _versions(rows), label=label, zorder=3, **style)
     key = "train_rollouts/weights_version"
     scored = _minutes(run, [row for row in run.steps if number(row.get(key)) is not None])
@@ -192,19 +189,6 @@ def draw_versions(axes: Axes, run: RunRecord) -> None:
     axes.plot(scored, series(run.steps, key)[1], label="version that scored the step", **style)
     axes.yaxis.get_major_locator().set_params(integer=True)
     finish(axes, "Served version of the critic weights", "minutes since the first step")
-
-
-def draw_reload_ms(axes: Axes, run: RunRecord) -> None:
-    slowest = 0.0
-    for kind, style in RELOADS.items():
-        rows = [row for row in run.critic if row.get("reload") == kind and (number(row.get("reload_ms")) or 0.0) > 0.0]
-        if rows:
-            milliseconds = [row["reload_ms"] for row in rows]
-            axes.scatter(_minutes(run, rows), milliseconds, label=kind + _median(run, kind, ": "), **style)
-            slowest = max(slowest, *milliseconds)
-    axes.set_yscale("log")
-    axes.set_ylim(top=6 * slowest)
-    finish(axes, "Milliseconds per reload", "minutes since the first step")
 
 
 def draw_distinct(axes: Axes, run: RunRecord) -> None:
@@ -227,16 +211,6 @@ def _minutes(run: RunRecord, rows: Sequence[dict[str, Any]]) -> list[float]:
 
 def _versions(rows: Sequence[dict[str, Any]]) -> list[int]:
     return [row["weights_version"] for row in rows]
-
-
-def _median(run: RunRecord, kind: str, separator: str) -> str:
-    p50 = run.summary.get("swap_ms_p50" if kind == "swap" else "triton_reload_ms_p50")
-    return f"{separator}median {p50:,.0f} ms" if p50 else ""
-
-
-def _thinned(x: Sequence[int]) -> str:
-    every = x[1] - x[0] if len(x) > 1 else 1
-    return f", 1 in {every} plotted" if every > 1 else ""
 
 
 def _plot(axes: Axes, run: RunRecord, key: str, **style: Any) -> list[float]:
@@ -273,19 +247,6 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [statistics.fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
-def as_svg(draw: Callable[..., None], *arguments: Any) -> str:
-    """Return what `draw` draws on the axes that it receives, before the arguments, as SVG text."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(6.2, 3.5), layout="constrained")
-        draw(figure.subplots(), *arguments)
-        out = StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    return out.getvalue()
-
-
 def _recorded(key: str, *, least: int = 2) -> Callable[[RunRecord], bool]:
     """Return whether at least that many steps of a run have a number: one point is no curve."""
     return lambda run: len(series(run.steps, key)[0]) >= least
@@ -303,14 +264,10 @@ PICTURES: dict[Draw, tuple[str, Callable[[RunRecord], bool]]] = {  # {draw: (cap
         "their mean would be, as those of a new critic are. The axis ends at -1.",
         lambda run: _recorded(EXPLAINED, least=1 if "ev_v0" in run.summary else 2)(run),
     ),
+    draw_versions: ("Which critic version is served, and when it was replaced.", lambda run: bool(run.critic)),
     draw_step_time: (
         "Where a step's time goes; the axis is cut off above the usual step, so rare long steps exceed it.",
         _recorded(STEP_TIME),
-    ),
-    draw_versions: ("Which critic version is served, and when it was replaced.", lambda run: bool(run.critic)),
-    draw_reload_ms: (
-        "How long a reload takes, from publishing to serving; the old weights serve meanwhile.",
-        lambda run: any(number(row.get("reload_ms")) is not None for row in run.critic),
     ),
     draw_distinct: ("Whether texts stay diverse: repetition shows here first.", _recorded(DISTINCT)),
     draw_ended: ("Share of responses that ended before their length limit.", _recorded(ENDED)),

@@ -4,20 +4,168 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from actor.run.settings import CHANGES_FILE, SETTINGS_FILE, read_settings
 from python_backend.errors import RlhfError
+from python_backend.rewards.function import describe, load_function
 from python_backend.store.durable import read_json, replace_file
 from python_backend.store.jsonl import each_line
 from python_backend.store.run_lock import LOCK_FILE, RUN_LOCK_FILE, in_progress
-from tools.report.pairs import Gain, Pair, distinct2, read_pairs, rewarded
-from tools.report.sections import ReportSection, sections_of
+
+# The held-out texts of a run before and after training, as pairs, and gains over them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One held-out prompt, continued by the initial and by the final policy.
+
+    A text is prompt + response. For a chat it is the response alone, and `prompt` is the last message.
+    """
+
+    prompt_id: str
+    prompt: str
+    response_before: str
+    response_after: str
+    text_before: str
+    text_after: str
+    reward_before: float | None
+    reward_after: float | None
+    is_chat: bool = False
+
+
+Scored = tuple[Pair, float, float]  # with the scores of its two texts, before and after
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """The mean gain over the held-out prompts with its 95 % interval, by paired bootstrap."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, scored: Sequence[Scored]) -> "Gain":
+        """Return the gain over these pairs. Raises ValueError if there are none."""
+        before, after = [item[1] for item in scored], [item[2] for item in scored]
+        low, high = paired_ci95(before, after)
+        return cls(mean=statistics.fmean(after) - statistics.fmean(before), low=low, high=high)
+
+
+def read_pairs(run_dir: Path) -> list[Pair]:
+    """Return the pairs in samples.jsonl, in its order. Raises ValueError if a text is repeated or has no partner."""
+    path = run_dir / "samples.jsonl"
+    sides: dict[str, dict[str, dict[str, Any]]] = {"before": {}, "after": {}}
+    for row in each_line(path, required=True):
+        side = sides.get(row["when"])
+        if side is None:
+            raise ValueError(f"{path}: 'when' is {row['when']!r}, not 'before' or 'after'")
+        if row["prompt_id"] in side:
+            raise ValueError(f"{path}: prompt_id {row['prompt_id']!r} occurs twice with when={row['when']!r}")
+        side[row["prompt_id"]] = row
+    before, after = sides["before"], sides["after"]
+    unpaired = sorted(before.keys() ^ after.keys())
+    if unpaired or not before:
+        found = f"{len(before)} texts before, {len(after)} after"
+        raise ValueError(f"{path} has {found}; texts without a counterpart: {', '.join(unpaired[:5]) or 'none'}")
+    # If no response has a leading space, the decoder strips it; without one, prompt and response would run together.
+    stripped = not any(row["response"][:1].isspace() for side in sides.values() for row in side.values())
+    return [_pair(row, after[prompt_id], " " if stripped else "") for prompt_id, row in before.items()]
+
+
+def _pair(before: dict[str, Any], after: dict[str, Any], glue: str) -> Pair:
+    prompt = before["prompt"]
+    if after["prompt"] != prompt:
+        raise ValueError(f"prompt {before['prompt_id']!r} differs: {prompt!r} before, {after['prompt']!r} after")
+    is_chat = "question" in before
+    start = "" if is_chat else prompt + glue
+    return Pair(
+        prompt_id=before["prompt_id"],
+        prompt=before.get("question", prompt),
+        response_before=before["response"],
+        response_after=after["response"],
+        text_before=start + before["response"],
+        text_after=start + after["response"],
+        reward_before=before["reward"],
+        reward_after=after["reward"],
+        is_chat=is_chat,
+    )
+
+
+def rewarded(pairs: Sequence[Pair]) -> list[Scored]:
+    """Return the pairs that have both rewards, each with its reward before and after."""
+    scored = ((pair, pair.reward_before, pair.reward_after) for pair in pairs)
+    return [(pair, before, after) for pair, before, after in scored if before is not None and after is not None]
+
+
+def paired_ci95(
+    before: Sequence[float], after: Sequence[float], *, num_resamples: int = 4000, seed: int = 0
+) -> tuple[float, float]:
+    """Return (low, high), the 95 % percentile bootstrap interval of mean(after - before) over the pairs.
+
+    Raises ValueError if `before` and `after` differ in length or are empty.
+    """
+    if len(before) != len(after) or len(before) == 0:
+        raise ValueError(f"scores must be paired: {len(before)} before, {len(after)} after")
+    differences = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
+    picks = np.random.default_rng(seed).integers(len(differences), size=(num_resamples, len(differences)))
+    low, high = np.percentile(differences[picks].mean(axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def distinct2(texts: Sequence[str]) -> float | None:
+    """Return the ratio of distinct word bigrams to all word bigrams; None if no text has two words."""
+    words = [text.split() for text in texts]
+    bigrams = [pair for row in words for pair in pairwise(row)]
+    return len(set(bigrams)) / len(bigrams) if bigrams else None
+
+
+# What a run's own function adds to its report: `report: my_report.py:sections`.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSection:
+    """A titled part of the page. It replaces the built-in section with the same title."""
+
+    title: str
+    text: str = ""
+    """Stands below the title; HTML if it is a `markupsafe.Markup`."""
+    table: Sequence[Sequence[Any]] = ()
+    """Rows of cells, the first of which is the head; numbers are rounded and aligned to the right."""
+    pictures: Mapping[str, Callable[[Any, Any], None]] = field(default_factory=dict)
+    """{caption: function of matplotlib's axes and the run, which draws}; shown among the curves."""
+    results: Sequence[str] = ()
+    """Sentences for the list at the top of the page."""
+    cards: Sequence[tuple[str, str, str]] = ()
+    """(name, value, note) of cards at the top of the page."""
+    figures: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """{name: (value, sentence)}: figures for summary.json and the page's table of numbers."""
+
+
+def sections_of(spec: str | None, run: object) -> list[ReportSection]:
+    """Return what the function `spec` returns for a run, [] without one; a failure is a section that names it."""
+    if not spec:
+        return []
+    try:
+        sections = list(load_function(spec)(run))
+        if wrong := next((s for s in sections if not isinstance(s, ReportSection)), None):
+            raise TypeError(f"it returned {type(wrong).__name__}, not tools.report.data.ReportSection")
+        for draw in (draw for section in sections for draw in section.pictures.values()):
+            from matplotlib.figure import Figure
+
+            draw(Figure().subplots(), run)  # one that fails only when the page is written would leave no page
+    except Exception as error:  # user code; the rest of the report does not depend on it
+        return [ReportSection(title="Sections of this run", text=f"report: {spec} failed: {describe(error)}")]
+    return sections
+
 
 Row = TypeVar("Row")
 RUN_FILES = (SETTINGS_FILE, "metrics.jsonl", RUN_LOCK_FILE, LOCK_FILE)  # every run has one of these
@@ -34,6 +182,7 @@ PHASES = {
     "timers/train_time": "policy update",
     "other": "other",
 }
+MEDIANS = {"swap": "swap_ms_p50", "triton": "triton_reload_ms_p50"}  # kind of reload -> figure
 OF_EVERY_ACTOR = ("steps", "failed_requests", "masked_samples", "seconds_per_step")
 SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with their descriptions in the report
     "steps": "Number of steps; each is one batch of rollouts and the update on it.",
@@ -214,12 +363,12 @@ def _text_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def _reload_figures(critic: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    milliseconds: dict[str, list[float | None]] = {"swap": [], "triton": []}
+    milliseconds: dict[str, list[float | None]] = {kind: [] for kind in MEDIANS}
     for row in critic:
         if row.get("reload") in milliseconds:
             milliseconds[row["reload"]].append(row.get("reload_ms"))
     figures: dict[str, Any] = {}
-    for kind, p50 in (("swap", "swap_ms_p50"), ("triton", "triton_reload_ms_p50")):
+    for kind, p50 in MEDIANS.items():
         times = [ms for ms in milliseconds[kind] if ms is not None]
         figures[f"reloads_{kind}"] = len(milliseconds[kind])
         figures[p50] = statistics.median(times) if times else None

@@ -165,22 +165,13 @@ class RunDisplay:
         return [(name, text) for name, text in figures if text]  # a run without a critic has no critic figures
 
     def _render(self) -> RenderableType:
-        lines: list[RenderableType] = [self._head()]
-        if self._recent:
-            lines += [self._progress(), Text(), self._table(self._last()), Text(), *_step_time(self._last())]
+        clock = Text(_clock(time.monotonic() - self._start), style="dim")
+        lines = [_line(self._mark, Text(self._phase), clock)]
+        if row := self._last():
+            step, bar = row["step"], ProgressBar(self._total, row["step"])
+            lines += [_line(f"step {step}/{self._total}", bar, f"ETA {self._eta()}"), Text()]
+            lines += [self._table(row), Text(), *_step_time(row)]
         return Panel(Group(*lines), title="RLHF on Triton", title_align="left", border_style="blue", padding=(0, 1))
-
-    def _head(self) -> RenderableType:
-        phase = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-        head = Table.grid(Column(no_wrap=True), phase, Column(no_wrap=True), padding=(0, 1, 0, 0), expand=True)
-        head.add_row(self._mark, Text(self._phase), Text(_clock(time.monotonic() - self._start), style="dim"))
-        return head
-
-    def _progress(self) -> RenderableType:
-        step = self._last()["step"]
-        bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
-        bar.add_row(f"step {step}/{self._total}", ProgressBar(self._total, step), f"ETA {self._eta()}")
-        return bar
 
     def _table(self, row: dict[str, Any]) -> RenderableType:
         width = min(SPARKLINE_WIDTH, max(4, self._console.width - NARROW_WIDTH))
@@ -199,6 +190,14 @@ class RunDisplay:
         for left, right in zip_longest(cells[:rows], cells[rows:], fillvalue=()):
             grid.add_row(*left, *right)
         return grid
+
+
+def _line(left: RenderableType, middle: RenderableType, right: RenderableType) -> RenderableType:
+    """Return a line whose middle takes the room that both sides leave."""
+    wide = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    grid = Table.grid(Column(no_wrap=True), wide, Column(no_wrap=True), padding=(0, 1, 0, 0), expand=True)
+    grid.add_row(left, middle, right)
+    return grid
 
 
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:

@@ -1,8 +1,15 @@
-"""Writes the page of a run, or of several side by side: results, pictures and texts in one self-contained file."""
+"""`python -m tools report`: the page of a run, or of several side by side, also while they are in progress.
 
+Results, pictures and texts are in one self-contained file.
+"""
+
+import argparse
+import contextlib
 import statistics
+import time
 from base64 import b64encode
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +17,87 @@ from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, S
 
 from actor.run.settings import SETTINGS_FILE, flattened
 from python_backend.config import RewardTerm, RunConfig
+from python_backend.config.command_line import interrupt_on_signals, reporting
 from python_backend.errors import RlhfError
 from python_backend.store.durable import replace_file
+from python_backend.store.run_lock import in_progress
+from tools.arguments import parse_or_complete, seconds
 from tools.report.curves import KL, REWARD, as_svg, line_style, overlaid, pictures
-from tools.report.data import MOST_TEXTS, SUMMARY_KEYS, RunRecord, formatted, series
-from tools.report.pairs import Gain, Scored, rewarded
+from tools.report.data import MOST_TEXTS, SUMMARY_KEYS, Gain, RunRecord, Scored, formatted, load_run, rewarded, series
 
+READ_FILES = ("metrics.jsonl", "critic_metrics.jsonl", "validations.jsonl", "summary.json", "actor_summary.json")
 NUM_TEXTS = 24
 ENDS = {  # figures from the curves, since a run without validation has no reward in its summary
     REWARD: ("reward", "Mean training reward"),
     KL: ("KL", "KL from the initial policy in training, nats per sequence"),
 }
+
+
+@reporting
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page, with `--follow` again and again; return 0, or 2 after an error."""
+    parser = argparse.ArgumentParser(description="Write the page of a run, or one that compares several runs.")
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run (run.dir)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the page; default: report.html, or comparison.html, in the (first) run's folder",
+    )
+    parser.add_argument("--follow", action="store_true", help="rewrite the page until the runs end, or until Ctrl-C")
+    parser.add_argument("--every", type=seconds, default=5.0, metavar="SECONDS", help="with --follow; default: 5")
+    arguments = parse_or_complete(parser, argv)
+    run_dirs = list({run_dir.resolve(): run_dir for run_dir in arguments.run_dirs}.values())
+    # Beside the runs, it would be among the folders that `runs/*` names.
+    out = arguments.out or run_dirs[0] / ("report.html" if len(run_dirs) == 1 else "comparison.html")
+    if arguments.follow:
+        interrupt_on_signals()
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            follows = arguments.follow and any(map(in_progress, run_dirs))
+            written = _state_of_files(run_dirs)
+            _write(run_dirs, out, refresh_s=arguments.every if follows else None)
+            print(f"report: {out}", flush=True)
+            if arguments.follow:
+                _follow(run_dirs, out, written, arguments.every)
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise RlhfError("the report needs matplotlib: pip install '.[training]'") from error
+    return 0
+
+
+def _follow(run_dirs: Sequence[Path], out: Path, written: list[tuple[int, int] | None], every_s: float) -> None:
+    """Rewrite the page every `every_s` seconds, if there is anything new, until no run is in progress."""
+    try:
+        while any(map(in_progress, run_dirs)):
+            time.sleep(every_s)
+            if (state := _state_of_files(run_dirs)) != written:
+                written = state
+                _write(run_dirs, out, refresh_s=every_s)
+    finally:
+        _write(run_dirs, out, refresh_s=None)  # a page that no browser reloads any more
+
+
+def _write(run_dirs: Sequence[Path], out: Path, *, refresh_s: float | None) -> None:
+    named = zip(run_dirs, short_names(run_dirs), strict=True)
+    write_page([replace(load_run(run_dir), name=name) for run_dir, name in named], out, refresh_s=refresh_s)
+
+
+def _state_of_files(run_dirs: Sequence[Path]) -> list[tuple[int, int] | None]:
+    paths = [run_dir / name for run_dir in run_dirs for name in READ_FILES]
+    states = [path.stat() if path.is_file() else None for path in paths]
+    return [(state.st_size, state.st_mtime_ns) if state else None for state in states]
+
+
+def short_names(run_dirs: Sequence[Path]) -> list[str]:
+    """Return for each folder the shortest end of its path that tells it from the others."""
+    parts = [run_dir.resolve().parts for run_dir in run_dirs]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
 
 
 def write_page(runs: Sequence[RunRecord], out: Path, *, refresh_s: float | None = None) -> None:
@@ -166,7 +243,7 @@ def changed_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that differ from their defaults, except ports."""
     defaults = flattened(RunConfig().model_dump(mode="json"))
     of_a_reward = {name: field.default for name, field in RewardTerm.model_fields.items()}
-    defaults["reference.checkpoint"] = settings.get("actor.policy.checkpoint")
+    defaults["reference.model"] = settings.get("actor.policy.model")
 
     def is_default(key: str, value: Any) -> bool:
         section, _, name = key.rpartition(".")

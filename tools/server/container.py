@@ -5,8 +5,6 @@ repository that contains the hash of the training key, which is not known when t
 not set, a key is generated once and kept in `runs/training.key`.
 """
 
-from __future__ import annotations
-
 import compileall
 import hashlib
 import os

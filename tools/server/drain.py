@@ -9,8 +9,6 @@ Needs only the standard library, as the image's other commands do, and so uses H
 stall it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,15 +4,13 @@ Runs tritonserver as a child process, because tritonserver itself does not drain
 numpy, as the image's other commands do.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from python_backend.stop_signal import StopSignals
+from python_backend.process import StopSignals
 from python_backend.store.control_key import control_key
 from tools.server.child import start_bound
 from tools.server.container import (

@@ -10,8 +10,6 @@ meanwhile. After a second, server 2.51 fails that request and frees its memory w
 process runs again, the server aborts, or the model never answers again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import re
@@ -25,8 +23,7 @@ from pathlib import Path
 import psutil
 
 from tools.server.child import restart_pause_s
-from tools.server.model_loading import SCORING_OUTPUTS, probe
-from tools.server.tritonserver import TritonServer
+from tools.server.tritonserver import SCORING_OUTPUTS, TritonServer, probe
 from trainer.control_plane import ControlPlaneError, LoadRefused, ModelFailed, ModelProcessDied, ModelUnusable
 
 PROBE_EVERY_S = 1.0
@@ -264,7 +261,7 @@ class ServerHealth:
         watched.errors, watched.lost, watched.num_instances = 0, None, 0
         pause_s = restart_pause_s(watched.replacements + 1)
         try:
-            timeout_s = self._server.section.load_timeout_s
+            timeout_s = self._server.section.start_timeout_s
             self._control.load(model, parameters={"replaced": uuid.uuid4().hex[:8]}, unload=unload, timeout_s=timeout_s)
         except LoadRefused as error:  # the model itself cannot load, and could not in a restarted server
             self._log(f"error: {error}\ntrying again in {pause_s:g} s")

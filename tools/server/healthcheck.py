@@ -4,8 +4,6 @@ Triton's own readiness stays true after a model's process has died, and does not
 be served. Like `tools.server.entry_point`, needs only the standard library and numpy.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,14 +1,12 @@
 """Chooses a free port for each server port of 0, and checks the three ports before tritonserver starts."""
 
-from __future__ import annotations
-
+import atexit
 import socket
 
 from python_backend.config import ServerSection
 from tools.server.triton_home import ServerStartError
 
 PORT_KEYS = ("http_port", "grpc_port", "metrics_port")
-_HELD: list[socket.socket] = []
 
 
 def with_free_ports(section: ServerSection) -> ServerSection:
@@ -31,7 +29,7 @@ def free_port(host: str = "127.0.0.1") -> int:
         held.close()
         raise ServerStartError(_cannot_bind(host, error)) from error
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # set before, it would allow ports that others hold
-    _HELD.append(held)
+    atexit.register(held.close)  # which also keeps it
     return int(held.getsockname()[1])
 
 

@@ -4,8 +4,6 @@ A lock on a file beside the regions shows whether they are in use. The server an
 kernel keeps it until the last of these processes has ended, no matter how they end or in which process namespace.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

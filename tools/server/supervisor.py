@@ -1,7 +1,5 @@
 """Keeps one tritonserver running: restarts it when it dies or hangs. `ServerHealth` watches its models."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable

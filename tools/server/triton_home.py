@@ -3,8 +3,6 @@
 A server that does not work with this Python is rejected here, before anything starts.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

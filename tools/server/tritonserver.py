@@ -1,37 +1,181 @@
-"""One tritonserver process: starts it, probes every model, and stops it without leftovers."""
+"""One tritonserver process: its command line, its start, a probe of every model, and a stop without leftovers."""
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from http.client import HTTPException
 from pathlib import Path
 
 import psutil
 
-from python_backend.config import ServerSection
-from python_backend.path_alias import plain_alias
-from python_backend.stop_signal import how_ended
-from python_backend.store.control_key import closing_arguments
+from python_backend.config import RunConfig, ServerSection
+from python_backend.config.live_models import live_models
+from python_backend.path_alias import odd_part, plain_alias
+from python_backend.process import how_ended
+from python_backend.store.control_key import FILE, VARIABLE, closing_arguments, key_in
 from python_backend.store.durable import write_json
-from tools.server.child import start_bound
+from python_backend.wire.contract import (
+    CRITIC,
+    CRITIC_INFER,
+    CRITIC_SAVE,
+    CRITIC_TRAIN,
+    LOGPROBS,
+    REFERENCE,
+    REWARD_CHECKPOINT,
+    REWARD_COMPONENT,
+    REWARD_ERROR,
+    REWARD_FUNCTION_PREFIX,
+    REWARD_MIXTURE,
+    REWARD_MODEL,
+    REWARDS,
+    VALUES,
+    WEIGHTS_VERSION,
+)
+from tools.server.child import poll_failure, relay_lines, set_aside_if_large, start_bound, stub_failure, tail
 from tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, SERVER_ARGUMENTS
 from tools.server.drain import drain
-from tools.server.log import follow, poll_failure, set_aside_if_large, stub_failure, tail
-from tools.server.model_loading import compile_ahead, load_and_probe, too_slow
 from tools.server.ports import check_ports, is_open, with_free_ports
 from tools.server.shared_memory import Regions, remove_abandoned
-from tools.server.triton_home import ServerAborted, ServerStartError, TritonHome, accepts, server_environment
+from tools.server.triton_home import (
+    PYTHON_DIR,
+    SETTINGS,
+    ServerAborted,
+    ServerStartError,
+    TritonHome,
+    accepts,
+    find_tritonserver,
+    lay_out_backends,
+    server_environment,
+)
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
-KILL_AFTER_S = 10.0
-FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
+# Makes sure that a newly started tritonserver works: every model is loaded and answers a request.
+
+
+SCORING_OUTPUTS = {
+    REWARD_CHECKPOINT: (REWARDS,),
+    REWARD_MODEL: (REWARDS,),  # if it is an ensemble, this also probes the mixture
+    REFERENCE: (LOGPROBS,),
+    CRITIC: (VALUES, WEIGHTS_VERSION),
+    CRITIC_INFER: (VALUES, WEIGHTS_VERSION),  # its rewards are those of reward_model, if any
+}
 POLL_INTERVAL_S = 0.1
+
+
+def load_and_probe(
+    control: ControlPlane,
+    repository: Path,
+    section: ServerSection,
+    *,
+    check: Callable[[], None],
+    log: Callable[[str], None],
+) -> None:
+    """Load the models that are not ready, and return once every model of the repository has answered a request.
+
+    The server has already tried to load every model. A model that failed to load is loaded again, because only the
+    response to a load call contains the reason.
+
+    Args:
+        section: `start_timeout_s` limits the whole call.
+        check: called repeatedly during a load or a request; raises an exception to abort.
+        log: receives a line for each model.
+
+    Raises:
+        ServerStartError: the repository is empty, or the timeout has expired.
+        ControlPlaneError: a model did not load, or did not answer.
+    """
+    models = {path.parent.name for path in repository.glob("*/config.pbtxt")}
+    if not models:
+        raise ServerStartError(f"{repository} contains no model; run `python -m tools render`")
+    deadline = time.monotonic() + section.start_timeout_s
+
+    def time_left() -> float:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise ServerStartError(too_slow(section))
+        return left_s
+
+    def load(model: str) -> str:
+        start = time.monotonic()
+        control.load(model, timeout_s=time_left())
+        return f"{model} loaded in {time.monotonic() - start:.1f} s"
+
+    def answer(model: str) -> str:
+        probe(control, model, time_left())
+        return f"{model} answers"
+
+    missing = {model for model in models if not control.is_ready(model)}
+    for group in load_order(missing):
+        _together(load, group, check, log)
+    for model in sorted(models):
+        _together(answer, {model}, check, log)
+
+
+def too_slow(section: ServerSection) -> str:
+    """Return the error message for models that are not ready in time."""
+    return (
+        f"the models were not ready within {section.start_timeout_s:g} s: the server's log shows "
+        "what they are waiting for; if they only need more time, raise server.start_timeout_s"
+    )
+
+
+def load_order(models: set[str]) -> list[set[str]]:
+    """Return groups of models, in load order; a group can load in parallel, and ensembles come after their models."""
+    components = (REWARD_CHECKPOINT, REWARD_MIXTURE)
+    parts = {model for model in models if model.startswith(REWARD_FUNCTION_PREFIX) or model in components}
+    first = {CRITIC, REFERENCE, *(parts or {REWARD_MODEL})}
+    order = [first, {REWARD_MODEL} - first, {CRITIC_INFER}, {CRITIC_TRAIN}, {CRITIC_SAVE}]
+    others = models.difference(*order)
+    return [models & group for group in [*order, others] if models & group]
+
+
+def compile_ahead(repository: Path) -> None:
+    """Write each model's bytecode before Triton first looks at its folder.
+
+    Stubs run in isolated mode and ignore PYTHONDONTWRITEBYTECODE. To Triton, a `__pycache__` that appears during the
+    first load is a change of the model: loading an ensemble would then load its models once more.
+    """
+    for model in repository.glob("*/[1-9]*/model.py"):
+        compileall.compile_file(model, quiet=2)  # if this process cannot write there, a stub cannot either
+
+
+def _together(
+    work: Callable[[str], str], models: set[str], check: Callable[[], None], log: Callable[[str], None]
+) -> None:
+    executor = ThreadPoolExecutor(max_workers=max(1, len(models)), thread_name_prefix="load")
+    try:
+        waiting = {executor.submit(work, model) for model in models}
+        while waiting:
+            done, waiting = wait(waiting, POLL_INTERVAL_S, FIRST_COMPLETED)
+            for future in done:
+                log(future.result())
+            check()
+    finally:
+        executor.shutdown(wait=False)  # after a failure or a signal, stopping the server ends the other calls
+
+
+def probe(control: ControlPlane, model: str, timeout_s: float) -> None:
+    """Send the model a request without side effects and wait for its answer. Raises ControlPlaneError."""
+    if model in SCORING_OUTPUTS:
+        control.probe_scoring(model, SCORING_OUTPUTS[model], timeout_s)
+    elif model.startswith(REWARD_FUNCTION_PREFIX):  # the sample is made up: NaN is a valid answer
+        control.probe_scoring(model, (REWARD_COMPONENT, REWARD_ERROR), timeout_s)
+    elif model in (CRITIC_TRAIN, CRITIC_SAVE):
+        control.probe_rejection(model, timeout_s)
+
+
+KILL_AFTER_S = 10.0
+EXIT_TIMEOUT_S = 1  # which tritonserver waits for open connections; `tools serve` has drained them before
+FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
 UNTRACED = 1_000_000_000  # of as many requests without a trace context, Triton traces one; those with one, always
 
 
@@ -103,7 +247,7 @@ class TritonServer:
             environment, lock = server_environment(self.home), self._regions.lock()
             self._process = start_bound(self._command(), log_file, environment, inherits=[lock])
         self._follower = threading.Thread(
-            target=follow,
+            target=relay_lines,
             args=(self.log_path, lambda: self._stopping or self.poll() is not None, self._log),
             name="server-log",
             daemon=True,
@@ -219,7 +363,7 @@ class TritonServer:
         if self._process.poll() is None:
             self._process.terminate()
             try:
-                self._process.wait(self.section.exit_timeout_s + KILL_AFTER_S)
+                self._process.wait(EXIT_TIMEOUT_S + KILL_AFTER_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -270,7 +414,7 @@ def server_command(
         f"--model-repository={repository}",
         f"--backend-directory={backends}",
         *SERVER_ARGUMENTS,
-        f"--exit-timeout-secs={section.exit_timeout_s}",
+        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
         f"--http-address={section.host}",
         f"--http-port={section.http_port}",
         f"--grpc-address={section.host}",
@@ -308,3 +452,56 @@ def tracing_arguments(endpoint: str) -> list[str]:
         "opentelemetry,resource=service.name=tritonserver",
     )
     return [f"--trace-config={setting}" for setting in settings]
+
+
+# Prints how to start a plain tritonserver on a rendered repository: lines for any POSIX shell, in any folder.
+
+
+_SHELL, _KEY = "/proc/@@/", "@@key"  # need no quotes; become `/proc/$$/` and `"$key"`
+
+
+def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequence[str] = ()) -> str:
+    """Return lines that serve `repository`, whose backend folder and control key are made now.
+
+    They contain no secret: the shell reads the control key. A critic or reward model without a version gets version 0
+    first, from the trainer, with `trainer_arguments`.
+
+    Raises:
+        ServerStartError: there is no tritonserver for this Python.
+    """
+    home = find_tritonserver(config.server.tritonserver)
+    backends = lay_out_backends(home, config.server_dir / "backends")
+    key_file = (config.run.weights_dir.parent / FILE).absolute()
+    key_in(key_file)
+    compile_ahead(repository)
+    descriptors: dict[Path, int] = {}
+
+    def alias(path: Path) -> Path:
+        """As `plain_alias`, with a file that the shell opens before it becomes the server."""
+        if (odd := odd_part(path)) is None:
+            return path
+        return Path(f"{_SHELL}fd/{descriptors.setdefault(odd, 9 - len(descriptors))}", path.relative_to(odd))
+
+    python_dir, models, backend = map(alias, (PYTHON_DIR, repository.absolute(), backends))
+    command = server_command(home, models, backend, with_free_ports(config.server), _KEY, config.run.trace_endpoint)
+    has_versions = all((model.store / "CURRENT").exists() for model in live_models(config))
+    return "\n".join(
+        [
+            "sh -e <<'END'",
+            f"cd {_quoted(Path.cwd())}",
+            "umask 077",
+            *(f"exec {number}<{_quoted(odd)}" for odd, number in descriptors.items()),
+            f'export PATH={_quoted(python_dir)}:"$PATH"',
+            *([] if has_versions else [f"python3 -m trainer {shlex.join(trainer_arguments)} --init-only </dev/null"]),
+            f"export LD_LIBRARY_PATH={':'.join(map(_quoted, home.library_path))}"
+            + '"${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"',
+            f"export {' '.join(f'{name}={value}' for name, value in SETTINGS.items())}",
+            f'key="${{{VARIABLE}:-$(cat {_quoted(key_file)})}}"',
+            "exec " + " \\\n  ".join(map(_quoted, command)).replace(f"={_KEY}", '="$key"'),
+            "END",
+        ]
+    )
+
+
+def _quoted(text: Path | str) -> str:
+    return shlex.quote(str(text)).replace(_SHELL, "/proc/$$/")

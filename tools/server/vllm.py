@@ -1,7 +1,5 @@
 """The vLLM server that `tools run` starts for `actor.generation.engine: vllm`, and restarts when it dies."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -121,7 +119,7 @@ def vllm_arguments(config: RunConfig, url: str) -> list[str]:
     adapters = ["--enable-lora", "--max-lora-rank", str(_rank_limit(policy.lora_rank))] if policy.lora_rank else []
     return [
         "serve",
-        str(Path(policy.checkpoint).absolute()),
+        str(Path(policy.model).absolute()),
         "--host",
         host,
         "--port",

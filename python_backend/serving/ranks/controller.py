@@ -5,8 +5,6 @@ announces it to the others over one socket each. If a rank is lost, none can go 
 called, and no thread that was loading or computing returns, so that nothing is blamed on a checkpoint or a request.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -25,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from python_backend.models.card.memory import on_rank
-from python_backend.models.card.placement import device_of
+from python_backend.models.card import on_rank
+from python_backend.models.placement import device_of
 from python_backend.models.tensor_parallel import OtherRankLost, RankGroup, existing, release
+from python_backend.process import how_ended
 from python_backend.rewards.pool import interpreter
 from python_backend.serving.ranks.loaders import Model
 from python_backend.serving.ranks.process import load_part
-from python_backend.stop_signal import how_ended
 
 WATCHER_S = 0.2  # a forward pass usually fails because a rank has died; its watcher then reports how
 STOP_S = 2.0  # for a rank to end after its socket was closed; then it is killed
@@ -44,7 +42,7 @@ class ServingRanks:
         """Start the other ranks and return once they have joined. Call in the main thread, which must outlive them.
 
         Args:
-            device: of the model; see `python_backend.models.card.placement`.
+            device: of the model; see `python_backend.models.placement`.
             threads: torch threads of each rank.
             lost: called in any thread with the reason, once, if a rank ends or a forward pass fails.
 

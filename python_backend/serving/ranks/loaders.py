@@ -1,7 +1,5 @@
 """Loads a served model by the name of its loader, which a message to another process can carry."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 from python_backend.models.language_model import LanguageModel, load_language_model
 from python_backend.models.loading import check_finite
 from python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward
-from python_backend.models.readout.token_reward import load_logit_reward, load_process_reward
+from python_backend.models.token_reward import load_logit_reward, load_process_reward
 
 Model = RewardModel | CriticModel | LanguageModel
 LOADERS = {

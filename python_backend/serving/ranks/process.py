@@ -4,8 +4,6 @@ Follows rank 0, the model's own process, which sends one message per load and pe
 Waits for messages, never in a collective, so a model may be idle for any length of time. Ends when rank 0 ends.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -21,13 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from python_backend.models.card.memory import RankOutOfMemory, on_rank
-from python_backend.models.card.streams import staging
+from python_backend.models.card import RankOutOfMemory, on_rank, staging
 from python_backend.models.modeling import quiet_transformers
 from python_backend.models.tensor_parallel import RankGroup, release
-from python_backend.serving.allocator import keep_freed_memory
+from python_backend.process import die_with_parent, keep_freed_memory
 from python_backend.serving.ranks.loaders import Model, load_model
-from python_backend.stop_signal import die_with_parent
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,6 @@
 torch.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref
@@ -14,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from python_backend.store.serving_records import ServingRecord
-from python_backend.store.weights import FIRST_VERSION, WeightsError, WeightsStore, weights_files
+from python_backend.store.weights import FIRST_VERSION, ServingRecord, WeightsError, WeightsStore, weights_files
 
 TOUCH_INTERVAL_S = 2.0
 POLL_S = 0.005  # between reads of CURRENT: short compared with a swap (44 ms or more), and each read is small

@@ -1,7 +1,5 @@
 """The versions of a served model: those in a weights store, of which it serves CURRENT, or a single one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +9,7 @@ import numpy as np
 import torch
 
 from python_backend.models.canary import canary_outputs, canary_row, check_canary
-from python_backend.models.card.streams import staging
+from python_backend.models.card import staging
 from python_backend.serving.scoring import Scoring
 from python_backend.serving.torch_scoring import TorchProcess
 from python_backend.serving.triton import Gauge, MetricCounters, log, log_error

@@ -3,8 +3,6 @@
 Without importing torch, which must find the extension loaded when it is imported.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import importlib.util

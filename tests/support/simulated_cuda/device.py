@@ -3,8 +3,6 @@
 `install` is called by `hook` when torch has been imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

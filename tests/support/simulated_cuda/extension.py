@@ -1,7 +1,5 @@
 """Loads the extension into the process before torch, which asks for CUDA's hooks once, when it is imported."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import sys

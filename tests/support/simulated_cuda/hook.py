@@ -3,8 +3,6 @@
 A process that never imports torch pays for one entry in `sys.meta_path`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Sequence

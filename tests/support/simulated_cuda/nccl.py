@@ -1,7 +1,5 @@
 """`nccl` as a backend for tensors of the simulated cards: gloo over their memory; tensors of the CPU are refused."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`torch.UntypedStorage` of the simulated cards: the methods whose CUDA code a CPU build lacks."""
 
-from __future__ import annotations
-
 import simcuda
 import torch
 from torch import Tensor

@@ -4,8 +4,6 @@ A thread starts with `cuda:0` as its current card. ATen launches a kernel on the
 `"cuda"` without an index, new streams, `torch.cuda.synchronize` and kernels of others use the current one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

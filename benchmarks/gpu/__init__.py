@@ -1,1 +1,0 @@
-"""Check of a real GPU: whether everything works there, and how fast."""

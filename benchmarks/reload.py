@@ -1,0 +1,797 @@
+"""Benchmark of reloads of the critic (or reward model): their cost for clients, and the time until one is served.
+
+Part a (load): failures, p99 and longest pause of clients during swaps and Triton reloads. Part b (publish): time until
+a written version is served, against the unavoidable steps alone. Part c (training): value requests while the critic
+trains, with updates of three sizes. Server and clients have one core each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from benchmarks.measurement import Sample
+from benchmarks.processes import ON_FREE_PORTS, SERVED, SPAWN, running_pool, running_triton
+from benchmarks.workload import SIZES, make_checkpoint, make_trace
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
+from python_backend.client.client import TritonClient
+from python_backend.client.errors import RequestFailed
+from python_backend.config import ClientSection, RunConfig, TrainerSection
+from python_backend.config.live_models import live_model
+from python_backend.store.weights import WeightsStore
+from python_backend.wire.contract import REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION
+from tools.serve import with_fixed_ports
+from trainer.control_plane import ControlPlane
+
+if TYPE_CHECKING:
+    from trainer.publish import Publisher, Reload
+import functools
+import sys
+from typing import NamedTuple
+
+import psutil
+
+from benchmarks.measurement import Option, Record, Result, Target, grouped, median_of, medians, select, timed
+from benchmarks.processes import output_of, running_sidecar
+from benchmarks.workload import noise_payload
+from python_backend.config import CriticOptimizerSection
+from python_backend.store.weights import sha256_of
+from python_backend.wire.contract import SEQUENCE_LENGTHS
+from tools.report.curves import figure_of
+from tools.server.triton_home import find_tritonserver, server_environment
+
+T = TypeVar("T")
+RUN_ID = "bench"
+LOWEST_PRIORITY = 19
+PERTURBATION = 1e-4
+LIVE_MODELS = ("critic", "reward")
+
+
+def divided(cores: Sequence[int]) -> tuple[int, int, Sequence[int]]:
+    """Return the cores of server, clients and trainer; the trainer has all but two.
+
+    With two cores the trainer shares the clients' core; with one, all share it.
+    """
+    return cores[0], cores[:2][-1], cores[2:] or cores[-1:]
+
+
+@contextlib.contextmanager
+def on_core(*cores: int) -> Iterator[None]:
+    """Pin this thread, and the threads and processes that it starts in the block, to these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@dataclass(frozen=True)
+class ReloadSetup:
+    """Settings and resources that every part receives."""
+
+    settings: argparse.Namespace
+    folder: Path
+    """Folder for temporary files, which are removed when the measurement ends."""
+    server_core: int
+    clients: Clients
+    say: Callable[[str], None]
+
+
+# ---- clients ----
+
+_ended: Any  # an event, in the process of the clients
+
+
+class Clients:
+    """A process whose clients send scoring requests in a closed loop."""
+
+    def __init__(self, running: contextlib.ExitStack) -> None:
+        """Start the process, which ends when `running` closes."""
+        self._ended = SPAWN.Event()
+        self._pool: Executor = running.enter_context(running_pool(1, _remember, self._ended))
+
+    @contextlib.contextmanager
+    def sending(self, url: str, num_clients: int, model: str = "critic") -> Iterator[dict[str, list[Any]]]:
+        """Run clients during the block; yield their observations, which are complete after the block.
+
+        Each client has one row at a time scored, without retries. The observations are `start_s` (on the monotonic
+        clock), `latency_ms` and `version` of each answer, and `failures`.
+        """
+        seen: dict[str, list[Any]] = {}
+        self._ended.clear()
+        running = self._pool.submit(_observe, url, num_clients, model)
+        try:
+            yield seen
+        finally:
+            self._ended.set()  # the clients finish their current requests
+        seen.update(running.result())
+
+
+def _remember(ended: Any) -> None:
+    global _ended
+    _ended = ended
+
+
+def _observe(url: str, num_clients: int, model: str) -> dict[str, list[Any]]:
+    return asyncio.run(_observe_all(url, num_clients, model))
+
+
+async def _observe_all(url: str, num_clients: int, model: str) -> dict[str, list[Any]]:
+    seen: dict[str, list[Any]] = {"start_s": [], "latency_ms": [], "version": [], "failures": []}
+    rows = itertools.cycle(make_trace(256))  # one event loop: the clients share the iterator
+    settings = ClientSection(deadline_s=300, retries=0, max_outage_s=0, max_in_flight=num_clients)
+    async with TritonClient(url, settings) as client:
+
+        async def ask() -> None:
+            while not _ended.is_set():
+                start = time.monotonic()
+                try:
+                    if model == "critic":
+                        answer = await client.score([next(rows)], (VALUES, WEIGHTS_VERSION))
+                        scores, version = answer[VALUES], answer[WEIGHTS_VERSION]
+                    else:
+                        answer = await client.rewards([next(rows)], (REWARDS, REWARD_VERSION))
+                        scores, version = answer[REWARDS], answer[REWARD_VERSION]
+                except RequestFailed as error:
+                    seen["failures"].append((start, str(error)))
+                    await asyncio.sleep(0.01)  # so that a failing server is not flooded with requests
+                    continue
+                latency = time.monotonic() - start
+                if not np.isfinite(scores).all():
+                    seen["failures"].append((start, "scores that are not finite"))
+                    continue
+                seen["start_s"].append(round(start, 5))
+                seen["latency_ms"].append(round(latency * 1e3, 3))
+                seen["version"].append(int(version[0, 0]))
+
+        await asyncio.gather(*(ask() for _ in range(num_clients)))
+    return seen
+
+
+# ---- the server ----
+
+
+class ReloadService:
+    """Context manager: runs a tritonserver on its own core, with a model whose weights can be published to it.
+
+    That is the critic, or a reward model without a critic, whose versions are published as by `tools weights publish`.
+    """
+
+    def __init__(
+        self,
+        setup: ReloadSetup,
+        part: str,
+        model: str,
+        *,
+        live: str = "critic",
+        trainer: TrainerSection | None = None,
+    ) -> None:
+        """`live`: of LIVE_MODELS."""
+        from python_backend.models.modeling import load_critic, quiet_transformers  # torch: not for --help
+        from trainer.publish import initialise_stores
+
+        quiet_transformers()
+        self.folder = setup.folder / f"{part}-{model}"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        checkpoint = self.folder / "checkpoint"
+        self.num_parameters = make_checkpoint(SIZES[model], checkpoint)
+        served = {"model": checkpoint, **SERVED}
+        without_critic = {"algorithm": {"name": "grpo", "responses_per_prompt": 2}}
+        sections = {
+            "run": {"dir": self.folder, "run_id": RUN_ID},
+            "server": ON_FREE_PORTS,
+            "reward": {**served, "store": live == "reward"},
+            "critic": served,
+            "trainer": trainer or TrainerSection(serve_timeout_s=300),
+            "actor": without_critic if live == "reward" else {},
+        }
+        self.config = with_fixed_ports(RunConfig.model_validate(sections))
+        initialise_stores(self.config)
+        self.live = live_model(self.config, live)
+        self.store = WeightsStore(self.live.store)
+        if live == "critic":
+            self.critic = load_critic(self.store.folder(0))
+            self.critic.own_weights()
+        else:
+            self._checkpoints = checkpoint, _perturbed(checkpoint, self.folder / "second")
+        self._step = 0
+        # Publishes at low priority, as a trainer should if it shares a core with clients. Only this thread has the low
+        # priority, since child processes would inherit the priority of the whole process.
+        self._publishing = ThreadPoolExecutor(1, "publisher", initializer=_step_back)
+        self._stack = contextlib.ExitStack()
+        with on_core(setup.server_core):
+            self._stack.enter_context(running_triton(self.config))
+
+    def __enter__(self) -> ReloadService:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._publishing.shutdown()
+        self._stack.close()
+        for heavy in ("checkpoint", "second", "weights", "journal", "checkpoints", "backends"):
+            shutil.rmtree(self.folder / heavy, ignore_errors=True)
+
+    @property
+    def url(self) -> str:
+        """`host:port` for inference over HTTP."""
+        return self.config.server.http_url
+
+    def failed_requests(self) -> int:
+        """Return the number of requests to the model that have failed since the start, by the server's own count."""
+        with ControlPlane(self.config.server.grpc_url) as control:
+            return control.statistics(self.live.served_as).failure_count
+
+    def publish(self) -> Sample:
+        """Publish weights that differ a little, and wait until they are served; see `_sample`."""
+        return self.as_publisher(self._publish_critic if self.live.name == "critic" else self._publish_reward)
+
+    def triton_reload(self) -> Sample:
+        """Let Triton replace the model's process; see `_sample`."""
+        return self.as_publisher(self._triton_reload)
+
+    def as_publisher(self, do: Callable[[], T]) -> T:
+        """Call `do` in the publisher's thread, with its core, priority and single torch thread; return the result."""
+        return self._publishing.submit(do).result()
+
+    def _publisher(self) -> Publisher:
+        from trainer.publish import Publisher
+
+        return Publisher.of(self.config, self.store, run_id=RUN_ID, epoch=1, model=self.live)
+
+    def _publish_critic(self) -> Sample:
+        import torch
+
+        self._step += 1
+        with torch.no_grad():
+            list(self.critic.model.parameters())[-1].add_(PERTURBATION)
+        begin = time.monotonic()
+        done = self._publisher().publish(self.critic, step=self._step, beat=lambda state: None)
+        return _sample(done, begin, begin + _seconds(done))
+
+    def _publish_reward(self) -> Sample:
+        from trainer.live import publish_reward
+
+        self._step += 1
+        done = publish_reward(self.config, self._checkpoints[self._step % 2], beat=lambda state: None)
+        # Only from here on: before, it has loaded the served version and the checkpoint, to compare them.
+        end = time.monotonic()
+        return _sample(done, end - _seconds(done), end)
+
+    def _triton_reload(self) -> Sample:
+        begin = time.monotonic()
+        done = self._publisher().triton_reload()
+        return _sample(done, begin, time.monotonic())
+
+
+def _perturbed(checkpoint: Path, copy: Path) -> Path:
+    """Copy a reward model's checkpoint, and change its weights a little."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(checkpoint, copy)
+    tensors = load_file(copy / WEIGHTS_FILE)
+    tensors["score.weight"] += PERTURBATION * torch.ones_like(tensors["score.weight"])
+    save_file(tensors, copy / WEIGHTS_FILE, metadata={"format": "pt"})
+    return copy
+
+
+def _seconds(done: Reload) -> float:
+    return (done.publish_ms + done.verify_ms + done.reload_ms) / 1e3
+
+
+def _sample(done: Reload, begin_s: float, end_s: float) -> Sample:
+    """Return the timings of a reload, with its begin and the time from which it was served, on the monotonic clock."""
+    timings = {key: getattr(done, key) for key in ("reload", "version", "publish_ms", "verify_ms", "reload_ms")}
+    return {**timings, "begin_s": begin_s, "end_s": end_s}
+
+
+def _step_back() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # torch keeps a part of this setting per thread
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+
+
+OPTIONS = {
+    "parts": Option(
+        ["a", "b", "c"],
+        "a: clients during reloads, b: time until served, c: clients during updates",
+        known="abc",
+    ),
+    "model": Option("critic", "model that is reloaded in part a: critic or reward", known=LIVE_MODELS),
+    "models": Option(["1m", "7m", "110m"], f"any of {', '.join(SIZES)}; above 7m only in b", ["tiny"], SIZES),
+    "swaps": Option(200, "part a: number of swaps", quick=4),
+    "triton_reloads": Option(50, "part a: number of Triton reloads", quick=1),
+    "clients": Option(32, "part a: scoring requests in flight while the model is reloaded", quick=4),
+    "cycles": Option(25, "part a: cycles of quiet, swaps, quiet, Triton reloads", quick=1),
+    "quiet_s": Option(3.0, "part a: seconds of each quiet block", quick=0.5),
+    "publishes": Option(20, "part b: publishes of each model up to 7 million parameters", quick=2),
+    "loads": Option(7, "part b: Triton reloads of each model, and publishes of larger models", quick=1),
+    "update_clients": Option(8, "part c: value requests in flight while the critic trains", quick=2),
+    "update_rows": Option(
+        32, "part c: rows of the smallest update; the others have two and four times as many", quick=4
+    ),
+    "updates": Option(3, "part c: updates of each size on each server", quick=1),
+}
+SMALL = ("tiny", "1m", "2m", "5m", "7m")  # models whose latencies under load are short enough
+MOST_P99 = {"swap": 1.5, "triton": 3.0}
+WORDS = {"swap": "swaps", "triton": "Triton reloads"}
+COLOURS = {"swap": "#009E73", "triton": "#E69F00"}
+MOST_PAUSE_MS = 20.0
+MARGIN_S = 0.05
+SWAP_EVERY_S = 0.5
+MOST_SWAP, MOST_TRITON = 1.25, 1.2
+UPDATE_SIZES = (1, 2, 4)
+MOST_GROWTH = 1.2
+TRAINER = TrainerSection(
+    optimizer=CriticOptimizerSection(lr=1e-5), token_budget=1024, checkpoint_every=1_000_000, reload_on_save="none"
+)
+FRESH_PROCESS = """
+import sys, time
+from pathlib import Path
+import torch, transformers
+from python_backend.models.modeling import (load_critic, quiet_transformers)
+quiet_transformers()
+torch.set_num_threads(1)
+load_critic(Path(sys.argv[1]))
+print(time.monotonic())
+"""
+Window = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Answered requests, in the order of their answers."""
+
+    start: np.ndarray
+    """float64 `[n]`, time of sending in seconds."""
+    end: np.ndarray
+    """float64 `[n]`, time of the answer in seconds, ascending."""
+    version: np.ndarray
+    """int64 `[n]`, version of the weights that computed the answer."""
+
+    @classmethod
+    def of(cls, raw: dict[str, Any]) -> Samples:
+        """Return the samples for `start_s`, `latency_ms` and `version` in `raw`, as stored in result.json."""
+        start = np.asarray(raw["start_s"], np.float64)
+        end = start + np.asarray(raw["latency_ms"], np.float64) / 1e3
+        order = np.argsort(end, kind="stable")
+        return cls(start[order], end[order], np.asarray(raw["version"], np.int64)[order])
+
+    @property
+    def latency_ms(self) -> np.ndarray:
+        """Latency of each request in ms, float64 `[n]`."""
+        return (self.end - self.start) * 1e3
+
+    def within(self, windows: Sequence[Window]) -> Samples:
+        """Return the requests that began and ended within the same window."""
+        chosen = np.zeros(self.start.size, bool)
+        for begin, end in windows:
+            chosen |= (self.start >= begin) & (self.end <= end)
+        return Samples(self.start[chosen], self.end[chosen], self.version[chosen])
+
+    def in_flight(self, windows: Sequence[Window]) -> np.ndarray:
+        """Return the latency (ms) of each request that was in flight at any moment of any window, each request once."""
+        chosen = np.zeros(self.start.size, bool)
+        for begin, end in windows:
+            chosen |= (self.end >= begin) & (self.start <= end)
+        return self.latency_ms[chosen]
+
+    def longest_silences(self, windows: Sequence[Window], *, margin_s: float) -> list[float]:
+        """Return the longest time (ms) between successive answers that overlaps each window, widened by `margin_s`.
+
+        Gaps are not cut at the window's edges, so that a pause counts in full. Meaningful only for clients in a closed
+        loop, which have a request in flight at any time.
+        """
+        return [self._silence_ms(begin - margin_s, end + margin_s) for begin, end in windows]
+
+    def _silence_ms(self, begin: float, end: float) -> float:
+        first = max(0, int(np.searchsorted(self.end, begin)) - 1)
+        last = int(np.searchsorted(self.end, end, side="right"))
+        between = np.diff(self.end[first : last + 1])
+        return float(between.max() * 1e3) if between.size else 0.0
+
+
+def p99(latencies: np.ndarray) -> float | None:
+    """Return the 99th percentile; None for an empty array."""
+    return float(np.percentile(latencies, 99)) if latencies.size else None
+
+
+def quiet_windows(like: Sequence[Window], quiet: Sequence[Window], *, margin_s: float, seed: int = 0) -> list[Window]:
+    """Return, for each window in `like`, one of the same length at a random place within the `quiet` windows.
+
+    A window that fits nowhere is left out. The lengths must be equal: long requests are more likely to be in flight in
+    a window, and how much more depends on its length.
+    """
+    generator = np.random.default_rng(seed)
+    found = []
+    for begin, end in like:
+        length = end - begin
+        rooms = [(b + margin_s, e - margin_s - length) for b, e in quiet if e - b > length + 2 * margin_s]
+        if not rooms:
+            continue
+        sizes = np.asarray([e - b for b, e in rooms])
+        room = rooms[int(generator.choice(len(rooms), p=sizes / sizes.sum()))]
+        start = float(generator.uniform(*room))
+        found.append((start, start + length))
+    return found
+
+
+def quotient(one: float | None, other: float | None) -> float | None:
+    """Return `one / other`; None if either is None or `other` is 0."""
+    return one / other if one is not None and other else None
+
+
+# ---- part a ----
+
+
+def measure_load(setup: ReloadSetup, model: str) -> dict[str, Any]:
+    """Return samples, reloads and blocks."""
+    settings = setup.settings
+    reloads: list[Sample] = []
+    blocks: list[dict[str, Any]] = []
+    with ReloadService(setup, "load", model, live=settings.model) as service:
+        before = service.failed_requests()
+        with setup.clients.sending(service.url, settings.clients, settings.model) as samples:
+            time.sleep(1.0)  # until all clients have begun
+            for cycle in range(settings.cycles):
+                for kind in ("quiet", "swap", "quiet", "triton"):
+                    begin = time.monotonic()
+                    reloads += _block(service, kind, cycle, settings)
+                    blocks.append({"kind": kind, "begin_s": begin, "end_s": time.monotonic()})
+                counts = {how: len(select(reloads, reload=how)) for how in ("swap", "triton")}
+                setup.say(f"a, {model}: {counts['swap']} swaps, {counts['triton']} Triton reloads")
+        failed = service.failed_requests() - before
+    found = {"samples": samples, "reloads": reloads, "blocks": blocks}
+    return {**found, "failed_by_server": failed, "clients": settings.clients}
+
+
+def _block(service: ReloadService, kind: str, cycle: int, settings: argparse.Namespace) -> list[Sample]:
+    if kind == "quiet":
+        time.sleep(settings.quiet_s)
+        return []
+    total, cycles = settings.triton_reloads if kind == "triton" else settings.swaps, settings.cycles
+    done = []
+    for _ in range(total * cycle // cycles, total * (cycle + 1) // cycles):  # of all, spread evenly over the cycles
+        next_at = time.monotonic() + SWAP_EVERY_S
+        done.append(service.triton_reload() if kind == "triton" else service.publish())
+        time.sleep(max(0.0, next_at - time.monotonic()))
+    return done
+
+
+def summarise_load(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's failures, latencies with and without reloads, and silences with and without swaps.
+
+    A silence is a time without any answer.
+    """
+    samples = Samples.of(found["samples"])
+    quiet = _quiet(found["blocks"])
+    swaps = select(found["reloads"], reload="swap")
+    windows = {how: [(r["begin_s"], r["end_s"]) for r in select(found["reloads"], reload=how)] for how in MOST_P99}
+    # Silences count while a version is verified and loaded, not while the publisher writes it.
+    serving = [(r["end_s"] - (r["verify_ms"] + r["reload_ms"]) / 1e3, r["end_s"]) for r in swaps]
+    around = samples.longest_silences(serving, margin_s=MARGIN_S)
+    draws = [quiet_windows(serving, quiet, margin_s=MARGIN_S, seed=seed) for seed in range(40)]
+    # Maxima are noisy: the median of those that occur by chance in as many windows without a swap.
+    without = median_of(max(samples.longest_silences(drawn, margin_s=MARGIN_S)) for drawn in draws if drawn)
+    longest = max(around, default=None)
+    return {
+        "requests": int(samples.start.size),
+        "failed_by_clients": len(found["samples"]["failures"]),
+        "failed_by_server": found["failed_by_server"],
+        "versions_seen": int(np.unique(samples.version).size),
+        **{how: _latencies(samples, windows[how], quiet) for how in MOST_P99},
+        "silence_ms": {"swap": longest, "quiet": without},
+        "pause_ms": None if longest is None or without is None else max(0.0, longest - without),
+    }
+
+
+def _quiet(blocks: Sequence[dict[str, Any]]) -> list[Window]:
+    """Return the quiet blocks, except those that follow Triton reloads, since these begin with a backlog."""
+    before = ["quiet", *(block["kind"] for block in blocks)]
+    return [
+        (block["begin_s"], block["end_s"])
+        for block, kind in zip(blocks, before, strict=False)
+        if block["kind"] == "quiet" and kind != "triton"
+    ]
+
+
+def _latencies(samples: Samples, windows: list[Window], quiet: list[Window]) -> dict[str, Any]:
+    """Compare requests in flight during reloads with those in quiet windows of the same lengths, or in quiet blocks."""
+    during = samples.in_flight(windows)
+    # Only requests that lie entirely in quiet blocks: one at the end of a block may wait for the following reload.
+    without = samples.within(quiet).in_flight(quiet_windows(windows, quiet, margin_s=0.0) or quiet)
+    return {
+        "reloads": len(windows),
+        "requests": int(during.size),
+        "p99_ms": p99(during),
+        "quiet_p99_ms": p99(without),
+        "p99_ratio": quotient(p99(during), p99(without)),
+        "reload_s": median_of(end - begin for begin, end in windows),
+    }
+
+
+def load_targets(model: str, of: dict[str, Any]) -> list[Target]:
+    """Return the targets of a model."""
+    failed = of["failed_by_clients"] + of["failed_by_server"]
+    detail = f"{of['requests']:,} requests, {of['swap']['reloads']} swaps, {of['triton']['reloads']} Triton reloads"
+    found = [Target(f"a, {model}: failed requests", failed, None, 0, detail)]
+    for how, most in MOST_P99.items():
+        detail = f"{_ms(of[how]['p99_ms'])} against {_ms(of[how]['quiet_p99_ms'])} without"
+        name = f"a, {model}: p99 during {WORDS[how]} / without"
+        found.append(Target(name, of[how]["p99_ratio"], None, most, detail))
+    silence = of["silence_ms"]
+    detail = f"longest silence {_ms(silence['swap'])}; in as many moments without a swap {_ms(silence['quiet'])}"
+    return [*found, Target(f"a, {model}: longest pause of a swap, ms", of["pause_ms"], None, MOST_PAUSE_MS, detail)]
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f} ms"
+
+
+def draw_load(axes: Any, model: str, part: dict[str, Any], summary: dict[str, Any]) -> None:
+    """Draw every request of the first blocks as a dot, and each reload as a band that ends in a line."""
+    blocks = part["blocks"][:8]
+    begin, end = blocks[0]["begin_s"], blocks[-1]["end_s"]
+    samples = Samples.of(part["samples"])
+    inside = np.flatnonzero((samples.end >= begin) & (samples.end <= end))
+    inside = inside[:: max(1, inside.size // 20_000)]
+    axes.scatter(
+        samples.end[inside] - begin, samples.latency_ms[inside], s=3, lw=0, color="#0072B2", alpha=0.5, rasterized=True
+    )
+    for how, colour in COLOURS.items():
+        reloads = [r for r in part["reloads"] if r["reload"] == how and begin <= r["begin_s"] <= end]
+        label = f"{WORDS[how]}; p99 {_ms(summary[how]['p99_ms'])}, {_ms(summary[how]['quiet_p99_ms'])} without"
+        for i, reload in enumerate(reloads):
+            left, right = reload["begin_s"] - begin, reload["end_s"] - begin
+            axes.axvspan(left, right, color=colour, alpha=0.14, lw=0, zorder=0)
+            axes.axvline(right, color=colour, lw=1.0, label=None if i else label)
+    failed = summary["failed_by_clients"] + summary["failed_by_server"]
+    title = (
+        f"{model} model, {part['clients']} clients: the first of {summary['swap']['reloads']} swaps and "
+        f"{summary['triton']['reloads']} Triton reloads; {failed} of {summary['requests']:,} requests failed"
+    )
+    axes.set(title=title, yscale="log", xlim=(0, end - begin), xlabel="seconds", ylabel="latency of a request (ms)")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+
+
+# ---- part b ----
+
+
+def measure_publish(setup: ReloadSetup, model: str) -> dict[str, Any]:
+    """Return samples of a model on an otherwise idle server."""
+    settings = setup.settings
+    publishes = settings.publishes if model in SMALL else settings.loads
+    swaps: list[dict[str, Any]] = []
+    loads: list[dict[str, Any]] = []
+    with ReloadService(setup, "publish", model) as service:
+        service.publish()  # warm-up: the first one includes deferred imports
+        for _ in range(publishes):
+            done = service.publish()
+            alone = service.as_publisher(functools.partial(_alone, service, done["version"]))
+            swaps.append({**done, "to_served_ms": done["verify_ms"] + done["reload_ms"], **alone})
+        setup.say(f"b, {model}: {publishes} publishes, each against hash, load and canary alone")
+        folder = service.store.folder(service.store.current() or 0)
+        for _ in range(settings.loads):
+            with on_core(setup.server_core):
+                fresh_ms = _fresh_process_ms(folder)
+            loads.append({"fresh_ms": fresh_ms, "reload_ms": service.triton_reload()["reload_ms"]})
+        setup.say(f"b, {model}: {settings.loads} Triton reloads, each against a new process")
+        return {"parameters": service.num_parameters, "swaps": swaps, "loads": loads}
+
+
+def _alone(service: ReloadService, version: int) -> dict[str, float]:
+    """Return the milliseconds of each unavoidable step on its own: hash, load, canary."""
+    from python_backend.models.canary import canary_row  # torch: not for --help
+
+    folder = service.store.folder(version)
+    hash_s, _ = timed(lambda: sha256_of(folder / WEIGHTS_FILE))
+    load_s, critic = timed(lambda: service.critic.with_weights(folder))
+    canary_s, _ = timed(lambda: critic.values([canary_row(critic)]))
+    return {"hash_ms": hash_s * 1e3, "load_ms": load_s * 1e3, "canary_ms": canary_s * 1e3}
+
+
+def _fresh_process_ms(folder: Path) -> float:
+    """Return the milliseconds in which a new process imports torch and transformers and loads the critic."""
+    environment = {**os.environ, **server_environment(find_tritonserver())}
+    command = [sys.executable, "-c", FRESH_PROCESS, str(folder)]
+    start = time.monotonic()  # the same clock in every process
+    output = output_of(f"loading {folder} in a new process", command, env=environment, timeout=120)
+    return (float(output.split()[-1]) - start) * 1e3
+
+
+def summarise_publish(of: dict[str, Any]) -> dict[str, Any]:
+    """Return medians and ratios."""
+    swap = medians(of["swaps"], "publish_ms", "to_served_ms", "reload_ms", "hash_ms", "load_ms", "canary_ms")
+    load = medians(of["loads"], "reload_ms", "fresh_ms")
+    alone = swap["hash_ms"] + swap["load_ms"] + swap["canary_ms"]
+    return {
+        "parameters": of["parameters"],
+        "swap": {**swap, "alone_ms": alone, "ratio": quotient(swap["to_served_ms"], alone), "n": len(of["swaps"])},
+        "triton": {**load, "ratio": quotient(load["reload_ms"], load["fresh_ms"]), "n": len(of["loads"])},
+    }
+
+
+def publish_targets(model: str, of: dict[str, Any]) -> list[Target]:
+    """Return the targets of a model."""
+    swap, load = of["swap"], of["triton"]
+    swapped = (
+        f"{swap['to_served_ms']:,.1f} ms; hash {swap['hash_ms']:,.1f}, load {swap['load_ms']:,.1f}, "
+        f"canary {swap['canary_ms']:,.1f} ms; n {swap['n']}"
+    )
+    loaded = f"{load['reload_ms']:,.0f} ms against {load['fresh_ms']:,.0f} ms; n {load['n']}"
+    return [
+        Target(f"b, {model}: swap / hash + load + canary", swap["ratio"], None, MOST_SWAP, swapped),
+        Target(f"b, {model}: Triton reload / new process", load["ratio"], None, MOST_TRITON, loaded),
+    ]
+
+
+# ---- part c ----
+
+
+def measure_training(setup: ReloadSetup, model: str) -> list[dict[str, Any]]:
+    """Return, for each size and repeat, the requests around an update and the update's begin and end."""
+    settings, runs = setup.settings, list[dict[str, Any]]()
+    with ReloadService(setup, "training", model, trainer=TRAINER) as service, running_sidecar(service.config) as child:
+        psutil.Process(child.process.pid).nice(LOWEST_PRIORITY)
+        for size in UPDATE_SIZES * settings.updates:
+            payload = make_payload(settings.update_rows, copies=size)
+            with setup.clients.sending(service.url, settings.update_clients) as samples:
+                time.sleep(0.5)  # until all clients have begun
+                begin, end = asyncio.run(_train(service.url, payload, len(runs) + 1))
+            runs.append({"size": size, "window": (begin, end), "samples": samples})
+            setup.say(f"c: update x{size}, {end - begin:.1f} s")
+    return runs
+
+
+def make_payload(num_rows: int, *, copies: int) -> dict[str, np.ndarray]:
+    """Return the trace's first rows, `copies` times, as a packed training payload."""
+    arrays = noise_payload(make_trace(num_rows) * copies).arrays()
+    return {name: array[:, None] if name == SEQUENCE_LENGTHS else array[None] for name, array in arrays.items()}
+
+
+async def _train(url: str, payload: dict[str, np.ndarray], step: int) -> tuple[float, float]:
+    settings = ClientSection(deadline_s=600, train_deadline_s=600, retries=0, max_outage_s=0)
+    async with TritonClient(url, settings) as client:
+        begin = time.monotonic()
+        await client.train(payload, run_id=RUN_ID, step=step)
+        return begin, time.monotonic()
+
+
+def summarise_training(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return, by size, the p99 of requests in flight during an update, and the update's duration."""
+    found: dict[str, Any] = {}
+    for (size,), chosen in grouped(runs, "size").items():
+        latencies = np.concatenate([Samples.of(run["samples"]).in_flight([run["window"]]) for run in chosen])
+        found[f"x{size}"] = {
+            "updates": len(chosen),
+            "requests": int(latencies.size),
+            "failed": sum(len(run["samples"]["failures"]) for run in chosen),
+            "p99_ms": p99(latencies),
+            "update_s": median_of(end - begin for begin, end in (run["window"] for run in chosen)),
+        }
+    return found
+
+
+def training_targets(model: str, summary: dict[str, Any]) -> list[Target]:
+    """Return the largest p99 divided by the p99 during the smallest update, and the failed requests."""
+    p99s = {size: of["p99_ms"] for size, of in summary.items() if of["p99_ms"] is not None}
+    growth = quotient(max(p99s.values(), default=None), p99s.get("x1"))
+    detail = "p99 " + ", ".join(f"{size}: {value:,.0f} ms" for size, value in p99s.items())
+    return [
+        Target("c: p99 while the critic trains, largest / x1", growth, None, MOST_GROWTH, detail),
+        Target("c: failed requests", sum(of["failed"] for of in summary.values()), None, 0),
+    ]
+
+
+def draw_training(axes: Any, model: str, runs: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+    """Draw the p99 for each size of the update as bars, and the duration of the update as a line."""
+    for place, of in enumerate(summary.values()):
+        bar = axes.bar(place, of["p99_ms"] or 0.0, 0.5, color="#0072B2")
+        axes.bar_label(bar, fmt="%.0f", padding=2)
+        axes.hlines(
+            of["update_s"] * 1e3, place - 0.25, place + 0.25, color="#3C4043", label=None if place else "the update"
+        )
+    title = f"While the critic trains, {model} model"
+    axes.set(yscale="log", ylabel="p99 of value requests (ms)", title=title)
+    axes.set_xticks(range(len(summary)), [f"update {size}" for size in summary])
+    axes.legend()
+
+
+# ---- all parts ----
+
+
+def under_load(models: list[str]) -> list[str]:
+    """Return the models that are small enough to be reloaded under load; the first model if none is."""
+    return [name for name in models if name in SMALL] or models[:1]
+
+
+def largest(models: list[str]) -> list[str]:
+    """Return the last of those models."""
+    return under_load(models)[-1:]
+
+
+class Part(NamedTuple):
+    """A part of the benchmark."""
+
+    letter: str
+    models: Callable[[list[str]], list[str]]
+    """Which of the chosen models it measures."""
+    measure: Callable[[ReloadSetup, str], Any]
+    summarise: Callable[[Any], Any]
+    targets: Callable[[str, Any], list[Target]]
+    draw: Callable[[Any, str, Any, Any], None] | None = None
+    """Draws axes for a model, from what `measure` and `summarise` returned."""
+
+
+PARTS = {
+    "load": Part("a", under_load, measure_load, summarise_load, load_targets, draw_load),
+    "publish": Part("b", list, measure_publish, summarise_publish, publish_targets),
+    "training": Part(
+        "c",
+        lambda models: under_load(models)[-1:],
+        measure_training,
+        summarise_training,
+        training_targets,
+        draw_training,
+    ),
+}
+
+
+def measure(settings: argparse.Namespace, record: Record) -> None:
+    """Measure the parts in turn, and save each as soon as it is done."""
+    record.result["parts"] = {}
+    folder = record.out / "servers"
+    server, clients, trainer = divided(sorted(os.sched_getaffinity(0)))
+    record.say(f"cores: server {server}, clients {clients}, trainer {trainer}")
+    with contextlib.ExitStack() as running:
+        with on_core(clients):
+            setup = ReloadSetup(settings, folder, server, Clients(running), record.say)
+        running.enter_context(on_core(*trainer))
+        for name, part in PARTS.items():
+            if part.letter in settings.parts:
+                record.say(f"{part.letter}: {name}")
+                of = record.result["parts"][name] = {}
+                for model in part.models(settings.models):
+                    of[model] = part.measure(setup, model)
+                    record.save()
+    shutil.rmtree(folder)
+
+
+def summarise(result: Result) -> dict[str, Any]:
+    """Return the summary of each measured part, by model."""
+    return {
+        name: {model: PARTS[name].summarise(found) for model, found in of.items()}
+        for name, of in result["parts"].items()
+    }
+
+
+def targets(result: Result) -> list[Target]:
+    """Return the targets of each measured part and model."""
+    summaries = [(name, model, of) for name, models in result["summary"].items() for model, of in models.items()]
+    return [target for name, model, of in summaries for target in PARTS[name].targets(model, of)]
+
+
+def draw(result: Result, out: Path) -> None:
+    """Draw latency over time and p99 while training, of the first model of the parts that were measured."""
+    drawn = [(part.draw, name) for name, part in PARTS.items() if part.draw is not None and result["parts"].get(name)]
+    if drawn:
+        with figure_of(out / "reload.png", (11, 4.1 * len(drawn))) as figure:
+            for axes, (draw_part, name) in zip(figure.subplots(len(drawn), 1, squeeze=False).flat, drawn, strict=True):
+                model, found = next(iter(result["parts"][name].items()))
+                draw_part(axes, model, found, result["summary"][name][model])

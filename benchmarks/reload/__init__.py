@@ -1,1 +1,0 @@
-"""Effects of critic reloads and updates on clients."""

@@ -1,0 +1,29 @@
+"""Reward functions of the benchmarks and the fuzz test. No large library, so that the reward processes start fast."""
+
+import os
+
+from python_backend.rewards.function import Sample
+
+WORD = "w7"
+OPTIMUM = 1.0
+
+
+def share_of_word(sample: Sample) -> float:
+    """Return the share of `WORD` among the words of the response; 0 for an empty response."""
+    words = (sample.response or "").split()
+    return words.count(WORD) / len(words) if words else 0.0
+
+
+def variety(sample: Sample) -> float:
+    """Return the share of distinct characters in the first 64 characters of the response; 0 for an empty response."""
+    text = (sample.response or "")[:64]
+    return len(set(text)) / len(text) if text else 0.0
+
+
+def num_tokens(sample: Sample) -> float:
+    """Return the number of tokens, unless the metadata makes the function fail or fork, as the fuzz test does."""
+    if sample.metadata.get("do") == "raise":
+        raise ValueError("as the metadata says")
+    if sample.metadata.get("do") == "fork":
+        os.fork()  # both processes return
+    return float(len(sample.tokens))

@@ -1,1 +1,0 @@
-"""Throughput and latency of the project's server, compared with the servers that users have today."""

@@ -1,1 +1,0 @@
-"""Time of a PPO step by phase, overlapped and serial."""

@@ -1,1 +1,0 @@
-"""Code that several benchmarks share: the protocol, child processes, servers, workload and statistics."""

@@ -1,1 +1,0 @@
-"""Critic-free training steps, compared with TRL's."""

@@ -1,0 +1,405 @@
+"""The clients of a served critic and reward model, for asyncio and for code without an event loop.
+
+The caller's ragged rows become arrays for the wire here, so that an error names the caller's row and position.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+from pydantic import ValidationError
+
+from python_backend.client.client import TrainAnswer, TritonClient
+from python_backend.client.errors import UNKNOWN_MODEL, RequestRefused
+from python_backend.client.served import ServedModel
+from python_backend.config import ClientSection
+from python_backend.errors import RlhfError
+from python_backend.wire import contract
+from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, ContractError
+
+Rows = Sequence[Any]
+"""One entry per row: a list of numbers, a NumPy array or a CPU tensor `[length_i]`."""
+
+
+def token_rows(rows: Rows) -> list[np.ndarray]:
+    """Return rows of token ids as int64 `[length_i]`. Raises ContractError."""
+    arrays = _arrays(TOKENS, rows)
+    for i, array in enumerate(arrays):
+        if array.size == 0:
+            raise ContractError(f"{TOKENS}[{i}]: empty, an empty row has no values")
+        if array.dtype.kind not in "iu":
+            raise ContractError(f"{TOKENS}[{i}]: {array.dtype} numbers, must be integers")
+    return [array.astype(np.int64, copy=False) for array in arrays]
+
+
+def training_arrays(tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> dict[str, np.ndarray]:
+    """Return the packed payload of critic_train, see `training_payload.TrainPayload`. Raises ContractError."""
+    rows = token_rows(tokens)
+    targets = {
+        name: _targets(name, given, rows)
+        for name, given in ((RETURNS, returns), (PREV_VALUES, prev_values), (MASK, mask))
+    }
+    for i, row in enumerate(targets[MASK]):
+        if (row < 0).any():
+            at = int(np.argmax(row < 0))
+            raise ContractError(f"{MASK}[{i}][{at}]: {row[at]:g}, must not be negative")
+    if not any(row.any() for row in targets[MASK]):
+        raise ContractError(f"{MASK}: all 0, there is nothing to train on")
+    return {
+        TOKENS: np.concatenate(rows)[None],
+        SEQUENCE_LENGTHS: np.asarray([[row.size] for row in rows], np.int64),
+        **{name: np.concatenate(target)[None] for name, target in targets.items()},
+    }
+
+
+def _targets(name: str, given: Rows, tokens: list[np.ndarray]) -> list[np.ndarray]:
+    """Return rows with one finite number for each token but the last, float32 `[length_i - 1]`."""
+    arrays = _arrays(name, given)
+    if len(arrays) != len(tokens):
+        raise ContractError(f"{name}: {len(arrays)} rows, but {TOKENS} has {len(tokens)}")
+    found = []
+    for i, (array, row) in enumerate(zip(arrays, tokens, strict=True)):
+        if array.size != row.size - 1:
+            raise ContractError(
+                f"{name}[{i}]: {array.size} entries, must be {row.size - 1}, one fewer than {TOKENS}[{i}]: entry t "
+                "belongs to the value at token t, and the last token has none"
+            )
+        with np.errstate(over="ignore"):
+            numbers = array.astype(np.float32)
+        if not np.isfinite(numbers).all():
+            at = int(np.argmin(np.isfinite(numbers)))
+            raise ContractError(f"{name}[{i}][{at}]: {array[at]}, must be a finite float32")
+        found.append(numbers)
+    return found
+
+
+def _arrays(name: str, rows: Rows) -> list[np.ndarray]:
+    """Return the rows as arrays of one dimension."""
+    if len(rows) == 0:
+        raise ContractError(f"{name}: no rows")
+    arrays = []
+    for i, row in enumerate(rows):
+        try:
+            array = np.asarray(row)
+        except (TypeError, ValueError, RuntimeError) as error:  # nested lists; a tensor on a GPU, or with a gradient
+            raise ContractError(f"{name}[{i}]: {error}") from error
+        if array.ndim != 1 or array.dtype.kind not in "biuf":
+            raise ContractError(
+                f"{name}[{i}]: shape {list(array.shape)} of {array.dtype}, must be the numbers of one row, [length]"
+            )
+        arrays.append(array)
+    return arrays
+
+
+# The client for asyncio.
+
+
+class CriticClientError(RlhfError):
+    """The client cannot be used in this way; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class RowValues:
+    """The values of some rows, all from the same weights."""
+
+    values: list[np.ndarray]
+    """float32 `[length_i]` of each row: index t is the expected return after the tokens up to t."""
+    weights_version: int
+    """Version of the critic's weights. Numbers only increase; a rewind publishes old weights under a new number."""
+
+
+@dataclass(frozen=True)
+class RowScores(RowValues):
+    """The values and rewards of some rows."""
+
+    rewards: np.ndarray
+    """float32 `[n]`, or `[n, A]` if `reward.merge_attributes` is false; NaN where a row has no reward."""
+    errors: list[str]
+    """For each row why it has no reward, empty if it has one."""
+
+
+class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
+    """A critic that Triton serves and a sidecar trains, for a trainer of your own. An async context manager.
+
+    **Rows** are ragged, `[length_i]` each; never pad them. Position t of a row belongs to the value at token t, the
+    state in which token t+1 is chosen. So a row of `length` tokens has `length` values, but only `length - 1` entries
+    in returns, prev_values and mask: nothing is chosen after the last token.
+
+    **Steps.** `rewind(n)` begins a run (n = 0) or resumes it after step n, and makes this client its owner: `train` and
+    `save` of earlier owners are refused from then on. Then train the steps n+1, n+2, … without gaps. A step is trained
+    exactly once, however often it is sent and whatever process is killed: repeat a call that failed, with the same step
+    and the same content. Before you resume from your checkpoint of step n, `rewind(n)`, which forgets later steps.
+
+    **Staleness.** `train` returns when its weights are served, so values that you request afterwards include the
+    update (if `trainer.publish.every` is 1). To overlap, start `train` as a task and request values meanwhile: they
+    then lag by the updates in flight, at most. All values of one call come from one version, which the reply names.
+
+    Requests have deadlines, retries, and failover between several servers, as `settings` says. Use a client in one
+    event loop; its calls may overlap. It holds connections, so make one in each process, after the fork.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        *,
+        run_id: str,
+        training_key: str | None = None,
+        settings: ClientSection | None = None,
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            url: `host:port` of the server's HTTP port, or those of all servers, or `dns:name:port`.
+            run_id: the server's `run.run_id`, or the name of its `run.dir`.
+            training_key: what `server.training_key_env` demands for `train`, `save` and `rewind`.
+            settings: deadlines, retries and limits; `servers` is taken from `url`.
+
+        Raises:
+            ContractError: an invalid address or run id.
+        """
+        servers = (url,) if isinstance(url, str) else tuple(url)
+        try:
+            settings = ClientSection(**{**(settings or ClientSection()).model_dump(), "servers": servers})
+        except ValidationError as error:
+            raise contract.ContractError(
+                f"url: {url!r}, must be host:port, dns:name:port, or several of them"
+            ) from error
+        if not servers or not contract.RUN_ID_PATTERN.fullmatch(run_id):
+            raise contract.ContractError(f"url: {url!r}, run_id: {run_id!r}; both must be set, as in the server's YAML")
+        self.run_id = run_id
+        self._client = TritonClient(servers[0], settings, training_key=training_key)
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = self._owns_run = False
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel the calls in flight and close all connections. What a server has accepted is still trained."""
+        if not self._is_closed:
+            self._is_closed = True
+            await self._client.__aexit__()
+
+    async def values(self, rows: Rows) -> RowValues:
+        """Return the values of n rows of token ids of the critic's tokenizer.
+
+        Raises:
+            ContractError: an empty row, or one that has not integers.
+            RequestFailed: all attempts failed, or the server refuses a row: too long, or an id outside the vocabulary.
+        """
+        tokens, client = token_rows(rows), await self._connected()
+        answer = await client.score(tokens, (contract.VALUES, contract.WEIGHTS_VERSION))
+        return RowValues(*_values(answer, tokens))
+
+    async def score(
+        self, rows: Rows, metadata: list[dict[str, Any]] | None = None, *, prompt_lengths: Sequence[int] | None = None
+    ) -> RowScores:
+        """Return values and rewards of n rows in one request; the reward model must have the critic's tokenizer.
+
+        Args:
+            metadata: one dictionary per row for reward functions.
+            prompt_lengths: for a process reward, leading tokens of each row that belong to its prompt.
+
+        Raises like `values`; also CriticClientError if the server has no reward model that takes these tokens.
+        """
+        tokens, client = token_rows(rows), await self._connected()
+        lengths = None if prompt_lengths is None else [int(length) for length in prompt_lengths]
+        for name, given in ((contract.METADATA, metadata), (contract.PROMPT_LENGTHS, lengths)):
+            if given is not None and len(given) != len(tokens):
+                raise contract.ContractError(f"{name}: {len(given)} entries for {len(tokens)} rows")
+        served = await self._outputs_with_rewards(client)
+        explained = (contract.REWARD_ERRORS,) if contract.REWARD_ERRORS in served else ()
+        outputs = (contract.REWARDS, contract.VALUES, contract.WEIGHTS_VERSION, *explained)
+        answer = await client.score(tokens, outputs, metadata, prompt_lengths=lengths)
+        rewards = answer[contract.REWARDS]
+        errors = [""] * len(tokens)
+        if explained:
+            errors = contract.sentence_texts(answer[contract.REWARD_ERRORS])
+        return RowScores(*_values(answer, tokens), rewards[:, 0] if rewards.shape[1] == 1 else rewards, errors)
+
+    async def train(self, step: int, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainAnswer:
+        """Train the critic on n rows as step `step`, and return once the new weights are served.
+
+        The loss is the squared error between value and return, clipped to `trainer.clip_value` around the old value and
+        averaged over the mask.
+
+        Args:
+            step: the number of the update, from 1 on, without gaps.
+            tokens: token ids `[length_i]`, prompt and response.
+            returns: `[length_i - 1]`, what the values should have been.
+            prev_values: `[length_i - 1]`, the values that the advantages were computed with.
+            mask: `[length_i - 1]`, 1 where the value counts: from the last token of the prompt on.
+
+        Raises:
+            ContractError: lengths that do not match, a number that is not finite, or a mask that is all 0.
+            CriticClientError: no `rewind` before.
+            ServerFailed: the update failed, for the reason in the message. The step counts as done: send the next one.
+            RequestRefused: the step does not fit, the key is wrong, or another client has taken over the run.
+            RequestFailed: no answer; repeat the call to get it.
+        """
+        arrays, client = training_arrays(tokens, returns, prev_values, mask), await self._connected(writes=True)
+        return await client.train(arrays, run_id=self.run_id, step=step)
+
+    async def save(self, step: int, *, keep_steps: Sequence[int] | None = None) -> int:
+        """Write the critic's checkpoint of `step`, when you write yours; return the version that is served.
+
+        `keep_steps`: steps of all your checkpoints that still exist; the critic keeps exactly theirs. None: those of
+        the newest three saves. Raises as `train`.
+        """
+        client = await self._connected(writes=True)
+        return await client.save(run_id=self.run_id, step=step, keep_steps=keep_steps)
+
+    async def rewind(self, step: int) -> int:
+        """Take over the run and rewind the critic to `step`; return the version that is served.
+
+        Call it first: `rewind(0)` for a new run, `rewind(n)` to resume from your checkpoint of step n. It reaches the
+        steps of the critic's checkpoints, which `save` writes, and every step after the newest of these.
+
+        Raises RequestFailed; ServerFailed if the step cannot be reached any more, RequestRefused if it never was.
+        """
+        client = await self._connected()
+        version = await client.rewind(run_id=self.run_id, step=step)
+        self._owns_run = True
+        return version
+
+    def check_usable(self) -> None:
+        """Raise CriticClientError if the client is closed, or was made in another process."""
+        if self._pid != os.getpid():
+            raise CriticClientError("the client was made in another process; make one after the fork")
+        if self._is_closed:
+            raise CriticClientError("the client is closed; make another one")
+
+    async def _connected(self, *, writes: bool = False) -> TritonClient:
+        """Return the client of the servers, after the first of them has described its critic."""
+        self.check_usable()
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise CriticClientError("the client is used in another event loop; make one client in each")
+        self._loop = loop
+        if writes and not self._owns_run:
+            raise CriticClientError(
+                "call rewind first: rewind(0) begins a run, rewind(n) resumes it after step n, and makes this client "
+                "its owner"
+            )
+        if contract.CRITIC not in self._client.declared:
+            await self._described(contract.CRITIC, "no critic: its YAML needs a section `critic`")
+        return self._client
+
+    async def _outputs_with_rewards(self, client: TritonClient) -> frozenset[str]:
+        """Return the outputs of critic_infer. Raises CriticClientError if there are no rewards of the same tokens."""
+        if contract.CRITIC_INFER not in client.declared:
+            reward = await self._described(contract.REWARD_MODEL, "no reward: its YAML needs a section `reward`")
+            if reward.tokenizer != client.declared[contract.CRITIC].tokenizer:
+                raise CriticClientError(
+                    "the reward model has another tokenizer than the critic, so it cannot score these tokens; ask for "
+                    "`values` here, and send texts to the gateway for rewards"
+                )
+            await client.describe(contract.CRITIC_INFER)
+        return client.declared[contract.CRITIC_INFER].outputs
+
+    async def _described(self, model: str, missing: str) -> ServedModel:
+        try:
+            return await self._client.describe(model)
+        except RequestRefused as error:
+            if error.code != UNKNOWN_MODEL:
+                raise
+            raise CriticClientError(f"the server serves {missing} ({error})") from error
+
+
+def _values(answer: dict[str, np.ndarray], rows: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
+    """Return each row's values without padding, and their version. Raises CriticClientError if one is not finite."""
+    values = [answer[contract.VALUES][i, : row.size] for i, row in enumerate(rows)]
+    for i, row in enumerate(values):
+        if not np.isfinite(row).all():
+            raise CriticClientError(f"values[{i}]: the critic returned numbers that are not finite")
+    return values, int(answer[contract.WEIGHTS_VERSION].flat[0])
+
+
+# The client for code without an event loop.
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class CriticClient(AbstractContextManager["CriticClient"]):
+    """`AsyncCriticClient`, where everything is explained, with calls that block. A context manager.
+
+    Any thread may call it, several at the same time: call `train` in a thread to overlap it with other work. It has an
+    event loop in a thread of its own, so make one client in each process, after the fork. Called inside a running event
+    loop, which it would block, it raises CriticClientError.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        *,
+        run_id: str,
+        training_key: str | None = None,
+        settings: ClientSection | None = None,
+    ) -> None:
+        """Connect to nothing yet; arguments and errors as in `AsyncCriticClient`."""
+        self._client = AsyncCriticClient(url, run_id=run_id, training_key=training_key, settings=settings)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="critic-client", daemon=True)
+        self._thread.start()
+        self._closing = threading.Lock()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections; calls in flight in other threads raise CriticClientError."""
+        if not self._thread.is_alive():  # closed already, or in a forked process, which has only the thread that forked
+            return
+        with self._closing:
+            if self._loop.is_closed():
+                return
+            asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def values(self, rows: Rows) -> RowValues:
+        """See `AsyncCriticClient.values`."""
+        return self._wait(self._client.values, rows)
+
+    def score(
+        self, rows: Rows, metadata: list[dict[str, Any]] | None = None, *, prompt_lengths: Sequence[int] | None = None
+    ) -> RowScores:
+        """See `AsyncCriticClient.score`."""
+        return self._wait(self._client.score, rows, metadata, prompt_lengths=prompt_lengths)
+
+    def train(self, step: int, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainAnswer:
+        """See `AsyncCriticClient.train`."""
+        return self._wait(self._client.train, step, tokens, returns, prev_values, mask)
+
+    def save(self, step: int, *, keep_steps: Sequence[int] | None = None) -> int:
+        """See `AsyncCriticClient.save`."""
+        return self._wait(self._client.save, step, keep_steps=keep_steps)
+
+    def rewind(self, step: int) -> int:
+        """See `AsyncCriticClient.rewind`."""
+        return self._wait(self._client.rewind, step)
+
+    def _wait(self, call: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        self._client.check_usable()  # first: in a forked process, another thread may hold the lock forever
+        if asyncio._get_running_loop() is not None:
+            raise CriticClientError("this call would block the running event loop; use AsyncCriticClient there")
+        with self._closing:
+            self._client.check_usable()
+            future = asyncio.run_coroutine_threadsafe(call(*args, **kwargs), self._loop)
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise CriticClientError("the client was closed before the answer arrived") from error
+        except BaseException:  # such as Ctrl-C: the request must not go on
+            future.cancel()
+            raise

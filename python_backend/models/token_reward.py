@@ -1,0 +1,112 @@
+"""Rewards that are read at single tokens: process rewards, and rewards from the next-token logits of a causal LM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, Head, inspect_checkpoint, reward_head
+from python_backend.checkpoints.tokenization import load_tokenizer, single_tokens
+from python_backend.models.loading import load_causal_model, load_token_model, read_head
+from python_backend.models.modeling import RewardModel, Standardization, constants_for
+from python_backend.models.output_head import keep_outputs
+from python_backend.models.token_head import TokenHead
+
+if TYPE_CHECKING:
+    from python_backend.models.tensor_parallel import RankGroup
+
+WRONG_AND_RIGHT = (-1.0, 1.0)  # of two labels: their weighted sum is the log-odds of label 1, which TRL trains as True
+
+
+def load_process_reward(
+    folder: Path,
+    *,
+    score: Literal["auto", "logit", "probability"] = "auto",
+    device: str = "cpu",
+    dtype: str = "float32",
+    attribute_weights: Sequence[float] | None = None,
+    standardization: Standardization = "model",
+    compile_forward: bool = False,
+    group: RankGroup | None = None,
+) -> RewardModel:
+    """Load a process reward from a checkpoint with a linear head: token classification, value head, decoder's `score`.
+
+    Args:
+        score: `logit`: one output, or the log-odds of label 1 of two, or the sum weighted by `attribute_weights`;
+            `probability`: its sigmoid; `auto`: `probability` for two labels, otherwise `logit`.
+        group: load this rank's part of the model, on its device instead of `device`.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint, has no linear head, or a setting does not fit it.
+    """
+    info = inspect_checkpoint(folder)
+    head = reward_head(info)
+    weights = _label_weights(info, head, attribute_weights)
+    model = load_token_model(info, read_head(info, head), dtype, group)
+    device = device if group is None else str(group.device)
+    return RewardModel(
+        TokenHead(model.to(device), compile_forward=compile_forward),
+        constants=constants_for(info, standardization),
+        weights=None if weights is None else torch.tensor(weights, dtype=torch.float32, device=device),
+        probability=score == "probability" or (score == "auto" and head.num_labels == 2),
+    )
+
+
+def load_logit_reward(
+    folder: Path,
+    *,
+    tokens: Sequence[str | int],
+    against: Sequence[str | int] = (),
+    probability: bool = False,
+    device: str = "cpu",
+    dtype: str = "float32",
+    standardization: Standardization = "model",
+    compile_forward: bool = False,
+) -> RewardModel:
+    """Load a reward that is read from a causal LM's next-token logits, without generation.
+
+    Only the needed rows of the output layer are kept.
+
+    Args:
+        tokens: names or ids of tokens (`single_tokens`) that count for the response.
+        against: tokens that count against it; the score is the log-odds of `tokens`. Without, it is their logit
+            (logsumexp of several).
+        probability: return the sigmoid of the log-odds: the probability of `tokens` among `tokens` and `against`.
+
+    Raises:
+        CheckpointError: the folder has no causal LM or no tokenizer, a name is not one token, or the logits are not
+            linear in the hidden states.
+    """
+    info = inspect_checkpoint(folder)
+    ids = single_tokens(load_tokenizer(folder), [*tokens, *against])
+    model = load_causal_model(info, dtype)
+    try:
+        keep_outputs(model, ids)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: its logits cannot be a reward: {error}") from error
+    return RewardModel(
+        TokenHead(model.to(device), compile_forward=compile_forward),
+        constants=constants_for(info, standardization),
+        num_for=len(tokens),
+        probability=probability,
+    )
+
+
+def _label_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | None) -> Sequence[float] | None:
+    """Return the weights that turn the outputs of a head into one score; None: it has one."""
+    if not head.is_plain:
+        raise CheckpointError(
+            f"{info.folder}: the head {head.prefix} has its own pooling, so it cannot score single tokens; use a token "
+            "classification checkpoint, or a decoder with a linear head"
+        )
+    if given is not None and len(given) != head.num_labels:
+        raise CheckpointError(f"{info.folder}: {len(given)} attribute weights for a head of {head.num_labels} outputs")
+    if given is None and head.num_labels > 2:
+        raise CheckpointError(
+            f"{info.folder}: a process reward from {head.num_labels} labels needs reward.attribute_weights, one weight "
+            "per label"
+        )
+    return WRONG_AND_RIGHT if given is None and head.num_labels == 2 else given

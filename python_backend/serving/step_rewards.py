@@ -1,0 +1,273 @@
+"""Rows of a process reward: where their steps end, as process reward models are published, and the reply's tensors.
+
+A step ends behind a separator, or where the row's metadata says. What follows the last separator is a step of its own,
+unless it is blank. Published models are trained with a mark behind every step, so the last step gets one, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from python_backend.checkpoints.tokenization import single_tokens
+from python_backend.models.batching import padded_rows
+from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
+from python_backend.serving.requests import RowReader
+from python_backend.wire import contract
+from python_backend.wire.contract import METADATA, SENTENCES, ContractError, Limits, RowSteps, ScoringRows, TokenRow
+from python_backend.wire.texts import metadata_rows
+
+if TYPE_CHECKING:
+    from python_backend.serving.scoring import Reply, Scoring
+    from python_backend.serving.triton import Call
+
+AGGREGATES: dict[str, Callable[[np.ndarray], Any]] = {
+    "min": np.min,
+    "mean": np.mean,
+    "last": lambda steps: steps[-1],
+    "prod": np.prod,
+    "sum": np.sum,
+}
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """What the steps of a row are."""
+
+    per_token: bool = False  # every token is a step
+    separator: str | None = None  # None: each row's metadata has its step_ends
+    mark: str | None = None  # put into a sentence behind every step, in place of the separator
+    apart: bool = True  # tokenise prompt, steps and marks apart, as TRL does; otherwise the whole text
+
+
+class Span(NamedTuple):
+    """A step of a text, as character positions."""
+
+    begin: int
+    content_end: int  # where its separator begins
+    end: int
+
+
+class StepReader(RowReader):
+    """Reads the rows of a process reward; see `RowReader`."""
+
+    def __init__(self, checkpoint: Path, limits: Limits, *, add_special_tokens: bool, rules: StepRules) -> None:
+        """Create a reader. Raises CheckpointError if the mark must be one token, but is not."""
+        super().__init__(checkpoint, limits, add_special_tokens=add_special_tokens, truncates=False, checks_size=True)
+        self._rules = rules
+        self._mark = rules.mark or rules.separator
+        self._pieces: dict[int, str] = {}
+        # White space around a mark may be part of the format, as in Math-Shepherd's; the tag within it is scored.
+        self._tag = (self._mark or "").strip() or self._mark
+        if not rules.apart and self._tag is not None:
+            (self._tag_id,) = single_tokens(self.tokenizer, [self._tag])
+
+    def read(self, call: Call) -> ScoringRows:
+        """Return the request's rows and their steps; see `RowReader.read`."""
+        rows = super().read(call)
+        if call.array(SENTENCES) is not None:
+            return rows
+        if self._rules.per_token:
+            return ScoringRows(map(_every_token, rows.rows), rows.width)
+        if self._rules.mark not in (None, self._rules.separator):
+            raise ContractError(
+                f"{contract.TOKENS}: reward.process.mark, which takes the place of the separator in texts, "
+                f"{contract.NEEDS_MORE}; send {SENTENCES}"
+            )
+        given = list(rows.rows)
+        metadata = metadata_rows(call.array(METADATA), len(given))
+        size = sum(row.tokens.nbytes for row in given)
+        return ScoringRows(map(self._row_of_tokens, itertools.count(), given, metadata), rows.width, size)
+
+    def _row_of_tokens(self, index: int, given_row: TokenRow, metadata: Mapping[str, Any]) -> TokenRow:
+        """Return the row to score, with a mark behind its last step, and the steps of its tokens from the prompt on."""
+        row, start = given_row.tokens, given_row.prompt_length or 0
+        given = given_ends(index, metadata, start, row.size - 1)
+        if given is not None:
+            return TokenRow(row, steps=RowSteps(given, given, given))
+        separator = self._separator(index)
+        pieces = [self._piece(token) for token in row[start:].tolist()]
+        text, after = "".join(pieces), np.cumsum([len(piece) for piece in pieces])
+        spans = split_steps(text, 0, separator)
+        ends = np.unique(np.searchsorted(after, [span.end for span in spans], side="left")) + start
+        if not spans or spans[-1].content_end < spans[-1].end:  # no step, or the last one ends in a separator
+            return TokenRow(row, steps=RowSteps(ends, ends, ends))
+        # The last step ends with the row. It is read at a mark behind its text, which takes the place of an
+        # end-of-sequence token: no published model was trained to score that.
+        marked = [*row[: int(ends[-1]) + 1].tolist(), *self._bare(separator)]
+        ends[-1] = row.size - 1
+        steps = RowSteps(np.append(ends[:-1], len(marked) - 1), ends, ends)
+        return self._checked(index, marked)._replace(steps=steps)
+
+    def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> TokenRow:
+        """Return the row of a sentence, with a mark behind each step, and the steps."""
+        if self._rules.per_token:
+            return _every_token(super().row_of_text(index, text, metadata, pair))
+        messages = self._messages(index, metadata)
+        if messages is None:
+            start = response_start(index, text, metadata)
+            prefix = text[:start]
+        else:
+            start, prefix = 0, self._render(index, messages, generation_prompt=True)
+        given = given_ends(index, metadata, start + 1, len(text))
+        if given is None:
+            spans, mark = split_steps(text, start, self._separator(index)), self._mark
+        else:
+            ends = given.tolist()
+            spans = [Span(begin, end, end) for begin, end in zip([start, *ends], ends, strict=False)]
+            mark = self._rules.mark
+        contents = [text[span.begin : span.content_end] for span in spans]
+        if not spans:
+            ids, at = self._encode(prefix + text[start:])[0], list[int]()
+        elif self._rules.apart:
+            ids, at = self._apart(prefix, contents, mark)
+        elif mark is None:
+            raise ContractError(
+                f"{METADATA}[{index}].{contract.STEP_ENDS}: needs reward.process.mark, which is not set"
+            )
+        else:
+            ids, at = self._whole(index, prefix, contents, mark)
+        read_at = np.asarray(at, np.int64)
+        steps = RowSteps(read_at, read_at, np.asarray([span.end for span in spans], np.int64))
+        return self._checked(index, ids)._replace(steps=steps)
+
+    def _apart(self, prefix: str, contents: Sequence[str], mark: str | None) -> tuple[list[int], list[int]]:
+        """Return ids and the index of each step's last token, its mark included, as in TRL's `PRMTrainer`."""
+        ids, at = self._bare(prefix) if prefix else [], []
+        bos = self.tokenizer.bos_token_id
+        if self._adds_special_tokens and bos is not None and ids[:1] != [bos]:
+            ids.insert(0, bos)
+        behind = self._bare(mark) if mark else []
+        for content in contents:
+            ids += [*self._bare(content), *behind]
+            at.append(len(ids) - 1)
+        return ids, at
+
+    def _whole(self, index: int, prefix: str, contents: Sequence[str], mark: str) -> tuple[list[int], list[int]]:
+        """Return ids of the whole text and the index of the tag behind each step, found by its token id."""
+        text, ours, tag = prefix, set(), str(self._tag)
+        for content in contents:
+            ours.add(len(text) + len(content) + mark.index(tag))
+            text += content + mark
+        ids, _ = self._encode(text)
+        tags = [i for i, token in enumerate(ids) if token == self._tag_id]
+        written = [found.start() for found in re.finditer(re.escape(tag), text)]
+        if len(tags) != len(written):
+            raise ContractError(
+                f"{SENTENCES}[{index}]: {tag!r} occurs {len(written)} times, as a token of its own {len(tags)} times; "
+                "set reward.process.mark to a token that no other text merges with"
+            )
+        return ids, [at for at, position in zip(tags, written, strict=True) if position in ours]
+
+    def _separator(self, index: int) -> str:
+        if self._rules.separator is None:
+            raise ContractError(
+                f"{METADATA}[{index}].{contract.STEP_ENDS}: missing; a process reward without separator "
+                f"{contract.NEEDS_MORE}; send it, or set reward.process.separator"
+            )
+        return self._rules.separator
+
+    def _bare(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _piece(self, token: int) -> str:
+        """Return the text of one token; of a special token nothing, unless it has the separator."""
+        if token not in self._pieces:
+            piece = self.tokenizer.decode([token])
+            is_special = token in self.tokenizer.all_special_ids and str(self._rules.separator) not in piece
+            self._pieces[token] = "" if is_special else piece
+        return self._pieces[token]
+
+
+def split_steps(text: str, start: int, separator: str) -> list[Span]:
+    """Return the steps of `text` from `start` on; separators with only white space between them count as one."""
+    spans, begin, at = [], start, start
+    while (found := text.find(separator, at)) >= 0:
+        at = found + len(separator)
+        if text[begin:found].strip():
+            spans.append(Span(begin, found, at))
+            begin = at
+    if text[begin:].strip():
+        spans.append(Span(begin, len(text), len(text)))
+    return spans
+
+
+def given_ends(index: int, metadata: Mapping[str, Any], first: int, last: int) -> np.ndarray | None:
+    """Return the row's `step_ends` int64 `[K]`, None if it has none. Raises ContractError if they are invalid."""
+    ends = metadata.get(contract.STEP_ENDS)
+    if ends is None:
+        return None
+    where = f"{METADATA}[{index}].{contract.STEP_ENDS}"
+    if not isinstance(ends, list) or not ends or not all(type(end) is int for end in ends):
+        raise ContractError(f"{where}: {str(ends)[:80]}, must be a list of integers")
+    for before, end in zip([first - 1, *ends], ends, strict=False):
+        if not before < end <= last:
+            raise ContractError(
+                f"{where}: {end}, must be between {first} and {last}, and above the step's before: {str(ends)[:80]}"
+            )
+    return np.asarray(ends, np.int64)
+
+
+def response_start(index: int, text: str, metadata: Mapping[str, Any]) -> int:
+    """Return where the response begins in a sentence: by `response` or `prompt` in the metadata, otherwise 0."""
+    for key, fits in ((RESPONSE_KEY, text.endswith), (PROMPT_KEY, text.startswith)):
+        part = metadata.get(key)
+        if part is None:
+            continue
+        if not isinstance(part, str) or not fits(part):
+            raise ContractError(
+                f"{METADATA}[{index}].{key}: {str(part)[:80]!r} is not the {'end' if key == RESPONSE_KEY else 'start'} "
+                "of the sentence"
+            )
+        return len(text) - len(part) if key == RESPONSE_KEY else len(part)
+    return 0
+
+
+def _every_token(row: TokenRow) -> TokenRow:
+    """Return the row with a step at each token from its prompt on."""
+    at = np.arange(row.prompt_length or 0, row.tokens.size)
+    return row._replace(steps=RowSteps(at, at, at))
+
+
+def step_reply(aggregate: str) -> Reply:
+    """Return the reply of a process reward, whose outputs are scores float32 `[length_i]` at each token of a row.
+
+    `aggregate`: a key of `AGGREGATES`; a row without steps has the reward NaN.
+    """
+    merged = AGGREGATES[aggregate]
+
+    def steps(scoring: Scoring) -> Iterator[tuple[RowSteps, np.ndarray]]:
+        """Yield the steps of each row and their scores."""
+        for row, scores in zip(scoring.rows, scoring.outputs, strict=True):
+            assert row.steps is not None
+            yield row.steps, scores[row.steps.read_at]
+
+    def rewards(scoring: Scoring) -> np.ndarray:
+        return np.asarray([[merged(found) if found.size else np.nan] for _, found in steps(scoring)], np.float32)
+
+    def token_rewards(scoring: Scoring) -> np.ndarray:
+        placed = np.zeros((len(scoring.rows), scoring.width), np.float32)
+        for i, (at, found) in enumerate(steps(scoring)):
+            placed[i, at.token_places] = found
+        return placed
+
+    def step_rewards(scoring: Scoring) -> np.ndarray:
+        found = [scores for _, scores in steps(scoring)]
+        return padded_rows(found, max(1, *(scores.size for scores in found)))
+
+    def step_ends(scoring: Scoring) -> np.ndarray:
+        ends = [at.ends for at, _ in steps(scoring)]
+        return padded_rows([each + 1 for each in ends], max(1, *(each.size for each in ends)), np.int64) - 1
+
+    return {
+        contract.REWARDS: rewards,
+        contract.TOKEN_REWARDS: token_rewards,
+        contract.STEP_REWARDS: step_rewards,
+        contract.STEP_ENDS: step_ends,
+    }

@@ -1,0 +1,45 @@
+"""Templates that turn a prompt and a response into the text that a reward model scores."""
+
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
+from python_backend.wire.contract import MESSAGES, METADATA, ContractError
+
+
+class RowTemplate:
+    """A Jinja template, rendered in the sandbox and with the white space control of transformers' chat templates.
+
+    Its variables are `text` (the sentence), `response`, `prompt`, `messages` and `metadata`. `response` is the key of
+    that name in the metadata, or the sentence; `prompt` likewise, or in a chat the content of the last message. What
+    the metadata lacks is undefined, and using it is an error.
+    """
+
+    def __init__(self, source: str) -> None:
+        """Compile the template. Raises ValueError if it is not valid."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False
+        )
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ValueError(f"reward.template is not valid Jinja: {error}") from error
+
+    def render(self, index: int, sentence: str, metadata: dict[str, Any]) -> str:
+        """Return the text of row `index`. Raises ContractError if rendering fails or gives no text."""
+        variables = {"text": sentence, "metadata": metadata, "response": metadata.get(RESPONSE_KEY, sentence)}
+        if PROMPT_KEY in metadata:
+            variables["prompt"] = metadata[PROMPT_KEY]
+        if MESSAGES in metadata:
+            variables["messages"] = messages = metadata[MESSAGES]
+            variables["prompt"] = messages[-1].get("content", "") if messages else ""
+        try:
+            text = self._template.render(variables)
+            text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them
+        except Exception as error:  # the template is the user's own code and may raise any exception
+            raise ContractError(f"{METADATA}[{index}]: reward.template cannot be rendered: {error}") from error
+        if not text.strip():
+            raise ContractError(f"{METADATA}[{index}]: reward.template gives an empty text for {sentence[:80]!r}")
+        return text

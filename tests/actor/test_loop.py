@@ -1,0 +1,789 @@
+"""`actor.loop` and `actor.run`: what a rollout waits for, staleness, stops in each phase, and an unblocked event loop.
+
+Servers answer, fail and wait as a test wants; real ones are in tests/server.
+"""
+
+import asyncio
+import contextlib
+import functools
+import gc
+import json
+import math
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_system import Checkpoints, make_run, validations_of
+from test_recorder import TinyPolicy
+from tiny_tokenizers import make_text_tokenizer
+
+import actor.algorithms.batch
+import actor.loop
+from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
+from actor.loop import PPORun
+from actor.policy.checkpoint import saved_steps
+from actor.policy.policy import Policy
+from actor.run.collection import collect
+from actor.run.metrics import Timers
+from actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update, staleness_metrics
+from actor.run.stopping import Stop, Stopped
+from actor.scoring.reference import OwnReference, ServedReference
+from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.client.client import TrainAnswer
+from python_backend.client.errors import RequestFailed, ServerFailed
+from python_backend.client.retry import RequestCounters
+from python_backend.client.served import ServedModel
+from python_backend.config import ActorSection, RunConfig
+from python_backend.store.durable import read_json
+from python_backend.store.jsonl import read_jsonl
+from python_backend.store.weights import sha256_of
+from python_backend.wire.contract import CRITIC, REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION
+from tests.support.settings import actor_section, nested
+
+PATIENCE_S = 120.0
+STEPS = 3
+
+
+class Server:
+    """Rewards that depend on the tokens alone, and a critic that is trained at once."""
+
+    def __init__(self) -> None:
+        self.counters, self.outage = RequestCounters(), ""
+        self.tokenizer: Any = None
+
+    async def describe(self, model: str) -> ServedModel:
+        return ServedModel.of({"tokenizer_fingerprint": fingerprint(self.tokenizer)})
+
+    async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
+        return {REWARDS: np.asarray([[float(row.sum() % 7)] for row in rows], np.float32)}
+
+    async def score(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
+        values = np.zeros((len(rows), max(map(len, rows))), np.float32)
+        return {**await self.rewards(rows), VALUES: values, WEIGHTS_VERSION: np.zeros((len(rows), 1), np.int64)}
+
+    async def train(self, payload: object, *, run_id: str, step: int) -> TrainAnswer:
+        return TrainAnswer(0.0, step)
+
+    async def save(self, **_: object) -> int:
+        return 0
+
+    rewind = save
+
+
+def make_ppo(folder: Path, checkpoints: Checkpoints, server: Any = None, *, every: int = 1, **actor: Any) -> PPORun:
+    config = make_run(folder, checkpoints, actor=actor, trainer={"publish": {"every": every}}).config
+    run = PPORun(config, server or Server())
+    run.recorder._client.tokenizer = run.policy.tokenizer  # type: ignore[attr-defined]
+    return run
+
+
+def go(run: PPORun) -> Any:
+    return asyncio.run(asyncio.wait_for(run.run(), PATIENCE_S))
+
+
+# ---- collect: what waits for what, and that the rows' order of ending never shows ----
+
+PROMPTS = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate([[5, 6, 7], [8], [9, 10, 11, 12], [14]])]
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint: Path) -> Policy:
+    made = Policy.of(actor_section(model=checkpoint, max_new_tokens=12, generation_batch_size=2))
+    made.model.lm_head.weight.data[made.eos_ids[0]] += 0.5  # responses end now and then
+    return made
+
+
+class InstantScorer:
+    """Rewards a row with the sum of its tokens, each of its values with the token; answers when it may."""
+
+    has_critic, rows_per_request, reward = True, 1, ServedModel()
+
+    def __init__(self, answer: Callable[[], Any] = lambda: None) -> None:
+        self.asked = 0
+        self._answer = answer
+
+    async def score(self, rows: Rollout, group_size: int = 1) -> Scores:
+        self.asked += len(rows.prompts)
+        answer = self._answer()
+        if answer is not None:
+            await answer
+        tokens, count = rows.tokens.float(), len(rows.prompts)
+        return Scores(tokens.sum(-1), tokens, torch.zeros(count).long(), torch.ones(count).bool(), [])
+
+
+async def collected(
+    policy: Policy,
+    server: InstantScorer,
+    *,
+    reference: Any = None,
+    ready: asyncio.Future[Any] | None = None,
+    called: Callable[[str], None] = lambda name: None,
+    row_ends: Callable[[Callable[..., None], int, Rollout], None] = lambda finished, *row: finished(*row),
+) -> ScoredRollout:
+    """`called` receives each call for the policy's thread after it has returned, `row_ends` each row that has ended."""
+    if ready is None:
+        ready = asyncio.get_running_loop().create_future()
+        ready.set_result(None)
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if "finished" in kwargs:
+            kwargs["finished"] = functools.partial(row_ends, kwargs["finished"])
+        result = function(*args, **kwargs)
+        called(function.__name__)
+        return result
+
+    async def in_thread(*args: Any, **kwargs: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(executor, functools.partial(call, *args, **kwargs))
+
+    given: Any = {"ready": ready, "in_thread": in_thread, "timers": Timers(), "scorer": server}
+    with ThreadPoolExecutor(1) as executor:
+        return await collect(policy, reference=reference or OwnReference(policy), prompts=PROMPTS, seed=2, **given)
+
+
+class Reference:
+    """A served one, whose log-prob of a token is -0.01 times its id."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+
+    async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
+        self.asked.set()
+        padded = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row[1:]) for row in rows], batch_first=True)
+        return np.asarray(torch.nn.functional.pad(-0.01 * padded, (0, 1)), np.float32)
+
+
+@pytest.mark.parametrize("rows_per_request", [1, 3])
+async def test_rows_are_scored_while_others_are_generated_and_scores_belong_to_their_rows(
+    policy: Policy, rows_per_request: int
+) -> None:
+    """A row's end waits for requests: were rows sent when all are written, it would wait in vain."""
+    order, asked, server = [], threading.Event(), Reference()
+    reference = ServedReference(server, policy, Path(), rows_per_request=rows_per_request)  # type: ignore[arg-type]
+
+    def hold(finished: Callable[..., None], index: int, row: Rollout) -> None:
+        order.append(index)
+        finished(index, row)
+        assert asked.wait(PATIENCE_S), "no row was sent before the last was written"
+        assert len(order) < rows_per_request or server.asked.wait(PATIENCE_S), "the reference waits for all rows"
+
+    scored = await collected(policy, InstantScorer(asked.set), reference=reference, row_ends=hold)
+    assert order != sorted(order), "the rows ended in the order of their prompts, which shows nothing"
+    rollout, scores = scored.rollout, scored.scores
+    assert [prompt.prompt_id for prompt in rollout.prompts] == ["0", "1", "2", "3"]
+    assert scores.scored.all()
+    assert len(set(rollout.lengths.tolist())) > 1
+    for i, row in enumerate(rollout.rows()):
+        assert row[: PROMPTS[i].tokens.size].tolist() == PROMPTS[i].tokens.tolist()
+        assert (float(scores.rewards[i]), scores.values[i, : len(row)].tolist()) == (row.sum(), row.tolist())
+        assert scored.ref_logprobs[i, : len(row) - 1].tolist() == pytest.approx((-0.01 * row[1:]).tolist())
+        assert not scored.ref_logprobs[i, len(row) - 1 :].any()
+
+
+async def test_only_scoring_waits_for_the_critic(policy: Policy) -> None:
+    calls, computed = [], threading.Event()
+
+    def called(name: str) -> None:
+        calls.append(name)
+        if calls == ["generate", "sampled_logprobs", "logprobs"]:
+            computed.set()
+
+    server, ready = InstantScorer(), asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(collected(policy, server, ready=ready, called=called))
+    assert await asyncio.to_thread(computed.wait, PATIENCE_S), f"only {calls} came about without the critic"
+    assert server.asked == 0
+    ready.set_result(None)
+    assert (await task).scores.scored.all()
+    assert server.asked == len(PROMPTS)
+
+
+async def test_a_critic_that_fails_ends_it_and_leaves_nothing_behind(policy: Policy) -> None:
+    ready = asyncio.get_running_loop().create_future()
+    ready.set_exception(RequestFailed("the critic's update was refused"))
+    with pytest.raises(RequestFailed, match="was refused"):
+        await collected(policy, InstantScorer(), ready=ready)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_cancelled_it_stops_generating_and_asking(policy: Policy) -> None:
+    """As at the end of a run whose next rollout is under way."""
+    written, go_on = threading.Event(), threading.Event()
+
+    def hold(finished: Callable[..., None], index: int, row: Rollout) -> None:
+        written.set()
+        assert go_on.wait(PATIENCE_S)
+        finished(index, row)
+
+    server = InstantScorer(lambda: asyncio.sleep(PATIENCE_S))
+    task = asyncio.create_task(collected(policy, server, row_ends=hold))
+    assert await asyncio.to_thread(written.wait, PATIENCE_S)
+    task.cancel()
+    threading.Timer(0.1, go_on.set).start()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert server.asked == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+# ---- staleness: which update a step waits for, and which one a version contains ----
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize("max_staleness", [0, 1, 3, 4])
+def test_a_step_waits_for_what_is_published_and_sent_within_the_allowed(every: int, max_staleness: int) -> None:
+    """Otherwise it would wait for ever, or be answered by weights that lack more than it allows."""
+    for step in range(1, 40):
+        needed = needed_update(step, max_staleness=max_staleness, every=every)
+        assert needed % every == 0
+        assert needed <= step - 1
+        assert step - 1 - needed <= max(max_staleness, every - 1)
+        assert every > 1 or needed == step - 1 - max_staleness
+
+
+EACH = {"every": 1, "save_every": 50}
+RARE = {"every": 3, "save_every": 7}  # published: 3, 6, 7 (a save), 9
+ANSWERS = [(0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (2, 6), (2, 7)]  # those to 4 and 5 name version 1, none the save's
+MONTHS = [(step + 7, step) for step in range(1, KEPT_VERSIONS + 200)]
+
+
+@pytest.mark.parametrize(
+    ("start", "rules", "answers", "sent", "contained"),
+    [  # the first version and its step; (version, step) of each answer; updates sent; version -> the updates in it
+        pytest.param((6, 3), EACH, [], 3, {6: 3, 5: 0}, id="an older version is no excuse"),
+        pytest.param((6, 3), EACH, [(7, 4), (8, 5)], 5, {6: 3, 7: 4, 8: 5}, id="rewound to step 3, as version 6"),
+        pytest.param((0, 0), EACH, [(1, 1)], 3, {1: 1, 2: 2, 3: 3}, id="a version that no answer has named yet"),
+        pytest.param((0, 0), EACH, [(1, 1), (2, 2), (4, 3)], 3, {2: 2, 3: 0, 4: 3}, id="version 3 is a rollback"),
+        pytest.param((0, 0), EACH, [(n, n) for n in range(1, 9)], 8, {8: 8, 9: 0}, id="and as stale as it may be"),
+        pytest.param((10, 4), EACH, [(13, 7), (11, 5), (12, 6)], 7, {10: 4, 11: 5, 12: 6, 13: 7}, id="in any order"),
+        pytest.param((0, 0), RARE, ANSWERS, 7, {0: 0, 1: 3, 2: 6, 3: 7}, id="rare publishing"),
+        pytest.param((0, 0), RARE, [*ANSWERS, (3, 8), (4, 9)], 9, {0: 0, 1: 3, 2: 6, 3: 7, 4: 9}, id="goes on"),
+        pytest.param(
+            (0, 0),
+            {**EACH, "manifest_step": {8: 8, 9: 6}.get},
+            [(n, n) for n in range(1, 9)],
+            9,
+            {7: 7, 8: 8, 9: 6},
+            id="a manifest says how old a rollback is",
+        ),
+        pytest.param(
+            (0, 0),
+            EACH,
+            MONTHS,
+            KEPT_VERSIONS + 200,
+            {KEPT_VERSIONS: KEPT_VERSIONS - 7, 8: 0},
+            id="the newest are remembered",
+        ),
+    ],
+)
+def test_a_version_contains_the_updates_up_to_a_step(
+    start: tuple[int, int], rules: dict[str, Any], answers: Any, sent: int, contained: dict[int, int]
+) -> None:
+    steps = VersionSteps(*start, **rules)
+    for version, step in answers:
+        steps.learn(version, step)
+    assert len(steps._steps) <= KEPT_VERSIONS
+    assert {version: steps.step_of(version, sent=sent) for version in contained} == contained
+    assert steps.histogram(list(contained), sent=sent) == Counter(sent - step for step in contained.values())
+
+
+def test_staleness_is_logged_as_most_mean_and_rows() -> None:
+    name, rows = "train_rollouts/staleness", {"0": 6, "2": 2}
+    assert staleness_metrics({0: 6, 2: 2}) == {name: 2.0, f"{name}_mean": 0.5, f"{name}_rows": rows}
+
+
+FIRST_VERSION = 17
+SMALL = {"validation_size": 0, "rollout_size": 4, "max_new_tokens": 3}
+
+
+class SlowCritic(Server):
+    """A critic that serves an update no sooner than the actor waits for it, and fails some of them."""
+
+    def __init__(self, *, every: int = 1, fails: tuple[int, ...] = (), waits_for_save: bool = False) -> None:
+        super().__init__()
+        self.every, self.fails = every, fails
+        self.awaited = 0  # the last update that the actor has waited for
+        self.versions = {FIRST_VERSION: 0}  # and the updates in each
+        self.trained = self.sent = 0
+        self.scored: dict[int, Counter[int]] = {}  # updates sent -> rows by what their weights lacked
+        self.may_train = asyncio.Event()
+        if not waits_for_save:
+            self.may_train.set()
+
+    async def rewind(self, **_: object) -> int:
+        return FIRST_VERSION
+
+    async def score(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
+        version, count = max(self.versions), len(rows)
+        self.scored.setdefault(self.sent, Counter())[self.sent - self.versions[version]] += count
+        return {**await super().score(rows), WEIGHTS_VERSION: np.full((count, 1), version)}
+
+    async def train(self, payload: object, *, run_id: str, step: int) -> TrainAnswer:
+        await self.may_train.wait()
+        self.sent = step
+        while self.trained < step - 1 or (self.awaited < step and step not in self.fails):
+            await asyncio.sleep(0.001)
+        self.trained = step
+        if step in self.fails:
+            raise ServerFailed(f"critic_train refused: the gradients of {step} are not finite")
+        if step % self.every == 0:
+            self.publish()
+        return TrainAnswer(0.0, max(self.versions))
+
+    async def save(self, *, step: int, **_: object) -> int:  # type: ignore[override]
+        self.may_train.set()
+        while self.trained < step:
+            await asyncio.sleep(0.001)
+        if self.versions[max(self.versions)] < self.trained == step:
+            self.publish()
+        return max(self.versions)
+
+    def publish(self) -> None:
+        self.versions[max(self.versions) + 1] = self.trained
+
+
+def watched_run(folder: Path, checkpoints: Checkpoints, critic: SlowCritic, **actor: Any) -> PPORun:
+    """A run that tells the critic what it waits for."""
+    run = make_ppo(folder, checkpoints, critic, every=critic.every, **SMALL, **actor)
+    served = run.critic.served
+
+    async def watched(step: int) -> int:
+        critic.awaited = max(critic.awaited, step)
+        return await served(step)
+
+    run.critic.served = watched  # type: ignore[method-assign]
+    return run
+
+
+@pytest.mark.parametrize(("max_staleness", "every"), [(0, 1), (3, 1), (0, 2), (4, 3)])
+def test_no_row_is_staler_than_allowed(
+    tmp_path: Path, checkpoints: Checkpoints, max_staleness: int, every: int
+) -> None:
+    """The critic lags as far as it may; what the actor logs is what the critic saw."""
+    critic, steps = SlowCritic(every=every), 8
+    go(watched_run(tmp_path, checkpoints, critic, steps=steps, max_staleness=max_staleness, checkpoint_every=5))
+    seen = [dict(sorted(critic.scored[sent].items())) for sent in range(steps)]
+    assert max(max(rows) for rows in seen) <= max(max_staleness, every - 1)
+    if every == 1:
+        assert seen == [{min(sent, max_staleness): 4} for sent in range(steps)], "and it lagged as far as it may"
+    logged = [line["train_rollouts/staleness_rows"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert logged == [{str(value): count for value, count in rows.items()} for rows in seen]
+
+
+def test_a_run_out_of_time_drops_a_rollout_and_no_update(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """The rollout ahead waits for the last update when it is dropped: the checkpoint names that step."""
+    critic = SlowCritic(waits_for_save=True)
+    limits = {"max_minutes": 1e-6, "max_staleness": 0, "one_step_off_policy": True}
+    summary = go(watched_run(tmp_path, checkpoints, critic, **limits))
+    assert critic.trained == summary["steps"] == 1
+    assert summary["weights_version"] == FIRST_VERSION + 1
+
+
+def test_a_run_goes_on_after_failed_critic_updates(
+    tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    """4 is the last step: the run ends as well as goes on."""
+    summary = go(watched_run(tmp_path, checkpoints, SlowCritic(fails=(1, 4)), steps=4, checkpoint_every=2))
+    assert (summary["failed_critic_updates"], summary["weights_version"]) == (2, FIRST_VERSION + 2)
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1]["client/failed_critic_updates"] == 1
+    assert all(f"the gradients of {step} are not finite" in caplog.text for step in (1, 4))
+
+
+# ---- stops: signals ----
+
+PROGRAM = """
+import asyncio, logging, sys
+from actor.run.stopping import (Stop, Stopped, stop_on_signals)
+
+async def main():
+    stop = Stop()
+    stop_on_signals(stop, float(sys.argv[1]))
+    print("ready", flush=True)
+    try:
+        await stop.or_done(asyncio.sleep(600))
+    except Stopped:
+        print("leaving", flush=True)
+    if sys.argv[2] == "hang":
+        stop.saved = lambda: 7
+        await asyncio.sleep(600)
+
+logging.basicConfig()
+asyncio.run(main())
+"""
+ELSEWHERE = """
+import os, signal, sys, threading
+def send():
+    sys.stdin.readline()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    os.kill(os.getpid(), signal.SIGTERM)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+threading.Thread(target=send).start()
+"""
+
+
+@contextlib.contextmanager
+def started(grace_s: float, then: str, program: str = PROGRAM) -> Iterator[Any]:
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", program, str(grace_s), then], text=True, **pipes)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_ends_at_once(number: signal.Signals):
+    with started(600, "hang") as process:
+        process.send_signal(number)
+        assert process.stdout.readline() == "leaving\n"
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == -number
+
+
+def test_a_signal_that_does_not_interrupt_the_wait_ends_it():
+    """It came just before the event loop began to wait; here: another thread of the process takes it."""
+    with started(600, "leave", ELSEWHERE + PROGRAM) as process:
+        assert process.communicate("go\n", timeout=PATIENCE_S)[0] == "leaving\n"
+        assert process.returncode == 0
+
+
+def test_the_grace_is_bounded():
+    with started(0.1, "hang") as process:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert "stopped after step 7, whose checkpoint is written: actor.stop_grace_s (0.1 s) expired; the next" in errors
+
+
+async def test_work_that_is_done_first_has_a_result_and_other_work_is_cancelled():
+    stop, works = Stop(), [asyncio.ensure_future(asyncio.sleep(600)) for _ in range(2)]
+    assert await stop.or_done(asyncio.sleep(0, "result")) == "result"
+    waiting = asyncio.ensure_future(stop.or_done(works[0]))
+    await asyncio.sleep(0)
+    waiting.cancel()  # by somebody else
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    stop.request()
+    with pytest.raises(Stopped):
+        await stop.or_done(works[1])
+    assert all(work.cancelled() for work in works)
+
+
+# ---- stops: a run that leaves in the middle of each phase of a step ----
+
+
+def make_grpo(folder: Path, checkpoints: Checkpoints, **settings: Any) -> PPORun:
+    """Groups and adapters: everything that a checkpoint holds, but for a critic."""
+    actor = {
+        "algorithm_name": "grpo",
+        "responses_per_prompt": 2,
+        "lora_rank": 2,
+        "lora_dropout": 0.1,
+        "warmup_steps": 5,
+        "min_lr": 1e-4,
+        "steps": STEPS,
+        "checkpoint_every": 100,
+        "validation_size": 2,
+        "validation_every": 2,
+        "lr": 1e-2,
+    }
+    return make_ppo(folder, checkpoints, **{**actor, **settings})
+
+
+def ends(folder: Path) -> list[Any]:
+    """What the end of a run leaves, but for times."""
+    checkpoint = folder / "checkpoints" / "actor" / str(STEPS)
+    lines = [
+        {name: value for name, value in line.items() if name.startswith(("step", "train_"))}
+        for line in read_jsonl(folder / "metrics.jsonl")
+    ]
+    hashes = [sha256_of(checkpoint / f"{name}.safetensors") for name in ("adapters", "optimizer")]
+    return [*hashes, lines, *validations_of(folder)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> list[Any]:
+    """The run that nothing stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    go(make_grpo(folder, checkpoints))
+    assert ends(folder)[-2]["step"] == 2, "a validation that a stop can interrupt"
+    return ends(folder)
+
+
+class Crash(Exception):
+    """Ends a run where it is, without `leave`."""
+
+
+def go_until(run: PPORun, owner: Any, name: str, call: int, *, crash: bool = False) -> str:
+    """Run until `owner.name` is called for the `call`-th time, or entered, and ask to stop then; what the run says."""
+    original, calls, asked = getattr(owner, name), [], threading.Event()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        def hold() -> None:
+            calls.append(None)
+            if len(calls) == call:
+                if crash:
+                    raise Crash("crashed")
+                loop.call_soon_threadsafe(lambda: (run.stop.request(), asked.set()))
+                assert asked.wait(PATIENCE_S)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            hold()
+            return original(*args, **kwargs)
+
+        @contextlib.contextmanager
+        def watched_context() -> Iterator[None]:
+            with original():
+                hold()
+                time.sleep(1.0)  # long enough for a checkpoint that does not wait
+                yield
+
+        setattr(owner, name, watched_context if name == "disable_adapter" else watched)
+        await asyncio.wait_for(run.run(), PATIENCE_S)
+
+    with pytest.raises(Crash if crash else Stopped) as ended:
+        asyncio.run(main())
+    return str(ended.value)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "done"),
+    [
+        ("policy", "generate", 1, 0),  # the validation before the first step
+        ("policy.sampler", "disable_adapter", 3, 1),  # for the reference
+        ("policy_update", "run", 2, 2),
+        ("policy", "generate", 4, 2),  # the validation after step 2
+    ],
+)
+def test_a_stopped_run_goes_on_after_the_last_whole_step(
+    tmp_path: Path, checkpoints: Checkpoints, whole: list[Any], owner: str, name: str, call: int, done: int
+):
+    run = make_grpo(tmp_path, checkpoints)
+    message = go_until(run, functools.reduce(getattr, owner.split("."), run), name, call)
+    saved = f"after step {done}, whose checkpoint is written; the next start resumes from the newest checkpoint"
+    assert message == f"stopped {saved if done else 'before the first step ended; the next start begins at step 1'}"
+    assert saved_steps(tmp_path / "checkpoints" / "actor") == ([done] if done else [])
+    assert read_json(tmp_path / "policy" / "policy.json") == ({"step": done} if done else None)
+    assert run.stop.saved() == done  # so that the end of the grace can say so
+    go(make_grpo(tmp_path, checkpoints))
+    assert ends(tmp_path) == whole
+
+
+def test_a_validation_that_a_crash_interrupted_is_repeated(tmp_path: Path, checkpoints: Checkpoints, whole: list[Any]):
+    """While it writes `best/`; then a stop in the repeated one."""
+    run = make_grpo(tmp_path, checkpoints, checkpoint_every=2)
+    go_until(run, run.policy, "save", 2, crash=True)
+    again = make_grpo(tmp_path, checkpoints, checkpoint_every=2)
+    go_until(again, again.policy, "generate", 1)
+    go(make_grpo(tmp_path, checkpoints, checkpoint_every=2))
+    assert ends(tmp_path) == whole
+
+
+PPO = {"algorithm_name": "ppo", "responses_per_prompt": 1}
+
+
+def test_the_kl_coefficient_adapts_once_the_policy_trains(tmp_path: Path, checkpoints: Checkpoints):
+    """Not while only the critic does, when the KL is 0 whatever the coefficient."""
+    settings = {**PPO, "critic_warmup_steps": 1, "warmup_steps": 0, "kl_coef": 0.1, "kl_target": 1.0, "kl_horizon": 100}
+    go(make_grpo(tmp_path, checkpoints, **settings))
+    coefs = [line["train_rollouts/kl_coef"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert coefs[0] == coefs[1] == 0.1 > coefs[2]
+
+
+def test_a_stop_is_heard_while_the_critic_is_awaited(tmp_path: Path, checkpoints: Checkpoints):
+    """While the last update is, and in the next start while the critic goes back, when nothing is done yet."""
+    run, again = (make_grpo(tmp_path, checkpoints, **PPO) for _ in range(2))
+    awaited: list[int] = []
+
+    async def served(step: int) -> None:
+        awaited.append(step)
+        if awaited.count(STEPS) == 1:  # the server is away
+            await rewind(run)
+
+    async def rewind(run: PPORun = again, **_: object) -> None:
+        run.stop.request()
+        await asyncio.Event().wait()
+
+    run.critic.served = served  # type: ignore[method-assign, assignment]
+    with pytest.raises(Stopped, match=f"after step {STEPS}, whose checkpoint is written"):
+        go(run)
+    again.recorder._client.rewind = rewind  # type: ignore[method-assign, assignment]
+    with pytest.raises(Stopped, match=r"^stopped before it had resumed; the next start resumes from the newest checkp"):
+        go(again)
+
+
+def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoints: Checkpoints):
+    """Not with the response: nothing computes any more when the run has left."""
+    run = make_grpo(tmp_path, checkpoints, one_step_off_policy=True)
+    forwards: list[None] = []
+    run.policy.sampler.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(None))
+    go_until(run, run.policy, "generate", 2)
+    counted = len(forwards)
+    with pytest.raises(asyncio.CancelledError):
+        run.policy.sampler(input_ids=torch.zeros(1, 2, dtype=torch.int64))
+    assert len(forwards) == counted
+
+
+def test_a_validation_that_waits_for_the_next_rollout_is_abandoned_with_it(tmp_path: Path, checkpoints: Checkpoints):
+    """The rollout may take longer than the grace, which would end the run without its checkpoint."""
+    run = make_grpo(tmp_path, checkpoints, one_step_off_policy=True, validation_every=1)
+    generate, validate, leave = run.policy.generate, run.validate, run.leave
+    validating, leaving, calls, left_in_time = threading.Event(), threading.Event(), [], []
+
+    def slow_generate(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 3:  # after those of the first validation and of step 1: it is step 2's
+            assert validating.wait(PATIENCE_S)
+            left_in_time.append(leaving.wait(5.0))
+        return generate(*args, **kwargs)
+
+    async def watched_validate(when: str) -> None:
+        if run.done:
+            asyncio.get_running_loop().call_soon(run.stop.request)
+            validating.set()
+        await validate(when)
+
+    async def watched_leave() -> None:
+        leaving.set()
+        await leave()
+
+    run.policy.generate, run.validate, run.leave = slow_generate, watched_validate, watched_leave  # type: ignore
+    with pytest.raises(Stopped, match="after step 1"):
+        go(run)
+    assert left_in_time == [True]
+
+
+# ---- the event loop is never blocked for long: what is long runs in threads, whatever the size of a step ----
+
+LIMIT_S = 0.1
+NUM_STEPS = 40  # of a response, each with a process reward
+
+
+class Watch(selectors.DefaultSelector):
+    """The selector of an event loop, which measures the loop's work between two calls.
+
+    In CPU time of its thread, which a busy machine does not change.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest_s, self._since = 0.0, math.inf  # inf: not before the first wait
+
+    def select(self, timeout: float | None = None) -> Any:
+        self.longest_s = max(self.longest_s, time.thread_time() - self._since)
+        try:
+            return super().select(timeout)
+        finally:
+            self._since = time.thread_time()
+
+
+class InstantPolicy(TinyPolicy):
+    """Generates prepared responses at once."""
+
+    loop: asyncio.AbstractEventLoop
+    sampler, reference = types.SimpleNamespace(device=torch.device("cpu")), None
+    vocab_size, halvings = 160, ()
+    kept = tokenizer = make_text_tokenizer("qwen2")
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width = width
+
+    def generate(self, prompts: list[Prompt], *, seed: int, greedy: bool, finished: Any) -> Rollout:
+        generator, count = torch.Generator().manual_seed(seed), len(prompts)
+        tokens = torch.randint(3, len(self.tokenizer), (count, self._width), generator=generator)
+        lengths, firsts = torch.full((count,), self._width), torch.tensor([p.tokens.size for p in prompts])
+        whole = Rollout(prompts, tokens, lengths, firsts, torch.ones(count).bool())
+        for i in range(count):
+            finished(i, whole.select(torch.tensor([i])))
+            if i % 64 == 0:  # as from slots, in which no more responses can end at the same time
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop).result()
+        return whole
+
+    def logprobs(self, rollout: Rollout, *, reference: bool = False) -> torch.Tensor:
+        return torch.full((len(rollout.prompts), self._width - 1), -1.0 - 0.01 * reference)
+
+    sampled_logprobs = logprobs
+
+    def renew_sampler(self) -> None: ...
+
+    close = renew_sampler
+
+
+class InstantServer(Server):
+    """Answers at once, with process rewards of texts; the reward model is swapped when all but one row are scored."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._rows, self.scored = rows, 0
+
+    async def describe(self, model: str) -> ServedModel:
+        if model == CRITIC:
+            return ServedModel.of({"tokenizer_fingerprint": fingerprint(InstantPolicy.tokenizer)})
+        return ServedModel.of({"tokenizer_fingerprint": "x", "process": "step"}, [REWARD_VERSION])
+
+    async def score_sentences(self, texts: list[str], outputs: Any, metadata: Any, *, pairs: Any) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        self.scored += len(texts)
+        ends = [[len(text) * (k + 1) // NUM_STEPS for k in range(NUM_STEPS)] for text in texts]
+        ones = np.ones((len(texts), NUM_STEPS), np.float32)
+        version = np.full((len(texts), 1), 1 + (self.scored >= self._rows))
+        return {REWARDS: ones[:, :1], "step_rewards": ones, "step_ends": np.asarray(ends), REWARD_VERSION: version}
+
+
+def noted(function: Callable[..., Any], callers: set[int]) -> Callable[..., Any]:
+    """Return `function`, which then adds the thread that calls it to `callers`."""
+    return lambda *arguments: (callers.add(threading.get_ident()), function(*arguments))[1]
+
+
+def test_the_loop_is_never_blocked_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows, width, callers = 512, 256, set[int]()
+    mlflow = types.ModuleType("mlflow")
+    for name in ("set_experiment", "start_run", "log_metrics", "log_dict", "end_run"):
+        setattr(mlflow, name, lambda *_, **__: callers.add(threading.get_ident()))
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    for module, name in ((os, "fsync"), (actor.algorithms.batch, "distinct_bigrams")):
+        monkeypatch.setattr(module, name, noted(getattr(module, name), callers))
+    policy, update = InstantPolicy(width), types.SimpleNamespace(run=lambda batch, **_: {})
+    monkeypatch.setattr(actor.loop, "make_policy", lambda *_: (policy, update))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": str(i), "text": "Open it."}) + "\n" for i in range(rows)))
+    settings = {
+        "steps": 1,
+        "rollout_size": rows,
+        "prompts_path": prompts,
+        "minibatch_size": rows,
+        "validation_prompts": prompts,
+        "validation_size": rows // 8,
+        "trackers": ["mlflow"],
+        "max_new_tokens": width,
+    }
+    sections = {"reward": {"process": {"separator": "."}}, "actor": nested(ActorSection, settings)}
+    config = RunConfig.model_validate({"run": {"dir": tmp_path / "run"}, **sections})
+    gc.collect()
+    gc.freeze()  # as `long_lived_imports` does for the actor
+    watch = Watch()
+    loop = policy.loop = asyncio.SelectorEventLoop(watch)
+    try:
+        loop.run_until_complete(PPORun(config, InstantServer(rows)).run())  # type: ignore[arg-type]
+    finally:
+        gc.unfreeze()
+        loop.close()
+    assert watch.longest_s < LIMIT_S
+    assert (threading.get_ident() in callers, len(callers) > 1) == (False, True), "called on the loop's thread"

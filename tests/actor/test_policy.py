@@ -1,0 +1,442 @@
+"""`actor.policy`: adapters, checkpoints that resume bit for bit or are refused, and what a policy in bfloat16 holds."""
+
+import contextlib
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_system import make_tokenizer
+from peft import PeftModel
+from policy_training import load_checkpoint, random_batch, rollout_of, states, train
+from tiny_checkpoints import MIXTURES, save_tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from actor.data.rollout import Prompt, Rollout
+from actor.policy.checkpoint import check_checkpoint_of, critic_steps, save_checkpoint
+from actor.policy.policy import Policy
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.config import RunConfig
+from python_backend.models.adapters import (
+    Lora,
+    MergedWeights,
+    plain_tensors,
+    trained_tensors,
+    with_adapters,
+    with_merged_layers,
+)
+from python_backend.models.loading import load_weights
+from python_backend.models.modeling import quiet_transformers
+from python_backend.store.sealed_folder import DamagedCheckpoint
+from tests.support.policy_training import trainable_policy, update_of
+from tools.export import main as export
+
+PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 7))]
+TEMPLATES = {"default": "{{ messages[0].content }}", "tool_use": "{{ messages[0].role }}"}
+quiet_transformers()
+
+
+def save_policy(folder: Path, family: str = "llama", **settings: Any) -> Path:
+    """A tiny causal LM whose tokenizer has two chat templates."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = dict(TEMPLATES)
+    sizes = {"vocab_size": len(tokenizer), "pad_token_id": 2, "eos_token_id": 1, "max_position_embeddings": 64}
+    save_tiny(folder, family, "language", **{**sizes, **settings})
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("start") / "llama")
+
+
+def make_policy(folder: Path, *, seed: int = 0, **settings: Any) -> Any:
+    torch.manual_seed(seed)  # adapters begin with random weights
+    limits = {"model": folder, "max_new_tokens": 8, "prompts_max_tokens": 8, "precision": "float32", "lr": 1e-2}
+    return trainable_policy(**{**limits, **settings})
+
+
+def trained(folder: Path, **settings: Any) -> tuple[Policy, Rollout]:
+    policy = make_policy(folder, **settings)
+    rollout = policy.generate(PROMPTS[:2], seed=1)
+    train(policy, rollout)
+    return policy, rollout
+
+
+def save(root: Path, policy: Policy, step: int = 1) -> Path:
+    save_checkpoint(root, states(policy), {"step": step, "critic_step": step}, keep=5)
+    return root / str(step)
+
+
+def parameters(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
+
+
+# ---- adapters ----
+
+
+def test_a_new_policy_is_its_reference_and_adapters_alone_are_trained(llama: Path):
+    policy, full = make_policy(llama, lora_rank=4), make_policy(llama)
+    rollout = policy.generate(PROMPTS, seed=1)
+    assert policy.reference is None
+    assert torch.equal(rollout.tokens, full.generate(PROMPTS, seed=1).tokens)
+    reference, before = policy.logprobs(rollout, reference=True), parameters(policy)
+    torch.testing.assert_close([policy.logprobs(rollout), reference], [full.logprobs(rollout)] * 2)
+    names = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+    assert names == {name for name in before if "lora_" in name}
+    assert sum(len(group["params"]) for group in policy.optimizer.param_groups) == len(names) > 0
+    for _ in range(3):
+        train(policy, rollout)
+    after = parameters(policy)
+    assert set() < {name for name in before if not torch.equal(before[name], after[name])} <= names
+    assert torch.equal(policy.logprobs(rollout, reference=True), reference)  # it stays where it was
+    assert not torch.allclose(policy.logprobs(rollout), reference)
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (("q_proj", "v_proj"), [f"{layer}.self_attn.{name}" for layer in (0, 1) for name in ("q_proj", "v_proj")]),
+        (("layers.1.self_attn.q_proj",), ["1.self_attn.q_proj"]),
+        ("all-linear", 14),  # seven in each of two layers, not the output
+    ],
+)
+def test_named_layers_alone_get_adapters(llama: Path, targets: Any, expected: Any):
+    policy = make_policy(llama, lora_rank=4, lora_targets=targets)
+    found = {name.split(".lora_")[0].partition("model.layers.")[2] for name in trained_tensors(policy.model)}
+    assert (len(found) if expected == 14 else sorted(found)) == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [
+        ("q_porj", " (did you mean q_proj?); choose from"),
+        ("lm_head", "adapters; choose from"),
+        ("input_layernorm", "; "),
+    ],
+)
+def test_a_name_that_no_linear_layer_has_is_refused(llama: Path, target: str, hint: str):
+    """Also of a layer that exists but takes none, and of one beside a name that is right."""
+    with pytest.raises(CheckpointError) as caught:
+        make_policy(llama, lora_rank=4, lora_targets=("v_proj", target))
+    message = str(caught.value)
+    assert message.startswith(f"actor.policy.lora_targets: '{target}' matches no linear layer of {llama}")
+    assert hint in message
+    assert message.endswith("choose from down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj")
+
+
+def test_lora_settings_without_lora_are_refused():
+    with pytest.raises(ValueError, match=r"actor.policy.lora_dropout \(0.1\) need actor.policy.lora_rank above 0"):
+        RunConfig.model_validate({"actor": {"policy": {"lora_dropout": 0.1}}})
+
+
+def test_dropout_is_active_in_updates_alone(llama: Path):
+    """Generation and log-probs have the bits of a policy without it; the same seed drops the same, another one not.
+
+    The adapters add something: new ones add 0 whatever is dropped. Recomputed activations drop the same.
+    """
+    norms, batch = [], random_batch([12, 15, 14], prompt=2, seed=0)  # no shared prompts: they have other draws
+    rollout, plain = rollout_of(batch, prompt=2), None
+    settings = [{}, *[{"lora_dropout": 0.5}] * 3, {"lora_dropout": 0.5, "gradient_checkpointing": True}]
+    for setting, seed in zip(settings, (1, 1, 1, 2, 1), strict=True):
+        policy = make_policy(llama, lora_rank=4, **setting)
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        found = [policy.generate(PROMPTS, seed=1).tokens, policy.logprobs(rollout)]
+        plain = plain or found
+        assert "gradient_checkpointing" in setting or all(map(torch.equal, found, plain))
+        norms.append(update_of(policy).run(batch, seed=seed, kl_coef=0.0)["train_optim/grad_norm"])
+    assert norms[1] == norms[2]
+    assert len(set(norms[:4])) == 3
+    assert norms[4] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_layers_are_merged_within_a_block_only(family: str, tmp_path: Path):
+    """GPT-2's layers hold their weights transposed."""
+    model = save_tiny(tmp_path / "model", family, "language").eval()
+    wrapper = with_adapters(model, Lora("actor.policy", 4, 8, "all-linear"), model.get_output_embeddings())
+    ids, adapted = torch.arange(12)[None], MergedWeights(model).adapted
+    with torch.no_grad():
+        for name, parameter in wrapper.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+        before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in wrapper.state_dict().items()}
+        apart = model(ids).logits
+        with wrapper.disable_adapter():
+            assert not torch.allclose(model(ids).logits, apart, atol=0.1)
+        with contextlib.suppress(KeyError), with_merged_layers(model):
+            torch.testing.assert_close(model(ids).logits, apart, atol=1e-4, rtol=1e-4)
+            assert all(layer.merged for layer in adapted.values())
+            raise KeyError
+        assert torch.equal(model(ids).logits, apart)
+    for name, tensor in wrapper.state_dict().items():
+        assert tensor.data_ptr() == before[name][0]
+        assert torch.equal(tensor, before[name][1])
+
+
+# ---- checkpoints ----
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lora_rank": 2}, {"lora_rank": 2, "lora_targets": ("q_proj",), "precision": "bfloat16"}],
+    ids=["full", "lora", "bfloat16"],
+)
+def test_an_exported_checkpoint_loads_with_transformers_and_peft(
+    llama: Path, tmp_path: Path, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    policy, rollout = trained(llama, **settings)
+    policy.save(tmp_path / "expected")
+    save(tmp_path / "checkpoints" / "actor", policy, step=3)
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / "expected")]
+    names = {"AutoModelForCausalLM": AutoModelForCausalLM, "PeftModel": PeftModel}
+    for kind in ("--merged", "--peft")[: 2 if settings else 1]:
+        assert export([str(tmp_path), kind]) == 0
+        models.append(eval(capsys.readouterr().out, names))
+    first, *others = [model(rollout.tokens).logits for model in models]
+    assert all((other - first).abs().max() <= (1e-2 if "precision" in settings else 1e-5) for other in others)
+    files = [tmp_path / "export" / "step-3" / name for name in ("tokenizer.json", "model.safetensors")]
+    assert files[0].stat().st_mode == files[1].stat().st_mode  # as the umask says
+    refused = {"--step=2": "no checkpoint of step 2; it has those of steps 3", "--merged": "already exists"}
+    for wrong, text in (refused if settings else {**refused, "--peft": ""}).items():
+        assert export([str(tmp_path), wrong]) == 2
+        assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [(family, {}) for family in MIXTURES] + [("mixtral", {"lora_rank": 2}), ("granitemoe", {"lora_rank": 2})],
+    ids=str,
+)
+def test_a_mixture_of_experts_goes_on_where_it_was(tmp_path: Path, family: str, settings: dict[str, Any]):
+    """Bit for bit; and its tokenizer has several chat templates, which lie in a folder of their own."""
+    one, rollout = trained(save_policy(tmp_path / "start", family), **settings)
+    save(tmp_path / "checkpoints", one)
+    other = make_policy(tmp_path / "start", seed=1, **settings)
+    load_checkpoint(tmp_path / "checkpoints", 1, states(other))
+    for policy in (one, other):
+        train(policy, rollout)
+    assert torch.equal(one.logprobs(rollout), other.logprobs(rollout))
+    theirs = parameters(other)
+    assert [name for name, mine in parameters(one).items() if not torch.equal(mine, theirs[name])] == []
+
+
+def test_a_policy_in_shards_is_loaded_and_one_of_another_shape_refused(tmp_path: Path, llama: Path):
+    one, rollout = trained(llama)
+    one.model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert not (tmp_path / "model.safetensors").exists()
+    other = make_policy(llama)
+    other.load(tmp_path)
+    assert torch.equal(one.logprobs(rollout), other.logprobs(rollout))
+    for name, sizes in {"wide": {"hidden_size": 32}, "deep": {"num_hidden_layers": 3}}.items():
+        save_policy(tmp_path / name, **sizes)
+        with pytest.raises(CheckpointError, match=str(tmp_path / name)):
+            load_weights(one.model, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("saved", "settings", "message"),
+    [
+        ({}, {"lora_rank": 2}, "do not match actor.policy.lora_rank and actor.policy.lora_targets"),
+        ({}, {"lora_targets": ("q_proj",)}, "do not match actor.policy.lora_rank and actor.policy.lora_targets"),
+        ({}, {"lora_alpha": 8}, "was saved with actor.policy.lora_alpha 16, not 8; restore it"),
+        ({}, {"lora_rank": 0}, "was saved by a run that trained adapters, but actor.policy.lora_rank is 0; restore it"),
+        ({"lora_rank": 0}, {}, "a full policy without adapters, but actor.policy.lora_rank is 4"),
+        ({}, {"model": "other"}, "a run that started from .*llama, but actor.policy.model is now .*other"),
+        ({}, {"model": "moved"}, None),  # the same model at another path
+    ],
+)
+def test_a_checkpoint_of_another_policy_is_refused(
+    llama: Path, tmp_path: Path, saved: dict[str, Any], settings: dict[str, Any], message: str | None
+):
+    """Of other adapters, or of another start: the reference would be another model than the policy's start."""
+    save_policy(tmp_path / "other", seed=1)
+    shutil.copytree(llama, tmp_path / "moved")
+    save(tmp_path / "actor", make_policy(llama, **{"lora_rank": 4, **saved}))
+    start = tmp_path / settings["model"] if "model" in settings else llama
+    policy = make_policy(start, seed=1, **{"lora_rank": 4, **settings, "model": start})
+    if message is None:
+        load_checkpoint(tmp_path / "actor", 1, states(policy))
+        return
+    before = parameters(policy)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_checkpoint(tmp_path / "actor", 1, states(policy))
+    assert not isinstance(caught.value, DamagedCheckpoint)
+    assert all(map(torch.equal, parameters(policy).values(), before.values()))
+
+
+def zeroed(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    path.write_bytes(data[:-64] + bytes(64))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "damage"),
+    [
+        ({}, "model.safetensors", zeroed),
+        ({}, "optimizer.safetensors", cut),
+        ({}, "config.json", Path.unlink),
+        ({"lora_rank": 2}, "adapters.safetensors", zeroed),
+        ({}, "additional_chat_templates/tool_use.jinja", cut),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_damaged_file_is_named(
+    tmp_path: Path, llama: Path, settings: dict[str, Any], name: str, damage: Callable[[Path], None]
+):
+    policy, _ = trained(llama, **settings)
+    folder = save(tmp_path, policy)
+    assert settings or load_tokenizer(folder).chat_template == TEMPLATES
+    damage(folder / name)
+    before = parameters(policy)
+    with pytest.raises(DamagedCheckpoint, match=f"{folder / name} (is damaged: sha256|cannot be read: No such file)"):
+        load_checkpoint(tmp_path, 1, states(policy))
+    assert all(map(torch.equal, parameters(policy).values(), before.values()))
+
+
+@pytest.mark.parametrize("content", ["{}", '{"step": 1', "[]", '{"step": 1, "sha256": "0"}'])
+def test_a_damaged_state_is_named(tmp_path: Path, llama: Path, content: str):
+    policy = make_policy(llama)
+    for step in (1, 2):
+        save(tmp_path, policy, step)
+    (tmp_path / "2" / "state.json").write_text(content)
+    with pytest.raises(DamagedCheckpoint, match=r"2/state\.json (is damaged|cannot be read)"):
+        check_checkpoint_of(policy, tmp_path / "2")
+    assert critic_steps(tmp_path) == [1]
+
+
+# ---- bfloat16: frozen matrices are cast neither per token nor per forward pass ----
+
+FAMILIES = ("llama", "gpt2", "mixtral")
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts to bfloat16 by the address of the tensor that is cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.bfloat16:
+            self.counts[args[0].data_ptr()] += 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, model: Any) -> dict[str, int]:
+        """How often each parameter was cast, without those that never were."""
+        counts = {name: self.counts[parameter.data_ptr()] for name, parameter in model.named_parameters()}
+        return {name: count for name, count in counts.items() if count}
+
+    def of_frozen(self, model: Any) -> set[str]:
+        """The same without the output layer, whose float32 weights a card multiplies as sums of bfloat16 terms."""
+        head = model.get_output_embeddings().weight
+        named = model.named_parameters()
+        return self.of(model).keys() - {n for n, each in named if each.is_cuda and each.data_ptr() == head.data_ptr()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_base_under_adapters_is_never_cast(tmp_path: Path, family: str):
+    """The adapters themselves are cast once for all tokens of a rollout; a router is small and may be cast."""
+    policy = make_policy(save_policy(tmp_path, family), precision="bfloat16", lora_rank=2)
+    with Casts() as casts:
+        rollout = policy.generate(PROMPTS, seed=1)
+    assert rollout.tokens.shape[1] > 9  # several decoding steps
+    found = casts.of(policy.model)
+    assert found or policy.model.device.type == "cuda"  # where they are merged for decoding
+    assert all("lora_" in name for name in found), found
+    assert set(found.values()) <= {1}
+    for reference in (False, True):
+        with Casts() as casts:
+            policy.logprobs(rollout, reference=reference)
+        frozen = casts.of_frozen(policy.model)
+        assert all("lora_" in name or "mlp.gate." in name for name in frozen), frozen
+
+
+@pytest.mark.parametrize("settings", [{}, {"one_step_off_policy": True}], ids=str)
+def test_a_full_policy_is_cast_once_a_rollout_and_its_copies_never(llama: Path, settings: dict[str, Any]):
+    policy = make_policy(llama, precision="bfloat16", **settings)
+    with Casts() as casts:
+        rollout = policy.generate(PROMPTS, seed=1)
+        policy.logprobs(rollout, reference=True)
+    assert policy.reference is not None
+    assert not casts.of_frozen(policy.reference)
+    assert set(casts.of(policy.sampler).values()) <= ({1} if policy.sampler is policy.model else set())
+
+
+def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, add_table: bool = False, **settings: Any) -> Any:
+    """Load a policy; return it and the dtype of each load of its model; `add_table`: the model has a buffer in it."""
+    original, dtypes = AutoModelForCausalLM.from_pretrained, list[torch.dtype]()
+
+    def recording(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Any:
+        dtypes.append(dtype)
+        model = original(*args, dtype=dtype, **kwargs)
+        if add_table:
+            model.register_buffer("table", torch.zeros(1, dtype=dtype))
+        return model
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", recording)
+        return make_policy(folder, **settings), dtypes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_bfloat16_checkpoint_is_widened_only_if_it_is_trained(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The base under adapters has the weights of one that was loaded in float32, and none was float32 in between. A
+    family that computes a table in the dtype of its weights would lose digits."""
+    folder = save_policy(tmp_path, family)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    narrow, wide, lora = torch.bfloat16, torch.float32, {"lora_rank": 2, "precision": "bfloat16"}
+    for settings in ({"precision": "bfloat16"}, {"lora_rank": 2}):
+        full, dtypes = loaded(folder, monkeypatch, **settings)
+        assert (dtypes, {p.dtype for p in full.model.parameters()}) == ([wide], {wide})
+    assert loaded(folder, monkeypatch, add_table=True, **lora)[1] == [narrow, wide]
+    policy, dtypes = loaded(folder, monkeypatch, **lora)
+    monkeypatch.setattr("actor.policy.loading.stored_dtypes", lambda _: {"F32"})
+    widened, later = loaded(folder, monkeypatch, **lora)
+    assert (dtypes, later) == ([narrow], [wide])
+    for tensors in (plain_tensors, lambda model: dict(model.named_buffers())):
+        found, expected = tensors(policy.model), tensors(widened.model)
+        assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in expected.items()}
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_checks_in_float32_do_without_flash_attention(llama: Path, monkeypatch: pytest.MonkeyPatch):
+    """It has no float32 kernels; everything else uses it. A stand-in under its name, because it needs CUDA."""
+    from transformers import AttentionInterface, PreTrainedModel
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    default = make_policy(llama, precision="bfloat16", lora_rank=2)
+    calls: list[Any] = []
+
+    def flash(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(module)
+        assert torch.is_autocast_enabled(query.device.type)  # under which FlashAttention casts its inputs
+        return sdpa_attention_forward(module, query, *args, **kwargs)
+
+    for interface, function in ((AttentionInterface, flash), (AttentionMaskInterface, sdpa_mask)):
+        monkeypatch.setitem(interface._global_mapping, "flash_attention_2", function)
+    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True, raising=False)
+    monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda _, name, **__: name)
+    policy = make_policy(llama, precision="bfloat16", lora_rank=2, policy_attention="flash_attention_2")
+    assert policy.model.config._attn_implementation == "flash_attention_2"
+    rollout = policy.generate(PROMPTS, seed=1)
+    assert calls
+    assert torch.equal(rollout.tokens, default.generate(PROMPTS, seed=1).tokens)

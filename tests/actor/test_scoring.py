@@ -1,0 +1,477 @@
+"""`actor.scoring`: which rows share a request, one version for each group, process rewards, a served reference.
+
+Clients stand for a server that answers, fails or changes its version as a test wants: the real one cannot on demand.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live_system import Checkpoints, make_run
+from tiny_tokenizers import make_text_tokenizer
+
+from actor.algorithms.advantages import response_mask
+from actor.algorithms.batch import rollout_metrics
+from actor.data.prompts import PromptError
+from actor.data.rollout import (
+    ProcessRewards,
+    Prompt,
+    ReferenceLogprobs,
+    Rollout,
+    ScoredRollout,
+    Scores,
+    join_rollouts,
+)
+from actor.loop import PPORun
+from actor.scoring.reference import ROUNDS, only_known, with_one_version
+from actor.scoring.scorer import BLOCK, Scorer, check_prompts, join_scores, row_metadata, tokens_with
+from actor.scoring.stream import RowStream
+from python_backend.client.errors import RequestFailed, RequestRefused
+from python_backend.client.retry import RequestCounters
+from python_backend.client.served import ServedModel
+from python_backend.errors import RlhfError
+from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
+
+PATIENCE_S = 60.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging
+NAN = float("nan")
+
+
+def rows_of(*rows: list[int], num_prompt: int = 1) -> Rollout:
+    """A rollout of these tokens, the first of them a prompt."""
+    prompts = [Prompt(str(row[0]), "", np.asarray(row[:num_prompt])) for row in rows]
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    return Rollout(prompts, tokens, lengths, torch.full_like(lengths, num_prompt), torch.ones_like(lengths).bool())
+
+
+def one_row(index: int) -> Rollout:
+    return rows_of([index] * (index + 2))
+
+
+# ---- RowStream: a row is never held back for others, except for those of its group ----
+
+
+class Asked:
+    """Answers with the first tokens of the rows, and records them by request."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+        self.first = asyncio.Event()
+
+    async def __call__(self, rows: Rollout) -> list[int]:
+        self.rows.append(rows.tokens[:, 0].tolist())
+        self.first.set()
+        return rows.tokens[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("order", "rows_per_request", "group_size", "requests"),
+    [  # rows that end in this order, None: when the first request was answered
+        ([3, 0, 4, 1, 2], 8, 1, [[3, 0, 4, 1, 2]]),
+        ([3, 0, 4, 1, 2], 2, 1, [[3, 0], [4, 1], [2]]),
+        ([1, 0], 1, 1, [[1], [0]]),
+        ([3, 0, 5, 2, 1, 4], 4, 2, [[2, 3, 0, 1], [4, 5]]),
+        ([3, 0, 5, 2, 1, 4], 3, 2, [[2, 3], [0, 1], [4, 5]]),
+        ([3, 0, 5, 2, 1, 4], 1, 3, [[0, 1, 2], [3, 4, 5]]),
+        ([0, None, 1], 8, 1, [[0], [1]]),
+        ([2, 1, 3, None, 0], 8, 2, [[2, 3], [0, 1]]),
+    ],
+)
+async def test_rows_that_end_together_share_requests_and_a_group_is_in_one(
+    order: list[int | None], rows_per_request: int, group_size: int, requests: list[list[int]]
+):
+    asked = Asked()
+    stream = RowStream(asked, rows_per_request=rows_per_request, group_size=group_size)
+    for index in order:
+        if index is None:
+            await asyncio.wait_for(asked.first.wait(), PATIENCE_S)
+        else:
+            stream.take(index, one_row(index))
+    await asyncio.sleep(0)  # the loop takes it in
+    await asyncio.wait_for(asked.first.wait(), PATIENCE_S)
+    parts, by_prompt = await stream.answers()
+    assert asked.rows == requests
+    answers = torch.tensor([answer for part in parts for answer in part])
+    assert answers[by_prompt].tolist() == list(range(len(by_prompt)))
+
+
+# ---- Scorer ----
+
+
+class Client:
+    """Answers with these outputs, row by row, and records what it was asked."""
+
+    def __init__(self, answer: dict[str, Any], **parameters: str) -> None:
+        dtypes = {"step_ends": np.int64, "reward_errors": np.object_, WEIGHTS_VERSION: np.int64}
+        self.answer = {name: np.asarray(value, dtypes.get(name, np.float32)) for name, value in answer.items()}
+        self.parameters = parameters
+        self.asked: dict[str, Any] = {}
+        self.groups: list[list[int | None]] = []
+        self.refuses: int | None = None
+        self.rows: list[list[int]] = []
+
+    async def describe(self, model: str) -> ServedModel:
+        return ServedModel.of({"model": "there", "tokenizer_fingerprint": "other", **self.parameters})
+
+    async def rewards(self, rows: Any, outputs: Any, metadata: Any, **more: Any) -> dict[str, np.ndarray]:
+        self.asked = {"rows": rows, "outputs": outputs, **more}
+        self.groups.append([each.get("group") for each in metadata])
+        if any(row[0] == self.refuses for row in rows):
+            raise RequestRefused("refused", f"sentences[{self.refuses}]: 200 tokens, must be at most 128")
+        indices = [self.rows.index(row.tolist()) for row in rows]  # requests come in any order
+        return {name: array[indices] for name, array in self.answer.items()}
+
+    async def score(self, rows: Any, *_: object) -> dict[str, np.ndarray]:
+        return self.answer
+
+    async def score_sentences(self, texts: Any, outputs: Any, metadata: Any, *, pairs: Any) -> dict[str, np.ndarray]:
+        self.asked = {"texts": texts, "outputs": outputs, "metadata": metadata}
+        return self.answer
+
+
+def scorer_of(client: Client, tokenizer: Any, *, rows_per_request: int = 8, with_critic: bool = False) -> Scorer:
+    return Scorer(client, tokenizer, rows_per_request=rows_per_request, with_critic=with_critic)  # type: ignore[arg-type]
+
+
+def score(client: Client, tokenizer: Any, rollout: Rollout, *, texts: bool = False, size: int = 8) -> Scores:
+    client.rows = [row.tolist() for row in rollout.rows()]
+    scorer = scorer_of(client, tokenizer, rows_per_request=size)
+    scorer.reward, scorer.sends_sentences = ServedModel.of(client.parameters), texts
+    return asyncio.run(scorer.score(rollout))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_text_tokenizer("qwen2")
+
+
+def groups_of(tokenizer: Any, groupwise: bool, group_size: int, rows: int, **settings: Any) -> tuple[Client, Scores]:
+    """Score rows by a function of groups, or of rows."""
+    zeros = np.zeros((rows, 1))
+    client = Client({"rewards": zeros, "reward_components": zeros, "reward_errors": [[b""]] * rows})
+    client.refuses = settings.pop("refuses", None)
+    client.rows = [[index] * (index + 2) for index in range(rows)]
+    scorer = scorer_of(client, tokenizer, **settings)
+    scorer.reward = ServedModel(components=("a",), groupwise=groupwise)
+    rollout = join_rollouts([one_row(index) for index in range(rows)], pad_id=0)
+    return client, asyncio.run(scorer.score(rollout, group_size))
+
+
+@pytest.mark.parametrize(
+    ("groupwise", "group_size", "groups"),
+    [(True, 2, [[0, 0], [1, 1], [2, 2]]), (True, 1, [[0, 1, 2], [3, 4, 5]]), (False, 2, [[None] * 3] * 2)],
+)
+def test_the_scorer_sends_the_group_of_each_row_and_splits_none(
+    tokenizer: Any, groupwise: bool, group_size: int, groups: Any
+):
+    client, scores = groups_of(tokenizer, groupwise, group_size, 6, rows_per_request=3)
+    assert sorted(client.groups) == groups  # the requests' rows are prepared in threads
+    assert scores.scored.all()
+
+
+@pytest.mark.parametrize(("groupwise", "group_size", "refused"), [(False, 1, [3]), (True, 2, [2, 3])])
+def test_a_row_that_the_server_refuses_costs_only_itself_or_its_group(
+    tokenizer: Any, groupwise: bool, group_size: int, refused: list[int]
+):
+    _, scores = groups_of(tokenizer, groupwise, group_size, 8, refuses=3)
+    assert (~scores.scored).nonzero()[:, 0].tolist() == refused
+    assert scores.failures == ["refused"]
+
+
+@pytest.mark.parametrize("versions", [[[4], [5]], [[4, 4]]])
+def test_values_of_two_versions_are_never_taken(tokenizer: Any, versions: list[list[int]]) -> None:
+    """A server that broke its promise would mix two critics in one advantage."""
+    client = Client({REWARDS: np.zeros((2, 1)), VALUES: np.zeros((2, 3)), WEIGHTS_VERSION: versions})
+    scorer = scorer_of(client, tokenizer, with_critic=True)
+    with pytest.raises(AssertionError, match=r"the versions of 2 rows|one request was scored by"):
+        asyncio.run(scorer.score(rows_of([1, 1, 1], [2, 1, 1])))
+
+
+def test_a_column_is_refused_only_where_it_would_be_replaced():
+    plain, groupwise = ServedModel(components=("a",)), ServedModel(components=("a",), groupwise=True)
+    prompt = Prompt("1", "a", np.asarray([1]), {"group": "mine"})
+    check_prompts(plain, [prompt])
+    assert row_metadata(plain, prompt, "b", 3)["group"] == "mine"
+    with pytest.raises(PromptError, match="prompt 1 has a column 'group'"):
+        check_prompts(groupwise, [prompt])
+    with pytest.raises(PromptError, match="has a column 'step_ends'"):
+        check_prompts(ServedModel.of({"process": "step"}), [Prompt("0", "", np.ones(1), {"step_ends": [3]})])
+
+
+# ---- process rewards ----
+
+
+def written(tokenizer: Any, *texts: str) -> Rollout:
+    """Responses to the prompt "Open it."."""
+    prompt = tokenizer("Open it.")["input_ids"]
+    rows = [[*prompt, *tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    rollout = rows_of(*rows, num_prompt=len(prompt))
+    rollout.prompts[:] = [Prompt(str(i), "Open it.", np.asarray(prompt)) for i in range(len(rows))]
+    return rollout
+
+
+def test_rewards_of_tokens_are_placed_where_the_server_says(tokenizer: Any):
+    rollout = written(tokenizer, " A file. A day.", " the")
+    first, last = int(rollout.prompt_lengths[0]), int(rollout.lengths[0]) - 1
+    answer = {
+        "rewards": [[0.25], [NAN]],
+        "step_rewards": [[0.5, 0.25], [0.125, 0]],
+        "step_ends": [[first + 1, last], [first, -1]],
+        "reward_components": [[0.25, 2.0], [NAN, 1.0]],
+        "reward_errors": [[b""], [b"why"]],
+    }
+    names = {"reward_components": '["model", "length"]', "reward_weights": "[2.0, 3.0]", "process": "step"}
+    client = Client(answer, **names)
+    scores = score(client, tokenizer, rollout)
+    assert client.asked["prompt_lengths"] == rollout.prompt_lengths.tolist()
+    assert client.asked["outputs"][-2:] == ("step_rewards", "step_ends")
+    assert scores.scored.tolist() == [True, False]
+    process = scores.process
+    assert process is not None
+    assert process.rewards[0].nonzero().flatten().tolist() == [first + 1, last]
+    assert process.rewards[0, process.ends[0]].tolist() == [1.0, 0.5]  # times the model's weight
+    assert process.outcome.tolist() == [6.0, 3.0]
+    one_by_one = score(client, tokenizer, rollout, size=1).process
+    assert one_by_one is not None
+    torch.testing.assert_close((one_by_one.rewards, one_by_one.ends), (process.rewards, process.ends))
+    client.answer["rewards"][1], client.answer["step_rewards"][0, 1] = 0.5, NAN  # a sum that is finite, and a step
+    assert score(client, tokenizer, rollout).scored.tolist() == [False, True]
+    joined = join_scores([scores, scores], rollout.tokens.shape[1] + 2).select(torch.tensor([2]))
+    assert joined.process is not None
+    assert joined.process.rewards.tolist() == [[*process.rewards[0].tolist(), 0, 0]]
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_rewards_of_texts_are_placed_on_the_token_that_has_the_end(tokenizer: Any, is_chat: bool):
+    response = " Return a line. a good day"
+    rollout = written(tokenizer, response)
+    if is_chat:
+        rollout.prompts[0].metadata["messages"] = [{"role": "user", "content": "Open it."}]
+    text = response if is_chat else "Open it." + response
+    ends = [text.index("line.") + 5, len(text)]
+    client = Client({"rewards": [[0.5]], "step_rewards": [[0.5, 0.75]], "step_ends": [ends]}, process="step")
+    scores = score(client, tokenizer, rollout, texts=True)
+    assert (client.asked["texts"], client.asked["metadata"][0]["response"]) == ([text], response)
+    assert scores.process is not None
+    places = scores.process.ends[0].nonzero().flatten().tolist()
+    assert places[1] == int(rollout.lengths[0]) - 1
+    assert tokenizer.decode(rollout.tokens[0, : places[0] + 1]) == "Open it. Return a line."
+    assert scores.process.rewards[0, places].tolist() == [0.5, 0.75]
+    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
+    assert bool(mask[0, [place - 1 for place in places]].all())
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10_000), count=st.integers(0, 2 * BLOCK + 3), family=st.sampled_from(["qwen2", "llama"]))
+def test_ends_found_in_blocks_are_those_of_whole_prefixes(seed: int, count: int, family: str):
+    tokenizer, generator = make_text_tokenizer(family), np.random.default_rng(seed)
+    ids = generator.integers(len(tokenizer), size=count).tolist()  # characters of several tokens, and parts of them
+    sizes = [len(tokenizer.decode(ids[:n], skip_special_tokens=True)) for n in range(count + 1)]
+    ends = generator.integers(sizes[-1] + 2, size=5).tolist()
+    expected = [None if end >= sizes[-1] else next(n for n, size in enumerate(sizes) if size >= end) for end in ends]
+    assert tokens_with(ends, tokenizer, ids) == expected
+
+
+def test_token_rewards_of_another_vocabulary_are_refused(tokenizer: Any):
+    client = Client({}, process="token")
+    scorer = scorer_of(client, tokenizer)
+    with pytest.raises(RlhfError, match=r"reward\.process\.granularity is token, but the tokens of there"):
+        asyncio.run(scorer.compare_tokenizers())
+    client.parameters = {"texts_only": "true"}
+    asyncio.run(scorer.compare_tokenizers())
+    assert scorer.sends_sentences
+
+
+# ---- agreement: whatever versions a live reward model serves meanwhile, no group of rows mixes two ----
+
+GROUP = 2
+Versions = Sequence[int | None]
+
+
+def scores_of(rows: Rollout, versions: Versions) -> Scores:
+    """Row i of version v has the score 100 v + i; None: it has none."""
+    index, known = rows.tokens[:, 0].float(), torch.tensor([-1 if version is None else version for version in versions])
+    count, scored = len(index), known >= 0
+    rewards, failures = torch.where(scored, 100 * known + index, 0.0), [] if scored.all() else ["503"]
+    process = ProcessRewards(rewards[:, None] * torch.eye(3)[2], torch.eye(3).bool()[2].repeat(count, 1), rewards)
+    values, critics, parts = torch.full((count, 3), 7.0), torch.full((count,), 5), {"model": rewards.clone()}
+    return Scores(rewards, values, critics, scored, failures, parts, known, process)
+
+
+def agreed(first: Versions, answer: Callable[[int], Versions]) -> tuple[list[list[int]], Scores]:
+    """Rows asked for again, and scores in the end, where request number n is answered by the versions `answer(n)`."""
+    rows, asked = rows_of(*[[index] * 3 for index in range(len(first))]), list[list[int]]()
+
+    async def again(rows: Rollout, group_size: int) -> Scores:
+        assert group_size == GROUP
+        asked.append(rows.tokens[:, 0].tolist())
+        return scores_of(rows, [*answer(len(asked) - 1)] * (len(rows.prompts) // len(answer(len(asked) - 1))))
+
+    scores = asyncio.run(with_one_version(again, rows, scores_of(rows, first), group_size=GROUP))
+    assert scores.reward_versions is not None
+    assert scores.process is not None
+    for group in range(0, len(first), GROUP):
+        versions = {int(scores.reward_versions[i]) for i in range(group, group + GROUP) if scores.scored[i]}
+        assert len(versions) <= 1, "a group mixes versions"
+    expected = torch.where(scores.scored, 100 * scores.reward_versions + torch.arange(len(first)), 0.0)
+    assert torch.equal(scores.rewards, expected), "a reward belongs to its version and row"
+    for found in (scores.components["model"], scores.process.rewards.sum(1), scores.process.outcome):
+        assert torch.equal(found[scores.scored], scores.rewards[scores.scored]), "rewards of another version"
+    assert (scores.values == 7).all()
+    return asked, scores
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "asked", "versions"),
+    [  # of the rows; of the further requests, and their rows; of the rows in the end: None for a row without a score
+        pytest.param([1, 1, 1, 1], [], [], [1, 1, 1, 1], id="one version is left alone"),
+        pytest.param([1, 2, 2, 2, 1, 1], [2], [[0, 1, 4, 5]], [2] * 6, id="whole groups of older rows again"),
+        pytest.param([1, 2, 2, 2], [3, 3], [[0, 1], [2, 3]], [3] * 4, id="a swap meanwhile is followed"),
+        pytest.param([2, 1, 1, 1], [1], [[0, 1, 2, 3]], [1] * 4, id="a version rolled back is no target"),
+        pytest.param([1, 2, 2, 2], [None], [[0, 1]], [None, None, 2, 2], id="not scored again: masked"),
+        pytest.param([None, 2, 2, 2], [], [], [None, 2, 2, 2], id="an unavailable row does not count"),
+    ],
+)
+def test_rows_of_an_older_version_are_scored_again(first: Any, later: Any, asked: Any, versions: Any):
+    requests, scores = agreed(first, lambda number: [later[number]])
+    assert requests == asked
+    assert scores.scored.tolist() == [version is not None for version in versions]
+    assert scores.reward_versions is not None
+    assert scores.reward_versions[scores.scored].tolist() == [version for version in versions if version is not None]
+    assert scores.failures == ["503"] * (None in versions)
+
+
+def test_servers_that_never_agree_end_after_a_few_rounds():
+    requests, scores = agreed([1, 2, 1, 2], lambda number: [1, 2])
+    assert len(requests) == ROUNDS
+    assert scores.scored.tolist() == [False, True, False, True]
+    assert "changed more than" in scores.failures[0]
+
+
+def test_a_step_without_any_reward_has_no_version() -> None:
+    found = [scores_of(rows_of([0], [1]), [None, version]).reward_version for version in (None, 0)]
+    assert found == [None, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_history_of_swaps_mixes_a_group(seed: int):
+    rng = np.random.default_rng(seed)
+    first = [None if rng.random() < 0.1 else int(version) for version in np.sort(rng.integers(1, 4, 8))]
+    later = [None if rng.random() < 0.1 else int(rng.integers(1, 6)) for _ in range(ROUNDS)]
+    agreed(first, lambda number: [later[number]])
+
+
+# ---- a served reference ----
+
+
+class ReferenceServer:
+    """A reference that answers by `answer`, and rewards of 1."""
+
+    def __init__(self, answer: Callable[[list[np.ndarray]], np.ndarray] | None = None) -> None:
+        self.counters = RequestCounters()
+        self.answer = answer or by_token
+        self.rows: list[np.ndarray] = []
+
+    async def rewards(self, rows: list[np.ndarray], *_: object) -> dict[str, np.ndarray]:
+        return {REWARDS: np.ones((len(rows), 1), np.float32)}
+
+    async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
+        self.rows += rows
+        return self.answer(rows)
+
+
+def by_token(rows: list[np.ndarray]) -> np.ndarray:
+    """`[n, S]`: what tells each position of each row apart."""
+    found = np.zeros((len(rows), max(row.size for row in rows)), np.float32)
+    for i, row in enumerate(rows):
+        found[i, : row.size - 1] = -0.01 * row[1:]
+    return found
+
+
+def make_ppo(folder: Path, checkpoints: Checkpoints, server: ReferenceServer, **settings: Any) -> PPORun:
+    """A run without critic: eight responses, four at a time."""
+    actor = {"kl_reference": "triton", "algorithm_name": "reinforce++", **settings}
+    return PPORun(make_run(folder, checkpoints, actor=actor).config, server)  # type: ignore[arg-type]
+
+
+def collected(run: PPORun, step: int = 1) -> ScoredRollout:
+    """The rollout of this step."""
+
+    async def rollout() -> ScoredRollout:
+        return (await run.rollouts.collect(step, updated=0)).scored
+
+    return asyncio.run(asyncio.wait_for(rollout(), PATIENCE_S))
+
+
+def test_a_prompt_alone_is_known(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """A response may be empty, and a prompt one token long."""
+    run = make_ppo(tmp_path, checkpoints, ReferenceServer())
+    alone = asyncio.run(run.reference.ask(rows_of([5], [5, 6, 7])))  # type: ignore[attr-defined]
+    assert alone.known.all()
+    torch.testing.assert_close(alone.logprobs, torch.tensor([[0.0, 0.0], [-0.06, -0.07]]))
+
+
+def test_rows_without_an_answer_of_the_reference_are_rows_without_a_score(
+    tmp_path: Path, checkpoints: Checkpoints
+) -> None:
+    """One is refused, one has an answer that is no number; the others are untouched."""
+    without: set[bytes] = set()
+
+    def answer(rows: list[np.ndarray]) -> np.ndarray:
+        (row,), number, found = rows, len(server.rows), by_token(rows)
+        if number in (3, 6):
+            without.add(row.tobytes())
+        if number == 3:
+            raise RequestFailed("reference at host refused: too late")
+        found[0, 0] = -np.inf  # of a prompt's token that sampling never draws
+        found[0, row.size - 2] *= np.nan if number == 6 else 1
+        return found
+
+    server = ReferenceServer(answer)
+    run = make_ppo(tmp_path, checkpoints, server)
+    scored = collected(run)
+    masked = ~scored.scores.scored
+    assert masked.tolist() == [row.tobytes() in without for row in scored.rollout.rows()]
+    assert masked.sum() == 2
+    problems = [
+        "reference at host refused: too late",
+        "reference returned log-probs that are not finite for a response",
+    ]
+    assert scored.scores.failures == problems
+    assert scored.scores.rewards.tolist() == scored.scores.scored.float().tolist()
+    assert torch.equal(run.make_batch(scored).mask.any(-1), ~masked)
+
+
+def test_a_row_needs_both_score_and_reference() -> None:
+    scored, known = torch.tensor([[True, True, False, False], [True, False, True, False]])
+    scores = Scores(torch.ones(4), torch.ones(4, 3), torch.full((4,), 7), scored, ["no score"])
+    assert only_known(scores, ReferenceLogprobs(torch.zeros(4, 2), torch.ones(4).bool(), [])) is scores
+    both = only_known(scores, ReferenceLogprobs(torch.zeros(4, 2), known, ["no reference"]))
+    assert both.scored.tolist() == [True, False, False, False]
+    assert (both.rewards.tolist(), both.values.sum(-1).tolist()) == ([1, 0, 0, 0], [3, 0, 0, 0])
+    assert both.failures == ["no reference", "no score"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "known"),
+    [({"kl_reference": "actor"}, (False, False)), ({}, (False, False)), ({"kl_every": 2}, (False, True))],
+    ids=str,
+)
+def test_without_a_kl_penalty_the_reference_is_asked_only_every_nth_step(
+    tmp_path: Path, checkpoints: Checkpoints, settings: dict[str, Any], known: tuple[bool, ...]
+) -> None:
+    server = ReferenceServer()
+    run = make_ppo(tmp_path, checkpoints, server, kl_coef=0.0, **settings)
+    assert run.policy.reference is None
+    for step, measured in enumerate(known, 1):
+        scored = collected(run, step)
+        assert (scored.ref_logprobs is not None) == measured
+        metrics = rollout_metrics(scored, run.make_batch(scored), kl_coef=0.0)
+        assert any("kl_per_seq" in name for name in metrics) == measured
+    assert len(server.rows) == 8 * sum(known)

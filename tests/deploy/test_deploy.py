@@ -1,0 +1,548 @@
+"""deploy/ and Dockerfile.triton: manifests that Kubernetes takes, plans that fit, and what they start, on loopback.
+
+`tools/install.sh` runs in a fresh virtual environment: each image gets what it needs, no more.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from live_system import ENVIRONMENT, Checkpoints, LiveRun, make_run, start_server, stop_process, wait_for
+from manifests import DEPLOY, OVERLAYS, Manifest, containers, kustomize, manifests, pods, rendered
+
+from python_backend.config import RunConfig, load_config
+from tools.plan.command import dry_run
+from tools.server.child import Child
+from tools.server.ports import is_open
+from tools.server.tritonserver import EXIT_TIMEOUT_S
+
+SEVERAL = {"StatefulSet", "Job", "Service", "PodDisruptionBudget"}
+KINDS = {"single": {"Job"}, "servers": SEVERAL, "ranks": SEVERAL}
+EVERYWHERE = {"ConfigMap", "Secret", "PersistentVolumeClaim", "NetworkPolicy"}
+layout = pytest.mark.parametrize("overlay", OVERLAYS)
+POD_CONTEXT = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
+CONTAINER_CONTEXT = {
+    "readOnlyRootFilesystem": True,
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+}
+QWEN2 = {  # the shapes of Qwen2.5: layers, hidden size, intermediate size, heads, key-value heads, vocabulary
+    "3B": (36, 2048, 11008, 16, 2, 151936),
+    "7B": (28, 3584, 18944, 28, 4, 152064),
+}
+
+
+def overlay_config(tmp_path: Path, overlay: str, size: str) -> RunConfig:
+    """Return the overlay's run, with checkpoints that are a config.json alone."""
+    layers, hidden, intermediate, heads, kv_heads, vocabulary = QWEN2[size]
+    shape = {
+        "model_type": "qwen2",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "vocab_size": vocabulary,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": size == "3B",
+    }
+    for name, kind in {"policy": "CausalLM", "reward": "SequenceClassification"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(shape | {"architectures": [f"Qwen2For{kind}"]}))
+    checkpoints = {"reward": "reward", "critic": "reward", "actor.policy": "policy"}
+    overrides = [f"{key}.model={tmp_path / name}" for key, name in checkpoints.items()]
+    return load_config(DEPLOY / "overlays" / overlay / "run.yaml", [*overrides, f"run.dir={tmp_path / 'run'}"])
+
+
+def validate(path: Path) -> subprocess.CompletedProcess[str]:
+    """`kubernetes-validate --strict`, which also refuses unknown fields."""
+    command = [Path(sys.executable).with_name("kubernetes-validate"), "--strict", path]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@layout
+def test_it_is_valid_of_core_kinds_alone_and_a_typo_is_not(overlay: str, tmp_path: Path) -> None:
+    text = rendered(overlay)
+    (tmp_path / "good.yaml").write_text(text)
+    good = validate(tmp_path / "good.yaml")
+    assert (good.returncode, good.stdout.count("passed")) == (0, len(manifests(overlay))), good.stdout + good.stderr
+    assert {manifest["kind"] for manifest in manifests(overlay)} == KINDS[overlay] | EVERYWHERE
+    (tmp_path / "bad.yaml").write_text(text.replace("terminationGracePeriodSeconds", "terminationGracePeriodSecond", 1))
+    bad = validate(tmp_path / "bad.yaml")
+    assert bad.returncode != 0
+    assert "terminationGracePeriodSecond" in bad.stdout + bad.stderr
+
+
+@layout
+def test_no_pod_has_privileges_or_writes_outside_its_volumes(overlay: str) -> None:
+    for name, pod in pods(overlay).items():
+        spec = pod["spec"]
+        assert spec["securityContext"].items() >= POD_CONTEXT.items(), name
+        assert not spec["automountServiceAccountToken"]
+        assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}} in spec["volumes"]
+        for container in containers(pod):
+            assert container["securityContext"].items() >= CONTAINER_CONTEXT.items(), name
+        assert {"name": "shm", "mountPath": "/dev/shm"} in spec["containers"][0]["volumeMounts"]
+
+
+def config_of(overlay: str, folder: Path) -> RunConfig:
+    """Return the run of the overlay's ConfigMap."""
+    (text,) = [manifest["data"]["run.yaml"] for manifest in manifests(overlay) if manifest["kind"] == "ConfigMap"]
+    (folder / "run.yaml").write_text(text)
+    return load_config(folder / "run.yaml")
+
+
+@layout
+def test_its_yaml_is_a_run_whose_paths_the_manifests_know(overlay: str, tmp_path: Path) -> None:
+    config = config_of(overlay, tmp_path)
+    assert config.run.dir.is_relative_to("/data")
+    assert config.server.training_key_env == "TRAINING_KEY"
+    if overlay == "single":
+        return
+    specs = {name: pod["spec"] for name, pod in pods(overlay).items()}
+    server = specs["rlhf-server"]["containers"][0]
+    probe = server["startupProbe"]
+    repository = probe["exec"]["command"][probe["exec"]["command"].index("--repository") + 1]
+    assert Path(repository) == config.server_dir / "model_repository"
+    assert config.server_dir.is_relative_to("/tmp")  # not on the volume that the servers share
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 2 * config.server.start_timeout_s
+    assert [port["containerPort"] for port in server["ports"]] == [8000, 8001, 8002]
+    (pre_stop_s,) = [word for word in server["lifecycle"]["preStop"]["exec"]["command"] if word.isdigit()]
+    stopping_s = int(pre_stop_s) + config.server.drain_s + EXIT_TIMEOUT_S + 5
+    assert specs["rlhf-server"]["terminationGracePeriodSeconds"] >= stopping_s
+    trainer = specs["rlhf-trainer"]["containers"][0]
+    assert str(config.run.journal_dir / "heartbeat.json") in trainer["readinessProbe"]["exec"]["command"][-1]
+    assert specs["rlhf-actor"]["terminationGracePeriodSeconds"] > config.actor.stop_grace_s + 5
+    assert config.actor.client.servers == ("dns:rlhf-server:8000",)
+    assert config.trainer.servers == ["dns:rlhf-server:8001"]
+
+
+@layout
+def test_prometheus_reaches_what_is_annotated(overlay: str, tmp_path: Path) -> None:
+    config = config_of(overlay, tmp_path)
+    ports = {"rlhf-actor": config.monitoring.actor_port, "rlhf-trainer": config.monitoring.trainer_port}
+    if overlay == "single":  # all of it is inside one pod, on loopback
+        assert set(ports.values()) == {None}
+        return
+    assert config.monitoring.host == config.server.host == "0.0.0.0"
+    allowed = {
+        port["port"]
+        for manifest in manifests(overlay)
+        if manifest["kind"] == "NetworkPolicy"
+        for rule in manifest["spec"].get("ingress", [])
+        if any("namespaceSelector" in source for source in rule["from"])
+        for port in rule["ports"]
+    }
+    for name, port in {**ports, "rlhf-server": config.server.metrics_port}.items():
+        pod = pods(overlay)[name]
+        assert pod["metadata"]["annotations"] == {"prometheus.io/scrape": "true", "prometheus.io/port": str(port)}
+        assert port in [port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]]
+        assert port in allowed
+
+
+def secrets(pod: Manifest) -> list[dict[str, Any]]:
+    """The secrets that become variables of its containers; one with a `key` is that key alone."""
+    return [
+        source.get("secretRef") or source["valueFrom"]["secretKeyRef"]
+        for container in containers(pod)
+        for source in [*container.get("envFrom", []), *container.get("env", [])]
+        if "secretRef" in source or "secretKeyRef" in source.get("valueFrom", {})
+    ]
+
+
+@layout
+def test_a_pod_gets_only_the_keys_that_it_needs(overlay: str) -> None:
+    """Who serves gets all of them, because rewards may be judges."""
+    found = {name: [secret.get("key") for secret in secrets(pod)] for name, pod in pods(overlay).items()}
+    several = {"rlhf-server": [None], "rlhf-trainer": ["TRITON_CONTROL_KEY"], "rlhf-actor": ["TRAINING_KEY"]}
+    assert found == ({"rlhf-run": [None]} if overlay == "single" else several)
+
+
+@layout
+def test_every_name_that_is_used_exists(overlay: str) -> None:
+    found = manifests(overlay)
+    names = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in found}
+    for pod in pods(overlay).values():
+        assert {("Secret", secret["name"]) for secret in secrets(pod)} <= names
+        for volume in pod["spec"]["volumes"]:
+            assert "configMap" not in volume or ("ConfigMap", volume["configMap"]["name"]) in names
+            claim = volume.get("persistentVolumeClaim")
+            assert claim is None or ("PersistentVolumeClaim", claim["claimName"]) in names
+        for container in containers(pod):
+            assert container["image"].startswith("registry.example.com/"), "an overlay sets every image"
+    labels = [pod["metadata"]["labels"].items() for pod in pods(overlay).values()]
+    for manifest in found:
+        if manifest["kind"] in ("Service", "NetworkPolicy", "PodDisruptionBudget"):
+            selector = manifest["spec"].get("podSelector") or manifest["spec"]["selector"]
+            wanted = selector.get("matchLabels", selector).items()
+            assert any(wanted <= pod for pod in labels), manifest["metadata"]
+
+
+def test_without_a_key_nothing_is_rendered(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("keys.env")  # the developer's own
+    done = kustomize(Path(shutil.copytree(DEPLOY, tmp_path / "deploy", ignore=ignored)), "servers", check=False)
+    assert done.returncode != 0
+    assert "keys.env" in done.stderr
+
+
+def host_gib(overlay: str) -> float:
+    """Return the smallest memory limit of the overlay's pods."""
+    limits = [pod["spec"]["containers"][0]["resources"]["limits"] for pod in pods(overlay).values()]
+    return min(int(limit["memory"].removesuffix("Gi")) for limit in limits if "nvidia.com/gpu" in limit)
+
+
+# The overlay `ranks` is `servers` on more GPUs; how ranks share is tested on tiny models.
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("overlay", ["single", "servers"])
+def test_an_overlay_fits_its_gpus(tmp_path: Path, overlay: str) -> None:
+    config = overlay_config(tmp_path, overlay, "3B" if overlay == "single" else "7B")
+    assert {section.dtype for section in config.served_sections.values()} == {"bfloat16"}
+    assert (config.trainer.precision, config.actor.policy.precision) == ("bfloat16", "bfloat16")
+    lines: list[str] = []
+    dry_run(config, num_devices=1, device_gib=80, host_gib=host_gib(overlay), say=lines.append)
+    nodes = {""} if overlay == "single" else {"server", "trainer", "actor"}
+    assert {line.partition("cuda:")[0].strip() for line in lines if "of 80 GiB" in line} == nodes
+    assert f"fit {'one GPU' if overlay == 'single' else 'GPUs'} of 80 GB" in " ".join(
+        (DEPLOY / "overlays" / overlay / "run.yaml").read_text().replace("#", "").split()
+    )
+
+
+# ---- starting runs: torchrun lines and the Slurm script, on loopback ----
+
+SBATCH = DEPLOY / "slurm" / "run.sbatch"
+# Starts as many processes as nodes are asked for, and forwards SIGTERM, as srun does. The server stays on loopback.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do [[ $1 == --nodes=* ]] && nodes=${1#*=}; shift; done
+pids=()
+for ((i = 0; i < nodes; i++)); do "${@/server.host=0.0.0.0/server.host=127.0.0.1}" & pids+=($!); done
+trap 'kill -TERM "${pids[@]}"' TERM
+code=0
+for pid in "${pids[@]}"; do until wait "$pid"; do code=$?; kill -0 "$pid" 2>/dev/null || break; done; done
+exit $code
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [[ $1 == show ]]; then printf '127.0.0.1\\n%.0s' $(seq "$SLURM_JOB_NUM_NODES"); else echo "$@"; fi
+"""
+TORCHRUN = "torch.distributed.run"
+STEPS = 4
+
+
+def lines() -> dict[str, tuple[list[str], dict[str, str]]]:
+    """The command line and the environment of each container that starts torchrun, by overlay and name."""
+    found = {}
+    for overlay in OVERLAYS:
+        for name, pod in pods(overlay).items():
+            container = pod["spec"]["containers"][0]
+            if TORCHRUN in container["command"]:
+                found[f"{overlay}-{name}"] = (
+                    container["command"],
+                    {e["name"]: e["value"] for e in container["env"] if "value" in e},
+                )
+    return found
+
+
+LINES = lines()
+
+
+def on_loopback(command: list[str], port: int, config: Path) -> list[str]:
+    """What follows `python -m` in the line, with this machine as every node, a process for each, and this YAML."""
+    assert command[:2] == ["python3", "-m"]
+    text = "\0".join(command[2:])
+    text, hosts = re.subn(r"(--rdzv-endpoint=)[^:]+:\d+", rf"\g<1>127.0.0.1:{port}", text)
+    text, processes = re.subn(r"(--nproc-per-node=)\d+", r"\g<1>1", text)
+    text, configs = re.subn("/config/run.yaml", str(config), text)
+    assert (hosts, processes, configs) == (1, 1, 1)
+    return text.split("\0")
+
+
+def option(command: list[str], name: str) -> int:
+    return int(next(word.partition("=")[2] for word in command if word.startswith(f"--{name}=")))
+
+
+def test_the_numbers_of_the_torchrun_lines_agree_with_their_manifests() -> None:
+    assert set(LINES) == {"ranks-rlhf-actor", "ranks-rlhf-trainer"}
+    for name, (command, _) in LINES.items():
+        overlay, _, workload = name.partition("-")
+        found = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests(overlay)}
+        nodes, processes = option(command, "nnodes"), option(command, "nproc-per-node")
+        (text,) = [manifest["data"]["run.yaml"] for (kind, _), manifest in found.items() if kind == "ConfigMap"]
+        assert yaml.safe_load(text)[workload.removeprefix("rlhf-")]["ranks"] == nodes * processes
+        (spec,) = [found[kind, workload]["spec"] for kind in ("StatefulSet", "Job") if (kind, workload) in found]
+        assert {spec[key] for key in ("replicas", "completions", "parallelism") if key in spec} == {nodes}
+        pod = spec["template"]["spec"]
+        assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == str(processes)
+        assert pod["terminationGracePeriodSeconds"] > option(command, "shutdown-timeout")
+        service = spec.get("serviceName") or pod["subdomain"]
+        assert f"--rdzv-endpoint={workload}-0.{service}:29400" in command
+        # The headless service gives the pods their names, also before they are ready.
+        naming = found["Service", service]["spec"]
+        assert naming["selector"] == spec["template"]["metadata"]["labels"]
+        assert (naming["clusterIP"], naming["publishNotReadyAddresses"]) == ("None", True)
+
+
+class Nodes:
+    """The nodes of one line, all on this machine, with a rank each."""
+
+    def __init__(self, name: str, run: LiveRun) -> None:
+        """Start them in order: node 0 has the rendezvous, and no other node can replace it."""
+        self._command, self._environment = LINES[name]
+        self._name, self._run = name, run
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self.agents = [self.start(0)]
+        wait_for(lambda: is_open(f"127.0.0.1:{self._port}"), *self.agents)
+        self.agents += [self.start(node) for node in range(1, option(self._command, "nnodes"))]
+
+    def start(self, node: int) -> Child:
+        environment = {**self._environment, **ENVIRONMENT, "PET_LOCAL_ADDR": "127.0.0.1"}
+        log = self._run.config.run.logs_dir / f"{self._name}-{node}.log"
+        return Child(self._name, on_loopback(self._command, self._port, self._run.path), log, environment)
+
+    def rank(self, node: int) -> psutil.Process:
+        """The process of the node's rank, which may be about to be replaced."""
+        agent = psutil.Process(self.agents[node].process.pid)
+        return next(child for child in agent.children() if "--config" in child.cmdline())
+
+    def lose(self, node: int) -> None:
+        """Kill the node's agent and its rank, as when its machine fails, and start the node again."""
+        rank = self.rank(node)
+        self.agents[node].process.kill()
+        rank.kill()
+        self.agents[node].process.wait()
+        self.agents[node] = self.start(node)
+
+    def stop(self) -> list[int]:
+        for agent in self.agents:
+            agent.process.terminate()
+        return [agent.process.wait(120) for agent in self.agents]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_torchrun_lines_train_and_what_dies_is_replaced(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """The trainer loses a rank, the actor a node."""
+    client = {"retries": 60, "backoff_s": 0.2}
+    settings = {"ranks": 2, "steps": STEPS, "client": client}
+    run = make_run(tmp_path, checkpoints, actor=settings, trainer={"ranks": 2})
+    with contextlib.ExitStack() as stack:
+        server = start_server(run)
+        stack.callback(stop_process, server)
+        trainer = Nodes("ranks-rlhf-trainer", run)
+        stack.callback(trainer.stop)
+        wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server, *trainer.agents)
+        actor = Nodes("ranks-rlhf-actor", run)
+        stack.callback(actor.stop)
+        everyone = [server, *trainer.agents]
+        wait_for(lambda: run.journal.last_step() >= 1, *everyone, *actor.agents)
+        trainer.rank(0).kill()
+        actor.lose(1)
+        for agent in actor.agents:
+            assert agent.process.wait(300) == 0, agent.log_path.read_text()
+        assert {line["step"] for line in run.critic_updates(up_to=STEPS)} == set(range(1, STEPS + 1))
+        assert run.store.manifest(run.store.current() or 0).step == STEPS
+        assert json.loads((run.config.run.dir / "actor_summary.json").read_text())["steps"] == STEPS
+        assert trainer.stop() == [1, 1], "torchrun's own exit code after SIGTERM"
+        logs = "".join(agent.log_path.read_text() for agent in trainer.agents)
+        assert "forcefully" not in logs, "SIGTERM did not end the ranks"
+
+
+class Job(subprocess.Popen[bytes]):
+    """The script on a cluster of which this machine is every node: one server, ranks of the trainer and the actor."""
+
+    def __init__(self, folder: Path, run: LiveRun, *, trainers: int, actors: int) -> None:
+        for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        first = consecutive_ports(4)
+        environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "SLURM_JOB_NODELIST": "node[1-9]",
+            "SLURM_JOB_NUM_NODES": str(1 + trainers + actors),
+            "SLURM_JOB_ID": "7",
+            "SERVERS": "1",
+            "TRAINERS": str(trainers),
+            "ACTORS": str(actors),
+            "GPUS": "1",
+            "TMPDIR": str(folder),
+            "HTTP_PORT": str(first),
+            "GRPC_PORT": str(first + 1),
+            "RENDEZVOUS_PORT": str(first + 2),
+            "PET_LOCAL_ADDR": "127.0.0.1",
+        }
+        self._log = folder / "log"
+        with self._log.open("wb") as log:
+            super().__init__([SBATCH, run.path], env=environment, stdout=log, stderr=log)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def __exit__(self, *_: object) -> None:
+        """Kill what is left of it."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for each in [*psutil.Process(self.pid).children(recursive=True), self]:
+                each.kill()
+        self.wait()
+
+
+def consecutive_ports(count: int) -> int:
+    """The first of `count` free ports in a row, below those that the kernel gives to outgoing connections."""
+    while True:
+        first = random.randrange(20_000, 32_000)
+        try:
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
+
+
+def assert_order(text: str, *lines: str) -> None:
+    """Fail unless the last occurrences of the lines are in this order."""
+    positions = [text.rfind(line) for line in lines]
+    assert -1 not in positions, (lines, text)
+    assert positions == sorted(positions), (lines, text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+class TestSlurm:
+    def test_before_the_time_limit_it_stops_in_order_and_is_queued_again(
+        self, tmp_path: Path, checkpoints: Checkpoints
+    ) -> None:
+        run = make_run(tmp_path, checkpoints, actor={"ranks": 2, "steps": 1000})
+        with Job(tmp_path, run, trainers=1, actors=2) as job:
+            while run.journal.last_step() < 2:
+                assert job.poll() is None, job.log
+                time.sleep(0.1)
+            job.terminate()
+            assert job.wait() != 0
+        ends = ["whose checkpoint is written", "SignalException", "draining", "stopped", "requeue 7"]
+        assert_order(job.log, *ends)
+        assert {line["step"] for line in run.critic_metrics() if "loss_mean" in line} >= {1}
+
+    def test_a_run_without_a_critic_from_start_to_end(self, tmp_path: Path, checkpoints: Checkpoints) -> None:
+        algorithm = {"name": "rloo", "responses_per_prompt": 4}
+        run = make_run(tmp_path, checkpoints, actor={"algorithm": algorithm, "steps": 2})
+        with Job(tmp_path, run, trainers=0, actors=1) as job:
+            assert job.wait() == 0, job.log
+        assert_order(job.log, "step 2/2", "draining", "stopped")
+        assert "requeue" not in job.log
+
+
+# ---- Dockerfile.triton, without a Docker engine ----
+
+ROOT = DEPLOY.parent
+DOCKERFILE = ROOT / "Dockerfile.triton"
+INSTALL = ROOT / "tools" / "install.sh"
+TARGETS = ("trainer", "single", "server")
+Instruction = tuple[str, str]
+NOWHERE = {"pytriton", "vaderSentiment", "pytest", "benchmarks", "chaos"}  # in no image
+TRAINING = {"peft", "tensorboard", "pyarrow", "matplotlib"}
+STAGES = {
+    "serving,operating": ("import tools.serve, tools.render_configs, tools.server.healthcheck", NOWHERE | TRAINING),
+    "training": ("import tools.run, trainer.sidecar, actor.loop, matplotlib, peft, pyarrow, tensorboard", NOWHERE),
+}
+
+
+def stages() -> dict[str, list[Instruction]]:
+    """The instructions of each stage, after those of the stage that it starts from."""
+    found: dict[str, list[Instruction]] = {}
+    for line in DOCKERFILE.read_text().replace("\\\n", " ").splitlines():
+        word, _, argument = line.partition(" ")
+        if word == "FROM":
+            base, _, name = argument.partition(" AS ")
+            found[name] = list(found.get(base, []))
+        elif word.isupper() and found:
+            found[name].append((word, argument))
+    return found
+
+
+def last(target: str, name: str) -> str:
+    """The last instruction of that name is the one that counts."""
+    return [argument for word, argument in stages()[target] if word == name][-1]
+
+
+def test_the_linters_find_nothing() -> None:
+    scripts = [SBATCH, INSTALL]
+    for linter, *arguments in (["hadolint", "--no-color", DOCKERFILE], ["shellcheck", *scripts]):
+        command = [Path(sys.executable).with_name(linter), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_runs_without_privileges_and_its_commands_exist(target: str) -> None:
+    user, _, group = last(target, "USER").partition(":")
+    assert int(user) > 0 < int(group)
+    lines = [last(target, "CMD"), last(target, "HEALTHCHECK").partition("CMD ")[2]]
+    modules = [re.match(r'\["python3", "-m", "([\w.]+)"', line)[1] for line in lines if line]  # type: ignore[index]
+    assert len(modules) == (1 if target == "trainer" else 2)
+    for module in [*modules, "tools.server.drain"]:  # the last is the preStop hook of a server alone
+        script = f"import sys, {module}; print(*sys.modules)"
+        loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+        if module.startswith("tools.server"):  # the standard library and numpy: started every few seconds
+            assert not {"psutil", "tritonclient", "pydantic", "jinja2", "torch"} & set(loaded.stdout.split())
+
+
+def test_each_run_step_is_executed_by_a_test(tmp_path: Path) -> None:
+    steps = {argument for stage in stages().values() for word, argument in stage if word == "RUN"}
+    installs = {f"tools/install.sh {extras}" for extras in STAGES}  # the test below runs these
+    assert steps > installs
+    (folder,) = steps - installs
+    mine = folder.replace("-o 1000 -g 1000", f"-o {os.getuid()} -g {os.getgid()}")
+    assert mine != folder
+    subprocess.run(mine, shell=True, cwd=tmp_path, check=True)
+    assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) == 0o700
+
+
+def test_what_is_copied_exists_and_tests_are_not_in_the_image() -> None:
+    copied = {
+        word for stage in stages().values() for name, line in stage if name == "COPY" for word in line.split()[:-1]
+    }
+    assert all((ROOT / path).exists() for path in copied)
+    assert not copied & {"tests", "benchmarks", "chaos", "deploy", "."}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_script_installs_what_each_image_needs(tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    assert str(python) != sys.executable
+    (kept := ROOT / "build" / "kept").mkdir(parents=True, exist_ok=True)  # as simulated cards are
+    for extras, (imports, absent) in STAGES.items():
+        done = subprocess.run(
+            [str(INSTALL), extras],
+            env={**os.environ, "PYTHON": str(python)},  # pip keeps the settings that it has here
+            capture_output=True,
+            text=True,
+            timeout=840,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        code = f"{imports}; import importlib.util as u; print([n for n in {sorted(absent)} if u.find_spec(n)])"
+        ran = subprocess.run([str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (ran.returncode, ran.stdout) == (0, "[]\n"), ran.stderr
+        for arguments, expected in ((["serve", "--help"], 0), (["chaos", "--help"], 2)):  # it is in no image
+            script = [str(python.with_name("rlhf-triton")), *arguments]
+            ran = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
+            assert ran.returncode == expected, ran.stderr
+    kept.rmdir()

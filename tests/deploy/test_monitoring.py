@@ -1,0 +1,224 @@
+"""deploy/monitoring: its files name what exists, and each alert fires after its cause in `promtool` and in real runs.
+
+Where there is no Prometheus (`make test-monitoring` names one), the files alone are checked.
+"""
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from live_system import Checkpoints
+from monitored_run import monitored_run
+from prometheus_server import MONITORING, program, queries, quick, rules
+
+from python_backend.monitoring.metrics import TABLES
+
+ROOT = MONITORING.parents[1]
+PAGE = (ROOT / "docs" / "monitoring.md").read_text()
+NAME = re.compile(r"\b(?:rlhf|nv|process)_\w+|\bup\b")
+TRITON = {"nv_inference_request_success", "nv_inference_request_duration_us"}
+GENERATE = runpy.run_path(str(MONITORING / "generate.py"))
+OURS = {GENERATE["exported"](prefix, metric): metric for prefix, table in TABLES.items() for metric in table}
+PICTURE = "RLHF_DASHBOARD_PICTURE"  # where to keep the picture, for docs/
+SCRAPES = 20  # of each process: longer than every `for`
+# Rules without their `for`, with windows of seconds, and with limits that a tiny run reaches.
+QUICK = quick(rules(), {"> 100": "> 5"})  # RlhfKLHigh
+DIVERGED = {
+    "RlhfVersionRejected",
+    "RlhfCriticUpdateFailed",
+    "RlhfStale",
+    "RlhfWeightsNotMoving",
+    "RlhfRequestsFailed",
+    "RlhfRowsMasked",
+    "RlhfKLHigh",
+}
+SERVER, ACTOR, TRAINER = (f'job="rlhf-{job}", instance="{job}"' for job in ("server", "actor", "trainer"))
+# Promtool's notation, a value each minute: `1+2x3` is 1 3 5 7; `1x3` is 1 1 1 1. A step and an update each minute.
+CALM = {
+    f"up{{{SERVER}}}": "1x180",
+    f"up{{{ACTOR}}}": "1x180",
+    f"up{{{TRAINER}}}": "1x180",
+    f"rlhf_actor_step_timestamp_seconds{{{ACTOR}}}": "0+60x180",
+    f"rlhf_trainer_step{{{TRAINER}}}": "0+1x180",
+    f"rlhf_trainer_journal_pending_entries{{{TRAINER}}}": "1x180",
+    f"rlhf_trainer_blocked{{{TRAINER}}}": "0x180",
+    f"rlhf_trainer_updates_total{{{TRAINER}}}": "0+1x180",
+    f"rlhf_trainer_weights_version{{{TRAINER}}}": "0+1x180",
+    f'rlhf_weights_version{{{SERVER}, model="critic"}}': "0+1x180",
+    f"rlhf_trainer_rejected_versions_total{{{TRAINER}}}": "0x180",
+    f'rlhf_trainer_publish_seconds{{{TRAINER}, phase="write"}}': "5x180",
+    f'rlhf_trainer_publish_seconds{{{TRAINER}, phase="reload"}}': "9x180",
+    f"rlhf_actor_staleness{{{ACTOR}}}": "1x180",
+    f"rlhf_actor_allowed_staleness{{{ACTOR}}}": "1x180",
+    f"rlhf_trainer_failed_updates_total{{{TRAINER}}}": "0x180",
+    f"rlhf_trainer_skipped_optimizer_steps_total{{{TRAINER}}}": "0x180",
+    f"rlhf_trainer_loss{{{TRAINER}}}": "0.3x180",
+    f"rlhf_actor_kl_nats{{{ACTOR}}}": "6x180",
+    f"rlhf_actor_rows_total{{{ACTOR}}}": "0+128x180",
+    f"rlhf_actor_masked_rows_total{{{ACTOR}}}": "0x180",
+    f"rlhf_actor_requests_total{{{ACTOR}}}": "0+20x180",
+    f"rlhf_actor_failed_requests_total{{{ACTOR}}}": "0x180",
+    f"rlhf_actor_retries_total{{{ACTOR}}}": "0x180",
+    f"rlhf_actor_outages_total{{{ACTOR}}}": "0x180",
+    f"rlhf_actor_disk_free_bytes{{{ACTOR}}}": "50x180",
+    f"rlhf_actor_disk_size_bytes{{{ACTOR}}}": "100x180",
+    f"rlhf_trainer_disk_free_bytes{{{TRAINER}}}": "50x180",
+    f"rlhf_trainer_disk_size_bytes{{{TRAINER}}}": "100x180",
+}
+# What changes after an hour of calm. One cause may have several effects.
+ONCE = "0x60 1x119"
+CAUSES: dict[str, dict[str, str]] = {
+    "RlhfServerDown": {f"up{{{SERVER}}}": "1x60 0x119"},
+    "RlhfActorDown": {f"up{{{ACTOR}}}": "1x60 0x119"},
+    "RlhfSidecarDown": {f"up{{{TRAINER}}}": "1x60 0x119"},
+    "RlhfActorStalled": {f"rlhf_actor_step_timestamp_seconds{{{ACTOR}}}": "0+60x60 3600x119"},
+    "RlhfSidecarStalled": {f"rlhf_trainer_step{{{TRAINER}}}": "0+1x60 60x119"},
+    "RlhfSidecarBlocked": {f"rlhf_trainer_blocked{{{TRAINER}}}": "0x60 1x119"},
+    "RlhfJournalBacklog": {f"rlhf_trainer_journal_pending_entries{{{TRAINER}}}": "1x60 2+1x119"},
+    "RlhfWeightsNotMoving": {
+        f"rlhf_trainer_weights_version{{{TRAINER}}}": "0+1x60 60x119",
+        f'rlhf_weights_version{{{SERVER}, model="critic"}}': "0+1x60 60x119",
+    },
+    "RlhfVersionRejected": {f"rlhf_trainer_rejected_versions_total{{{TRAINER}}}": ONCE},
+    "RlhfServerBehind": {f'rlhf_weights_version{{{SERVER}, model="critic"}}': "0+1x60 60x119"},
+    "RlhfPublishSlow": {f'rlhf_trainer_publish_seconds{{{TRAINER}, phase="reload"}}': "9x60 119x119"},
+    "RlhfStale": {f"rlhf_actor_staleness{{{ACTOR}}}": "1x60 2x119"},
+    "RlhfCriticUpdateFailed": {f"rlhf_trainer_failed_updates_total{{{TRAINER}}}": ONCE},
+    "RlhfCriticNotFinite": {f"rlhf_trainer_skipped_optimizer_steps_total{{{TRAINER}}}": ONCE},
+    "RlhfKLHigh": {f"rlhf_actor_kl_nats{{{ACTOR}}}": "6x60 101x119"},
+    "RlhfRowsMasked": {f"rlhf_actor_masked_rows_total{{{ACTOR}}}": "0x60 8+8x119"},
+    "RlhfRequestsFailed": {f"rlhf_actor_failed_requests_total{{{ACTOR}}}": ONCE},
+    "RlhfRetries": {f"rlhf_actor_retries_total{{{ACTOR}}}": "0x60 8+8x119"},
+    "RlhfOutage": {f"rlhf_actor_outages_total{{{ACTOR}}}": ONCE},
+    "RlhfError": {
+        f'rlhf_trainer_last_problem_timestamp_seconds{{{TRAINER}, level="error"}}': "_x60 3660x119",
+        f'rlhf_actor_last_problem_timestamp_seconds{{{ACTOR}, level="warning"}}': "3660x180",
+    },
+    "RlhfDiskLow": {f"rlhf_actor_disk_free_bytes{{{ACTOR}}}": "50x60 4x119"},
+}
+NEEDS_MINUTES = {"RlhfActorStalled": 40, "RlhfSidecarStalled": 25, "RlhfWeightsNotMoving": 40, "RlhfJournalBacklog": 40}
+
+
+def of_the_server() -> set[str]:
+    """Names that the models in tritonserver register."""
+    sources = (ROOT / "python_backend" / "serving").rglob("*.py")
+    return {name for path in sources for name in re.findall(r'"(rlhf_\w+)"', path.read_text())}
+
+
+def test_every_metric_of_alerts_and_dashboard_exists() -> None:
+    known = {*OURS, *of_the_server(), *TRITON, "up", "process_resident_memory_bytes"}
+    for expression in [*(rule["expr"] for rule in rules()), *(query for _, query in queries())]:
+        text = re.sub(r"rlhf_\(actor\|trainer\)_(\w+)", r"rlhf_actor_\1 rlhf_trainer_\1", expression)
+        names = set(NAME.findall(re.sub(r'="[^"]*"', "", text.replace('__name__=~"', "")).replace('job=~"', "")))
+        assert names, expression
+        assert names <= known, (expression, names - known)
+
+
+def test_each_alert_has_a_severity_a_summary_a_cause_here_and_a_line_of_the_docs() -> None:
+    names = [rule["alert"] for rule in rules()]
+    assert len(names) == len(set(names))
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("page", "ticket"), rule
+        assert rule["annotations"]["summary"].endswith("."), rule
+    assert list(CAUSES) == re.findall(r"^\| `(Rlhf\w+)`", PAGE, re.MULTILINE) == names
+
+
+def test_dashboard_and_page_are_generated_and_select_the_jobs_that_are_scraped() -> None:
+    board = (MONITORING / "dashboard.json").read_text()
+    assert GENERATE["dashboard"](board) == board, "run python deploy/monitoring/generate.py"
+    assert GENERATE["page"](PAGE) == PAGE, "run python deploy/monitoring/generate.py"
+    assert {metric.panel for metric in OURS.values()} <= {"", *GENERATE["PANELS"]}
+    panels = json.loads(board)["panels"]
+    assert len({tuple(panel["gridPos"].values()) for panel in panels}) == len(panels) > 10
+    assert all(panel["targets"] and panel["datasource"]["uid"] == "${datasource}" for panel in panels)
+    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    jobs = {job["job_name"] for job in config["scrape_configs"]}
+    texts = (MONITORING / "alerts.yml").read_text() + board.replace('\\"', '"')
+    assert jobs == {"rlhf-server", "rlhf-actor", "rlhf-trainer"} >= set(re.findall(r'job="([\w-]+)"', texts))
+
+
+def check(tmp_path: Path, series: dict[str, str], minute: int, expected: set[str]) -> str:
+    """Return what promtool has to say against `expected` being the alerts that fire at `minute`; "" if nothing."""
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                "eval_time": f"{minute}m",
+                "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(expected)],
+            }
+        ],
+    }
+    file = tmp_path / "case.yml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "rule_files": [str(MONITORING / "alerts.yml")],
+                "evaluation_interval": "1m",
+                "tests": [case],
+            }
+        )
+    )
+    done = subprocess.run([program("promtool"), "test", "rules", file], capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def test_promtool_accepts_the_files() -> None:
+    for what, name in (("rules", "alerts.yml"), ("config", "prometheus.yml")):
+        subprocess.run([program("promtool"), "check", what, MONITORING / name], check=True)
+
+
+@pytest.mark.parametrize("minute", [1, 10, 59, 179])
+def test_a_calm_run_is_silent(tmp_path: Path, minute: int) -> None:
+    assert check(tmp_path, CALM, minute, set()) == ""
+
+
+@pytest.mark.parametrize("alert", CAUSES)
+def test_an_alert_fires_after_its_cause_alone(alert: str, tmp_path: Path) -> None:
+    series = {**CALM, **CAUSES[alert]}
+    minute = 60 + NEEDS_MINUTES.get(alert, 12)
+    assert check(tmp_path, series, 59, set()) == ""
+    assert check(tmp_path, series, minute, {alert}) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+class TestRealPrometheus:
+    def test_training_that_diverges(self, tmp_path: Path, checkpoints: Checkpoints) -> None:
+        """Updates too large for policy and critic, and a reward function that fails on some rows."""
+        (tmp_path / "fussy.py").write_text(
+            "def score(sample):\n    if sum(sample.tokens) % 4 == 0:\n        raise ValueError('no')\n    return 1.0\n"
+        )
+        sections = {
+            "trainer": {"lr": 3e37},
+            "actor": {"lr": 0.02, "max_failed_fraction": 0.9},
+            "rewards": {"model": {"weight": 1.0}, "fussy": {"function": f"{tmp_path / 'fussy.py'}:score"}},
+        }
+        with monitored_run(tmp_path, checkpoints, QUICK, sees_the_start=True, **sections) as run:
+            run.prometheus.wait_for_alerts(*DIVERGED)
+
+    def test_a_calm_run_fires_no_alert_and_fills_the_dashboard(self, tmp_path: Path, checkpoints: Checkpoints) -> None:
+        # A scrape that a busy machine answers late must not count as a dead process; rules without `for` are unchanged.
+        patient = [{**rule, "for": "20s"} if "for" in rule else rule for rule in rules()]
+        actor = {"one_step_off_policy": True, "validation_every": 10}
+        with monitored_run(tmp_path, checkpoints, patient, interval_s=2, actor=actor) as run:
+            prometheus, scraped = run.prometheus, f"min(count_over_time(rlhf_actor_step[1h])) >= {SCRAPES}"
+            prometheus.wait(lambda: bool(prometheus.query(scraped)), timeout_s=600)
+            assert len(prometheus.query("up == 1")) == 3
+            assert prometheus.fired() == set()
+            empty = [query for _, query in queries() if not prometheus.query(query)]
+            assert [query for query in empty if "last_problem_timestamp_seconds" not in query] == []
+            picture = tmp_path / "dashboard.png"
+            command = [sys.executable, MONITORING / "draw.py", prometheus.url, picture, "--minutes", "1.5"]
+            subprocess.run(command, check=True, timeout=300)
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        if kept := os.environ.get(PICTURE):
+            shutil.copy(picture, kept)

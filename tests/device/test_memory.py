@@ -1,0 +1,255 @@
+"""The memory of simulated cards: updates and log-probs that it does not suffice for, and where it is shown."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import simcuda
+import torch
+import triton_python_backend_utils as stub
+from live_system import make_tokenizer
+from recorded_run import RecordedRun
+from served_model import served_model
+from simulated_cuda.device import TOTAL_MEMORY, memory_limit, set_limit
+from tiny_checkpoints import save_tiny
+
+from actor.data.rollout import PPOBatch
+from python_backend.config import RunConfig
+from python_backend.models.card import Halving, OutOfMemory, card_bytes, on_rank
+from python_backend.store.durable import write_json
+from python_backend.store.journal import Heartbeat, Journal
+from python_backend.training.ranks import Ranks
+from tests.device.test_critic_training import payload, updates_of
+from tests.support.policy_training import TrainablePolicy, random_batch, rollout_of, trainable_policy, update_of
+from tests.support.ranks import on_ranks
+from tests.training.test_policy_ranks import batch_of, make, settings_of
+from tools import status
+from trainer.critic_update import UpdateReport
+from trainer.progress import SidecarProgress
+
+CARD, DEVICE = 1, "cuda:1"
+LENGTHS, PROMPT = [9, 40, 12, 61, 33, 50, 18, 57], 3
+BUDGET = 130  # three micro-batches: the first ones fit, so that their gradients must not count twice
+
+
+def make_policy(checkpoint: Path, **settings: Any) -> TrainablePolicy:
+    section = {"lr": 1e-2, "minibatch_size": 4, "token_budget": BUDGET, "algorithm_name": "grpo"}
+    torch.manual_seed(0)
+    return trainable_policy(**{**section, "model": checkpoint, "device": DEVICE, "precision": "float32", **settings})
+
+
+def make_batch(seed: int) -> PPOBatch:
+    return random_batch(LENGTHS, prompt=PROMPT, seed=seed)
+
+
+def update(policy: TrainablePolicy, seed: int) -> dict[str, float]:
+    return update_of(policy).run(make_batch(seed), seed=seed, kl_coef=0.1)
+
+
+def needed(work: Callable[[], Any]) -> tuple[Any, int]:
+    """The result of `work`, and the bytes that it allocates beyond what there is."""
+    before = simcuda.allocated(CARD)
+    simcuda.reset_peak(CARD)
+    return work(), simcuda.peak(CARD) - before
+
+
+def with_room_for(num_bytes: float, work: Callable[[], Any]) -> Any:
+    with memory_limit(CARD, simcuda.allocated(CARD) + int(num_bytes)):
+        return work()
+
+
+def weights_of(model: Any) -> torch.Tensor:
+    return torch.cat([p.detach().cpu().flatten() for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize(("settings", "share"), [({}, 0.75), ({"lora_rank": 2}, 0.6)], ids=str)
+def test_a_policy_update_that_runs_out_of_memory_is_that_of_a_larger_card(
+    checkpoint: Path, settings: dict[str, Any], share: float, caplog: pytest.LogCaptureFixture
+):
+    large, small = make_policy(checkpoint, **settings), make_policy(checkpoint, **settings)
+    for policy in (large, small):
+        update(policy, 0)  # creates the optimizer's state
+    expected, most = needed(lambda: update(large, 1))
+    stats = with_room_for(share * most, lambda: update(small, 1))
+    assert small.memory.count >= 1
+    assert small.memory in small.halvings
+    assert "(actor.policy.token_budget)" in caplog.text
+    assert stats == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(weights_of(small.model), weights_of(large.model), rtol=0, atol=1e-4)
+
+
+def test_an_update_that_runs_out_of_memory_draws_its_dropout_anew(checkpoint: Path):
+    """Bit for bit as with the smaller micro-batches from the start: the draws of the failed attempt do not count."""
+    settings = {"lora_rank": 2, "lora_dropout": 0.5, "minibatch_size": 8}
+    measured, small, halved = (make_policy(checkpoint, **settings) for _ in range(3))
+    for policy in (measured, small, halved):
+        update(policy, 0)
+    _, most = needed(lambda: update(measured, 1))
+    small.memory.size = BUDGET // 2
+    update(small, 1)
+    with_room_for(0.6 * most, lambda: update(halved, 1))
+    assert (halved.memory.count, halved.memory.size) == (1, BUDGET // 2)
+    assert torch.equal(weights_of(halved.model), weights_of(small.model))
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_policy_that_does_not_fit_names_the_settings_to_change(checkpoint: Path, is_set: bool):
+    policy = make_policy(checkpoint, gradient_checkpointing=is_set)
+    more = "" if is_set else r" or set actor\.policy\.gradient_checkpointing"
+    with pytest.raises(OutOfMemory, match=rf"; lower actor\.generation\.max_new_tokens{more}$"):
+        with_room_for(1, lambda: update(policy, 0))
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_log_probs_that_do_not_fit_are_computed_in_halves(checkpoint: Path, reference: bool):
+    policy = make_policy(checkpoint, kl_reference="actor", token_budget=1000)
+    rollout = rollout_of(make_batch(0), prompt=PROMPT)
+    policy.logprobs(rollout, reference=reference)
+    expected, most = needed(lambda: policy.logprobs(rollout, reference=reference))
+    halves = with_room_for(0.6 * most, lambda: policy.logprobs(rollout, reference=reference))
+    assert policy.memory.count >= 1
+    torch.testing.assert_close(halves, expected, rtol=0, atol=1e-5)
+
+
+def test_a_critic_update_that_runs_out_of_memory_is_that_of_a_larger_card(tmp_path: Path):
+    large, small = updates_of(tmp_path, "llama", 2, device=DEVICE, token_budget=BUDGET, global_batch_size=4)
+    for critic in (large, small):
+        critic.train(payload(0, LENGTHS), lambda _: None)
+    expected, most = needed(lambda: large.train(payload(1, LENGTHS), lambda _: None))
+    report = with_room_for(0.75 * most, lambda: small.train(payload(1, LENGTHS), lambda _: None))
+    assert report.out_of_memory == small.memory.count >= 1
+    assert (report.optimizer_steps, report.skipped_steps) == (2, 0)
+    assert report.loss_mean == pytest.approx(expected.loss_mean, rel=1e-5)
+    assert report.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    before = weights_of(small.critic.model)
+    torch.testing.assert_close(before, weights_of(large.critic.model), rtol=0, atol=1e-5)
+    with pytest.raises(OutOfMemory, match=r"max_new_tokens or set trainer\.gradient_checkpointing$"):
+        with_room_for(1, lambda: small.train(payload(2, LENGTHS), lambda _: None))
+    assert torch.equal(weights_of(small.critic.model), before)
+    assert all(parameter.grad is None for parameter in small.critic.model.parameters())
+
+
+def update_with_a_full_card(ranks: Ranks, folder: Path) -> None:
+    ranks.announce = lambda *_, **__: None  # type: ignore[method-assign]
+    _, of_rank = make(settings_of(folder, "ppo", device="cuda:4"), ranks)
+    of_rank.run(batch_of(0), seed=0, kl_coef=0.1)
+    if ranks.rank == 1:
+        set_limit(5, simcuda.allocated(5) + 1)
+    with on_rank(ranks.rank, ranks.device, "actor.policy.token_budget"):
+        of_rank.run(batch_of(1), seed=1, kl_coef=0.1)
+
+
+def test_a_rank_whose_card_is_full_ends_the_update(tmp_path: Path):
+    """One that lacks memory cannot do with less alone."""
+    save_tiny(tmp_path / "untied", "llama", "language", vocab_size=200)
+    make_tokenizer().save_pretrained(tmp_path / "untied")
+    expected = (
+        r"rank 1: RankOutOfMemory: rank 1 has run out of the memory of cuda:5 \(CUDA out of memory\); lower "
+        r"actor\.policy\.token_budget"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        on_ranks(2, update_with_a_full_card, tmp_path, device="cuda:4")
+
+
+# ---- where it is shown: metrics, lines of the files, `tools status` ----
+
+GIB = 1 << 30
+PAGE = f"""# HELP rlhf_card_bytes Memory
+rlhf_card_bytes{{instance="reward_0_1",model="reward",version="1"}} {3 * GIB}
+rlhf_card_peak_bytes{{instance="reward_0_1",model="reward",version="1"}} {5.5 * GIB:.6e}
+rlhf_card_reserved_bytes{{instance="reward_0_1",model="reward",version="1"}} {6 * GIB}
+rlhf_card_size_bytes{{instance="reward_0_1",model="reward",version="1"}} {80 * GIB}
+nv_gpu_utilization{{gpu_uuid="GPU-1"}} 0.35
+nv_gpu_utilization{{gpu_uuid="GPU-2"}} 0
+"""
+
+
+@pytest.fixture
+def metrics_url() -> Iterator[str]:
+    """A Triton server whose metrics are `PAGE`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(PAGE.encode() if self.path == "/metrics" else b'{"name":"triton"}')
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_card_has_its_allocated_bytes_their_peak_and_its_size():
+    before = torch.cuda.memory_allocated(2)
+    torch.cuda.reset_peak_memory_stats(2)
+    kept = torch.zeros(100, device="cuda:2")
+    kept = torch.zeros(50, device="cuda:2")
+    assert card_bytes(torch.device("cuda:2")) == {
+        "card_bytes": before + kept.nbytes,
+        "card_peak_bytes": before + 600,
+        "card_reserved_bytes": before + kept.nbytes,
+        "card_size_bytes": TOTAL_MEMORY,
+    }
+    assert card_bytes(torch.device("cpu")) == {}
+
+
+def test_a_served_model_shows_the_memory_of_its_own_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shown: dict[str, float] = {}
+
+    class Family(stub.MetricFamily):
+        def __init__(self, *, name: str, **_: object) -> None:
+            self._name = name
+
+        def Metric(self, *, labels: dict[str, str]) -> Family:
+            return Family(name="/".join([self._name, *labels.values()]))
+
+        def set(self, value: float) -> None:
+            shown[self._name] = value
+
+    monkeypatch.setattr(stub, "MetricFamily", Family)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    save_tiny(tmp_path, "llama", "reward", vocab_size=len(tokenizer))
+    config = RunConfig.model_validate({"reward": {"model": str(tmp_path), "device": "cuda"}})
+    with served_model(config, "reward_model", model_instance_device_id="3") as model:
+        model.served.compute.publish()
+        assert shown["rlhf_card_bytes/reward_model/reward_model_0_0"] == torch.cuda.memory_allocated(3) > 0
+    assert {name.split("/")[0] for name in shown} >= {f"rlhf_{name}" for name in card_bytes(torch.device("cuda:3"))}
+
+
+def test_status_shows_the_memory_of_every_process(tmp_path: Path, metrics_url: str):
+    run = RecordedRun(tmp_path, device=DEVICE).start().steps(1)
+    written = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert written.items() >= card_bytes(torch.device(DEVICE)).items()
+    run.config.run.journal_dir.mkdir()
+    journal = Journal(run.config.run.journal_dir, run.config.run.identity)
+    progress = SidecarProgress(run.config, journal, epoch=1, stop=threading.Event())
+    sizes = {"card_bytes": 1, "card_peak_bytes": 40, "card_reserved_bytes": 41, "card_size_bytes": 80}
+    memory = {name: size * GIB for name, size in sizes.items()}
+    progress.log_update(1, 1, UpdateReport(0.5, 1.0, 1e-5, 1, 0, 2.0, memory=memory), None)
+    critic = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))  # a line without a card's memory
+    failed: Any = SimpleNamespace(memory=Halving("x", remedy="y"), critic=critic)
+    failed.memory.count = 3
+    publisher: Any = SimpleNamespace(rejected=0)
+    progress.log_failure(2, 1, "no memory", publisher, failed)
+    exported = {each.name: each.samples[0].value for each in progress._exported.exporter.collect() if each.samples}
+    assert exported["rlhf_trainer_card_peak_bytes"] == 40 * GIB
+    assert exported["rlhf_trainer_out_of_memory"] == 3
+    journal.beat(Heartbeat(1, 1, 0, "idle", 0.0))
+    write_json(run.config.server_dir / "server.json", {"http": metrics_url, "metrics": metrics_url})
+    lines = list(status.status(run.config))
+    assert "          reward_0_1; 3.0 GiB on its GPU of 80.0 GiB, at most 5.5" in lines
+    assert "          GPUs busy: 35%, 0%" in lines
+    (actor,) = [line for line in lines if line.startswith("actor")]
+    assert actor.endswith("; 0.0 GiB on its GPU of 80.0 GiB, at most 0.0")
+    assert "; 1.0 GiB on its GPU of 80.0 GiB, at most 40.0;" in status._sidecar(run.config)
+    write_json(run.config.server_dir / "server.json", {"http": "127.0.0.1:1", "metrics": metrics_url})
+    assert not any("GPUs busy" in line for line in status.status(run.config))  # the port is another program's now

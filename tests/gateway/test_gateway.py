@@ -1,0 +1,810 @@
+"""The gateway against a fake server: its protocols, wrong requests, failing servers, and what bounds each client."""
+
+import asyncio
+import base64
+import contextlib
+import gc
+import json
+import random
+import socket
+import ssl
+import struct
+import tracemalloc
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from certificate import make_certificate
+from fake_reward import Caller, FakeReward, gateway, rows_of
+from fake_triton import Behaviour
+
+from python_backend.client.connection import Message
+from python_backend.config import ConfigError, GatewaySection, RunConfig
+from tools.gateway import app, command, scoring
+from tools.gateway.command import check_key
+from tools.gateway.vllm import activated
+
+NONE = np.empty((0, 1))
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@contextlib.asynccontextmanager
+async def fake_gateway(*terms: str, **settings: Any) -> AsyncIterator[tuple[Caller, FakeReward]]:
+    """A gateway in front of one fake server."""
+    served = {name: settings.pop(name) for name in ("labels", "text", "groupwise") if name in settings}
+    async with FakeReward(terms=terms, **served) as server, gateway(server.url, **settings) as caller:
+        yield caller, server
+
+
+def metadata_of(server: FakeReward) -> list[dict[str, Any]]:
+    return [json.loads(item) for inputs in server.received for item in inputs.get("metadata", NONE)[:, 0]]
+
+
+async def test_json_api_scores_texts_chats_and_tokens_of_any_length() -> None:
+    async with fake_gateway() as (caller, server):
+        inputs = [
+            {"text": "four"},
+            {"tokens": [3, 4, 5]},
+            {"prompt": "1 + 1 =", "response": " 2"},
+            {"messages": [*CHAT, {"role": "assistant", "content": "Hello"}]},
+            {"tokens": [7]},
+        ]
+        status, reply = await caller.post("/v1/rewards", {"inputs": inputs})
+        assert (status, reply["rewards"], reply["errors"]) == (200, [4, 12, 9, 5, 7], [None] * 5)
+        assert (reply["components"], reply["weights_versions"]) == ({}, [None] * 5)
+        assert len(server.received) == 2  # one request with texts, one with tokens
+        assert {"messages": CHAT, "response": "Hello"} in metadata_of(server)
+
+
+async def test_chats_without_a_reply_are_sent_whole() -> None:
+    """The server would leave out an empty reply, which the chat template may render all the same."""
+
+    async with fake_gateway() as (caller, server):
+        empty = [*CHAT, {"role": "assistant", "content": ""}]
+        called = [*CHAT, {"role": "assistant", "content": "Yes", "tool_calls": [{"id": "1"}]}]
+        inputs = [{"messages": CHAT}, {"prompt": CHAT, "response": ""}, {"messages": called}]
+        await caller.post("/v1/rewards", {"inputs": inputs})
+        assert rows_of(server.received[0]) == ["", "", ""]
+        assert metadata_of(server) == [{"messages": CHAT}, {"messages": empty}, {"messages": called}]
+
+
+async def test_a_group_is_one_request_to_triton_and_no_two_callers_share_one() -> None:
+    async with fake_gateway("verdict", groupwise=True, rows_per_request=1) as (caller, server):
+        chat = [*CHAT, {"role": "assistant", "content": "Hello"}]
+        inputs = [
+            {"prompt": "a", "response": "1"},
+            {"prompt": "b", "response": "22"},
+            {"prompt": "a", "response": "333"},
+            {"messages": chat},
+            {"prompt": CHAT, "response": ""},
+            {"text": "alone"},
+            {"tokens": [1, 2], "metadata": {"group": 7}},
+            {"tokens": [5], "metadata": {"group": 7}},
+        ]
+        replies = await asyncio.gather(*(caller.post("/v1/rewards", {"inputs": inputs}) for _ in range(2)))
+        assert [reply["rewards"] for _, reply in replies] == [[2, 3, 4, 5, 0, 5, 3, 5]] * 2
+        sent = sorted(map(str, map(rows_of, server.received)))
+        assert sent == sorted(map(str, [["a1", "a333"], ["b22"], ["Hello", ""], ["alone"], [[1, 2], [5]]] * 2))
+        assert {"group": 7} in metadata_of(server)
+
+
+async def test_a_group_that_the_server_refuses_is_not_divided() -> None:
+    """A part of it would have other rewards."""
+
+    async with fake_gateway("verdict", groupwise=True) as (caller, server):
+        tokens = [
+            {"tokens": row, "metadata": {"group": group}} for row, group in (([1], 1), ([99], 1), ([], 2), ([3], 2))
+        ]
+        mixed = [{"tokens": [1], "metadata": {"group": 3}}, {"text": "x", "metadata": {"group": 3}}]
+        good = [{"text": "good", "metadata": {"group": "good"}}]
+        _, reply = await caller.post("/v1/rewards", {"inputs": [*tokens, *mixed, *good]})
+        assert reply["rewards"] == [None] * 6 + [4]
+        empty, other = "tokens: empty, an empty sequence cannot be scored", "tokens: other rows of the group are texts"
+        outside = "tokens[1, 0]: 99 is outside the vocabulary"
+        assert reply["errors"] == [outside, outside, empty, empty, other, other, None]
+        assert sorted(len(rows_of(inputs)) for inputs in server.received) == [1, 2]
+
+
+async def test_rows_of_several_requests_share_one_to_triton() -> None:
+    async with fake_gateway(rows_per_request=8) as (caller, server):
+        await caller.post("/remote_rm", {"prompt": "", "response": "warm", "label": None})
+        server.received.clear()
+        body = {"inputs": [{"text": "x" * i} for i in range(1, 11)]}
+        replies = await asyncio.gather(*(caller.post("/v1/rewards", body) for _ in range(3)))
+        assert [reply["rewards"] for _, reply in replies] == [list(range(1, 11))] * 3
+        assert len(server.received) < 10
+        assert max(len(rows_of(inputs)) for inputs in server.received) <= 8
+
+
+async def test_callers_share_no_request_if_functions_score_the_rows() -> None:
+    """Else a slow row of one would cost the others their rewards."""
+
+    async with fake_gateway("verdict", rows_per_request=8) as (caller, server):
+        await caller.post("/remote_rm", {"prompt": "", "response": "warm", "label": None})
+        server.received.clear()
+        bodies = [{"inputs": [{"text": name * i} for i in range(1, 11)]} for name in "abc"]
+        replies = await asyncio.gather(*(caller.post("/v1/rewards", body) for body in bodies))
+        assert [reply["rewards"] for _, reply in replies] == [list(range(1, 11))] * 3
+        sent = list(map(rows_of, server.received))
+        assert sorted(map(len, sent)) == [2, 2, 2, 8, 8, 8]
+        assert all(len(set("".join(texts))) == 1 for texts in sent)
+
+
+async def test_terms_of_a_sum_and_metadata_reach_both_sides() -> None:
+    async with fake_gateway("verdict", "length") as (caller, server):
+        row = {"prompt": "2+3=", "response": "5", "metadata": {"answer": "5"}}
+        _, reply = await caller.post("/v1/rewards", {"inputs": [row, {"text": "nan"}]})
+        assert reply["components"] == {"verdict": [5, 1], "length": [5, None]}
+        assert reply["errors"] == [None, "the verifier crashed"]
+        assert metadata_of(server)[0] == {"answer": "5", "prompt": "2+3=", "response": "5"}
+
+
+@pytest.mark.parametrize("declared", [{"texts_only": "true"}, {"process": "step"}])
+async def test_a_template_and_steps_get_the_metadata_that_they_need(declared: dict[str, str]) -> None:
+    async with fake_gateway() as (caller, server):
+        server.parameters |= declared
+        row = {"prompt": "2+3=", "response": "5", "metadata": {"step_ends": [1]}}
+        await caller.post("/v1/rewards", {"inputs": [row]})
+        assert metadata_of(server) == [{"step_ends": [1], "prompt": "2+3=", "response": "5"}]
+
+
+async def test_the_prompt_of_token_rows_is_known_to_a_process_reward() -> None:
+    async with fake_gateway() as (caller, server):
+        server.parameters["process"] = "step"
+        rows = [{"tokens": [3, 4, 5], "prompt_length": 2}, {"tokens": [7]}]
+        assert (await caller.post("/v1/rewards", {"inputs": rows}))[1]["rewards"] == [12, 7]
+        assert server.received[0]["prompt_lengths"].tolist() == [[2], [0]]
+
+
+async def test_the_version_of_the_weights_is_that_of_each_reply() -> None:
+    async with fake_gateway() as (caller, server):
+        for server.version in (3, 4):
+            _, reply = await caller.post("/v1/rewards", {"inputs": [{"text": "a"}, {"tokens": [99]}]})
+            assert (reply["rewards"], reply["weights_versions"]) == ([1, None], [server.version, None])
+
+
+async def test_probabilities_and_times_are_returned_on_request_only() -> None:
+    async with fake_gateway(labels=("bad", "good")) as (caller, _):
+        body = {"inputs": [{"text": "four"}, {"tokens": [99]}]}
+        _, reply = await caller.post("/v1/rewards", body)
+        assert not {"labels", "probabilities", "queue_us", "compute_us"} & reply.keys()
+        _, reply = await caller.post("/v1/rewards", {**body, "probabilities": True, "timing": True})
+        assert (reply["rewards"], reply["labels"]) == ([4, None], ["bad", "good"])
+        assert reply["probabilities"] == [[0, 1], None]
+        assert (reply["queue_us"], reply["compute_us"]) == ([7, None], [1000, None])
+
+
+async def test_prompt_and_response_are_sent_as_a_pair() -> None:
+    async with fake_gateway(text="pair") as (caller, server):
+        reply = {"role": "assistant", "content": "Hello"}
+        inputs = [
+            {"prompt": "1 + 1 =", "response": " 2"},
+            {"text": "alone"},
+            {"prompt": CHAT, "response": "Hello"},
+            {"messages": [*CHAT, reply]},
+            {"messages": CHAT},
+            {"prompt": "", "response": "x"},
+        ]
+        await caller.post("/v1/rewards", {"inputs": inputs})
+        assert rows_of(server.received[0]) == ["1 + 1 =| 2", "alone|", "|Hello", "|Hello", "|", "|x"]
+        assert [row.get("messages") for row in metadata_of(server)] == [None, None, CHAT, CHAT, CHAT, None]
+        await caller.post("/get_reward", {"query": ["<s>ab"], "prompts": ["<s>a"]})
+        await caller.post("/remote_rm", {"prompt": "a", "response": "bc", "label": None})
+        assert [rows_of(inputs) for inputs in server.received[1:]] == [["<s>a|b"], ["a|bc"]]
+
+
+async def test_vllm_scores_text_pairs() -> None:
+    async with fake_gateway(text="pair", labels=("entailment",)) as (caller, _):
+        raw = {"use_activation": False}
+        for first, second, scores in (
+            ("a", "b", [3]),
+            ("ab", ["c", "de"], [4, 5]),
+            (["a", "abc"], ["", "d"], [2, 5]),
+            ("a", ["b"], [3]),
+        ):
+            status, reply = await caller.post("/score", {"text_1": first, "text_2": second, **raw})
+            assert (status, reply["object"]) == (200, "list")
+            expected = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
+            assert reply["data"] == expected
+        for names in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+            _, reply = await caller.post("/score", {**dict(zip(names, ("ab", ["c"]), strict=True)), **raw})
+            assert reply["data"][0]["score"] == 4
+        _, reply = await caller.post("/score", {"text_1": "a", "text_2": "b"})
+        assert reply["data"][0]["score"] == 1  # the probability of the only label
+        body = {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}
+        assert "text_1: 2 texts for 3 of text_2, must be as many, or one" in await caller.error("/score", body, 400)
+        for wrong in ({"text_1": "a"}, {"text_1": [], "text_2": "a"}, {"text_1": 5, "text_2": "a"}):
+            await caller.error("/score", wrong, 400)
+
+
+async def test_vllm_classifies_with_the_labels_of_the_checkpoint() -> None:
+    async with fake_gateway(labels=("bad", "mixed", "good")) as (caller, _):
+        _, reply = await caller.post("/classify", {"input": ["ab", "c"]})
+        row = {"label": "good", "probs": [0, 0, 1], "num_classes": 3}
+        assert reply["data"] == [{"index": 0, **row}, {"index": 1, **row}]
+        _, reply = await caller.post("/pooling", {"input": "ab"})
+        assert reply["data"][0]["data"] == [0, 0, 1]
+        _, reply = await caller.post("/classify", {"input": "ab", "use_activation": False})
+        assert reply["data"] == [{"index": 0, "label": None, "probs": [2], "num_classes": 1}]
+
+
+async def test_openrlhf_gets_rewards_scores_and_terms() -> None:
+    async with fake_gateway("verdict") as (caller, server):
+        body = {"query": ["<s>ab", "<s>abcd"], "prompts": ["<s>a", "other"], "labels": [7, None]}
+        status, reply = await caller.post("/get_reward", body)
+        assert status == 200
+        assert reply == {"rewards": [5, 7], "scores": [5, 7], "extra_logs": {"verdict": [5, 7]}}
+        assert metadata_of(server) == [{"label": 7, "prompt": "<s>a", "response": "b"}, {"label": None}]
+        _, reply = await caller.post("/get_reward", {"query": ["abc"]})
+        assert reply["rewards"] == [3]
+        await caller.error("/get_reward", {"query": ["a", "nan"]}, 502)
+
+
+async def test_slime_gets_a_bare_number() -> None:
+    async with fake_gateway("verdict") as (caller, server):
+        for prompt, reward in (("12345", 8), (CHAT, 3)):
+            body = {"prompt": prompt, "response": "yes", "label": {"answer": 1}}
+            assert await caller.post("/remote_rm", body) == (200, reward)
+            assert metadata_of(server)[-1]["label"] == {"answer": 1}
+
+
+VLLM_BODIES = [
+    ({"input": "abc"}, [3]),
+    ({"input": ["a", "ab"]}, [1, 2]),
+    ({"input": [1, 2]}, [3]),
+    ({"input": [[5], [6, 7]]}, [5, 13]),
+    ({"messages": [*CHAT, {"role": "assistant", "content": "Yes"}]}, [3]),
+    ({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "Yes"}]}]}, [3]),
+]
+
+
+async def test_vllm_scores_texts_tokens_and_chats() -> None:
+    async with fake_gateway() as (caller, _):
+        for body, scores in VLLM_BODIES:
+            for path, key in (("/classify", "probs"), ("/pooling", "data")):
+                status, reply = await caller.post(path, {"model": "reward_model", "use_activation": False, **body})
+                assert status == 200
+                assert [(row["index"], row[key]) for row in reply["data"]] == [(i, [s]) for i, s in enumerate(scores)]
+                assert (reply["object"], reply["model"]) == ("list", "reward_model")
+
+
+async def test_vllm_activates_by_default_and_encodes() -> None:
+    async with fake_gateway() as (caller, _):
+        _, reply = await caller.post("/classify", {"input": "ab"})
+        row = reply["data"][0]
+        assert row == {"index": 0, "label": None, "probs": [pytest.approx(0.880797)], "num_classes": 1}
+        _, reply = await caller.post("/classify", {"input": "ab", "activation": False})  # as verl writes it
+        assert reply["data"][0]["probs"] == [2]
+        body = {"input": [[1, 2], [4]], "use_activation": False, "encoding_format": "base64"}
+        _, reply = await caller.post("/pooling", body)
+        assert struct.unpack("<f", base64.b64decode(reply["data"][0]["data"])) == (3.0,)
+        assert reply["usage"]["prompt_tokens"] == 3
+        _, reply = await caller.get("/v1/models")
+        assert reply["data"][0]["id"] == "reward_model"
+        _, page = await caller.get("/openapi.json")
+        assert {"/v1/rewards", "/get_reward", "/remote_rm", "/classify", "/pooling"} <= page["paths"].keys()
+    assert activated([-1000.0]) == [0.0]
+    assert activated([1.0, 2.0, 3.0]) == pytest.approx([0.09003057, 0.24472847, 0.66524096])
+
+
+@pytest.mark.parametrize(("key", "told"), [("", "not set or empty"), ("schlüssel", "ASCII"), ("a\nb", "ASCII")])
+def test_keys_that_no_header_can_carry_are_refused(key: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", key)
+    with pytest.raises(ConfigError, match=f"gateway.key_env: .*A_KEY.*{told}"):
+        check_key(GatewaySection(key_env="A_KEY"))
+
+
+def test_the_command_expects_the_rewards_of_its_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Connected(Exception):
+        pass
+
+    given: dict[str, Any] = {}
+
+    def connect(*_: Any, expected: dict[str, Any]) -> None:
+        given.update(expected)
+        raise Connected
+
+    monkeypatch.setattr(command, "TritonClient", connect)
+    config = RunConfig.model_validate({"rewards": {"verdict": {"function": "mine:verify"}}})
+    with pytest.raises(Connected):
+        asyncio.run(command.serve(config))
+    assert json.loads(given["reward_model"]["reward_components"]) == ["verdict"]
+
+
+async def test_a_key_is_a_bearer_token_or_a_password() -> None:
+    async with fake_gateway(key="sesame") as (caller, _):
+        body = {"query": ["abc"]}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic ///"}):
+            await caller.error("/get_reward", body, 401, headers=headers)
+        assert (await caller.get("/healthz"))[0] == 200
+        status, _ = await caller.post("/get_reward", body, headers={"Authorization": "Bearer sesame"})
+        assert status == 200
+        caller.url = caller.url.replace("://", "://:sesame@")  # OpenRLHF and slime have no other place for it
+        assert (await caller.post("/get_reward", body))[1]["rewards"] == [3]
+
+
+# ---- wrong requests and failing servers ----
+
+PROTOCOLS = {
+    "/v1/rewards": {"inputs": [{"text": "abc"}]},
+    "/get_reward": {"query": ["abc"]},
+    "/remote_rm": {"prompt": "ab", "response": "c", "label": None},
+    "/classify": {"input": "abc"},
+    "/pooling": {"input": "abc"},
+}
+
+MORE_BODIES = [
+    {
+        "inputs": [
+            {"messages": [{"role": "user", "content": "a"}]},
+            {"tokens": [1, 2]},
+            {"prompt": "a", "response": "b"},
+        ]
+    },
+    {"query": ["a", "b"], "prompts": ["a", "b"], "labels": [1, None]},
+    {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "response": "b", "label": {}},
+    {"model": "reward_model", "input": [[1, 2], [3]], "use_activation": False, "encoding_format": "base64"},
+]
+STRANGE: list[Any] = [None, True, -1, 2**64, 1.5, "", "refuse", "a" * 5000, "\ud800", [], {}, [[]], {"": None}, [None]]
+
+
+@contextlib.asynccontextmanager
+async def checked_gateway(
+    behaviour: Behaviour = lambda model, number: "ok", **settings: Any
+) -> AsyncIterator[tuple[Caller, FakeReward]]:
+    """A gateway, which still answers a good request correctly at the end."""
+    async with FakeReward(behaviour) as server, gateway(server.url, **settings) as caller:
+        yield caller, server
+        server.behaviour = lambda model, number: "ok"
+        status = 0
+        while status != 200:  # a server that was lost is found again after a pause
+            status, reply = await caller.post("/get_reward", {"query": ["alive"]})
+            assert status in (200, 504)
+        assert reply["rewards"] == [5]
+
+
+WRONG_BODIES: list[tuple[str, Any, int, str]] = [
+    ("/v1/rewards", {"inputs": [{"txet": "a"}]}, 400, "inputs.0.txet"),
+    ("/v1/rewards", {"inputs": [{"text": "a"}], "model": "x"}, 400, "model"),
+    ("/v1/rewards", {"inputs": [{"text": 5}]}, 400, "inputs.0.text"),
+    ("/v1/rewards", {"inputs": [{"text": "a", "tokens": [1]}]}, 400, "text and tokens"),
+    ("/v1/rewards", {"inputs": [{}]}, 400, "no content"),
+    ("/v1/rewards", {"inputs": [{"prompt": "a"}]}, 400, "belong together"),
+    ("/v1/rewards", {"inputs": [{"tokens": [1, -1]}]}, 400, "inputs.0.tokens.1"),
+    ("/v1/rewards", {"inputs": [{"tokens": [1, 2**70]}]}, 400, "inputs.0.tokens.1"),
+    ("/v1/rewards", {"inputs": [{"tokens": [True]}]}, 400, "inputs.0.tokens.0"),
+    ("/v1/rewards", {"inputs": [{"text": "a", "metadata": {"prompt": "b"}}]}, 400, "metadata.prompt: a reserved name"),
+    ("/v1/rewards", {"inputs": []}, 400, "inputs"),
+    ("/v1/rewards", [], 400, "must be a JSON object, sent with the header Content-Type"),
+    ("/get_reward", {"query": "abc"}, 400, "query"),
+    ("/get_reward", {"query": []}, 400, "0 rows"),
+    ("/get_reward", {"queries": ["a"]}, 400, "query: Field required"),
+    ("/remote_rm", {"prompt": "a"}, 400, "response: Field required"),
+    ("/remote_rm", {"prompt": [], "response": "a"}, 400, "prompt"),
+    ("/classify", {"input": [["a"]]}, 400, "input.0.0"),
+    ("/classify", {"input": "a", "add_special_tokens": False}, 400, "reward.add_special_tokens True"),
+    ("/classify", {"input": "a", "messages": [{"role": "user", "content": "b"}]}, 400, "input"),
+    ("/pooling", {"input": "a", "encoding_format": "bytes"}, 400, "encoding_format"),
+    ("/pooling", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+    ("/get_reward", b'{"query": ["\xff"]}', 400, "body"),
+    ("/get_reward", b'{"query": ["abc"', 400, "body"),
+    ("/get_reward", b"[" * 100_000, 400, "body"),
+    ("/get_reward", b"", 400, "body"),
+    ("/classify", {"model": "other", "input": "a"}, 404, "`other` does not exist"),
+    ("/reward", {}, 404, "Not Found"),
+    ("/score", {"text_1": "a", "text_2": "b"}, 501, "needs reward.text: pair"),
+    (
+        "/v1/rewards",
+        {"inputs": [{"text": "a"}], "probabilities": True},
+        400,
+        "probabilities: the served reward has none",
+    ),
+    ("/v1/rewards", {"inputs": [{"text": "a"}], "timing": True}, 400, "timing: the served reward has none"),
+    (
+        "/v1/rewards",
+        {"inputs": [{"tokens": [3, 4], "prompt_length": 2}]},
+        400,
+        "must be less than the number of tokens",
+    ),
+    ("/v1/rewards", {"inputs": [{"text": "four", "prompt_length": 1}]}, 400, "must be less than the number of tokens"),
+    ("/get_reward", {"query": ["a"], "labels": [1, 2]}, 400, "labels: 2 entries"),
+]
+
+
+async def test_a_wrong_body_is_named() -> None:
+    async with checked_gateway() as (caller, server):
+        for path, body, status, names in WRONG_BODIES:
+            assert names in await caller.error(path, body, status)
+        assert not server.received
+
+
+async def test_too_much_is_refused_before_it_is_read() -> None:
+    async def chunks() -> Any:
+        for _ in range(20):
+            yield b" " * 3000
+
+    async with checked_gateway(max_body_bytes=50_000) as (caller, server):
+        assert "max_body_bytes" in await caller.error("/get_reward", {"query": ["x" * 60_000]}, 413)
+        async with caller.session.post(caller.url + "/get_reward", data=chunks()) as reply:  # no Content-Length
+            assert reply.status == 413
+        assert "4097 rows" in await caller.error("/get_reward", {"query": ["a"] * 4097}, 413)
+        assert not server.received
+
+
+async def test_rows_that_the_server_refuses_do_not_affect_others() -> None:
+    async with checked_gateway() as (caller, _):
+        texts = [{"text": "refuse" if i in (0, 5, 6) else "x" * i} for i in range(20)]
+        inputs = [*texts, {"tokens": [99, 1]}, {"tokens": []}, {"tokens": [4]}, {"text": "nan"}]
+        (status, reply), (_, other) = await asyncio.gather(
+            caller.post("/v1/rewards", {"inputs": inputs}), caller.post("/get_reward", {"query": ["abc"]})
+        )
+        assert (status, other["rewards"]) == (200, [3])
+        expected = [None if i in (0, 5, 6) else i for i in range(20)]
+        assert reply["rewards"] == [*expected, None, None, 4, None]
+        assert [i for i, error in enumerate(reply["errors"]) if error] == [0, 5, 6, 20, 21, 23]
+        assert reply["errors"][5] == "text: 'refuse' has no tokens"
+        assert reply["errors"][20] == "tokens[0]: 99 is outside the vocabulary"
+        assert "empty" in reply["errors"][21]
+        assert "[nan]" in reply["errors"][23]
+        assert "query[1]: text: 'refuse'" in await caller.error("/get_reward", {"query": ["a", "refuse"]}, 400)
+
+
+async def test_half_a_character_is_refused_and_harms_no_other_row() -> None:
+    """The wire would make it a question mark, and a reward of another text."""
+
+    async with checked_gateway() as (caller, server):
+        chat = b'{"messages": [{"role": "user", "content": "b\\udc00"}]}'
+        body = b'{"inputs": [{"text": "a\\ud800"}, {"text": "abc"}, {"prompt": "", "response": "\\udfff"}, %s]}' % chat
+        status, reply = await caller.post("/v1/rewards", body)
+        assert (status, reply["rewards"]) == (200, [None, 3, None, None])
+        assert reply["errors"][0] == "text: character 1 is '\\ud800', half of a character, which UTF-8 cannot encode"
+        assert "half of a character" in await caller.error("/get_reward", b'{"query": ["a\\ud800"]}', 400)
+        assert [row for inputs in server.received for row in rows_of(inputs)] == ["abc"]
+
+
+async def test_parts_of_a_message_are_joined_and_only_text_is_taken() -> None:
+    def chat(content: Any) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": content}]
+
+    async with checked_gateway() as (caller, server):
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        for path, body in (
+            ("/v1/rewards", lambda content: {"inputs": [{"messages": chat(content)}]}),
+            ("/remote_rm", lambda content: {"prompt": chat(content), "response": "c", "label": None}),
+            ("/pooling", lambda content: {"messages": chat(content)}),
+        ):
+            server.received.clear()
+            assert (await caller.post(path, body(parts)))[0] == 200
+            assert json.loads(server.received[0]["metadata"][0, 0])["messages"] == chat("a\nb")
+            wrong = {"'image_url', only text": [{"type": "image_url"}], "content: missing or null": None}
+            for told, content in wrong.items():
+                assert told in await caller.error(path, body(content), 400)
+
+
+def damaged(value: Any, chance: random.Random) -> Any:
+    """Return a copy of a JSON value in which some parts are replaced, missing, or too many."""
+    if chance.random() < 0.15:
+        return chance.choice(STRANGE)
+    if isinstance(value, dict):
+        kept = {key: damaged(item, chance) for key, item in value.items() if chance.random() > 0.1}
+        return kept if chance.random() > 0.1 else {**kept, chance.choice(("x", "tokens", "metadata", "")): 1}
+    if isinstance(value, list):
+        return [damaged(item, chance) for item in value for _ in range(chance.choice((0, 1, 1, 1, 2)))]
+    return value
+
+
+async def test_damaged_requests_get_an_answer() -> None:
+    async with checked_gateway() as (caller, _):
+        chance = random.Random(0)
+        for _ in range(30):
+            paths = chance.choices([*PROTOCOLS], k=10)
+            bodies = [damaged(chance.choice((PROTOCOLS[path], *MORE_BODIES)), chance) for path in paths]
+            replies = await asyncio.gather(*map(caller.post, paths, bodies))
+            for status, reply in replies:
+                assert status in (200, 400, 404, 413, 502), reply
+                assert (status == 200) == (not isinstance(reply, dict) or "error" not in reply)
+
+
+@pytest.mark.parametrize(("answer", "status"), [("failed", 502), ("busy", 503), ("dead", 503), ("hang", 504)])
+async def test_no_reward_is_invented_while_the_server_fails(answer: str, status: int) -> None:
+    client, deadline_s = {"retries": 1, "max_outage_s": 0}, 0.3 if answer == "hang" else 20.0
+    async with checked_gateway(lambda model, number: answer, client=client, deadline_s=deadline_s) as (caller, _):
+        single = {path: body for path, body in PROTOCOLS.items() if path != "/v1/rewards"}
+        await asyncio.gather(*(caller.error(path, body, status) for path, body in single.items()))
+        found, reply = await caller.post("/v1/rewards", PROTOCOLS["/v1/rewards"])
+        assert found == (200 if status == 502 else status)  # 502: the server answered, and this row has no reward
+        assert found != 200 or (reply["rewards"] == [None] and "not finite" in reply["errors"][0])
+
+
+async def test_a_stopped_server_is_waited_for_until_the_deadline() -> None:
+    async with checked_gateway(deadline_s=2.0) as (caller, server):
+        assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
+        await server.stop()
+        message = await caller.error("/get_reward", {"query": ["abc"]}, 504)
+        assert "gateway.deadline_s" in message
+        assert server.url in message
+        assert (await caller.get("/readyz"))[0] == 503
+        await server.start()
+
+
+async def test_a_first_request_waits_for_a_server_and_fails_with_the_cause() -> None:
+    async with FakeReward() as later, gateway(later.url, deadline_s=20.0) as caller:
+        await later.stop()
+        asked = asyncio.create_task(caller.post("/v1/rewards", {"inputs": [{"text": "abc"}]}))
+        await asyncio.sleep(0.3)
+        assert (await caller.get("/readyz"))[0] == 503
+        await later.start()
+        assert (await asked)[1]["rewards"] == [3]
+    async with gateway("127.0.0.1:1", deadline_s=0.1) as caller:
+        for path, body in PROTOCOLS.items():
+            assert "127.0.0.1:1" in await caller.error(path, body, 503)
+        assert (await caller.get("/healthz"))[0] == 200
+        assert (await caller.get("/readyz"))[0] == 503
+
+
+async def test_rewards_of_other_terms_are_none_until_the_server_serves_the_yaml() -> None:
+    ours, theirs = '["verdict"]', '["length"]'
+
+    body = {"query": ["abc"]}
+    async with (
+        FakeReward(terms=("length",)) as server,
+        gateway(server.url, expected={"reward_components": ours, "groupwise": None}) as caller,
+    ):
+        for path in ("/get_reward", "/get_reward", "/classify"):
+            message = await caller.error(path, body if path == "/get_reward" else {"input": "abc"}, 503)
+            assert f"{server.url} serves another configuration" in message
+            assert f"reward_model has reward_components {theirs}, but {ours} is expected" in message
+        assert theirs in (await caller.get("/readyz"))[1]["error"]["message"]
+        for terms in (ours, '["other"]', ours, None, ours):  # each time another server at the address
+            await server.stop()
+            server.parameters = {**server.parameters, "reward_components": terms or ""}
+            server.terms = tuple(json.loads(terms or "[]"))
+            server.received.clear()
+            await server.start()
+            status = 0
+            while status != (200 if terms == ours else 503):
+                status, reply = await caller.post("/get_reward", body)
+                assert status in ((200, 503) if terms == ours else (503,)), reply
+            if terms == ours:
+                assert reply == {"rewards": [3], "scores": [3], "extra_logs": {"verdict": [3]}}
+
+
+async def test_a_lost_server_is_replaced_by_another() -> None:
+    async with FakeReward() as one, FakeReward() as other, gateway(one.url, other.url) as caller:
+        await caller.post("/get_reward", {"query": ["abc"]})
+        await one.stop()
+        replies = await asyncio.gather(*(caller.post("/get_reward", {"query": ["x" * i]}) for i in range(1, 20)))
+        assert [reply["rewards"] for _, reply in replies] == [[i] for i in range(1, 20)]
+        assert sum(len(rows_of(inputs)) for inputs in other.received) >= 19
+        assert (await caller.get("/readyz"))[0] == 200
+
+
+# ---- what one client sends does not take the gateway from the others ----
+
+LONG = "x" * 200_000
+# Bodies of at most 4 MB, which took 100 MB to 1 GB.
+BOMBS: list[tuple[str, Any, int, str]] = [
+    ("/score", {"text_1": LONG, "text_2": ["a"] * 5000}, 413, "5000 rows, must be 1 to 4096 per request"),
+    ("/score", {"text_1": [LONG], "text_2": ["a"] * 1500}, 413, "300001500 characters in all rows, must be at most"),
+    ("/score", {"text_1": "x" * 4_100_000, "text_2": ["b", "b"]}, 400, "text: 4100001 bytes, must be at most 4000000"),
+    ("/v1/rewards", {"inputs": [{}] * 2000}, 400, "inputs.0: has no content"),
+    ("/v1/rewards", {"inputs": [{}] * 100_000}, 413, "100000 rows, must be 1 to 4096"),
+    ("/v1/rewards", {"inputs": [{"tokens": ["a"] * 200_000}]}, 400, "inputs.0.tokens.0"),
+    ("/v1/rewards", {"inputs": [{"messages": [{}] * 100_000}]}, 400, "inputs.0.messages.0"),
+    ("/v1/rewards", {"inputs": [{str(i): 1 for i in range(70_000)}]}, 400, "70000 fields, must be at most 64"),
+    ("/v1/rewards", {"inputs": [{"text": "a", "metadata": {"a": [[]] * 600_000}}]}, 413, "250000 texts, objects"),
+    ("/get_reward", {"query": [1] * 2000}, 400, "query.0"),
+    ("/remote_rm", {"prompt": [{"role": "user", "content": [1] * 200_000}], "response": ""}, 400, "content"),
+    ("/classify", {"input": [[]] * 2000}, 400, "input.0"),
+    ("/get_reward", {str(i): 1 for i in range(70_000)}, 400, "70000 fields"),
+]
+
+
+async def test_what_would_multiply_in_memory_is_refused_before() -> None:
+    async with fake_gateway(text="pair") as (caller, server):
+        await caller.post("/remote_rm", {"prompt": "", "response": "warm", "label": None})
+        for path, body, status, told in BOMBS:
+            data = json.dumps(body).encode()
+            tracemalloc.start()
+            try:
+                message = await caller.error(path, data, status)
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert told in message
+            assert len(message) < 500
+            assert peak < 60e6, told
+        assert len(server.received) == 1
+
+
+async def test_large_bodies_wait_for_each_other_and_small_ones_for_none() -> None:
+    async with (
+        FakeReward(lambda model, number: "wait") as server,
+        gateway(server.url, max_body_bytes=300_000, rows_per_request=1) as caller,
+    ):
+        texts = [LONG, LONG, "small"]
+        posts = [asyncio.create_task(caller.post("/get_reward", {"query": [text]})) for text in texts]
+        while server.in_flight < 2:
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await caller.get("/readyz")
+        assert server.in_flight == 2
+        server.go.set()
+        assert [reply["rewards"] for _, reply in await asyncio.gather(*posts)] == [[len(text)] for text in texts]
+
+
+@pytest.mark.parametrize("terms", [(), ("length",)], ids=["shared requests", "reward functions"])
+async def test_no_request_has_more_text_than_a_server_takes(terms: tuple[str, ...]) -> None:
+    """It would be refused, and sent again in halves."""
+
+    async with FakeReward(terms=terms) as server, gateway(server.url, rows_per_request=8) as caller:
+        server.parameters["max_request_bytes"] = "4000"
+        query = ["x" * 900] * 6 + ["y"]
+        _, reply = await caller.post("/get_reward", {"query": query})
+        assert reply["rewards"] == [900] * 6 + [1]
+        assert sorted(inputs["sentences"].size for inputs in server.received) == [3, 4]
+
+
+KINDS_OF_SERVER: list[dict[str, Any]] = [{}, {"terms": ("length",)}, {"groupwise": True}]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_SERVER, ids=["shared requests", "reward functions", "groups"])
+async def test_many_rows_of_a_caller_keep_no_other_caller_waiting(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "ROWS_IN_FLIGHT", 4)
+
+    async with FakeReward(**kind) as server, gateway(server.url, rows_per_request=2) as caller:
+        await caller.post("/get_reward", {"query": ["a"]})
+        server.behaviour, server.most_in_flight = (lambda model, number: "wait"), 0
+        rows = [{"prompt": str(i // 2), "response": "a" * i} for i in range(20)]
+        large = asyncio.create_task(caller.post("/v1/rewards", {"inputs": rows}))
+        while server.in_flight < 2:
+            await asyncio.sleep(0)
+        other = asyncio.create_task(caller.post("/get_reward", {"query": ["abc"]}))
+        while server.in_flight < 3:
+            await asyncio.sleep(0)
+        server.go.set()
+        assert (await other)[1]["rewards"] == [3]
+        assert (await large)[1]["rewards"] == [1 + i for i in range(20)]
+        assert server.most_in_flight == 3
+        assert len(server.received) == 12
+
+
+async def test_rows_that_wait_for_others_of_their_caller_share_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "ROWS_IN_FLIGHT", 2)
+
+    async with (
+        FakeReward(terms=("length",)) as server,
+        gateway(server.url, rows_per_request=1, deadline_s=0.3) as caller,
+    ):
+        await caller.post("/get_reward", {"query": ["a"]})
+        server.behaviour = lambda model, number: "hang"
+        await caller.error("/v1/rewards", {"inputs": [{"text": "a"}] * 20}, 504)
+        assert len(server.asked) == 3
+
+
+async def test_a_refused_request_is_not_kept_while_its_halves_are_scored() -> None:
+    async with FakeReward(terms=("length",)) as server, gateway(server.url) as caller:
+        server.behaviour = lambda model, number: "wrong" if number == 1 else "wait"
+        scored = asyncio.create_task(caller.post("/get_reward", {"query": ["abc"] * 8}))
+        while server.in_flight < 2:
+            await asyncio.sleep(0)
+        gc.collect()
+        assert sum(type(found) is Message for found in gc.get_objects()) == 2
+        server.go.set()
+        assert (await scored)[1]["rewards"] == [3] * 8
+
+
+async def test_only_what_is_parsed_counts_as_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MAX_ITEMS", 10)
+
+    async with FakeReward(terms=("length",)) as server, gateway(server.url) as caller:
+        for text in ("[{" * 100, '"\\' * 100, "a"):
+            assert (await caller.post("/get_reward", {"query": [text] * 7}))[1]["rewards"] == [len(text)] * 7
+        for body in ({"query": ["a"] * 9}, {"query": ["a"], "labels": [[[]] * 6]}):
+            assert "more than 10 texts" in await caller.error("/get_reward", body, 413)
+
+
+async def answer(caller: Caller, *parts: bytes, tls: ssl.SSLContext | None = None) -> bytes:
+    """Return what the gateway sends until it closes the connection; b"" if it sends nothing or resets it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(caller.url.rpartition(":")[2]), ssl=tls)
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        return await asyncio.wait_for(reader.read(), 20.0)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+POST = b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n"
+CLOSING = b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+HELLO = b"\x16\x03\x01\x40\x00\x01\x01\xff\x00" + b"a" * 8000  # of a greeting of 130 kB, in records of 16 KiB
+LATE = [(b"",), (b"GET /hea",), (b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /hea"), (POST + b"\r\n", b'{"que')]
+
+
+@pytest.mark.parametrize("parts", LATE, ids=["silent", "half a head", "half of a second head", "half a body"])
+async def test_a_connection_on_which_no_request_arrives_is_closed(
+    parts: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((command, "HEAD_S"), (command, "KEEP_ALIVE_S"), (app, "BODY_S")):
+        monkeypatch.setattr(module, name, 0.05)
+
+    async with FakeReward() as server, gateway(server.url) as caller:
+        found = await answer(caller, *parts)
+        assert (b"408" in found) == (parts[0] == POST + b"\r\n")
+        assert not server.received
+
+
+async def test_the_time_for_a_head_includes_the_handshake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "HEAD_S", 1.0)
+    files = make_certificate(tmp_path)
+    tls = ssl.create_default_context(cafile=files["tls_certificate"])
+
+    async with fake_gateway(**files) as (caller, _):
+        assert await answer(caller, b"GET /hea", tls=tls) == b""
+        assert b" 200 " in await answer(caller, CLOSING, tls=tls)
+
+
+@pytest.mark.parametrize("part", [b"", HELLO[:9], HELLO], ids=["silent", "a length", "half a greeting"])
+async def test_a_connection_without_a_handshake_is_closed(
+    part: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "HEAD_S", 0.05)
+    async with fake_gateway(**make_certificate(tmp_path)) as (caller, _):
+        assert await answer(caller, part) == b""
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
+async def test_silent_connections_keep_no_client_out(
+    secure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "MAX_TLS_CONNECTIONS" if secure else "MAX_CONNECTIONS", 8)
+    files = make_certificate(tmp_path) if secure else {}
+
+    async with FakeReward() as server, gateway(server.url, **files) as caller:
+        port = int(caller.url.rpartition(":")[2])
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+        for _ in range(5):
+            assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(silent[0][0].read(), 20.0) == b""
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_closed_connections_whose_clients_keep_them_keep_no_client_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TLS waits 30 s for their answer to its end."""
+    monkeypatch.setattr(command, "MAX_TLS_CONNECTIONS", 8)
+    files = make_certificate(tmp_path)
+    tls = ssl.create_default_context(cafile=files["tls_certificate"])
+
+    def keep(port: int) -> ssl.SSLSocket:
+        kept = tls.wrap_socket(socket.create_connection(("127.0.0.1", port)), server_hostname="127.0.0.1")
+        kept.sendall(CLOSING)
+        return kept
+
+    async with FakeReward() as server, gateway(server.url, **files) as caller:
+        port = int(caller.url.rpartition(":")[2])
+        kept = [await asyncio.to_thread(keep, port) for _ in range(20)]
+        for _ in range(5):
+            assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
+        for one in kept:
+            one.close()
+
+
+@pytest.mark.parametrize("key", [None, "sesame"])
+async def test_heads_and_bodies_are_bounded_before_the_key_is_checked(key: str | None) -> None:
+    async with FakeReward() as server, gateway(server.url, key=key) as caller:
+        head = b"GET /healthz HTTP/1.1\r\nHost: a\r\n"
+        assert b" 200 " in await answer(caller, head + b"Connection: close\r\nX: " + b"a" * 10_000 + b"\r\n\r\n")
+        for long in (b"X: " + b"a" * 4_000_000, b"X: a\r\n" * 500_000):
+            assert b" 200 " not in await answer(caller, head + b"Connection: close\r\n", long + b"\r\n\r\n")
+        assert b" 413 " in await answer(caller, head + b"Content-Length: 1000\r\n\r\n", b" " * 1000)
+        if key:  # closed without the body
+            assert b" 401 " in await answer(caller, POST + b"\r\n")

@@ -1,0 +1,384 @@
+"""`client.pool` with scripted connections (least-loaded choice, probes, outages, names), `client.retry`, and
+`client.ordering`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+import socket
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, Scripted, until
+
+from python_backend.backoff import LONGEST_PAUSE_S
+from python_backend.client.errors import Kind, RequestFailed, Trouble
+from python_backend.client.pool import Turns
+from python_backend.client.retry import PER_REQUEST, Attempts, RetryBudget
+from python_backend.config import ClientSection
+
+WRONG = Trouble(Kind.WRONG, "refused", "step: 9")
+RESET = Trouble(Kind.LOST, "cannot be reached", "Connection reset by peer", hint="; is it there?")
+
+
+# ---- retries ----
+
+
+def attempts(retries: int, *, budget: RetryBudget | None = None, **settings: float) -> Attempts:
+    return Attempts("critic", ClientSection(**settings), budget or RetryBudget(100), retries=retries)  # type: ignore[arg-type]
+
+
+def test_retries_are_a_fraction_of_the_requests_and_the_budget_is_bounded():
+    budget, spent, reserve = RetryBudget(10), 0, 10
+    for _ in range(1000):  # the first is earned into a full bucket
+        budget.earn()
+        while budget.spend():
+            spent += 1
+    assert spent == pytest.approx(reserve + 1000 * PER_REQUEST, abs=1)
+    for _ in range(1000):
+        budget.earn()
+    assert sum(budget.spend() for _ in range(1000)) == reserve
+
+
+@pytest.mark.parametrize(
+    ("failures", "retries", "reserve", "error"),
+    [
+        ([BUSY] * 2, 2, 2, None),
+        ([BUSY] * 3, 2, 2, r"^critic at here:1 refused after 3 attempts: no room$"),
+        ([BUSY] * 2, 5, 1, r"refused after 2 attempts: no room; not retried: .*the budget of retries is exhausted"),
+        ([RESET], 1, 0, None),
+        ([RESET] * 2, 1, 0, r"^critic at here:1 cannot be reached after 2 attempts: Connection reset by peer; is it"),
+        ([REFUSED] * 100, 0, 0, None),
+        ([WRONG], 5, 9, r"^critic at here:1 refused: step: 9$"),
+    ],
+)
+def test_the_cost_of_each_failure(failures: list[Trouble], retries: int, reserve: int, error: str | None):
+    one = attempts(retries, budget=RetryBudget(reserve))
+    record = {BUSY: one.pause_s, WRONG: one.pause_s, RESET: one.moves_on, REFUSED: one.moves_on}
+    for trouble in failures[:-1]:
+        record[trouble](trouble, "here:1")
+    with pytest.raises(RequestFailed, match=error) if error else contextlib.nullcontext():
+        record[failures[-1]](failures[-1], "here:1")
+    assert one.budget.spend() == (failures == [WRONG]), "only what pauses takes from it"
+
+
+def test_pauses_double_up_to_a_limit_with_jitter():
+    one, longest = attempts(20, backoff_s=1.0), [1.0, 2.0, 4.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    pauses = [one.pause_s(BUSY, "here:1") for _ in longest]
+    assert all(most / 2 <= pause <= most for pause, most in zip(pauses, longest, strict=True))
+    firsts = {attempts(1, backoff_s=1.0).pause_s(BUSY, "here:1") for _ in range(20)}
+    assert len(firsts) > 10, "those that failed together come back one by one"
+
+
+def test_servers_that_are_ready_and_gone_when_asked_end_in_an_error(monkeypatch: pytest.MonkeyPatch):
+    times = iter((0, 50, 50, 100, 111))  # of the failures below; the one at 50 reached a server: the clock begins anew
+    monkeypatch.setattr("python_backend.client.retry.time.monotonic", lambda: now)
+    one = attempts(5, max_outage_s=60)
+    for trouble in (REFUSED, RESET, REFUSED, REFUSED):
+        now = next(times)
+        one.moves_on(trouble, "here:1")
+    now = next(times)
+    with pytest.raises(RequestFailed, match=r"cannot be reached after 5 attempts: Connection refused"):
+        one.moves_on(REFUSED, "here:1")
+
+
+# ---- training requests keep their order ----
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        # What is repeated waits for the answers to those before it, and nothing overtakes it.
+        "add a: a, add b: ab, lost b: ab, lost a: aba, add c: aba, done a: abab, done b: ababc, done c: ababc",
+        # The next step goes to another server only after the answer.
+        "add a: a, writer two: a, add b: a, lost a: aa, done a: aab, done b: aab",
+        # Those that were held up go one by one: sent in the same moment, the last might arrive first.
+        "add a: a, lost a: aa, add b: aa, add c: aa, done a: aab, done b: aabc, done c: aabc",
+        # A request that is given up leaves the line.
+        "add a: a, add b: ab, lost b: ab, cancel a: abb, done b: abb",
+    ],
+)
+async def test_training_requests_are_sent_in_order(script: str):
+    """An event, and the attempts so far, in the order in which they were sent."""
+    turns, sent, writer = Turns(), list[str](), ["one"]
+    orders: dict[str, asyncio.Queue[str]] = {}
+    tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def request(name: str) -> None:
+        with turns.join() as turn:
+            while True:
+                await turns.come(turn, lambda: writer[0])
+                with turns.under_way(turn, writer[0]):
+                    sent.append(name)
+                    if await orders[name].get() == "done":
+                        return
+
+    for step in script.split(", "):
+        what, name, expected = step.replace(":", "").split()
+        if what == "add":
+            orders[name], tasks[name] = asyncio.Queue(), asyncio.create_task(request(name))
+        elif what == "writer":
+            writer[0] = name
+        elif what == "cancel":
+            tasks.pop(name).cancel()
+        else:
+            orders[name].put_nowait(what)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert "".join(sent) == expected, step
+    await asyncio.gather(*tasks.values())
+
+
+# ---- the choice of a server ----
+
+
+async def test_idle_servers_take_turns_for_each_model():
+    """Reward and critic score every row: each server gets half of the requests for either."""
+    async with Rig() as servers:
+        taken: list[tuple[str, str]] = []
+        for _ in range(6):
+            async with AsyncExitStack() as row:
+                for model in ("reward", "critic"):
+                    server = await row.enter_async_context(servers.one(model, writes=False, patient=True))
+                    taken.append((model, server.url))
+    assert [taken.count((model, "a:1")) for model in ("reward", "critic")] == [3, 3]
+
+
+async def test_the_fewest_in_flight_wins_and_an_address_named_twice_is_one_server():
+    async with Rig("a:1", "b:1", "a:1") as servers, AsyncExitStack() as held:
+        first = await held.enter_async_context(servers.one("m", writes=False, patient=True))
+        other = ({"a:1", "b:1"} - {first.url}).pop()
+        assert [await servers.take() for _ in range(4)] == [other] * 4
+        for _ in range(5):
+            await held.enter_async_context(servers.one("m", writes=False, patient=True))
+        assert [(server.url, server.in_flight) for server in servers.servers] == [("a:1", 3), ("b:1", 3)]
+        assert not servers._tasks, "addresses without a name are not resolved again"
+
+
+async def test_training_requests_stay_with_one_server_while_it_is_healthy():
+    async with Rig() as servers:
+        assert [await servers.take(writes=True) for _ in range(3)] == ["a:1"] * 3
+        servers["a:1"].connection.refuses = True
+        await servers.fail("a:1", REFUSED)
+        assert await servers.take(writes=True) == "b:1"
+        servers["a:1"].connection.refuses = False
+        await until(lambda: servers["a:1"].down is None)
+        assert await servers.take(writes=True) == "b:1"
+
+
+# ---- set aside, and back ----
+
+
+async def test_a_lost_server_gets_no_requests_until_all_models_are_ready(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    async with Rig() as servers:
+        await servers.take("m")
+        await servers.take("critic_train", writes=True)
+        lost = servers["a:1"]
+        lost.connection.not_ready = {"critic_train"}
+        assert await servers.fail("a:1", REFUSED)
+        await until(lambda: lost.connection.asked.count("m") >= 3)
+        assert {await servers.take() for _ in range(4)} == {"b:1"}, "one of its models is not ready"
+        assert lost.down == "critic_train not ready"
+        assert lost.losses >= 3, "each failed probe makes the next pause longer"
+        lost.connection.not_ready.clear()
+        await until(lambda: lost.down is None)
+        assert {await servers.take() for _ in range(4)} == {"a:1", "b:1"}
+        assert servers.counters.outages == 0
+    assert "a:1 gets no requests until it is ready again: Connection refused" in caplog.text
+    assert "a:1 is ready again" in caplog.text
+
+
+async def test_a_server_that_drains_is_set_aside_without_a_probe_or_a_warning(caplog: pytest.LogCaptureFixture):
+    async with Rig() as servers:
+        await servers.take()
+        connection = servers["a:1"].connection
+        connection.not_ready = {"m"}
+        assert await servers.fail("a:1", UNLOADED)
+        assert not connection.asked
+        assert {await servers.take() for _ in range(4)} == {"b:1"}
+        connection.not_ready.clear()  # its successor on the same address
+        await until(lambda: servers["a:1"].down is None)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("trouble", [LOST, BUSY])
+async def test_a_slow_or_busy_server_is_probed_once_and_stays_if_it_is_ready(trouble: Trouble):
+    async with Rig() as servers:
+        await servers.take()
+        connection = servers["a:1"].connection
+        connection.gate.clear()
+        failing = [asyncio.create_task(servers.fail("a:1", trouble)) for _ in range(50)]
+        await until(lambda: bool(connection.asked))
+        connection.gate.set()
+        assert not any(await asyncio.gather(*failing))
+        assert connection.asked == ["m"], "they share one probe"
+        assert servers["a:1"].takes("m")
+        connection.refuses = True
+        assert await servers.fail("a:1", trouble)
+        assert not servers["a:1"].takes("m")
+
+
+async def test_pauses_grow_until_a_request_is_answered():
+    async with Rig("a:1") as servers:
+        await servers.take()
+        for losses in (1, 2, 3):  # ready each time, and gone when asked
+            await servers.fail("a:1", REFUSED)
+            assert servers["a:1"].losses == losses
+            await until(lambda: servers["a:1"].down is None)
+        await servers.take()
+        assert servers["a:1"].losses == 0
+
+
+async def test_a_dead_model_is_tried_by_one_request_at_a_time_while_other_models_serve():
+    async with Rig("a:1") as servers:
+        await servers.take("critic")
+        for _ in range(5):
+            assert await servers.fail("a:1", DEAD, "critic")  # all that were under way when it died
+        assert servers["a:1"].suspended["critic"].losses == 1
+        assert await servers.take("reward") == "a:1"
+        async with servers.one("critic", writes=False, patient=True) as server:
+            assert not servers.can_take("critic")
+            await servers.failed(server, "critic", DEAD)
+        assert server.suspended["critic"].losses == 2, "each failure makes the pause longer"
+        async with servers.one("critic", writes=False, patient=True):
+            pass  # called off: the next one may try
+        waiting = [asyncio.create_task(servers.take("critic")) for _ in range(3)]
+        assert await asyncio.gather(*waiting) == ["a:1"] * 3
+        assert not server.suspended
+
+
+# ---- outages ----
+
+
+async def test_an_outage_is_logged_counted_and_over(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("python_backend.client.pool.REMIND_EVERY_S", 0.001)
+    async with Rig() as servers:
+        await servers.lose_all()
+        assert servers.counters.outages == 0, "no request has had to wait"
+        waiting = [asyncio.create_task(servers.take()) for _ in range(20)]
+        reminder = r"no healthy server for \d+ s: a:1: Connection refused; b:1"
+        await until(lambda: re.search(reminder, caplog.text) is not None)
+        assert not any(task.done() for task in waiting)
+        servers["b:1"].connection.refuses = False
+        assert await asyncio.gather(*waiting) == ["b:1"] * 20
+        assert servers.counters.outages == 1
+        assert servers.counters.outage_seconds > 0
+    assert caplog.text.count("requests wait up to 600 s") == 1
+    assert caplog.text.count("a server is healthy again after") == 1
+
+
+async def test_an_outage_that_does_not_end_is_an_error_that_names_all_servers():
+    async with Rig(max_outage_s=0.05) as servers:
+        await servers.lose_all()
+        for error in (r"m: no healthy server for \d+ s \(max_outage_s", r": a:1: Connection refused; b:1: Connection"):
+            with pytest.raises(RequestFailed, match=error):  # and the next one does not wait anew
+                await servers.take()
+        servers["a:1"].connection.refuses = False
+        await until(lambda: servers["a:1"].down is None)
+        assert await servers.take() == "a:1"
+
+
+# ---- names: servers that join and leave ----
+
+
+class Names:
+    """A name service that tests change."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
+        self.hosts: tuple[str, ...] = hosts
+        self.asked = 0
+        monkeypatch.setattr("python_backend.config.fields.socket.getaddrinfo", self._look_up)
+
+    def _look_up(self, name: str, port: int, **_: object) -> list[tuple[Any, ...]]:
+        self.asked += 1
+        if not self.hosts:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in self.hosts]
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are resolved again every millisecond."""
+    monkeypatch.setattr("python_backend.client.pool.RESOLVE_EVERY_S", 0.001)
+
+
+async def test_a_name_is_looked_up_again_when_one_of_its_servers_is_lost(monkeypatch: pytest.MonkeyPatch):
+    names = Names(monkeypatch, "10.0.0.1", "10.0.0.2")
+    async with Rig("dns:critic.svc:8000") as servers:
+        assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000", "10.0.0.2:8000"}
+        names.hosts = ("10.0.0.2", "10.0.0.3")
+        lost = servers["10.0.0.1:8000"]
+        lost.connection.refuses = True
+        await servers.fail(lost.url, REFUSED)
+        await until(lambda: lost not in servers.servers and not any(s.down for s in servers.servers))
+        assert {await servers.take() for _ in range(4)} == {"10.0.0.2:8000", "10.0.0.3:8000"}
+
+
+@pytest.mark.usefixtures("often")
+async def test_a_server_that_joins_gets_requests_once_its_models_are_ready(monkeypatch: pytest.MonkeyPatch):
+    names = Names(monkeypatch, "10.0.0.1")
+
+    def connect(url: str) -> Scripted:
+        made = Scripted(url)
+        made.not_ready = {"m"}
+        made.gate.clear()
+        return made
+
+    async with Rig("dns:critic.svc:8000") as servers:
+        await servers.take()
+        servers._connect = connect
+        names.hosts = ("10.0.0.1", "10.0.0.2")
+        await until(lambda: len(servers.servers) == 2)
+        joining = servers["10.0.0.2:8000"]
+        assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000"}, "it has not been probed"
+        joining.connection.gate.set()
+        await until(lambda: len(joining.connection.asked) >= 3)
+        assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000"}, "every server was healthy"
+        joining.connection.not_ready.clear()
+        await until(lambda: joining.down is None)
+        assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000", "10.0.0.2:8000"}
+
+
+@pytest.mark.usefixtures("often")
+async def test_a_healthy_server_that_leaves_answers_its_requests_in_flight_and_is_closed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    names = Names(monkeypatch, "10.0.0.1", "10.0.0.2")
+    async with Rig("dns:critic.svc:8000") as servers:
+        assert await servers.take(writes=True) == "10.0.0.1:8000"
+        leaving = servers["10.0.0.1:8000"]
+        async with servers.one("m", writes=True, patient=True) as chosen:
+            assert chosen is leaving
+            names.hosts = ("10.0.0.2",)
+            await until(lambda: leaving not in servers.servers)
+            assert {await servers.take(writes=writes) for writes in (True, False)} == {"10.0.0.2:8000"}
+            assert await servers.failed(leaving, "m", LOST), "not probed: it has left"
+            assert not leaving.connection.closed
+        assert leaving.connection.closed
+        assert servers._gone == []
+        names.hosts = ("10.0.0.1", "10.0.0.2")  # its address is given to another server
+        await until(lambda: len(servers.servers) == 2 and not any(s.down for s in servers.servers))
+        assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000", "10.0.0.2:8000"}
+    assert caplog.records == [], "no warning"
+
+
+@pytest.mark.usefixtures("often")
+async def test_an_unavailable_name_service_removes_no_server_and_is_logged_once_per_outage(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    names = Names(monkeypatch)
+    async with Rig("dns:critic.svc:8000", "here:8000") as servers:
+        with pytest.raises(RequestFailed, match=r"server address 'dns:critic\.svc:8000' cannot be resolved"):
+            await servers.take()
+        names.hosts = ("10.0.0.1", "10.0.0.2")
+        await servers.take()
+        for _ in range(2):
+            names.hosts, names.asked = (), 0
+            await until(lambda: names.asked >= 3)
+            assert len(servers.servers) == 3
+            names.hosts = ("10.0.0.1", "10.0.0.2")
+            await until(lambda: not servers._names._unresolved)
+    assert caplog.text.count("dns:critic.svc:8000 cannot be resolved") == 2

@@ -1,0 +1,225 @@
+"""A device that fails: work that runs out of memory is repeated in halves; after other errors a model is not used."""
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from live_system import Checkpoints, make_run, random_rows, scoring_inputs, wait_for
+from served_model import served_model
+from tiny_checkpoints import save_tiny
+from triton_python_backend_utils import InferenceResponse, Request
+from tritonclient.utils import InferenceServerException
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.client.connection import trouble_of
+from python_backend.client.errors import Kind
+from python_backend.models.card import Halving, OutOfMemory, is_device_error, is_out_of_memory
+from python_backend.models.modeling import RewardModel, load_reward
+from python_backend.serving.ranks.controller import ServingRanks
+from python_backend.serving.versions.follower import Version
+from python_backend.wire.contract import REWARDS, UNTIL_LOADED, TokenRow
+from tests.support.full_card import let_memory_be_short
+from trainer.publish import initialise_store
+
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
+
+
+REMEDY = "lower max_length"
+
+
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:99, unhandled cuda error\nLast error:\nCuda failure 2 "
+
+
+def fits(most: int) -> Callable[[Sequence[int]], list[int]]:
+    """Return work on rows of which a card holds at most `most`."""
+
+    def work(rows: Sequence[int]) -> list[int]:
+        if len(rows) > most:
+            raise torch.OutOfMemoryError(FULL)
+        return list(rows)
+
+    return work
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 100])
+def test_every_row_is_done_once_and_in_order_whatever_fits(most: int):
+    halving = Halving("critic.token_budget", remedy=REMEDY)
+    parts = halving.in_parts(fits(most), range(20))
+    assert [row for part in parts for row in part] == list(range(20))
+    assert halving.count == len(parts) - 1
+    assert max(map(len, parts)) <= most
+
+
+def test_a_failed_attempt_holds_no_memory_while_it_is_repeated():
+    held = weakref.WeakSet[torch.Tensor]()
+
+    def work(rows: Sequence[int]) -> int:
+        gc.collect()
+        assert len(held) == 0
+        tensor = torch.zeros(3)
+        held.add(tensor)
+        return len(fits(1)(rows))
+
+    assert Halving("x", remedy=REMEDY).in_parts(work, range(4)) == [1, 1, 1, 1]
+
+
+def test_the_size_stays_halved(caplog: pytest.LogCaptureFixture):
+    halving = Halving("actor.policy.token_budget", 1000, remedy=REMEDY)
+    work = Mock(side_effect=lambda size: fits(30)(range(min(size, 100))) and size)
+    with caplog.at_level(logging.WARNING):
+        assert [halving.repeat(work, least=7, most=100) for _ in range(2)] == [25, 25]
+    assert [call.args for call in work.call_args_list] == [(1000,), (50,), (25,), (25,)]
+    assert halving.count == 2
+    assert all("actor.policy.token_budget" in line and "2.00 GiB" not in line for line in caplog.messages)
+
+
+def test_what_fits_not_even_alone_is_an_error_that_names_a_remedy_and_is_not_remembered():
+    halving = Halving("trainer.token_budget", 64, remedy=REMEDY)
+    with pytest.raises(OutOfMemory, match=r"one row alone.*CUDA out of memory.*; lower max_length$"):
+        halving.in_parts(fits(0), range(4))
+    with pytest.raises(OutOfMemory, match=r"one row alone.*; lower max_length$"):
+        halving.repeat(lambda size: fits(1)(range(size)), least=10, most=64)
+    assert halving.size == 64  # other rows may fit
+    assert (halving.new(), halving.new()) == (2 + 3, 0)
+
+
+def test_other_errors_are_raised_at_once():
+    halving, work = Halving("x", 8, remedy=REMEDY), Mock(side_effect=RuntimeError("CUDA error: an illegal access"))
+    for attempt in (lambda: halving.in_parts(work, [1, 2]), lambda: halving.repeat(work, least=1, most=8)):
+        with pytest.raises(RuntimeError, match="illegal"):
+            attempt()
+    assert (halving.count, work.call_count) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_full", "is_broken"),
+    [
+        (torch.OutOfMemoryError(FULL), True, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True, False),
+        (torch.AcceleratorError("CUDA error: out of memory", 2), True, False),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered", 710), False, True),
+        (RuntimeError(NCCL + "'out of memory'"), True, False),
+        (RuntimeError(NCCL.replace("2", "700") + "'an illegal memory access was encountered'"), False, True),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False, False),
+        (ValueError("CUDA error"), False, False),
+    ],
+)
+def test_errors_of_a_card_are_told_apart(error: Exception, is_full: bool, is_broken: bool):
+    assert (is_out_of_memory(error), is_device_error(error)) == (is_full, is_broken)
+
+
+# ---- served models ----
+
+ROWS = random_rows([3, 7, 5, 12, 9], seed=1)
+ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported"
+
+
+@pytest.fixture
+def reward(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[Any]:
+    with served_model(make_run(tmp_path, checkpoints).config, "reward_model") as served:
+        yield served
+
+
+def ask(model: Any, rows: list[np.ndarray] = ROWS, outputs: tuple[str, ...] = (REWARDS,)) -> InferenceResponse:
+    request = Request(scoring_inputs(rows), outputs)
+    model.execute([request])
+    return request.responses.get(timeout=60)
+
+
+@pytest.mark.parametrize("at_launch", [True, False])
+def test_after_a_device_error_the_model_refuses_requests_so_that_they_go_elsewhere(
+    reward: Any, monkeypatch: pytest.MonkeyPatch, at_launch: bool
+):
+    counted: list[tuple[int, ...]] = []
+    monkeypatch.setattr(reward.served.compute._troubles, "add", counted.append)
+    fail = Mock(side_effect=torch.AcceleratorError(ILLEGAL))
+    # CUDA reports an error at a later call than the one that caused it.
+    monkeypatch.setattr(reward.served, "forward", fail if at_launch else lambda *_: fail)
+    for _ in range(2):
+        refused = str(ask(reward).error)
+        assert refused.startswith("UNAVAILABLE: reward_model has lost its device")
+        assert UNTIL_LOADED in refused
+        assert trouble_of(InferenceServerException(refused, "500"), 1.0).kind is Kind.DEAD
+    assert counted == [(1, 0)]
+
+
+def test_a_version_is_not_blamed_for_a_device_error(reward: Any, monkeypatch: pytest.MonkeyPatch):
+    """The thread that loads it never goes on, and so rejects no version."""
+    monkeypatch.setattr("python_backend.serving.torch_scoring.threading.Event", lambda: pytest)
+    monkeypatch.setattr(pytest, "wait", lambda: pytest.skip.Exception, raising=False)
+    with pytest.raises(CheckpointError), reward.served.compute.blaming_the_device():
+        raise CheckpointError("version 3 cannot be loaded") from RuntimeError(ILLEGAL)
+    assert UNTIL_LOADED in str(ask(reward).error)
+
+
+def test_a_pass_that_does_not_fit_is_halved_and_a_row_that_does_not_fit_is_refused(
+    reward: Any, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+):
+    expected = load_reward(checkpoints.reward).score(ROWS)
+    most, sizes, halved = 2, [], []
+    forward = reward.served.forward
+
+    def limited(model: Any, rows: list[TokenRow], width: int) -> Any:
+        sizes.append(len(rows))
+        fits(most)(rows)
+        return forward(model, rows, width)
+
+    monkeypatch.setattr(reward.served, "forward", limited)
+    monkeypatch.setattr(reward.served.compute._troubles, "add", halved.append)
+    np.testing.assert_allclose(ask(reward).outputs[REWARDS], expected, rtol=0, atol=1e-6)
+    assert (sizes[0], halved) == (len(ROWS), [(0, 2)])  # 5 rows as 2 + 3, and 3 as 1 + 2
+    most = 0
+    refused = str(ask(reward, ROWS[:1]).error)
+    assert refused.startswith("INTERNAL: OutOfMemory:")
+    assert "lower the model's max_length" in refused
+    most = 2
+    assert ask(reward).error is None
+
+
+def test_idle_threads_keep_no_version_alive(tmp_path: Path, checkpoints: Checkpoints):
+    run = make_run(tmp_path, checkpoints)
+    initialise_store(run.store, run.config.critic, run_id=run.run_id)
+    with served_model(run.config, "critic") as critic:
+        assert ask(critic, outputs=("values",)).error is None
+        replaced = weakref.ref(critic.served.versions.version.model)
+        critic.served.versions.version = Version(1, None)
+        wait_for(lambda: gc.collect() is not None and replaced() is None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_card_is_the_reason_why_a_model_lost_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    save_tiny(tmp_path / "reward", "llama", "reward")
+    if rank:
+        let_memory_be_short(monkeypatch, tmp_path, "python_backend.models.modeling", "RewardModel", "launch")
+    lost: list[str] = []
+    ranks = ServingRanks(2, "cpu", 1, lost.append)
+    try:
+        model: Any = ranks.load("load_reward", tmp_path / "reward", None, {"dtype": "float32"})
+
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        if not rank:
+            monkeypatch.setattr(RewardModel, "score", full)
+
+        def forward() -> None:
+            with ranks.forward(model, [np.arange(3, 20)], 32):
+                model.score([np.arange(3, 20)], 32)
+
+        threading.Thread(target=forward, daemon=True).start()  # never returns: its requests are answered elsewhere
+        wait_for(lambda: bool(lost), timeout_s=60.0)
+    finally:
+        ranks.close()
+        torch.distributed.destroy_process_group()
+    expected = f"rank {rank} has run out of the memory of cpu (CUDA out of memory); lower token_budget"
+    assert [reason.endswith(expected) for reason in lost] == [True]

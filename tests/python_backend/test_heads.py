@@ -1,0 +1,392 @@
+"""Every head of a reward model and a critic against plain transformers or torch, alone, batched, and after a swap."""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, add_tensors, change_config, save_tiny, save_with_value_head
+from transformers import AutoModelForTokenClassification
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.models import modeling
+from python_backend.models.batching import padded_width
+from python_backend.models.collation import collate
+from python_backend.models.modeling import CriticModel, quiet_transformers, save_critic
+from python_backend.models.token_head import TokenHead
+from python_backend.serving.ranks.loaders import load_model
+from python_backend.wire.training_payload import TrainPayload
+from tests.support.loaders import load_critic, load_reward
+from tests.support.settings import trainer_section
+from trainer.critic_update import CriticUpdate
+
+TOLERANCE = 1e-5
+CAUSAL = {"llama": True, "qwen2": True, "gpt2": True, "opt": True, "gptj": True, "bert": False, "deberta-v3": False}
+quiet_transformers()
+
+
+def rows(*lengths: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(2, VOCAB, length) for length in lengths]
+
+
+MIXED = rows(1, 7, POSITIONS - 2, 3, 12, 2)
+
+
+@torch.no_grad()
+def hidden_states(body: Any, row: np.ndarray) -> torch.Tensor:
+    """`[length, hidden]` of one row, alone and with a mask."""
+    ids = torch.from_numpy(row)[None]
+    return body(input_ids=ids, attention_mask=torch.ones_like(ids))[0][0]
+
+
+@torch.no_grad()
+def directly(model: Any, row: np.ndarray) -> np.ndarray:
+    """Hugging Face's own logits of one row."""
+    ids = torch.from_numpy(row)[None]
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0].numpy()
+
+
+Score = Callable[[np.ndarray], np.ndarray]
+Save = Callable[[Path, int], Score]  # writes a checkpoint from a seed; returns what scores a row without this project
+
+
+def sequence(family: str, **config: Any) -> Save:
+    def save(folder: Path, seed: int) -> Score:
+        model = save_tiny(folder, family, "reward", seed=seed, **config)
+        return lambda row: directly(model, row)
+
+    return save
+
+
+def tokens(family: str) -> Save:
+    def save(folder: Path, seed: int) -> Score:
+        model = save_tiny(folder, family, "critic", seed=seed)
+        return lambda row: directly(model, row)[-1]
+
+    return save
+
+
+def mean(folder: Path, seed: int) -> Score:
+    model = save_tiny(folder, "gpt2", "reward", seed=seed)
+    return lambda row: model.score(hidden_states(model.base_model, row).mean(dim=0)).detach().numpy()
+
+
+def value_head(family: str, **settings: Any) -> Save:
+    def save(folder: Path, seed: int) -> Score:
+        body, head = save_with_value_head(folder, family, seed=seed, **settings)
+        return lambda row: head(hidden_states(body, row)[-1]).detach().numpy()
+
+    return save
+
+
+def same(scores: np.ndarray) -> np.ndarray:
+    return scores
+
+
+ATTRIBUTES = {"num_labels": 3, "reward_standardization": {"mean": 0.5, "std": 2.0}}
+WEIGHTS = np.array([0.5, -1.0, 2.0], np.float32)
+FIRST = {"attribute_weights": [1, 0, 0]}
+OPENRLHF = {"prefix": "my_head", "value_head_prefix": "my_head", "mean": 0.25, "std": 0.5, "normalize_reward": True}
+HEADS: dict[str, tuple[Save, dict[str, Any], Score]] = {
+    **{family: (sequence(family), {}, same) for family in (*CAUSAL, "roberta", "mixtral")},
+    **{f"{family}, each token": (tokens(family), {}, same) for family in CONFIGS},
+    "TRL": (value_head("llama", prefix="v_head.summary", bias=True), {}, same),
+    "TRL, opt": (value_head("opt", prefix="v_head.summary", bias=True), {}, same),
+    "TRL, gptj": (value_head("gptj", prefix="v_head", bias=False), {}, same),
+    "value head": (value_head("qwen2", prefix="value_head"), {}, same),
+    "value head of attributes": (
+        value_head("gpt2", prefix="v_head", num_labels=3, bias=True),
+        {"attribute_weights": WEIGHTS},
+        lambda s: (s @ WEIGHTS)[None],
+    ),
+    "OpenRLHF": (value_head("llama", **OPENRLHF), {}, lambda s: (s - 0.25) / 0.5),
+    "OpenRLHF, raw": (value_head("gpt2", **OPENRLHF), {"standardization": "off"}, same),
+    "OpenRLHF, not normalised": (value_head("gpt2", **{**OPENRLHF, "normalize_reward": False}), {}, same),
+    "mean": (mean, {"pooling": "mean"}, same),
+    "attributes": (sequence("llama", **ATTRIBUTES), {}, lambda s: (s.mean(keepdims=True) - 0.5) / 2),
+    "attributes, weighted": (
+        sequence("bert", **ATTRIBUTES),
+        {"attribute_weights": WEIGHTS},
+        lambda s: ((s @ WEIGHTS)[None] - 0.5) / 2,
+    ),
+    "attributes, apart": (sequence("bert", **ATTRIBUTES), {"merge_attributes": False}, lambda s: (s - 0.5) / 2),
+    "one attribute, raw": (sequence("llama", **ATTRIBUTES), {**FIRST, "standardization": "off"}, lambda s: s[:1]),
+    "one attribute, scaled": (
+        sequence("llama", **ATTRIBUTES),
+        {**FIRST, "standardization": (3, 1)},
+        lambda s: s[:1] - 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_reward_and_a_swapped_one_score_as_plain_transformers(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    save, settings, change = HEADS[kind]
+    one, two = tmp_path / "1", tmp_path / "2"
+    expected = [np.stack([change(score(row)) for row in MIXED]) for score in (save(one, 1), save(two, 2))]
+    served, fresh = (load_reward(folder, **settings) for folder in (one, two))
+    for reward, right in zip((served, fresh), expected, strict=True):
+        together = reward.score(MIXED)
+        assert (together.dtype, together.shape) == (np.float32, right.shape)
+        assert np.ptp(right) > 20 * TOLERANCE  # a constant would pass for anything
+        np.testing.assert_allclose(together, right, atol=TOLERANCE)
+        np.testing.assert_allclose(reward.score(MIXED, POSITIONS), right, atol=TOLERANCE)
+        np.testing.assert_allclose(np.concatenate([reward.score([row]) for row in MIXED]), right, atol=TOLERANCE)
+    before = served.score(MIXED)
+    if kind != "mixtral":  # its experts are stored one by one, and only transformers knows how to join them
+        for slow in ("load_token_model", "load_classifier"):
+            monkeypatch.setattr(modeling, slow, lambda *_: pytest.fail("built the module again"))
+    other = served.with_weights(two)
+    np.testing.assert_array_equal(other.score(MIXED), fresh.score(MIXED))
+    assert [getattr(other, name) for name in ("skipped_pad_id", "num_outputs", "limits")] == [
+        getattr(served, name) for name in ("skipped_pad_id", "num_outputs", "limits")
+    ]
+    for model in (served, other.with_weights(one)):
+        np.testing.assert_array_equal(model.score(MIXED), before)  # the served model keeps its weights
+
+
+OF_REWARDS = {"pooling", "merge_attributes"}  # settings
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (_, settings, _) in HEADS.items() if not OF_REWARDS & {*settings}])
+def test_a_critic_starts_with_the_head_of_its_checkpoint_and_keeps_it_when_saved(tmp_path: Path, kind: str):
+    """An encoder's sequence head has its own pooling, so that the value head starts at 0."""
+    save, settings, change = HEADS[kind]
+    expected = np.stack([change(save(tmp_path / "0", 1)(row)) for row in MIXED])
+    critic = load_critic(tmp_path / "0", **settings)
+    is_pooled = critic.note.endswith("has its own pooling: the value head starts at 0")
+    assert is_pooled == (kind in ("bert", "deberta-v3", "roberta", "attributes, weighted"))
+    zero = np.full_like(expected[:, :1], -critic.mean / critic.std)
+    np.testing.assert_allclose(last_values(critic), zero if is_pooled else expected, atol=TOLERANCE)
+    folder = saved(critic, tmp_path / "1")
+    for again in (load_critic(folder), critic.with_weights(folder)):
+        np.testing.assert_array_equal(last_values(again), last_values(critic))
+        assert (again.mean, again.std) == (critic.mean, critic.std)
+    written = json.loads((folder / "config.json").read_text())
+    assert not {"normalize_reward", "value_head_prefix", "mean", "std"} & written.keys(), "the constants are there once"
+
+
+def last_values(critic: CriticModel) -> np.ndarray:
+    return np.array([[values[-1]] for values in critic.values(MIXED)])
+
+
+def saved(critic: CriticModel, folder: Path, **settings: torch.dtype) -> Path:
+    folder.mkdir()
+    save_critic(critic, folder, **settings)
+    return folder
+
+
+@pytest.mark.parametrize(("family", "at"), [("llama", "inside"), ("gpt2", "end")])
+def test_the_last_token_is_at_length_minus_1_also_where_it_is_the_padding_id(tmp_path: Path, family: str, at: str):
+    """Hugging Face takes the last token that is not the padding id: another one in a row that ends with that id."""
+    model = save_tiny(tmp_path, family, "reward")  # its padding id is 0
+    row = MIXED[4].copy()
+    row[5 if at == "inside" else -1] = 0
+    score = model.get_submodule("score")(hidden_states(model.base_model, row)).detach().numpy()
+    np.testing.assert_allclose(load_reward(tmp_path).score([*MIXED, row])[-1], score[-1], atol=TOLERANCE)
+    np.testing.assert_allclose(directly(model, row), score[-1 if at == "inside" else -2], atol=TOLERANCE)
+    assert abs(score[-2, 0] - score[-1, 0]) > 1e-3
+
+
+# ---- refusals ----
+
+
+def refused(*parts: object) -> Any:
+    return pytest.raises(CheckpointError, match=".*".join(re.escape(str(part)) for part in parts))
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path):
+    save_tiny(tmp_path, "bert", "reward", num_labels=3)
+    for settings, message in (
+        ({"attribute_weights": [1, 2]}, ["its head has 3 outputs, but attribute_weights has 2"]),
+        ({"pooling": "last"}, ["pooling: last does not fit the head ", "set pooling: auto"]),
+        ({"pooling": "mean"}, ["pooling: mean does not fit the head ", "set pooling: auto"]),
+        ({"standardization": (0.0, 0.0)}, ["std is 0, must be above 0"]),
+    ):
+        with refused(tmp_path, *message):
+            load_reward(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "config", "tensors", "message"),
+    [
+        *((family, "body", {}, {}, ["is not a trained reward model"]) for family in CONFIGS),
+        (  # its classifier, under the name of the sequence classes
+            "deberta-v3",
+            "critic",
+            {"architectures": ["DebertaV2ForSequenceClassification"]},
+            {},
+            ["the weights lack pooler.dense.bias, pooler.dense.weight"],
+        ),
+        ("llama", "body", {}, {"v_head.summary.weight": 24}, ["v_head.summary.weight", "has shape [1, 24]"]),
+        (
+            "bert",
+            "reward",
+            {},
+            {"classifier.weight": 24},
+            ["classifier.weight", "has shape [1, 24]", "[num_labels, 16]"],
+        ),
+    ],
+)
+def test_a_checkpoint_without_a_whole_reward_head_is_refused(
+    tmp_path: Path, family: str, head: str, config: dict[str, Any], tensors: dict[str, int], message: list[str]
+):
+    save_tiny(tmp_path, family, head)
+    change_config(tmp_path, **config)
+    add_tensors(tmp_path, {name: torch.zeros(1, width) for name, width in tensors.items()})
+    with refused(tmp_path, *message):
+        load_reward(tmp_path)
+
+
+MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another family": ("qwen2", {}, "is a qwen2 model, but the served model"),
+    "more labels": ("llama", {"num_labels": 2}, "another head than the served"),
+    "another size": ("llama", {"intermediate_size": 32}, "intermediate_size in config.json is"),
+    "another padding": ("llama", {"pad_token_id": 3}, "pad_token_id in config.json is 3"),
+    "not finite": ("llama", {}, "score.weight has values that are not finite"),
+    "a shape of its own": ("llama", {}, "does not fit the served model"),
+    "a missing tensor": ("llama", {}, "the weights lack"),
+    "cut short": ("llama", {}, "is damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_weights_that_do_not_fit_the_served_model_are_refused(tmp_path: Path, kind: str):
+    family, config, message = MISFITS[kind]
+    save_tiny(tmp_path / "served", "llama", "reward")
+    save_tiny(tmp_path / "other", family, "reward", **config)
+    file = tmp_path / "other" / "model.safetensors"
+    tensors = load_file(file)
+    if kind == "not finite":
+        tensors["score.weight"][0, 3] = float("nan")
+    elif kind == "a shape of its own":
+        tensors["model.norm.weight"] = torch.ones(3)
+    elif kind == "a missing tensor":
+        tensors.pop("model.norm.weight")
+    save_file(tensors, file)
+    if kind == "cut short":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with refused(message):
+        load_model("load_reward", tmp_path / "other", load_reward(tmp_path / "served"), {"finite": True})
+
+
+# ---- a bfloat16 body under an fp32 head ----
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, "roberta"])
+def test_the_head_keeps_its_fp32_values_under_a_bfloat16_body(tmp_path: Path, family: str):
+    model = save_tiny(tmp_path, family, "reward")
+    reward = load_reward(tmp_path, dtype="bfloat16")
+    stored = load_file(tmp_path / "model.safetensors")
+    name = next(n for n in ("score", "classifier", "classifier.out_proj") if f"{n}.weight" in stored)
+    head = [p for p in reward.model.parameters() if p.dtype == torch.float32]
+    assert torch.equal(head[0].cpu(), stored[f"{name}.weight"])  # not a rounded copy
+    assert not torch.equal(head[0].bfloat16().float(), head[0])
+    assert all(p.dtype == torch.bfloat16 for p in reward.model.base_model.parameters())
+    scores = reward.score(MIXED)
+    assert scores.dtype == np.float32
+    np.testing.assert_allclose(scores, [directly(model, row) for row in MIXED], atol=0.3)
+    np.testing.assert_array_equal(reward.with_weights(tmp_path).score(MIXED), scores)
+    if reward.model.base_model_prefix in ("model", "transformer"):
+        with torch.no_grad():  # by hand: the body's bfloat16 states through the fp32 head
+            inputs = [torch.from_numpy(row)[None].to(reward.model.device) for row in MIXED]
+            states = [reward.model.base_model(input_ids=ids)[0][0, -1].cpu() for ids in inputs]
+            expected = torch.stack(states).float() @ stored[f"{name}.weight"].T
+        np.testing.assert_allclose(np.concatenate([reward.score([row]) for row in MIXED]), expected, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_compiled_body_scores_the_same(tmp_path: Path):
+    save_tiny(tmp_path, "llama", "reward")
+    expected = load_reward(tmp_path).score(MIXED)
+    np.testing.assert_allclose(load_reward(tmp_path, compile_forward=True).score(MIXED), expected, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_without_a_compiler_compile_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_tiny(tmp_path, "llama", "reward")
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", (str(tmp_path / "no-compiler"),))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    torch._dynamo.reset()
+    with refused("torch.compile does not work here", "install a C++ compiler"):
+        load_reward(tmp_path, compile_forward=True)
+
+
+# ---- critics: masks, saved versions, copies of the file ----
+
+
+@pytest.mark.parametrize(("family", "is_causal"), CAUSAL.items())
+def test_causality_is_measured_and_without_a_mask_the_values_are_those_under_huggingfaces_mask(
+    tmp_path: Path, family: str, is_causal: bool
+):
+    assert TokenHead(save_tiny(tmp_path, family, "critic" if family in CONFIGS else "reward")).is_causal is is_causal
+    critic, seen = load_critic(tmp_path), []
+    body = critic.model.base_model
+    ids, attention, lengths = collate(MIXED, critic.model.device)
+    with torch.no_grad():
+        hidden = body(input_ids=ids, attention_mask=attention)[0]
+        head = next(m for m in reversed(list(critic.model.modules())) if isinstance(m, torch.nn.Linear))
+        expected = head(hidden)[..., 0].cpu()
+    body.register_forward_pre_hook(lambda _, args, given: seen.append(given.get("attention_mask")), with_kwargs=True)
+    for values, theirs, length in zip(critic.values(MIXED), expected, lengths, strict=True):
+        np.testing.assert_allclose(values, theirs[:length], atol=TOLERANCE)
+    calls = int(critic._token_head.lean is None)  # a lean decoder runs the layers without the body's own forward
+    masks = [mask if mask is None else int(mask.sum()) for mask in seen]
+    assert masks == [None if is_causal else int(lengths.sum())] * calls
+    training = critic.forward(ids, attention)
+    assert training.requires_grad
+    np.testing.assert_allclose(training.detach().cpu()[2], critic.values(MIXED)[2], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("multiple", "limit", "width"), [(1, None, 9), (8, None, 16), (8, 12, 12), (64, 32, 32), (8, 5, 9)]
+)
+def test_padding_to_a_multiple_stops_at_the_models_positions(multiple: int, limit: int | None, width: int):
+    assert padded_width(9, multiple, limit) == width
+    ids, attention, _ = collate(rows(9, 3), "cpu", width)
+    assert ids.shape == attention.shape == (2, width)
+    assert attention.sum(1).tolist() == [9, 3]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_saved_critic_is_an_ordinary_checkpoint(tmp_path: Path, family: str):
+    save_tiny(tmp_path / "0", family, "body", reward_standardization={"mean": 0.5, "std": 2.0})
+    critic = load_critic(tmp_path / "0")
+    with torch.no_grad():
+        critic.model.get_submodule("score" if family in ("llama", "qwen2") else "classifier").weight += 0.1
+    folder = saved(critic, tmp_path / "1")
+    model, report = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
+    assert not [*report["missing_keys"], *report["unexpected_keys"]]
+    for values, row in zip(critic.values(MIXED), MIXED, strict=True):
+        np.testing.assert_allclose(values, (directly(model.eval(), row)[:, 0] - 0.5) / 2, atol=TOLERANCE)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [type(model).__name__]
+
+
+@pytest.mark.parametrize("shards", ["5GB", "3KB"])
+def test_a_file_stays_as_it_is_while_a_critic_that_came_from_it_trains(tmp_path: Path, shards: str):
+    save_tiny(tmp_path / "whole", "llama", "critic").save_pretrained(tmp_path, max_shard_size=shards)
+    shutil.rmtree(tmp_path / "whole")
+    before = {file: hashlib.sha256(file.read_bytes()).digest() for file in tmp_path.glob("*.safetensors")}
+    assert (len(before) > 2) == (shards == "3KB")
+    serving, trained = load_critic(tmp_path), load_critic(tmp_path)
+    mapped = {parameter.data_ptr() for parameter in trained.model.parameters() if not parameter.is_cuda}
+    update = CriticUpdate(trained, trainer_section(lr=0.1))
+    assert not mapped & {parameter.data_ptr() for parameter in trained.model.parameters()}
+    served = serving.values(MIXED)
+    ones = np.ones(11, np.float32)
+    update.train(TrainPayload(MIXED[4], np.array([12]), ones, ones, ones), lambda _: None)
+    assert not np.allclose(update.critic.values(MIXED)[2], served[2])
+    np.testing.assert_array_equal(serving.values(MIXED)[2], served[2])
+    assert before == {file: hashlib.sha256(file.read_bytes()).digest() for file in tmp_path.glob("*.safetensors")}

@@ -1,0 +1,829 @@
+"""`python_backend.models` against plain transformers: the same numbers row by row, or the model is refused."""
+
+import functools
+import gc
+import itertools
+import json
+import logging
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_checkpoints
+import torch
+from architectures import KINDS, POSITIONS, VOCAB, save_architecture
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import CONFIGS, save_tiny
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from python_backend.checkpoints.inspection import (
+    CheckpointError,
+    fix_forward,
+    inspect_checkpoint,
+    max_positions,
+    stable_length,
+)
+from python_backend.models import modeling, output_head
+from python_backend.models.batching import padded_width, plan_micro_batches
+from python_backend.models.collation import collate
+from python_backend.models.lean_decoder import LeanDecoder, lean_decoder
+from python_backend.models.logprobs import sampling_entropy, target_logprobs
+from python_backend.models.modeling import CriticModel, quiet_transformers, save_critic
+from python_backend.models.output_head import head_logprobs, linear_head
+from python_backend.training.ranks import Ranks
+from python_backend.wire.contract import ContractError, scoring_rows
+from python_backend.wire.training_payload import TrainPayload
+from tests.support.loaders import load_critic, load_language_model, load_process_reward, load_reward, skip_on_cards
+from tests.support.settings import trainer_section
+from trainer.critic_update import CriticUpdate
+from trainer.trained_critic import TrainedCritic
+
+TOLERANCE = 1e-5
+
+
+SERVED = """
+    albert apertus arcee axk1 axk2 bert big_bird biogpt bloom camembert convbert data2vec-text deberta deberta-v2
+    deepseek_v2 deepseek_v3 diffllama distilbert doge electra ernie esm esmc eurobert exaone4 falcon flaubert fnet
+    gemma gemma2 gemma3_text glm glm4 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj gte helium
+    hunyuan_v1_dense hunyuan_v1_moe jamba jetmoe jina_embeddings_v3 layoutlm lilt llama longformer luke megatron-bert
+    minicpm3 minimax ministral ministral3 mistral mistral4 mixtral mobilebert modernbert mpnet mpt nemotron nomic_bert
+    nystromformer olmo olmo2 olmo3 openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_text
+    qwen3_moe qwen3_next rembert roberta roberta-prelayernorm roformer seed_oss smollm3 squeezebert stablelm
+    starcoder2 tapas ultrabert xlm xlm-roberta xlm-roberta-xl xlnet xmod yoso
+"""
+
+
+ONE_BY_ONE = {"convbert", "fnet", "mobilebert", "nystromformer", "yoso", "xlnet"}  # XLNet as a reward only
+
+
+REFUSED = {  # in these words; a critic of the last two has a head without them, or there is no class for it
+    "bros": "BrosForTokenClassification cannot score rows of tokens: You have to specify bbox",
+    "canine": "cannot score rows of tokens: `get_input_embeddings`",
+    "funnel": "FunnelForTokenClassification cannot score rows of tokens",
+    "ibert": "cannot score rows of tokens: 'QuantEmbedding'",
+    "layoutlmv3": "cannot score rows of tokens",
+    "reformer": "ReformerForSequenceClassification draws random numbers in each forward pass",
+    "ctrl": "a causal body under the head classifier of CTRLForSequenceClassification is not supported",
+    "modernbert-decoder": "a causal body under the head classifier of ModernBertDecoder",
+}
+
+
+QUICK = {"bert", "big_bird", "convbert", "deberta-v2", "fnet", "llama", "mixtral", "xlnet"}
+
+
+families = pytest.mark.parametrize("family", CONFIGS)
+quiet_transformers()
+
+
+def names(known: Sequence[str]) -> Any:
+    marked = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in known]
+    return pytest.mark.parametrize("name", marked)
+
+
+def rows_of(*lengths: int) -> list[np.ndarray]:
+    """Token rows without special tokens."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, VOCAB, length) for length in lengths]
+
+
+NO_DEPTHWISE = "the simulated cards have no depthwise convolution"
+ROWS = rows_of(5, 11, 30, 3, 18, 8, 1)
+
+
+def assert_alone_and_together(
+    score: Callable[[list[np.ndarray]], Sequence[np.ndarray]], rows: list[np.ndarray], expected: list[np.ndarray]
+) -> None:
+    """Compare rows as sent, in reverse, as planned, and each alone, with `expected`."""
+    order = [*range(len(rows))]
+    planned = plan_micro_batches([row.size for row in rows], token_budget=40, max_rows=8)
+    for batch in [order, order[::-1], *planned, *([i] for i in order)]:
+        for i, found in zip(batch, score([rows[i] for i in batch]), strict=True):
+            np.testing.assert_allclose(found, expected[i], atol=TOLERANCE)
+
+
+def assert_values(critic: CriticModel, model: Any) -> None:
+    for row, found in zip(ROWS, critic.values(ROWS), strict=True):
+        assert (found.shape, found.dtype) == (row.shape, np.float32)
+        np.testing.assert_allclose(found, directly(model, row), atol=TOLERANCE)
+
+
+@torch.no_grad()
+def directly(model: Any, row: np.ndarray) -> np.ndarray:
+    """Hugging Face's own logits of one row: `[1]`, or `[length]` of its tokens."""
+    ids = torch.from_numpy(row)[None]
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, ..., 0].reshape(-1).numpy()
+
+
+def refused(*parts: object):
+    return pytest.raises(CheckpointError, match=".*".join(re.escape(str(part)) for part in parts))
+
+
+# ---- architectures ----
+
+
+@names(SERVED.split())
+def test_a_row_scores_as_in_plain_transformers_whatever_shares_its_forward_pass(tmp_path: Path, name: str):
+    if name == "convbert":
+        skip_on_cards(NO_DEPTHWISE)
+    for kind in KINDS:
+        if (model := save_architecture(tmp_path / kind, name, kind)) is None:
+            continue
+        if kind == "reward" and name in ("flaubert", "xlm"):  # their head is no last layer of its own
+            continue
+        served: Any = (load_reward if kind == "reward" else load_critic)(tmp_path / kind)
+        outputs = served._outputs if kind == "reward" else served._token_head
+        rows = [row for row in ROWS if row.size <= (served.limits.max_length or POSITIONS)]
+        assert len(rows) > 4
+        expected = [directly(model, row) for row in rows]
+        assert np.ptp(np.concatenate(expected)) > 100 * TOLERANCE  # a constant would pass for anything
+        swapped = [served.with_weights(tmp_path / kind)] if name in ONE_BY_ONE else []
+        for each in (served, *swapped):
+            assert_alone_and_together(each.score if kind == "reward" else each.values, rows, expected)
+        if name == "mpt":  # its bias ends there: one longer row would fail all that share its forward pass
+            assert served.limits.max_length == POSITIONS
+        assert outputs.one_by_one == (name in ONE_BY_ONE and (name, kind) != ("xlnet", "critic"))
+        if kind == "critic":
+            assert_alone_and_together(load_process_reward(tmp_path / kind).token_scores, rows, expected)
+        elif getattr(outputs, "is_causal", False):
+            critic = load_critic(tmp_path / kind)
+            assert_alone_and_together(lambda batch: [v[-1:] for v in critic.values(batch)], rows, expected)  # noqa: B023
+
+
+@names(list(REFUSED))
+def test_what_cannot_be_scored_is_refused_by_name(tmp_path: Path, name: str):
+    message = "(?s)" + re.escape(REFUSED[name])
+    refused = 0
+    for kind, load in (("reward", load_reward), ("critic", load_critic)):
+        if save_architecture(tmp_path / kind, name, kind) is not None and (name, kind) != ("funnel", "reward"):
+            refused += 1
+            with pytest.raises(CheckpointError, match=message):
+                load(tmp_path / kind)
+    assert refused
+
+
+def test_bigbird_keeps_full_attention_and_refuses_rows_that_would_end_it(tmp_path: Path):
+    """Its block-sparse attention becomes full attention at the first short row, for all that follow."""
+    model = save_architecture(tmp_path, "big_bird", "critic")
+    critic = load_critic(tmp_path)
+    assert critic.limits.max_length == 14  # (5 + 2 * 1) * 2
+    short, long = rows_of(14, 30)
+    critic.values([long])
+    np.testing.assert_allclose(critic.values([short])[0], directly(model, short), atol=TOLERANCE)
+    assert critic.model.base_model.attention_type == "original_full"
+    model.config.attention_type = "original_full"
+    model.save_pretrained(tmp_path)
+    assert load_critic(tmp_path).limits.max_length == POSITIONS
+
+
+@pytest.mark.parametrize("name", ["convbert", "fnet"])
+def test_padding_does_not_change_the_training_of_a_critic(tmp_path: Path, name: str):
+    if name == "convbert":
+        skip_on_cards(NO_DEPTHWISE)
+    save_architecture(tmp_path, name, "critic")
+    sizes = np.array([row.size for row in ROWS[:4]])
+    zeros = np.zeros(sizes.sum() - sizes.size, np.float32)
+    payload = TrainPayload(np.concatenate(ROWS[:4]), sizes, zeros + 1, zeros, zeros + 1)
+    reports = []
+    for token_budget in (1, 10_000):
+        update = CriticUpdate(load_critic(tmp_path), trainer_section(token_budget=token_budget, clip_value=0, lr=1e-2))
+        reports.append([update.train(payload, lambda _: None) for _ in range(2)])
+    assert [each.loss_mean for each in reports[1]] == pytest.approx([r.loss_mean for r in reports[0]], abs=TOLERANCE)
+    critic = load_critic(tmp_path)
+    with pytest.raises(CheckpointError, match=r"forward pass of its own.*set trainer.ranks: 1"):
+        TrainedCritic(critic.model, critic, ranks=object.__new__(Ranks))
+
+
+# ---- the leaner forward of Llama and Qwen2 ----
+
+
+@pytest.mark.parametrize("lengths", [(1,), (7, 7), (32, 2, 31)])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": False}),
+        ("qwen2", {}),
+        ("llama", {"head_dim": 16}),
+    ],
+)
+def test_every_token_and_the_last_one_are_those_of_transformers(
+    tmp_path: Path, family: str, settings: dict[str, object], lengths: tuple[int, ...]
+) -> None:
+    save_tiny(tmp_path / "reward", family, "reward", **settings)
+    save_tiny(tmp_path / "critic", family, "critic", **settings)
+    reward, critic = modeling.load_reward(tmp_path / "reward"), modeling.load_critic(tmp_path / "critic")
+    assert reward._outputs is not None
+    assert reward._outputs.lean is not None
+    assert critic._token_head.lean is not None
+    lean_scores, lean_values = reward.score(rows_of(*lengths)), critic.values(rows_of(*lengths))
+    reward.use_own_forward()
+    critic._token_head.lean = None
+    np.testing.assert_allclose(lean_scores, reward.score(rows_of(*lengths)), atol=TOLERANCE)
+    for lean, own in zip(lean_values, critic.values(rows_of(*lengths)), strict=True):
+        np.testing.assert_allclose(lean, own, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gpt2", {}),
+        ("bert", {}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
+    ],
+)
+def test_other_architectures_keep_transformers_forward(
+    tmp_path: Path, family: str, settings: dict[str, object]
+) -> None:
+    assert lean_decoder(save_tiny(tmp_path, family, "critic", **settings)) is None
+
+
+def test_the_lean_forward_is_not_used_where_it_differs_nor_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = save_tiny(tmp_path, "llama", "critic")
+    critic = modeling.load_critic(tmp_path)
+    critic._token_head.lean.hidden = None  # type: ignore[assignment, union-attr]
+    ids = torch.from_numpy(ROWS[0])[None]
+    critic.forward(ids, torch.ones_like(ids)).sum().backward()
+    assert all(parameter.grad is not None for parameter in critic.model.base_model.parameters())
+    assert lean_decoder(model) is not None
+    whole = LeanDecoder.hidden
+    monkeypatch.setattr(LeanDecoder, "hidden", lambda self, ids: whole(self, ids) * 1.001)
+    assert lean_decoder(model) is None
+
+
+# ---- weights: first ones, swapped ones, shared ones ----
+
+
+@families
+def test_a_body_without_a_head_gets_one_that_answers_0_and_can_learn(tmp_path: Path, family: str):
+    save_tiny(tmp_path, family, "body")
+    critic, again = load_critic(tmp_path), load_critic(tmp_path).model.state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in critic.model.state_dict().items())
+    assert all((values == 0).all() for values in critic.values(ROWS))
+    critic.forward(*collate(ROWS, critic.model.device)[:2]).sum().backward()
+    assert any((parameter.grad != 0).any() for parameter in critic.model.parameters() if parameter.grad is not None)
+
+
+YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}}
+
+
+@pytest.mark.parametrize(("family", "settings"), [*((family, {}) for family in CONFIGS), ("llama", YARN)], ids=str)
+def test_a_swap_serves_the_new_weights_and_leaves_the_old(tmp_path: Path, family: str, settings: dict[str, Any]):
+    old_model, new_model = (save_tiny(tmp_path / str(seed), family, "critic", seed=seed, **settings) for seed in (0, 1))
+    old = load_critic(tmp_path / "0")
+    (tmp_path / "2").mkdir()
+    save_critic(load_critic(tmp_path / "1"), tmp_path / "2")
+    new = old.with_weights(tmp_path / "2")
+    assert not any(parameter.is_meta for parameter in new.model.state_dict().values())
+    assert_values(new, new_model)
+    assert_values(old, old_model)
+    assert_values(new.with_weights(tmp_path / "0"), old_model)  # from a swapped one, too
+
+
+def test_values_have_the_same_bits_after_a_swap_and_in_any_order(tmp_path: Path):
+    """Each row in a forward of its own, as `run.deterministic` has it; wide enough for sums whose order shows."""
+    save_tiny(tmp_path, "llama", "critic", hidden_size=256, intermediate_size=512, max_position_embeddings=128)
+    critic = load_critic(tmp_path)
+    save_critic(critic, tmp_path)
+    rows = rows_of(1, 2, 3, 7, 16, 31, 50, 77, 120)
+    fresh = {row.size: critic.values([row])[0].tobytes() for row in rows}
+    for same in (critic, critic.with_weights(tmp_path)):
+        assert {row.size: same.values([row])[0].tobytes() for row in rows[::-1]} == fresh
+
+
+MISFITS: dict[str, dict[str, Any]] = {
+    "another family": {"family": "qwen2"},
+    "other shapes": {"hidden_size": 32},
+    "more layers": {"num_hidden_layers": 3},
+    "fewer layers": {"num_hidden_layers": 1},
+    "truncated": {},
+    "no model.safetensors": {},
+    "no config.json": {},
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_what_does_not_fit_is_not_swapped_in(tmp_path: Path, what: str):
+    model = save_tiny(tmp_path / "0", "llama", "critic")
+    critic = load_critic(tmp_path / "0")
+    save_tiny(tmp_path / "1", **{"family": "llama", "head": "critic", **MISFITS[what]})
+    if what == "truncated":
+        file = tmp_path / "1" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+    elif what.startswith("no "):
+        (tmp_path / "1" / what.removeprefix("no ")).unlink()
+    with refused(tmp_path / "1"):
+        critic.with_weights(tmp_path / "1")
+    assert_values(critic, model)  # the old one serves on
+
+
+@pytest.mark.parametrize("load", [load_reward, load_critic])
+def test_what_is_no_checkpoint_is_named(tmp_path: Path, load: Callable[[Path], Any]):
+    with refused(tmp_path / "none", "does not exist or is not a folder"):
+        load(tmp_path / "none")
+    for name, content, *message in (
+        ("file", "", "is not a Hugging Face model: it has no config.json"),
+        ("config.json", "{}", "has no model.safetensors: it contains no weights"),
+        ("pytorch_model.bin", "", "only pickled weights (pytorch_model.bin)", "save the model again"),
+        ("model.safetensors", "", "cannot be loaded"),
+    ):
+        (tmp_path / name).write_text(content)
+        with refused(tmp_path, *message):
+            load(tmp_path)
+    save_tiny(tmp_path, "llama", "critic")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with refused(tmp_path, "the weights lack model.norm.weight"):
+        load(tmp_path)
+
+
+def all_mapped(model: torch.nn.Module) -> bool:
+    """Whether every weight of the body lies in a mapping of a safetensors file."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "safetensors" in line]
+    spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines if line[-1].endswith(".safetensors")]
+    pointers = [parameter.data_ptr() for parameter in model.base_model.parameters()]
+    return all(any(start <= pointer < end for start, end in spans) for pointer in pointers)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mappings")
+@pytest.mark.parametrize("form", ["one file", "shards", "bfloat16", "cast"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_body_is_mapped_where_its_dtype_is_served(tmp_path: Path, family: str, form: str):
+    file = tmp_path / "model.safetensors"
+    model = save_tiny(tmp_path, family, "reward")
+    if form == "shards":
+        file.unlink()
+        model.save_pretrained(tmp_path, max_shard_size="3KB")
+    if form == "bfloat16":
+        save_file({n: t.bfloat16() for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+    dtype = "bfloat16" if form in ("bfloat16", "cast") else "float32"
+    for load in (modeling.load_reward, modeling.load_critic):
+        assert all_mapped(load(tmp_path, dtype=dtype).model) is (form != "cast")
+
+
+def test_a_swap_leaves_nothing_behind(tmp_path: Path):
+    """safetensors 0.8.0 loses two numbers for each tensor that it reads: a gigabyte after 100,000 swaps of 150."""
+    save_tiny(tmp_path, "llama", "reward")
+    critic = modeling.load_critic(tmp_path)
+    save_critic(critic, tmp_path)
+    assert all_mapped(critic.with_weights(tmp_path).model)
+    blocks = []
+    gc.freeze()  # what other tests left takes a second to examine
+    for _ in range(36):
+        critic.with_weights(tmp_path)
+        gc.collect()
+        blocks.append(sys.getallocatedblocks())
+    gc.unfreeze()
+    assert (blocks[-1] - blocks[5]) / 30 < 10, "objects a swap; there are 20 tensors"
+
+
+# ---- micro-batches ----
+
+
+def test_plans_of_micro_batches():
+    # Sorted: 1 2 2 3 9. Three rows of 2 cost 6; four of 3 would cost 12; the row of 9 is over the budget: alone.
+    assert plan_micro_batches([9, 2, 1, 3, 2], token_budget=6, max_rows=64) == [[2, 1, 4], [3], [0]]
+    assert plan_micro_batches([9, 2, 1, 3, 2], token_budget=12, max_rows=64) == [[2, 1, 4, 3], [0]]
+    assert plan_micro_batches([5, 5, 5], token_budget=100, max_rows=2) == [[0, 1], [2]]
+    assert plan_micro_batches([], token_budget=1, max_rows=1) == []
+
+
+@given(lengths=st.lists(st.integers(1, 40), max_size=60), token_budget=st.integers(1, 100), max_rows=st.integers(1, 9))
+def test_batches_hold_every_row_once_within_the_budget_and_have_no_room_for_another(
+    lengths: list[int], token_budget: int, max_rows: int
+):
+    plan = plan_micro_batches(lengths, token_budget=token_budget, max_rows=max_rows)
+    order = [row for batch in plan for row in batch]
+    assert order == sorted(range(len(lengths)), key=lambda row: lengths[row])  # equal lengths keep their order
+    for batch, following in itertools.zip_longest(plan, plan[1:]):
+        assert len(batch) == 1 or (len(batch) * lengths[batch[-1]] <= token_budget and len(batch) <= max_rows)
+        if following is not None:
+            assert len(batch) == max_rows or (len(batch) + 1) * lengths[following[0]] > token_budget
+
+
+@pytest.mark.parametrize(("token_budget", "max_rows"), [(0, 1), (1, 0), (-5, 1)])
+def test_limits_are_checked(token_budget: int, max_rows: int):
+    with pytest.raises(ValueError, match=rf"token_budget \({token_budget}\) and max_rows \({max_rows}\)"):
+        plan_micro_batches([1], token_budget=token_budget, max_rows=max_rows)
+
+
+# ---- log-probs of language models ----
+
+
+close = torch.testing.assert_close
+LENGTHS = (5, 1, 32, 2, 17, 3, 31)
+
+
+SAMPLING: dict[str, Any] = {"temperature": 0.7, "banned_token_ids": [0, 2]}
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def token_rows(lengths: Sequence[int] = LENGTHS) -> list[np.ndarray]:
+    """Token rows, banned ids among them."""
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, VOCAB, length, dtype=np.int64) for length in lengths]
+
+
+@torch.no_grad()
+def assert_direct(folder: Path, model: Any, rows: list[np.ndarray], temperature: float, banned_token_ids: Any) -> None:
+    """Compare with transformers' forward of each row alone, log_softmax, one token after the other."""
+    theirs = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    for row, found in zip(rows, model.logprobs(rows), strict=True):
+        logits = theirs(input_ids=torch.from_numpy(row)[None]).logits[0].double() / temperature
+        logits[:, list(banned_token_ids)] = -torch.inf
+        expected = [float(logits[t].log_softmax(-1)[row[t + 1]]) for t in range(row.size - 1)]
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, [*expected, 0.0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many positions got logits at once, of which at most seven fit."""
+    found: list[int] = []
+    logits_of = output_head._logits
+
+    def watched(*arguments: Any) -> Tensor:
+        logits = logits_of(*arguments)
+        found.append(len(logits))
+        return logits
+
+    for limit in ("MAX_LOGITS", "MAX_LOGITS_ON_CARD"):
+        monkeypatch.setattr(output_head, limit, 7 * VOCAB + 1)
+    monkeypatch.setattr(output_head, "_logits", watched)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "opt", "gptj"])
+def test_log_probs_are_those_of_each_row_alone(tmp_path: Path, sizes: list[int], family: str):
+    save_tiny(tmp_path, family, "language", tie_word_embeddings=family == "qwen2")
+    model = load_language_model(tmp_path, **SAMPLING)
+    sizes.clear()
+    assert_direct(tmp_path, model, token_rows(), **SAMPLING)
+    assert (max(sizes), sum(sizes)) == (7, sum(LENGTHS) - len(LENGTHS)), "only positions that predict, a part at a time"
+    plain = load_language_model(tmp_path)
+    assert_direct(tmp_path, plain, token_rows(), temperature=1.0, banned_token_ids=[])
+    assert [found.tolist() for found in plain.logprobs(token_rows([1, 1]))] == [[0], [0]]  # nothing to predict
+
+
+def test_a_model_that_changes_its_logits_after_the_head(tmp_path: Path):
+    torch.manual_seed(1)
+    model = GraniteForCausalLM(GraniteConfig(**SMALL, max_position_embeddings=32, logits_scaling=0.25))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    model.save_pretrained(tmp_path)
+    assert_direct(tmp_path, load_language_model(tmp_path, **SAMPLING), token_rows(), **SAMPLING)
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "message"),
+    [
+        ("llama", "body", r"the weights lack lm_head\.weight"),
+        ("deberta-v3", "body", "no causal language model for deberta-v2 models"),
+        *((family, "language", r"is not causal.*set is_decoder: true") for family in ("bert", "roberta")),
+    ],
+)
+def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, family: str, head: str, message: str):
+    save_tiny(tmp_path / "0", family, head)
+    with pytest.raises(CheckpointError, match=message):
+        load_language_model(tmp_path / "0", **SAMPLING)
+    if head == "language":
+        save_tiny(tmp_path / "1", family, head, is_decoder=True)
+        model = load_language_model(tmp_path / "1", **SAMPLING)
+        assert_direct(tmp_path / "1", model, token_rows(), **SAMPLING)
+
+
+# ---- log-probs and entropies of logits ----
+
+
+def f64(rows: list) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def test_logprob_at_a_position_is_that_of_the_next_token():
+    logits = f64([[0.0, math.log(9), 50.0], [5.0, 5.0, 50.0], [0.0, 0.0, 0.0]])
+    found = target_logprobs(logits, torch.tensor([1, 1, 2]), temperature=2.0, banned_token_ids=[2])
+    close(found, f64([math.log(0.75), math.log(0.5), -math.inf]))  # odds 1:9 become 1:3; the banned token itself
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**31),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    banned=st.sets(st.integers(0, 4), max_size=3),
+)
+def test_log_probs_and_entropies_equal_a_loop_over_softmax(seed: int, temperature: float, banned: set[int]):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 5 * torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
+    targets = torch.randint(6, (3, 4), generator=generator)
+    sampling: Any = {"temperature": temperature, "banned_token_ids": sorted(banned)}
+    found, entropies = target_logprobs(logits, targets, **sampling), sampling_entropy(logits, **sampling)
+    for at in itertools.product(range(3), range(4)):
+        weights = [0.0 if v in banned else math.exp(float(z) / temperature) for v, z in enumerate(logits[at])]
+        shares = [weight / sum(weights) for weight in weights]
+        p = shares[int(targets[at])]
+        assert float(found[at]) == pytest.approx(math.log(p) if p else -math.inf)
+        assert float(entropies[at]) == pytest.approx(-sum(p * math.log(p) for p in shares if p))
+
+
+def test_half_precision_is_computed_in_float32_at_the_size_of_real_logits():
+    logits = (20 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(0)) - 30).bfloat16()
+    result = target_logprobs(logits, torch.arange(8), temperature=1.0)
+    expected = logits.float().log_softmax(-1).gather(-1, torch.arange(8)[:, None])[:, 0]
+    close(result, expected, atol=2e-5, rtol=1e-6)
+
+
+def test_the_gradient_of_an_entropy_is_that_over_the_tokens_left_by_a_ban():
+    logits = torch.randn(2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    entropy = functools.partial(sampling_entropy, temperature=0.8, banned_token_ids=[2])
+    assert torch.autograd.gradcheck(entropy, logits)
+    (gradient,) = torch.autograd.grad(entropy(logits).sum(), logits)
+    assert (gradient[:, 2] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "banned"),
+    [(0.0, []), (-1.0, []), (math.nan, []), (math.inf, []), (1.0, [3, 1]), (1.0, [-1, 1])],
+)
+def test_sampling_settings_and_shapes_are_checked(temperature: float, banned: list[int]):
+    sampling: Any = {"temperature": temperature, "banned_token_ids": banned}
+    logits, targets = torch.zeros(2, 3), torch.zeros(3).long()
+    for check in (
+        lambda: target_logprobs(logits, targets[:2], **sampling),
+        lambda: sampling_entropy(logits, **sampling),
+        lambda: head_logprobs(torch.zeros(2, 4), nn.Linear(4, 3), targets[:2], **sampling),
+    ):
+        with pytest.raises(ValueError, match="banned_token_ids" if banned else f"temperature.*{temperature}"):
+            check()
+    with pytest.raises(ValueError, match=r"\(2, 3\) and \(3,\)"):
+        target_logprobs(logits, targets, temperature=1.0)
+
+
+# ---- the output head, without whole logits ----
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_log_probs_and_gradients_equal_those_of_whole_logits(
+    sizes: list[int], bias: bool, with_entropy: bool, is_frozen: bool
+):
+    targets = torch.arange(3, 19)
+    weights = torch.randn(2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    results = []
+    kept: list[int] = []  # what the backward pass needs
+    for whole in (True, False):
+        torch.manual_seed(0)
+        head = nn.Linear(4, VOCAB, bias=bias, dtype=torch.float64).requires_grad_(not is_frozen)
+        hidden = torch.randn(16, 4, dtype=torch.float64, requires_grad=True)
+        if whole:
+            logits = head(hidden)
+            logprobs, entropies = target_logprobs(logits, targets, **SAMPLING), sampling_entropy(logits, **SAMPLING)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+                logprobs, entropies = head_logprobs(hidden, head, targets, with_entropy=with_entropy, **SAMPLING)
+        loss = (logprobs * weights[0]).sum()
+        if with_entropy:
+            loss = loss + (entropies * weights[1]).sum()
+        loss.backward()
+        gradients = [hidden.grad, *(parameter.grad for parameter in head.parameters())]
+        results.append([logprobs.detach(), entropies.detach() if with_entropy else None, *gradients])
+    close(results[1], results[0])
+    assert sizes == [7, 7, 2] * 2, "forward, and again backward"
+    assert sum(kept) <= hidden.numel() + 2 * targets.numel() + sum(parameter.numel() for parameter in head.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "is_linear"),
+    [
+        (LlamaForCausalLM, LlamaConfig(**SMALL), True),
+        (
+            Gemma2ForCausalLM,
+            Gemma2Config(**SMALL, final_logit_softcapping=30.0),
+            False,
+        ),  # random weights reach less
+        (CohereForCausalLM, CohereConfig(**SMALL, logit_scale=0.5), False),
+        (Llama4ForCausalLM, Llama4TextConfig(**SMALL, intermediate_size_mlp=16, num_local_experts=1), False),  # no body
+    ],
+)
+def test_models_that_change_their_logits_after_the_head_are_found_out(kind: Any, config: Any, is_linear: bool):
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    assert linear_head(model) is (model.lm_head if is_linear else None)
+
+
+# ---- rotary tables ----
+
+LIMIT = tiny_checkpoints.POSITIONS // 2  # of the rows that leave the rotary table as it is
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": LIMIT,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 3.0, 5.0, 9.0],
+}
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": LIMIT}),
+    "longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": LIMIT}),
+}
+models = pytest.mark.parametrize("model", MODELS)
+
+
+def save(folder: Path, model: str, head: str, **more: Any) -> Any:
+    """Save one of MODELS, or of another family with 32 positions."""
+    family, settings = MODELS.get(model, (model, {"n_positions": 32} if model == "gptj" else {}))
+    return save_tiny(folder, family, head, **settings, **more)
+
+
+MIXED = rows_of(3, LIMIT, 9, LIMIT + 4, LIMIT - 1, tiny_checkpoints.POSITIONS, 5)  # some longer than what is served
+
+
+ROLES: dict[str, tuple[str, Callable[[Path], Callable[[list[np.ndarray]], Any]]]] = {
+    "reward": ("reward", lambda folder: load_reward(folder).score),
+    "critic": ("critic", lambda folder: load_critic(folder).values),
+    "reference": ("language", lambda folder: load_language_model(folder).logprobs),
+}
+
+
+def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=TOLERANCE)
+
+
+@models
+@pytest.mark.parametrize("role", ROLES)
+def test_a_row_scores_as_in_transformers_whatever_was_scored_before_or_beside_it(tmp_path: Path, model: str, role: str):
+    head, load = ROLES[role]
+    theirs = save(tmp_path, model, head)
+    expected = [load(tmp_path)([row])[0] for row in MIXED]  # alone in a fresh model
+    for row, found in zip(MIXED, expected, strict=True):
+        if row.size > LIMIT:  # no longer served, and another table
+            continue
+        with torch.no_grad():
+            logits = theirs(input_ids=torch.from_numpy(row)[None]).logits[0]
+        if role == "reference":
+            logits = torch.tensor([*logits[:-1].log_softmax(-1)[range(row.size - 1), row[1:]], 0.0])
+        np.testing.assert_allclose(found, logits.reshape(-1).numpy(), atol=TOLERANCE)
+    score = load(tmp_path)
+    assert_close(score(MIXED), expected)
+    assert_close(score(MIXED[::-1]), expected[::-1])
+    for i in (5, 1, 3, 0, 1):  # a long row before each short one
+        assert_close(score([MIXED[i]]), [expected[i]])
+
+
+@models
+def test_workers_that_share_a_model_write_nothing_of_it(tmp_path: Path, model: str):
+    save(tmp_path, model, "critic")
+    critic = load_critic(tmp_path)
+    alone = [critic.values([row])[0] for row in MIXED]
+    swapped = critic.with_weights(tmp_path)  # shares the table with the version before it
+    before = [(id(buffer), buffer._version) for buffer in critic.model.buffers()]
+    with ThreadPoolExecutor(3) as workers:
+        for i, found in enumerate(workers.map(lambda i: (critic, swapped)[i % 2].values([MIXED[i % 7]])[0], range(70))):
+            np.testing.assert_allclose(found, alone[i % 7], atol=TOLERANCE)
+    assert [(id(buffer), buffer._version) for buffer in critic.model.buffers()] == before
+    assert critic._token_head.lean is None
+
+
+@torch.no_grad()
+def test_a_table_for_each_kind_of_layer():
+    kinds = ["full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=LIMIT,
+        layer_types=kinds,
+        rope_parameters={kinds[0]: DYNAMIC, kinds[1]: {"rope_type": "default", "rope_theta": 10000.0}},
+    )
+    body = AutoModel.from_config(config).eval()
+    fix_forward(body)
+    row, longer = (torch.from_numpy(each)[None] for each in rows_of(LIMIT, tiny_checkpoints.POSITIONS))
+    before = body(input_ids=row)[0]
+    body(input_ids=longer)
+    torch.testing.assert_close(body(input_ids=row)[0], before, atol=TOLERANCE, rtol=0)
+
+
+# ---- longer rows are refused ----
+
+
+@models
+def test_longer_rows_are_refused_and_padding_stops_before(tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture):
+    save(folder := tmp_path / "0", model, "critic")
+    with caplog.at_level(logging.WARNING):
+        critic = load_critic(folder)
+    assert ("rows are limited to 16 tokens, not max" in caplog.text) == (model != "dynamic")
+    save_critic(critic, folder)
+    published = json.loads((folder / "config.json").read_text())  # what critic_train reads
+    found = (critic.limits.max_length, inspect_checkpoint(folder).max_positions, max_positions(published))
+    assert found == (LIMIT, LIMIT, LIMIT)
+    assert padded_width(LIMIT - 1, 64, LIMIT) == LIMIT
+    with pytest.raises(ContractError, match=r"tokens\[0\]: 17 tokens, the model has 16 positions"):
+        scoring_rows(np.ones((1, LIMIT + 1), np.int64), None, limits=critic.limits)
+
+
+@pytest.mark.parametrize(
+    ("config", "limit", "positions"),
+    [
+        (
+            {
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,  # Phi-3 128k on the hub
+                "rope_scaling": {"type": "su", "short_factor": [1.05], "long_factor": [1.3]},
+            },
+            4096,
+            4096,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0],
+                    "long_factor": [1.0],
+                    "short_mscale": 1.1,
+                    "long_mscale": 1.2,  # Phi-3.5-MoE scales by length, too
+                },
+            },
+            4096,
+            4096,
+        ),
+        ({"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rope_scaling": None}, None, 4096),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 2048, 2048),
+        (
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}},
+            },
+            LIMIT,
+            LIMIT,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            None,
+            131072,
+        ),
+        ({"text_config": {"max_position_embeddings": 64, "rope_parameters": LONGROPE}}, LIMIT, LIMIT),
+        (
+            {"max_position_embeddings": 64, "rope_parameters": {**LONGROPE, "short_factor": LONGROPE["long_factor"]}},
+            None,
+            64,
+        ),
+        ({"n_positions": 1024}, None, 1024),
+        ({"max_seq_len": 2048}, None, 2048),  # MPT
+        ({}, None, None),
+    ],
+)
+def test_what_a_config_says(config: dict[str, Any], limit: int | None, positions: int | None):
+    assert stable_length(config) == limit
+    assert max_positions(config) == positions

@@ -1,0 +1,826 @@
+"""Reward functions in their worker processes, groups, TRL's functions, the weighted sum, and the Triton model."""
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import reward_functions
+import trl_functions
+from chat_server import ChatServer
+from tiny_tokenizers import make_text_tokenizer
+from triton_python_backend_utils import Request
+
+from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.rewards import count
+from python_backend.rewards import judge as judge_module
+from python_backend.rewards import pool as pool_module
+from python_backend.rewards.function import FunctionError, Sample, checked, load_function, take_counts
+from python_backend.rewards.groups import BadGroup, group_key
+from python_backend.rewards.judge import Judge, NoVerdict, VerdictReader
+from python_backend.rewards.pool import FairQueue, FunctionCall, ScoreOutcome, WorkerPool
+from python_backend.serving.reward_mixture import weighted_sum
+from python_backend.wire.contract import PROBE_HEADER, REWARD_COMPONENT, REWARD_ERROR
+
+FILE = Path(reward_functions.__file__)
+TRL_FILE = Path(trl_functions.__file__)
+ROOT = FILE.parent.parent
+LIMIT_S = 1.0
+SPEC = "python_backend.rewards.judge:Judge"
+KEY = "sk-very-secret-0123456789"
+MakePool = Callable[..., WorkerPool]
+
+
+@pytest.fixture
+def make_pool() -> Iterator[MakePool]:
+    """Starts pools, and closes them."""
+    made: list[WorkerPool] = []
+    before = workers()
+
+    def make(spec: str = "by_row", *, num_workers: int = 1, timeout_s: float = 60.0, **call: Any) -> WorkerPool:
+        spec = spec if ":" in spec else f"{FILE}:{spec}"
+        made.append(WorkerPool(FunctionCall(spec, timeout_s, **call), num_workers=num_workers))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+    assert workers() == before
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    """Two workers, for samples that kill none."""
+    pool = WorkerPool(FunctionCall(f"{FILE}:by_row", 60.0), num_workers=2)
+    yield pool
+    pool.close()
+
+
+def workers() -> list[psutil.Process]:
+    """Worker processes of this process."""
+    return [child for child in psutil.Process().children() if "python_backend.rewards.worker" in child.cmdline()]
+
+
+def doing(*actions: str | None, **metadata: object) -> list[Sample]:
+    """One sample for each action; the i-th has i tokens."""
+    return [Sample("text", [0] * i, {**({"do": a} if a else {}), **metadata}) for i, a in enumerate(actions)]
+
+
+def responses(*texts: str, **metadata: object) -> list[Sample]:
+    """One sample for each response, with as many tokens as it has letters."""
+    return [Sample(each, [0] * len(each), {"response": each, "prompt": "p", **metadata}) for each in texts]
+
+
+def scored(pool: WorkerPool, *groups: Sequence[Sample]) -> list[list[ScoreOutcome]]:
+    """The outcomes of each group of one request."""
+    results: dict[int, list[ScoreOutcome]] = {}
+    left = threading.Semaphore(0)
+
+    def done(number: int, outcomes: list[ScoreOutcome]) -> None:
+        assert number not in results
+        results[number] = outcomes
+        left.release()
+
+    pool.submit([(list(group), lambda found, i=i: done(i, found)) for i, group in enumerate(groups)])
+    for _ in groups:
+        assert left.acquire(timeout=120)
+    return [results[number] for number in range(len(groups))]
+
+
+def outcomes(pool: WorkerPool, samples: Sequence[Sample]) -> list[ScoreOutcome]:
+    """The outcome of each sample, alone in its group."""
+    return [outcome for (outcome,) in scored(pool, *([sample] for sample in samples))]
+
+
+def errors_of(found: Sequence[ScoreOutcome]) -> list[str]:
+    """The errors without line numbers; only a sample without an error has a score."""
+    assert all(math.isnan(outcome.score) == bool(outcome.error) for outcome in found)
+    return [re.sub(r" \(reward_functions.py:\d+\)$", "", outcome.error) for outcome in found]
+
+
+# ---- worker processes: a failure costs its own sample ----
+
+
+def test_each_sample_gets_its_own_score_whatever_its_size(pool: WorkerPool) -> None:
+    assert outcomes(pool, doing(*[None] * 500)) == [ScoreOutcome(float(i)) for i in range(500)]
+    huge = Sample("é" * 10**6, [], {"do": "huge", "blob": "x" * 10**7})  # larger than any buffer
+    assert outcomes(pool, [huge]) == [ScoreOutcome(1e7)]
+
+
+def test_a_failure_costs_its_own_sample(make_pool: MakePool) -> None:
+    causes = {
+        "raise": "RuntimeError: no verdict on None",
+        "exit": "SystemExit: enough",
+        "die": "the worker process ended with exit code 3",
+        "crash": "the worker process was killed by SIGSEGV",
+        "memory": "MemoryError",
+        "nan": "returned nan, must be finite",
+        "infinity": "returned inf, must be finite",
+        "text": "the function returned '1.0', but it must return a number",
+        "none": "the function returned None, but it must return a number",
+        "print": "",
+    }
+    before, *found, after = outcomes(make_pool(num_workers=2), doing(None, *causes, None))
+    assert errors_of(found) == [*causes.values()]
+    assert (before.score, after.score) == (0, len(causes) + 1)
+
+
+def test_a_forked_child_never_answers(make_pool: MakePool) -> None:
+    found = outcomes(make_pool(), doing(*["fork"] * 3, "pid", *[None] * 16, "pid"))
+    assert [outcome.score for outcome in (*found[:3], *found[4:-1])] == [0, 1, 2, *range(4, 20)]
+    assert found[3] == found[-1], "the worker itself goes on"
+
+
+def test_a_sample_that_takes_too_long_is_killed_with_everything_it_started(make_pool: MakePool, tmp_path: Path) -> None:
+    """No zombie is left: this process inherits all, as process 1 of a container does.
+
+    Waiting for a worker does not count: the last sample waits for three limits.
+    """
+    prctl, subreaper = ctypes.CDLL(None).prctl, 36
+    others = psutil.Process().children()
+    assert prctl(subreaper, 1) == 0
+    try:
+        pool, files = make_pool(timeout_s=LIMIT_S), [tmp_path / "program", tmp_path / "daemon"]
+        started = [doing(path.name, pid_file=str(path))[0] for path in files]
+        first, *killed, second, last = outcomes(pool, [*doing("pid", "loop"), *started, *doing("pid", None)])
+        pool.close()
+        assert psutil.Process().children() == others
+    finally:
+        prctl(subreaper, 0)
+    assert errors_of(killed) == ["took longer than 1 s and was killed"] * 3
+    assert first.score != second.score
+    assert last == ScoreOutcome(1.0)
+    assert [psutil.pid_exists(int(pid)) for pid in (first.score, *(path.read_text() for path in files))] == [False] * 3
+
+
+@pytest.mark.parametrize("place", ["send_frame", "receive_frame"])
+def test_after_any_exception_the_next_sample_is_scored(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    pool, real = make_pool(), getattr(pool_module, place)
+    for error in (RecursionError, OSError, TimeoutError, KeyError):
+
+        def once(*arguments: Any, error: type[Exception] = error) -> Any:
+            monkeypatch.setattr(pool_module, place, real)
+            raise error("injected")
+
+        monkeypatch.setattr(pool_module, place, once)
+        failed, *good = outcomes(pool, doing(None, None, None))
+        assert failed.error, error
+        assert good == [ScoreOutcome(1.0), ScoreOutcome(2.0)], error
+
+
+def test_after_a_sample_that_breaks_the_protocol_a_new_worker_scores_the_next(make_pool: MakePool) -> None:
+    pool = make_pool()
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for bad in (*doing("garbled frame", "foreign frame", "two results"), Sample("", [], {"deep": deep})):
+        before, failed, after = outcomes(pool, [*doing("pid"), bad, *doing("pid")])
+        assert failed.error
+        assert (before.error, after.error) == ("", "")
+        assert before.score != after.score, "it has been killed"
+
+
+def test_a_worker_that_is_killed_while_idle_and_a_callback_that_raises_cost_at_most_one_sample(
+    make_pool: MakePool,
+) -> None:
+    pool = make_pool()
+    pool.submit([(doing(None), lambda _: [][0])])
+    (worker,) = outcomes(pool, doing("pid"))
+    assert worker.error == "", "its thread goes on"
+    os.kill(int(worker.score), signal.SIGKILL)
+    found = outcomes(pool, doing(*[None] * 20))
+    assert sum(bool(outcome.error) for outcome in found) <= 1
+    assert {outcome.error for outcome in found} <= {"", "the worker process was killed by SIGKILL"}
+
+
+@pytest.mark.parametrize(
+    ("call", "hidden", "inherited"),
+    [
+        (
+            {"spec": "by_row", "hidden_variables": ["KEY_OF_ANOTHER", "KEY_FOR_TRAINING"]},
+            ["KEY_OF_ANOTHER", "KEY_FOR_TRAINING"],
+            ["KEY_OF_ITS_OWN"],
+        ),
+        (
+            {"spec": "Keyed", "options": {"api_key_env": "HF_TOKEN"}},
+            ["WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD"],
+            ["HF_TOKEN", "OPENAI_API_KEY", "TOKENIZERS_PARALLELISM"],
+        ),
+    ],
+)
+def test_secrets_are_not_inherited_but_for_the_functions_own(
+    make_pool: MakePool,
+    monkeypatch: pytest.MonkeyPatch,
+    call: dict[str, Any],
+    hidden: list[str],
+    inherited: list[str],
+) -> None:
+    for name in (*hidden, *inherited):
+        monkeypatch.setenv(name, "secret")
+    asked = [Sample("", [], {"do": "inherited", "names": names}) for names in (hidden, inherited)]
+    assert outcomes(make_pool(**call), asked) == [ScoreOutcome(0.0), ScoreOutcome(len(inherited))]
+
+
+def test_a_request_of_many_groups_lets_one_of_a_few_pass() -> None:
+    waiting = FairQueue()
+    long, short = doing(*[None] * 200), doing(None, None)
+    waiting.put([(long[i : i + 2], print) for i in range(0, 200, 2)])
+    waiting.put([([sample], print) for sample in short])
+    assert waiting.size == 202
+    taken = [item[0][0] for _ in range(4) if (item := waiting.get()) is not None]
+    assert [any(sample is mine for mine in short) for sample in taken] == [False, True, False, True]
+    assert waiting.size == 196
+    waiting.close()
+    assert waiting.get() is None
+
+
+def test_closing_ends_a_running_function_and_drops_the_queue(make_pool: MakePool) -> None:
+    pool = make_pool()
+    finished: list[list[ScoreOutcome]] = []
+    pool.submit([([sample], finished.append) for sample in doing("loop", None)])
+    pool.close()
+    assert (finished, [thread.is_alive() for thread in pool._threads]) == ([], [False])
+
+
+def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    script = (
+        "import sys, time\n"
+        "from python_backend.rewards.pool import FunctionCall, WorkerPool\n"
+        "from python_backend.rewards.function import Sample\n"
+        "pool = WorkerPool(FunctionCall(sys.argv[1], 600.0), num_workers=2)\n"
+        "for action in ({'do': 'daemon', 'pid_file': sys.argv[2]}, {'do': 'loop'}):\n"
+        "    pool.submit([([Sample('', [], action)], lambda outcome: None)])\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, f"{FILE}:by_row", str(pid_file)], cwd=ROOT) as parent:
+        children: list[psutil.Process] = []  # two workers, what watches each, the daemon, perhaps what began it
+        while not pid_file.is_file() or pid_file.read_text() not in [f"{child.pid}\n" for child in children]:
+            assert parent.poll() is None
+            children = psutil.Process(parent.pid).children(recursive=True)
+        os.kill(parent.pid, signal.SIGKILL)
+    assert len(children) >= 5
+    gone, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive, gone
+
+
+@pytest.mark.parametrize(
+    ("spec", "text", "cause"),
+    [
+        ("missing.py:score", "", "missing.py:score cannot be imported: FileNotFoundError: missing.py does not exist"),
+        ("no.such_module:score", "", "cannot be imported: ModuleNotFoundError: No module named 'no'"),
+        (f"{FILE}:nothing", "", f"cannot be imported: {FILE} has no 'nothing'"),
+        (f"{FILE}:_ACTIONS", "", "defines '_ACTIONS' as dict, not a function"),
+        ("broken.py:score", "def score(:", "broken.py:score cannot be imported: SyntaxError"),
+        ("broken.py:score", "import os\nos._exit(4)", "broken.py:score cannot be imported: the worker process ended"),
+        ("broken.py:score", "import time\ntime.sleep(3600)", "cannot be imported: took longer than 1 s"),
+    ],
+)
+def test_a_function_that_cannot_be_imported_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, text: str, cause: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text(text)
+    before, limit_s = workers(), 1.0 if "sleep" in text else 60.0
+    with pytest.raises(FunctionError, match=re.escape(cause)):
+        WorkerPool(FunctionCall(spec, 1.0), num_workers=2, start_limit_s=limit_s)
+    assert workers() == before
+
+
+# ---- functions, samples and options ----
+
+
+def test_a_file_may_import_its_neighbours(make_pool: MakePool, tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_a_reward.py").write_text("OFFSET = 2\n")
+    path = tmp_path / "with neighbour.py"
+    path.write_text("from neighbour_of_a_reward import OFFSET\ndef f(sample): return len(sample.text) + OFFSET\n")
+    assert outcomes(make_pool(f"{path}:f"), [Sample("abc")]) == [ScoreOutcome(5.0)]
+
+
+def test_samples_and_scores() -> None:
+    found = [Sample("a b"), Sample("a b", [], {"prompt": "a", "response": " b"})]
+    assert [(sample.prompt, sample.response) for sample in found] == [(None, None), ("a", " b")]
+    assert [checked(value) for value in (True, 3, 0.5)] == [1.0, 3.0, 0.5]
+    assert importlib.import_module("python_backend.function_rewards").Sample is Sample
+
+
+@pytest.mark.parametrize("spec", ["", "name", "file.py", "a b:c", "file.txt/x:name", "file.py:1"])
+def test_a_spec_that_names_no_function_is_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=re.escape("write path/to/file.py:name or package.module:name")):
+        load_function(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "cause"),
+    [
+        (f"{FILE}:Scaled", {"factr": 1}, "options.factr: unknown; did you mean factor?"),
+        (f"{FILE}:Scaled", {}, "options.factor: missing"),
+        (f"{FILE}:Scaled", {"factor": -1}, "options.factor: -1, must be above 0"),
+        (f"{FILE}:Scaled", {"factor": "x"}, "cannot be used with its options: TypeError: "),
+        (f"{FILE}:num_tokens", {"x": 1}, "options.x: unknown; the options: none"),
+        (f"{TRL_FILE}:needs_ids", {}, "completion_ids: not available"),
+        (f"{TRL_FILE}:needs_ids_too", {}, "completion_ids: not available"),
+        (f"{TRL_FILE}:contains", {"limit": 1}, "options.limit: unknown"),
+        (SPEC, {"modle": "m"}, "options.modle: unknown; did you mean model?"),
+        (SPEC, {"zzz": 1}, "options.zzz: unknown; the options: model, base_url, rubric,"),
+        (SPEC, {"base_url": None}, "options.base_url: missing"),
+        (
+            SPEC,
+            {"base_url": "ftp://host/v1"},
+            "options.base_url: 'ftp://host/v1', must be http://host/v1 or https://host/v1",
+        ),
+        (SPEC, {"base_url": "file:///etc/passwd"}, "options.base_url: 'file:///etc/passwd', must be http"),
+        (SPEC, {"base_url": "host:8000/v1"}, "options.base_url: 'host:8000/v1', must be http"),
+        (SPEC, {"base_url": "http://h/é"}, "options.base_url: 'http://h/é', must be http"),
+        (SPEC, {"base_url": "http://h:99999/v1"}, "options.base_url: not an address: Port out of range"),
+        (SPEC, {"base_url": f"http://user:{KEY}@h/v1"}, "options.base_url: has a user, a password or a query"),
+        (SPEC, {"model": ""}, "options.model: '', must be a text"),
+        (SPEC, {"temperature": -1}, "options.temperature: -1, must be a number of at least 0"),
+        (SPEC, {"temperature": True}, "options.temperature: True"),
+        (SPEC, {"max_tokens": 1.5}, "options.max_tokens: 1.5, must be an integer of at least 1"),
+        (SPEC, {"samples": 0}, "options.samples: 0, must be an integer of at least 1"),
+        (SPEC, {"scale": [5, 1]}, "options.scale: [5, 1], must be two numbers"),
+        (SPEC, {"scale": 10}, "options.scale: 10, must be two numbers"),
+        (SPEC, {"pattern": "("}, "options.pattern: '(': missing )"),
+        (SPEC, {"pattern": "a"}, "options.pattern: 'a', must be a regular expression with one group"),
+        (SPEC, {"pattern": "(a)", "json_key": "b"}, "options.pattern: set together with json_key"),
+        (SPEC, {"rubric": "{{ respons }}"}, "options.rubric: no field 'respons'; the fields: prompt, response, text"),
+        (SPEC, {"rubric": "a\n{% if %}"}, "options.rubric: line 2: "),
+        (SPEC, {"api_key_env": "NO_SUCH_VARIABLE"}, "the environment variable NO_SUCH_VARIABLE is not set"),
+        (SPEC, {"request_timeout_s": 0}, "options.request_timeout_s: 0, must be a number above 0"),
+        (SPEC, {"body": [1]}, "options.body: [1], must be a mapping"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(spec: str, options: dict[str, Any], cause: str) -> None:
+    given = {**({"model": "m", "base_url": "http://h/v1"} if spec == SPEC else {}), **options}
+    with pytest.raises(FunctionError, match=f"^{re.escape(spec)}.*{re.escape(cause)}") as caught:
+        load_function(spec, {name: value for name, value in given.items() if value is not None}, timeout_s=1.0)
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"timeout_s": 3}, "'timeout_s': use the term's own timeout_s"),
+        ({"a b": 3}, "'a b': not the name of an argument"),
+        ({"x": float("nan")}, "not expressible in JSON"),
+        ([1], "rewards.a.options"),
+    ],
+)
+def test_options_that_no_function_can_receive_are_refused(options: Any, cause: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(cause)):
+        RunConfig.model_validate({"rewards": {"a": {"function": "a.py:b", "options": options}}})
+
+
+def test_options_can_be_overridden_and_model_takes_none(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("rewards: {model: {}, a: {function: 'a.py:b', options: {x: 1, y: [2]}, groupwise: true}}")
+    assert load_config(path, ["rewards.a.options.x=3"]).functions["a"].options == {"x": 3, "y": [2]}
+    with pytest.raises(ConfigError, match="'model' is the model of the reward section"):
+        load_config(path, ["rewards.model.groupwise=true"])
+
+
+def test_a_class_gets_its_options_once_and_its_counts_reach_the_server() -> None:
+    counted: list[Any] = []
+    call = FunctionCall(f"{FILE}:Scaled", 2.0, False, {"factor": 10})
+    pool = WorkerPool(call, num_workers=1, counted=counted.append)
+    *found, failed = outcomes(pool, [*responses("a", "bbb"), *responses("c", do="raise")])
+    pool.close()
+    assert [outcome.score for outcome in found] == [12, 32]  # 2: the time limit
+    assert "no verdict" in failed.error
+    assert counted == [{"calls": 1, "tokens": 1}, {"calls": 1, "tokens": 3}, {"calls": 1, "tokens": 1}]
+
+
+@pytest.mark.parametrize(("name", "amount"), [("A", 1), ("a b", 1), ("", 1), ("a", -1), ("a", math.inf)])
+def test_a_bad_count_is_refused(name: str, amount: float) -> None:
+    with pytest.raises(ValueError, match="counter"):
+        count(name, amount)
+    assert take_counts() == {}
+
+
+# ---- groups ----
+
+
+def test_a_groupwise_function_may_have_options_and_return_an_array() -> None:
+    group = [Sample("", [], {"score": score}) for score in (3, 1, 2.5)]
+    for margin, expected in ((0.0, [2, 0, 1]), (1.0, [1, 0, 1])):
+        assert load_function(f"{FILE}:wins", {"margin": margin})(group).tolist() == expected
+
+
+def test_a_failure_costs_its_own_group_and_a_bad_score_its_own_row(make_pool: MakePool) -> None:
+    must = "but it must return 3 numbers, one per response"
+    causes = {
+        "raise": "RuntimeError: no verdict on None",
+        "die": "the worker process ended with exit code 3",
+        "loop": "took longer than 1 s and was killed",
+        "few": "the function returned 2 scores for a group of 3",
+        "many": "the function returned 4 scores for a group of 3",
+        "number": f"the function returned 1.0, {must}",
+        "text": f"the function returned '1.0', {must}",
+        "dict": f"the function returned {{0: 1.0, 1: 1.0, 2: 1.0}}, {must}",
+    }
+    pool = make_pool("by_group", timeout_s=LIMIT_S, groupwise=True)
+    groups = [responses("a", "b", "c", do=action) for action in causes]
+    *failed, gaps, good = scored(pool, *groups, responses(*"abcde", do="gaps"), responses("d", "e"))
+    assert [errors_of(found) for found in failed] == [[cause] * 3 for cause in causes.values()]
+    assert good == [ScoreOutcome(2.0), ScoreOutcome(2.0)]
+    assert (gaps[0], gaps[4]) == (ScoreOutcome(1.0), ScoreOutcome(0.0))
+    assert errors_of(gaps[1:4]) == [
+        "the function returned None, but it must return a number",
+        "returned nan, must be finite",
+        "the function returned 'x', but it must return a number",
+    ]
+
+
+def test_rows_with_the_same_id_or_prompt_are_a_group() -> None:
+    chat = [{"role": "user", "content": "?"}]
+    reply = {"role": "assistant", "content": ""}
+    alike: list[list[dict[str, Any]]] = [
+        [{"group": 1}, {"group": 1, "prompt": "x"}],
+        [{"group": "1"}],
+        [{"prompt": "1"}, {"prompt": "1", "group": None}],
+        [{"messages": chat}, {"messages": [*chat, reply]}],
+        [{"messages": [*chat, reply, *chat]}],
+    ]
+    keys = [{group_key(metadata) for metadata in group} for group in alike]
+    assert [len(each) for each in keys] == [1] * len(alike)
+    assert len(set.union(*keys)) == len(alike)
+
+
+def test_any_metadata_has_a_group_or_a_cause() -> None:
+    prompt: list[Any] = []
+    for _ in range(10_000):
+        prompt = [prompt]
+    causes = {f"metadata.group: {bad!r}, must be": {"group": bad, "prompt": "p"} for bad in (True, 1.5, [1], {})}
+    causes |= {"metadata has neither group nor prompt": {"messages": []}, "nested too deeply": {"prompt": prompt}}
+    for cause, metadata in causes.items():
+        with pytest.raises(BadGroup, match=re.escape(cause)):
+            group_key(metadata)
+    odd = [None, True, 0, 1.5, "", "\ud800", [], [1], [None], {}, {"role": "assistant"}, [{"role": ["tool"]}], [[[]]]]
+    for name, value in itertools.product(("group", "prompt", "messages"), odd):
+        with contextlib.suppress(BadGroup):
+            assert group_key({name: value}) == group_key(json.loads(json.dumps({name: value})))
+
+
+# ---- TRL's reward functions run unchanged: called with lists; None is no score and no error ----
+
+QUESTION = [{"role": "user", "content": "6 times 7?"}]
+
+
+def chat(reply: str, **columns: object) -> Sample:
+    """As the actor sends a chat: the rendered prompt as text, and its messages."""
+    return Sample(reply, [1], {"prompt": "rendered", "response": reply, "messages": QUESTION, **columns})
+
+
+def message(content: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": content}]
+
+
+@pytest.mark.parametrize("groupwise", [False, True])
+def test_a_function_of_trl_scores_rows_alone_or_as_a_group(make_pool: MakePool, groupwise: bool) -> None:
+    group = [chat(rf"\boxed{{{n}}}", solution=text) for n, text in ((42, "42"), (41, "42"), (42, "many"))]
+    pool = make_pool(f"{TRL_FILE}:accuracy", groupwise=groupwise)
+    found = scored(pool, group)[0] if groupwise else outcomes(pool, group)
+    assert found[:2] == [ScoreOutcome(1.0), ScoreOutcome(0.0)]
+    assert (math.isnan(found[2].score), found[2].error) == (True, ""), "it returned None"
+
+
+@pytest.mark.parametrize(
+    ("sample", "prompts", "completions"),
+    [
+        (responses(" r")[0], ["p"], [" r"]),
+        (chat("r"), [QUESTION], [message("r")]),
+        (Sample("whole text"), [None], ["whole text"]),  # a client that sends nothing else
+        (Sample("", [], {"messages": [*QUESTION, *message("")]}), [QUESTION], [message("")]),  # the gateway
+        (Sample("", [], {"messages": QUESTION}), [QUESTION], [message("")]),
+    ],
+)
+def test_the_arguments_of_a_function_of_trl(sample: Sample, prompts: list[Any], completions: list[Any]) -> None:
+    expected = {"prompts": prompts, "completions": completions, "answer": ["a"], "level": [3]}
+    sample.metadata.update({"answer": "a", "level": 3, "expected": expected})
+    assert load_function(f"{TRL_FILE}:echo")(sample) == 1
+
+
+def test_functions_of_trl_with_and_without_options() -> None:
+    one, two = (responses(text, answer="a")[0] for text in ("a", "bb"))
+    for name, options, scores in (
+        ("contains", {}, [1, 0]),
+        ("shorter_than", {"limit": 2}, [1, 0]),
+        ("Prefers", {"word": "b"}, [0, 1]),
+    ):
+        function = load_function(f"{TRL_FILE}:{name}", options)
+        assert (function([one, two]), function(one)) == (scores, scores[0])
+    with pytest.raises(TypeError, match="solution"):
+        load_function(f"{TRL_FILE}:accuracy")(chat("r"))
+    with pytest.raises(ValueError, match="returned 2 scores for a group of 1"):
+        load_function(f"{TRL_FILE}:one_too_many")(one)
+
+
+# ---- the weighted sum ----
+
+
+@pytest.mark.parametrize(
+    ("row", "causes", "reward", "error"),
+    [
+        ([1, 2], ["", ""], 5, ""),
+        ([0, 0], ["", ""], 0, ""),
+        ([np.nan, 2], ["KeyError: 'x'", ""], np.nan, "a: KeyError: 'x'"),
+        ([1, np.inf], ["", ""], np.nan, "b: scored inf, must be finite"),
+        ([3e38, 3e38], ["", ""], np.nan, "the weighted sum is inf, must be finite"),
+        # A function that does not apply is left out, as in TRL; but where none applies there is no reward, not 0.
+        ([np.nan, 2], ["", ""], 4, ""),
+        ([np.nan, np.nan], ["", ""], np.nan, "no reward function applies to this row"),
+        ([np.nan, np.inf], ["", ""], np.nan, "b: scored inf, must be finite"),
+    ],
+)
+def test_a_row_without_a_finite_sum_has_no_reward_and_a_cause(
+    row: list[float], causes: list[str], reward: float, error: str
+) -> None:
+    by_name = {name: [cause, ""] for name, cause in zip("ab", causes, strict=True)}
+    components = np.asarray([row, [1, 1]], np.float32)
+    rewards, errors = weighted_sum(["a", "b"], np.asarray([1.0, 2.0]), components, by_name)
+    np.testing.assert_array_equal(rewards, np.asarray([reward, 3], np.float32))
+    assert errors == [error, ""]
+
+
+def test_a_model_always_applies() -> None:
+    rewards, errors = weighted_sum(["model"], np.asarray([1.0]), np.asarray([[np.nan]], np.float32), {})
+    assert (np.isnan(rewards).all(), errors) == (True, ["model: scored nan, must be finite"])
+
+
+# ---- the Triton model of a function ----
+
+
+def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_become_errors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_text_tokenizer("qwen2").save_pretrained(tmp_path)
+    bounds = ("max_waiting_rows", "max_request_tokens", "max_request_bytes")
+    given = {"function": f"{FILE}:num_tokens", "timeout_s": "60", "workers": "1", "memory_mib": "4096"}
+    given |= {"tokenizer": str(tmp_path), **dict.fromkeys(bounds, "100")}
+    parameters = {name: {"string_value": value} for name, value in given.items()}
+    model = importlib.import_module("python_backend.serving.function_reward").TritonPythonModel()
+    model.initialize({"model_config": json.dumps({"name": "m", "parameters": parameters})})
+
+    def ask(**headers: str) -> Any:
+        inputs = {"tokens": np.ones((2, 3), np.int64), "sequence_lengths": np.full((2, 1), 3)}
+        request = Request(inputs, (REWARD_COMPONENT, REWARD_ERROR), json.dumps(headers))
+        model.execute([request])
+        outputs = request.responses.get(timeout=60).outputs
+        assert request.responses.empty()
+        return str(outputs[REWARD_COMPONENT].tolist()), outputs[REWARD_ERROR].tolist()
+
+    assert ask(**{PROBE_HEADER: "1"}) == ("[[nan], [nan]]", [[b""], [b""]])
+    assert ask() == ("[[3.0], [3.0]]", [[b""], [b""]])
+    send = Request.send
+
+    def once(*_: object, **__: object) -> None:
+        monkeypatch.setattr(Request, "send", send)
+        raise MemoryError("/dev/shm is full")
+
+    monkeypatch.setattr(Request, "send", once)
+    assert ask() == ("[[nan], [nan]]", [[b"/dev/shm is full"]] * 2)
+    model.finalize()
+
+
+# ---- the LLM judge against a scripted endpoint: a failure is no score, never 0 ----
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[ChatServer]:
+    server = ChatServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(endpoint: ChatServer, monkeypatch: pytest.MonkeyPatch) -> ChatServer:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(judge_module, "FIRST_PAUSE_S", 0.001)
+    take_counts()
+    return endpoint
+
+
+def judge(server: ChatServer, *, timeout_s: float = 30.0, **options: Any) -> Any:
+    """A judge whose whole message is the response."""
+    options = {"model": "m", "base_url": server.url, "rubric": "{{ response }}", **options}
+    return load_function(SPEC, options, timeout_s=timeout_s)
+
+
+def row(response: str, prompt: str | None = "Why?", **metadata: Any) -> Sample:
+    texts = {"response": response, **({} if prompt is None else {"prompt": prompt})}
+    return Sample(f"{prompt}{response}", [], {**metadata, **texts})
+
+
+def test_an_answer_of_slashes_is_read_at_once() -> None:
+    """A step for each of its characters, not for each three of them: a cubic pattern would not end here."""
+    for between in ("/" * 100_000 + "x", " " * 50_000 + "/" * 50_000 + "x ", "of " * 30_000 + "x", "-" * 100_000 + "x"):
+        assert VerdictReader(1, 10).read(f"8 {between} 10") == 10
+
+
+@pytest.mark.parametrize("pattern", ["_OF_SCALE", "_RANGE"])
+def test_the_linear_patterns_accept_what_the_short_ones_do(pattern: str) -> None:
+    """The oracle: easy to read, with several ways to split the same characters."""
+    oracle = {
+        "_OF_SCALE": r"\W*(?:points?|stars?)?\W*(?:/|out of|of)\W*",
+        "_RANGE": r"\s*(?:\([^()]*\)\s*)?(?:[-–—]|to|or)\s*|.*(?:/|\bof)\W*",
+    }[pattern]
+    parts = ("/", " ", "-", "(", ")", "point", "stars", "of", "out of", "x", "\n")
+    flags = re.IGNORECASE | (re.DOTALL if pattern == "_RANGE" else 0)
+    for length in range(5):
+        for chosen in itertools.product(parts, repeat=length):
+            text = "".join(chosen)
+            ours = getattr(judge_module, pattern).fullmatch(text)
+            assert (ours is None) == (re.fullmatch(oracle, text, flags) is None), text
+
+
+JSON, PATTERN = {"json_key": "grade"}, {"pattern": re.compile(r"VERDICT: (\w+)")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer", "score"),
+    [
+        ({}, "7", 7),
+        ({}, "Score: 8/10", 8),
+        ({}, "**Score: 8**/10", 8),
+        ({}, "8.5 out of 10.", 8.5),
+        ({}, "8 points (out of 10)", 8),
+        ({}, "1. Good. 2. Bad.\nGrade: 3", 3),
+        ({}, "10/10", 10),
+        ({}, "from 1 to 10: 4", 4),
+        ({}, "$\\boxed{9}$", 9),
+        ({}, "+5", 5),
+        ({}, "no score", "has no number"),
+        ({}, "", "has no number"),
+        ({}, "11", "score 11 is outside 1 to 10"),
+        ({}, "-3", "score -3 is outside"),
+        ({}, "4/5", "ends with '4/5'"),
+        ({}, "7-8", "ends with '7-8'"),
+        ({}, "7 to 8", "ends with '7 to 8'"),
+        ({}, "1 (worst) to 10 (best)", "not one score"),
+        ({}, "8,5", "score '8,5' is not a number"),
+        ({}, "9 on a scale of 100", "not one score"),
+        ({}, "8/10 (80%)", "score 80 is outside"),
+        ({}, "9" * 400, "score inf"),
+        (JSON, '{"grade": 4}', 4),
+        (JSON, '```json\n{"grade": "4.5", "why": "{x}"}\n```', 4.5),
+        (JSON, '{"grade": 2} {"grade": 3}', 3),
+        (JSON, '{"a": {"b": 1}, "grade": 5} {"other": 1}', 5),
+        (JSON, "4", "no JSON object with 'grade'"),
+        (JSON, '{"grade": null}', "score None is not"),
+        (JSON, '{"grade": true}', "score True is not"),
+        (JSON, '{"grade": NaN}', "nan"),
+        (JSON, '{"grade": ', "no JSON object"),
+        (JSON, "{" * 9999, "no JSON object"),
+        (JSON, '{"grade": [4]}', "score [4] is not"),
+        (PATTERN, "VERDICT: 9 or rather VERDICT: 2 3", 2),
+        (PATTERN, "1", "does not match options.pattern"),
+        (PATTERN, "VERDICT: yes", "'yes' is not a number"),
+    ],
+)
+def test_the_last_score_on_the_scale(settings: dict[str, Any], answer: str, score: float | str) -> None:
+    reader = VerdictReader(1, 10, **settings)
+    if not isinstance(score, str):
+        assert reader.read(answer) == score
+    else:
+        with pytest.raises(NoVerdict, match=re.escape(score)) as caught:
+            reader.read(answer)
+        assert settings or " ".join(answer.split())[-50:] in str(caught.value), "the excerpt"
+
+
+def test_the_request(server: ChatServer) -> None:
+    options = {
+        "temperature": 0.5,
+        "max_tokens": 7,
+        "body": {"top_p": 0.9, "max_tokens": None, "max_completion_tokens": 7},
+    }
+    rubric = "{{ metadata.answer }}|{{ prompt }}|{{ low }}-{{ high }}\n{{ response }}"
+    assert judge(server, rubric=rubric, scale=[0, 5], **options)(row("{{ 7 * 7 }} Score: 5", answer="é")) == 5
+    sent = server.requests[-1]
+    message = "é|Why?|0-5\n{{ 7 * 7 }} Score: 5"
+    assert sent == {
+        "model": "m",
+        "messages": [{"role": "user", "content": message}],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_completion_tokens": 7,
+    }
+    assert "Authorization" not in server.headers
+
+
+def test_the_shipped_rubric_has_both_texts(server: ChatServer) -> None:
+    with pytest.raises(NoVerdict, match="not one score"):  # the server repeats the rubric's last line
+        Judge(model="m", base_url=server.url, timeout_s=30.0)(row("Because.", "Why not?"))
+    message = server.requests[-1]["messages"][0]["content"]
+    assert "# Prompt\nWhy not?\n\n# Response\nBecause.\n" in message
+    assert message.endswith("a number from 1 to 10.")
+
+
+@pytest.mark.parametrize("what", ["busy once", "half once", "slow once"])
+def test_a_fault_that_passes_is_retried(server: ChatServer, what: str) -> None:
+    assert judge(server, request_timeout_s=1.0 if what == "slow once" else 60.0)(row(what)) == 7
+    counts = take_counts()
+    assert (counts["requests"], counts["retries"]) == (2, 1)
+    assert "failures" not in counts
+
+
+@pytest.mark.parametrize(
+    ("what", "requests", "cause"),
+    [
+        ("broken", 3, "HTTP 503: overloaded; gave up after 3 attempts"),
+        ("garbage", 3, "not a chat completion: <html>Bad gateway</html>; gave up"),
+        ("hang", 3, "timed out; gave up after 3 attempts"),
+        ("wrong", 1, "HTTP 400: max_tokens is too large"),
+        ("redirect", 1, "HTTP 302"),  # urllib would send the key along
+        ("no text", 1, "the reply has no text"),
+        ("cut", 1, "the judge's answer reached max_tokens (512): 'Score: 1'"),
+        ("no grade at all", 1, "the judge's answer has no number: 'no grade at all'"),
+    ],
+)
+def test_a_fault_that_stays_is_no_score(server: ChatServer, what: str, requests: int, cause: str) -> None:
+    before = len(server.requests)
+    with pytest.raises(NoVerdict, match=re.escape(cause)):
+        judge(server, max_retries=2, request_timeout_s=0.2 if what == "hang" else 60.0)(row(what))
+    counts = take_counts()
+    assert (counts["requests"], counts["failures"]) == (requests, 1)
+    assert len(server.requests) == before + requests
+
+
+def test_no_attempt_begins_after_the_deadline_or_reaches_a_dead_endpoint(server: ChatServer) -> None:
+    limits: dict[str, Any] = {"timeout_s": 0.5, "request_timeout_s": 30.0}
+    in_an_hour = formatdate(time.time() + 3600, usegmt=True)
+    for header, what, settings in (("3600", "broken", {}), (in_an_hour, "broken", {}), ("0", "hang", limits)):
+        server.retry_after = header
+        with pytest.raises(NoVerdict, match="no time for another attempt after 1"):
+            judge(server, **settings)(row(what))
+    assert take_counts()["requests"] == 3
+    dead = ChatServer()
+    dead.stop()
+    with pytest.raises(NoVerdict, match="ConnectionRefusedError"):
+        judge(dead, max_retries=1)(row("7"))
+    assert take_counts()["requests"] == 2
+
+
+def test_the_mean_of_several_answers_and_what_they_cost(server: ChatServer) -> None:
+    asked = judge(server, samples=3, prompt_price=2.0, completion_price=10.0)
+    assert asked(row("Score: 6")) == 6
+    counts = take_counts()
+    assert counts.pop("request_seconds") > 0
+    assert counts == {"requests": 3, "prompt_tokens": 300, "completion_tokens": 30, "cost": pytest.approx(9e-4)}
+
+
+def test_the_key_is_sent_and_never_shown(
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    asked = judge(server, api_key_env="JUDGE_KEY")
+    assert asked(row("Score: 3")) == 3
+    assert server.headers["Authorization"] == f"Bearer {KEY}"
+    with pytest.raises(NoVerdict, match=re.escape("HTTP 401: Incorrect API key: Bearer ***")) as caught:
+        asked(row("echo the key"))
+    with pytest.raises(NoVerdict, match=r"x Bearer \*\*\*") as cut:  # before the message is truncated
+        asked(row("echo the key late"))
+    assert KEY[:3] not in str(cut.value)
+    monkeypatch.setenv("JUDGE_KEY", f"{KEY}\n")
+    with pytest.raises(FunctionError, match="JUDGE_KEY has spaces or characters") as refused:
+        judge(server, api_key_env="JUDGE_KEY")
+    shown = "".join([repr(asked), str(asked), str(caught.value), str(refused.value), *capfd.readouterr()])
+    assert KEY not in shown
+
+
+def test_a_row_without_what_the_rubric_needs_costs_no_request(server: ChatServer) -> None:
+    before = len(server.requests)
+    shipped = Judge(model="m", base_url=server.url, timeout_s=30.0)
+    for sample, cause in ((Sample("x"), "'prompt' is undefined"), (row("x", None), "'prompt' is undefined")):
+        with pytest.raises(NoVerdict, match=cause):
+            shipped(sample)
+    with pytest.raises(NoVerdict, match="has no attribute 'answer'"):
+        judge(server, rubric="{{ metadata.answer }}")(row("x"))
+    with pytest.raises(NoVerdict, match="unsafe"):
+        judge(server, rubric="{{ response.__class__.__mro__ }}")(row("x"))
+    assert len(server.requests) == before
+
+
+def test_the_documentation_has_every_option() -> None:
+    (table,) = re.findall(r"\| option \|.*?\n\n", Path("docs/llm-judge.md").read_text(), re.DOTALL)
+    documented = {name for row in table.strip().splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert documented == {field.name for field in dataclasses.fields(Judge)} - {"timeout_s"}

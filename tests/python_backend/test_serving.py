@@ -1,0 +1,579 @@
+"""Requests and forward passes of a served model: answers, scheduling, swaps under load, deadlines, slow texts.
+
+The server's module is the stand-in among the tests: which forward pass runs with which version cannot be seen from
+outside.
+"""
+
+import importlib
+import itertools
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reward_functions
+import triton_python_backend_utils as stub
+from hypothesis import given
+from hypothesis import strategies as st
+from live_system import Checkpoints, LiveRun, make_run, random_rows, scoring_inputs, training_inputs
+from scoring_rig import started
+from triton_python_backend_utils import InferenceResponse, Request
+
+from python_backend.serving import scheduling
+from python_backend.serving.scheduling import LONG_REQUEST_SHARE, PRESSING_FORWARDS, RoundRobin, RowPool
+from python_backend.store.journal_entry import Result
+from python_backend.wire.contract import (
+    TRAINING_KEY_HEADER,
+    UNNAMED,
+    VALUES,
+    WHOLE,
+    ContractError,
+    ScoringRows,
+    TokenRow,
+    outputs_of,
+    texts_array,
+)
+from python_backend.wire.texts import printable
+from tools.render_configs import FUNCTION_MODULE, MODULES, parse_config, render_configs
+from trainer.publish import initialise_store
+
+LONE = "\ud800"
+MIB = 1 << 20
+PATIENCE_S = 120.0
+
+# ---- answers: text that Triton and terminals can take, one answer for each request, no exception ----
+
+
+@pytest.fixture
+def serving() -> Any:
+    """python_backend.serving.triton; Triton's module is the stand-in among the tests."""
+    return importlib.import_module("python_backend.serving.triton")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, äöü 漢字 😀", "plain, äöü 漢字 😀"),
+        ("two\nlines\tand a tab", "two\nlines\tand a tab"),
+        ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+        (f"a {LONE} b", "a \\ud800 b"),
+        ("right \u202e left", "right \\u202e left"),
+        ("x" * 61, "x" * 60 + " …"),
+    ],
+)
+def test_texts_are_made_printable(text: str, shown: str) -> None:
+    assert printable(text, limit=60) == shown
+    assert shown.encode()
+
+
+@pytest.mark.parametrize("error", [ContractError(f"messages: {LONE}"), KeyError(LONE), RuntimeError("x" * 100_000)])
+def test_an_error_of_any_text_is_sent_and_does_not_leave_execute(serving: Any, error: Exception) -> None:
+    def handle(call: Any) -> None:
+        raise error
+
+    requests = [Request({}, ()), Request({}, ())]
+    serving.answer_each([*map(serving.Call, requests)], handle)
+    for request in requests:
+        sent = request.responses.get_nowait().error
+        assert sent is not None
+        assert len(sent.encode()) < 5000
+        assert "\\ud800" in sent or "xxx" in sent
+
+
+def test_a_request_is_answered_once_and_its_texts_are_escaped(serving: Any) -> None:
+    request = Request({}, ("reward_errors",))
+
+    def handle(call: Any) -> None:
+        call.answer({"reward_errors": texts_array(["\x1b[31mred", "", f"{LONE}"])})
+        raise RuntimeError("after the answer")
+
+    serving.answer_each([serving.Call(request)], handle)
+    sent = request.responses.get_nowait().outputs["reward_errors"]
+    assert sent.tolist() == [[b"\\x1b[31mred"], [b""], [b"?"]]
+    assert request.responses.empty()
+
+
+@pytest.mark.parametrize("failures", [1, 9])
+def test_an_answer_that_cannot_be_sent_becomes_an_error_and_raises_nothing(
+    serving: Any, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    send, tried = Request.send, list[int]()
+
+    def refuse(self: Request, *arguments: Any, **named: Any) -> None:
+        tried.append(1)
+        if len(tried) <= failures:
+            raise MemoryError("/dev/shm is full")
+        send(self, *arguments, **named)
+
+    monkeypatch.setattr(Request, "send", refuse)
+    request = Request({}, ())
+    serving.answer_each([serving.Call(request)], lambda call: call.answer({}))
+    errors = [] if request.responses.empty() else [request.responses.get_nowait().error]
+    assert errors == ([] if failures > 1 else ["INTERNAL: MemoryError: /dev/shm is full"])
+    assert request.responses.empty()
+
+
+def test_a_key_that_is_no_text_is_no_key(serving: Any) -> None:
+    """A client may send parameters of any JSON type in the body, under the header's name."""
+    for value in (5, True, None, 1.5):
+        call = serving.Call(Request({}, (), json.dumps({TRAINING_KEY_HEADER: value})))
+        assert call.header(TRAINING_KEY_HEADER) is None
+    call = serving.Call(Request({}, (), json.dumps({TRAINING_KEY_HEADER.title(): "secret"})))
+    assert call.header(TRAINING_KEY_HEADER) == "secret"
+
+
+HIDE = """
+import mmap, sys, tempfile
+from pathlib import Path
+from python_backend.serving.triton import _hide_requests
+
+library = Path(sys.argv[1]).open("r+b")
+with tempfile.NamedTemporaryFile(dir="/dev/shm") as region:
+    region.write(bytes(10))
+    region.flush()
+    Path(region.name).chmod(0o644)
+    mapped = [mmap.mmap(file.fileno(), 0) for file in (library, region)]
+    _hide_requests()
+    print(oct(Path(region.name).stat().st_mode & 0o777))
+"""
+
+
+def test_requests_are_hidden_from_other_users_wherever_libraries_were_loaded_from(tmp_path: Path) -> None:
+    """A stub decodes as ASCII, also the names of its libraries' folders."""
+    (tmp_path / "übung").write_bytes(b"a library")
+    paths = os.pathsep.join([str(Path(__file__).parents[1] / "support" / "stub"), *filter(None, sys.path)])
+    environment = {"PYTHONPATH": paths, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", HIDE, str(tmp_path / "übung")]
+    assert subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout == "0o600\n"
+
+
+ALLOCATE = """
+import psutil
+from python_backend.process import keep_freed_memory
+for call in (lambda: None, keep_freed_memory):
+    call()
+    before = psutil.Process().memory_info().rss
+    b"x" * (64 << 20)  # larger than any block that glibc keeps on its own
+    print(psutil.Process().memory_info().rss - before)
+"""
+
+
+def test_a_large_freed_block_stays_in_the_process() -> None:
+    without, kept = map(int, subprocess.check_output([sys.executable, "-c", ALLOCATE]).split())
+    assert without < 60 * MIB < kept
+
+
+# ---- scheduling: oldest first, mates of its length, no starvation ----
+
+
+def pool(*, budget: int = 100, overhead: int = 10) -> RowPool[str]:
+    return RowPool(token_budget=budget, overhead_tokens=overhead)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "expected"),
+    [
+        ({"overhead": 0}, {"a": 50, "b": 3, "c": 90, "d": 20}, ["a", "b", "c", "d"]),  # in order of arrival
+        ({}, {"a": 20, "b": 60, "c": 25, "d": 15, "e": 21}, ["daec", "b"]),  # 4 x 25 tokens; "b" would pad 3 x 35 more
+        ({}, {"a": 30, "b": 19}, ["a", "b"]),  # 11 of padding cost more than a forward pass
+        ({}, {"a": 30, "b": 20}, ["ba"]),
+        ({}, {"a": 20, "b": 20, "c": 20, "d": 24}, ["abc", "d"]),  # a longer row pads each: 3 x 4 tokens
+        ({"budget": 30}, dict.fromkeys("abcdefg", 10), ["abc", "def", "g"]),
+        ({"budget": 40}, dict.fromkeys("abc", 20), ["ab", "c"]),
+        ({"budget": 40}, dict.fromkeys("ab", 500), ["a", "b"]),  # longer than the budget
+    ],
+)
+def test_rows_of_nearly_the_oldest_rows_length_join_it_within_the_limits(
+    settings: dict[str, int], rows: dict[str, int], expected: list[str]
+) -> None:
+    waiting = pool(**settings)
+    for name, length in rows.items():
+        waiting.add(name, [length])
+    taken = []
+    while batch := waiting.take():
+        taken.append("".join(name for name, _ in batch))
+    assert taken == expected
+
+
+def test_short_requests_pass_between_the_forwards_of_a_long_one_which_is_served_under_a_flood() -> None:
+    waiting = pool(budget=10, overhead=0)
+    waiting.add("long", [10] * 100)
+    assert [waiting.take()[0][0] for _ in range(5)] == ["long"] * 5
+    waiting.add("short", [9])
+    assert [waiting.take()[0][0] for _ in range(3)] == ["short", "long", "long"]
+    waiting.discard("long")
+    waiting.add("long", [10] * 20)
+    served = []
+    for number in range(200):
+        waiting.add(f"short {number}", [9])
+        served.append(waiting.take()[0][0])
+    assert served.count("long") == 20
+    assert served[: 20 * LONG_REQUEST_SHARE].count("long") < 20
+
+
+def test_a_long_request_presses_no_more_than_a_few_forwards_and_rows_may_be_kept_from_joining() -> None:
+    waiting = pool(budget=10, overhead=0)
+    waiting.add("long", [10] * 100)
+    waiting.add("short", [7])
+    assert (waiting.tokens, waiting.pressing_tokens) == (1007, PRESSING_FORWARDS * 10 + 7)
+    for _ in range(98):
+        waiting.take()
+    assert (waiting.tokens, waiting.pressing_tokens) == (30, 30)
+    waiting = pool()
+    for name in ("old a", "new b", "old c"):
+        waiting.add(name, [10])
+    assert waiting.take(lambda name: name.startswith("old")) == [("old a", 0), ("old c", 0)]
+    assert waiting.take() == [("new b", 0)]
+
+
+@given(
+    requests=st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=9), max_size=12),
+    budget=st.integers(1, 400),
+    overhead=st.integers(0, 200),
+    discarded=st.sets(st.integers(0, 11)),
+)
+def test_each_row_that_is_not_discarded_leaves_once_within_the_limits(
+    requests: list[list[int]], budget: int, overhead: int, discarded: set[int]
+) -> None:
+    waiting: RowPool[int] = RowPool(token_budget=budget, overhead_tokens=overhead)
+    for owner, lengths in enumerate(requests):
+        waiting.add(owner, lengths)
+    for owner in discarded:
+        waiting.discard(owner)
+    kept = {owner: lengths for owner, lengths in enumerate(requests) if owner not in discarded}
+    assert waiting.tokens == sum(map(sum, kept.values()))
+    left = []
+    while (oldest := waiting.oldest()) is not None:
+        batch = waiting.take()
+        assert any(owner == oldest for owner, _ in batch)
+        width = max(requests[owner][index] for owner, index in batch)
+        assert len(batch) == 1 or len(batch) * width <= budget
+        left += batch
+    assert sorted(left) == [(owner, index) for owner, lengths in kept.items() for index in range(len(lengths))]
+    assert (len(waiting), waiting.tokens, waiting.pressing_tokens, waiting.take()) == (0, 0, 0, [])
+
+
+def test_short_jobs_pass_a_long_one_and_all_are_finished_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "SLICE_S", 0.0)  # a step is a slice
+    log: list[str] = []
+    begin = threading.Event()
+
+    def job(name: str, steps: int) -> Iterator[None]:
+        begin.wait(30)  # until all are there
+        for _ in range(steps):
+            yield
+        log.append(name)
+
+    jobs = RoundRobin("test")
+    for name, steps in (("long", 50), ("short", 2), ("shorter", 1)):
+        jobs.submit(job(name, steps))
+    begin.set()
+    jobs.close()
+    assert log == ["shorter", "short", "long"]
+
+
+# ---- forward passes ----
+
+
+class Model:
+    """A model whose passes run when the test lets them, each for two seconds of a clock that nothing else advances.
+
+    `ran` gets each one's version and rows, whose values are the version. Sentences are read when `may_read` is set.
+    """
+
+    version = 1
+
+    def __init__(self, scoring: Any, patch: pytest.MonkeyPatch, **settings: int) -> None:
+        self.now, self.begun = 100.0, 0
+        self.ran: queue.Queue[tuple[int, int]] = queue.Queue()
+        self.go, self.may_read = threading.Semaphore(0), threading.Event()
+        self.reply = {VALUES: lambda done: np.full((len(done.rows), 1), done.model)}
+        patch.setattr(scoring, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+        self.loaded = started(self, **settings)
+
+    def read(self, call: Any) -> ScoringRows:
+        sentences = call.array("sentences")
+        if sentences is not None:
+            return ScoringRows(self.tokenized(sentences), unread_bytes=10)
+        return ScoringRows([TokenRow(row) for row in call.array("tokens")])
+
+    def tokenized(self, sentences: np.ndarray) -> Iterator[TokenRow]:
+        assert self.may_read.wait(PATIENCE_S)
+        if b"bad" in sentences[0, 0]:
+            raise ValueError("a bad sentence")
+        yield TokenRow(np.zeros(1, np.int64))
+
+    def forward(self, model: int, rows: Sequence[TokenRow], width: int) -> Callable[[], list[np.ndarray]]:
+        self.begun += 1
+        assert self.go.acquire(timeout=PATIENCE_S)
+        self.now += 2.0
+        self.ran.put((model, len(rows)))
+        return lambda: [np.zeros(1)] * len(rows)
+
+    def run(self, forwards: int) -> list[tuple[int, int]]:
+        self.go.release(forwards)
+        return [self.ran.get(timeout=PATIENCE_S) for _ in range(forwards)]
+
+    def swap_during(self, forward: int) -> None:
+        """Serve version 2 once this pass is under way: what the follower's one assignment does."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.begun < forward:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        self.version = 2
+
+
+@pytest.fixture
+def make_model(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model]:
+    return lambda **settings: Model(scoring, monkeypatch, **settings)
+
+
+def rows_of(num: int, width: int, *outputs: str) -> Request:
+    return Request({"tokens": np.zeros((num, width), np.int64)}, (VALUES, *outputs))
+
+
+def answers(*requests: Request) -> list[InferenceResponse]:
+    return [request.responses.get(timeout=PATIENCE_S) for request in requests]
+
+
+def test_under_a_backlog_of_600_rows_the_new_version_runs_within_two_micro_batches(make_model: Any) -> None:
+    model, requests = make_model(token_budget=200), [rows_of(1, 20) for _ in range(600)]  # ten rows a forward pass
+    threading.Thread(target=model.loaded.execute, args=[requests]).start()  # blocks until the backlog is short
+    assert model.run(3) == [(1, 10)] * 3
+    model.swap_during(4)
+    assert model.run(2) == [(1, 10), (2, 10)]
+    assert set(model.run(55)) == {(2, 10)}
+    versions = [answer.outputs[VALUES].item() for answer in answers(*requests)]
+    assert versions == [1] * 40 + [2] * 560
+    model.loaded.finalize()
+
+
+def test_a_request_that_has_begun_stays_with_its_version_and_holds_up_no_other(make_model: Any) -> None:
+    model, long, short = make_model(token_budget=200), rows_of(40, 20), [rows_of(1, 20) for _ in range(60)]
+    model.loaded.execute([long])
+    assert model.run(1) == [(1, 10)]
+    model.loaded.execute(short)
+    model.swap_during(2)
+    ran = model.run(9)
+    assert (2, 10) in ran[1:3], "those that have not begun do not wait for the long one"
+    assert sum(rows for version, rows in ran if version == 1) == 30, "the long one's, and no other's"
+    assert answers(long)[0].outputs[VALUES].tolist() == [[1]] * 40
+    assert {answer.outputs[VALUES].item() for answer in answers(*short)} == {2}
+    model.loaded.finalize()
+
+
+def test_each_row_has_its_own_times_if_requested(make_model: Any) -> None:
+    model, found = make_model(token_budget=10), list[InferenceResponse]()
+    for outputs in (("queue_us", "compute_us"), ()):
+        model.loaded.execute([request := rows_of(3, 10, *outputs)])
+        model.run(3)
+        found += answers(request)
+    assert found[0].outputs["queue_us"].tolist() == [[0], [2_000_000], [4_000_000]]
+    assert found[0].outputs["compute_us"].tolist() == [[2_000_000]] * 3
+    assert found[1].outputs.keys() == {VALUES}
+    model.loaded.finalize()
+
+
+def test_a_request_whose_first_forward_pass_starts_after_its_deadline_is_refused(make_model: Any) -> None:
+    model, requests = make_model(token_budget=10, queue_timeout_s=1), [rows_of(3, 10) for _ in range(2)]
+    model.loaded.execute(requests)
+    model.run(3)
+    (refused,) = [answer.error for answer in answers(*requests) if answer.error is not None]
+    assert "deadline passed" in refused
+    model.loaded.finalize()
+
+
+def test_counters_that_the_server_refuses_cost_no_answer(
+    make_model: Any, serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sent = make_model(token_budget=10), list[float]()
+    named = serving.NamedCounters("m", "f", "", "counter")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to allocate shared memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stub.MetricFamily, "Metric", refuse)
+        named.add({"a": 1.0})
+    monkeypatch.setattr(stub.MetricFamily, "increment", refuse)
+    named.add({"a": 1.0})
+    for i in range(3):  # the clock advances by more than the interval between two updates of the counters
+        if i == 2:
+            monkeypatch.setattr(stub.MetricFamily, "increment", lambda metric, amount: sent.append(amount))
+        model.loaded.execute([request := rows_of(3, 10)])
+        model.run(3)
+        assert answers(request)[0].error is None
+    model.loaded.finalize()
+    assert sum(sent) == 9 + 9 + 90, "nothing is lost: nine forward passes of one row of ten tokens"
+
+
+def sentence(text: bytes = b"A list") -> Request:
+    return Request({"sentences": np.asarray([[text]], dtype=np.object_)}, (VALUES,))
+
+
+def test_tokens_do_not_wait_for_sentences_that_are_being_read(make_model: Any) -> None:
+    model = make_model(token_budget=100)
+    slow, bad, tokens = sentence(), sentence(b"bad"), rows_of(2, 3)
+    model.go.release(2)
+    model.loaded.execute([slow, bad, tokens])
+    assert answers(tokens)[0].outputs[VALUES].shape == (2, 1)
+    assert slow.responses.empty()
+    model.may_read.set()
+    model.loaded.finalize()  # what was received is still answered
+    assert slow.responses.get_nowait().outputs[VALUES].shape == (1, 1)
+    assert bad.responses.get_nowait().error == "INTERNAL: ValueError: a bad sentence"
+
+
+def test_sentences_beyond_the_bound_wait_in_tritons_queue(
+    make_model: Any, scoring: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "MAX_UNREAD_BYTES", 15)
+    model = make_model(token_budget=100)
+    model.go.release(2)
+    thread = threading.Thread(target=model.loaded.execute, args=[[sentence(), sentence()]], daemon=True)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    model.may_read.set()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    model.loaded.finalize()
+
+
+# ---- no model ever sends an output that its caller did not request: in Triton's stub, that is memory corruption ----
+# `Call.answer` tells why. The empty request stands for any that leaves out the one output of a model.
+
+KINDS = {
+    "reward_checkpoint": "reward",
+    "reward_function_length": "function",
+    "reward_mixture": "mixture",
+    **{name: name for name in ("critic", "critic_train", "critic_save", "reference")},
+}
+OUTPUTS = {
+    model: tuple(output.name for output in outputs_of(kind, traits=(WHOLE,)) if output.name != UNNAMED)
+    for model, kind in KINDS.items()
+}
+ENSEMBLES = {"critic_infer", "reward_model"}
+REQUESTED = [
+    pytest.param(model, requested, id=f"{model}-{'+'.join(requested) or 'none'}")
+    for model, outputs in OUTPUTS.items()
+    for count in range(len(outputs) + 1)
+    for requested in itertools.combinations(outputs, count)
+]
+ROWS = random_rows([3, 7], seed=1)
+COLUMN = np.asarray([[0.5], [1.5]], np.float32)
+SCORING = {**scoring_inputs(ROWS), "prompt_lengths": np.asarray([[1], [2]])}
+INPUTS = {
+    "critic_train": training_inputs(seed=2),
+    "critic_save": {"dummy_var": np.zeros(1, np.int64)},
+    "reward_mixture": {
+        "component_model": COLUMN,
+        "component_length": COLUMN,
+        "error_length": texts_array(["", "no score"]),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> LiveRun:
+    """A run whose repository holds every model there is."""
+    rewards = {
+        "model": {"weight": 1.0},
+        "length": {"function": f"{reward_functions.__file__}:num_tokens"},
+    }
+    run = make_run(tmp_path_factory.mktemp("run"), checkpoints, actor={"kl_reference": "triton"}, rewards=rewards)
+    initialise_store(run.store, run.config.critic, run_id=run.run_id)
+    return run
+
+
+@pytest.fixture(scope="module")
+def models(run: LiveRun) -> Iterator[dict[str, Any]]:
+    """Each model, loaded from its rendered configuration into this process."""
+    interval = sys.getswitchinterval()
+    loaded: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for model, text in render_configs(run.config).items():
+            if model in ENSEMBLES:
+                continue
+            module = importlib.import_module(MODULES.get(model, FUNCTION_MODULE))
+            for importer in (
+                module,
+                importlib.import_module("python_backend.serving.torch_scoring"),
+            ):  # it cannot be taken back
+                patch.setattr(importer, "keep_freed_memory", lambda: None, raising=False)
+            config = parse_config(model, text)
+            declared = {output.name for output in config.output} - {UNNAMED}
+            assert declared == set(OUTPUTS[model]), model
+            loaded[model] = module.TritonPythonModel()
+            parameters = {key: {"string_value": item.string_value} for key, item in config.parameters.items()}
+            arguments = {"model_config": json.dumps({"name": model, "parameters": parameters})}
+            loaded[model].initialize({**arguments, "model_instance_name": f"{model}_0_0"})
+        assert set(loaded) == set(OUTPUTS)
+        yield loaded
+        for model in loaded.values():
+            getattr(model, "finalize", lambda: None)()
+    sys.setswitchinterval(interval)
+
+
+def answer_to(model: Any, request: Request, run: LiveRun) -> InferenceResponse:
+    """The model's answer; what it journals is done at once."""
+    assert model.execute([request]) is None
+    for entry in run.journal.entries():
+        if run.journal.result(entry) is None:
+            digest = run.journal.load(entry)[1] if entry.kind == "train" else None
+            run.journal.finish(entry, Result(entry.name, 1, loss_mean=0.25, digest=digest))
+    return request.responses.get(timeout=PATIENCE_S)
+
+
+def test_response_values_begin_at_the_last_token_of_the_prompt(models: dict[str, Any], run: LiveRun) -> None:
+    response = answer_to(models["critic"], Request(SCORING, ("values", "response_values")), run)
+    values, of_responses = (response.outputs[name] for name in ("values", "response_values"))
+    for i, (row, (prompt,)) in enumerate(zip(ROWS, SCORING["prompt_lengths"], strict=True)):
+        expected = values[i, prompt - 1 : row.size - 1]
+        np.testing.assert_array_equal(of_responses[i, : expected.size], expected)
+
+
+@pytest.mark.parametrize(("model", "requested"), REQUESTED)
+def test_exactly_the_requested_outputs_are_sent(
+    models: dict[str, Any], run: LiveRun, model: str, requested: tuple[str, ...]
+) -> None:
+    request = Request(INPUTS.get(model, SCORING), requested)
+    response = answer_to(models[model], request, run)
+    assert response.error is None
+    assert set(response.outputs) == set(requested)
+    for name in {"queue_us", "compute_us"} & {*requested}:
+        assert (response.outputs[name].dtype, response.outputs[name].shape) == (np.int64, (2, 1))
+        assert (response.outputs[name] > 0).all()
+    assert request.num_looks_at_outputs <= 1  # each builds a new set of strings
+
+
+@pytest.mark.parametrize("model", ["critic", "reference", "reward_checkpoint"])
+def test_a_request_that_names_no_outputs_gets_no_optional_ones(
+    models: dict[str, Any], run: LiveRun, model: str
+) -> None:
+    """Triton then names all that the configuration declares."""
+    response = answer_to(models[model], Request(SCORING, (*OUTPUTS[model], UNNAMED)), run)
+    assert set(response.outputs) == set(OUTPUTS[model]) - {"probabilities", "queue_us", "compute_us"}
+
+
+@pytest.mark.parametrize("requested", [["after_critic"], ["weights_version"]])  # the first: `rewards` of critic_infer
+def test_the_critic_runs_for_values_alone(
+    models: dict[str, Any], run: LiveRun, monkeypatch: pytest.MonkeyPatch, requested: list[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("no forward is needed")
+
+    monkeypatch.setattr(models["critic"].served, "forward", fail)
+    response = answer_to(models["critic"], Request(SCORING, requested), run)
+    assert {name: array.tolist() for name, array in response.outputs.items()} == {requested[0]: [[0], [0]]}
+    refused = answer_to(models["critic"], Request(SCORING, ["values"]), run)
+    assert refused.error == "INTERNAL: AssertionError: no forward is needed"

@@ -1,0 +1,592 @@
+"""`python_backend.store`: what is on the disk after a call or a kill; versions of weights, serving records, locks."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import io
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from live_system import Checkpoints, make_run
+from safetensors.numpy import save_file
+from sidecar_rig import Rig
+from test_journal import done, train
+
+import tools.run
+from python_backend.errors import RlhfError
+from python_backend.store import weights
+from python_backend.store.durable import TEMPORARY_SUFFIX, remove_folder, sweep, write_folder
+from python_backend.store.journal import Entry, Heartbeat, Journal, Result
+from python_backend.store.jsonl import append_jsonl, read_jsonl
+from python_backend.store.run_lock import LOCK_FILE, in_progress, only_actor, only_run
+from python_backend.store.weights import (
+    REMOTE_SILENCE_S,
+    STOPPED,
+    Manifest,
+    ServingRecord,
+    ServingRecords,
+    WeightsError,
+    WeightsStore,
+    _process,
+)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "journal", "run")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightsStore:
+    return WeightsStore(tmp_path / "weights")
+
+
+def writer(value: float) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        save_file({"w": np.full((2, 3), value, np.float32)}, folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
+
+    return write
+
+
+def add(
+    store: WeightsStore, step: int, *, parent: int | None = None, value: float | None = None, reuse: bool = True
+) -> Manifest:
+    write = writer(step if value is None else value)
+    return store.add(write, run_id="run", step=step, parent=parent, epoch=1, reuse=reuse)
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> ServingRecords:
+    return ServingRecords(tmp_path / "serving")
+
+
+# ---- durability ----
+
+
+class Synced(list[Path]):
+    """Every path that was forced onto the disk, in order, and what was in the files then, by inode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.contents: dict[int, bytes] = {}
+
+    def record(self, descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        self.append(path)
+        if path.suffix == TEMPORARY_SUFFIX:  # not yet under its name
+            self.contents[path.stat().st_ino] = path.read_bytes()
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> Synced:
+    found, fsync = Synced(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (found.record(descriptor), fsync(descriptor)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["training", "save", "result", "CURRENT"])
+def test_a_file_is_on_the_disk_before_it_gets_its_name_and_under_it_when_the_call_returns(
+    journal: Journal, store: WeightsStore, synced: Synced, kind: str
+):
+    add(store, 0)
+    entry, entries = train(journal, 1), journal.root / "run" / "entries"
+    assert {entries, entries.parent, journal.root, journal.root.parent} <= set(synced)
+    synced.clear()
+    if kind == "CURRENT":
+        store.set_current(0)
+        path = store.root / "CURRENT"
+    elif kind == "result":
+        done(journal, entry)
+        path = journal.root / "run" / "results" / f"{entry.name}.json"
+    else:
+        accepted = train(journal, 2) if kind == "training" else journal.accept_save(run_id=None)
+        path = entries / accepted.name
+    assert synced.contents[path.stat().st_ino] == path.read_bytes()
+    assert synced[-1] == path.parent
+
+
+def test_what_was_set_aside_stays_aside(journal: Journal, synced: Synced):
+    for step in (1, 2):
+        done(journal, train(journal, step))
+    rewind = journal.accept_rewind(run_id=None, target=1)
+    synced.clear()
+    journal.set_aside_after(rewind)
+    run = journal.root / "run"
+    assert {run / "entries", run / "results", run / "set_aside" / "1", run / "set_aside", run} <= set(synced)
+    synced.clear()
+    journal.set_aside_damaged(entry := Entry(1, 0, "train"))
+    aside = run / "set_aside" / "2"
+    assert [path for path in synced if path.is_relative_to(aside)] == [aside / entry.name, aside]
+
+
+def test_checkpoints_and_versions_are_on_the_disk_before_they_get_their_names(make: Callable[..., Rig], synced: Synced):
+    rig = make()
+    rig.serve()
+    rig.start().train(1)
+    rig.save()
+    for root, staged in ((rig.checkpoints.root, 1), (rig.store.root, 2)):
+        assert sum(path.parent == root and path.name.startswith(".staging-") for path in synced) == staged
+        assert {root, root.parent, rig.config.run.dir} <= set(synced)
+    rig.train(2)
+    rig.save()
+    synced.clear()
+    rig.checkpoints.drop_after(1)  # the sidecar writes elsewhere
+    assert [path for path in synced if path.is_relative_to(rig.checkpoints.root)][-1] == rig.checkpoints.root
+
+
+# ---- a folder that replaces another ----
+
+
+KILL_EVERYWHERE = """
+import os, sys
+from pathlib import Path
+from python_backend.store.durable import sweep, write_folder
+
+class Killed:
+    def __init__(self, last): self.left = last
+    def __call__(self, event, _):
+        if event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree") or event == "open":
+            self.left -= 1
+            if self.left < 0: os._exit(9)
+
+def fill(value): return lambda folder: (folder / "file").write_text(value)
+
+code, point = 9, 0
+while code:
+    root = Path(sys.argv[1]) / str(point)
+    write_folder(root / "best", fill("old"))
+    if not (child := os.fork()):
+        sys.addaudithook(Killed(point))
+        write_folder(root / "best", fill("new"))
+        os._exit(0)
+    code, point = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), point + 1
+    sweep(root)
+    print((root / "best" / "file").read_text() if (root / "best").exists() else "lost", *sorted(os.listdir(root)))
+"""
+
+
+def test_a_folder_is_the_old_or_the_new_one_wherever_its_writer_is_killed(tmp_path: Path):
+    run = subprocess.run([sys.executable, "-c", KILL_EVERYWHERE, tmp_path], capture_output=True, text=True, check=True)
+    found = run.stdout.splitlines()
+    assert {"old best", "new best"} == set(found)
+    assert found == sorted(found, reverse=True), "once it is the new one, it stays the new one"
+
+
+def filled(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "file").write_text(text) and None
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_a_rename_that_fails_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int):
+    write_folder(tmp_path / "best", filled("old"))
+    calls, rename = [], Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        calls.append(path)
+        if len(calls) == refused:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_folder(tmp_path / "best", filled("new"))
+    assert [(path.name, (path / "file").read_text()) for path in tmp_path.iterdir()] == [("best", "old")]
+
+
+def test_a_removed_folder_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The content that a killed writer had replaced already must not stand in for a folder removed later."""
+    write_folder(tmp_path / "10", filled("old"))
+    with monkeypatch.context() as patch:
+        patch.setattr("python_backend.store.durable.remove_folder", lambda folder: None)  # killed before the removal
+        write_folder(tmp_path / "10", filled("new"))
+    remove_folder(tmp_path / "10")
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_nfs_keeps_for_their_readers_fail_no_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A client replaces a deleted file that is open or mapped by `.nfs...`, so that its folder cannot be removed."""
+    write_folder(tmp_path / "1", filled("mapped"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", Mock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty")))
+        remove_folder(tmp_path / "1")
+    assert not (tmp_path / "1").exists()
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- a file that another process appends to ----
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2, "lo', "\0" * 40, '{"step": 2}'], ids=["cut", "zeros", "no newline"])
+def test_a_line_after_a_torn_one_is_a_line_of_its_own(tmp_path: Path, torn: str):
+    path = tmp_path / "critic_metrics.jsonl"
+    append_jsonl(path, [{"step": 1}])
+    with path.open("a") as file:
+        file.write(torn)
+    append_jsonl(path, [{"step": 3}])
+    append_jsonl(path, [{"step": 4}])
+    assert [line["step"] for line in read_jsonl(path)] == [1, 3, 4]
+
+
+# ---- a folder of another host ----
+
+
+class NfsClient:
+    """A host that remembers missing names, and the attributes of folders, until it opens the folder, as NFS allows."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, os.stat_result | None] = {}
+
+    def __call__(self, look: Callable[[], Any]) -> Any:
+        """Return what `look` finds on this host."""
+        status = os.stat
+
+        def remembered(path: Any, **more: Any) -> os.stat_result:
+            if Path(path) not in self._known:
+                self._known[Path(path)] = None  # unless it is found
+                self._known[Path(path)] = status(path, **more)
+            found = self._known[Path(path)]
+            if found is None:
+                raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+            return found
+
+        def opening(real: Callable[..., Any]) -> Callable[..., Any]:
+            def opened(path: Any, *arguments: Any, **more: Any) -> Any:
+                if stat.S_ISDIR(remembered(path).st_mode):
+                    inside = [name for name in self._known if Path(path) in (name, name.parent)]
+                    for name in inside:
+                        del self._known[name]
+                return real(path, *arguments, **more)
+
+            return opened
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "stat", remembered)
+            for module, name in ((os, "open"), (os, "listdir"), (os, "scandir"), (io, "open")):
+                patch.setattr(module, name, opening(getattr(module, name)))
+            return look()
+
+
+def test_a_host_that_remembers_folders_sees_what_another_one_writes(journal: Journal, tmp_path: Path):
+    server, sidecar, store = NfsClient(), NfsClient(), WeightsStore(tmp_path / "store")
+    store.root.mkdir()
+    with journal.lock():
+        assert server(journal.heartbeat) is server(store.announced) is None
+        entry = train(journal, 1)
+        os.utime(journal.root / "run" / "entries", (1, 1))
+        before = sidecar(journal.changed_at)
+        assert server(lambda: journal.result(entry)) is None
+        train(journal, 2)
+        assert sidecar(journal.changed_at) not in (None, before)
+        done(journal, entry)
+        assert server(lambda: journal.result(entry)) == Result(entry.name, 1, digest=journal.load(entry)[1])
+        journal.beat(Heartbeat(1, 1, 0, "idle", 0.0))
+        store.announce(3)
+        assert (server(journal.heartbeat), server(store.announced)) == (Heartbeat(1, 1, 0, "idle", 0.0), 3)
+        journal.set_aside_after(journal.accept_rewind(run_id=None, target=0))
+        assert "removed by a rewind" in str(server(lambda: journal.result(Entry(2, 0, "train"))).error)
+
+
+# ---- versions of weights ----
+
+
+def test_versions_count_upwards_and_say_what_they_are(store: WeightsStore):
+    for step in range(3):
+        manifest = add(store, step, parent=step - 1 if step else None)
+        assert manifest == store.manifest(step) == store.verify_files(step)
+        assert manifest.tensors == {"w": ["F32", [2, 3]]}
+    assert store.versions() == [0, 1, 2]
+    assert store.current() is None  # adding does not serve
+    store.set_current(1)
+    assert store.current() == 1
+    store.set_current(1)  # a replay
+    with pytest.raises(WeightsError, match="version 0 is below version 1, which is served"):
+        store.set_current(0)
+    store.set_current(0, back=True)
+    store.set_current(1)
+    with pytest.raises(WeightsError, match="version 3 is not in the weights store"):
+        store.set_current(3)
+    assert sorted(p.name for p in store.root.iterdir()) == ["0", "1", "2", "CURRENT", "WRITER"]  # no staging left
+
+
+def test_a_replay_finds_its_version_and_a_rollback_gets_a_new_number(store: WeightsStore):
+    add(store, 0)
+    first = add(store, 1, parent=0)
+    assert add(store, 1, parent=0) == first  # the same step after a crash
+    assert add(store, 0, parent=0, reuse=False).version == 2  # old bytes, a new number: a rollback
+    assert add(store, 1, parent=2).version == 3  # the same bytes as 1, trained again after it: CURRENT must rise
+    assert add(store, 1, parent=2, value=9).version == 4  # other bytes
+    assert store.versions() == [0, 1, 2, 3, 4]
+
+
+def test_what_a_failure_or_a_crash_left_is_no_version_and_is_swept(store: WeightsStore):
+    def broken(folder: Path) -> None:
+        writer(1)(folder)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        store.add(broken, run_id="run", step=1, parent=None, epoch=1)
+    assert [path.name for path in store.root.iterdir()] == ["WRITER"]
+    add(store, 0)
+    for name in (".staging-1", ".removed-2"):
+        shutil.copytree(store.folder(0), store.root / name)
+    assert store.versions() == [0]
+    store.prune(keep=1)
+    assert sorted(path.name for path in store.root.iterdir()) == ["0", "WRITER"]
+
+
+def test_pruning_keeps_what_is_needed_and_numbers_never_return(store: WeightsStore):
+    for step in range(8):
+        add(store, step)
+    store.set_current(4)
+    store.records.put(ServingRecord.of_this_process("critic_0", 2))
+    store.records.put(ServingRecord.of_this_process("critic_1", None, loading=5))
+    assert (store.prune(keep=2), store.versions()) == ([1, 3], [0, 2, 4, 5, 6, 7])
+    assert add(store, 8).version == 8
+    store.folder(11).mkdir()  # without a manifest it is no version, yet its number is taken
+    assert add(store, 9).version == 12
+    assert store.versions() == [0, 2, 4, 5, 6, 7, 8, 12]
+
+
+def test_a_removal_cut_short_leaves_no_half_version(store: WeightsStore, monkeypatch: pytest.MonkeyPatch):
+    for step in range(3):
+        add(store, step)
+
+    def killed(folder: Path, **_: object) -> None:
+        (folder / "model.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("python_backend.store.durable.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.prune(keep=1)
+    for version in store.versions():
+        store.verify_files(version)
+
+
+NO_OFFSETS = b'{"w": {"dtype": "F32"}}'
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-1],
+        lambda data: data[:20],
+        lambda data: b"",
+        lambda data: (2).to_bytes(8, "little") + b"[]",
+        lambda data: len(NO_OFFSETS).to_bytes(8, "little") + NO_OFFSETS,
+        lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+        None,
+    ],
+    ids=["cut", "cut in the header", "empty", "no header", "no offsets", "one bit", "missing"],
+)
+def test_damage_is_found(store: WeightsStore, damage: Callable[[bytes], bytes] | None):
+    add(store, 0)
+    file = store.folder(0) / "model.safetensors"
+    data = file.read_bytes()
+    file.unlink()  # it is read-only
+    if damage is not None:
+        file.write_bytes(damage(data))
+    with pytest.raises(WeightsError, match=r"version 0: .*model\.safetensors"):
+        store.verify_files(0)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"version": 0}', "\udcff", None])
+def test_a_manifest_that_is_unreadable_or_names_other_tensors_is_found(store: WeightsStore, text: str | None):
+    lie = json.dumps({**vars(add(store, 0)), "tensors": {"w": ["F32", [3, 2]]}})
+    (store.folder(0) / "manifest.json").write_text(text or lie, errors="surrogateescape")
+    with pytest.raises(WeightsError, match="version 0: " + ("unreadable manifest" if text else "tensors differ")):
+        store.verify_files(0)
+
+
+@pytest.mark.parametrize("name", ["", "three", "-1", "\udcff", "99999999999999999999", "007", "²", "9" * 400])
+def test_what_is_no_number_of_ours_is_no_version(store: WeightsStore, name: str):
+    add(store, 0)
+    if 0 < len(name) < 200:
+        shutil.copytree(store.folder(0), store.root / name)
+    assert store.versions() == [0]
+    assert add(store, 1).version == 1
+    store.set_current(1)
+    store.prune(keep=1)
+    assert store.versions() == [0, 1]
+    (store.root / "CURRENT").write_text(f"{name}\n", errors="surrogateescape")
+    with pytest.raises(WeightsError, match=r"CURRENT contains .*, not a version number"):
+        store.current()
+
+
+def test_a_suspended_writer_is_not_waited_for_forever(store: WeightsStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(weights, "WRITER_PATIENCE_S", 0.05, raising=False)
+    add(store, 0)
+    for write in (lambda: add(store, 1), lambda: store.prune(keep=1)):
+        with (
+            WeightsStore(store.root)._writing(),
+            pytest.raises(OSError, match=r"locked by another process for 0.05 s; .*WRITER"),
+        ):
+            write()
+    assert add(store, 1).version == 1
+
+
+# ---- serving records ----
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(weights, "time", clock)
+    return clock
+
+
+class Clock:
+    """Time as the records see it: seconds that pass, and a wall clock that somebody may set."""
+
+    def __init__(self) -> None:
+        self.passed, self.set_by = 0.0, 0.0
+
+    def monotonic(self) -> float:
+        return self.passed
+
+    def time(self) -> float:
+        return 1e9 + self.passed + self.set_by
+
+
+def instances(found: list[ServingRecord]) -> list[str]:
+    return [record.instance for record in found]
+
+
+def test_a_record_lives_as_long_as_its_process(records: ServingRecords, clock: Clock):
+    mine = ServingRecord.of_this_process("critic_0", 0)
+    records.put(mine)
+    for name, text in (("a.json", ""), ("b.json", "{}"), ("c.json", '{"instance": "x", "colour": 1}')):
+        (records._folder / name).write_text(text)  # no records
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        theirs = dataclasses.replace(mine, instance="critic_1", pid=child.pid, born=_process(child.pid)[1])
+        records.put(theirs)
+        assert instances(records.alive()) == ["critic_0", "critic_1"]
+        clock.passed += REMOTE_SILENCE_S
+        assert instances(records.alive()) == ["critic_0", "critic_1"]  # busy, perhaps with loading
+        child.send_signal(signal.SIGSTOP)
+        while _process(child.pid)[0] not in STOPPED:
+            time.sleep(0.005)
+        records.touch(theirs)
+        assert instances(records.alive()) == ["critic_0", "critic_1"]  # suspended just now
+        clock.passed += REMOTE_SILENCE_S
+        assert instances(records.died()) == ["critic_1"]
+        records.touch(theirs)
+        child.kill()
+        while "critic_1" in instances(records.alive()):  # until the kernel has ended it; it is not reaped yet
+            time.sleep(0.01)
+    assert instances(records.died()) == ["critic_1"]
+    records.forget_died()
+    assert (records.died(), instances(records.alive())) == ([], ["critic_0"])
+    for _ in range(2):  # twice is once
+        records.withdraw(mine)
+    assert records.alive() == []
+
+
+def test_a_process_id_that_is_used_again_is_another_process(records: ServingRecords):
+    mine = ServingRecord.of_this_process("critic_0", 0)
+    records.put(dataclasses.replace(mine, born=mine.born - 1))
+    assert records.alive() == []
+    assert instances(records.died()) == ["critic_0"]
+
+
+@pytest.fixture
+def elsewhere(records: ServingRecords, clock: Clock) -> ServingRecord:
+    """Of another machine, or container of the same pod: same host name, same process ids, other processes."""
+    record = dataclasses.replace(ServingRecord.of_this_process("critic_0", 3), place="cafe0123", pid=1)
+    records.put(record)
+    return record
+
+
+def test_what_cannot_be_looked_at_lives_as_long_as_it_is_touched(
+    records: ServingRecords, elsewhere: ServingRecord, clock: Clock
+):
+    records.put(ServingRecord.of_this_process("critic_0", 4))
+    assert len(records.alive()) == 2, "they do not share a file"
+    path = records._folder / elsewhere.file_name
+    clock.passed += REMOTE_SILENCE_S
+    assert [record.version for record in records.alive()] == [4]
+    assert records.died() == [], "it may be alive, behind a network that is not"
+    records.touch(elsewhere)
+    assert len(records.alive()) == 2
+    clock.passed += REMOTE_SILENCE_S
+    for known in (False, True):  # who replaces an instance knows nothing of other machines
+        records.forget_died(elsewhere=known)
+        assert path.exists() != known
+    records.touch(elsewhere)  # forgotten by somebody who took it for dead
+    assert len(records.alive()) == 2
+
+
+@pytest.mark.parametrize("seconds", [60, -60, 3600])
+def test_a_clock_that_is_wrong_or_jumps_changes_no_record(
+    records: ServingRecords, elsewhere: ServingRecord, clock: Clock, seconds: int
+):
+    os.utime(records._folder / elsewhere.file_name, (clock.time() - seconds,) * 2)
+    for _ in range(2):
+        assert len(records.alive()) == 1
+        clock.passed += 1
+        clock.set_by += seconds
+    records.forget_died(elsewhere=True)
+    assert len(records.alive()) == 1
+    clock.passed += REMOTE_SILENCE_S
+    assert records.alive() == []
+
+
+# ---- run locks ----
+
+
+def test_a_run_is_in_progress_while_it_or_its_only_actor_holds_a_lock(tmp_path: Path):
+    assert not in_progress(tmp_path / "none")
+    for lock, what in ((only_run, "`tools run`"), (only_actor, "actor")):
+        with lock(tmp_path), only_actor(tmp_path / "other"):
+            assert in_progress(tmp_path)
+            with pytest.raises(RlhfError, match=f"another {what} is running in {tmp_path}"), lock(tmp_path):
+                pass
+        assert not in_progress(tmp_path), "the lock files stay"
+    with only_run(tmp_path), only_actor(tmp_path):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(RlhfError, match=r"run.dir: .*/file/run cannot be used: Not a directory; name another"):
+        only_run(tmp_path / "file" / "run").__enter__()
+
+
+@pytest.mark.parametrize("lock", [only_run, only_actor])
+def test_a_run_in_progress_is_not_moved_by_fresh(
+    tmp_path: Path, checkpoints: Checkpoints, lock: Callable[[Path], Any], capsys: pytest.CaptureFixture[str]
+):
+    run = make_run(tmp_path / "run", checkpoints)
+    (run.config.run.dir / "metrics.jsonl").touch()
+    with lock(run.config.run.dir):
+        assert tools.run.main(["--fresh", "--config", str(run.path)]) == 2
+    assert f"is running in {run.config.run.dir} (process {os.getpid()} on" in capsys.readouterr().err
+    assert (run.config.run.dir / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("lock", "file"), [(only_actor, LOCK_FILE), (lambda folder: Journal(folder, "run").lock(), "LOCK")]
+)
+def test_a_process_that_looks_does_not_keep_another_from_its_lock(tmp_path: Path, lock: Any, file: str):
+    """`in_progress` and `is_followed` hold a shared lock for a moment."""
+    with lock(tmp_path):
+        pass
+    with (tmp_path / file).open("rb") as opened:
+        fcntl.flock(opened, fcntl.LOCK_SH)
+        threading.Timer(0.1, fcntl.flock, (opened, fcntl.LOCK_UN)).start()
+        with lock(tmp_path):
+            pass

@@ -1,0 +1,665 @@
+"""Whole runs and clients of a real system: what an actor leaves, `tools run`, other trainers, a served reference."""
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from bare_client import Refused, ask
+from certificate import make_certificate
+from live_system import (
+    ENVIRONMENT,
+    KEY,
+    POSITIONS,
+    TEXTS,
+    TRAINING_KEY,
+    Checkpoints,
+    FinishedRun,
+    LiveRun,
+    System,
+    direct_rewards,
+    direct_values,
+    identity,
+    make_checkpoint,
+    make_run,
+    make_tokenizer,
+    random_rows,
+    reload_model,
+    run_actor,
+    scoring_inputs,
+    start_system,
+    training_inputs,
+    wait_for,
+)
+from settled import settled_statistics
+from span_collector import Collector, collector
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actor.data.rollout import Prompt, ReferenceLogprobs, Rollout
+from actor.policy.policy import Policy
+from actor.scoring.reference import ServedReference
+from critic_client import CriticClient
+from python_backend.client.client import TritonClient
+from python_backend.config import load_config
+from python_backend.errors import RlhfError
+from python_backend.store.journal import Entry
+from python_backend.store.jsonl import read_jsonl
+from python_backend.store.weights import WeightsStore
+from python_backend.wire.contract import CRITIC_INFER, CRITIC_TRAIN, REFERENCE
+from tests.support.settings import changed
+from tools.report.data import load_run
+from tools.report.page import write_page
+from trainer.control_plane import ControlPlane
+
+# Reference section 7; entropy and clamped ratio are named as this project names them where they differ.
+CHARTED = [
+    "train_rollouts/rollout_size",
+    "train_rollouts/response_lengths",
+    "train_rollouts/prompt_lengths",
+    "train_rollouts/generation_length",
+    "train_rollouts/rewards",
+    "train_rollouts/fraction_of_samples_properly_ended",
+    "train_rollouts/init_policy_kl",
+    "train_rollouts/rewards_with_kl",
+    "train_rollouts/advantages_mean",
+    "train_rollouts/advantages_std",
+    "train_rollouts/returns_mean",
+    "train_rollouts/returns_std",
+    "train_rollouts/values_mean",
+    "train_rollouts/values_std",
+    "train_rollouts/consumed_samples",
+    "train_optim/loss",
+    "train_optim/ppo_ratio",
+    "train_optim/ppo_ratio_clamped",
+    "train_optim/grad_norm",
+    "train_optim/lr",
+    "train_optim/optim_step",
+    "timers/rollout_time",
+    "timers/generate",
+    "timers/logprobs",
+    "timers/init_logprobs",
+    "timers/critic_wait",
+    "timers/train_time",
+]
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def test_a_short_run_writes_what_people_chart_checkpoints_and_a_policy(
+    finished: FinishedRun, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    assert finished.exit_code == 0, finished.actor_log
+    folder = finished.run.config.run.dir
+    summary = json.loads((folder / "actor_summary.json").read_text())
+    assert summary["steps"] == summary["critic_updates"] == summary["weights_version"] == 3
+    assert summary["failed_requests"] == summary["masked_samples"] == 0
+    numbers = ("reward_before", "reward_after", "kl_final", "ev_v0", "ev_last")
+    assert np.isfinite([summary[name] for name in numbers]).all()
+    assert [line["step"] for line in finished.run.critic_metrics() if "loss_mean" in line][:3] == [1, 2, 3]
+    lines = read_jsonl(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(np.isfinite(line[name]) for line in lines for name in CHARTED)
+    assert [line["train_rollouts/consumed_samples"] for line in lines] == [8, 16, 24]
+    phases = {line["phase"] for line in read_jsonl(folder / "timeline.jsonl")}
+    assert {"generate", "scoring", "logprobs", "init_logprobs", "critic_update", "train_time"} <= phases
+    assert not (folder / "summary.json").exists()  # `tools run` writes it, which did not start this actor
+    write_page([load_run(folder)], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "<p>After 3 steps of PPO, starting from policy, on " in page
+    assert "On the same held-out rollouts critic version 3 explains" in page
+    for step in (2, 3):  # checkpoint_every, and the last step
+        for room in ("actor", "critic"):
+            assert json.loads((folder / "checkpoints" / room / str(step) / "state.json").read_text())["step"] == step
+    trained, start = (AutoModelForCausalLM.from_pretrained(path) for path in (folder / "policy", checkpoints.policy))
+    assert any(not a.equal(b) for a, b in zip(trained.parameters(), start.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_without_a_sidecar_requests_end_with_a_sentence_and_are_processed_when_it_is_back(live: System) -> None:
+    live.stop_sidecar()
+    step = live.run.next_step()
+    arrays = {**training_inputs(seed=50), **identity("test", step)}
+    with pytest.raises(Refused) as caught:
+        ask(live.run.url, CRITIC_TRAIN, arrays, headers=KEY)
+    assert (caught.value.code, caught.value.message) == (
+        "503",
+        "no sidecar follows the journal: start `python -m trainer`; "
+        f"step {step} of run 'test' is in the journal and will be processed: repeat the request to get its result",
+    )
+    code, log = run_actor(live.run, "actor", "actor.client.retries=1")
+    (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
+    assert (code, "Traceback" in log, log.rstrip().endswith(sentence)) == (2, False, True)
+    assert "no sidecar follows the journal: start `python -m trainer`" in sentence
+    assert f"the rewind after step {step} of run 'test' is in the journal and will be processed" in sentence
+    live.start_sidecar()
+    wait_for(lambda: not live.run.journal.entries(), live.sidecar)
+    assert [line["step"] for line in live.run.critic_updates(up_to=step)].count(step) == 1
+    assert ask(live.run.url, CRITIC_TRAIN, {**arrays, **identity("test", 1)}, headers=KEY)["weights_version"][0] > 0
+
+
+@pytest.mark.slow
+def test_a_run_without_a_critic_one_step_off_policy_with_a_limit_of_time(live: System, tmp_path: Path) -> None:
+    """It ends after its first step, with a checkpoint; started again without the limit it goes on from there.
+
+    The next rollout is generated beside the update, by the policy before it and by no older one.
+    """
+    folder = tmp_path / "run"
+    settings = {
+        "run.dir": folder,
+        "actor.steps": 4,
+        "actor.checkpoint_every": 100,
+        "actor.algorithm.name": "reinforce++",
+        "actor.algorithm.responses_per_prompt": 2,
+        "actor.one_step_off_policy": True,
+        "actor.kl.target": 0.001,
+        "actor.kl.horizon": 100,
+        "actor.kl.coef": 0.1,
+        "actor.rewards.normalization": "running",
+        "actor.rewards.clip": 2,
+        "actor.rewards.missing_eos_penalty": 0.5,
+        "actor.validation.every": 2,
+        "actor.validation.greedy": True,
+    }
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    with ControlPlane(live.run.config.server.grpc_url) as control:
+        before, last = settled_statistics(control, CRITIC_INFER).inference_count, live.run.journal.last_step()
+        code, log = run_actor(live.run, "actor-alone", *overrides, "actor.max_minutes=1e-6")
+        assert code == 0, log
+        assert "actor.max_minutes (1e-06) reached at step 1 of 4; the next start continues from here" in log
+        assert [path.name for path in (folder / "checkpoints" / "actor").iterdir()] == ["1"]
+        assert json.loads((folder / "actor_summary.json").read_text())["steps"] == 1
+        code, log = run_actor(live.run, "actor-alone", *overrides)
+        assert code == 0, log
+        assert settled_statistics(control, CRITIC_INFER).inference_count == before
+        assert live.run.journal.last_step() == last
+    lines, texts, spans = (read_jsonl(folder / f"{name}.jsonl") for name in ("metrics", "rollouts", "timeline"))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    versions = {line["train_rollouts/reward_version"] for line in lines} | {text["reward_version"] for text in texts}
+    assert versions == {WeightsStore(live.run.config.run.reward_weights_dir).current()}
+    assert not any("weights_version" in key or "explained" in key or "staleness_rows" in key for key in lines[0])
+    coefs = [line["train_rollouts/kl_coef"] for line in lines]
+    assert (coefs[0], len(set(coefs))) == (0.1, 4)  # it follows
+    assert all(line["train_optim/grad_norm"] > 0 for line in lines)
+    assert lines[-1]["train_rollouts/consumed_samples"] == 4 * 8 // 2
+    assert [line["train_rollouts/policy_staleness"] for line in lines] == [0, 0, 1, 1]
+    kl = [abs(line["train_rollouts/init_policy_kl_per_sequence"]) for line in lines]
+    assert kl[0] < 1e-5 < min(kl[1:])  # the first of the resumed run is generated by the checkpoint's policy
+    begins = {span["step"]: span["start"] for span in spans if span["phase"] == "generate"}
+    ends = {span["step"]: span["end"] for span in spans if span["phase"] == "train_time"}
+    assert [begins[step + 1] < ends[step] for step in (1, 2, 3)] == [False, True, True]
+    summary = json.loads((folder / "actor_summary.json").read_text())
+    assert not summary.keys() & {"critic_updates", "weights_version", "ev_v0", "ev_last"}
+    assert None not in summary.values()
+    assert summary["failed_requests"] == 0
+    rows, best = read_jsonl(folder / "validations.jsonl"), json.loads((folder / "best" / "best.json").read_text())
+    assert [row["step"] for row in rows] == [0, 1, 2, 4]
+    assert best["reward"] == max(row["reward"] for row in rows)
+    assert best["step"] == next(row["step"] for row in rows if row["reward"] == best["reward"])
+    for policy in ("policy", "best"):
+        AutoModelForCausalLM.from_pretrained(folder / policy)
+
+
+# ---- tools run ----
+
+
+@pytest.fixture
+def process(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[subprocess.Popen[str]]:
+    """`python -m tools run` with more steps than any test waits for, after its second step."""
+    patient = {"retries": 8, "backoff_s": 1.0}
+    run = make_run(tmp_path / "run", checkpoints, actor={"steps": 5000, "checkpoint_every": 2500, "client": patient})
+    command = [sys.executable, "-m", "tools", "run", "--config", str(run.path)]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env={**os.environ, **ENVIRONMENT}
+        )
+    try:
+        wait_for_steps(tmp_path, process, 2)
+        yield process
+    finally:
+        process.terminate()
+        process.wait(120)
+
+
+def children(process: subprocess.Popen[str]) -> dict[str, psutil.Process]:
+    """The processes of the run by their roles, once all are there; in the order in which they should end."""
+    roles = {"actor": ["-m", "actor"], "sidecar": ["-m", "trainer"], "server": ["tritonserver"]}
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = child.cmdline()
+            line = " ".join(command)
+            for role, words in roles.items():
+                if " ".join(words) in line and "triton_python_backend_stub" not in line and "-c" not in command:
+                    found[role] = child
+    return {role: found[role] for role in roles}
+
+
+def wait_for_steps(tmp_path: Path, process: subprocess.Popen[str], count: int) -> None:
+    """Return after so many steps."""
+
+    def stepped() -> bool:
+        assert process.poll() is None, (tmp_path / "output").read_text()[-3000:]
+        return len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) >= count
+
+    wait_for(stepped, timeout_s=240)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_stops_the_run_and_is_named(tmp_path: Path, process: subprocess.Popen[str]) -> None:
+    log = tmp_path / "run" / "logs" / "sidecar.log"
+    wait_for(lambda: "weights_version=" in log.read_text(), timeout_s=60)  # it comes after the step's answer
+    family = psutil.Process(process.pid).children(recursive=True)
+    children(process)["sidecar"].send_signal(signal.SIGKILL)
+    assert process.wait(120) == 2
+    output = (tmp_path / "output").read_text()
+    print(output[-2500:])
+    died = "error: the critic sidecar was killed by SIGKILL, as the kernel does when memory runs out; its log is"
+    assert f"{died} {log}\n" in output
+    assert "weights_version=" in output.rpartition("ends with:\n")[2]
+    assert "Traceback" not in output
+    assert_nothing_is_left(process.pid, family)
+
+
+@pytest.mark.slow
+def test_a_run_outlasts_its_server_and_ctrl_c_stops_actor_with_a_checkpoint_then_sidecar_and_server(
+    tmp_path: Path, process: subprocess.Popen[str]
+) -> None:
+    children(process)["server"].send_signal(signal.SIGKILL)
+    wait_for(lambda: "serving again after" in (tmp_path / "output").read_text(), timeout_s=120)
+    wait_for_steps(tmp_path, process, len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) + 3)
+    family = psutil.Process(process.pid).children(recursive=True)
+    roles = children(process)
+    ended: list[str] = []
+    process.send_signal(signal.SIGINT)
+
+    def all_ended() -> bool:  # who ended between two looks did so in the order of `roles`, for all that can be seen
+        ended.extend(role for role, child in roles.items() if role not in ended and not alive(child))
+        return len(ended) == len(roles) and process.poll() is not None
+
+    wait_for(all_ended, timeout_s=120)
+    assert ended == ["actor", "sidecar", "server"]
+    assert process.returncode == 130
+    output = (tmp_path / "output").read_text()
+    print(output[-1500:])
+    log = (tmp_path / "run" / "logs" / "actor.log").read_text()
+    assert "resumes from the newest checkpoint" in output
+    assert "Traceback" not in output + log
+    last = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    assert f"stopped after step {last}, whose checkpoint is written" in log
+    for room in ("actor", "critic"):  # before sidecar and server were stopped
+        assert (tmp_path / "run" / "checkpoints" / room / str(last) / "state.json").is_file(), room
+    assert_nothing_is_left(process.pid, family)
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def assert_nothing_is_left(pid: int, family: list[psutil.Process]) -> None:
+    """Neither a process of the run nor a shared-memory region of its server."""
+    assert not [process for process in family if alive(process)]
+    assert not list(SHARED_MEMORY.glob(f"rlhf-{pid}-*"))
+
+
+# ---- other trainers ----
+
+
+@pytest.mark.slow
+def test_the_critics_client_and_the_example_that_trains_with_it(
+    live: System, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(__file__).resolve().parents[2] / "examples" / "ppo_with_triton_critic.py"
+    spec = importlib.util.spec_from_file_location("ppo_with_triton_critic", path)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setenv("TRAINING_KEY", TRAINING_KEY)
+    torch.manual_seed(0)
+    done = live.run.next_step() - 1
+    history = example.train(str(checkpoints.policy), live.run.url, "test", done=done, steps=3)
+    versions = [version for _, _, version in history]
+    assert versions == sorted(set(versions))
+    assert live.run.journal.last_step() == done + 3
+
+    rows, done = random_rows([3, 17, 40], seed=5), done + 3
+    with CriticClient(live.run.url, run_id="test", training_key=TRAINING_KEY) as critic:
+        version = critic.rewind(done)
+        before, scored = critic.values(rows), critic.score(rows)
+        for ours, direct in zip(before.values, direct_values(live.run.store.folder(version), rows), strict=True):
+            np.testing.assert_allclose(ours, direct, atol=1e-5, rtol=0)
+        np.testing.assert_allclose(scored.rewards, direct_rewards(live.run.config.reward.model, rows), atol=1e-5)
+        assert (before.weights_version, scored.weights_version, scored.errors) == (version, version, [""] * 3)
+        old = [row[:-1] for row in before.values]
+        update = (rows, [row + 5 for row in old], old, [np.ones(row.size) for row in old])
+        answer = critic.train(done + 1, *update)
+        assert answer.loss_mean == pytest.approx(0.5 * 5**2)
+        assert critic.train(done + 1, *update) == answer, "a repeated step is not trained again"
+        assert critic.rewind(done) > answer.weights_version
+        assert critic.train(done + 1, *update).loss_mean == pytest.approx(answer.loss_mean)
+
+
+CHAT = [{"role": "user", "content": "Read the file."}]
+
+
+@pytest.mark.slow
+def test_every_protocol_of_the_gateway_agrees_with_transformers(
+    live: System, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """The command with a key, TLS and lines of JSON, stopped by SIGTERM."""
+    tls = make_certificate(tmp_path)
+    settings = ["port=0", "key_env=GATEWAY_TEST_KEY", *(f"{name}={path}" for name, path in tls.items())]
+    command = [sys.executable, "-m", "tools", "gateway", "--config", str(live.run.path)]
+    command += ["run.log_format=json", *(f"gateway.{setting}" for setting in settings)]
+    context = ssl.create_default_context(cafile=tls["tls_certificate"])
+    tokenizer = AutoTokenizer.from_pretrained(str(checkpoints.reward))
+    messages = [*CHAT, {"role": "assistant", "content": "Good day."}]
+    chat, long = str(tokenizer.apply_chat_template(messages, tokenize=False)), "bad weather " * 200
+
+    environment = {**os.environ, "GATEWAY_TEST_KEY": "open sesame"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        ready = json.loads(process.stderr.readline())
+        assert (ready["process"], ready["level"]) == ("gateway", "INFO")
+        url = ready["message"].partition("gateway: ")[2].partition(",")[0]
+
+        def post(path: str, body: Any) -> Any:
+            headers = {"Content-Type": "application/json", "Authorization": "Bearer open sesame"}
+            request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+            with urllib.request.urlopen(request, context=context) as reply:
+                return json.load(reply)
+
+        inputs = [
+            {"text": long},
+            {"tokens": tokenizer(TEXTS[0])["input_ids"]},
+            {"prompt": CHAT, "response": "Good day."},
+        ]
+        raw = {"model": "reward_model", "use_activation": False}
+        found = [
+            *post("/v1/rewards", {"inputs": inputs})["rewards"],
+            *post("/get_reward", {"query": [*TEXTS]})["rewards"],
+            post("/remote_rm", {"prompt": "Open ", "response": "the file.", "label": None}),
+            *(row["probs"][0] for row in post("/classify", {"input": [*TEXTS], **raw})["data"]),
+            *post("/pooling", {"messages": messages, **raw})["data"][0]["data"],
+        ]
+        process.terminate()
+    assert process.returncode == 0
+    texts = [long, TEXTS[0], chat, *TEXTS, "Open the file.", *TEXTS, chat]
+    rows = [np.asarray(tokenizer(text)["input_ids"][:POSITIONS], np.int64) for text in texts]
+    np.testing.assert_allclose(found, direct_rewards(checkpoints.reward, rows), atol=1e-5)
+
+
+# ---- a run with a served reference, spans and lines of JSON ----
+
+
+TOLERANCE = 1e-5
+LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 127, 128)
+FIELDS = {"time", "level", "process", "run", "step", "version", "logger", "message"}
+REMOTE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+
+
+@dataclasses.dataclass
+class Served(FinishedRun):
+    """The run of `finished` but for its reference and its lines: three PPO steps; and a failed start of an actor."""
+
+    received: Collector
+    error_log: str
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[Served]:
+    pytest.importorskip("opentelemetry.exporter.otlp.json.http", reason="the extra `tracing` is not installed")
+    with collector() as received:
+        told = {"trace_endpoint": received.url, "log_format": "json"}
+        run = make_run(tmp_path_factory.mktemp("served"), checkpoints, run=told, actor={"kl_reference": "triton"})
+        system = start_system(run)
+        try:
+            code, log = run_actor(run, "actor")
+            failed, error_log = run_actor(run, "other-actor", f"actor.policy.model={run.path}/none")
+            assert (code, failed) == (0, 2), log
+            # each process sends its spans every 5 s
+            last = [(CRITIC_TRAIN, "tritonserver"), ("critic_train: journal", CRITIC_TRAIN), ("reload", "sidecar")]
+            wait_for(lambda: all(len({s.trace for s in received.named(*each) if s.parent}) >= 3 for each in last))
+            yield Served(run, system.server, system.sidecar, code, log, received, error_log)
+        finally:
+            system.stop()
+
+
+# ---- log lines and traces ----
+
+
+def lines_of(log: str, process: str) -> list[dict[str, Any]]:
+    """The lines of a log, each of which must be JSON."""
+    lines = [json.loads(text) for text in log.splitlines()]
+    for line in lines:
+        assert line.keys() - {"exception"} == FIELDS, line
+        assert (line["process"], line["run"]) == (process, "test"), line
+    return lines
+
+
+def steps(lines: list[dict[str, Any]]) -> list[int]:
+    """The steps of the lines from the first that has one; all after it must have one, and a version."""
+    first = next(i for i, line in enumerate(lines) if line["step"] is not None)
+    assert all(isinstance(line["step"], int) and isinstance(line["version"], int) for line in lines[first:])
+    return [line["step"] for line in lines[first:]]
+
+
+@pytest.mark.slow
+def test_every_line_of_a_run_is_json(served: Served) -> None:
+    actor = lines_of(served.actor_log, "actor")
+    done = {line["message"].split("/")[0]: line for line in actor if line["message"].startswith("step ")}
+    assert [done[f"step {step}"]["step"] for step in (1, 2, 3)] == [1, 2, 3]
+    for line in done.values():
+        assert f"scored by weights version {line['version']}, " in line["message"]
+    assert steps(actor) == sorted(steps(actor))
+    sidecar = lines_of(served.sidecar.log_path.read_text(), "sidecar")
+    assert steps(sidecar)[-1] == 3
+    updates = [line for line in sidecar if "loss_mean=" in line["message"]]
+    assert [(line["step"], line["version"]) for line in updates] == [(1, 1), (2, 2), (3, 3)]
+    assert [line["level"] for line in lines_of(served.error_log, "actor")] == ["ERROR"]
+    server = [line["message"] for line in lines_of(served.server.log_path.read_text(), "server")]
+    assert any(message.startswith("ready: inference http://127.0.0.1:") for message in server)
+
+
+@pytest.mark.slow
+def test_one_trace_leads_from_the_step_to_the_reload(served: Served) -> None:
+    for root in served.received.named("step"):
+        step, spans = root.attributes["step"], [each for each in served.received.spans if each.trace == root.trace]
+        names = {span.id: span.name for span in spans}
+        ways = {(span.service, span.name, names[span.parent]) for span in spans if span is not root}
+        assert ways >= {
+            ("actor", "rollout_time", "rollout_wait"),
+            ("actor", "generate", "rollout_time"),
+            ("actor", "critic_infer", "rollout_time"),
+            ("actor", "train_time", "step"),
+            ("actor", "critic_update", "step"),
+            ("actor", CRITIC_TRAIN, "critic_update"),
+            ("tritonserver", "InferRequest", "critic_infer"),
+            ("tritonserver", "InferRequest", CRITIC_TRAIN),
+            ("tritonserver", "critic", "critic_infer"),
+            ("tritonserver", "reward_model", "critic_infer"),
+            (CRITIC_TRAIN, "critic_train: journal", CRITIC_TRAIN),
+            ("sidecar", "train", CRITIC_TRAIN),
+            ("sidecar", "publish", CRITIC_TRAIN),
+            ("sidecar", "verify", "publish"),
+            ("sidecar", "reload", "publish"),
+        }
+        assert {span.attributes["step"] for span in spans if span.name == "train"} == {step}
+        assert [span.attributes["version"] for span in spans if span.name == "reload"] == [step]
+        assert not any(span.failed for span in spans)
+    assert len({span.trace for span in served.received.named("step")}) == 3
+    assert len(served.received.named("validation")) == 2
+
+
+def test_a_repeated_step_may_belong_to_another_trace(live: System) -> None:
+    """The context is stored with the journal's entry, but it is not content that a repeat must share."""
+    step = live.run.next_step()
+    request = {**training_inputs(seed=1), **identity("test", step)}
+    contexts = (REMOTE, REMOTE.replace("a", "c"), "malformed")
+    answers = [ask(live.run.url, CRITIC_TRAIN, request, headers={**KEY, "traceparent": each}) for each in contexts]
+    assert len({int(answer["weights_version"][0]) for answer in answers}) == 1
+    assert live.run.journal.traceparent(Entry(step, 0, "train")) == REMOTE
+
+
+# ---- the reference ----
+
+
+@pytest.mark.slow
+def test_rewards_and_kl_are_those_of_a_run_with_a_copy(served: Served, finished: FinishedRun) -> None:
+    """Of step 1, where the policy is the reference, and of step 2, where it has moved."""
+    summary = json.loads((served.run.config.run.dir / "actor_summary.json").read_text())
+    assert (summary["steps"], summary["failed_requests"], summary["masked_samples"]) == (3, 0, 0)
+    assert Policy.of(served.run.config.actor).reference is None
+    with ControlPlane(served.run.config.server.grpc_url) as control:  # validations before and after, and the steps
+        assert settled_statistics(control, REFERENCE).inference_count >= 3 * 8 + 2 * 8
+    assert finished.run.config.actor.kl.reference == "actor"
+    ours, theirs = (read_jsonl(run.run.config.run.dir / "metrics.jsonl") for run in (served, finished))
+    for name in ("rewards", "init_policy_kl", "init_policy_kl_per_sequence", "generation_length", "advantages_std"):
+        pairs = [[lines[step][f"train_rollouts/{name}"] for lines in (ours, theirs)] for step in (0, 1)]
+        for found, wanted in pairs if name != "advantages_std" else pairs[:1]:
+            assert found == pytest.approx(wanted, abs=1e-4), name
+    assert theirs[1]["train_rollouts/init_policy_kl"] > 1e-3
+    assert all(line["timers/init_logprobs"] > 0 for line in ours)
+
+
+def policy_of(run: LiveRun, **settings: Any) -> Policy:
+    """The policy at its start; with a copy of it unless `settings` say otherwise."""
+    return Policy.of(changed(run.config.actor, kl_reference="actor", **settings))
+
+
+def rollout_of(rows: list[np.ndarray], prompt_length: int = 1) -> Rollout:
+    """Rows as the policy would have written them after prompts of `prompt_length` tokens."""
+    inputs = scoring_inputs(rows)
+    lengths = torch.from_numpy(inputs["sequence_lengths"][:, 0])
+    prompts = [Prompt(str(i), "", row[:prompt_length]) for i, row in enumerate(rows)]
+    starts = torch.full_like(lengths, prompt_length)
+    return Rollout(prompts, torch.from_numpy(inputs["tokens"]), lengths, starts, torch.ones_like(lengths).bool())
+
+
+def assert_logprobs(policy: Policy, rows: list[np.ndarray], found: Sequence[np.ndarray]) -> None:
+    """`found[i]` `[S]` is of row i, padded to any S: what the actor's own frozen copy says."""
+    expected = policy.logprobs(rollout_of(rows), reference=True).numpy()
+    for i, (row, theirs) in enumerate(zip(rows, found, strict=True)):
+        assert theirs.dtype == np.float32
+        ours = expected[i, : row.size - 1]
+        np.testing.assert_allclose(theirs[: row.size - 1], ours, atol=TOLERANCE, rtol=0)  # -inf equals -inf
+        assert not theirs[row.size - 1 :].any()
+
+
+def with_reference(run: LiveRun, ask: Callable[[ServedReference], Any], *overrides: str, **settings: Any) -> Any:
+    """What `ask` makes of an actor's reference under these overrides of the YAML."""
+    config = load_config(run.path, overrides)
+    policy = Policy.of(changed(config.actor, **settings))
+
+    async def use() -> Any:
+        async with TritonClient(run.url, config.actor.client) as client:
+            return await ask(ServedReference(client, policy, config.reference.model, rows_per_request=1))
+
+    return asyncio.run(use())
+
+
+async def all_of(reference: ServedReference, whole: Rollout) -> ReferenceLogprobs:
+    """As collecting asks: row by row, as they happen to end."""
+    await reference.compare()
+    stream = reference.stream(asyncio.to_thread)
+    for i in np.random.default_rng(0).permutation(len(whole.prompts)).tolist():
+        length = int(whole.lengths[i])
+        rest = (whole.lengths[i : i + 1], whole.prompt_lengths[i : i + 1], whole.is_end[i : i + 1])
+        stream.take(i, Rollout([whole.prompts[i]], whole.tokens[i : i + 1, :length], *rest))
+    await asyncio.sleep(0)  # what was taken is on its way now
+    return await stream.logprobs(whole)
+
+
+def compare(run: LiveRun, *overrides: str) -> None:
+    """As an actor with these overrides does at its start."""
+    with_reference(run, lambda reference: reference.compare(), *overrides)
+
+
+@pytest.mark.slow
+def test_served_logprobs_are_the_policys_own(served: Served) -> None:
+    policy = policy_of(served.run)
+    rows = random_rows(LENGTHS, seed=1)
+    rows[5][4] = rows[7][0] = rows[7][30] = policy.banned_ids[0]  # a prompt may hold them
+    together = ask(served.run.url, REFERENCE, scoring_inputs(rows, width=140))["logprobs"]
+    assert together.shape == (12, 140)
+    assert np.isneginf(together[5, 3])
+    assert np.isneginf(together).sum() == 2  # nothing predicts a row's first token
+    assert_logprobs(policy, rows, together)
+    alone = [ask(served.run.url, REFERENCE, scoring_inputs([row]))["logprobs"] for row in rows]
+    assert [answer.shape for answer in alone] == [(1, row.size) for row in rows]
+    assert_logprobs(policy, rows, [answer[0] for answer in alone])
+
+
+@pytest.mark.slow
+def test_an_actor_gets_what_its_copy_would_say(served: FinishedRun) -> None:
+    """Rows in another order than the prompts', several in a request, and a policy with adapters that has moved."""
+    whole = rollout_of(random_rows([3, 9, 40, 120, 2, 1, 1, 17], seed=4))
+    policy = policy_of(served.run, lora_rank=4, lr=1e-2)
+    for name, parameter in policy.model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.1)
+    overrides = ("actor.client.rows_per_request=3", "actor.policy.lora_rank=4")
+    found = with_reference(served.run, lambda reference: all_of(reference, whole), *overrides)
+    assert found.known.all()
+    assert not found.failures
+    assert_logprobs(policy, whole.rows(), [np.append(row, np.float32(0)) for row in found.logprobs.numpy()])
+    moved = policy.logprobs(whole)
+    assert not torch.allclose(found.logprobs[3, :119], moved[3, :119], atol=1e-3)
+
+
+@pytest.mark.slow
+def test_an_actor_that_does_not_fit_is_refused(
+    served: Served, live: System, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Other banned tokens are those of the same vocabulary and weights, with another role of a token."""
+    folders = {
+        name: make_checkpoint(tmp_path / name, "policy", make_tokenizer(), seed=seed)
+        for name, seed in (("roles", 3), ("weights", 33))
+    }
+    settings = json.loads((folders["roles"] / "tokenizer_config.json").read_text())
+    (folders["roles"] / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "</s>"}))
+    compare(served.run)
+    compare(served.run, f"reference.model={tmp_path / 'on the server only'}")  # cannot be seen from here
+    for override, message in {
+        "generation.temperature=0.7": r"rendered with temperature 1\.0, the actor has 0\.7",
+        "policy.precision=bfloat16": r"computes in float32, the actor in bfloat16.*set reference\.dtype and",
+        f"policy.model={checkpoints.other_policy}": r"the reference's tokenizer differs from the policy's \(",
+        f"policy.model={folders['roles']}": r"rendered with banned_token_ids \[0, 2\], the actor has \[2\]",
+        f"policy.model={folders['weights']}": r"whose weights are not those of reference\.model \(",
+    }.items():
+        with pytest.raises(RlhfError, match=message):
+            compare(served.run, f"actor.{override}")
+    with pytest.raises(RlhfError, match=r"the server has no model reference \(.*actor\.kl\.reference to"):
+        compare(dataclasses.replace(served.run, config=live.run.config))
+
+
+@pytest.mark.slow
+def test_temperature_and_int32_tokens(served: Served) -> None:
+    """The last test of this server, as it changes the model."""
+
+    def change(config: dict[str, Any]) -> None:
+        config["parameters"]["temperature"]["string_value"] = "0.7"
+        next(tensor for tensor in config["input"] if tensor["name"] == "tokens")["data_type"] = "TYPE_INT32"
+
+    reload_model(served.run, REFERENCE, change)
+    rows = random_rows(LENGTHS, seed=6)
+    inputs = scoring_inputs(rows)
+    found = ask(served.run.url, REFERENCE, {**inputs, "tokens": inputs["tokens"].astype(np.int32)})["logprobs"]
+    assert_logprobs(policy_of(served.run, temperature=0.7), rows, found)

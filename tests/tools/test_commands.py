@@ -1,0 +1,359 @@
+"""`rlhf-triton`, the installed form of `python -m tools`: help, exit codes, completion; and what `status` prints."""
+
+import argparse
+import dataclasses
+import json
+import os
+import pkgutil
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from live_system import Checkpoints, FinishedRun, make_run
+from shebang import SHEBANG
+
+from python_backend.config import load_config
+from python_backend.config.command_line import add_run_arguments
+from python_backend.errors import RlhfError
+from python_backend.store.durable import write_json
+from python_backend.store.journal import Heartbeat, Journal
+from python_backend.store.run_lock import only_run
+from python_backend.store.weights import ServingRecord
+from tools import __main__ as program_module
+from tools import run as tools_run
+from tools import status, weights
+from tools.__main__ import COMMANDS
+from tools.arguments import parse_or_complete
+from tools.report.display import RunDisplay
+from tools.server.child import readable
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = {"torch", "transformers", "matplotlib", "peft"}
+CONFIG = ["--config", "{folder}/none.yaml"]
+ERRORS = {  # a command that starts, and cannot do what it was started for
+    "run": CONFIG,
+    "serve": CONFIG,
+    "render": CONFIG,
+    "weights": ["list", *CONFIG],
+    "gateway": CONFIG,
+    "status": CONFIG,
+    "import": ["--reward", "{folder}", "--no-load"],
+    "chaos": ["--out", "{folder}"],
+    "fuzz": ["--out", "{folder}/file/out"],
+    "bench": ["update", "--report-only", "{folder}"],
+    "report": ["{folder}/none"],
+    "export": ["{folder}"],
+}
+BASH = """\
+eval "$REGISTRATION"
+COMP_LINE=$1 COMP_POINT=${#1}
+_python_argcomplete rlhf-triton
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+ZSH = """\
+compdef() { }
+_describe() { print -l -- ${(P)2} }
+eval "$REGISTRATION"
+BUFFER=$1 CURSOR=${#1}
+words=(${(z)1})
+_python_argcomplete
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script that pip writes for `[project.scripts]`."""
+    named = re.search(r'^\[project\.scripts\]\nrlhf-triton = "(\S+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert named is not None
+    assert callable(pkgutil.resolve_name(named[1]))
+    module, _, function = named[1].partition(":")
+    path = tmp_path_factory.mktemp("bin") / "rlhf-triton"
+    path.write_text(f"{SHEBANG}import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture(scope="module")
+def registration() -> str:
+    """What a user's shell evaluates."""
+    command = [str(Path(sys.executable).with_name("register-python-argcomplete")), "rlhf-triton"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def run(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the program; stderr then has a line for each imported module."""
+    command = [sys.executable, "-X", "importtime", str(program), *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment_of(**environment), capture_output=True, text=True, check=False
+    )
+
+
+def environment_of(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **more}
+
+
+def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
+    lines = [line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")]
+    assert "tools" in lines
+    return {line.partition(".")[0] for line in lines}
+
+
+def test_help_has_a_line_for_each_command_and_imports_nothing(program: Path) -> None:
+    done = run(program, "--help")
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "usage: rlhf-triton <command> [--help]")
+    for name, (_, what) in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(what)}$", done.stdout, re.M)
+        assert len(what) < 100
+    assert not imported(done) & {*HEAVY, "numpy", "pydantic", "yaml", "python_backend", "actor", "trainer"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_is_quick_to_import(name: str, program: Path) -> None:
+    done = run(program, name, "--help")
+    assert (done.returncode, done.stdout.startswith(f"usage: rlhf-triton {name} ")) == (0, True)
+    assert not imported(done) & HEAVY
+
+
+COMPLETIONS = [
+    ("we", {"weights"}, {"run"}),
+    ("", set(COMMANDS), {"--config"}),
+    ("weights ", {"list", "verify", "publish", "rollback", "ready"}, {"weights", "--model"}),
+    ("weights rollback --", {"--config", "--model", "--to"}, {"--server"}),
+    ("weights list --model ", {"critic", "reward"}, {"list"}),
+    ("bench update --r", {"--rows", "--repeats", "--report-only"}, {"--quick"}),
+    ("run --config ", {"my.yaml", "folder/"}, {"notes.txt"}),
+    ("run --device-gib ", set(), {"my.yaml", "notes.txt"}),
+    ("run --config my.yaml trainer.publish.", {"trainer.publish.keep="}, {"trainer.lr=", "trainer.publish="}),
+]
+
+
+@pytest.mark.parametrize(
+    ("shell", "line", "offered", "withheld"), [*(("bash", *case) for case in COMPLETIONS), ("zsh", *COMPLETIONS[2])]
+)
+def test_a_shell_completes(
+    shell: str, line: str, offered: set[str], withheld: set[str], program: Path, registration: str, tmp_path: Path
+) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "folder").mkdir()
+    for name in ("my.yaml", "notes.txt"):
+        (tmp_path / name).touch()
+    path = os.pathsep.join([str(program.parent), os.environ["PATH"]])
+    environment = environment_of(PATH=path, REGISTRATION=registration)
+    script = {"bash": BASH, "zsh": ZSH}[shell]
+    command = [shell, "-c", script, shell, f"rlhf-triton {line}"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    answers = {answer.partition(":")[0].strip() for answer in done.stdout.splitlines()}  # zsh's have an explanation
+    assert offered <= answers, done.stderr
+    assert not withheld & answers
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["run", "--nonsense"], ["weights"]], ids=str)
+def test_exit_code_2_of_wrong_arguments(arguments: list[str], program: Path) -> None:
+    done = run(program, *arguments)
+    assert done.returncode == 2
+    assert "usage: rlhf-triton" in done.stdout + done.stderr or "error: unknown" in done.stderr
+
+
+def test_overrides_stand_on_both_sides_of_options() -> None:
+    whole, commands = argparse.ArgumentParser(), argparse.ArgumentParser()
+    add_run_arguments(whole)
+    add_run_arguments(commands.add_subparsers().add_parser("list"))
+    for parser, first in ((whole, []), (commands, ["list"])):
+        for words in ("a=1 --config x.yaml b=2", "--config x.yaml a=1 b=2", "a=1 b=2 --config x.yaml"):
+            assert parse_or_complete(parser, [*first, *words.split()]).overrides == ["a=1", "b=2"]
+        with pytest.raises(SystemExit):
+            parse_or_complete(parser, [*first, "--config", "x.yaml", "a=1", "--unknown"])
+
+
+def test_exit_code_2_of_an_error_of_each_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert set(COMMANDS) - set(ERRORS) == {"doctor"}, "it reports an error as a finding"
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["rlhf-triton"])
+    (tmp_path / "file").touch()
+    for name, arguments in ERRORS.items():
+        assert program_module.main([name, *(argument.format(folder=tmp_path) for argument in arguments)]) == 2, name
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith("error: ")
+        assert str(tmp_path) in said
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("run", 130), ("weights list", 130), ("gateway", 130), ("doctor", 130), ("serve", 0)]
+)
+def test_exit_code_of_an_interrupted_command(command: str, code: int, program: Path, tmp_path: Path) -> None:
+    """The signal arrives while the command reads its YAML, a pipe that stays empty."""
+    os.mkfifo(tmp_path / "my.yaml")
+    arguments = [str(program), *command.split(), "--config", str(tmp_path / "my.yaml")]
+    with subprocess.Popen(
+        arguments,
+        env=environment_of(),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in background jobs
+    ) as process:
+        try:
+            pipe = None
+            while pipe is None:
+                assert process.poll() is None, process.communicate()
+                try:
+                    pipe = os.open(tmp_path / "my.yaml", os.O_WRONLY | os.O_NONBLOCK)
+                except OSError:  # no reader yet
+                    time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            os.close(pipe)  # ends a read that begins just after the signal, which Python has only noted by then
+            _, error = process.communicate()
+        finally:
+            process.kill()
+    assert process.returncode == code
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(("left", "says"), [(0, "export"), (5, "export"), (7, "from_pretrained")])
+def test_the_newest_policy_is_named_after_an_error(
+    tmp_path: Path,
+    checkpoints: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    left: int,
+    says: str,
+) -> None:
+    """The checkpoint is of step 7; `policy/` is missing, of an earlier stop, or of that step, too."""
+    config = make_run(tmp_path / "a run", checkpoints)
+    folder = config.config.run.dir
+
+    def execute(_: tools_run.Run) -> None:
+        (folder / "checkpoints" / "actor" / "7").mkdir(parents=True)
+        if left:
+            (folder / "policy").mkdir()
+            write_json(folder / "policy" / "policy.json", {"step": left})
+        raise RlhfError("the actor was killed")
+
+    monkeypatch.setattr(tools_run.Run, "execute", execute)
+    assert tools_run.main(["--config", str(config.path)]) == 2
+    shown = capsys.readouterr()
+    assert "error: the actor was killed" in shown.err
+    (line,) = [line for line in shown.out.splitlines() if line.startswith("policy: ")]
+    assert says in line
+    if says == "export":
+        assert line == f"policy: python -m tools export '{folder}' writes that of step 7 as a Hugging Face folder"
+
+
+@pytest.mark.parametrize("pause", ["-1", "0", "nan", "often"])
+def test_a_pause_must_be_positive(pause: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        status.main(["--config", "none.yaml", "--watch", pause])
+    assert f"'{pause}' is not a positive number of seconds" in capsys.readouterr().err
+
+
+def lines_of(config: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert status.main(["--config", str(config)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_status_of_a_run_that_has_not_begun_goes_on_was_killed_and_has_finished(
+    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, checkpoints)
+    assert lines_of(run.path, capsys) == [
+        f"run       test in {tmp_path}: not running; no step has ended",
+        f"server    http://{run.config.server.http_url} does not answer",
+        "actor     no step has ended",
+        "sidecar   has not begun; 0 of the journal's entries pending, last step 0",
+        "critic    no version yet",
+    ]
+    settings = ["actor.steps=77", "reward.token_budget=512", "reward.workers=2", "reward.threads=3"]
+    write_json(tmp_path / "settings.json", load_config(run.path, settings).model_dump(mode="json"))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 8}\n')
+    with only_run(tmp_path), RunDisplay(tmp_path, 8) as display:
+        display.phase("choosing serving settings")
+        capsys.readouterr()
+        lines = lines_of(run.path, capsys)
+    assert lines[0].partition(": ")[2] == "running: choosing serving settings"
+    text = "\n".join(lines)
+    assert "step 8 of 77 ended" in text, "the settings are those that the run was started with"
+    assert "reward: 2 workers x 3 threads, token budget 512" in text
+    (tmp_path / "checkpoints" / "actor" / "6").mkdir(parents=True)
+    assert lines_of(run.path, capsys)[0].endswith(": not running; the next start begins with step 7"), "it was killed"
+    (tmp_path / "actor_summary.json").write_text('{"steps": 8}')
+    assert lines_of(run.path, capsys)[0].endswith(": finished after step 8")
+
+
+def test_status_of_a_run_whose_server_is_up_and_of_a_silent_instance_on_another_host(
+    finished: FinishedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, store = finished.run, finished.run.store
+    last = json.loads((run.config.run.dir / "metrics.jsonl").read_text().splitlines()[-1])
+    current = store.current()
+    assert current is not None
+    silent = dataclasses.replace(ServingRecord.of_this_process("critic_9", current), place="cafe0123", host="far")
+    store.records.put(silent)
+    hours_ago = time.time() - 3 * 3600
+    os.utime(store.root / "serving" / silent.file_name, (hours_ago, hours_ago))
+    try:
+        lines = lines_of(run.path, capsys)
+        weights.show(store)
+        assert f"{silent.name} (silent)" in capsys.readouterr().out
+    finally:
+        store.records.withdraw(silent)
+    assert lines[1] == f"server    http://{run.url} is up"
+    assert [line.split(":")[0].strip() for line in lines[2:4]] == ["reward", "critic"]
+    assert lines[4].startswith(f"actor     step {last['step']} of 3 ended ")
+    assert f"reward {last['train_rollouts/rewards']:.3g}, KL " in lines[4]
+    reported = re.search(r"; 0 of the journal's entries pending, last step (\d+)$", lines[5])
+    assert reported is not None
+    assert int(reported[1]) >= 3  # more if other tests trained the critic of this run
+    assert lines[6] == f"critic    CURRENT is version {current} (step {store.manifest(current).step})"
+    assert any(f"serves version {current}" in line for line in lines[7:] if silent.name not in line)
+    assert f"          {silent.name} serves version {current}; last sign of life 3 h ago" in lines
+
+
+def test_status_shows_what_blocks_a_sidecar_and_the_last_problem_of_each_log(
+    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, checkpoints)
+    folders = run.config.run
+    folders.journal_dir.mkdir(parents=True)
+    beat = Heartbeat(1, 7, 0, "publishing", time.time() - 300)
+    journal = Journal(folders.journal_dir, folders.identity)
+    journal.beat(dataclasses.replace(beat, trouble="No space left on device"))
+    noise = "[Error] File: otlp_http_exporter.cc:122 [OTLP HTTP Client] ERROR: Export 512 trace span(s) error: 1"
+    logs = {
+        "actor.log": "10:00:00 WARNING the first\n10:00:01 ERROR the second\n10:00:02 INFO step 8\n",
+        "sidecar.log": '{"level": "ERROR", "message": "no disk"}\n{"level": "INFO", "message": "step 7"}\n',
+        "tritonserver.log": f"{noise}\n",  # a collector that is away is no problem of the run
+    }
+    folders.logs_dir.mkdir()
+    for name, text in logs.items():
+        (folders.logs_dir / name).write_text(text)
+    assert readable(noise.encode()) is None, "nor is it shown in the terminal"
+    (folders.dir / "metrics.jsonl").write_text('{"step": 8, "train_rollouts/rewards": 0.5}\n{"step": 9, "tra')
+    lines = lines_of(run.path, capsys)
+    assert lines[0].endswith(": not running; the next start begins with step 1")
+    assert re.fullmatch(r"actor     step 8 of 3 ended \d+ s ago: reward 0\.5", lines[2])
+    sidecar = "sidecar   publishing at step 7, heartbeat 5 min ago; 0 of the journal's entries pending"
+    assert lines[3].startswith(sidecar)
+    assert lines[3].endswith("; blocked: No space left on device")
+    problems = [line for line in lines if line.startswith("problem")]
+    assert problems == ["problem   actor.log: 10:00:01 ERROR the second", "problem   sidecar.log: ERROR no disk"]
+
+
+def test_watching_ends_with_a_signal(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """SIGINT is ignored in a background job."""
+    run = make_run(tmp_path, checkpoints)
+    command = [sys.executable, "-m", "tools", "status", "--config", str(run.path), "--watch", "0.01"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        shown = [line for line, _ in zip(watching.stdout, range(12), strict=False)]
+        assert shown.count("actor     no step has ended\n") > 1
+        watching.send_signal(signal.SIGINT)
+        assert watching.communicate(timeout=60)[1] == ""
+    assert watching.returncode == 0

@@ -1,0 +1,548 @@
+"""What a run needs before anything starts: only what it uses is rendered, loaded, measured, demanded and checked."""
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import reward_functions
+import yaml
+from live_system import Checkpoints, make_run, make_tokenizer
+from tiny_checkpoints import save_tiny
+from tiny_models import regions
+
+import actor.__main__
+import tools.run
+import tools.serve
+import trainer.__main__
+from actor.scoring.scorer import Scorer
+from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.client.errors import RequestFailed
+from python_backend.client.served import ServedModel
+from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
+from python_backend.config.required_files import check_critic, check_files
+from python_backend.config.sections import UNMEASURED
+from python_backend.errors import RlhfError
+from tests.support.settings import nested
+from tools import render_configs
+from tools.calibrate import calibration
+from tools.plan.command import roles_of, traffic_lines
+from tools.preflight import check_prompts, check_run
+from tools.server.tritonserver import load_order
+
+ALGORITHMS = ("ppo", "rloo")  # with a critic, and without one
+FUNCTION = {"verdict": {"function": f"{reward_functions.__file__}:token_sum", "workers": 1}}
+REWARDS: dict[str, dict[str, Any] | None] = {"model": None, "functions": FUNCTION, "both": {"model": {}, **FUNCTION}}
+OF_THE_CRITIC = {"critic", "critic_infer", "critic_train", "critic_save"}
+OF_THE_REWARD = {
+    "model": {"reward_model"},
+    "functions": {"reward_model", "reward_mixture", "reward_function_verdict"},
+    "both": {"reward_model", "reward_mixture", "reward_function_verdict", "reward_checkpoint"},
+}
+every_combination = pytest.mark.parametrize(
+    ("algorithm", "reward"), [(algorithm, reward) for algorithm in ALGORITHMS for reward in REWARDS]
+)
+
+
+def models_of(algorithm: str, reward: str) -> set[str]:
+    return OF_THE_REWARD[reward] | (OF_THE_CRITIC if algorithm == "ppo" else set())
+
+
+def checkpoints_of(algorithm: str, reward: str) -> list[str]:
+    """Sections of the served models that are read from a checkpoint."""
+    return [*(["reward"] if reward != "functions" else []), *(["critic"] if algorithm == "ppo" else [])]
+
+
+def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoints) -> Path:
+    """The YAML that names nothing beyond what this run uses."""
+    data: dict[str, Any] = {
+        "run": {"dir": str(folder / "run")},
+        "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
+        "actor": nested(
+            ActorSection,
+            {
+                "model": str(checkpoints.policy),
+                "prompts_path": str(checkpoints.prompts),
+                "algorithm_name": algorithm,
+                "steps": 2,
+                "rollout_size": 4,
+                "responses_per_prompt": 2,
+                "minibatch_size": 4,
+                "max_new_tokens": 3,
+                "prompts_max_tokens": 64,
+                "mask_unfinished": False,
+            },
+        ),
+    }
+    for section in checkpoints_of(algorithm, reward):
+        data[section] = {"model": str(getattr(checkpoints, section)), **UNMEASURED}
+    if algorithm == "ppo":
+        data["trainer"] = {"nice": 0}  # on a busy machine the run would wait for it
+    if REWARDS[reward] is not None:
+        data["rewards"] = REWARDS[reward]
+    path = folder / "my.yaml"
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    return path
+
+
+@every_combination
+def test_what_is_rendered_loaded_measured_and_demanded(
+    algorithm: str, reward: str, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_yaml(tmp_path, algorithm, reward, checkpoints)
+    config = load_config(path, ["server.training_key_env=RLHF_TEST_ABSENT"] if algorithm != "ppo" else [])
+    check_files(config, server=True, actor=True)
+    out = config.run.repository_dir
+    render_configs.render_repository(
+        load_config(path, ["actor.algorithm.name=ppo"]), out
+    )  # another run stood here before
+    render_configs.render_repository(config, out)
+    assert {folder.name for folder in out.iterdir()} == models_of(algorithm, reward)
+    assert set().union(*load_order(models_of(algorithm, reward))) == models_of(algorithm, reward)
+    text = (out / "reward_model" / "config.pbtxt").read_text()
+    (fingerprint,) = re.findall(r'"tokenizer_fingerprint" value \{ string_value: "(\w+)"', text)
+    assert fingerprint, "the actor compares it with the policy's"
+
+    measured = []
+    unsettled = [f"{role}.threads=auto" for role in ("reward", "critic", "reference")]
+    settled = calibration.Settled(1, 1, 256, 8, 1.0)
+    monkeypatch.setattr(calibration, "_remembered", lambda role, *_: measured.append(role) or settled)
+    calibration.settle(load_config(path, unsettled), lambda _: None)
+    assert measured == checkpoints_of(algorithm, reward)
+
+    made: list[str] = []
+    monkeypatch.setattr(tools.serve, "_run_module", lambda what, arguments: made.append(what))
+    tools.serve.ensure_first_version(config, path, [])
+    assert made == (["creating version 0 of the critic's weights"] if algorithm == "ppo" else [])
+
+
+@every_combination
+def test_what_is_missing_is_named_before_anything_starts(
+    algorithm: str, reward: str, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it at once, a line each, and nothing that the run does without."""
+    path = write_yaml(tmp_path, algorithm, reward, checkpoints)
+    missing = [f"{role}.model={tmp_path / role}" for role in ("reward", "critic", "actor.policy")]
+    overrides = [*missing, f"actor.prompts.path={tmp_path / 'none'}"]
+    assert tools.run.main(["--fresh", "--config", str(path), *overrides]) == 2
+    lines = capsys.readouterr().err.removeprefix("error: ").splitlines()
+    expected = [*(f"{role}.model" for role in checkpoints_of(algorithm, reward)), "actor.policy.model"]
+    expected.append("actor.prompts.path")
+    assert sorted(line.partition(": ")[0] for line in lines) == sorted(expected)
+    for line in lines:
+        role = line.partition(".")[0]
+        assert str(tmp_path / ("none" if "prompts" in line else role)) in line
+        assert "give " in line, "what to do"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> None:
+    def missing(config: dict[str, Any], **of: bool) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_files(
+                RunConfig.model_validate({**config, "actor": nested(ActorSection, config.get("actor", {}))}), **of
+            )
+        return str(caught.value)
+
+    start = f" (relative paths start at {Path.cwd()})"
+    assert missing({}, server=True).splitlines() == [
+        "reward.model: checkpoints/reward does not exist or is not a folder; give the folder of a Hugging Face "
+        f"checkpoint{start}, or use only functions in `rewards`",
+        "critic.model: checkpoints/critic does not exist or is not a folder; give the folder of a Hugging Face "
+        f"checkpoint{start}, or choose an actor.algorithm.name without a critic: grpo, rloo or reinforce++",
+    ]
+    hub = missing({"reward": {"model": "org/some-model"}}, server=True)
+    assert "`hf download org/some-model --local-dir models/some-model`, then give that folder" in hub.splitlines()[0]
+    no_critic = {"algorithm_name": "reinforce++"}
+    functions = {"verdict": {"function": "rewards/math.py:verify"}, "other": {"function": "package.module:name"}}
+    assert missing({"actor": no_critic, "rewards": functions}, server=True).splitlines() == [
+        "actor.policy.model: checkpoints/policy has no tokenizer to decode the policy's tokens for reward "
+        "functions; give the folder of the policy's model",
+        f"rewards.verdict.function: rewards/math.py does not exist; give the path of a Python file{start}",
+    ]
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").touch()
+    told = missing({"actor": {"model": str(tmp_path), "validation_prompts": "held-out.jsonl"}}, actor=True)
+    assert f"actor.policy.model: {tmp_path} has no model.safetensors: it contains only pickled weights" in told
+    assert "actor.validation.prompts: held-out.jsonl does not exist; give a file of prompts" in told
+    assert "reference.model: none" in missing(
+        {"actor": {**no_critic, "kl_reference": "triton"}, "reference": {"model": "none"}}, server=True
+    )
+
+
+def test_a_checkpoint_without_a_tokenizer_or_a_head_is_named(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    for role in ("policy", "reward"):
+        shutil.copytree(getattr(checkpoints, role), tmp_path / role, ignore=shutil.ignore_patterns("*token*"))
+    (tmp_path / "prompts.jsonl").touch()
+    for policy, reward, told in (
+        (tmp_path / "policy", checkpoints.reward, f"actor.policy.model: {tmp_path}/policy has no tokenizer; save"),
+        (checkpoints.policy, checkpoints.policy, f"reward.model: {checkpoints.policy} is not a trained reward"),
+        (checkpoints.policy, tmp_path / "reward", f"reward.model: {tmp_path}/reward has no tokenizer, so it is"),
+    ):
+        actor = {"policy": {"model": policy}, "prompts": {"path": tmp_path / "prompts.jsonl"}}
+        sections = {"actor": actor, "reward": {"model": reward}}
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            check_files(RunConfig.model_validate(sections), server=True, actor=True)
+    (tmp_path / "policy" / "tokenizer.model").touch()
+    actor["policy"]["model"] = tmp_path / "policy"
+    check_files(RunConfig.model_validate(sections), actor=True)
+
+
+def test_a_family_that_cannot_be_split_is_named_before_anything_starts(
+    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_yaml(tmp_path, "ppo", "model", checkpoints)
+    save_tiny(tmp_path / "gpt2", "gpt2", "critic")
+    overrides = [f"critic.model={tmp_path / 'gpt2'}", "critic.tensor_parallel=2", "reward.tensor_parallel=3"]
+    assert tools.run.main(["--config", str(path), *overrides]) == 2
+    critic, reward = sorted(capsys.readouterr().err.removeprefix("error: ").splitlines())
+    assert re.match(r"critic\.model: .*no tensor-parallel plan for gpt2 models", critic)
+    assert re.match(r"reward\.model: .*tensor_parallel \(3\) does not divide", reward)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("def length(sample): ...\nasync def other(sample): ...", "has no 'lenght'; it defines length, other"),
+        ("x = 1", "has no 'lenght'; it defines no functions"),
+        ("def lenght(sample:", "is not valid Python: '(' was never closed"),
+        ("from elsewhere import lenght", None),
+        ("from elsewhere import *", None),
+        ("if True:\n    lenght = len", None),
+    ],
+)
+def test_a_function_is_looked_for_before_anything_starts(tmp_path: Path, code: str, told: str | None) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    config = RunConfig.model_validate({"rewards": {"length": {"function": f"{tmp_path / 'mine.py'}:lenght"}}})
+    with pytest.raises(ConfigError) as caught:
+        check_files(config, server=True)
+    assert (told in str(caught.value)) if told else ("rewards." not in str(caught.value))
+
+
+@pytest.mark.parametrize("command", [actor.__main__, trainer.__main__, tools.serve])
+def test_each_command_names_what_it_misses(
+    command: Any,
+    tmp_path: Path,
+    checkpoints: Checkpoints,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    path = write_yaml(tmp_path, "ppo", "model", checkpoints)
+    missing = [f"{role}.model={tmp_path / 'none'}" for role in ("critic", "actor.policy")]
+    assert command.main(["--config", str(path), *missing]) == 2
+    key = "actor.policy.model" if command is actor.__main__ else "critic.model"
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {key}: {tmp_path / 'none'} does not exist")
+
+
+def test_a_sidecar_without_a_critic_is_refused(
+    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_yaml(tmp_path, "rloo", "model", checkpoints)
+    assert trainer.__main__.main(["--config", str(path)]) == 2
+    assert "actor.algorithm.name: rloo has no critic, so there is nothing to train" in capsys.readouterr().err
+
+
+def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints: Checkpoints) -> None:
+    async def describe(model: str) -> ServedModel:
+        if model == "critic":
+            raise RequestFailed("critic at localhost:8000 refused: Request for unknown model: 'critic' is not found")
+        return ServedModel.of({"tokenizer_fingerprint": "known"})
+
+    client: Any = SimpleNamespace(describe=describe)
+    ppo, other = (
+        Scorer(client, load_tokenizer(checkpoints.policy), rows_per_request=1, with_critic=with_critic)
+        for with_critic in (True, False)
+    )
+    asyncio.run(other.compare_tokenizers())
+    with pytest.raises(RlhfError, match=r"the server has no critic, which actor\.algorithm\.name: ppo needs"):
+        asyncio.run(ppo.compare_tokenizers())
+
+
+@pytest.mark.parametrize(
+    ("sections", "served"),
+    [
+        ({"critic"}, OF_THE_CRITIC),
+        ({"reward"}, OF_THE_REWARD["model"]),
+        ({"rewards", "reward"}, OF_THE_REWARD["both"]),
+        ({"critic", "reward"}, OF_THE_CRITIC | {"reward_model"}),
+        ({"critic", "functions"}, OF_THE_CRITIC | OF_THE_REWARD["functions"]),  # for a policy with its tokenizer
+    ],
+)
+def test_without_an_actor_the_models_that_the_yaml_names_are_served(
+    sections: set[str], served: set[str], tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every: dict[str, Any] = {"rewards": {"model": {}, **FUNCTION}, "functions": FUNCTION}
+    every |= {name: {"model": str(getattr(checkpoints, name)), **UNMEASURED} for name in ("reward", "critic")}
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "policy").symlink_to(checkpoints.policy)  # the default, so that a run can be planned
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "my.yaml"
+    given = {"rewards" if name == "functions" else name: every[name] for name in sections}
+    path.write_text(yaml.safe_dump({"run": {"dir": str(tmp_path / "run")}, **given}))
+    for overrides in ([], ["run.deterministic=true"], ["actor.client.deadline_s=120"]):  # the gateway has that client
+        config = load_config(path, overrides)
+        check_files(config, server=True)
+        rendered = render_configs.render_configs(config)
+        assert set(rendered) == served
+        ensemble = rendered.get("critic_infer", "")
+        assert ('output { name: "rewards"' in ensemble) == ("critic" in sections and len(sections) > 1)
+    if sections == {"reward"}:
+        assert traffic_lines(config, roles_of(config))
+    made: list[str] = []
+    monkeypatch.setattr(tools.serve, "_run_module", lambda what, arguments: made.append(what))
+    tools.serve.ensure_first_version(config, path, [])
+    assert bool(made) == ("critic" in sections)
+    if "critic" not in sections:
+        with pytest.raises(ConfigError, match="the YAML has no section `critic`, so there is nothing to train"):
+            check_critic(config)
+
+
+FUNCTIONS = """
+import time
+
+
+def good(sample):
+    assert sample.metadata["text"] is not None if "text" in sample.metadata else sample.prompt
+    return float(sample.response in sample.text and len(sample.tokens) > 0)
+
+
+def peeks(sample):
+    import os
+    raise OSError([name for name in ("TRAINING_KEY", "WANDB_API_KEY", "SOME_SETTING") if name in os.environ])
+
+
+def slow(sample):
+    time.sleep(60)
+
+
+def group(samples):
+    return [1.0] * len(samples)
+
+
+def trl(prompts, completions, **columns):
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ([], ""),
+        (["rewards.mine.groupwise=true", "rewards.mine.function={file}:group"], ""),
+        (["rewards.mine.function={file}:trl"], ""),
+        (["rewards.mine.function={file}:peeks"], "OSError: ['SOME_SETTING']"),
+        (["rewards.mine.function={file}:slow", "rewards.mine.timeout_s=0.1"], "took longer than 0.1 s and was killed"),
+        (["rewards.mine.function={file}:group"], "TypeError: object of type 'Sample' has no len()"),
+        (["rewards.mine.options={{margin: 2}}"], "margin"),
+        (["critic.model={other_policy}"], "critic.model: the tokenizer of {other_policy} differs"),
+        (["actor.trackers=[mlflow]"], "actor.trackers: mlflow is not installed; pip install mlflow, or remove it"),
+    ],
+)
+def test_a_run_is_refused_with_one_line_for_each_problem(
+    settings: list[str], problem: str, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TRAINING_KEY", "WANDB_API_KEY", "SOME_SETTING"):
+        monkeypatch.setenv(name, "1")
+    file = tmp_path / "mine.py"
+    file.write_text(FUNCTIONS)
+    names = {**vars(checkpoints), "file": file}
+    run = make_run(tmp_path, checkpoints)
+    given = [f"rewards.mine.function={file}:good", *(setting.format(**names) for setting in settings)]
+    config = load_config(run.path, given)
+    if not problem:
+        check_run(config)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_run(config)
+    (line,) = str(caught.value).splitlines()
+    assert problem.format(**names) in line
+    if "rewards.mine" in " ".join(settings):
+        assert line.startswith("rewards.mine.function: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "{} has no prompts"),
+        ('{"text": "a"}\n{"text": ""}\n', "{}:2: text is empty"),
+    ],
+)
+def test_prompts_that_are_empty_are_named(
+    text: str, words: str, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "empty.jsonl"
+    prompts.write_text(text)
+    config: dict[str, Any] = {
+        "run": {"dir": str(tmp_path / "run")},
+        "rewards": {"length": {"function": "reward_functions:token_sum"}},
+        "actor": {
+            "policy": {"model": str(checkpoints.policy)},
+            "prompts": {"path": str(prompts)},
+            "algorithm": {"name": "grpo", "responses_per_prompt": 2},
+        },
+    }
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
+    assert tools.run.main(["--config", str(tmp_path / "my.yaml")]) == 2
+    assert capsys.readouterr().err == f"error: actor.prompts.path: {words.format(prompts)}\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_conversations_need_chat_templates(tmp_path: Path) -> None:
+    """The policy's, and the reward model's where it receives texts."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    for name in ("policy", "same"):
+        tokenizer.save_pretrained(tmp_path / name)
+    tokenizer.add_tokens(["unheard"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    prompts = tmp_path / "prompts.jsonl"
+    actor = {"policy": {"model": tmp_path / "policy"}, "prompts": {"path": prompts}}
+
+    def check(reward: str, prompt: object, **settings: object) -> None:
+        prompts.write_text(json.dumps({"text": "first"}) + "\n" + json.dumps({"prompt": prompt}) + "\n")
+        config = {"actor": actor, "reward": {"model": str(tmp_path / reward), **settings}}
+        check_prompts(RunConfig.model_validate(config))
+
+    check("other", "a text")
+    (tmp_path / "empty.jsonl").touch()
+    actor["validation"] = {"prompts": tmp_path / "empty.jsonl", "size": 0}
+    check("other", "a text")  # they would not be read
+    conversation = [{"role": "user", "content": "Hello"}]
+    with pytest.raises(ConfigError, match=r"actor\.policy\.model: .*policy has no chat template, but actor"):
+        check("same", conversation)
+    (tmp_path / "policy" / "chat_template.jinja").write_text("{{ messages }}")
+    check("same", conversation)
+    with pytest.raises(ConfigError, match=r"reward\.model: .*other has no chat template.*'content'"):
+        check("other", conversation)
+    for settings in ({"text": "pair"}, {"process": {"separator": ".", "mark": "!"}}):
+        with pytest.raises(ConfigError, match=r"same has no chat template.* because it receives texts"):
+            check("same", conversation, **settings)
+    (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
+    check("other", conversation)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),  # 100 tokens of a prompt, and as many positions as the models of the tests have: 128
+    [
+        (["actor.generation.max_new_tokens=28"], ""),
+        (["actor.generation.max_new_tokens=29"], "reward 128 critic 128"),
+        (["actor.generation.max_new_tokens=9", "critic.max_length=108"], "critic 108"),
+        (["actor.generation.max_new_tokens=29", "reward.model={other_reward}"], "critic 128"),  # receives texts
+        (["actor.generation.max_new_tokens=29", "reward.text=pair"], "critic 128"),
+        (["actor.generation.max_new_tokens=29", "actor.kl.reference=triton"], "reward 128 critic 128 reference 128"),
+    ],
+)
+def test_rows_must_fit_every_model_that_receives_them(
+    settings: list[str], refused: str, tmp_path: Path, checkpoints: Checkpoints
+) -> None:
+    """Or the reward model and critic would refuse, and the run would mask, the longest responses."""
+    run = make_run(tmp_path, checkpoints, actor={"prompts_max_tokens": 100})
+    config = load_config(run.path, [each.format(**vars(checkpoints)) for each in settings])
+    found = ""
+    try:
+        check_prompts(config)
+    except ConfigError as error:
+        found = str(error)
+    lines = re.findall(r"(\w+)\.model: takes rows of at most (\d+) tokens", found)
+    assert " ".join(f"{role} {limit}" for role, limit in lines) == refused
+    assert found.count("\n") == max(0, len(lines) - 1)
+
+
+@pytest.fixture
+def signals_kept() -> Iterator[None]:
+    """`tools run` takes the signals of the process it is the main program of."""
+    kept = {
+        number: tools.run.signal.getsignal(number) for number in (tools.run.signal.SIGINT, tools.run.signal.SIGTERM)
+    }
+    yield
+    for number, handler in kept.items():
+        tools.run.signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals_kept")
+@pytest.mark.parametrize(("command", "code"), [("serve", 0), ("run", 130)])
+def test_a_signal_in_the_last_moment_of_a_start_stops_the_server(
+    command: str, code: int, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server runs by then, and the caller does not have it yet."""
+    path, server = write_yaml(tmp_path, "grpo", "functions", checkpoints), mock.Mock()
+
+    def start(*_: object, **__: object) -> mock.Mock:
+        signal.raise_signal(signal.SIGTERM)
+        return server
+
+    module = {"serve": tools.serve, "run": tools.run}[command]
+    monkeypatch.setattr(module, "start_server", start)
+    monkeypatch.setattr("tools.server.supervisor.ServerHealth", mock.Mock())
+    assert module.main(["--config", str(path)]) == code
+    server.stop.assert_called_once_with()
+
+
+def run_to_the_end(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The output of `python -m tools run` in this process, which has loaded the large libraries already."""
+    code = tools.run.main(["--config", str(path)])
+    if code == 130:  # this test was interrupted
+        raise KeyboardInterrupt
+    output = capsys.readouterr()
+    logs = {file.name: file.read_text()[-1500:] for file in path.parent.glob("run/logs/*.log")}
+    assert code == 0, logs
+    return output.out
+
+
+def check_finished(folder: Path, output: str, algorithm: str, reward: str) -> None:
+    """Everything that is there, and nothing of what there is not."""
+    has_critic = algorithm == "ppo"
+    assert {path.name for path in (folder / "model_repository").iterdir()} == models_of(algorithm, reward)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["train_optim/grad_norm"] > 0 for line in lines)
+    components = {key for key in lines[0] if key.startswith("train_rollouts/reward_")}
+    terms = {f"train_rollouts/reward_{name}" for name in REWARDS[reward] or {}}
+    assert components == terms
+    summary = json.loads((folder / "summary.json").read_text())
+    assert None not in summary.values()
+    assert summary["failed_requests"] == summary["server_failures"] == summary["masked_samples"] == 0
+    assert ("critic_updates" in summary) == has_critic
+    for name in ("journal", "critic_metrics.jsonl", "logs/sidecar.log"):
+        assert (folder / name).exists() == has_critic, name
+    assert bool(list((folder / "weights").rglob("CURRENT"))) == has_critic  # the control key lies there in every run
+    page = (folder / "report.html").read_text()
+    words = output + json.dumps(lines) + re.sub(r'src="[^"]*"', "", page)
+    assert bool(re.search("critic|weights.version|reload", words)) == has_critic
+    assert not re.search("null|NaN|held-out", words)
+    assert (folder / "curves.png").is_file()
+    assert (folder / "policy" / "model.safetensors").is_file()
+    assert f"policy: {folder / 'policy'}, which AutoModelForCausalLM.from_pretrained(" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_grpo_with_a_function_needs_neither_critic_nor_reward_model_and_is_resumed(
+    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], signals_kept: None
+) -> None:
+    path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
+    check_finished(tmp_path / "run", run_to_the_end(path, capsys), "grpo", "functions")
+    assert not regions(psutil.Process().pid)
+    path.write_text(path.read_text().replace("steps: 2", "steps: 3"))
+    again = run_to_the_end(path, capsys)
+    assert "step 3/3" in again
+    assert "step 2/3" not in again
+    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["actor"]
+
+
+@pytest.mark.slow
+def test_ppo_with_a_model_and_a_function_has_all_that_they_need(
+    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], signals_kept: None
+) -> None:
+    path = write_yaml(tmp_path, "ppo", "both", checkpoints)
+    check_finished(tmp_path / "run", run_to_the_end(path, capsys), "ppo", "both")

@@ -1,0 +1,505 @@
+"""`tools serve` as a process: signals, failures, leftovers; what `auto` settles on; child processes of any kind."""
+
+import contextlib
+import itertools
+import json
+import platform
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from shebang import SHEBANG
+from small_disk import small_disk
+from tiny_checkpoints import save_tiny
+from tiny_models import regions, server_processes, write_repository, write_scoring_model
+from tiny_serve import serve, wait_for, write_run
+
+from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.config.sections import UNMEASURED, ModelSection
+from python_backend.errors import RlhfError
+from tools.calibrate import calibration
+from tools.calibrate.calibration import Settled, choose, settle, splits
+from tools.preflight import check_prompts
+from tools.server.child import Child, relay_lines, set_aside_if_large
+from tools.server.health import get_page
+from tools.server.vllm import VllmServer, check_vllm, starts_vllm, vllm_arguments
+from trainer.control_plane import ControlPlane
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run whose repository is rendered and whose critic has a version."""
+    return write_run(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "own"), [(signal.SIGINT, "."), (signal.SIGTERM, "server 0 ü")])
+def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, own: str) -> None:
+    """Once with `server.dir`: nothing of the server is then in the folder that it shares with other servers.
+
+    The Python backend would not find its files in such a folder, which has a space and an umlaut. A second server in
+    its folder ends before it touches anything there. Other users cannot read what it writes; the group can where the
+    configuration says so.
+    """
+    write_repository(run_dir / own / "model_repository")
+    shared = {path.name for path in run_dir.iterdir()}
+    overrides = [] if own == "." else [f"server.dir={run_dir / own}", "run.access=group"]
+    process = serve(run_dir, *overrides)
+    state = run_dir / own / "server.json"
+    wait_for(state, process)
+    assert own == "." or {path.name for path in run_dir.iterdir()} == shared
+    grpc_url = json.loads(state.read_text())["grpc"]
+    modes = {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (state, state.parent / "logs")}
+    assert modes == ({0} if own == "." else {0o060, 0o070})
+    second = serve(run_dir, *overrides)
+    refusal = f"another server is running in {state.parent} (process {process.pid} on {platform.node()})"
+    assert second.communicate()[1].startswith(f"error: {refusal}; stop it first")
+    assert (second.returncode, json.loads(state.read_text())["grpc"]) == (2, grpc_url)
+    assert not (run_dir / own / "logs" / "tritonserver.previous.log").exists()
+    with ControlPlane(grpc_url) as control:
+        control.probe_scoring("critic_infer", ("rewards", "values"), timeout_s=10)
+    process.send_signal(number)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert "ready: inference http://127.0.0.1:" in out
+    assert out.endswith("stopped\n")
+    assert (server_processes(process.pid), regions(process.pid), state.exists()) == ([], [], False)
+
+
+TWO_TOKENS = [
+    {"name": "tokens", "datatype": "INT64", "shape": [1, 2], "data": [0, 0]},
+    {"name": "sequence_lengths", "datatype": "INT64", "shape": [1, 1], "data": [2]},
+]
+
+
+def status(run_dir: Path, path: str, body: object = None) -> int:
+    """Send a request to the running server; return the status of its response."""
+    url = f"http://{json.loads((run_dir / 'server.json').read_text())['http']}/v2/models/{path}"
+    try:
+        with urllib.request.urlopen(url, body and json.dumps(body).encode(), timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@contextlib.contextmanager
+def busy(run_dir: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], list[Future[int]]]]:
+    """Run `tools serve` with a model that computes one request and has another in its queue until `block` is removed.
+
+    Its name is none that the supervisor probes, so no other request is in its queue.
+    """
+    block, begun = run_dir / "block", run_dir / "begun"
+    block.touch()
+    waiting = f"open({str(begun)!r}, 'w')\n        while os.path.exists({str(block)!r}): time.sleep(0.02)"
+    write_scoring_model(run_dir / "model_repository", "blocking", on_request=waiting)
+    process = serve(run_dir, *overrides)
+    wait_for(run_dir / "server.json", process)
+    metrics_url = json.loads((run_dir / "server.json").read_text())["metrics"]
+    with ThreadPoolExecutor(2) as pool:
+        in_flight = [pool.submit(status, run_dir, "blocking/infer", {"inputs": TWO_TOKENS})]
+        wait_for(begun, process)
+        in_flight += [pool.submit(status, run_dir, "blocking/infer", {"inputs": TWO_TOKENS})]
+        while not re.search(r'pending_request_count\{model="blocking".*\} 1', get_page(metrics_url, "/metrics")):
+            time.sleep(0.02)
+        try:
+            yield process, in_flight
+        finally:
+            block.unlink(missing_ok=True)
+            process.kill()
+
+
+def test_serve_answers_what_is_in_flight_and_refuses_the_rest(run_dir: Path) -> None:
+    with busy(run_dir) as (process, in_flight):
+        process.send_signal(signal.SIGTERM)
+        while status(run_dir, "blocking/ready") == 200:
+            time.sleep(0.02)
+        assert status(run_dir, "blocking/infer", {"inputs": TWO_TOKENS}) == 404
+        assert process.poll() is None
+        assert not any(request.done() for request in in_flight)
+        (run_dir / "block").unlink()
+        assert [request.result() for request in in_flight] == [200, 200]
+        out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert re.search(r"drained for [\d.]+ s: all requests are answered", out)
+    assert out.endswith("stopped\n")
+
+
+KEEPS = """
+class TritonPythonModel:
+    kept = []
+
+    def execute(self, requests):
+        self.kept += [request.get_response_sender() for request in requests]
+        open({begun!r}, "w")
+"""
+
+
+def test_serve_does_not_wait_for_requests_whose_process_has_died(run_dir: Path) -> None:
+    """Triton never answers what a model's process had taken over, and reports the model as unloading for ever."""
+    write_scoring_model(run_dir / "model_repository", "blocking")
+    (model,) = (run_dir / "model_repository" / "blocking").glob("*/model.py")
+    model.write_text(KEEPS.format(begun=str(run_dir / "begun")))
+    process = serve(run_dir, "server.drain_s=1000")
+    wait_for(run_dir / "server.json", process)
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(status, run_dir, "blocking/infer", {"inputs": TWO_TOKENS})
+        wait_for(run_dir / "begun", process)
+        process.send_signal(signal.SIGTERM)
+        while status(run_dir, "blocking/ready") == 200:
+            time.sleep(0.02)
+        assert not request.done()
+        (stub,) = [stub for stub in server_processes(process.pid) if str(model) in " ".join(stub.cmdline())]
+        stub.kill()
+        out, err = process.communicate()
+        assert isinstance(request.exception(), OSError)
+    assert (process.returncode, err) == (0, "")
+    assert "not all requests are answered" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drain_s", [0, 1000])
+def test_serve_waits_until_the_second_signal_or_as_long_as_configured(run_dir: Path, drain_s: float) -> None:
+    with busy(run_dir, f"server.drain_s={drain_s}") as (process, in_flight):
+        process.send_signal(signal.SIGTERM)
+        if drain_s == 1000:
+            while status(run_dir, "blocking/ready") == 200:
+                time.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+        out, err = process.communicate()
+        assert all(isinstance(request.exception(), OSError) for request in in_flight)
+    assert (process.returncode, err) == (0, "")
+    assert ("not all requests are answered" in out) == (drain_s > 0)
+
+
+def test_serve_can_be_stopped_while_a_model_loads(run_dir: Path) -> None:
+    wait = "print('loading', flush=True); time.sleep(60)"
+    write_scoring_model(run_dir / "model_repository", "critic", on_load=wait)
+    process = serve(run_dir)
+    assert process.stdout is not None
+    while "loading" not in process.stdout.readline():
+        assert process.poll() is None, process.communicate()
+    process.terminate()
+    _, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert (server_processes(process.pid), regions(process.pid)) == ([], [])
+
+
+def test_a_killed_serve_takes_its_server_along(run_dir: Path) -> None:
+    write_scoring_model(run_dir / "model_repository", "critic")
+    process = serve(run_dir)
+    wait_for(run_dir / "server.json", process)
+    process.kill()
+    process.communicate()
+    while server_processes(process.pid) or regions(process.pid):
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_serve_starts_a_server_that_aborts_at_its_start_once_more(run_dir: Path) -> None:
+    repository = run_dir / "model_repository"
+    write_repository(repository)
+    shutil.rmtree(repository / "reward_model")
+    abort = f"import os; os.mkdir({str(run_dir / 'aborted')!r}); os.kill(os.getppid(), 6)"
+    on_load = f"import os; os.path.isdir({str(run_dir / 'aborted')!r}) or exec({abort!r})"
+    write_scoring_model(repository, "reward_model", on_load=on_load)
+    process = serve(run_dir)
+    wait_for(run_dir / "server.json", process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert out.count("tritonserver was killed by SIGABRT; its log is") == out.count("starting it once more") == 1
+
+
+def test_serve_exits_with_one_sentence_when_a_model_does_not_load(run_dir: Path) -> None:
+    write_scoring_model(run_dir / "model_repository", "critic", on_load="raise ValueError('3 labels')")
+    process = serve(run_dir)
+    _, err = process.communicate()
+    assert process.returncode == 2
+    assert err.startswith("error: critic could not be loaded: ValueError: 3 labels (model.py line 10);")
+    assert len(err.splitlines()) == 1
+    assert (server_processes(process.pid), regions(process.pid)) == ([], [])
+
+
+# ---- what `auto` settles on ----
+
+FIXED = {"workers": 1, "threads": 1, "token_budget": 64, "forward_overhead_tokens": 8}
+
+
+def result(overhead: int, speeds: dict[str, float]) -> dict[str, Any]:
+    return {"overheads": dict.fromkeys(speeds, overhead), "speeds": speeds}
+
+
+def test_the_fastest_is_chosen_and_of_nearly_equal_budgets_the_smallest() -> None:
+    measured = {
+        (1, 2): result(30, {"256": 100.0, "512": 110.0}),
+        (2, 1): result(10, {"256": 117.0, "512": 120.0, "1024": 119.0}),
+    }
+    assert choose(measured) == Settled(2, 1, 256, 10, 117.0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "settings", "expected"),
+    [
+        (2, {}, [(1, 2), (2, 1)]),
+        (1, {}, [(1, 1)]),
+        (8, {}, [(1, 8), (2, 4), (4, 2), (8, 1)]),
+        (8, {"workers": 3}, [(3, 2)]),
+        (8, {"threads": 4}, [(2, 4)]),
+        (2, {"workers": 2, "threads": 2}, [(2, 2)]),
+        (8, {"device": "cuda"}, [(1, 1)]),
+    ],
+)
+def test_splits_of_the_cores(cores: int, settings: dict[str, Any], expected: list[tuple[int, int]]) -> None:
+    assert splits(cores, ModelSection(model=Path("x"), **settings)) == expected
+
+
+def test_nothing_is_measured_where_all_is_fixed_or_a_model_is_larger_than_one_device() -> None:
+    config = RunConfig.model_validate({"reward": FIXED, "critic": FIXED})
+    assert settle(config, lambda line: pytest.fail(line)) == []
+    config = RunConfig.model_validate({"reward": FIXED, "critic": {"tensor_parallel": 2, "token_budget": 512}})
+    overrides = settle(config, lambda line: pytest.fail(line))
+    assert overrides == ["critic.workers=1", "critic.threads=1", "critic.forward_overhead_tokens=64"]
+
+
+@pytest.mark.slow
+def test_a_real_measurement_is_remembered_and_fixed_settings_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "cache"))
+    save_tiny(tmp_path / "reward", "llama", "reward")
+    path = tmp_path / "run.yaml"
+    path.write_text(f"reward: {{model: {tmp_path / 'reward'}, workers: 1, threads: 1}}\ncritic: {FIXED}\n")
+    lines: list[str] = []
+    overrides = settle(load_config(path), lines.append)
+    settled = load_config(path, overrides).reward
+    assert (settled.workers, settled.threads) == (1, 1)
+    assert settled.token_budget in calibration.BUDGETS
+    assert "auto" not in [getattr(settled, name) for name in UNMEASURED]
+    assert len(lines) == 3
+    monkeypatch.setattr(calibration, "_measure", lambda *_: pytest.fail("measured again"))
+    assert settle(load_config(path), lines.append) == overrides
+    assert len(lines) == 3
+
+
+def test_a_damaged_memory_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(calibration, "_measure", lambda *_: result(30, {"256": 90.0}))
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "config.json").write_text("{}")
+    config = RunConfig.model_validate({"reward": {"model": str(tmp_path / "reward")}, "critic": FIXED})
+    overrides = settle(config, lambda line: None)
+    (memory,) = (tmp_path / "cache").iterdir()
+    for content in ("", "[]", '{"workers": 1}', '{"workers'):
+        memory.write_text(content)
+        assert settle(config, lambda line: None) == overrides
+        assert memory.read_text() != content
+
+
+def test_a_checkpoint_that_cannot_be_measured_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "cache"))
+    config = RunConfig.model_validate({"reward": {"model": str(tmp_path)}, "critic": FIXED})
+    with pytest.raises(ConfigError, match=f"{tmp_path} is not a Hugging Face model"):
+        settle(config, lambda line: None)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=rf"reward\.model: .*{tmp_path} has no model\.safetensors"):
+        settle(config, lambda line: None)
+
+
+# ---- tools.server: child processes, whose logs stay bounded for a month, and the vLLM server of `tools run` ----
+
+PATIENCE_S = 120.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_a_large_log_is_cut_and_its_newest_part_kept(tmp_path: Path):
+    log = tmp_path / "a.log"
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"old" * 50 + b"new" * 50)
+        set_aside_if_large(log, 300)
+        assert list(tmp_path.iterdir()) == [log], "it is not too large"
+        set_aside_if_large(log, 150)
+        writer.write(b"after")
+    assert log.read_bytes() == b"after"  # no hole of zeros before it
+    assert (tmp_path / "a.previous.log").read_bytes() == b"new" * 50
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_full_disk_leaves_the_log_for_later(tmp_path: Path):
+    with small_disk(tmp_path / "disk", 1) as disk:
+        log = disk.folder / "a.log"
+        log.write_bytes(b"x" * 50_000)
+        disk.fill()
+        set_aside_if_large(log, 40_000)
+        assert log.stat().st_size == 50_000
+        assert sorted(path.name for path in disk.folder.iterdir()) == ["a.log", "ballast"]
+        disk.empty()
+        set_aside_if_large(log, 40_000)
+        assert log.stat().st_size == 0
+
+
+def test_a_childs_log_stays_within_its_bound(tmp_path: Path):
+    """It writes lines of a thousand bytes, numbered."""
+    (tmp_path / "chatter.py").write_text(
+        "import itertools, time\n"
+        "for number in itertools.count():\n"
+        "    print(f'{number:07d}' + 'x' * 992, flush=True)\n"
+        "    time.sleep(0.0005)\n"
+    )
+    chatter = Child("chatter", ["chatter"], tmp_path / "logs" / "chatter.log", {"PYTHONPATH": str(tmp_path)})
+    previous = chatter.log_path.with_suffix(".previous.log")
+    try:
+        for _ in range(2):
+            previous.unlink(missing_ok=True)
+            until(lambda: chatter.log_path.stat().st_size > 1 << 20)
+            chatter.bound_log(1 << 20)
+            assert chatter.log_path.stat().st_size < 1 << 20 <= previous.stat().st_size
+        until(lambda: chatter.log_path.stat().st_size > 5000)
+        lines = chatter.log_path.read_bytes().splitlines()[1:-1]
+        numbers = [int(line[:7]) for line in lines if len(line) == 999]
+        assert numbers == list(range(numbers[0], numbers[0] + len(lines)))
+        assert chatter.poll() is None
+    finally:
+        chatter.stop(signal.SIGTERM, PATIENCE_S)
+
+
+def test_the_follower_goes_on_after_a_cut(tmp_path: Path):
+    log, ended = tmp_path / "a.log", threading.Event()
+    seen: list[str] = []
+    with log.open("ab", buffering=0) as writer:
+        follower = threading.Thread(target=relay_lines, args=(log, ended.is_set, seen.append))
+        follower.start()
+        try:
+            writer.write(b"first line, which is the longest of all\n")
+            until(lambda: len(seen) == 1)
+            set_aside_if_large(log, 10)
+            time.sleep(0.25)  # two looks of the follower
+            writer.write(b"second\n")
+            until(lambda: len(seen) == 2)
+        finally:
+            ended.set()
+            follower.join()
+    assert seen == ["  | first line, which is the longest of all", "  | second"]
+
+
+def test_a_childs_warnings_are_read_once_also_in_json_and_its_obituary_has_the_end_of_its_log(tmp_path: Path):
+    script = (
+        "import json, os, signal; print(json.dumps({'level': 'ERROR', 'message': 'no room'})); "
+        "import sys; sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    child = Child("child", ["-c", script], tmp_path / "log", {}, command=[sys.executable])
+    assert child.obituary() == (
+        f"the child was killed by SIGKILL, as the kernel does when memory runs out; its log is {tmp_path / 'log'}\n"
+        "the log ends with:\nERROR no room"
+    )
+    assert child.new_messages() == ["no room"]
+    with child.log_path.open("a") as log:
+        log.write("10:00:00 INFO step 1\n10:00:01 WARNING 5 of 8 teach nothing\nTraceback\n10:00:02 ERROR no di")
+        log.flush()
+        assert child.new_messages() == ["5 of 8 teach nothing"]
+        log.write('sk\n10:00:03 INFO resuming from the checkpoint of step 3\n{"no": "line"}\n[1]\n')
+    assert child.new_messages() == ["no disk", "resuming from the checkpoint of step 3"]
+    assert child.new_messages() == []
+    child.log_path.write_text("10:00:04 WARNING cut\n")
+    assert child.new_messages() == ["cut"]
+
+
+SCRIPT = (
+    SHEBANG
+    + """import http.server, subprocess, sys
+print("started", flush=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # as vLLM's engine
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+)
+
+
+def vllm_config(folder: Path, *, script: str = SCRIPT, max_tokens: int = 20, **policy: Any) -> RunConfig:
+    (folder / "policy").mkdir(exist_ok=True)
+    (folder / "policy/config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    command = folder / "vllm"
+    command.write_text(script)
+    command.chmod(0o755)
+    vllm = {"command": str(command), "arguments": ["--seed", "3"]}
+    actor = {
+        "policy": {"model": str(folder / "policy"), **policy},
+        "prompts": {"max_tokens": max_tokens},
+        "generation": {"engine": "vllm", "max_new_tokens": 12, "vllm": vllm},
+    }
+    return RunConfig.model_validate({"run": {"dir": str(folder / "run")}, "actor": actor})
+
+
+@pytest.mark.parametrize(("rank", "limit"), [(4, "8"), (16, "16"), (48, "64"), (512, "512")])
+def test_vllm_has_the_policy_its_dtype_its_lengths_and_one_of_the_ranks_that_it_takes(
+    tmp_path: Path, rank: int, limit: str
+):
+    config = vllm_config(tmp_path, precision="bfloat16", lora_rank=rank)
+    assert starts_vllm(config)
+    check_vllm(config)
+    arguments = vllm_arguments(config, "127.0.0.1:8123")
+    assert arguments[:2] == ["serve", str(tmp_path / "policy")]
+    assert arguments[-2:] == ["--seed", "3"]
+    expected = {"--host": "127.0.0.1", "--port": "8123", "--dtype": "bfloat16", "--max-model-len": "32"}
+    pairs = dict(itertools.pairwise(arguments))
+    assert pairs.items() >= (expected | {"--max-lora-rank": limit}).items()
+
+
+def test_what_vllm_cannot_serve_is_refused_before_the_start(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"actor.policy.lora_rank: 513 is above 512"):
+        check_vllm(vllm_config(tmp_path, lora_rank=513))
+    long = r"rows of at most 64 tokens, but actor.prompts.max_tokens \(60\) \+ .* is 72"
+    with pytest.raises(ConfigError, match=long):
+        check_prompts(vllm_config(tmp_path, max_tokens=60))
+    config = vllm_config(tmp_path)
+    (tmp_path / "vllm").unlink()
+    with pytest.raises(ConfigError, match=r"actor.generation.vllm.command: .*/vllm is not an executable; install vLLM"):
+        check_vllm(config)
+
+
+def test_a_vllm_server_that_dies_is_started_again_and_nothing_is_left(tmp_path: Path):
+    events: list[str] = []
+    server = VllmServer(vllm_config(tmp_path), log=events.append)
+    try:
+        server.await_ready(lambda: time.sleep(0.02))
+        first = psutil.Process(server.pid)
+        engine = first.children()
+        first.send_signal(signal.SIGKILL)
+        until(lambda: (server.look(), server.pid != first.pid)[1])
+        assert "the vLLM server was killed by SIGKILL" in events[0]
+        assert (tmp_path / "run/logs/vllm.previous.log").read_text() == "started\n", "the reason would be in it"
+        assert not psutil.wait_procs(engine, 60)[1]
+        server.await_ready(lambda: time.sleep(0.02))
+        group = psutil.Process(server.pid).children()
+    finally:
+        server.stop()
+    assert not psutil.wait_procs(group, 60)[1]
+
+
+def test_a_vllm_server_that_cannot_start_is_an_error_with_its_log(tmp_path: Path):
+    config = vllm_config(tmp_path, script=f"{SHEBANG}import sys\nsys.exit('no such device')\n")
+    server = VllmServer(config, log=print)
+    with pytest.raises(RlhfError, match="no such device"):
+        server.await_ready(lambda: time.sleep(0.02))
+    server.stop()

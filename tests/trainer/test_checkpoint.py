@@ -1,0 +1,232 @@
+"""`trainer.checkpoint`: half a checkpoint is none, and what decides the weights is in it."""
+
+import json
+import operator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_critic_update import payload, settings, silent, weights
+from tiny_checkpoints import save_tiny
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.config import OptimizerSection, TrainerSection
+from tests.support.loaders import load_critic
+from tests.support.settings import changed, trainer_section
+from trainer.checkpoint import (
+    DECIDING,
+    ROUNDING,
+    UNLESS_DEFAULT,
+    CheckpointFolder,
+    CheckpointState,
+    changes,
+    deciding,
+    deciding_settings,
+    fingerprint,
+)
+from trainer.critic_update import CriticUpdate
+from trainer.trained_critic import build_critic
+
+
+@pytest.fixture(scope="module")
+def critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("critic")
+    save_tiny(folder, "llama", "critic")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "checkpoints")
+
+
+def fresh(critic: Path) -> CriticUpdate:
+    return CriticUpdate(load_critic(critic), settings(warmup_steps=3))
+
+
+def state(step: int, update: CriticUpdate | None = None, *, asked: bool = False) -> CheckpointState:
+    optimizer_step = update.optimizer_step if update else step
+    return CheckpointState(
+        "run", step, optimizer_step, step, 1, asked, {"lr": 0.1}, "a fingerprint", "a hash", [{"entry": "x"}]
+    )
+
+
+def optimizer_bits(update: CriticUpdate) -> dict[str, torch.Tensor]:
+    states = update.optimizer.state
+    return {f"{n}/{key}": states[p][key] for n, p in update.parameters.items() for key in states[p]}
+
+
+def test_loading_undoes_whatever_was_trained_since(critic: Path, folder: CheckpointFolder):
+    update = fresh(critic)
+    folder.save(update, state(0, update))
+    update.train(payload(), silent)
+    place = folder.save(update, state(1, update))
+    files = {path.name: path.read_bytes() for path in place.iterdir()}
+    before, moments = weights(update), {k: v.clone() for k, v in optimizer_bits(update).items()}
+    update.train(payload(seed=1), silent)
+    assert not torch.equal(weights(update), before)
+    assert folder.load(1, update) == state(1, update)
+    assert torch.equal(weights(update), before)
+    assert all(torch.equal(value, moments[name]) for name, value in optimizer_bits(update).items())
+    update.train(payload(seed=2), silent)
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == files  # not written through a mapped file
+    folder.load(0, update)
+    assert optimizer_bits(update) == {}  # before the first step there are no moments
+    update.train(payload(), silent)
+    assert torch.equal(weights(update), before)
+
+
+def test_an_interrupted_write_is_ignored_and_swept(
+    critic: Path, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+):
+    update = fresh(critic)
+    folder.save(update, state(1))
+    with monkeypatch.context() as patch:
+        patch.setattr("python_backend.store.durable.sync_tree", lambda path: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            folder.save(update, state(2))
+    (folder.root / ".staging-killed").mkdir()  # a kill has no time for `finally`
+    others = ("3", "99999999999999999999", "007", "²")  # no state.json, as would be left by hand; no steps
+    for name in others:
+        (folder.root / name).mkdir()
+    for name in others[1:]:
+        (folder.root / name / "state.json").write_text("{}")
+    assert (folder.steps(), folder.latest()) == ([1], 1)
+    folder.prune(keep=1)
+    assert {path.name for path in folder.root.iterdir()} == {"1", *others}
+    folder.drop_after(0)
+    assert {path.name for path in folder.root.iterdir()} == {*others}
+
+
+def test_saving_the_same_step_again_never_leaves_it_without_a_checkpoint(
+    critic: Path, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+):
+    """The journal has dropped its entries by then, so the checkpoint is all there is."""
+    update = fresh(critic)
+    folder.save(update, state(1))
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "replace"):
+            patch.setattr(Path, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            folder.save(update, state(1, asked=True))
+    assert folder.steps() == [1]
+    folder.load(1, fresh(critic))
+    folder.save(update, state(1, asked=True))
+    assert folder.state(1).asked
+
+
+def test_a_removal_cut_short_leaves_no_half_checkpoint(
+    critic: Path, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+):
+    update = fresh(critic)
+    for step in (1, 2, 3):
+        folder.save(update, state(step))
+
+    def killed(place: Path, **_: object) -> None:
+        (place / "model.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("python_backend.store.durable.shutil.rmtree", killed)
+    for remove in (lambda: folder.prune(keep=1), lambda: folder.drop_after(2)):
+        with pytest.raises(KeyboardInterrupt):
+            remove()
+        for step in folder.steps():
+            folder.load(step, update)
+
+
+def test_pruning_keeps_what_actors_may_name_and_the_newest(critic: Path, folder: CheckpointFolder):
+    update = fresh(critic)
+    assert (folder.steps(), folder.latest()) == ([], None)
+    for step in range(1, 9):
+        folder.save(update, state(step, asked=step in (2, 4, 6)))
+    folder.prune(keep=2)
+    assert folder.steps() == [4, 6, 8]
+    assert (folder.latest(at_most=7), folder.latest(at_most=3)) == (6, None)
+    folder.drop_after(4)
+    assert folder.steps() == [4]
+
+
+LORA: dict[str, Any] = {"lora_rank": 2}
+LOST = "do not match trainer.lora_rank and trainer.lora_targets"
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "message"),
+    [
+        (LORA, {"lora_rank": 3}, LOST),
+        (LORA, {**LORA, "lora_targets": ("q_proj",)}, LOST),
+        (LORA, {**LORA, "lora_alpha": 8}, "was saved with trainer.lora_alpha 16, not 8; restore it"),
+        (LORA, {}, "was saved while adapters were trained, but trainer.lora_rank is 0; restore it"),
+        ({}, LORA, "was saved while all weights, without adapters were trained, but trainer.lora_rank is 2"),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused(
+    critic: Path, folder: CheckpointFolder, saved: dict[str, Any], wanted: dict[str, Any], message: str
+):
+    first, update = (
+        CriticUpdate(build_critic(critic, section, seed=0), section)
+        for section in (settings(**saved), settings(**wanted))
+    )
+    folder.save(first, state(1))
+    before = weights(update)
+    with pytest.raises(CheckpointError, match=message):
+        folder.load(1, update)
+    assert torch.equal(weights(update), before)
+
+
+# ---- the settings that decide the weights ----
+
+WITHOUT_EFFECT = {
+    "checkpoint_every",
+    "keep_entries",
+    "reload_on_save",
+    "serve_timeout_s",
+    "heartbeat_timeout_s",
+    "publish",
+    "servers",
+    "nice",
+}
+OTHER_VALUES: dict[str, Any] = {
+    "optimizer.betas": (0.5, 0.6),
+    "device": "cuda",
+    "optimizer.lr": 0.5,
+    "optimizer.grad_clip": 2.0,
+    "optimizer.kind": "adamw_8bit",
+    "precision": "bfloat16",
+    "lora_targets": ["q_proj"],
+    "attention": "eager",
+    "gradient_checkpointing": True,
+}
+
+
+def test_each_setting_decides_the_weights_or_is_known_not_to():
+    """A new setting must be put on one of the lists."""
+    names = {*TrainerSection.model_fields, *(f"optimizer.{name}" for name in OptimizerSection.model_fields)}
+    assert {*DECIDING, *ROUNDING} | WITHOUT_EFFECT == names - {"optimizer"}
+    assert not {*DECIDING, *ROUNDING} & WITHOUT_EFFECT
+    old = trainer_section(device="cpu", precision="float32")
+    before = deciding_settings(old)
+    for name in (*DECIDING, *ROUNDING):
+        value = OTHER_VALUES[name] if name in OTHER_VALUES else operator.attrgetter(name)(old) + 1
+        after = deciding_settings(changed(old, **{name.replace(".", "_"): value}))
+        assert fingerprint(before) != fingerprint(after)
+        (line,) = changes(before, after)
+        assert line.startswith(f"trainer.{name}: was {deciding(before, name)}, now {deciding(after, name)}")
+        assert line.endswith("(rounding only)") == (name in ROUNDING)
+    # A checkpoint of an earlier release has none of the newer settings, and was trained with their defaults.
+    assert not set(before) & set(UNLESS_DEFAULT)
+    for name, default in UNLESS_DEFAULT.items():
+        assert operator.attrgetter(name)(old) == default
+
+
+def test_settings_that_were_read_back_are_the_same():
+    found = deciding_settings(trainer_section())
+    again = json.loads(json.dumps(found))
+    assert fingerprint(again) == fingerprint(found)
+    assert changes(again, found) == []
+    assert fingerprint(deciding_settings(trainer_section(keep_entries=9))) == fingerprint(found)

@@ -1,0 +1,325 @@
+"""`trainer.publish` and `trainer.verification`: a version proves itself before CURRENT names it, in every dtype."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sidecar_rig import Rig
+from tiny_checkpoints import save_tiny
+
+import python_backend.store.weights as weights_module
+from python_backend.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
+from python_backend.config import load_config
+from python_backend.models.canary import canary_row, check_canary
+from python_backend.models.modeling import CriticModel, save_critic
+from python_backend.models.modeling import load_critic as load_on_cpu
+from python_backend.store.weights import MANIFEST_FILE, Manifest, ServingRecord, WeightsStore, sha256_of, tensor_types
+from tests.support.loaders import load_critic
+from tests.support.settings import trainer_section
+from trainer.publish import Publisher
+from trainer.trained_critic import build_critic
+from trainer.verification import VersionRejected, verify_alone, verify_version
+
+ABOUT: dict[str, Any] = {"run_id": "run", "parent": None, "epoch": 1}
+
+
+def publisher_of(store: WeightsStore, reload: str = "swap") -> Publisher:
+    return Publisher(store, run_id="run", epoch=1, servers=[], reload=reload, timeout_s=60, keep=9)
+
+
+# ---- verification ----
+
+
+@pytest.fixture
+def critic(checkpoint: Path) -> CriticModel:
+    return load_critic(checkpoint)
+
+
+@pytest.fixture
+def store(tmp_path: Path, critic: CriticModel) -> WeightsStore:
+    store = WeightsStore(tmp_path / "weights")
+    for step in range(2):
+        with torch.no_grad():
+            critic.model.classifier.bias += 0.25
+        store.add(lambda folder: save_critic(critic, folder), step=step, **ABOUT)
+    store.set_current(0)
+    return store
+
+
+def change_bytes(path: Path, change: Callable[[bytes], bytes]) -> None:
+    data = path.read_bytes()
+    path.unlink()  # versions are read-only
+    path.write_bytes(change(data))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Other tensors under a manifest that fits them: what a faulty writer would leave, not a faulty disk."""
+    path = folder / WEIGHTS_FILE
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    path.unlink()
+    save_file(tensors, path)
+    edit_json(folder / MANIFEST_FILE, sha256=sha256_of(path), tensors=tensor_types(path))
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    data = {**json.loads(path.read_text()), **changes}
+    path.unlink()
+    path.write_text(json.dumps(data))
+
+
+def unreadable(folder: Path) -> None:
+    """A folder that cannot be listed or opened, also by root: a file stands in its place."""
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (
+        lambda folder: change_bytes(folder / WEIGHTS_FILE, lambda data: data[: len(data) // 2]),
+        r"version 1: cannot read model\.safetensors: .* is damaged .*\d+ bytes are missing at its end",
+    ),
+    "one bit flipped": (
+        lambda folder: change_bytes(folder / WEIGHTS_FILE, lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]),
+        r"version 1: model\.safetensors has sha256 [0-9a-f]{12}…, its manifest says",
+    ),
+    "no weights file": (
+        lambda folder: (folder / WEIGHTS_FILE).unlink(),
+        r"version 1: cannot read model\.safetensors: .*No such file",
+    ),
+    "no config file": (lambda folder: (folder / CONFIG_FILE).unlink(), r"version 1: .*has no config\.json"),
+    "no manifest": (lambda folder: (folder / MANIFEST_FILE).unlink(), "version 1 is not in the weights store"),
+    "manifest cut short": (
+        lambda folder: change_bytes(folder / MANIFEST_FILE, lambda data: data[:40]),
+        "version 1: unreadable manifest",
+    ),
+    "unreadable folder": (unreadable, "version 1: unreadable manifest: .*Not a directory"),
+    "not a number": (
+        lambda folder: rewrite(folder, lambda tensors: tensors["classifier.weight"].fill_(float("nan"))),
+        r"version 1: classifier\.weight has values that are not finite",
+    ),
+    "a tensor is missing": (
+        lambda folder: rewrite(folder, lambda tensors: tensors.pop("classifier.bias")),
+        r"version 1: .*does not fit the served model: .*classifier\.bias",
+    ),
+    "another shape": (
+        lambda folder: rewrite(folder, lambda tensors: tensors.update({"classifier.bias": torch.zeros(2)})),
+        r"version 1: .*classifier\.bias has shape \[2\], expected \[1\]",
+    ),
+    "another dtype": (
+        lambda folder: rewrite(
+            folder, lambda tensors: tensors.update({"classifier.bias": tensors["classifier.bias"].half()})
+        ),
+        r"version 1: classifier\.bias is F16, the published model's is F32",
+    ),
+    "another family": (
+        lambda folder: edit_json(folder / CONFIG_FILE, model_type="llama"),
+        "version 1: .* is a llama model, but the served model is ",
+    ),
+    "another forward of the same shapes": (
+        lambda folder: edit_json(folder / CONFIG_FILE, hidden_act="relu", rms_norm_eps=0.5),
+        r"version 1: .*(hidden_act|rms_norm_eps) in config\.json is .*, but .* in the served model; ",
+    ),
+    "another number": (
+        lambda folder: rewrite(folder, lambda tensors: tensors["classifier.bias"].add_(0.01)),
+        "version 1: the values for the canary row differ by 0.01",
+    ),
+}
+ALONE_TOO = ("truncated", "one bit flipped", "no weights file", "no manifest", "not a number")
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_found_before_current_moves(store: WeightsStore, critic: CriticModel, kind: str):
+    damage, message = DAMAGE[kind]
+    verify_version(store, 1, critic)
+    assert verify_alone(store, 1).step == 1
+    damage(store.folder(1))
+    with pytest.raises(VersionRejected, match=message):
+        verify_version(store, 1, critic)
+    if kind in ALONE_TOO:
+        with pytest.raises(VersionRejected, match=message):
+            verify_alone(store, 1)
+
+
+def test_the_caller_gets_the_cause_and_training_goes_on(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Through the sidecar: the step fails with the cause, the old version serves on, the next step is served."""
+    rig.train(1)
+    damage, message = DAMAGE["another number"]
+    with monkeypatch.context() as patch:
+        verify = Publisher.verify
+
+        def damaging(publisher: Publisher, version: int, *args: object) -> None:
+            damage(publisher._store.folder(version))
+            verify(publisher, version, *args)
+
+        patch.setattr(Publisher, "verify", damaging)
+        (result,) = rig.train(2)
+    assert re.search(message.replace("version 1", "version 2"), str(result.error)), result.error
+    assert (rig.store.current(), rig.instances[0].served) == (1, [0, 1])
+    (after,) = rig.train(3)
+    assert after.error is None
+    assert rig.store.current() == after.weights_version == 3
+
+
+def test_a_number_that_is_not_above_the_last_is_refused(store: WeightsStore, critic: CriticModel):
+    store.set_current(1)
+
+    class Stale(WeightsStore):
+        def next_version(self) -> int:
+            return 0
+
+        def _find(self, **_: object):
+            return self.manifest(0)
+
+    with torch.no_grad():
+        critic.model.classifier.bias -= 0.25  # what version 0 holds
+    publisher = publisher_of(Stale(store.root))
+    with pytest.raises(VersionRejected, match="version 0 is below version 1, which is served"):
+        publisher.publish(critic, step=0, beat=lambda _: None)
+    assert (store.current(), publisher.rejected) == (1, 1)
+
+
+# ---- the dtype of versions ----
+
+CASES: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "merged adapters": {"lora_rank": 2},
+    "merged adapters in bfloat16": {"lora_rank": 2, "precision": "bfloat16"},
+}
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> WeightsStore:
+    """A store whose version 0 is a Llama."""
+    save_tiny(tmp_path / "critic", "llama", "critic")
+    store = WeightsStore(tmp_path / "store")
+    critic = load_on_cpu(tmp_path / "critic")
+    store.set_current(store.add(lambda folder: save_critic(critic, folder), step=0, **ABOUT).version)
+    return store
+
+
+def dtypes_of(store: WeightsStore, version: int) -> list[set[str]]:
+    """The stored dtypes of head and body."""
+    tensors = store.manifest(version).tensors
+    return [
+        {dtype for name, (dtype, _) in tensors.items() if name.startswith("score") == head} for head in (True, False)
+    ]
+
+
+def train_a_little(critic: Any) -> None:
+    """Change all trained weights so that bfloat16 does not hold them."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in critic.model.parameters():
+            if parameter.requires_grad:
+                parameter += 1e-3 * torch.randn_like(parameter)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_version_in_bfloat16_gives_the_values_of_one_in_float32_that_is_served_in_it(llama: WeightsStore, case: str):
+    critic = build_critic(llama.folder(0), trainer_section(publish_dtype="bfloat16", **CASES[case]), seed=0)
+    critic.own_weights()
+    train_a_little(critic)
+    first = llama.add(critic.write, step=1, **ABOUT).version
+    critic.stored_as = None
+    second = llama.add(critic.write, step=2, **ABOUT).version
+    assert [dtypes_of(llama, version) for version in (first, second)] == [[{"F32"}, {"BF16"}], [{"F32"}, {"F32"}]]
+    served = [load_on_cpu(llama.folder(version), dtype="bfloat16") for version in (first, second)]
+    row = [np.arange(16)]
+    np.testing.assert_array_equal(served[0].values(row)[0], served[1].values(row)[0])
+    check_canary(served[0], served[0].values(row)[0], critic.values(row)[0].tolist())
+
+
+def test_a_version_is_hashed_while_it_is_written(llama: WeightsStore, monkeypatch: pytest.MonkeyPatch):
+    read: list[Path] = []
+    monkeypatch.setattr(weights_module, "sha256_of", lambda path: read.append(path) or sha256_of(path))
+    for case in CASES.values():
+        critic = build_critic(llama.folder(0), trainer_section(**case), seed=0)
+        manifest = llama.add(critic.write, step=llama.next_version(), **ABOUT)
+        assert read == []
+        assert manifest.sha256 == sha256_of(llama.folder(manifest.version) / "model.safetensors")
+        llama.verify_files(manifest.version)
+        assert read.pop() == llama.folder(manifest.version) / "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype"),
+    [
+        ([], None),
+        (["critic.dtype=bfloat16"], "bfloat16"),
+        (["critic.dtype=bfloat16", "trainer.publish.dtype=float32"], "float32"),
+    ],
+)
+def test_versions_have_the_served_dtype_by_default(tmp_path: Path, overrides: list[str], dtype: str | None):
+    (tmp_path / "run.yaml").write_text("")
+    assert load_config(tmp_path / "run.yaml", [*overrides, "critic.device=cpu"]).trainer.publish.dtype == dtype
+
+
+# ---- staging of a version of several ranks, of which none holds the whole critic ----
+
+
+class Publication:
+    """A version to publish, and what the instances say at each look of the publisher."""
+
+    def __init__(self, store: WeightsStore, reload: str = "swap") -> None:
+        self.critic, self.store = load_on_cpu(store.folder(0)), store
+        self.publisher = publisher_of(store, reload)
+        self.canary = self.critic.values([canary_row(self.critic)])[0].tolist()
+        self.manifest: Manifest = store.add(self.critic.write, step=1, canary=self.canary, **ABOUT)
+        self.waited = 0
+
+    def say(self, name: str, version: int | None = 0, **more: Any) -> None:
+        self.store.records.put(ServingRecord.of_this_process(name, version, **more))
+
+    def wait(self, *sayings: dict[str, Any]) -> None:
+        """Await the staging; each `beat` of the publisher lets an instance say the next thing."""
+        left = list(sayings)
+
+        def beat(state: str) -> None:
+            self.waited += 1
+            assert state == "waiting until version 1 is staged"
+            self.say(**left.pop(0))
+
+        self.publisher.await_staging(self.manifest, beat)
+        assert not left
+        assert self.store.current() == 0
+
+
+def test_it_waits_until_every_instance_that_serves_has_staged_the_version(llama: WeightsStore) -> None:
+    publication = Publication(llama)
+    publication.wait()  # no instance is there
+    publication.say("critic_0")
+    publication.say("critic_1")
+    publication.say("starting", None, loading=0)  # it looks at CURRENT after its start
+    publication.wait({"name": "critic_1", "staged": 1}, {"name": "critic_0", "staged": 1})
+    publication.wait()
+    publication.say("critic_0", 1)  # serves it already: a replay after a crash
+    publication.wait()
+    assert publication.waited == 2
+    publication.say("critic_1", staged=1, staging_error="it looks odd")  # one that refuses is enough
+    with pytest.raises(VersionRejected, match=r"version 1 was refused by critic_1 .*: it looks odd"):
+        publication.wait()
+
+
+def test_it_does_not_wait_for_instances_that_a_reload_replaces(llama: WeightsStore) -> None:
+    publication = Publication(llama, "triton")
+    publication.say("critic_0")
+    publication.wait()
+
+
+def test_a_critic_with_other_weights_does_not_reproduce_the_canary_row(llama: WeightsStore) -> None:
+    publication = Publication(llama)
+    critic, row = publication.critic, [canary_row(publication.critic)]
+    assert publication.store.manifest(1).canary == publication.canary
+    check_canary(critic, critic.values(row)[0], publication.canary)
+    with torch.no_grad():
+        critic.model.score.weight += 0.1
+    with pytest.raises(CheckpointError, match="the values for the canary row differ by"):
+        check_canary(critic, critic.values(row)[0], publication.canary)

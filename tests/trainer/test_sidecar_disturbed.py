@@ -1,0 +1,696 @@
+"""`trainer.sidecar` under faults: whatever is killed, refused or damaged, the result is that of the undisturbed run.
+
+A state machine sends requests while each write of the sidecar fails in turn; what it cannot express follows as named
+tests: damage that cannot be repaired, disks that are really full, and which checkpoints are kept.
+"""
+
+import errno
+import json
+import logging
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from safetensors import SafetensorError
+from sidecar_rig import PATIENCE_S, Killed, Rig, until
+from small_disk import SmallDisk, small_disk
+
+import trainer.progress
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.config import RunConfig
+from python_backend.store.durable import disk_errors, refusal, replace_file
+from python_backend.store.journal import Entry, Heartbeat, Journal, Result
+from python_backend.store.ownership import Sender
+from python_backend.store.sealed_folder import verify_folder
+from python_backend.store.weights import WeightsStore
+from python_backend.wire.contract import ContractError
+from trainer.checkpoint import CheckpointFolder
+from trainer.progress import Patience, SidecarProgress, StoppedWaiting
+from trainer.publish import Publisher, Reload
+from trainer.sidecar import Sidecar
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+WRITES: list[tuple[type, str]] = [
+    (WeightsStore, "add"),
+    (WeightsStore, "set_current"),
+    (WeightsStore, "prune"),
+    (Journal, "finish"),
+    (Journal, "drop"),
+    (Journal, "forget_covered"),
+    (Journal, "set_aside_after"),
+    (CheckpointFolder, "save"),
+    (CheckpointFolder, "keep_only"),
+    (CheckpointFolder, "drop_after"),
+    (CheckpointFolder, "prune"),
+    (Publisher, "verify"),
+]
+FULL_TOO: list[tuple[type, str]] = [(Journal, "beat")]  # killed, it would end the thread of the heartbeat alone
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.progress, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(trainer.progress, "LONGEST_PAUSE_S", 0.05)
+
+
+def flip(path: Path) -> None:
+    """Change one byte in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
+    ("model.safetensors", flip),
+    ("optimizer.safetensors", flip),
+    ("config.json", flip),
+    ("state.json", flip),
+    ("state.json", cut),
+    ("model.safetensors", Path.unlink),
+]
+
+
+def metrics(rig: Rig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (rig.config.run.dir / "critic_metrics.jsonl").read_text().splitlines()]
+
+
+class Disturbed(RuleBasedStateMachine):
+    """Requests to a sidecar in which every write fails once before its work and once after it, and again when armed."""
+
+    def __init__(self, folder: Path, checkpoint: Path, straight: Rig, error: BaseException) -> None:
+        super().__init__()
+        self.straight, self.error, self.killed = straight, error, isinstance(error, Killed)
+        publish = {"keep": 1 if self.killed else 100}
+        self.rig = Rig(folder, checkpoint, publish=publish, checkpoint_every=2)
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("trainer.critic_checkpoints.KEEP_REQUESTED", 9)
+        self.armed: dict[tuple[type, str], list[str]] = {write: [] for write in WRITES + FULL_TOO * (not self.killed)}
+        for owner, name in self.armed:
+            self.patch.setattr(owner, name, self.failing(owner, name))
+        self.step, self.asked = 0, set[int]()
+        self.trained: list[int] = []
+        self.published = [0]  # the step of each version
+
+    def failing(self, owner: type, name: str) -> Callable[..., Any]:
+        original, armed = getattr(owner, name), self.armed[owner, name]
+
+        def disturbed(*args: Any, **kwargs: Any) -> Any:
+            when = armed.pop(0) if armed else None
+            if when == "before":
+                raise self.error
+            result = original(*args, **kwargs)
+            if when == "after":
+                raise self.error
+            return result
+
+        return disturbed
+
+    def answer(self, entry: Entry) -> Result:
+        """Wait for the result; start the sidecar again whenever it was killed."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (result := self.rig.journal.result(entry)) is None:
+            if isinstance(self.rig.error, Killed):
+                self.rig.start()
+            assert self.rig.error is None, self.rig.error
+            assert time.monotonic() < deadline, f"{entry.name} was not answered"
+            time.sleep(0.002)
+        return result
+
+    def stop(self) -> None:
+        """Stop the sidecar, which may be killed again while it writes its last checkpoint."""
+        answered_at = time.time()
+        if not self.killed:  # else a stop could cut a replay short, and then the last step has no checkpoint
+            until(lambda: (beat := self.rig.journal.heartbeat()) and beat.state == "idle" and beat.time > answered_at)
+        while self.rig.stop() is not None:
+            assert isinstance(self.rig.error, Killed)
+            self.rig.start()
+
+    @initialize()
+    def every_write_fails(self) -> None:
+        self.rig.serve()
+        self.rig.start()
+        until(lambda: self.rig.store.current() == 0)
+        for armed in self.armed.values():
+            armed += ["before", "after"]
+        self.train(2)
+        self.save(late=False, keep=True)
+        self.train(1)
+        self.rewind(chosen=1)
+        until(lambda: not any(self.armed.values()))
+
+    @rule(write=st.sampled_from(WRITES), when=st.sampled_from(["before", "after"]))
+    def arm(self, write: tuple[type, str], when: str) -> None:
+        self.armed[write].append(when)
+
+    @precondition(lambda self: self.step < 5)
+    @rule(count=st.integers(1, 2))
+    def train(self, count: int) -> None:
+        steps = [step for step in range(self.step + 1, self.step + count + 1) if step <= 6]
+        for entry in [self.rig.send(step) for step in steps]:
+            self.published.append(entry.step)
+            expected = self.straight.journal.result(entry)
+            assert expected is not None
+            assert self.answer(entry) == replace(expected, weights_version=len(self.published) - 1)
+        self.trained += steps
+        self.step = steps[-1]
+
+    @precondition(lambda self: self.step > 0)
+    @rule(late=st.booleans(), keep=st.booleans())
+    def save(self, late: bool, keep: bool) -> None:
+        step = self.step - late
+        if step not in self.reachable() or step == 0:
+            step = self.step
+        keep_steps = sorted({*self.asked, step} if keep else {step})
+        entry = self.rig.journal.accept_save(run_id="run", step=step, keep_steps=keep_steps)
+        assert self.answer(entry) == Result(entry.name, len(self.published) - 1)
+        self.asked = {asked for asked in self.asked if asked > step or keep} | {step}
+
+    @rule(chosen=st.integers(0, 9))
+    def rewind(self, chosen: int) -> None:
+        targets = self.reachable()
+        target = targets[chosen % len(targets)]
+        result = self.answer(self.rig.journal.accept_rewind(run_id="run", target=target))
+        assert result.error is None
+        new = result.weights_version - len(self.published) + 1
+        if target == self.step:
+            assert new == 0
+        else:  # killed while it publishes, it publishes once more
+            assert new >= 1 if self.killed else new == 1
+        self.published += [target] * new
+        self.step, self.asked = target, {asked for asked in {*self.asked, target} if 0 < asked <= target}
+        assert self.rig.journal.last_step() == target
+
+    @rule(damage=st.sampled_from([None, *DAMAGE]))
+    def restart(self, damage: tuple[str, Callable[[Path], None]] | None) -> None:
+        self.stop()
+        newest = self.rig.checkpoints.root / str(self.step)  # missing if it was killed, and stopped before its replay
+        if damage and self.step > max(self.asked, default=0) and newest.is_dir():  # the journal has all steps since
+            name, change = damage
+            change(newest / name)
+        self.rig.start()
+
+    @invariant()
+    def the_weights_are_those_of_the_undisturbed_run(self) -> None:
+        assert torch.equal(self.rig.weights(), self.straight.weights(self.step))
+
+    def reachable(self) -> list[int]:
+        """Return the steps to which a rewind is possible."""
+        newest = max(self.asked, default=0)
+        return sorted({0, *self.asked, *range(newest, self.step + 1)})
+
+    def teardown(self) -> None:
+        try:
+            self.stop()
+            rig, served, versions = self.rig, self.rig.instances[0].served, list(range(len(self.published)))
+            lines = [line["step"] for line in metrics(rig)]
+            assert served == sorted(set(served))
+            assert rig.store.versions()[-1] == rig.store.current() == served[-1] == versions[-1]
+            assert self.asked <= {*rig.checkpoints.steps()}
+            if self.killed:
+                assert Counter(lines) <= Counter(self.trained)  # a replay is no second update
+            else:
+                assert rig.store.versions() == served == versions
+                assert [rig.store.manifest(version).step for version in versions] == self.published
+                assert rig.checkpoints.steps() == sorted({*self.asked, self.step} - {0})
+                kept = range(max(self.asked, default=0) + 1, self.step + 1)
+                assert rig.journal.entries() == [Entry(step, 0, "train") for step in kept]
+                assert lines == self.trained
+        finally:
+            self.patch.undo()
+            self.rig.close()
+
+
+@pytest.mark.parametrize(
+    "error", [pytest.param(Killed(), id="killed"), pytest.param(FULL, id="full disk", marks=pytest.mark.slow)]
+)
+def test_whatever_fails_the_result_is_that_of_the_undisturbed_run(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, straight: Rig, error: BaseException
+):
+    run_state_machine_as_test(
+        lambda: Disturbed(tmp_path_factory.mktemp("run"), checkpoint, straight, error),
+        settings=hypothesis_settings(max_examples=4, stateful_step_count=10, suppress_health_check=list(HealthCheck)),
+    )
+
+
+# ---- rewinds ----
+
+
+def test_a_rewind_is_a_new_version_and_what_follows_may_differ(rig: Rig, straight: Rig):
+    rig.train(1, 2)
+    rig.save()
+    rig.train(3, 4)
+    refused = rig.answer(rig.journal.accept_rewind(run_id="run", target=1, sender=Sender("late", 1)))
+    assert "cannot be reached" in str(refused.error)  # its entry is covered by a requested checkpoint, and gone
+    assert rig.journal.owners() == []
+    assert rig.rewind(3).weights_version == 5
+    assert rig.answer(rig.send(4, value=50)).weights_version == 6
+    assert not torch.equal(rig.weights(), straight.weights(4))
+    assert [rig.store.manifest(version).parent for version in (5, 6)] == [3, 5]
+    assert [rig.store.manifest(version).step for version in (5, 6)] == [3, 4]
+
+
+def test_the_last_of_two_rewinds_to_one_step_owns_the_run(rig: Rig):
+    """The second finds the critic at its target; the first was accepted at a later step."""
+    rig.train(1, 2, 3)
+    for owner in ("old", "new"):
+        result = rig.answer(rig.journal.accept_rewind(run_id="run", target=2, sender=Sender(owner, 1)))
+        assert (result.error, rig.journal.owners()[0]) == (None, f"{owner}/1")
+    with pytest.raises(ContractError, match="was rewound after this request was sent"):
+        rig.journal.accept_save(run_id="run", sender=Sender("old", 1))
+    rig.stop()
+    assert rig.start().journal.owners() == ["new/1", "old/1"]
+
+
+@pytest.mark.parametrize(("target", "restarted"), [(0, False), (1, True)])
+def test_a_rewind_whose_version_was_refused_serves_its_step_when_repeated(
+    rig: Rig, straight: Rig, target: int, restarted: bool
+):
+    rig.train(1, 2)
+    rig.instances[0].refuses.update([3, 4])
+    assert "version 3 was refused" in str(rig.rewind(target).error)
+    if restarted:
+        rig.stop()
+        rig.start()
+    assert "version 4 was refused" in str(rig.rewind(target).error)
+    assert rig.store.current() == 2
+    for _ in range(2):  # served the second time: no new number
+        result = rig.rewind(target)
+        assert (result.error, result.weights_version, rig.store.current()) == (None, 5, 5)
+        assert torch.equal(rig.weights(), straight.weights(target))
+
+
+# ---- checkpoints that are kept ----
+
+
+def save(rig: Rig, step: int, keep_steps: list[int] | None = None) -> Result:
+    return rig.answer(rig.journal.accept_save(run_id="run", step=step, keep_steps=keep_steps))
+
+
+def test_exactly_what_the_actor_needs_is_kept_and_the_newest(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trainer.critic_checkpoints.KEEP_REQUESTED", 1)
+    rig = make()
+    rig.serve()
+    rig.start()
+    for step, keep_steps in [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [2, 4])]:
+        rig.train(step)
+        assert save(rig, step, keep_steps).error is None
+        assert rig.checkpoints.steps() == keep_steps
+    rig.train(5)
+    rig.stop()
+    assert rig.checkpoints.steps() == [2, 4, 5]  # the newest of all, which was not requested
+    rig.start()
+    # A critic_save that is repeated after a timeout does not give up what later ones need.
+    assert save(rig, 1, [1]).error == "step: 1 cannot be reached: checkpoints are at steps 2, 4, 5"
+    assert save(rig, 2, [1, 2]).error is None
+    rig.train(6)
+    assert rig.stop() is None
+    assert rig.checkpoints.steps() == [2, 4, 6]  # a new process remembers
+
+
+def test_too_long_a_way_back_is_not_kept(make: Callable[..., Rig]):
+    rig = make(checkpoint_every=1, keep_entries=2)
+    rig.serve()
+    rig.start().train(1)
+    save(rig, 1, [1])
+    for step, kept in [(2, [2]), (3, [2, 3]), (4, []), (5, [])]:
+        rig.train(step)
+        rig.stop()
+        assert [entry.step for entry in rig.journal.entries() if entry.kind == "train"] == kept
+        rig.start()
+    assert rig.rewind(3).error == "rewind_to: 3 cannot be reached: checkpoints are at steps 1, 5"
+
+
+# ---- lost results ----
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_lost_results_come_back_from_the_checkpoint(rig: Rig, straight: Rig, running: bool):
+    before = rig.train(1, 2)
+    rig.save()
+    if not running:
+        rig.stop()
+    shutil.rmtree(rig.journal.root / "run" / "results")
+    entries = [rig.send(1), rig.send(2, value=99)] if running else [rig.send(1, value=99)]
+    if not running:
+        rig.start()
+    results = [rig.answer(entry) for entry in entries]
+    assert results[:-1] == before[: len(results) - 1]
+    message = f"step {len(results)} was sent again after its result was lost, and the critic is at step 2"
+    assert message in str(results[-1].error)
+    rig.stop()
+    rig.start()
+    until(lambda: rig.journal.last_step() == 2)
+    assert rig.train(3)[0].error is None  # and not: "send step 1 first"
+    assert torch.equal(rig.weights(), straight.weights(3))
+
+
+# ---- damaged entries ----
+
+
+def file_of(rig: Rig, step: int) -> Path:
+    return rig.journal.root / "run" / "entries" / f"{step:08d}.train"
+
+
+def test_a_damaged_entry_is_its_callers_error_alone(
+    make: Callable[..., Rig], straight: Rig, monkeypatch: pytest.MonkeyPatch
+):
+    for module in ("critic_state", "critic_checkpoints"):
+        monkeypatch.setattr(f"trainer.{module}.KEEP_SET_ASIDE", 1)
+    rig = make()
+    rig.serve()
+    rig.start().train(1)
+    rig.kill()
+    entries = [rig.send(2), rig.send(3)]
+    flip(file_of(rig, 2))
+    lost = file_of(rig, 2).read_bytes()
+    rig.start()
+    results = [rig.answer(entry) for entry in entries]
+    assert "step 2 was not trained; training continues with the next step: " in (results[0].error or "")
+    assert f"{file_of(rig, 2)} is damaged" in (results[0].error or "")
+    assert [(result.weights_version, result.error) for result in results[1:]] == [(2, None)]
+    after = rig.weights()
+    assert not torch.equal(after, straight.weights(3))
+    aside = rig.journal.root / "run" / "set_aside"
+    assert (aside / "1" / "00000002.train").read_bytes() == lost
+    assert [(line["step"], line["error"]) for line in metrics(rig) if "error" in line] == [(2, results[0].error)]
+    assert rig.train(2) == results[:1]  # sent again
+    rig.kill()
+    assert rig.start().train(3) == results[1:]  # replayed
+    rig.train(4)
+    assert rig.rewind(3).error is None
+    assert torch.equal(rig.weights(), after)
+    assert [path.name for path in aside.iterdir()] == ["2"]  # of the rewind: as many as set
+
+
+def test_damage_to_what_was_answered_stops_the_sidecar(rig: Rig, straight: Rig):
+    rig.train(1, 2, 3)
+    rig.kill()
+    intact = file_of(rig, 2).read_bytes()
+    flip(file_of(rig, 2))
+    error = rig.start().ended()
+    assert isinstance(error, CheckpointError)
+    assert f"{file_of(rig, 2)} is damaged" in str(error)
+    assert "step 2 has already been trained and acknowledged" in str(error)
+    assert rig.store.current() == 3
+    file_of(rig, 2).write_bytes(intact)
+    assert rig.start().train(4)[0].weights_version == 4
+    assert torch.equal(rig.weights(), straight.weights(4))
+
+
+def test_a_rewind_past_damage_is_refused_and_training_goes_on(rig: Rig, straight: Rig):
+    rig.train(1)
+    rig.save()
+    rig.train(2, 3)
+    rig.stop()
+    flip(file_of(rig, 2))
+    rig.start()
+    assert "rewind_to: 2 cannot be reached: " in (rig.rewind(2).error or "")
+    rig.train(4)
+    assert torch.equal(rig.weights(), straight.weights(4))
+    assert rig.rewind(1).error is None
+
+
+def test_a_damaged_save_is_its_callers_error_alone(make: Callable[..., Rig]):
+    rig = make()
+    rig.serve()
+    entry = rig.journal.accept_save(run_id="run", step=0, keep_steps=[0])
+    (rig.journal.root / "run" / "entries" / entry.name).write_bytes(b'{"keep_')
+    assert "00000000.save.1 is damaged" in (rig.start().answer(entry).error or "")
+    assert rig.train(1)[0].error is None
+
+
+# ---- damaged checkpoints ----
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_training_is_repeated_from_the_checkpoint_before_two_damaged_ones(
+    make: Callable[..., Rig],
+    straight: Rig,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for module in ("critic_state", "critic_checkpoints"):
+        monkeypatch.setattr(f"trainer.{module}.KEEP_SET_ASIDE", 1)
+    rig = make()
+    rig.serve()
+    rig.start().train(1)
+    rig.save()
+    rig.train(2)
+    rig.stop()
+    shutil.copytree(rig.checkpoints.root / "2", rig.config.run.dir / "kept")  # a new one takes its place
+    rig.start().train(3)
+    rig.stop()
+    (rig.config.run.dir / "kept").rename(rig.checkpoints.root / "2")
+    for step in (2, 3):
+        flip(rig.checkpoints.root / str(step) / "model.safetensors")
+    rig.start().train(4)
+    assert torch.equal(rig.weights(), straight.weights(4))
+    assert sum("training is repeated from step 1" in warning for warning in warnings(caplog)) == 2
+    rig.stop()
+    assert rig.checkpoints.steps() == [1, 4]
+    assert len(list(rig.checkpoints.root.glob("damaged-*"))) == 1  # as many as set
+
+
+def test_a_folder_that_is_no_checkpoint_is_moved_out_of_the_way(make: Callable[..., Rig], straight: Rig):
+    """Such as one whose state.json somebody deleted: the step gets a new one."""
+    rig = make(checkpoint_every=2)
+    rig.serve()
+    (rig.checkpoints.root / "2").mkdir(parents=True)
+    (rig.checkpoints.root / "2" / "model.safetensors").write_bytes(b"what is this")
+    rig.start().train(1, 2, 3)
+    assert verify_folder(rig.checkpoints.root / "2")["step"] == 2
+    assert (rig.checkpoints.root / "damaged-2" / "model.safetensors").is_file()
+    assert torch.equal(rig.weights(), straight.weights(3))
+
+
+def test_a_checkpoint_that_cannot_be_repeated_ends_the_sidecar_until_it_is_repaired(rig: Rig):
+    rig.train(1, 2)
+    rig.save()
+    rig.stop()
+    rig.send(3)
+    folder = rig.checkpoints.root / "2"
+    elsewhere = folder.rename(rig.config.run.dir / "elsewhere")
+    error = rig.start().ended()
+    assert isinstance(error, CheckpointError)
+    assert "continues with step 3, but" in str(error)
+    elsewhere.rename(folder)
+    flip(folder / "optimizer.safetensors")
+    error = rig.start().ended()
+    assert isinstance(error, CheckpointError)
+    assert "2/optimizer.safetensors is damaged" in str(error)
+    assert "from step 0, because the journal no longer has step 1: restore the file" in str(error)
+    flip(folder / "optimizer.safetensors")
+    assert rig.start().train(3)[0].weights_version == 3
+
+
+def test_other_settings_are_named_and_used(make: Callable[..., Rig], caplog: pytest.LogCaptureFixture):
+    rig = make()
+    rig.serve()
+    rig.start().train(1)
+    rig.stop()
+    other = make(lr=2e-2, token_budget=99, keep_entries=7)
+    other.start().train(2)
+    assert warnings(caplog) == [
+        "the critic was trained up to step 1 under other settings (trainer.optimizer.lr: was 0.01, now 0.02; "
+        "trainer.token_budget: was 4096, now 99 (rounding only)); the new ones apply from here on"
+    ]
+    other.stop()
+    assert other.checkpoints.state(2).settings["optimizer.lr"] == 2e-2
+    caplog.clear()
+    other.start().train(3)
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("other", ["version 0", "run"])
+def test_a_checkpoint_of_another_origin_ends_the_sidecar(rig: Rig, other: str):
+    rig.train(1)
+    rig.stop()
+    if other == "run":
+        run = rig.config.run.model_copy(update={"run_id": "other"})
+        rig.config = rig.config.model_copy(update={"run": run})
+        message = "run.run_id: 'other', but the checkpoint of step 1 belongs to run 'run'"
+    else:
+        path = rig.store.folder(0) / "manifest.json"
+        manifest = json.loads(path.read_text())
+        path.write_text(json.dumps({**manifest, "sha256": "0" * 64}))
+        message = "was trained from another initial critic: version 0 had sha256 " + manifest["sha256"][:12]
+    error = rig.start().ended()
+    assert isinstance(error, CheckpointError)
+    assert message in str(error)
+
+
+def test_the_random_state_is_the_same_wherever_training_resumes(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Nothing draws from it today; a critic with dropout would."""
+    drawn: list[float] = []
+    original = Sidecar.train
+
+    def drawing(self: Sidecar, entry: Entry) -> None:
+        drawn.append(float(torch.rand(())))
+        original(self, entry)
+
+    monkeypatch.setattr(Sidecar, "train", drawing)
+    rig.train(1)
+    rig.stop()
+    torch.manual_seed(99)
+    rig.start().train(2, 3)
+    torch.manual_seed(rig.config.run.seed)
+    assert drawn == [float(torch.rand(())) for _ in range(3)]
+
+
+# ---- disks that are really full ----
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path / "disk", 4) as disk:
+        yield disk
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "disk error, retrying" in record.getMessage()]
+
+
+@pytest.mark.parametrize("trouble", ["No space left on device", "Read-only file system"])
+def test_a_weights_disk_that_refuses_is_waited_for_and_named(
+    make: Callable[..., Rig], straight: Rig, caplog: pytest.LogCaptureFixture, trouble: str
+):
+    rig = make()
+    with small_disk(rig.config.run.weights_dir, 4) as disk:
+        try:
+            rig.serve()
+            rig.start().train(1)
+            disk.fill() if "space" in trouble else disk.read_only(True)
+            entries = [rig.send(2), rig.send(3), rig.journal.accept_save(run_id="run")]
+            until(lambda: bool((rig.journal.heartbeat() or Heartbeat(0, 0, 0, "", 0)).trouble))
+            heartbeat = rig.journal.heartbeat()
+            assert heartbeat is not None
+            assert (heartbeat.step, heartbeat.state) == (2, "publishing step 2")
+            assert trouble in str(heartbeat.trouble)
+            assert rig.journal.result(entries[0]) is None
+            disk.empty() if "space" in trouble else disk.read_only(False)
+            results = [rig.answer(entry) for entry in entries]
+            assert [(result.weights_version, result.error) for result in results] == [(2, None), (3, None), (3, None)]
+            until(lambda: rig.journal.heartbeat().trouble is None)
+            assert torch.equal(rig.weights(), straight.weights(3))
+            assert rig.store.versions() == [0, 1, 2, 3]
+            assert list(disk.folder.glob(".*")) == []  # no half-written version
+            assert len(refusals(caplog)) == 1  # not a line for each attempt
+        finally:
+            rig.close()
+
+
+def test_a_full_disk_delays_the_start_and_a_stop_ends_the_wait(disk: SmallDisk, checkpoint: Path, straight: Rig):
+    disk.fill()
+    rig = Rig(disk.folder / "run", checkpoint)
+    try:
+        rig.start()
+        time.sleep(0.1)
+        assert rig.thread is not None
+        assert rig.thread.is_alive()
+        disk.empty()
+        until(lambda: rig.store.current() == 0)
+        rig.serve()
+        rig.train(1)
+        disk.fill()
+        with pytest.raises(OSError, match="No space left on device"):
+            rig.send(2)
+        error = rig.stop()  # its last checkpoint cannot be written
+        assert isinstance(error, StoppedWaiting)
+        for part in ("writing the checkpoint of step 1", "No space left on device", "nothing is lost"):
+            assert part in str(error)
+        assert list(rig.checkpoints.root.glob(".*")) == []
+        disk.empty()
+        assert rig.start().train(2)[0].weights_version == 2
+        assert torch.equal(rig.weights(), straight.weights(2))
+    finally:
+        rig.close()
+
+
+def test_a_probe_names_the_refusal_and_leaves_nothing(disk: SmallDisk):
+    assert refusal(disk.folder) is None
+    assert list(disk.folder.iterdir()) == []
+    disk.fill()
+    cause = refusal(disk.folder)
+    assert cause is not None
+    assert cause.errno == errno.ENOSPC
+    assert [path.name for path in disk.folder.iterdir()] == ["ballast"]
+
+
+def test_a_metrics_line_is_written_whole_or_dropped(disk: SmallDisk, tmp_path: Path):
+    path = disk.folder / "critic_metrics.jsonl"
+    config = RunConfig.model_validate({"run": {"dir": disk.folder}})
+    progress = SidecarProgress(config, Journal(tmp_path / "journal", "run"), epoch=1, stop=threading.Event())
+    progress.log_reload(1, Reload(1, "triton"), "save")
+    with path.open("ab") as file:  # what is left of its page is too small for the next line
+        padding = 4096 - path.stat().st_size - 20
+        file.write(b'"' + b"x" * (padding - 3) + b'"\n')
+    disk.fill()
+    progress.log_reload(2, Reload(2, "triton"), "save")
+    disk.empty()
+    progress.log_reload(3, Reload(3, "triton"), "save")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines if isinstance(line, dict)] == [1, 3]
+
+
+def test_patience_retries_what_waiting_can_cure_and_shows_it(caplog: pytest.LogCaptureFixture):
+    shown: list[tuple[str, str | None]] = []
+    timed_out, not_empty = OSError(errno.ETIMEDOUT, "Timed out"), OSError(errno.ENOTEMPTY, "Not empty")  # of NFS
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "model.safetensors")
+    attempts = iter([OSError(errno.EROFS, "Read-only file system"), timed_out, not_empty, None, missing])
+
+    def action() -> str:
+        if error := next(attempts):
+            raise error
+        return "done"
+
+    patience = Patience(threading.Event(), lambda *item: shown.append(item))
+    assert patience.until_done("writing", action) == "done"
+    assert shown == [
+        ("writing", "[Errno 30] Read-only file system"),
+        ("writing", "[Errno 110] Timed out"),
+        ("writing", "[Errno 39] Not empty"),
+        ("writing", None),
+    ]
+    assert len(refusals(caplog)) == 1
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+        patience.until_done("reading", action)
+
+
+def test_safetensors_errors_of_the_disk_are_os_errors(tmp_path: Path):
+    with pytest.raises(OSError, match="No space left on device") as caught, disk_errors(tmp_path / "x.safetensors"):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "x.safetensors"))
+    with pytest.raises(SafetensorError, match="header"), disk_errors(tmp_path / "x.safetensors"):
+        raise SafetensorError("Error while deserializing header: HeaderTooLarge")
+
+
+def test_a_replacement_that_fails_leaves_no_file_behind(tmp_path: Path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        replace_file(tmp_path / "there", b"data")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]

@@ -1,0 +1,197 @@
+"""A live reward model: publishes versions that fit the served one and pass the gate of preferred texts."""
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_sentence, fingerprint, load_tokenizer
+from python_backend.config import ConfigError, RewardSection, RunConfig
+from python_backend.config.live_models import live_model
+from python_backend.errors import RlhfError
+from python_backend.models.canary import canary_outputs
+from python_backend.models.modeling import RewardModel
+from python_backend.store.weights import WeightsError, WeightsStore
+from python_backend.wire.contract import TokenRow
+from trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
+
+ROWS_PER_FORWARD = 16
+SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The texts of the gate, tokenised as the served model does."""
+
+    chosen: list[TokenRow]
+    rejected: list[TokenRow]
+
+    def accuracy(self, model: RewardModel) -> float:
+        """Return the share of pairs whose chosen text has the higher reward; a tie counts as wrong, and so does NaN."""
+        scores = _scores(model, [*self.chosen, *self.rejected])
+        return float((scores[: len(self.chosen)] > scores[len(self.chosen) :]).mean())
+
+
+def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
+    """Read `reward.gate.pairs` for models with the limits of `model`.
+
+    Raises:
+        ConfigError: the file has no pair, a line is not one, or the model returns several rewards per row.
+    """
+    assert section.gate is not None
+    if model.num_outputs > 1:
+        raise ConfigError("reward.gate needs one reward per row; set reward.merge_attributes: true, or remove the gate")
+    tokenizer = load_tokenizer(section.model.absolute())
+    lengths = [length for length in (model.limits.max_length, section.max_length) if length]
+
+    def encode(prompt: Any, reply: Any, where: str) -> TokenRow:
+        is_chat = not isinstance(reply, str) or isinstance(prompt, list)
+        is_pair = section.text == "pair" and prompt is not None and isinstance(reply, str)
+        text = _text(tokenizer, None, prompt, where) if is_pair else _text(tokenizer, prompt, reply, where)
+        ids, types = encode_sentence(
+            tokenizer,
+            text,
+            min(lengths, default=LONGEST_ROW_TOKENS),
+            special_tokens=section.add_special_tokens,
+            skipped_pad_id=model.skipped_pad_id,
+            pair=reply if is_pair else "",
+            append_eos=section.append_eos and not is_chat,
+        )
+        if not ids:
+            raise ConfigError(f"{where} has no tokens")
+        return TokenRow(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
+
+    sides: dict[str, list[TokenRow]] = {side: [] for side in SIDES}
+    for where, pair in _lines(section.gate.pairs):
+        for side in SIDES:
+            sides[side].append(encode(pair.get("prompt"), pair.get(side), f"{where}: {side}"))
+    if not sides["chosen"]:
+        raise ConfigError(f"reward.gate.pairs: {section.gate.pairs} has no pair")
+    return Pairs(**sides)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, object) for each line that is not empty. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"reward.gate.pairs: {path} cannot be read: {error}") from error
+    # Not splitlines: JSON strings may contain its other separators.
+    for number, line in enumerate(text.split("\n"), start=1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            pair = json.loads(line)
+            json.dumps(pair, ensure_ascii=False).encode()  # raises on lone surrogates, which tokenizers reject
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where} is not JSON in UTF-8: {error}") from error
+        if not isinstance(pair, dict):
+            raise ConfigError(f"{where} is not an object with `chosen` and `rejected`")
+        yield where, pair
+
+
+def _text(tokenizer: Any, prompt: Any, reply: Any, where: str) -> str:
+    """Return the text to score: prompt and reply joined, or rendered by the chat template if they are messages."""
+    if isinstance(reply, str) and (prompt is None or isinstance(prompt, str)):
+        return (prompt or "") + reply
+    messages = [*([] if prompt is None else _messages(prompt, where)), *_messages(reply, where)]
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{where}: messages, but the tokenizer of reward.model has no chat template")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # the template is the checkpoint's own code and may raise any exception
+        raise ConfigError(f"{where}: the chat template rejects the messages: {error}") from error
+
+
+def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    ):
+        return value
+    raise ConfigError(
+        f"{where}: found {str(value)[:80]!r}; it and `prompt`, if there is one, must both be texts, or both be lists "
+        'of {"role": …, "content": …}'
+    )
+
+
+def _scores(model: RewardModel, rows: list[TokenRow]) -> np.ndarray:
+    """Return the rewards float32 `[n]`; rows of similar length share a forward pass."""
+    scores = np.empty(len(rows), np.float32)
+    order = sorted(range(len(rows)), key=lambda i: rows[i].tokens.size)
+    for start in range(0, len(order), ROWS_PER_FORWARD):
+        batch = order[start : start + ROWS_PER_FORWARD]
+        scores[batch] = model.score([rows[i].tokens for i in batch], types=[rows[i].types for i in batch])[:, 0]
+    return scores
+
+
+def check_tokenizer(checkpoint: Path, folder: Path) -> None:
+    """Raise CheckpointError unless the checkpoint in `folder` has the tokenizer of the served `checkpoint`."""
+    theirs, ours = (fingerprint(load_tokenizer(path.absolute())) for path in (folder, checkpoint))
+    if theirs != ours:
+        raise CheckpointError(
+            f"{folder} has another tokenizer than reward.model ({checkpoint}), with which requests are tokenised; "
+            "to serve it, start a run with this checkpoint"
+        )
+
+
+# Publishes versions of a live reward model: copies of Hugging Face checkpoints that fit the served one.
+
+
+def publish_reward(
+    config: RunConfig, checkpoint: Path, *, beat: Callable[[str], None], say: Callable[[str], None] = print
+) -> Reload:
+    """Serve the weights in a checkpoint instead of those of the served version, if they pass every check.
+
+    Args:
+        beat: called repeatedly while waiting, with a description of the state.
+        say: receives the accuracies that the gate measured.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, not finite, or of another architecture, head or tokenizer.
+        RlhfError: it is less accurate than the served version, beyond `reward.gate.tolerance`.
+        VersionRejected: its copy failed verification, or an instance rejected it; the old version serves.
+    """
+    section, model = config.reward, live_model(config, "reward")
+    store = WeightsStore(model.store)
+    current = store.current()
+    if current is None:
+        raise WeightsError(f"the weights store {store.root} is empty; `python -m tools serve` creates version 0")
+    check_tokenizer(section.model, checkpoint)
+    served = reward_loader(section)(store.folder(current))
+    candidate = served.with_weights(checkpoint)
+    candidate.check_finite()
+    if not np.isfinite(canary_outputs(candidate)).all():
+        raise CheckpointError(f"{checkpoint}: the rewards of the canary row are not finite")
+    if section.gate is not None:
+        _pass_gate(section, section.gate.tolerance, served, candidate, current, say)
+    manifest = store.manifest(current)
+    publisher = Publisher.of(config, store, run_id=manifest.run_id, epoch=manifest.epoch, model=model)
+    return publisher.publish(
+        candidate, step=0, parent=current, beat=beat, write=functools.partial(copy_checkpoint, checkpoint)
+    )
+
+
+def _pass_gate(
+    section: RewardSection,
+    tolerance: float,
+    served: RewardModel,
+    candidate: RewardModel,
+    current: int,
+    say: Callable[[str], None],
+) -> None:
+    pairs = read_pairs(section, served)
+    before, after = pairs.accuracy(served), pairs.accuracy(candidate)
+    say(f"accuracy on {len(pairs.chosen)} pairs: {after:.4f}, served version {current}: {before:.4f}")
+    if not after >= before - tolerance:
+        raise RlhfError(
+            f"not published: its accuracy {after:.4f} is below the served version's {before:.4f} minus "
+            f"reward.gate.tolerance ({tolerance:g})"
+        )
