@@ -125,11 +125,18 @@ def _begin(barrier: Any, initialise: Callable[..., None] | None, arguments: Sequ
 
 @contextlib.contextmanager
 def running_triton(config: RunConfig) -> Iterator[TritonServer]:
-    """Run a tritonserver on the run's repository; yield it once it is ready."""
+    """Run a tritonserver on the run's repository; yield it once it is ready.
+
+    Raises:
+        ServerStartError: the block failed because the server had died; ServerAborted if by a fault of its own.
+    """
     render_repository(config, config.run.repository_dir)
     server = serve_rendered(config, log=lambda line: None)
     try:
         yield server
+    except RlhfError:
+        server.raise_if_dying()
+        raise
     finally:
         server.stop()
 

@@ -51,7 +51,7 @@ from python_backend.config import CriticOptimizerSection
 from python_backend.store.weights import sha256_of
 from python_backend.wire.contract import SEQUENCE_LENGTHS
 from tools.report.curves import figure_of
-from tools.server.triton_home import find_tritonserver, server_environment
+from tools.server.triton_home import ServerAborted, find_tritonserver, server_environment
 
 T = TypeVar("T")
 RUN_ID = "bench"
@@ -219,9 +219,9 @@ class ReloadService:
     def __enter__(self) -> ReloadService:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._publishing.shutdown()
-        self._stack.close()
+        self._stack.__exit__(*error)
         for heavy in ("checkpoint", "second", "weights", "journal", "checkpoints", "backends"):
             shutil.rmtree(self.folder / heavy, ignore_errors=True)
 
@@ -755,7 +755,7 @@ PARTS = {
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
     """Measure the parts in turn, and save each as soon as it is done."""
-    record.result["parts"] = {}
+    record.result["parts"], record.result["aborts"] = {}, 0
     folder = record.out / "servers"
     server, clients, trainer = divided(sorted(os.sched_getaffinity(0)))
     record.say(f"cores: server {server}, clients {clients}, trainer {trainer}")
@@ -768,7 +768,12 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
                 record.say(f"{part.letter}: {name}")
                 of = record.result["parts"][name] = {}
                 for model in part.models(settings.models):
-                    of[model] = part.measure(setup, model)
+                    try:
+                        of[model] = part.measure(setup, model)
+                    except ServerAborted as fault:  # server 2.51 may if a model's process gets no CPU time for a second
+                        record.say(f"{fault}\nmeasuring once more")
+                        record.result["aborts"] += 1
+                        of[model] = part.measure(setup, model)
                     record.save()
     shutil.rmtree(folder)
 
@@ -784,7 +789,8 @@ def summarise(result: Result) -> dict[str, Any]:
 def targets(result: Result) -> list[Target]:
     """Return the targets of each measured part and model."""
     summaries = [(name, model, of) for name, models in result["summary"].items() for model, of in models.items()]
-    return [target for name, model, of in summaries for target in PARTS[name].targets(model, of)]
+    found = [target for name, model, of in summaries for target in PARTS[name].targets(model, of)]
+    return [*found, Target("servers that aborted", result["aborts"], None, 0)]
 
 
 def draw(result: Result, out: Path) -> None:

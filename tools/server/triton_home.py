@@ -37,7 +37,7 @@ class ServerStartError(RlhfError):
 
 
 class ServerAborted(ServerStartError):
-    """The server was ended by a fault of its own while it started."""
+    """The server was ended by a fault of its own."""
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,7 @@ class TritonServer:
                 _hide_argument(self.pid, self._control_key)
                 load_and_probe(control, self.repository, self.section, check=look, log=self._log)
         except ControlPlaneError as error:
-            self._raise_if_dying()
+            self.raise_if_dying()
             # Triton's answer does not say why it cannot read a configuration; only its log does.
             reason = f" ({poll_failure(self.log_path)})" if "failed to poll" in str(error) else ""
             raise ServerStartError(f"{error}{reason}; the whole log is in {self.log_path}") from error
@@ -398,7 +398,8 @@ class TritonServer:
             "--exit-on-error=false",  # `load_and_probe` then finds out why a model does not load
         ]
 
-    def _raise_if_dying(self) -> None:
+    def raise_if_dying(self) -> None:
+        """As `raise_if_dead`, for a server whose connections have just broken."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)  # the connection breaks a moment before the exit code is available
