@@ -10,7 +10,7 @@ from typing import Any
 
 from actor.algorithms.batch import check_failures, critic_payload, make_batch, sequence_kl
 from actor.algorithms.losses import KLControl
-from actor.algorithms.method import Method
+from actor.algorithms.method import Method, log_choices
 from actor.algorithms.stages import RewardShaper
 from actor.data.compute import cancelled, in_a_thread_of
 from actor.data.prompts import PromptError, PromptReader, PromptStream, StepInputs, read_prompts
@@ -39,6 +39,7 @@ class PPORun:
         self.settings = actor = config.actor
         self.stop = Stop()
         seed, validation, has_critic = config.run.seed, actor.validation, actor.algorithm.uses_critic
+        log_choices(config)
         self.method = Method.of(actor.algorithm, actor.kl)
         self.policy, self.policy_update = make_policy(config, self.method, ranks)
         self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
@@ -153,7 +154,7 @@ class PPORun:
                 update = await self.in_update_thread(self.policy_update.run, batch, seed=seed, kl_coef=self.kl.coef)
         if self.settings.one_step_off_policy:
             update["train_rollouts/policy_staleness"] = float(step - 1 - rollout.updated)
-        await self.recorder.log_step(step, scored, batch, {**update, **timers.metrics()})
+        await self.recorder.log_step(step, scored, batch, {**rollout.metrics, **update, **timers.metrics()})
         self.recorder.log_timeline(step, timers.spans)
         if trains_policy and (distance := await self.in_update_thread(sequence_kl, scored, batch.mask)) is not None:
             self.kl.update(distance, len(batch.lengths))

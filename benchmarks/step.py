@@ -121,9 +121,9 @@ class BlockInputs(StepInputs):
         """Return the prompts of the current position in the block."""
         return super().prompts_of(self.run.place)
 
-    def seed_of(self, step: int) -> int:
+    def seed_of(self, step: int, *repeat: int) -> int:
         """Return the seed of the current position in the block."""
-        return super().seed_of(self.run.place)
+        return super().seed_of(self.run.place, *repeat)
 
 
 class MeasuredRun(PPORun):

@@ -7,6 +7,8 @@ affect a result.
 import torch
 from torch import Tensor
 
+from python_backend.errors import RlhfError
+
 WHITEN_EPSILON = 1e-8
 ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative; the same row scored twice by a server may differ by this much
 
@@ -69,7 +71,9 @@ def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: floa
     return (-kl_coef * kl).scatter_add(1, last_scored[:, None], rewards[:, None].to(kl.dtype))
 
 
-def gae(values: Tensor, token_rewards: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    values: Tensor, token_rewards: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute generalised advantage estimates and returns over the masked positions.
 
         delta_t = r_t + gamma * V_next - V_t           V_next, A_next: of the next position in the mask,
@@ -84,7 +88,7 @@ def gae(values: Tensor, token_rewards: Tensor, mask: Tensor, *, gamma: float, la
         token_rewards: `[B, S-1]`, reward for choosing token t+1.
         mask: `[B, S-1]`, 1 where position t scores a response token.
         gamma: discount, in [0, 1].
-        lam: GAE lambda, in [0, 1].
+        lam: GAE lambda, in [0, 1], or one for each response, `[B]`.
 
     Returns: (advantages, returns), each `[B, S-1]`, 0 outside the mask.
     Raises: ValueError if shapes differ.
@@ -102,6 +106,15 @@ def gae(values: Tensor, token_rewards: Tensor, mask: Tensor, *, gamma: float, la
         advantages[:, t] = advantage
     advantages = advantages.masked_fill(~inside, 0.0)
     return advantages, advantages + values
+
+
+def length_adaptive(mask: Tensor, alpha: float) -> Tensor:
+    """Return a lambda for each response, `[B]`: 1 - 1 / max(1, alpha * length), its length being the sum of its mask.
+
+    Source: Yue et al. 2025 (arXiv 2504.05118), section 4.1: the TD errors of long responses would otherwise decay
+        before they reach the first tokens.
+    """
+    return 1 - 1 / (alpha * mask.sum(-1)).clamp(min=1)
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -223,6 +236,39 @@ def group_standardise(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tenso
     std = (squares / (count - 1).clamp(min=1)).sqrt()
     standardised = centred / (std[index] + GROUP_EPSILON)
     return torch.where(is_rounding(std, mean)[index], 0.0, standardised).to(rewards.dtype)
+
+
+def subtract_mean(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
+    """Subtract from each score the mean of its group, of which it is a part.
+
+    Scores that are equal up to float32 rounding give advantages of 0. Args, Returns, Raises: as `leave_one_out`.
+    Source: Liu et al. 2025 (arXiv 2503.20783), section 3.2 (Dr. GRPO).
+    """
+    scores, index, count, total = _group_sums(rewards, groups, counted)
+    mean = (total / count.clamp(min=1))[index]
+    centred = torch.where(counted & ~is_rounding((scores - mean).abs(), mean), scores - mean, 0.0)
+    return centred.to(rewards.dtype)
+
+
+def divide_by_mean(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
+    """Subtract from each score, which must not be negative, the mean of its group, and divide by it.
+
+    The rarer a correct response, the larger its advantage: with scores of 0 and 1, the gradient is that of the
+    likelihood of a correct response, expanded to the order that the group allows. A mean of 0 gives 0.
+
+    Args, Returns: as `leave_one_out`.
+    Raises: ValueError if shapes differ; RlhfError if a score is negative.
+    Source: MaxRL (arXiv 2602.02710).
+    """
+    scores, index, count, total = _group_sums(rewards, groups, counted)
+    if bool((scores < 0).any()):
+        raise RlhfError(
+            f"actor.algorithm.name: maxrl divides by the mean score of a prompt's responses, but a score is "
+            f"{float(scores.min()):g}; use rewards of 0 and 1, or choose another algorithm"
+        )
+    mean = (total / count.clamp(min=1))[index]
+    centred = subtract_mean(rewards, groups, counted).double()
+    return torch.where(mean > 0, centred / mean.where(mean > 0, 1.0), 0.0).to(rewards.dtype)
 
 
 def process_supervision(step_rewards: Tensor, ends: Tensor, groups: Tensor, counted: Tensor) -> Tensor:

@@ -39,29 +39,32 @@ def make_batch(
         scores.scored & rollout.is_end if method.settings.mask_unfinished else scores.scored,
         method.settings.gamma,
         method.settings.lam,
+        method.settings.lam_values,
+        method.settings.lam_length,
         None if process is None else process.rewards[:, 1:],  # index t is given for token t, position t - 1
         None if process is None else process.ends[:, 1:],
     )
     inputs = shaper.run(inputs)
     advantages, returns = method.advantage(inputs)
     weights = learned_mask = mask * inputs.counted[:, None]
-    if method.sequence_mean:
+    if method.loss_mean == "sequence":
         weights = weights / mask.sum(-1, keepdim=True).clamp(min=1)
     return PPOBatch(
         rollout.tokens,
         rollout.lengths,
         mask,
         weights,
-        scored.logprobs,
+        scored.logprobs if scored.old_logprobs is None else scored.old_logprobs,
         scored.ref_logprobs,
         masked_whiten(advantages, learned_mask) if method.whitens else advantages * learned_mask,
         returns * mask,
         inputs.values,
         kl,
         returns_to_go(inputs)[1] if scores.has_values else None,
-        scored.importance,
-        inputs.groups,
-        scores.versions,
+        groups=inputs.groups,
+        versions=scores.versions,
+        positive=scores.rewards > 0 if method.settings.positive_nll else None,
+        sampled_logprobs=scored.logprobs if rollout.logprobs is None else rollout.logprobs,
     )
 
 
@@ -71,20 +74,6 @@ def _token_kl(scored: ScoredRollout, mask: Tensor, method: Method) -> Tensor | N
         return None
     # Outside the mask log-probs may be -inf (banned tokens in a prompt), which would make the KL non-finite.
     return torch.where(mask > 0, kl_estimate(scored.logprobs, scored.ref_logprobs, method.kl_estimator), 0.0)
-
-
-def importance_weights(rollout: Rollout, logprobs: Tensor, cap: float) -> Tensor:
-    """Return truncated importance weights `[B, S-1]` of tokens sampled by another engine than the policy; 1 elsewhere.
-
-    min(exp(logprob under the policy - logprob under the engine), cap), as in https://fengyao.notion.site/off-policy-rl.
-
-    Args:
-        logprobs: float32 `[B, S-1]` under the policy.
-        cap: upper bound.
-    """
-    assert rollout.logprobs is not None, "the engine returns log-probs"
-    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
-    return torch.where(mask > 0, logprobs - rollout.logprobs, 0.0).exp().clamp(max=cap)
 
 
 def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:

@@ -1,9 +1,9 @@
-"""GRPO: rewards are standardised within the responses to the same prompt."""
+"""GRPO and its relatives: a response's reward is compared with those of all responses to the same prompt."""
 
 import torch
 from torch import Tensor
 
-from actor.algorithms.advantages import group_standardise, process_supervision
+from actor.algorithms.advantages import divide_by_mean, group_standardise, process_supervision, subtract_mean
 from actor.algorithms.inputs import AdvantageInputs
 
 
@@ -22,4 +22,16 @@ def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         advantages = process_supervision(rewards, ends, inputs.groups, inputs.counted)
         return advantages * inputs.mask, rewards.flip(1).cumsum(1).flip(1) * inputs.mask
     advantages = group_standardise(inputs.totals, inputs.groups, inputs.counted)
+    return inputs.spread(advantages), inputs.spread(inputs.totals)
+
+
+def centred(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Subtract the mean total reward of the responses to the prompt: Dr. GRPO, REINFORCE++-baseline."""
+    advantages = subtract_mean(inputs.totals, inputs.groups, inputs.counted)
+    return inputs.spread(advantages), inputs.spread(inputs.totals)
+
+
+def relative(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Subtract the mean total reward of the responses to the prompt, and divide by it: MaxRL."""
+    advantages = divide_by_mean(inputs.totals, inputs.groups, inputs.counted)
     return inputs.spread(advantages), inputs.spread(inputs.totals)

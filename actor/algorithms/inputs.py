@@ -30,6 +30,8 @@ class AdvantageInputs:
     counted: Tensor  # bool [B], rows that the policy learns from; the critic learns from all that are scored
     gamma: float = 1.0  # discount
     lam: float = 1.0  # GAE's lambda
+    lam_values: float | None = None  # of the returns that the critic learns; None: lam
+    lam_length: float | None = None  # alpha of a lambda of 1 - 1 / (alpha * length) for the policy; None: lam
     steps: Tensor | None = None  # float32 [B, S-1], process rewards; None without any
     ends: Tensor | None = None  # bool [B, S-1], where a process reward is given
 
@@ -40,8 +42,9 @@ class AdvantageInputs:
 
     @property
     def token_rewards(self) -> Tensor:
-        """Reward for each token, `[B, S-1]`: the score at the end, process rewards, minus the KL penalty."""
-        rewards = token_rewards(self.rewards, self.penalty, self.lengths, kl_coef=1.0)
+        """Reward for each token, `[B, S-1]`: the score at the last sampled one, process rewards, minus the penalty."""
+        sampled = torch.where(self.mask > 0, torch.arange(self.mask.shape[1], device=self.mask.device), -1).amax(-1)
+        rewards = token_rewards(self.rewards, self.penalty, sampled + 2, kl_coef=1.0)
         return rewards if self.steps is None else rewards + self.steps
 
     def spread(self, advantages: Tensor) -> Tensor:
@@ -51,7 +54,10 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class ClipRange:
-    """Clip range of the probability ratio: [1 - low, 1 + high], and at most `dual` for negative advantages."""
+    """Clip range of the probability ratio: [1 - low, 1 + high], and at most `dual` for negative advantages.
+
+    For `dppo`, of the difference of probabilities: [-low, high].
+    """
 
     low: float = 0.2
     high: float = 0.2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from actor.algorithms.inputs import Advantage, AdvantageInputs, ClipRange, Loss, LossInputs
-from python_backend.config import AlgorithmSection, KLSection
+from python_backend.config import AlgorithmSection, KLSection, RunConfig
 from python_backend.config.algorithms import LOSSES
 from python_backend.rewards.function import FunctionError, describe, import_function
 
@@ -45,8 +45,10 @@ def checked_advantage(spec: str, function: Callable[..., Any]) -> Advantage:
 def checked_loss(spec: str, function: Callable[..., Any]) -> Loss:
     """Return the user's loss, whose result is checked, except whether it is finite: that would wait for the device.
 
-    It raises FunctionError unless the result is (loss, metrics): a scalar with a gradient, and a mapping of scalars.
+    It raises FunctionError unless the result is (loss, metrics): a scalar with a gradient, and a mapping of scalars;
+    and if in the first micro-batch the loss depends on tokens of weight 0.
     """
+    is_first = True
     expected = "(loss, metrics), a scalar that depends on inputs.logprobs, and a mapping of names to scalars"
 
     def is_valid(found: Any) -> bool:
@@ -56,7 +58,16 @@ def checked_loss(spec: str, function: Callable[..., Any]) -> Loss:
         return all(_shape(scalar) == () for scalar in (value, *metrics.values())) and value.requires_grad
 
     def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        nonlocal is_first
         value, metrics = _checked(f"actor.algorithm.loss: {spec}", function, inputs, is_valid, expected)
+        if is_first and inputs.logprobs.requires_grad:
+            is_first = False
+            (gradient,) = torch.autograd.grad(value, inputs.logprobs, retain_graph=True)
+            if bool(((inputs.weights == 0) & (gradient != 0)).any()):
+                raise FunctionError(
+                    f"actor.algorithm.loss: {spec} depends on tokens outside the responses that are learned from; "
+                    "multiply by inputs.weights, or use inputs.mean"
+                )
         return value, {str(name): scalar.detach().to(value) for name, scalar in metrics.items()}
 
     return loss
@@ -102,7 +113,7 @@ class Method:
     whitens: bool
     kl_estimator: str
     kl_in_loss: bool
-    sequence_mean: bool
+    loss_mean: str  # `token`, `sequence` or `constant`
 
     @property
     def own_loss(self) -> str | None:
@@ -117,18 +128,18 @@ class Method:
         """
         s, defaults = settings, settings.defaults
         advantage = import_function(defaults.advantage if s.advantage == "auto" else s.advantage)
-        loss = import_function(LOSSES.get(s.loss_name, s.loss_name))
+        loss = import_function(LOSSES[s.loss_name].function if s.loss_name in LOSSES else s.loss_name)
         kl_in = defaults.kl_in if kl.penalty_in == "auto" else kl.penalty_in
         by_place = "k3" if kl_in == "loss" else "abs"
         method = cls(
             s,
             advantage if s.advantage == "auto" else checked_advantage(s.advantage, advantage),
             loss if s.loss_name in LOSSES else checked_loss(s.loss_name, loss),
-            ClipRange(s.clip_ratio, s.clip_ratio if s.clip_ratio_high is None else s.clip_ratio_high, s.dual_clip),
+            ClipRange(*s.clip, s.dual_clip),
             whitens=defaults.whitens if s.whiten_advantages is None else s.whiten_advantages,
             kl_estimator=by_place if kl.estimator == "auto" else kl.estimator,
             kl_in_loss=kl_in == "loss",
-            sequence_mean=(defaults.loss_mean if s.loss_mean == "auto" else s.loss_mean) == "sequence",
+            loss_mean=defaults.loss_mean if s.loss_mean == "auto" else s.loss_mean,
         )
         if method.kl_in_loss and method.kl_estimator == "k1":
             logger.warning(
@@ -136,3 +147,18 @@ class Method:
                 "or actor.kl.penalty_in: reward"
             )
         return method
+
+
+def log_choices(config: RunConfig) -> None:
+    """Log the algorithm's settings, and warn of those that have no effect because every probability ratio is 1."""
+    actor = config.actor
+    logger.info("actor.algorithm.name: %s sets %s", actor.algorithm.name, config.published_choices)
+    given = actor.algorithm.model_fields_set & {"loss", "clip_ratio", "clip_ratio_high", "dual_clip"}
+    if actor.is_one_update and given:
+        logger.warning(
+            "actor.algorithm.%s has no effect: a rollout is one minibatch, used once by the policy that sampled it, so "
+            "every probability ratio is 1; set actor.update.minibatch_size below actor.rollout_size (%d), or "
+            "actor.update.epochs above 1",
+            min(given),
+            actor.rollout_size,
+        )

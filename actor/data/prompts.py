@@ -291,8 +291,14 @@ class StepInputs:
         Raises:
             PromptError: a row is malformed or its prompt is refused; the message names file and row.
         """
-        taken, after = self.stream.take(step, self.prompts_per_step, self.after(step - 1))
-        self.known[step] = after
+        return self._taken(step, self.prompts_per_step, self.after(step - 1))
+
+    def more_prompts_of(self, step: int, count: int) -> list[Prompt]:
+        """Read `count` prompts for `step` beyond those that it has taken; repeats and raises as `prompts_of`."""
+        return self._taken(step, count, self.known[step])
+
+    def _taken(self, step: int, count: int, start: Positions) -> list[Prompt]:
+        taken, self.known[step] = self.stream.take(step, count, start)
         first = min(self.known)  # of the start
         for old in [known for known in self.known if first < known <= step - KEPT_STEPS]:
             del self.known[old]
@@ -330,11 +336,11 @@ class StepInputs:
         self.known.clear()
         self.known[step] = self.stream.restored(state["prompts_taken"], state.get("prompt_files"))
 
-    def seed_of(self, step: int) -> int:
-        """Return the seed for sampling and shuffling in `step`."""
-        return step_seed(self.seed, step)
+    def seed_of(self, step: int, *repeat: int) -> int:
+        """Return the seed for sampling and shuffling in `step`; `repeat`: for the n-th further sampling of the step."""
+        return step_seed(self.seed, step, *repeat)
 
 
-def step_seed(run_seed: int, step: int) -> int:
+def step_seed(run_seed: int, step: int, *repeat: int) -> int:
     """Return a 32-bit hash of run seed and step: torch's CPU generator uses only the lowest 32 bits of a seed."""
-    return int(np.random.SeedSequence([run_seed, step]).generate_state(1)[0])
+    return int(np.random.SeedSequence([run_seed, step, *repeat]).generate_state(1)[0])

@@ -67,12 +67,13 @@ def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
         torch.cat([part.lengths for part in parts]),
         torch.cat([part.prompt_lengths for part in parts]),
         torch.cat([part.is_end for part in parts]),
-        _joined_logprobs(parts, width),
+        joined_logprobs([part.logprobs for part in parts], width),
     )
 
 
-def _joined_logprobs(parts: Sequence[Rollout], width: int) -> Tensor | None:
-    known = [part.logprobs for part in parts if part.logprobs is not None]
+def joined_logprobs(parts: Sequence[Tensor | None], width: int) -> Tensor | None:
+    """Concatenate log-probs `[B_i, S_i - 1]` of several rollouts, padded to `width - 1`; None if some have none."""
+    known = [part for part in parts if part is not None]
     return joined(known, width - 1) if len(known) == len(parts) else None
 
 
@@ -153,7 +154,13 @@ class ScoredRollout:
     scores: Scores
     logprobs: Tensor | None  # float32 [B, S-1], under the policy that sampled the responses; None: not needed
     ref_logprobs: Tensor | None  # float32 [B, S-1], under the reference; ignored where not scored; None: not needed
-    importance: Tensor | None = None  # float32 [B, S-1], truncated importance weights of tokens that vLLM sampled
+    old_logprobs: Tensor | None = None  # float32 [B, S-1], which the probability ratio compares with; None: `logprobs`
+
+    def select(self, rows: Tensor) -> ScoredRollout:
+        """Return the given rows (int64 indices `[n]`), in that order."""
+        logprobs = (self.logprobs, self.ref_logprobs, self.old_logprobs)
+        parts = (None if tensor is None else tensor[rows] for tensor in logprobs)
+        return ScoredRollout(self.rollout.select(rows), self.scores.select(rows), *parts)
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,8 @@ class PPOBatch:
     prev_values: Tensor  # float32 [B, S-1]
     kl: Tensor | None  # float32 [B, S-1], KL estimate per token, not multiplied by kl_coef; None if not measured
     rewards_to_go: Tensor | None = None  # float32 [B, S-1], Monte-Carlo returns; None without a critic
-    importance: Tensor | None = None  # float32 [B, S-1], factor of each token's policy loss alone; None: 1
+    importance: Tensor | None = None  # float32 [B, S-1], factor of each token's policy loss; None: 1
     groups: Tensor | None = None  # int64 [B], equal for responses to the same prompt; None: all different
     versions: Tensor | None = None  # int64 [B], version of the critic that scored the row; None or -1 without a critic
+    positive: Tensor | None = None  # bool [B], positive scores; None unless their likelihood is in the loss
+    sampled_logprobs: Tensor | None = None  # float32 [B, S-1], of the engine that sampled, for importance factors

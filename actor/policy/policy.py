@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from python_backend.training.ranks import ALONE, AnyRanks, Ranks
 from python_backend.training.step import make_adamw
 
 logger = logging.getLogger(__name__)
+Entropy = Literal["none", "value", "gradient"]  # whether entropies are computed, and with a gradient
 PROOF_ROWS = 16  # of the first rollout, to compare generation's log-probs with those of a forward pass
 MOST_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in a plain forward pass
 MAX_ROWS = 1024  # never reached in practice: the token budget bounds a micro-batch first
@@ -324,16 +325,17 @@ class Policy:
         return plan_micro_batches(lengths.tolist(), token_budget=self.memory.size, max_rows=MAX_ROWS)
 
     def token_logprobs(
-        self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *, with_entropy: bool = False
+        self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *, entropy: Entropy = "none"
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs `[B, S-1]` of `tokens` `[B, S]` under `model`; 0 where `mask` `[B, S-1]` is 0.
 
         Index t holds the log-prob of token t+1. The second result is the entropies `[B, S-1]` of the distributions that
-        these tokens are sampled from, or None without `with_entropy`. Both are differentiable. Logits are computed only
-        for positions inside the mask. The arguments are on the host, the results on the model's device.
+        these tokens are sampled from, or None. Both are differentiable, entropies only with `entropy: gradient`. Logits
+        are computed only for positions inside the mask. The arguments are on the host, the results on the model's
+        device.
         """
         inputs, _ = self.placed(model, tokens, lengths, mask)
-        return self.logprobs_of(model, inputs, with_entropy=with_entropy)
+        return self.logprobs_of(model, inputs, entropy=entropy)
 
     def placed(
         self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *others: Tensor
@@ -346,7 +348,7 @@ class Policy:
         return placed[: len(inputs)], placed[len(inputs) :]
 
     def logprobs_of(
-        self, model: Any, inputs: Sequence[Tensor], *, with_entropy: bool = False
+        self, model: Any, inputs: Sequence[Tensor], *, entropy: Entropy = "none"
     ) -> tuple[Tensor, Tensor | None]:
         """Return the results of `token_logprobs` for inputs that `placed` returned, without waiting for the device."""
         tokens, _, *places = inputs[:4]
@@ -356,8 +358,10 @@ class Policy:
             nothing = values.new_zeros(tokens.shape[0], tokens.shape[1] - 1)
             return nothing.index_put(tuple(places), values)
 
-        logprobs, entropies = self._models.compute(model, self._response_logprobs, with_entropy, *inputs)
-        return scattered(logprobs), None if entropies is None else scattered(entropies)
+        logprobs, entropies = self._models.compute(model, self._response_logprobs, entropy, *inputs)
+        if entropies is None:
+            return scattered(logprobs), None
+        return scattered(logprobs), scattered(entropies if entropy == "gradient" else entropies.detach())
 
     def _shares_prompts_of(self, model: Any) -> bool:
         # Not with sharded weights: the number of forward passes would depend on the rows, and thus on the rank.
@@ -366,7 +370,7 @@ class Policy:
     def _response_logprobs(
         self,
         causal: Any,
-        with_entropy: bool,
+        entropy: Entropy,
         tokens: Tensor,
         lengths: Tensor,
         rows: Tensor,
@@ -387,11 +391,12 @@ class Policy:
                 else:
                     hidden = causal.base_model(**inputs)[0][rows, columns]
             head = causal.get_output_embeddings()
-            return head_logprobs(hidden, head, targets, with_entropy=with_entropy, **sampling)
+            return head_logprobs(hidden, head, targets, with_entropy=entropy != "none", **sampling)
         with self.computing():
             logits = causal(**inputs).logits[rows, columns]
         logprobs = target_logprobs(logits, targets, **sampling)
-        return logprobs, sampling_entropy(logits, **sampling) if with_entropy else None
+        logits = logits if entropy == "gradient" else logits.detach()
+        return logprobs, None if entropy == "none" else sampling_entropy(logits, **sampling)
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context manager that makes forward passes compute in `actor.policy.precision`."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actor.algorithms.inputs import LossInputs
-from actor.algorithms.losses import kl_loss
+from actor.algorithms.losses import importance_factors, kl_loss
 from actor.algorithms.method import Method
 from actor.data.rollout import PPOBatch
 from actor.policy.policy import Policy
@@ -39,11 +39,16 @@ class PolicyUpdate:
         optimizer: OptimizerSection,
         *,
         is_one_update: bool,
+        is_off_policy: bool = False,
+        max_new_tokens: int = 1,
         total_steps: int,
     ) -> None:
         """
         Args:
             is_one_update: each rollout is one minibatch, used once by the policy that sampled it.
+            is_off_policy: rollouts are of an older policy; with a correction, old log-probs are computed before the
+                update.
+            max_new_tokens: of a response, the constant that `loss_mean: constant` divides by.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         """
         self._policy, self._ranks = policy, policy.ranks
@@ -51,6 +56,8 @@ class PolicyUpdate:
         self._settings = settings
         self._optimizer = optimizer
         self._is_one_update, self._total_steps = is_one_update, total_steps
+        self._recomputes = is_off_policy and method.settings.correction is not None
+        self._max_new_tokens = max_new_tokens
         self._dropouts = adapter_dropouts(policy.model)
 
     @classmethod
@@ -62,6 +69,8 @@ class PolicyUpdate:
             actor.update,
             actor.optimizer,
             is_one_update=actor.is_one_update,
+            is_off_policy=actor.one_step_off_policy,
+            max_new_tokens=actor.generation.max_new_tokens,
             total_steps=actor.optimizer_steps,
         )
 
@@ -76,7 +85,7 @@ class PolicyUpdate:
             NotFinite: the gradient of a minibatch is not finite; this minibatch did not change the weights.
         """
         self._ranks.announce("update", seed=seed, kl_coef=kl_coef)
-        batch = self._ranks.broadcast(batch, PPOBatch)
+        batch = self._corrected(self._ranks.broadcast(batch, PPOBatch))
         s = self._settings
         generator = torch.Generator().manual_seed(seed)
         totals: dict[str, float] = {}
@@ -86,8 +95,10 @@ class PolicyUpdate:
             if not len(rows):
                 continue
             total = float(batch.policy_weights[rows].sum())
+            # Of the mean over tokens, which all metrics are.
+            scale = total / (len(rows) * self._max_new_tokens) if self._method.loss_mean == "constant" else 1.0
             sums = self._gradients(
-                batch, rows, total, kl_coef, seed=int(torch.randint(1 << 62, (), generator=generator))
+                batch, rows, total, scale, kl_coef, seed=int(torch.randint(1 << 62, (), generator=generator))
             )
             if self._method.own_loss and not math.isfinite(sums["loss"]):
                 self._policy.optimizer.zero_grad(set_to_none=True)
@@ -116,7 +127,39 @@ class PolicyUpdate:
         orders = [torch.randperm(count, generator=generator) for _ in range(self._settings.epochs)]
         return [rows for order in orders for rows in order.split(self._settings.minibatch_size)]
 
-    def _gradients(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float, *, seed: int) -> dict[str, float]:
+    def _corrected(self, batch: PPOBatch) -> PPOBatch:
+        """Return the batch with the importance factors of the correction, if there is one, and its old log-probs."""
+        correction = self._method.settings.correction
+        if self._recomputes:
+            batch = dataclasses.replace(batch, logprobs=self._current_logprobs(batch))
+        if correction is None or batch.logprobs is None or batch.sampled_logprobs is None:
+            return batch
+        log_ratio = torch.where(batch.mask > 0, batch.logprobs - batch.sampled_logprobs, 0.0)
+        factors = importance_factors(log_ratio, batch.mask, **correction.model_dump())
+        return dataclasses.replace(batch, importance=factors)
+
+    @torch.no_grad()
+    def _current_logprobs(self, batch: PPOBatch) -> Tensor:
+        """Return log-probs `[B, S-1]` under the policy as it is before the update, on every rank."""
+        policy, mask, lengths = self._policy, batch.mask, batch.lengths
+
+        def compute(_: int) -> Tensor:
+            found = torch.zeros_like(mask)
+            for chunk in self._micro_batches(lengths):
+                rows = chunk or [0]
+                tokens = batch.tokens[rows, : int(lengths[rows].max())]
+                part = policy.token_logprobs(policy.model, tokens, lengths[rows], mask[rows, : tokens.shape[1] - 1])[0]
+                if chunk:
+                    found[chunk, : part.shape[1]] = part.to(found)
+            return found
+
+        longest = int(lengths.max())
+        # Each row is of one rank.
+        return self._ranks.summed(policy.memory.repeat(compute, least=longest, most=longest * len(lengths)))
+
+    def _gradients(
+        self, batch: PPOBatch, rows: Tensor, total: float, scale: float, kl_coef: float, *, seed: int
+    ) -> dict[str, float]:
         """Accumulate the gradients of a minibatch; return its loss and its statistics as sums over tokens.
 
         If the card's memory does not suffice, everything is done again in smaller micro-batches.
@@ -126,20 +169,26 @@ class PolicyUpdate:
         """
         longest = int(batch.lengths[rows].max())
         return self._policy.memory.repeat(
-            lambda _: self._accumulate(batch, rows, total, kl_coef, seed), least=longest, most=longest * len(rows)
+            lambda _: self._accumulate(batch, rows, total, scale, kl_coef, seed),
+            least=longest,
+            most=longest * len(rows),
         )
 
-    def _accumulate(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float, seed: int) -> dict[str, float]:
+    def _accumulate(
+        self, batch: PPOBatch, rows: Tensor, total: float, scale: float, kl_coef: float, seed: int
+    ) -> dict[str, float]:
         self._policy.optimizer.zero_grad(set_to_none=True)  # of an attempt that ran out of memory
         if self._dropouts:
             # Dropout draws from torch's own generator; the rows of each rank need draws of their own.
             torch.manual_seed(seed + self._ranks.rank)
         parts: list[dict[str, Tensor]] = []
         chunks = self._micro_batches(batch.lengths[rows])
+        positive = 0.0 if batch.positive is None else float(batch.policy_weights[rows][batch.positive[rows]].sum())
         for number, chunk in enumerate(chunks, 1):
             part = batch if chunk else _unweighted(batch)
             with recomputing(self._policy.model), in_training(self._dropouts):
-                loss, stats = self._loss(part, rows[chunk or [0]], total, kl_coef)
+                loss, stats = self._loss(part, rows[chunk or [0]], total, positive, kl_coef)
+                loss = loss * scale
                 sync_gradients(self._policy.causal(self._policy.model), is_last=number == len(chunks))
                 self._ranks.backward(loss)
             parts.append({**stats, "loss": loss.detach()})
@@ -156,20 +205,29 @@ class PolicyUpdate:
         mine = plans[self._ranks.rank]
         return mine + [[]] * (max(map(len, plans)) - len(mine))
 
-    def _loss(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the share of a micro-batch in the minibatch loss, and the statistics of the micro-batch."""
+    def _loss(
+        self, batch: PPOBatch, rows: Tensor, total: float, positive: float, kl_coef: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the share of a micro-batch in the minibatch loss, and the statistics of the micro-batch.
+
+        `total` is the minibatch's weight, `positive` that of its responses with a positive score.
+        """
         policy, method = self._policy, self._method
         lengths = batch.lengths[rows]
         tokens = batch.tokens[rows, : int(lengths.max())]
 
-        names = ("advantages", "policy_weights", "mask", "logprobs", "ref_logprobs", "importance", "groups", "versions")
+        names = (
+            *("advantages", "policy_weights", "mask", "logprobs", "ref_logprobs", "importance"),
+            *("groups", "versions", "positive"),
+        )
         given = {name: tensor[rows] for name in names if (tensor := getattr(batch, name)) is not None}
         parts = {name: part[:, : tokens.shape[1] - 1] if part.ndim == 2 else part for name, part in given.items()}
         model_inputs, placed = policy.placed(policy.model, tokens, lengths, parts["policy_weights"], *parts.values())
         part = dict(zip(parts, placed, strict=True))
         advantages, weights = part["advantages"], part["policy_weights"]
-        entropy_bonus = method.settings.entropy_bonus
-        logprobs, entropies = policy.logprobs_of(policy.model, model_inputs, with_entropy=entropy_bonus > 0)
+        bonus, nll = method.settings.entropy_bonus, method.settings.positive_nll
+        logprobs, entropies = policy.logprobs_of(policy.model, model_inputs, entropy="gradient" if bonus else "value")
+        assert entropies is not None
         # If the rollout is a single minibatch, the policy is still the one that sampled it, so the ratio is exactly 1.
         # Log-probs that were computed for the KL are not used here, so that measuring it does not change the update.
         old = logprobs.detach() if self._is_one_update else part.get("logprobs", logprobs.detach())
@@ -190,16 +248,23 @@ class PolicyUpdate:
         )
         loss, metrics = method.loss(inputs)
         stats = {**inputs.statistics(), **metrics}
+        if "importance" in part:
+            stats["importance"] = inputs.sum(part["importance"])
+            stats["importance_masked"] = inputs.sum(part["importance"] == 0)
         if method.kl_in_loss and kl_coef:
             assert "ref_logprobs" in part, "a KL penalty needs the reference"
             ref = part["ref_logprobs"]
             penalty = kl_coef * kl_loss(logprobs, ref, weights, kind=method.kl_estimator, total=total)
             loss = loss + penalty
             stats["scaled_kl"] = penalty.detach() * total
-        if entropies is not None:
-            bonus = entropy_bonus * (entropies * weights).sum() / total
-            loss = loss - bonus
-            stats["scaled_entropy"] = bonus.detach() * total
+        stats["entropy"] = inputs.sum(entropies)
+        if bonus:
+            loss = loss - bonus * inputs.mean(entropies)
+            stats["scaled_entropy"] = bonus * stats["entropy"]
+        if nll:
+            weighted = (-inputs.logprobs * weights * part["positive"][:, None]).sum()
+            loss = loss + nll * weighted / (positive or 1)
+            stats["scaled_nll"] = nll * weighted.detach() / (positive or 1) * total
         return loss, stats
 
     def _step(self) -> float:

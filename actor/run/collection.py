@@ -1,15 +1,18 @@
 """Collects a scored rollout, overlapping generation, scoring and log-probs."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
-from actor.algorithms.batch import importance_weights
+import torch
+
+from actor.algorithms.advantages import subtract_mean
 from actor.data.compute import InThread
-from actor.data.rollout import Prompt, Rollout, ScoredRollout
+from actor.data.rollout import Prompt, Rollout, ScoredRollout, join_rollouts, joined_logprobs
 from actor.policy.policy import Policy
 from actor.run.metrics import Timers
 from actor.scoring.reference import Reference, only_known, with_one_version
-from actor.scoring.scorer import Scorer
+from actor.scoring.scorer import Scorer, join_scores
 from actor.scoring.stream import ScoringStream
 
 
@@ -27,7 +30,7 @@ async def collect(
     with_kl: bool = True,
     with_logprobs: bool = True,
     group_size: int = 1,
-    importance_cap: float | None = None,
+    old_logprobs: str = "recomputed",
 ) -> ScoredRollout:
     """Generate responses, score each one as soon as it has ended and `ready` is done, and return the scored rollout.
 
@@ -38,7 +41,7 @@ async def collect(
         ready: a future that completes when the critic's weights are new enough for scoring.
         with_kl: compute reference log-probs.
         with_logprobs: compute the policy's log-probs even without `with_kl`.
-        importance_cap: upper bound of the importance weights of tokens that vLLM sampled; None: no weights.
+        old_logprobs: `sampler`: those of generation take the place of the policy's in probability ratios.
         group_size: number of consecutive prompts that are the same one, which form an advantage group; groupwise reward
             functions receive its responses together.
 
@@ -57,7 +60,8 @@ async def collect(
         with timers.phase("generate"):
             rollout = await in_thread(policy.generate, prompts, seed=seed, greedy=greedy, finished=finished)
         logprobs = start = None
-        if with_logprobs or asked is not None:
+        old = rollout.logprobs if old_logprobs == "sampler" else None
+        if asked is not None or (with_logprobs and old is None):
             with timers.phase("logprobs"):
                 logprobs = await in_thread(policy.sampled_logprobs, rollout)
         if asked is not None:
@@ -72,9 +76,35 @@ async def collect(
         timers.note("scoring", *stream.span)
     finally:
         await asyncio.gather(*(each.close() for each in (stream, asked) if each is not None))
-    weights = None
-    if logprobs is not None and importance_cap is not None:
-        weights = await in_thread(importance_weights, rollout, logprobs, importance_cap)
     if start is None:
-        return ScoredRollout(rollout, scores, logprobs, None, weights)
-    return ScoredRollout(rollout, await in_thread(only_known, scores, start), logprobs, start.logprobs, weights)
+        return ScoredRollout(rollout, scores, logprobs, None, old)
+    return ScoredRollout(rollout, await in_thread(only_known, scores, start), logprobs, start.logprobs, old)
+
+
+def join_scored(parts: Sequence[ScoredRollout], pad_id: int) -> ScoredRollout:
+    """Concatenate scored rollouts, padded to the longest row."""
+    rollout = join_rollouts([part.rollout for part in parts], pad_id)
+    width = rollout.tokens.shape[1]
+    return ScoredRollout(
+        rollout,
+        join_scores([part.scores for part in parts], width),
+        joined_logprobs([part.logprobs for part in parts], width),
+        joined_logprobs([part.ref_logprobs for part in parts], width),
+        joined_logprobs([part.old_logprobs for part in parts], width),
+    )
+
+
+def by_spread(scored: ScoredRollout, group_size: int, *, mask_unfinished: bool) -> tuple[ScoredRollout, ScoredRollout]:
+    """Divide the rows into those of groups whose scores differ, and those of groups that give no gradient.
+
+    Args:
+        group_size: number of consecutive rows that answer the same prompt.
+        mask_unfinished: responses that did not end do not count.
+
+    Source: Yu et al. 2025 (arXiv 2503.14476), section 3.2.
+    """
+    scores, groups = scored.scores, torch.arange(len(scored.scores.scored)) // group_size
+    counted = scores.scored & scored.rollout.is_end if mask_unfinished else scores.scored
+    differs = (subtract_mean(scores.rewards, groups, counted) != 0).view(-1, group_size).any(-1)
+    rows = torch.arange(len(groups)).view(-1, group_size)
+    return scored.select(rows[differs].flatten()), scored.select(rows[~differs].flatten())

@@ -9,9 +9,9 @@ import numpy as np
 
 from actor.data.compute import InThread, cancelled
 from actor.data.prompts import StepInputs
-from actor.data.rollout import ScoredRollout
+from actor.data.rollout import Prompt, ScoredRollout
 from actor.policy.policy import Policy
-from actor.run.collection import collect
+from actor.run.collection import by_spread, collect, join_scored
 from actor.run.metrics import Timers
 from actor.run.recorder import Recorder
 from actor.run.staleness import needed_update
@@ -78,6 +78,7 @@ class Collected:
     scored: ScoredRollout
     timers: Timers
     updated: int  # last step whose update the sampling policy contains
+    metrics: dict[str, float]  # of dynamic sampling
 
 
 class Rollouts:
@@ -123,25 +124,58 @@ class Rollouts:
         prompts = await self._in_thread(self.inputs.prompts_of, step)
         self._scorer.check_prompts(prompts)
         ready = asyncio.create_task(self._critic.served(needed))
+        metrics: dict[str, float] = {}
         try:
             with timers.phase("rollout_time"):
-                scored = await collect(
-                    self._policy,
-                    self._scorer,
-                    self._reference,
-                    prompts,
-                    seed=self.inputs.seed_of(step),
-                    ready=ready,
-                    in_thread=self._in_thread,
-                    timers=timers,
-                    with_kl=settings.kl.measures(step),
-                    with_logprobs=not settings.is_one_update,
-                    group_size=settings.algorithm.responses_per_prompt,
-                    importance_cap=settings.generation.vllm.importance_cap,
-                )
+                scored = await self._collect(prompts, step, ready, timers)
+                if settings.algorithm.max_resampled:
+                    scored, metrics = await self._resampled(scored, step, ready, timers)
         finally:
             await cancelled([ready])
-        return Collected(scored, timers, updated)
+        return Collected(scored, timers, updated, metrics)
+
+    async def _collect(
+        self, prompts: list[Prompt], step: int, ready: asyncio.Task[None], timers: Timers, *repeat: int
+    ) -> ScoredRollout:
+        settings = self._settings
+        return await collect(
+            self._policy,
+            self._scorer,
+            self._reference,
+            prompts,
+            seed=self.inputs.seed_of(step, *repeat),
+            ready=ready,
+            in_thread=self._in_thread,
+            timers=timers,
+            with_kl=settings.kl.measures(step),
+            with_logprobs=not settings.is_one_update,
+            group_size=settings.algorithm.responses_per_prompt,
+            old_logprobs=settings.algorithm.old_logprobs,
+        )
+
+    async def _resampled(
+        self, scored: ScoredRollout, step: int, ready: asyncio.Task[None], timers: Timers
+    ) -> tuple[ScoredRollout, dict[str, float]]:
+        """Replace groups without spread by the responses to further prompts, and return metrics of that.
+
+        What cannot be replaced in `max_resampled` attempts stays, so that the rollout is full.
+        """
+        algorithm, pad_id = self._settings.algorithm, self._policy.pad_id
+        size, resampled, dropped = algorithm.responses_per_prompt, 0, 0
+        useful, useless = by_spread(scored, size, mask_unfinished=algorithm.mask_unfinished)
+        for repeat in range(1, algorithm.max_resampled + 1):
+            if not (missing := len(useless.rollout.prompts) // size):
+                break
+            lengths = useless.rollout.lengths - useless.rollout.prompt_lengths
+            resampled, dropped = resampled + missing, dropped + int(lengths.sum())
+            prompts = await self._in_thread(self.inputs.more_prompts_of, step, missing)
+            self._scorer.check_prompts(prompts)
+            more = await self._collect(prompts, step, ready, timers, repeat)
+            found, useless = by_spread(more, size, mask_unfinished=algorithm.mask_unfinished)
+            useful = join_scored([useful, found], pad_id)
+        metrics = {"resampled_prompts": float(resampled), "dropped_tokens": float(dropped)}
+        whole = join_scored([useful, useless], pad_id)
+        return whole, {f"train_rollouts/{name}": value for name, value in metrics.items()}
 
     async def settle(self) -> None:
         """Wait until no rollout uses the sampler; if the rollout failed, `take` raises its error."""

@@ -7,10 +7,11 @@ into config.pbtxt.
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import yaml
 from pydantic import BaseModel, PrivateAttr, ValidationError, model_validator
@@ -124,6 +125,18 @@ class RunConfig(Section):
 
     _roles: frozenset[str] = PrivateAttr(frozenset())  # what a YAML without `actor` names of the models to serve
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_published(cls, data: Any) -> Any:
+        """Give keys without a value the value that the algorithm was published with."""
+        name: Any = data
+        for part in ("actor", "algorithm", "name"):
+            name = name.get(part) if isinstance(name, dict) else getattr(name, part, None)
+        if isinstance(name, str) and name in ALGORITHMS:
+            for key, value in ALGORITHMS[name].recipe.items():
+                data = _filled(data, key.split("."), value)
+        return data
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if "actor" not in self.model_fields_set or self.actor.model_fields_set == {"client"}:
@@ -158,6 +171,16 @@ class RunConfig(Section):
         if not self.run.share_cards:
             check_cards(self.places)
         return self
+
+    @property
+    def published_choices(self) -> str:
+        """The settings of the algorithm as text for a log line, with the published value of those that differ."""
+        algorithm = self.actor.algorithm
+        found = [f"actor.algorithm.loss {algorithm.loss_name} (clip {', '.join(f'{x:g}' for x in algorithm.clip)})"]
+        for key, value in algorithm.defaults.recipe.items():
+            chosen = functools.reduce(getattr, key.split("."), cast(Any, self))
+            found.append(f"{key} {chosen}" + f" (published: {value})" * (chosen != value))
+        return ", ".join(found)
 
     @property
     def server_dir(self) -> Path:
@@ -237,6 +260,22 @@ class RunConfig(Section):
         if self.has_actor:
             used["actor.policy"] = (self.actor.policy.device, self.actor.policy.precision)
         return ", ".join(f"{key} {device} in {how}" for key, (device, how) in used.items() if device != "cpu")
+
+
+def _filled(data: Any, path: Sequence[str], value: Any) -> Any:
+    """Return nested dictionaries or sections with `value` at `path`, unless they have a value there."""
+    first, *rest = path
+    if isinstance(data, dict):
+        given = data.get(first)
+    elif isinstance(data, Section):
+        given = getattr(data, first) if rest or first in data.model_fields_set else None
+    else:
+        return data  # refused when it is validated
+    if rest:
+        given = _filled({} if given is None else given, rest, value)
+    elif given is None:
+        given = value
+    return {**data, first: given} if isinstance(data, dict) else data.model_copy(update={first: given})
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -1,16 +1,18 @@
 """The YAML's `actor` section, which configures the training loop of the policy."""
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from python_backend.config.algorithms import (
     ALGORITHMS,
-    ON_POLICY_LOSSES,
+    LOSSES,
     AdvantageName,
     Algorithm,
     AlgorithmName,
@@ -135,9 +137,6 @@ class VllmSection(Section):
     """Further arguments of that server, such as [--tensor-parallel-size, "2"]."""
     deadline_s: Seconds = 600.0
     """Timeout of one response, and of loading a version of the weights."""
-    importance_cap: Annotated[float, Field(ge=1)] | None = None
-    """Truncated importance weights: multiply the policy loss of each token by the ratio of its probability under the
-    policy to that under vLLM, at most this; default: no weights."""
 
 
 class GenerationSection(Section):
@@ -169,35 +168,74 @@ class GenerationSection(Section):
     """Nucleus sampling: sample from the most likely tokens with this total probability; 1: from all."""
 
 
+class CorrectionSection(Section):
+    """Importance correction: factors of the policy loss, from ratios of two log-probs of each sampled token.
+
+    They are those under the policy before the update and those of the engine or older policy that sampled.
+    """
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Ratio of each token, of the whole response (their product), or their geometric mean over the response."""
+    mode: Literal["clip", "mask"] = "clip"
+    """Outside the range, a ratio is clipped to it (without `low`: truncated), or the tokens are left out (masked)."""
+    low: Annotated[float, Field(ge=0)] = 0.0
+    """Lower end of the range of the ratio."""
+    high: Annotated[float, Field(gt=0)] = 2.0
+    """Upper end of the range of the ratio."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> CorrectionSection:
+        if self.low > self.high:
+            raise ValueError(f"actor.algorithm.correction.low ({self.low:g}) is above its high ({self.high:g})")
+        return self
+
+
 class AlgorithmSection(Section):
     """The algorithm: advantages and policy loss."""
 
     name: AlgorithmName = "ppo"
-    """Advantage function, loss and defaults, see docs/algorithms.md. Only `ppo` uses the critic."""
+    """Advantage function, loss and published choices, which other keys override; see docs/algorithms.md. Only `ppo`,
+    `vapo` and `sao` use the critic."""
     advantage: AdvantageName = "auto"
     """Advantage function: the algorithm's, or your own, `path/to/file.py:name`."""
     loss: LossName = "auto"
     """Policy loss: the algorithm's, one by name, or your own, `path/to/file.py:name`."""
     responses_per_prompt: Count = 1
-    """Responses to each prompt; `rloo` and `grpo` compare their scores and need at least 2."""
-    clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """PPO's clip range."""
+    """Responses to each prompt; algorithms without critic compare their scores and need at least 2, except
+    `reinforce++`."""
+    clip_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Lower clip range of the probability ratio, and the upper one unless `clip_ratio_high` is set; `dppo`: of the
+    difference of probabilities. Default: as published for the loss."""
     clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
-    """Upper clip range (clip-higher); default: `clip_ratio`."""
+    """Upper clip range (clip-higher); default: `clip_ratio`, or as published for the loss."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Dual clip: upper bound on the ratio for negative advantages; default: none."""
-    loss_mean: Literal["auto", "token", "sequence"] = "auto"
-    """Mean of the loss over all tokens of a minibatch, or over the means of its sequences; `auto`: `sequence` for grpo,
-    otherwise `token`."""
+    loss_mean: Literal["auto", "token", "sequence", "constant"] = "auto"
+    """Mean of the loss over all tokens of a minibatch, or over the means of its sequences; `constant`: the sum, divided
+    by its sequences times `actor.generation.max_new_tokens`. `auto`: the algorithm's."""
     whiten_advantages: bool | None = None
-    """Normalise the rollout's advantages to mean 0 and variance 1; default: true for ppo and reinforce++, otherwise
-    false."""
+    """Normalise the rollout's advantages to mean 0 and variance 1; default: the algorithm's."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the entropy bonus in the loss."""
+    positive_nll: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the mean negative log-likelihood of the responses with a positive score, added to the loss."""
+    old_logprobs: Literal["recomputed", "sampler"] = "recomputed"
+    """Log-probs that the probability ratio compares with: recomputed by the policy, or those that the engine sampled
+    with, without a further forward pass."""
+    correction: CorrectionSection | None = None
+    """Importance correction for responses that vLLM, or with `actor.one_step_off_policy` an older policy, sampled; the
+    old log-probs are then those of the policy before the update. Default: none."""
+    max_resampled: CountOrZero = 0
+    """Dynamic sampling: prompts whose responses all have the same score are replaced by the next prompts, at most this
+    many times in a step; 0: off."""
     gamma: Fraction = 1.0
     """Discount factor."""
     lam: Fraction = 0.95
     """GAE's lambda."""
+    lam_values: Fraction | None = None
+    """GAE's lambda in the returns that the critic learns; default: `lam`."""
+    lam_length: Annotated[float, Field(gt=0)] | None = None
+    """Length-adaptive GAE: the policy's lambda is 1 - 1 / (`lam_length` * tokens of the response), instead of `lam`."""
     critic_warmup_steps: CountOrZero = 0
     """Number of steps at the start of the run that train only the critic."""
     mask_unfinished: bool = True
@@ -217,6 +255,14 @@ class AlgorithmSection(Section):
     def loss_name(self) -> str:
         """The policy loss: a built-in one by name, or `path/to/file.py:name`."""
         return self.defaults.loss if self.loss == "auto" else self.loss
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """Lower and upper clip range: as set, or as published for the loss; for a user's own as for PPO's."""
+        published = LOSSES.get(self.loss_name, LOSSES["clipped"])
+        low = published.low if self.clip_ratio is None else self.clip_ratio
+        high = published.high if self.clip_ratio is None else self.clip_ratio
+        return low, high if self.clip_ratio_high is None else self.clip_ratio_high
 
     @property
     def own_functions(self) -> dict[str, str]:
@@ -420,14 +466,11 @@ def check_actor(actor: ActorSection) -> None:
             f"actor.algorithm.name: {algorithm.name} compares the responses to a prompt; set "
             f"actor.algorithm.responses_per_prompt to 2 or more (it is {each})"
         )
-    if algorithm.loss_name in ON_POLICY_LOSSES:
+    if (loss := LOSSES.get(algorithm.loss_name)) is not None and loss.is_on_policy:
         _check_on_policy(actor)
     _check_vllm(generation, actor.policy.device)
-    if algorithm.critic_warmup_steps and not algorithm.uses_critic:
-        raise ValueError(
-            f"actor.algorithm.critic_warmup_steps ({algorithm.critic_warmup_steps}): {algorithm.name} has no critic; "
-            "remove it"
-        )
+    _check_ratios(actor)
+    _check_critic_settings(algorithm)
     if algorithm.critic_warmup_steps >= actor.steps:
         raise ValueError(
             f"actor.algorithm.critic_warmup_steps ({algorithm.critic_warmup_steps}) must be below actor.steps "
@@ -481,7 +524,7 @@ def _check_active_files(files: Sequence[PromptFileSection], steps: int) -> None:
 
 
 def _check_vllm(generation: GenerationSection, device: str) -> None:
-    """Reject a vLLM server on GPUs that are not named, and importance weights without use or comparable log-probs."""
+    """Reject a vLLM server on GPUs that are not named."""
     if (
         generation.engine == "vllm"
         and device != "cpu"
@@ -491,19 +534,53 @@ def _check_vllm(generation: GenerationSection, device: str) -> None:
             "actor.generation.vllm.cuda_devices is not set, so vLLM would take most of the first GPU; name its GPUs, "
             "such as '1', or running servers in actor.generation.vllm.servers"
         )
-    cap, settings = generation.vllm.importance_cap, ("top_k", "top_p", "repetition_penalty", "min_new_tokens")
-    if cap is None:
-        return
-    if generation.engine != "vllm":
+
+
+def _check_critic_settings(algorithm: AlgorithmSection) -> None:
+    """Reject settings of the critic in an algorithm without one, and dynamic sampling without groups."""
+    names = () if algorithm.uses_critic else ("critic_warmup_steps", "lam_values", "lam_length")
+    for name in names:
+        if value := getattr(algorithm, name):
+            raise ValueError(f"actor.algorithm.{name} ({value:g}): {algorithm.name} has no critic; remove it")
+    if algorithm.max_resampled and algorithm.responses_per_prompt < 2:
         raise ValueError(
-            f"actor.generation.vllm.importance_cap ({cap:g}) needs actor.generation.engine: vllm (it is "
-            f"{generation.engine}); remove it, or set the engine"
+            f"actor.algorithm.max_resampled ({algorithm.max_resampled}) compares the responses to a prompt; set "
+            f"actor.algorithm.responses_per_prompt to 2 or more, or remove it"
         )
-    changed = [name for name in settings if getattr(generation, name) != GenerationSection.model_fields[name].default]
-    if changed:
+
+
+def _check_ratios(actor: ActorSection) -> None:
+    """Reject settings of the probability ratio that would have no effect, and log-probs that cannot be compared."""
+    algorithm, generation = actor.algorithm, actor.generation
+    is_vllm, correction = generation.engine == "vllm", algorithm.correction
+    uses_engine = algorithm.old_logprobs == "sampler" or correction is not None
+    key = "old_logprobs: sampler" if algorithm.old_logprobs == "sampler" else "correction"
+    if correction is not None and algorithm.old_logprobs == "sampler":
         raise ValueError(
-            f"actor.generation.vllm.importance_cap ({cap:g}) needs log-probs that vLLM computes before "
-            f"actor.generation.{changed[0]} ({getattr(generation, changed[0])}); remove one of them"
+            "actor.algorithm.correction has no effect with actor.algorithm.old_logprobs: sampler, whose ratios already "
+            "compare with the log-probs of sampling; remove one of them"
+        )
+    if correction is not None and not (is_vllm or actor.one_step_off_policy):
+        raise ValueError(
+            "actor.algorithm.correction has no effect: the policy that samples is the one that is updated; remove it, "
+            "or set actor.generation.engine: vllm or actor.one_step_off_policy"
+        )
+    if uses_engine and generation.engine == "transformers":
+        raise ValueError(
+            f"actor.algorithm.{key} needs the log-probs of sampling, which actor.generation.engine: transformers does "
+            "not return; set it to slots or vllm"
+        )
+    names = ("top_k", "top_p", "repetition_penalty", "min_new_tokens")
+    changed = [name for name in names if getattr(generation, name) != GenerationSection.model_fields[name].default]
+    if uses_engine and is_vllm and changed:
+        raise ValueError(
+            f"actor.algorithm.{key} needs log-probs that vLLM computes before actor.generation.{changed[0]} "
+            f"({getattr(generation, changed[0])}); remove one of them"
+        )
+    if algorithm.dual_clip is not None and algorithm.loss_name in LOSSES and algorithm.loss_name != "clipped":
+        raise ValueError(
+            f"actor.algorithm.dual_clip ({algorithm.dual_clip:g}) has no effect on the loss {algorithm.loss_name}; "
+            "remove it, or set actor.algorithm.loss: clipped"
         )
 
 

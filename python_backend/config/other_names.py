@@ -42,7 +42,13 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.generation.min_new_tokens": "min_length",
     "actor.generation.batch_size": "rollout_micro_batch_size",
     "actor.generation.stop_strings": "stop_token end_strings",
-    "actor.algorithm.name": "advantage_estimator scale_rewards",
+    "actor.algorithm.name": "advantage_estimator scale_rewards importance_sampling_level",
+    "actor.algorithm.loss": "loss_mode",
+    "actor.algorithm.correction": "importance_cap vllm_importance_sampling_mode vllm_importance_sampling_correction",
+    "actor.algorithm.correction.high": "vllm_importance_sampling_clip_max rollout_is_threshold",
+    "actor.algorithm.max_resampled": "dynamic_filtering dynamic_sampling max_num_gen_batches",
+    "actor.algorithm.lam_values": "gae_lambda_value lam_critic",
+    "actor.algorithm.lam_length": "length_adaptive_alpha lam_alpha",
     "actor.algorithm.responses_per_prompt": "num_generations n_samples_per_prompt num_rollouts_per_prompt",
     "actor.algorithm.clip_ratio": "epsilon cliprange eps_clip ratio_eps",
     "actor.algorithm.clip_ratio_high": "epsilon_high eps_clip_low_high",
@@ -73,10 +79,7 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.optimizer.min_lr": "lr_scheduler_type min_lr",
     "actor.optimizer.warmup_steps": "warmup_steps",
     "actor.optimizer.constant_steps": "constant_steps",
-    "": (
-        "use_vllm min_p sync_ref_model importance_sampling_level trt_llm dynamic_filtering agent_func_path "
-        "pad_to_length resume_if_exists offload_adam_states"
-    ),
+    "": ("use_vllm min_p sync_ref_model trt_llm agent_func_path pad_to_length resume_if_exists offload_adam_states"),
 }
 OTHER_NAMES = {name: key for key, names in _NAMES.items() for name in names.split()}
 _OF_CRITIC = {  # ours for a name under `trainer` or `critic`

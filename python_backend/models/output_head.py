@@ -120,6 +120,7 @@ class _HeadLogprobs(torch.autograd.Function):
         logprobs, entropies = [], []
         terms = _terms(weight)
         ctx.temperature, ctx.banned = temperature, banned
+        ctx.set_materialize_grads(False)  # None: the entropies are not part of the loss, whose gradient is then cheaper
         for part, wanted in zip(*_parts(hidden, targets, weight), strict=True):
             logits = _logits(ctx, part, weight, bias, terms)
             logprobs.append(target_logprobs(logits, wanted, temperature=1.0))
@@ -136,6 +137,9 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         grad_bias = torch.zeros_like(bias) if needs_bias else None
         start, terms = 0, _terms(weight)
+        if grads[-1] is None:
+            grads, entropies = grads[:1], []
+        grads = (torch.zeros(len(targets), device=hidden.device) if grads[0] is None else grads[0], *grads[1:])
         for part, wanted in zip(*_parts(hidden, targets, weight), strict=True):
             rows = slice(start, start := start + len(part))
             grad = _grad_of_logits(

@@ -77,6 +77,10 @@ class OneRank:
         """Return the values of this rank."""
         return list(values)
 
+    def summed(self, values: Tensor) -> Tensor:
+        """Return the values of this rank."""
+        return values
+
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of the loss."""
         loss.backward()
@@ -204,9 +208,12 @@ class Ranks:
 
     def totals(self, values: Sequence[float]) -> list[float]:
         """Return the sums of values over all ranks; collective."""
-        sums = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(sums)
-        return sums.tolist()
+        return self.summed(torch.tensor(values, dtype=torch.float64)).tolist()
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Replace CPU values by their sums over all ranks, and return them; collective."""
+        dist.all_reduce(values)
+        return values
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's part of the loss; FSDP averages gradients over the ranks."""

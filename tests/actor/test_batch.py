@@ -15,12 +15,12 @@ from actor.algorithms.batch import (
     check_failures,
     critic_payload,
     distinct_bigrams,
-    importance_weights,
     process_metrics,
     rollout_metrics,
     score_returns,
 )
 from actor.algorithms.inputs import AdvantageInputs
+from actor.algorithms.losses import importance_factors
 from actor.algorithms.stages import RewardShaper, RunningMoments
 from actor.data.rollout import PPOBatch, ProcessRewards, Prompt, Rollout, ScoredRollout, Scores
 from actor.run.validation import explained
@@ -219,18 +219,25 @@ def test_too_many_failures_stop_the_run(scored: list[bool], allowed: float, stop
         check_failures(scores, allowed)
 
 
-def test_importance_weights_by_hand():
-    logprobs = torch.log(torch.tensor([[0.9, 0.5, 0.4, 0.3]]))
-    ours = torch.log(torch.tensor([[0.1, 0.25, 0.8, 0.9]]))
-    rollout = Rollout([], torch.zeros(1, 5), torch.tensor([4]), torch.tensor([2]), torch.tensor([True]), logprobs)
-    weights = importance_weights(rollout, ours, cap=1.5)
-    assert weights.tolist() == [[1.0, 0.5, 1.5, 1.0]]  # prompt, 0.25 / 0.5, capped 0.8 / 0.4, beyond the row
+@pytest.mark.parametrize(
+    ("level", "mode", "expected"),
+    [  # ratios 0.5 and 2, whose product and geometric mean are 1; the range is 0.6 to 1.5
+        ("token", "clip", [0.6, 1.5]),
+        ("token", "mask", [0.0, 0.0]),
+        ("sequence", "clip", [1.0, 1.0]),
+        ("geometric", "mask", [1.0, 1.0]),
+    ],
+)
+def test_importance_factors_by_hand(level: str, mode: str, expected: list[float]):
+    log_ratio = torch.log(torch.tensor([[9.0, 0.5, 2.0, 0.3]]))
+    found = importance_factors(log_ratio, torch.tensor([[0.0, 1, 1, 0]]), level=level, mode=mode, low=0.6, high=1.5)
+    assert found[0].tolist() == pytest.approx([1.0, *expected, 1.0])  # prompt, response, beyond the row
 
 
 # ---- algorithms ----
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", sorted({*ALGORITHMS} - {"maxrl"}))  # which takes no negative rewards
 def test_a_penalty_in_the_loss_is_not_in_the_advantages(algorithm: str):
     settings = {"algorithm_name": algorithm, "responses_per_prompt": 4, "mask_unfinished": False}
     one, other = (make_batch(scored_rollout(), **settings, kl_penalty_in="loss", kl_coef=coef) for coef in (0.0, 5.0))

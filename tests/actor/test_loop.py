@@ -486,7 +486,7 @@ async def test_work_that_is_done_first_has_a_result_and_other_work_is_cancelled(
 # ---- stops: a run that leaves in the middle of each phase of a step ----
 
 
-def make_grpo(folder: Path, checkpoints: Checkpoints, **settings: Any) -> PPORun:
+def make_grpo(folder: Path, checkpoints: Checkpoints, server: Any = None, **settings: Any) -> PPORun:
     """Groups and adapters: everything that a checkpoint holds, but for a critic."""
     actor = {
         "algorithm_name": "grpo",
@@ -501,7 +501,7 @@ def make_grpo(folder: Path, checkpoints: Checkpoints, **settings: Any) -> PPORun
         "validation_every": 2,
         "lr": 1e-2,
     }
-    return make_ppo(folder, checkpoints, **{**actor, **settings})
+    return make_ppo(folder, checkpoints, server, **{**actor, **settings})
 
 
 def ends(folder: Path) -> list[Any]:
@@ -522,6 +522,56 @@ def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
     go(make_grpo(folder, checkpoints))
     assert ends(folder)[-2]["step"] == 2, "a validation that a stop can interrupt"
     return ends(folder)
+
+
+class Rare(Server):
+    """Rewards that differ only between the responses to prompts with an even first token."""
+
+    async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
+        found = await super().rewards(rows)
+        return {REWARDS: found[REWARDS] * [[float(row[0] % 2 == 0)] for row in rows]}
+
+
+def test_groups_without_spread_are_replaced_and_a_resume_continues_with_the_same_prompts(
+    tmp_path: Path, checkpoints: Checkpoints
+):
+    settings = {"rollout_size": 8, "max_resampled": 20, "mask_unfinished": False, "add_special_tokens": False}
+    for folder in ("whole", "stopped"):
+        run = make_grpo(tmp_path / folder, checkpoints, Rare(), **settings)
+        if folder == "stopped":
+            go_until(run, run.policy_update, "run", 2)
+            run = make_grpo(tmp_path / folder, checkpoints, Rare(), **settings)
+        batches = watched_batches(run)
+        go(run)
+        assert all(bool((batch.advantages != 0).any(-1).all()) for batch in batches)
+    assert ends(tmp_path / "whole") == ends(tmp_path / "stopped")
+    lines = read_jsonl(tmp_path / "whole" / "metrics.jsonl")
+    resampled = [line["train_rollouts/resampled_prompts"] for line in lines]
+    consumed = [line["train_rollouts/consumed_samples"] for line in lines]
+    assert consumed == [4 * step + sum(resampled[:step]) for step in range(1, STEPS + 1)]
+    assert min(resampled) > 0
+    assert all(line["train_rollouts/dropped_tokens"] > 0 for line in lines)
+
+
+def test_what_cannot_be_replaced_stays(tmp_path: Path, checkpoints: Checkpoints):
+    """At most one attempt in a step; the rollout has its size."""
+    run = make_grpo(tmp_path, checkpoints, Rare(), max_resampled=1, mask_unfinished=False)
+    batches = watched_batches(run)
+    go(run)
+    assert [len(batch.lengths) for batch in batches] == [8] * STEPS
+    assert any(bool((batch.advantages == 0).all(-1).any()) for batch in batches)
+
+
+def watched_batches(run: PPORun) -> list[Any]:
+    """The batches of all updates, once the run has ended."""
+    batches, update = list[Any](), run.policy_update.run
+
+    def watched(batch: Any, **kwargs: Any) -> Any:
+        batches.append(batch)
+        return update(batch, **kwargs)
+
+    run.policy_update.run = watched  # type: ignore[method-assign]
+    return batches
 
 
 class Crash(Exception):

@@ -24,7 +24,7 @@ from tests.support.scored_rollout import make_batch, method_of, scored_rollout
 
 property_test = settings(max_examples=40)
 sizes = {"seed": st.integers(0, 2**31), "batch": st.integers(2, 5), "width": st.integers(1, 6)}
-BUILT_IN = [import_function(spec) for spec in LOSSES.values()]
+BUILT_IN = [import_function(loss.function) for loss in LOSSES.values()]
 
 
 def f64(*rows: list[float]) -> Tensor:
@@ -103,6 +103,34 @@ def test_loss_and_stats_equal_a_loop(seed: int, batch: int, width: int):
         expected["ppo_ratio_clamped"] += clamped
     assert float(loss) == pytest.approx(expected.pop("loss") / max(float(mask.sum()), 1))
     assert {name: float(stat) for name, stat in stats.items()} == pytest.approx(expected)
+
+
+def slope(name: str, rho: float, p: float, q: float, a: float) -> float:
+    """The gradient of a token's loss with respect to its log-prob, of a range of 0.2 and 0.3."""
+    kept, weight = {
+        "clipped": (not (a > 0 and rho > 1.3) and not (a < 0 and rho < 0.8), rho),
+        "gspo": (not (a > 0 and rho > 1.3) and not (a < 0 and rho < 0.8), rho),
+        "reinforce": (True, 1.0),
+        "cispo": (True, min(max(rho, 0.8), 1.3)),
+        "dis": (0.8 <= rho <= 1.3, rho),
+        "dppo": (p - q <= 0.3 if a > 0 else p - q >= -0.2, min(rho, 20.0)),
+    }[name]
+    return -a * weight * kept
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@property_test
+@given(**sizes)
+def test_gradients_equal_a_loop(name: str, seed: int, batch: int, width: int):
+    logprobs, old, advantages, mask = sample(seed, batch, width)
+    _, _, (gradient,) = outcome(import_function(LOSSES[name].function), loss_inputs(logprobs, old, advantages, mask))
+    expected = torch.zeros_like(mask)
+    for row, t in mask.nonzero().tolist():
+        places = [t] if name != "gspo" else mask[row].nonzero().flatten().tolist()
+        rho = math.exp(sum(float(logprobs[row, i] - old[row, i]) for i in places) / len(places))
+        p, q = math.exp(logprobs[row, t]), math.exp(old[row, t])
+        expected[row, t] = slope(name, rho, p, q, float(advantages[row, t])) / float(mask.sum())
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-9)
 
 
 def test_reinforce_by_hand():
@@ -243,6 +271,7 @@ ROWS = r"a tensor of shape \(2, 6\)"
         ("return inputs.mean(inputs.logprobs)", RlhfError, r"returned a tensor of shape \(\), but it must return"),
         ("return inputs.mean(inputs.logprobs), {'a': inputs.mask}", RlhfError, rf"returned .*, {{a: {ROWS}}}, but"),
         ("return inputs.mean(inputs.old_logprobs), {}", RlhfError, "returned .* that depends on inputs.logprobs"),
+        ("return inputs.logprobs.mean(), {}", RlhfError, "depends on tokens outside the responses that are learned"),
         ("return inputs.no_such_field, {}", RlhfError, r"failed: AttributeError: .*no_such_field.* \(mine.py:5\)"),
     ],
 )

@@ -47,7 +47,8 @@ def make_batch(policy: Policy, *, width: int = max(LENGTHS), **changes: Tensor) 
     with torch.no_grad():
         logprobs = policy.token_logprobs(policy.model, tokens, lengths, mask)[0].cpu()
     zeros = [torch.zeros_like(mask)] * 3
-    batch = PPOBatch(tokens, lengths, mask, mask, logprobs, logprobs + 0.1 * ref, advantages, *zeros)
+    positive = torch.arange(len(LENGTHS)) % 2 == 0
+    batch = PPOBatch(tokens, lengths, mask, mask, logprobs, logprobs + 0.1 * ref, advantages, *zeros, positive=positive)
     return dataclasses.replace(batch, **changes)
 
 
@@ -70,9 +71,12 @@ def assert_same(results: Sequence[tuple[dict[str, float], Tensor]]) -> None:
 
 def settings_of(name: str) -> Iterator[dict[str, Any]]:
     """Each algorithm as it is, and with everything that a loss can have."""
-    groups = {"algorithm_name": name, **({"responses_per_prompt": 2} if name in ("rloo", "grpo") else {})}
+    algorithm = ALGORITHMS[name]
+    groups = {"algorithm_name": name, **({"responses_per_prompt": 2} if algorithm.needs_groups else {})}
     yield groups
-    yield {**groups, "kl_penalty_in": "loss", "kl_estimator": "k3", "entropy_bonus": 0.01, "dual_clip": 3.0}
+    dual = {"dual_clip": 3.0} if algorithm.loss == "clipped" else {}
+    terms = {"kl_penalty_in": "loss", "kl_estimator": "k3", "entropy_bonus": 0.01, "positive_nll": 0.1}
+    yield {**groups, **dual, **terms}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -109,16 +113,53 @@ def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoin
             rows, update = make_batch(policy), update_of(policy)
             rollout = Rollout([], rows.tokens, rows.lengths, torch.full((num,), PROMPT), yes)
             scores = Scores(rewards, torch.zeros(rows.tokens.shape), unknown, yes, [])
-            importance = torch.full_like(rows.mask, weight)
-            scored = ScoredRollout(rollout, scores, rows.logprobs, rows.ref_logprobs, importance)
+            scored = ScoredRollout(rollout, scores, rows.logprobs, rows.ref_logprobs)
             shaper = RewardShaper(RewardsSection(), max_new_tokens=9)
             batch = batches.make_batch(scored, update._method, shaper, kl_coef=0.1, responses_per_prompt=2)
+            batch = dataclasses.replace(batch, importance=torch.full_like(rows.mask, weight))
             stats[weight], _ = updated(policy, batch, kl_coef=kl_coef)
         for weight, found in stats.items():
-            same = {key: value for key, value in stats[1.0].items() if key not in ("grad_norm", "loss")}
+            changed = ("grad_norm", "loss", "importance")
+            same = {key: value for key, value in stats[1.0].items() if key not in changed}
             if not kl_coef:
                 same["grad_norm"] = weight * stats[1.0]["grad_norm"]
             assert {key: found[key] for key in same} == pytest.approx(same)
+
+
+def test_a_correction_compares_the_policy_before_the_update_with_the_one_that_sampled(checkpoint: Path):
+    """One step off policy: the old log-probs, of the policy that sampled, are computed anew by the one in training."""
+    correction = {"level": "token", "mode": "clip", "low": 0.5, "high": 1.5}
+    policy = make_policy(checkpoint, one_step_off_policy=True, algorithm_correction=correction)
+    batch = make_batch(policy)
+    older = batch.logprobs + batch.mask * torch.linspace(-1, 1, batch.mask.shape[1])
+    batch = dataclasses.replace(batch, logprobs=older, sampled_logprobs=older)
+    expected = (make_batch(policy).logprobs - older).exp().clamp(0.5, 1.5)
+    found, _ = updated(policy, batch)
+    assert found["importance"] == pytest.approx(float((expected * batch.mask).sum() / batch.mask.sum()))
+    assert found["ppo_ratio"] == pytest.approx(1)
+
+
+def test_a_constant_denominator_scales_the_mean_over_tokens(checkpoint: Path):
+    """Dr. GRPO: by the number of tokens over sequences times the longest length, for all terms of the loss alike."""
+    losses = {}
+    for mean in ("token", "constant"):
+        policy = make_policy(checkpoint, loss_mean=mean, max_new_tokens=20, algorithm_name="reinforce++")
+        losses[mean] = updated(policy, make_batch(policy))[0]
+    scale = float(make_batch(policy).mask.sum()) / (len(LENGTHS) * 20)
+    for name in ("loss", "grad_norm"):
+        assert losses["constant"][name] == pytest.approx(losses["token"][name] * scale)
+    assert losses["constant"]["entropy"] == pytest.approx(losses["token"]["entropy"]) != 0
+
+
+def test_the_likelihood_of_positive_examples_rises(checkpoint: Path):
+    """Advantages of 0: the term alone moves the policy, by the mean over the tokens of these responses."""
+    policy = make_policy(checkpoint, positive_nll=1.0, algorithm_name="reinforce++")
+    batch = make_batch(policy, advantages=torch.zeros(6, 11))
+    of_positive = batch.mask * batch.positive[:, None]
+    nll = -float((batch.logprobs * of_positive).sum() / of_positive.sum())
+    before, after = (updated(policy, batch, kl_coef=0.0)[0]["scaled_nll"] for _ in range(2))
+    assert before == pytest.approx(nll, rel=1e-4)
+    assert after < before
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from python_backend.config import ConfigError, RunConfig
 from python_backend.errors import RlhfError
 from tests.support.loaders import skip_on_cards
 
+VLLM = {"engine": "vllm", "vllm": {"servers": ["127.0.0.1:1"]}}
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -104,16 +106,28 @@ async def test_sampling_settings_reach_the_server(setup: Setup):
 
 
 @pytest.mark.parametrize(
-    ("generation", "words"),
+    ("actor", "words"),
     [
-        ({"vllm": {"importance_cap": 2}}, r"actor.generation.vllm.importance_cap \(2\) needs .*engine: vllm"),
-        ({"engine": "vllm", "top_k": 5, "vllm": {"importance_cap": 2}}, r"actor.generation.top_k \(5\)"),
-        ({"engine": "vllm", "min_new_tokens": 3, "vllm": {"importance_cap": 2}}, r"min_new_tokens \(3\)"),
+        (
+            {"algorithm": {"correction": {"high": 2}}},
+            r"actor.algorithm.correction has no effect: the policy that samples",
+        ),
+        ({"generation": VLLM | {"top_k": 5}, "algorithm": {"correction": {"high": 2}}}, r"generation.top_k \(5\)"),
+        ({"generation": VLLM | {"min_new_tokens": 3}, "algorithm": {"old_logprobs": "sampler"}}, r"new_tokens \(3\)"),
+        ({"generation": {"engine": "transformers"}, "algorithm": {"old_logprobs": "sampler"}}, "does not return"),
+        (
+            {"generation": VLLM, "algorithm": {"old_logprobs": "sampler", "correction": {"high": 2}}},
+            "actor.algorithm.correction has no effect with actor.algorithm.old_logprobs: sampler",
+        ),
+        (
+            {"generation": VLLM, "algorithm": {"correction": {"low": 3, "high": 2}}},
+            r"actor.algorithm.correction.low \(3\) is above its high \(2\)",
+        ),
     ],
 )
-def test_importance_weights_need_comparable_logprobs(generation: dict[str, Any], words: str):
+def test_ratios_need_comparable_logprobs(actor: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
-        RunConfig.model_validate({"actor": {"policy": {"device": "cpu"}, "generation": generation}})
+        RunConfig.model_validate({"actor": {"policy": {"device": "cpu"}, **actor}})
 
 
 # ---- trouble ----

@@ -65,7 +65,10 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: {steps: 0}", "actor.steps: Input should be greater than or equal to 1 (got 0)"),
         ("actor: {steps: many}", "actor.steps: Input should be a valid integer"),
         ("actor: {optimizer: {lr: .nan}}", "actor.optimizer.lr: Input should be a finite number (got nan)"),
-        ("actor: {algorithm: {clip_ratio: 1}}", "actor.algorithm.clip_ratio: Input should be less than 1 (got 1)"),
+        (
+            "actor: {algorithm: {clip_ratio: 1.5}}",
+            "clip_ratio: Input should be less than or equal to 1",
+        ),
         ("actor: {optimizer: {betas: [0.9, 1.0]}}", "actor.optimizer.betas.1: Input should be less than 1 (got 1.0)"),
         ("actor: {optimizer: {betas: [0.9]}}", "actor.optimizer.betas.1 is missing"),
         (
