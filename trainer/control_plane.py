@@ -44,7 +44,7 @@ UNLOAD_POLL_S = 0.05
 # pool, other clients in this process do not share them. An HTTP proxy from the environment could not reach loopback.
 _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # not a backoff: how long a busy server has to answer the handshake
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),

@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import shutil
+import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -41,6 +43,28 @@ def test_statistics_count_rows_batches_and_failures(control: ControlPlane) -> No
     assert after.inference_count - before.inference_count == 3
     assert after.execution_count - before.execution_count == 3
     assert after.success_count - before.success_count == 3
+
+
+def test_a_server_that_is_too_busy_to_answer_a_handshake_at_once_is_reached(server: TritonServer) -> None:
+    """Half a second passes before the server sees the connection, which the kernel has accepted."""
+    host, port = server.section.grpc_url.split(":")
+
+    def pass_on(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+
+    def serve() -> None:
+        client, _ = listener.accept()
+        time.sleep(0.5)
+        upstream = socket.create_connection((host, int(port)))
+        threading.Thread(target=pass_on, args=(client, upstream), daemon=True).start()
+        pass_on(upstream, client)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        with ControlPlane(f"127.0.0.1:{listener.getsockname()[1]}") as control:
+            assert control.is_ready("critic")
 
 
 def test_reload_with_parameters_fails_no_request_and_never_goes_back(control: ControlPlane) -> None:
