@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -53,18 +54,20 @@ def test_a_server_that_is_too_busy_to_answer_a_handshake_at_once_is_reached(serv
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
 
     def serve() -> None:
-        client, _ = listener.accept()
-        time.sleep(0.5)
-        upstream = socket.create_connection((host, int(port)))
-        threading.Thread(target=pass_on, args=(client, upstream), daemon=True).start()
-        pass_on(upstream, client)
+        with listener.accept()[0] as client:
+            time.sleep(0.5)
+            with socket.create_connection((host, int(port))) as upstream, ThreadPoolExecutor(1) as other:
+                other.submit(pass_on, client, upstream)
+                pass_on(upstream, client)
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=serve, daemon=True).start()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as proxy:
+        served = proxy.submit(serve)
         with ControlPlane(f"127.0.0.1:{listener.getsockname()[1]}") as control:
             assert control.is_ready("critic")
+        served.result()
 
 
 def test_reload_with_parameters_fails_no_request_and_never_goes_back(control: ControlPlane) -> None:
