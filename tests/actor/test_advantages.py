@@ -1,4 +1,4 @@
-"""`actor.algorithms.advantages` and `baselines` against hand-worked numbers, public vectors and obvious loops.
+"""`actor.algorithms.advantages` against hand-worked numbers, public vectors and obvious loops.
 
 Given nothing but tensors made here, in float64 where a tolerance would hide a mistake. Public vectors are quoted as
 numbers, with the file that published them beside each.
@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actor.algorithms import advantages as adv
-from actor.algorithms.advantages import group_standardise, leave_one_out, process_supervision
+from actor.algorithms.advantages import group_standardise, leave_one_out, masked_whiten, process_supervision
+from actor.algorithms.inputs import AdvantageInputs
+from actor.algorithms.ppo import advantage as ppo
 
 close = torch.testing.assert_close
 property_test = settings(max_examples=40)
@@ -340,3 +342,37 @@ def test_process_supervision_equals_a_loop(seed: int, count: int, num_groups: in
             mean, std = statistics.fmean(steps), statistics.stdev(steps) + 1e-6
             expected = [sum((float(rewards[i, k]) - mean) / std for k in range(t, 7) if ends[i, k]) for t in range(7)]
         assert found[i].tolist() == pytest.approx(expected, abs=1e-9)
+
+
+# ---- a chain of 200 tokens whose first one decides ----
+
+LENGTH, CHOICES, ROWS, UPDATES = 200, 4, 32, 15
+
+
+def chance_of_the_right_one(seed: int, **lambdas: Any) -> float:
+    """After a few updates of a policy and a critic that are tables; the reward comes with the last token."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, table = torch.zeros(LENGTH, CHOICES, requires_grad=True), torch.zeros(CHOICES, LENGTH)
+    mask, yes, position = torch.ones(ROWS, LENGTH), torch.ones(ROWS).bool(), torch.arange(LENGTH)
+    for _ in range(UPDATES):
+        logp = logits.log_softmax(-1)
+        tokens = torch.multinomial(logp.exp(), ROWS, replacement=True, generator=generator).T
+        first = tokens[:, 0]
+        values = torch.where(position == 0, table[0, 0], table[first])  # before the first token there is one state
+        lengths = torch.full((ROWS,), LENGTH + 1)
+        given = (first == 0).float(), torch.zeros_like(mask), values, mask, lengths, torch.arange(ROWS), yes, yes, yes
+        advantages, returns = ppo(AdvantageInputs(*given, **lambdas))
+        loss = -(masked_whiten(advantages, mask) * logp[position, tokens]).mean()
+        (gradient,) = torch.autograd.grad(loss, logits)
+        logits.data -= 160 * gradient
+        table[0, 0] += 0.1 * (returns[:, 0].mean() - table[0, 0])
+        for token in first.unique():
+            table[token, 1:] += 0.1 * (returns[first == token, 1:].mean(0) - table[token, 1:])
+    return float(logits.detach()[0].softmax(-1)[0])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_distant_reward_reaches_the_first_token_sooner_with_lambdas_of_its_own(seed: int):
+    """VAPO's two choices; with a lambda of 0.95 for both, 0.95^199 of the reward arrives."""
+    assert chance_of_the_right_one(seed, lam=0.95) < 0.6
+    assert chance_of_the_right_one(seed, lam=0.95, lam_values=1.0, lam_length=1.0) > 0.95
