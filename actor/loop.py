@@ -61,7 +61,10 @@ class PPORun:
             if validation.prompts and validation.size
             else []
         )
-        self.inputs = StepInputs(stream, seed, actor.prompts_per_step, actor.algorithm.responses_per_prompt)
+        algorithm = actor.algorithm
+        self.inputs = StepInputs(
+            stream, seed, actor.prompts_per_step, algorithm.responses_per_prompt, algorithm.prompt_candidates
+        )
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
         self.recorder = Recorder(config, state, client, has_critic=has_critic)
         device = self.policy.sampler.device

@@ -165,7 +165,9 @@ class MeasuredRun(PPORun):
         """Do the work of `one_step` with all phases in sequence."""
         timers, seed = Timers(), self.inputs.seed_of(step)
         with timers.phase("generate"):
-            rollout = await self.in_thread(self.policy.generate, self.inputs.prompts_of(step), seed=seed)
+            rollout = await self.in_thread(
+                self.policy.generate, self.inputs.repeated(self.inputs.prompts_of(step)), seed=seed
+            )
         with timers.phase("scoring"):
             scores = await self.scorer.score(rollout)
         with timers.phase("logprobs"):

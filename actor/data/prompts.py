@@ -138,11 +138,12 @@ def _rendered(messages: Any, where: str, tokenizer: Any) -> str:
 
 @dataclass(frozen=True)
 class Positions:
-    """Position of a run in its prompt files."""
+    """Position of a run in its prompt files, and what it knows for the choice of prompts."""
 
     prompts: int = 0  # used so far, from all files
     rows: Mapping[str, int] = field(default_factory=dict)  # path -> position
     credits: Mapping[str, float] = field(default_factory=dict)  # path -> prompts by weight minus prompts taken
+    scores: tuple[float, float] | None = None  # lowest and highest score so far; None before the first, or not needed
 
 
 class ShuffledFile:
@@ -215,7 +216,7 @@ class PromptStream:
             credits[path] -= 1
             prompt, rows[path] = self._files[path].next(rows.get(path, 0))
             prompts.append(prompt)
-        return prompts, Positions(start.prompts + count, rows, credits)
+        return prompts, replace(start, prompts=start.prompts + count, rows=rows, credits=credits)
 
     def _shares(self, step: int) -> dict[str, float]:
         """Return the share of each file that is active in `step`; they add up to 1."""
@@ -283,10 +284,11 @@ class StepInputs:
     seed: int  # of the run
     prompts_per_step: int
     responses_per_prompt: int
+    candidates: int = 1  # for each prompt
     known: dict[int, Positions] = field(default_factory=lambda: {0: Positions()})  # step -> positions after it
 
     def prompts_of(self, step: int) -> list[Prompt]:
-        """Read the prompts of `step`; each is repeated `responses_per_prompt` times, once per response.
+        """Read the prompts of `step`, or the candidates for them; see `repeated`.
 
         Raises:
             PromptError: a row is malformed or its prompt is refused; the message names file and row.
@@ -294,15 +296,24 @@ class StepInputs:
         return self._taken(step, self.prompts_per_step, self.after(step - 1))
 
     def more_prompts_of(self, step: int, count: int) -> list[Prompt]:
-        """Read `count` prompts for `step` beyond those that it has taken; repeats and raises as `prompts_of`."""
+        """Read `count` prompts for `step`, or the candidates for them, beyond those taken; raises as `prompts_of`."""
         return self._taken(step, count, self.known[step])
 
+    def repeated(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return each prompt `responses_per_prompt` times, once per response."""
+        return [prompt for prompt in prompts for _ in range(self.responses_per_prompt)]
+
+    def saw(self, step: int, scores: Sequence[float]) -> None:
+        """Widen the range of scores after `step` by some of its scores."""
+        seen = [*scores, *(self.known[step].scores or ())]
+        self.known[step] = replace(self.known[step], scores=(min(seen), max(seen)))
+
     def _taken(self, step: int, count: int, start: Positions) -> list[Prompt]:
-        taken, self.known[step] = self.stream.take(step, count, start)
+        taken, self.known[step] = self.stream.take(step, self.candidates * count, start)
         first = min(self.known)  # of the start
         for old in [known for known in self.known if first < known <= step - KEPT_STEPS]:
             del self.known[old]
-        return [prompt for prompt in taken for _ in range(self.responses_per_prompt)]
+        return taken
 
     def after(self, step: int) -> Positions:
         """Return the positions after `step`, by reading the prompts of the steps up to it where necessary."""
@@ -319,6 +330,7 @@ class StepInputs:
         after = self.after(step)
         return {
             "prompts_taken": after.prompts,
+            "scores_seen": after.scores,
             "prompt_files": self.stream.state(after),
             "add_special_tokens": self.stream.reader.add_special_tokens,
         }
@@ -334,7 +346,9 @@ class StepInputs:
                 adds,
             )
         self.known.clear()
-        self.known[step] = self.stream.restored(state["prompts_taken"], state.get("prompt_files"))
+        restored = self.stream.restored(state["prompts_taken"], state.get("prompt_files"))
+        scores = state.get("scores_seen")
+        self.known[step] = replace(restored, scores=scores and tuple(scores))
 
     def seed_of(self, step: int, *repeat: int) -> int:
         """Return the seed for sampling and shuffling in `step`; `repeat`: for the n-th further sampling of the step."""

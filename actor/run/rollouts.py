@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,11 +121,10 @@ class Rollouts:
         """
         settings, timers = self._settings, Timers(step)
         needed = needed_update(step, max_staleness=settings.max_staleness, every=self._publish_every)
-        prompts = await self._in_thread(self.inputs.prompts_of, step)
-        self._scorer.check_prompts(prompts)
         ready = asyncio.create_task(self._critic.served(needed))
         metrics: dict[str, float] = {}
         try:
+            prompts = await self._prompts(step, self.inputs.prompts_of, ready, timers)
             with timers.phase("rollout_time"):
                 scored = await self._collect(prompts, step, ready, timers)
                 if settings.algorithm.max_resampled:
@@ -134,11 +133,29 @@ class Rollouts:
             await cancelled([ready])
         return Collected(scored, timers, updated, metrics)
 
+    async def _prompts(
+        self, step: int, read: Callable[..., list[Prompt]], ready: asyncio.Task[None], timers: Timers, *count: int
+    ) -> list[Prompt]:
+        """Return the prompts that `read` returns, or of candidates those that the critic prefers, once per response."""
+        prompts, candidates = await self._in_thread(read, step, *count), self.inputs.candidates
+        self._scorer.check_prompts(prompts)
+        scores = self.inputs.known[step].scores
+        if candidates > 1 and scores is None:
+            prompts = prompts[: len(prompts) // candidates]
+        elif candidates > 1 and scores is not None:
+            with timers.phase("prompt_values"):
+                await ready
+                values = await self._scorer.prompt_values(prompts)
+            distance = np.abs(values - sum(scores) / 2)
+            nearest = np.argsort(distance, kind="stable")[: len(prompts) // candidates]
+            prompts = [prompts[i] for i in sorted(nearest)]
+        return self.inputs.repeated(prompts)
+
     async def _collect(
         self, prompts: list[Prompt], step: int, ready: asyncio.Task[None], timers: Timers, *repeat: int
     ) -> ScoredRollout:
         settings = self._settings
-        return await collect(
+        scored = await collect(
             self._policy,
             self._scorer,
             self._reference,
@@ -152,6 +169,9 @@ class Rollouts:
             group_size=settings.algorithm.responses_per_prompt,
             old_logprobs=settings.algorithm.old_logprobs,
         )
+        if self.inputs.candidates > 1:
+            self.inputs.saw(step, scored.scores.rewards[scored.scores.scored].tolist())
+        return scored
 
     async def _resampled(
         self, scored: ScoredRollout, step: int, ready: asyncio.Task[None], timers: Timers
@@ -168,8 +188,7 @@ class Rollouts:
                 break
             lengths = useless.rollout.lengths - useless.rollout.prompt_lengths
             resampled, dropped = resampled + missing, dropped + int(lengths.sum())
-            prompts = await self._in_thread(self.inputs.more_prompts_of, step, missing)
-            self._scorer.check_prompts(prompts)
+            prompts = await self._prompts(step, self.inputs.more_prompts_of, ready, timers, missing)
             more = await self._collect(prompts, step, ready, timers, repeat)
             found, useless = by_spread(more, size, mask_unfinished=algorithm.mask_unfinished)
             useful = join_scored([useful, found], pad_id)

@@ -230,6 +230,15 @@ class Scorer:
         parts = await each(lambda row: halved([row], ask, str), range(len(rollout.prompts)))
         return await asyncio.to_thread(_assemble, rollout, [*itertools.chain(*parts)], ServedModel())
 
+    async def prompt_values(self, prompts: Sequence[Prompt]) -> np.ndarray:
+        """Return the critic's value after each prompt, float32 `[n]`: its predicted score, NaN if unavailable."""
+        rows = [torch.from_numpy(prompt.tokens) for prompt in prompts]
+        lengths = torch.tensor([len(row) for row in rows])
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        scores = await self.values(Rollout([*prompts], tokens, lengths, lengths, lengths > 0))
+        values = scores.values[torch.arange(len(rows)), lengths - 1]
+        return values.where(scores.versions >= 0, torch.nan).numpy()
+
     async def _values(self, rollout: Rollout, chunk: Sequence[int]) -> dict[str, np.ndarray]:
         return await self._client.score(rollout.rows(_slice(chunk)), (VALUES, WEIGHTS_VERSION))
 

@@ -228,6 +228,9 @@ class AlgorithmSection(Section):
     max_resampled: CountOrZero = 0
     """Dynamic sampling: prompts whose responses all have the same score are replaced by the next prompts, at most this
     many times in a step; 0: off."""
+    prompt_candidates: Count = 1
+    """Value-guided prompts: read so many times the prompts of a step, let the critic predict the score of each, and use
+    those nearest to the middle of all scores so far. Needs a critic with every algorithm. 1: off."""
     gamma: Fraction = 1.0
     """Discount factor."""
     lam: Fraction = 0.95
@@ -243,8 +246,8 @@ class AlgorithmSection(Section):
 
     @property
     def uses_critic(self) -> bool:
-        """Whether the algorithm needs the critic's values and therefore the sidecar."""
-        return self.defaults.needs_critic
+        """Whether the algorithm, or its choice of prompts, needs the critic's values and therefore the sidecar."""
+        return self.defaults.needs_critic or self.prompt_candidates > 1
 
     @property
     def defaults(self) -> Algorithm:

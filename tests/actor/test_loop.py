@@ -562,6 +562,35 @@ def test_what_cannot_be_replaced_stays(tmp_path: Path, checkpoints: Checkpoints)
     assert any(bool((batch.advantages == 0).all(-1).any()) for batch in batches)
 
 
+class Predicting(Server):
+    """A critic that predicts the remainder of a row's first token, and rewards of 0 and 6 among others."""
+
+    async def score(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
+        answer = await super().score(rows)
+        return {**answer, VALUES: answer[VALUES] + [[float(row[0] % 7)] for row in rows]}
+
+
+def test_the_critic_chooses_prompts_of_middling_predictions_and_a_resume_the_same_ones(
+    tmp_path: Path, checkpoints: Checkpoints
+):
+    settings = {"rollout_size": 8, "prompt_candidates": 3, "mask_unfinished": False, "max_staleness": 0}
+    for folder in ("whole", "stopped"):
+        run = make_grpo(tmp_path / folder, checkpoints, Predicting(), **settings)
+        if folder == "stopped":
+            go_until(run, run.policy_update, "run", 2)
+            run = make_grpo(tmp_path / folder, checkpoints, Predicting(), **settings)
+        read, used = list[list[Prompt]](), list[list[Prompt]]()
+        taken, collected = run.inputs._taken, run.rollouts._collect
+        run.inputs.__dict__["_taken"] = lambda *a, taken=taken, read=read: read.append(taken(*a)) or read[-1]
+        run.rollouts.__dict__["_collect"] = lambda *a, old=collected, used=used: used.append(a[0][::2]) or old(*a)
+        go(run)
+        for candidates, chosen in list(zip(read, used, strict=True))[folder == "whole" :]:
+            distances = sorted(abs(float(prompt.tokens[0] % 7) - 3) for prompt in candidates)
+            assert len(candidates) == 3 * len(chosen) == 12
+            assert sorted(abs(float(prompt.tokens[0] % 7) - 3) for prompt in chosen) == distances[:4]
+    assert ends(tmp_path / "whole")[:2] == ends(tmp_path / "stopped")[:2]  # the fake critic forgets its versions
+
+
 def watched_batches(run: PPORun) -> list[Any]:
     """The batches of all updates, once the run has ended."""
     batches, update = list[Any](), run.policy_update.run

@@ -267,7 +267,7 @@ def test_without_pyarrow_jsonl_alone_is_read(tmp_path: Path, monkeypatch: pytest
 
 
 def drawn(inputs: StepInputs, *steps: int) -> list[str]:
-    return [prompt.prompt_id for step in steps for prompt in inputs.prompts_of(step)]
+    return [prompt.prompt_id for step in steps for prompt in inputs.repeated(inputs.prompts_of(step))]
 
 
 def numbered(tmp_path: Path, name: str, count: int) -> Path:
