@@ -328,7 +328,7 @@ def after_five_steps(run: Path, **settings: Any) -> Path:
         ({}, {"lr": 0.5}, "actor.optimizer.lr: 9e-07 -> 0.5", False),
         ({}, {"weight": 2.0}, "rewards.verdict.weight: 1.0 -> 2.0", True),
         ({"workers": 1}, {"workers": 2}, "rewards.verdict.options.workers: 1 -> 2", True),
-        ({}, {"algorithm_clip_ratio": 0.5}, "actor.algorithm.clip_ratio: 0.2 -> 0.5", True),
+        ({}, {"algorithm_clip_ratio": 0.5}, "actor.algorithm.clip_ratio: None -> 0.5", True),
         ({"algorithm_loss_mean": "token"}, {}, "actor.algorithm.loss_mean: token -> auto", True),
         ({}, {"model": "other"}, "actor.policy.model: checkpoints/policy -> other", True),
         ({}, {"prompts_path": "other.jsonl"}, "actor.prompts.path: data/prompts.jsonl -> other.jsonl", False),
