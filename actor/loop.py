@@ -6,6 +6,7 @@ their `Method` (an advantage function and a loss) and in whether they use a crit
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from actor.algorithms.batch import check_failures, critic_payload, make_batch, sequence_kl
@@ -16,6 +17,7 @@ from actor.data.compute import cancelled, in_a_thread_of
 from actor.data.prompts import PromptError, PromptReader, PromptStream, StepInputs, read_prompts
 from actor.data.rollout import PPOBatch, ScoredRollout
 from actor.policy.checkpoint import RunState
+from actor.run.collection import join_scored
 from actor.run.metrics import Timers
 from actor.run.policies import make_policy
 from actor.run.recorder import Recorder
@@ -144,9 +146,10 @@ class PPORun:
         timers.include(rollout.timers)
         scored = rollout.scored
         check_failures(scored.scores, self.settings.rewards.max_failed_fraction)
-        batch = await self.in_thread(self.make_batch, scored)
+        batch = await self.in_thread(self.make_batch, scored, rollout.dropped if self.scorer.has_critic else [])
         if self.scorer.has_critic:
             self.critic.send(step, await self.in_thread(critic_payload, batch))
+            batch = batch.first(len(scored.rollout.prompts))
         if self.settings.one_step_off_policy and not is_last:
             # Before this step's update: the next rollout samples from a copy of the policy as of `step - 1`.
             await self.rollouts.begin(step + 1, updated=step - 1)
@@ -162,10 +165,16 @@ class PPORun:
         if trains_policy and (distance := await self.in_update_thread(sequence_kl, scored, batch.mask)) is not None:
             self.kl.update(distance, len(batch.lengths))
 
-    def make_batch(self, scored: ScoredRollout) -> PPOBatch:
-        """Return the training batch of a rollout, with shaped rewards, advantages and returns."""
-        group_size = self.settings.algorithm.responses_per_prompt
-        return make_batch(scored, self.method, self.shaper, kl_coef=self.kl.coef, responses_per_prompt=group_size)
+    def make_batch(self, scored: ScoredRollout, dropped: Sequence[ScoredRollout] = ()) -> PPOBatch:
+        """Return the training batch of a rollout and, for the critic alone, of the rows behind it."""
+        return make_batch(
+            join_scored([scored, *dropped], self.policy.pad_id) if dropped else scored,
+            self.method,
+            self.shaper,
+            kl_coef=self.kl.coef,
+            responses_per_prompt=self.settings.algorithm.responses_per_prompt,
+            num_dropped=sum(len(part.rollout.prompts) for part in dropped),
+        )
 
     async def validate(self, when: str) -> None:
         """Validate the current policy; do nothing if there are no held-out prompts."""

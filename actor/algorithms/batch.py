@@ -16,17 +16,25 @@ from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LE
 
 
 def make_batch(
-    scored: ScoredRollout, method: Method, shaper: RewardShaper, *, kl_coef: float, responses_per_prompt: int = 1
+    scored: ScoredRollout,
+    method: Method,
+    shaper: RewardShaper,
+    *,
+    kl_coef: float,
+    responses_per_prompt: int = 1,
+    num_dropped: int = 0,
 ) -> PPOBatch:
     """Return the training batch of a rollout, with advantages and returns; rows without a score are masked out.
 
     Args:
         kl_coef: KL coefficient of this step.
         responses_per_prompt: number of consecutive rows that share a prompt.
+        num_dropped: rows at the end that only the critic learns from.
     """
     rollout, scores, process = scored.rollout, scored.scores, scored.scores.process
     mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1]) * scores.scored[:, None]
     kl = _token_kl(scored, mask, method)
+    counted = scores.scored & (torch.arange(len(mask)) < len(mask) - num_dropped)
     inputs = AdvantageInputs(
         scores.rewards if process is None else process.outcome,
         torch.zeros_like(mask) if kl is None or method.kl_in_loss else kl_coef * kl,
@@ -36,7 +44,7 @@ def make_batch(
         torch.arange(len(mask)) // responses_per_prompt,
         scores.scored,
         rollout.is_end,
-        scores.scored & rollout.is_end if method.settings.mask_unfinished else scores.scored,
+        counted & rollout.is_end if method.settings.mask_unfinished else counted,
         method.settings.gamma,
         method.settings.lam,
         method.settings.lam_values,

@@ -7,7 +7,7 @@ of a tensor `[B, S-1]` belongs to token t+1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -183,3 +183,8 @@ class PPOBatch:
     versions: Tensor | None = None  # int64 [B], version of the critic that scored the row; None or -1 without a critic
     positive: Tensor | None = None  # bool [B], positive scores; None unless their likelihood is in the loss
     sampled_logprobs: Tensor | None = None  # float32 [B, S-1], of the engine that sampled, for importance factors
+
+    def first(self, count: int) -> PPOBatch:
+        """Return the first `count` rows."""
+        given = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return replace(self, **{name: tensor[:count] for name, tensor in given.items()})

@@ -76,6 +76,7 @@ class Collected:
     """The scored rollout of one step."""
 
     scored: ScoredRollout
+    dropped: list[ScoredRollout]  # by dynamic sampling; the critic learns from them, too
     timers: Timers
     updated: int  # last step whose update the sampling policy contains
     metrics: dict[str, float]  # of dynamic sampling
@@ -122,16 +123,16 @@ class Rollouts:
         settings, timers = self._settings, Timers(step)
         needed = needed_update(step, max_staleness=settings.max_staleness, every=self._publish_every)
         ready = asyncio.create_task(self._critic.served(needed))
-        metrics: dict[str, float] = {}
+        metrics, dropped = dict[str, float](), list[ScoredRollout]()
         try:
             prompts = await self._prompts(step, self.inputs.prompts_of, ready, timers)
             with timers.phase("rollout_time"):
                 scored = await self._collect(prompts, step, ready, timers)
                 if settings.algorithm.max_resampled:
-                    scored, metrics = await self._resampled(scored, step, ready, timers)
+                    scored, dropped, metrics = await self._resampled(scored, step, ready, timers)
         finally:
             await cancelled([ready])
-        return Collected(scored, timers, updated, metrics)
+        return Collected(scored, dropped, timers, updated, metrics)
 
     async def _prompts(
         self, step: int, read: Callable[..., list[Prompt]], ready: asyncio.Task[None], timers: Timers, *count: int
@@ -175,26 +176,29 @@ class Rollouts:
 
     async def _resampled(
         self, scored: ScoredRollout, step: int, ready: asyncio.Task[None], timers: Timers
-    ) -> tuple[ScoredRollout, dict[str, float]]:
-        """Replace groups without spread by the responses to further prompts, and return metrics of that.
+    ) -> tuple[ScoredRollout, list[ScoredRollout], dict[str, float]]:
+        """Replace groups without spread by the responses to further prompts; return them, too, and metrics.
 
         What cannot be replaced in `max_resampled` attempts stays, so that the rollout is full.
         """
         algorithm, pad_id = self._settings.algorithm, self._policy.pad_id
-        size, resampled, dropped = algorithm.responses_per_prompt, 0, 0
+        size, dropped = algorithm.responses_per_prompt, list[ScoredRollout]()
         useful, useless = by_spread(scored, size, mask_unfinished=algorithm.mask_unfinished)
         for repeat in range(1, algorithm.max_resampled + 1):
             if not (missing := len(useless.rollout.prompts) // size):
                 break
-            lengths = useless.rollout.lengths - useless.rollout.prompt_lengths
-            resampled, dropped = resampled + missing, dropped + int(lengths.sum())
+            dropped.append(useless)
             prompts = await self._prompts(step, self.inputs.more_prompts_of, ready, timers, missing)
             more = await self._collect(prompts, step, ready, timers, repeat)
             found, useless = by_spread(more, size, mask_unfinished=algorithm.mask_unfinished)
             useful = join_scored([useful, found], pad_id)
-        metrics = {"resampled_prompts": float(resampled), "dropped_tokens": float(dropped)}
+        rollouts = [part.rollout for part in dropped]
+        metrics = {
+            "resampled_prompts": float(sum(len(part.prompts) for part in rollouts) // size),
+            "dropped_tokens": float(sum(int((part.lengths - part.prompt_lengths).sum()) for part in rollouts)),
+        }
         whole = join_scored([useful, useless], pad_id)
-        return whole, {f"train_rollouts/{name}": value for name, value in metrics.items()}
+        return whole, dropped, {f"train_rollouts/{name}": value for name, value in metrics.items()}
 
     async def settle(self) -> None:
         """Wait until no rollout uses the sampler; if the rollout failed, `take` raises its error."""

@@ -521,7 +521,16 @@ def names_elsewhere() -> dict[str, set[str]]:
         for setting in re.findall(r"`(?:--|\.)?([\w.]+)[`: ]", left):
             if keys or right.startswith("none"):
                 named.setdefault(setting.rpartition(".")[2], set()).update(keys)
-    values = {"reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "bnpo", "cispo", "none"}  # of settings, in that column
+    values = {
+        "reinforce",
+        "rloo",
+        "reinforce_baseline",
+        "group_norm",
+        "dr_grpo",
+        "bnpo",
+        "cispo",
+        "none",
+    }  # of settings, in that column
     return {name: keys for name, keys in named.items() if name.islower() and name not in values}
 
 
