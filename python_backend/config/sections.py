@@ -20,6 +20,7 @@ from python_backend.config.fields import (
     CountOrZero,
     Device,
     LoraTargets,
+    Patterns,
     Port,
     Precision,
     Seconds,
@@ -380,8 +381,8 @@ class TrainerSection(Section):
     GPU."""
     precision: Precision = AUTO_PRECISION
     """Compute type of forward passes (autocast); trained weights, the value head, the loss and the optimizer stay in
-    float32. `auto`: bfloat16 on a GPU, float32 on a CPU. With LoRA in bfloat16, the frozen matrices are held in
-    bfloat16, and published with these values."""
+    float32. `auto`: bfloat16 on a GPU, float32 on a CPU. With LoRA or `freeze` in bfloat16, the frozen matrices are held
+    in bfloat16, and published with these values."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time, the same result."""
     attention: Attention = "auto"
@@ -393,6 +394,10 @@ class TrainerSection(Section):
     """The adapters' output is scaled by `lora_alpha / lora_rank`."""
     lora_targets: LoraTargets = "all-linear"
     """Linear layers with adapters, as in `actor.policy.lora_targets`; never the value head."""
+    freeze: Patterns = ()
+    """Regular expressions: parameters in whose name one is found are not trained, such as [embed_tokens, self_attn] or
+    ['layers\\.[0-9]\\.'], the first ten layers. Names are those in `weights/critic/0`. With LoRA, the adapter of a weight
+    with such a name is not trained. A checkpoint resumes only with the same list."""
     checkpoint_every: Count = 20
     """Steps between checkpoints, in addition to those that critic_save requests."""
     keep_entries: CountOrZero = 200

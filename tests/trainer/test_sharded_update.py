@@ -31,7 +31,9 @@ from trainer.verification import VersionRejected, holds_weights, verify_version
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["llama", "gpt2", "bert"]
+FROZEN = ["embed_tokens", r"layers\.1\.self_attn"]
 CASES = [*((family, {}) for family in FAMILIES), ("llama", {"lora_rank": 2}), ("gpt2", {"lora_rank": 2})]
+CASES += [("llama", {"freeze": FROZEN}), ("gpt2", {"freeze": [r"c_attn\.weight"], "lora_rank": 2})]
 FORMATS = ["merged", "adapter"]
 TRAINING = {"token_budget": 60, "global_batch_size": 5}  # 12 rows: two batches of several micro-batches, one small one
 LONG_TRAINING = 5
