@@ -233,7 +233,7 @@ class CheckpointFolder:
 
 
 def _check_trained(state: CheckpointState, folder: Path, settings: TrainerSection, *, has_adapters: bool) -> None:
-    """Raise CheckpointError if the checkpoint's adapters, their absence, or frozen parameters do not fit the settings."""
+    """Raise CheckpointError if the checkpoint's adapters, or frozen parameters, do not fit the settings."""
     way_out = "restore it, or start a run in another folder (run.dir)"
     if has_adapters != bool(settings.lora_rank):
         was = "adapters" if has_adapters else "all weights, without adapters"

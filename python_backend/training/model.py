@@ -49,15 +49,16 @@ def freeze(model: Any, patterns: Sequence[str], key: str) -> None:
     parameters = {name: [each] for name, each in weights.plain.items() if isinstance(each, nn.Parameter)}
     for name, layer in weights.adapted.items():
         parameters[name] += [each for path, each in layer.named_parameters() if path.startswith("lora_")]
-    names = list(parameters)
-    examples = ", ".join(names[:: max(1, len(names) // 3)])
+    examples = ", ".join(list(parameters)[:: max(1, len(parameters) // 3)])
     for pattern in patterns:
-        matched = [each for name in names if re.search(pattern, name) for each in parameters[name]]
+        matched = [each for name in parameters if re.search(pattern, name) for each in parameters[name]]
         for each in matched:
             each.requires_grad = False
         if not matched or not any(each.requires_grad for each in model.parameters()):
             problem = "leaves no parameter to train" if matched else "matches no parameter"
-            raise CheckpointError(f"{key}: {pattern!r} {problem}; the names of {type(model).__name__} are {examples}, …")
+            raise CheckpointError(
+                f"{key}: {pattern!r} {problem}; the names of {type(model).__name__} are {examples}, …"
+            )
 
 
 # Gradient checkpointing: layers keep only their inputs and recompute their activations in the backward pass.

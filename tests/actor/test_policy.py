@@ -259,7 +259,7 @@ def test_frozen_parameters_keep_their_bits(llama: Path, tmp_path: Path, settings
 
 
 def test_a_pattern_that_matches_no_parameter_of_the_policy_is_refused(llama: Path):
-    with pytest.raises(CheckpointError, match="actor.policy.freeze: 'wte' matches no parameter; the names of LlamaFor"):
+    with pytest.raises(CheckpointError, match=r"actor\.policy\.freeze: 'wte' matches no parameter; the names of Llama"):
         make_policy(llama, policy_freeze=["wte"])
 
 

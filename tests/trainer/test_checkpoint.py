@@ -187,6 +187,7 @@ def test_a_checkpoint_of_other_trained_weights_is_refused(
 WITHOUT_EFFECT = {
     "checkpoint_every",
     "keep_entries",
+    "archive_entries",
     "reload_on_save",
     "serve_timeout_s",
     "heartbeat_timeout_s",

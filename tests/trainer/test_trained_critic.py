@@ -215,7 +215,9 @@ def test_frozen_parameters_are_bit_equal_after_fifty_steps(tmp_path: Path, case:
         assert torch.equal(after[name].cpu(), tensor) == (not is_trained), name
         in_version_0 = load_file(store.folder(0) / "model.safetensors")[name]
         is_rounded = case == "bfloat16" and "proj" in name
-        assert is_trained or torch.equal(after[name].cpu(), in_version_0.bfloat16().float() if is_rounded else in_version_0)
+        assert is_trained or torch.equal(
+            after[name].cpu(), in_version_0.bfloat16().float() if is_rounded else in_version_0
+        )
     in_optimizer = {id(p) for group in update.optimizer.param_groups for p in group["params"]}
     trained = {name for name, p in named.items() if id(p) in in_optimizer}
     assert trained == {name for name, p in named.items() if p.requires_grad} == {*update.parameters}
@@ -232,7 +234,10 @@ def test_frozen_parameters_are_bit_equal_after_fifty_steps(tmp_path: Path, case:
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        (["embed_tokens", "self_atn"], r"trainer\.freeze: 'self_atn' matches no parameter; the names of LlamaForT\w+ are"),
+        (
+            ["embed_tokens", "self_atn"],
+            r"trainer\.freeze: 'self_atn' matches no parameter; the names of LlamaForT\w+ are",
+        ),
         (["lora_A"], r"'lora_A' matches no parameter; .* are model\.embed_tokens\.weight, model\.layers\.\d\.\S+, "),
         (["layers|embed|norm", "score"], "trainer.freeze: 'score' leaves no parameter to train; the names of Llama"),
     ],
