@@ -67,19 +67,19 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Ca
             logger.info("pretraining: %.1f of %d epochs, loss %.4g", done, epochs, loss)
         after = explained_variance(update.critic, held_out, settings.token_budget)
     logger.info("explained variance of the held-out rows: %.4f; before: %.4f", after, before)
-    measured = {
-        "rows": len(training),
-        "held_out_rows": len(held_out),
-        "optimizer_steps": update.optimizer_step,
-        "loss": loss,
-        "explained_variance_before": before,
-        "explained_variance": after,
-        "seconds": time.monotonic() - start,
+    line = {
+        "time": time.time(),
+        "step": 0,
+        "pretrain/rows": len(training),
+        "pretrain/held_out_rows": len(held_out),
+        "pretrain/optimizer_steps": update.optimizer_step,
+        "pretrain/loss": loss,
+        "pretrain/explained_variance_before": before,
+        "pretrain/explained_variance": after,
+        "pretrain/seconds": time.monotonic() - start,
+        "weights_version": 0,
     }
-    named = {f"pretrain/{name}": value for name, value in measured.items()}
-    append_jsonl(
-        config.run.dir / "critic_metrics.jsonl", [{"time": time.time(), "step": 0, **named, "weights_version": 0}]
-    )
+    append_jsonl(config.run.dir / "critic_metrics.jsonl", [line])
     return update.critic
 
 
@@ -129,8 +129,7 @@ def steps_of_run(folder: Path, model: Path) -> Iterator[tuple[Path, TrainPayload
         manifest = WeightsStore(run.weights_dir).manifest(0)
     except WeightsError as error:
         raise ConfigError(f"{KEY}: {folder} is not the folder of a run with a critic: {error}; remove it") from error
-    tokenizer = tokenizer_of(model)
-    if tokenizer is None or tokenizer != manifest.tokenizer:
+    if (tokenizer := tokenizer_of(model)) is None or tokenizer != manifest.tokenizer:
         raise ConfigError(
             f"{KEY}: the tokenizer of {folder} is not that of {model}, or is not known, so that its token ids may mean "
             "other texts; remove it"
@@ -176,7 +175,7 @@ def rows_of_file(path: Path, model: Path, *, special: bool) -> Iterator[tuple[st
         yield where, TrainPayload(tokens, np.array([len(tokens)]), returns, np.zeros_like(mask), mask)
 
 
-def _prompt_ids(tokenizer: Any, prompt: str | list[Any], where: str, *, special: bool) -> list[int]:
+def _prompt_ids(tokenizer: Any, prompt: Any, where: str, *, special: bool) -> list[int]:
     """Return the ids of a text or of messages, tokenised as the actor's prompts are."""
     is_text = isinstance(prompt, str)
     try:
@@ -203,11 +202,11 @@ def split(rows: Sequence[TrainingRow], seed: int) -> tuple[list[TrainingRow], li
         prompts.setdefault(row.tokens[: int((row.mask > 0).argmax()) + 1].tobytes(), []).append(row)
     if len(prompts) < 2:
         raise ConfigError(f"{KEY}: all rows have the same prompt, and one prompt must be held out; add others")
-    order = np.random.default_rng(seed).permutation(len(prompts))
-    chosen = set(order[: max(1, round(HELD_OUT * len(prompts)))].tolist())
+    num_held_out = max(1, round(HELD_OUT * len(prompts)))
+    chosen = {*np.random.default_rng(seed).permutation(len(prompts))[:num_held_out].tolist()}
     sides: tuple[list[TrainingRow], list[TrainingRow]] = ([], [])
     for number, group in enumerate(prompts.values()):
-        sides[number in chosen] += group
+        sides[number in chosen].extend(group)
     return sides
 
 
