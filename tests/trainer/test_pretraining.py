@@ -378,13 +378,13 @@ def test_a_line_of_a_file_is_what_the_actor_would_have_sent(root: Path, tmp_path
 
 def test_the_critic_learns_from_a_file(root: Path, tmp_path: Path):
     rows = [
-        {"prompt": [5, number % 30 + 6, 7], "response": [36 + number % 2] * 5, "return": number % 2}
+        {"prompt": [5, number % 30 + 6, 7], "response": [36 + number // 30 % 2] * 5, "return": number // 30 % 2}
         for number in range(300)
     ]
     config = config_of(tmp_path / "run", root / "critic", [write(tmp_path / "data.jsonl", *rows)])
     initialise_stores(config)
     (line,) = lines_of(config)
-    assert line["pretrain/explained_variance_before"] < 0.1 < 0.3 < line["pretrain/explained_variance"]
+    assert line["pretrain/explained_variance_before"] < 0.5 < 0.7 < line["pretrain/explained_variance"]
 
 
 LINE = {"prompt": [5, 6], "response": [7], "return": 1}
