@@ -422,7 +422,7 @@ class Journal(JournalState):
         """
         moved = []
         aside = self._next_aside()
-        for folder, suffix in ((self._entries, ""), (self._results, RESULT_SUFFIX)):
+        for folder, suffix in ((self._archive, ""), (self._entries, ""), (self._results, RESULT_SUFFIX)):
             for entry in sorted(entries_in(folder, suffix), reverse=True):
                 if entry.step > rewind.target and entry != rewind:
                     durable.make_folder(aside)

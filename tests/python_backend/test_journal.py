@@ -309,8 +309,12 @@ def test_trained_steps_are_archived_when_they_are_no_longer_needed(journal: Jour
     assert [read_training_file(path)[0].returns[0] for path in journal.training_files()] == [3, 5, 6]
     assert [entry.step for entry in journal.entries()] == [6]
     assert (journal.last_step(), train(journal, 7).step) == (6, 7)
-    journal.forget_covered(7)
-    assert on_disk() == [("entries", "6"), ("entries", "7")]
+    done(journal, Entry(6, 0, "train"))
+    done(journal, Entry(7, 0, "train"))
+    journal.set_aside_after(journal.accept_rewind(run_id="run", target=4))
+    assert on_disk() == [("archive", "3")]
+    journal.forget_covered(4)
+    assert on_disk() == []
 
 
 def test_an_earlier_owner_is_refused_however_long_ago_the_rewind_was(journal: Journal):
