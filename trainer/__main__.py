@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log_to_stderr("sidecar", config.run, gpus=config.gpu_precisions)
         if not args.init_only or config.serves_critic:
             check_critic(config)
-        if not args.init_only:
+        if not args.init_only or config.critic.pretrain:
             launch_ranks(config.trainer.ranks, "trainer", sys.argv[1:] if argv is None else argv, key="trainer.ranks")
         endpoint = None if args.init_only or os.environ.get("RANK", "0") != "0" else config.run.trace_endpoint
         with tracing("sidecar", endpoint, config.run.identity):
@@ -53,21 +53,23 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
     torch.use_deterministic_algorithms(config.run.deterministic)
     torch.set_num_interop_threads(1)
     quiet_transformers()
-    if init_only:
-        initialise_stores(config)
-    elif config.trainer.ranks > 1:
-        _run_ranks(config)
-    else:
-        with on_rank(None, config.trainer.device, "trainer.token_budget"):  # e.g. no room for the optimizer's state
+    if config.trainer.ranks > 1 and (not init_only or config.critic.pretrain):
+        _run_ranks(config, init_only=init_only)
+        return
+    with on_rank(None, config.trainer.device, "trainer.token_budget"):  # e.g. no room for the optimizer's state
+        if init_only:
+            initialise_stores(config)
+        else:
             run_sidecar(config, stop_event(*stop_signals()))
 
 
-def _run_ranks(config: RunConfig) -> None:
-    """Join the other ranks; follow the journal on rank 0, and rank 0 on the others."""
+def _run_ranks(config: RunConfig, *, init_only: bool) -> None:
+    """Join the other ranks; make version 0 or follow the journal on rank 0, and follow rank 0 on the others."""
     from python_backend.models.card import on_rank
     from python_backend.models.placement import own_device
     from python_backend.training.ranks import Ranks
     from trainer.critic_update import follow_rank_0
+    from trainer.publish import initialise_stores
     from trainer.sidecar import run_sidecar
 
     with (
@@ -76,6 +78,8 @@ def _run_ranks(config: RunConfig) -> None:
     ):
         if ranks.rank:
             follow_rank_0(config.trainer, config.run.seed, ranks)
+        elif init_only:
+            initialise_stores(config, ranks)
         else:
             run_sidecar(config, stop_event(*stop_signals()), ranks)
 

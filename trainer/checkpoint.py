@@ -50,6 +50,7 @@ DECIDING = (
     "lora_rank",
     "lora_alpha",
     "lora_targets",
+    "freeze",
 )
 ROUNDING = ("token_budget", "threads", "device", "gradient_checkpointing", "attention", "ranks")
 UNLESS_DEFAULT = {  # included only if they differ from these values, which older checkpoints were trained with
@@ -58,6 +59,7 @@ UNLESS_DEFAULT = {  # included only if they differ from these values, which olde
     "lora_rank": 0,
     "lora_alpha": 16,
     "lora_targets": "all-linear",
+    "freeze": [],
     "gradient_checkpointing": False,
     "attention": "auto",
     "ranks": 1,
@@ -162,11 +164,11 @@ class CheckpointFolder:
 
         Raises:
             DamagedCheckpoint: a file is missing or does not match its sha256; `update` is unchanged.
-            CheckpointError: it was saved with different `trainer.lora_...` settings; `update` is unchanged.
+            CheckpointError: it was saved with different `trainer.lora_...` or `trainer.freeze`; `update` is unchanged.
         """
         state, folder = self.state(step), self.root / str(step)
         has_adapters = CONFIG_FILE not in self._read_state(step)["files"]
-        _check_adapters(state, folder, update.settings, has_adapters=has_adapters)
+        _check_trained(state, folder, update.settings, has_adapters=has_adapters)
         update.read(folder, state.optimizer_step)
         return state
 
@@ -230,8 +232,8 @@ class CheckpointFolder:
         return read_state(self.root / str(step))
 
 
-def _check_adapters(state: CheckpointState, folder: Path, settings: TrainerSection, *, has_adapters: bool) -> None:
-    """Raise CheckpointError if the checkpoint's adapters, or their absence, do not fit the settings."""
+def _check_trained(state: CheckpointState, folder: Path, settings: TrainerSection, *, has_adapters: bool) -> None:
+    """Raise CheckpointError if the checkpoint's adapters, or frozen parameters, do not fit the settings."""
     way_out = "restore it, or start a run in another folder (run.dir)"
     if has_adapters != bool(settings.lora_rank):
         was = "adapters" if has_adapters else "all weights, without adapters"
@@ -243,3 +245,6 @@ def _check_adapters(state: CheckpointState, folder: Path, settings: TrainerSecti
         raise CheckpointError(
             f"{folder} was saved with trainer.lora_alpha {alpha}, not {settings.lora_alpha}; {way_out}"
         )
+    frozen, freeze = deciding(state.settings, "freeze"), list(settings.freeze)
+    if frozen != freeze:
+        raise CheckpointError(f"{folder} was saved with trainer.freeze {frozen}, not {freeze}; {way_out}")

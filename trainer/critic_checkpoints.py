@@ -131,5 +131,5 @@ class CriticCheckpoints:
         base = max(self._folder.asked_steps(), default=0)
         if covered - base > self._settings.keep_entries:
             base = covered
-        self._journal.forget_covered(covered, base=base)
+        self._journal.forget_covered(covered, base=base, archive=self._settings.archive_entries)
         self._journal.sweep()

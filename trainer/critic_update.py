@@ -339,9 +339,19 @@ class CriticUpdate:
         return norm
 
 
-def load_update(folder: Path, settings: TrainerSection, *, seed: int, ranks: AnyRanks = ALONE) -> CriticUpdate:
-    """Load the critic in `folder` and create its optimizer; collective. `seed`: of torch's random state."""
-    ranks.announce("load", folder=str(folder))
+def load_update(
+    folder: Path, settings: TrainerSection, *, seed: int, ranks: AnyRanks = ALONE, pretraining: bool = False
+) -> CriticUpdate:
+    """Load the critic in `folder` and create its optimizer; collective.
+
+    Args:
+        seed: of torch's random state.
+        pretraining: train without value clip, one pass over each payload, and write weights as version 0 has them.
+    """
+    ranks.announce("load", folder=str(folder), pretraining=pretraining)
+    if pretraining:
+        publish = settings.publish.model_copy(update={"format": "merged", "dtype": "float32"})
+        settings = settings.model_copy(update={"clip_value": 0.0, "epochs": 1, "publish": publish})
     return CriticUpdate(build_critic(folder, settings, seed=seed, ranks=ranks), settings)
 
 
@@ -350,9 +360,9 @@ def follow_rank_0(settings: TrainerSection, seed: int, ranks: Ranks) -> None:
     update: CriticUpdate
     store = functools.cache(lambda root: WeightsStore(Path(root)))  # remembers the base that it has verified
 
-    def load(folder: str) -> None:
+    def load(folder: str, pretraining: bool) -> None:
         nonlocal update
-        update = load_update(Path(folder), settings, seed=seed, ranks=ranks)
+        update = load_update(Path(folder), settings, seed=seed, ranks=ranks, pretraining=pretraining)
 
     def critic() -> TrainedCritic:
         assert isinstance(update.critic, TrainedCritic)

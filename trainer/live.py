@@ -1,8 +1,7 @@
 """A live reward model: publishes versions that fit the served one and pass the gate of preferred texts."""
 
 import functools
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from python_backend.config.live_models import live_model
 from python_backend.errors import RlhfError
 from python_backend.models.canary import canary_outputs
 from python_backend.models.modeling import RewardModel
+from python_backend.store.jsonl import named_lines
 from python_backend.store.weights import WeightsError, WeightsStore
 from python_backend.wire.contract import TokenRow
 from trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
@@ -67,33 +67,12 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
         return TokenRow(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
 
     sides: dict[str, list[TokenRow]] = {side: [] for side in SIDES}
-    for where, pair in _lines(section.gate.pairs):
+    for where, pair in named_lines(section.gate.pairs, "reward.gate.pairs", SIDES):
         for side in SIDES:
             sides[side].append(encode(pair.get("prompt"), pair.get(side), f"{where}: {side}"))
     if not sides["chosen"]:
         raise ConfigError(f"reward.gate.pairs: {section.gate.pairs} has no pair")
     return Pairs(**sides)
-
-
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, object) for each line that is not empty. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"reward.gate.pairs: {path} cannot be read: {error}") from error
-    # Not splitlines: JSON strings may contain its other separators.
-    for number, line in enumerate(text.split("\n"), start=1):
-        where = f"{path}, line {number}"
-        if not line.strip():
-            continue
-        try:
-            pair = json.loads(line)
-            json.dumps(pair, ensure_ascii=False).encode()  # raises on lone surrogates, which tokenizers reject
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where} is not JSON in UTF-8: {error}") from error
-        if not isinstance(pair, dict):
-            raise ConfigError(f"{where} is not an object with `chosen` and `rejected`")
-        yield where, pair
 
 
 def _text(tokenizer: Any, prompt: Any, reply: Any, where: str) -> str:

@@ -218,7 +218,7 @@ class SidecarProgress:
         if self._give_up_at is None:
             self._give_up_at = time.monotonic() + STOP_PATIENCE_S
         if time.monotonic() > self._give_up_at:
-            raise StoppedWaiting(f"stopped while {state}: the step is journalled and will be trained again")
+            raise StoppedWaiting(f"stopped while {state}: it is repeated at the next start")
 
     def log_update(self, step: int, version: int, report: UpdateReport, reload: Reload | None) -> None:
         """Write one line for a critic update; `version` is the one served now."""

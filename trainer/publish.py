@@ -13,17 +13,19 @@ from pathlib import Path
 
 import numpy as np
 
-from python_backend.checkpoints.inspection import CONFIG_FILE
+from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError
 from python_backend.config import CriticSection, RewardSection, RunConfig
 from python_backend.config.live_models import LiveModel, live_model, live_models
 from python_backend.config.sections import constants_of
 from python_backend.models.canary import canary_outputs
-from python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward, save_critic
+from python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward
 from python_backend.monitoring.tracing import span
 from python_backend.store.control_key import control_key
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore, weights_files
+from python_backend.training.ranks import ALONE, AnyRanks
 from python_backend.wire.contract import CRITIC
 from trainer.control_plane import ControlPlaneError, Loaded, LoadRefused, ModelServers
+from trainer.pretraining import pretrained, tokenizer_of
 from trainer.trained_critic import TrainedCritic
 from trainer.verification import VersionRejected, holds_weights, verify_version
 
@@ -325,17 +327,46 @@ class Publisher:
         return outcomes
 
 
-def initialise_store(store: WeightsStore, section: CriticSection, *, run_id: str) -> None:
-    """Publish version 0 from the section's checkpoint, unless the store has a version. Raises CheckpointError."""
-    if store.current() is not None:
-        return
-    critic = load_critic(
-        section.model,
-        standardization=constants_of(section.standardization),
-        attribute_weights=section.attribute_weights,
-    )
-    manifest = store.add(lambda folder: save_critic(critic, folder), run_id=run_id, step=0, parent=None, epoch=0)
-    store.set_current(manifest.version)
+def initialise_store(
+    store: WeightsStore,
+    section: CriticSection,
+    *,
+    run_id: str,
+    pretrain: Callable[[CriticModel], CriticModel] = lambda critic: critic,
+) -> None:
+    """Publish version 0 from the section's checkpoint, unless the store has one.
+
+    Args:
+        pretrain: trains the critic on `critic.pretrain`; called if there is any.
+
+    Raises:
+        CheckpointError: the checkpoint is no critic; or version 0 was pretrained on something else.
+    """
+    pretrained = list(map(str, section.pretrain))
+    if store.current() is None and 0 not in store.versions():
+        critic = load_critic(
+            section.model,
+            standardization=constants_of(section.standardization),
+            attribute_weights=section.attribute_weights,
+        )
+        if pretrained:
+            critic = pretrain(critic)
+        store.add(
+            critic.write,
+            run_id=run_id,
+            step=0,
+            parent=None,
+            epoch=0,
+            tokenizer=tokenizer_of(section.model),
+            pretrained=pretrained,
+        )
+    elif pretrained != (known := store.manifest(0).pretrained or []):
+        raise CheckpointError(
+            f"critic.pretrain is {pretrained}, but version 0 in {store.root} was pretrained on {known}; restore the "
+            "list, or start a run in another folder (run.dir)"
+        )
+    if store.current() is None:
+        store.set_current(0)
 
 
 def reward_loader(section: RewardSection) -> Callable[..., RewardModel]:
@@ -349,12 +380,21 @@ def reward_loader(section: RewardSection) -> Callable[..., RewardModel]:
     )
 
 
-def initialise_stores(config: RunConfig) -> None:
-    """Publish version 0 of each model that is served from versions, unless it has one. Raises CheckpointError."""
+def initialise_stores(config: RunConfig, ranks: AnyRanks = ALONE, beat: Callable[[str], None] = lambda _: None) -> None:
+    """Publish version 0 of each model that is served from versions, unless it has one.
+
+    Args:
+        ranks, beat: as `pretrained` takes them.
+
+    Raises:
+        CheckpointError: as `initialise_store`, or of the reward model.
+        RlhfError: the critic cannot be pretrained.
+    """
     for model in live_models(config):
         store = WeightsStore(model.store)
         if model.name == "critic":
-            initialise_store(store, config.critic, run_id=config.run.identity)
+            pretrain = functools.partial(pretrained, config=config, ranks=ranks, beat=beat)
+            initialise_store(store, config.critic, run_id=config.run.identity, pretrain=pretrain)
         elif store.current() is None:
             reward_loader(config.reward)(config.reward.model).check_finite()
             write = functools.partial(copy_checkpoint, config.reward.model)

@@ -33,7 +33,7 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
         epoch = Patience(stop).until_done("starting", lambda: held.enter_context(journal.lock()))
         progress = SidecarProgress(config, journal, epoch=epoch, stop=stop)
         progress.persist("tidying up the journal", journal.sweep)
-        progress.persist("making version 0", lambda: initialise_stores(config))
+        progress.persist("making version 0", lambda: initialise_stores(config, ranks, progress.wait))
         publisher = Publisher.of(config, store, run_id=journal.run_id, epoch=epoch, show_trouble=progress.show_trouble)
         critic = CriticState(settings, store, journal, folder, progress, seed=config.run.seed, ranks=ranks)
         checkpoints = CriticCheckpoints(settings, critic, folder, store, journal, progress)

@@ -34,7 +34,7 @@ from python_backend.models.precision import in_float32, use_bfloat16
 from python_backend.models.token_head import head_of
 from python_backend.store.durable import disk_errors
 from python_backend.store.weights import WeightsStore
-from python_backend.training.model import checkpoint_gradients, use_attention
+from python_backend.training.model import checkpoint_gradients, freeze, use_attention
 from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
 from python_backend.training.sharding import (
     MergedSlices,
@@ -210,18 +210,22 @@ def _load(folder: Path, settings: TrainerSection) -> tuple[Any, CriticModel]:
     """Return the model to train, and the critic as it is served, which has the same model if nothing changes it."""
     if not settings.changes_the_model:
         plain = load_critic(folder, device=settings.device)
-        return plain.model, plain
+        return prepare_for_training(plain.model, settings), plain
     plain = load_critic(folder)  # stays mapped from the file, on the CPU
     return prepare_for_training(plain.with_weights(folder).model, settings).to(settings.device), plain
 
 
 def prepare_for_training(model: Any, settings: TrainerSection) -> Any:
-    """Return the critic's model with the adapters, precision and attention of `settings`. Raises CheckpointError."""
+    """Return the critic's model as `settings` say: adapters, frozen parameters, precision, attention.
+
+    Raises CheckpointError.
+    """
     head = head_of(model)
     if settings.lora_rank:
         lora = Lora("trainer", settings.lora_rank, settings.lora_alpha, settings.lora_targets)
         model = with_adapters(model, lora, head).get_base_model()
         head.requires_grad_(True)
+    freeze(model, settings.freeze, "trainer.freeze")
     if settings.precision == "bfloat16":
         use_bfloat16(model, head)  # on the CPU, so that the device holds frozen matrices in bfloat16 only
     use_attention(model, settings.attention, "trainer.attention")

@@ -27,7 +27,7 @@ from python_backend.config import PolicySection
 from python_backend.models.adapters import Lora, load_trained, trained_tensors, with_adapters
 from python_backend.models.precision import use_bfloat16
 from python_backend.models.sharded_tensors import whole
-from python_backend.training.model import checkpoint_gradients, use_attention
+from python_backend.training.model import checkpoint_gradients, freeze, use_attention
 from python_backend.training.ranks import AnyRanks, Ranks
 from python_backend.training.sharding import hollow, shard, write_slices
 from python_backend.training.step import (
@@ -72,6 +72,7 @@ class PolicyModels:
                 "actor.policy", settings.lora_rank, settings.lora_alpha, settings.lora_targets, settings.lora_dropout
             )
             model = with_adapters(model, lora, model.get_output_embeddings(), task="CAUSAL_LM")
+        freeze(self.causal(model), settings.freeze, "actor.policy.freeze")
         use_attention(self.causal(model), settings.attention, "actor.policy.attention")
         self.trained = model.eval()
         if not self._in_slices:  # slices stay mapped from the file; sharding moves them to the device

@@ -17,7 +17,14 @@ from python_backend.store.jsonl import append_jsonl
 SETTINGS_FILE = "settings.json"
 CHANGES_FILE = "changes.jsonl"  # a line for each resume with other settings: {"step": …, "changed": {key: [old, new]}}
 CONTENTS_FILE = "contents.json"  # {setting: hash of the file or folder that it names}
-GUARDED = ("reward", "actor.algorithm.", "actor.rewards.", "actor.policy.model", "actor.policy.lora_")
+GUARDED = (
+    "reward",
+    "actor.algorithm.",
+    "actor.rewards.",
+    "actor.policy.model",
+    "actor.policy.lora_",
+    "actor.policy.freeze",
+)
 # Settings of a guarded section that change how fast a reward is computed, or which one later, but not its value.
 MECHANICS = set(ModelSection.model_fields) - {"model", "dtype", "max_length"}
 MECHANICS |= {"timeout_s", "workers", "memory_mib", "store", "reload", "max_failed_fraction"}

@@ -28,6 +28,7 @@ from python_backend.config.fields import (
     Device,
     Fraction,
     LoraTargets,
+    Patterns,
     Precision,
     Seconds,
     Section,
@@ -64,6 +65,8 @@ class PolicySection(Section):
     """Dropout on the adapters' input, only in the forward passes of an update, not in generation, log-probs or
     validations. Unless a rollout is a single minibatch used once, the probability ratios contain the dropout noise,
     which counts against `actor.algorithm.clip_ratio`."""
+    freeze: Patterns = ()
+    """Parameters that are not trained, as in `trainer.freeze`; names are those of the causal LM in transformers."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time, the same result."""
 

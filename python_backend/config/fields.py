@@ -1,9 +1,10 @@
 """The base class of the configuration's sections, and the types of their fields."""
 
+import re
 import socket
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -15,6 +16,20 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2"]
 LoraTargets = Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+def _compiled(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(
+            f"{value!r} is not a regular expression ({error}); give a part of a parameter's name, such as embed_tokens"
+        ) from error
+    return value
+
+
+Patterns = tuple[Annotated[str, Field(min_length=1), AfterValidator(_compiled)], ...]
+"""Regular expressions, each of which is searched for in the names of a model's parameters."""
 
 
 def _by_device(value: object, info: ValidationInfo) -> object:

@@ -63,7 +63,7 @@ def tokenizer_folder(config: RunConfig) -> Path:
     if config.uses_reward_model:
         return config.reward.model
     folders = [config.actor.policy.model, config.critic.model, config.reward.model]
-    return next((folder for folder in folders if _has_tokenizer(folder)), config.actor.policy.model)
+    return next((folder for folder in folders if has_tokenizer(folder)), config.actor.policy.model)
 
 
 def _raise(problems: Mapping[str, str | None]) -> None:
@@ -82,7 +82,7 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
     for role, section in config.served_sections.items():
         if section.tensor_parallel > 1 and problems[f"{role}.model"] is None:
             problems[f"{role}.model"] = _refused(check_tensor_parallel, section.model, section.tensor_parallel)
-    if config.functions and not config.uses_reward_model and not _has_tokenizer(folder := tokenizer_folder(config)):
+    if config.functions and not config.uses_reward_model and not has_tokenizer(folder := tokenizer_folder(config)):
         problems["actor.policy.model"] = (
             f"{folder} has no tokenizer to decode the policy's tokens for reward functions; give the folder of the "
             "policy's model"
@@ -102,7 +102,7 @@ def _of_actor(config: RunConfig) -> dict[str, str | None]:
         "actor.policy.model": _of_checkpoint(actor.policy.model),
         **{key: _of_prompts(path) for key, path in actor.prompts.paths.items()},
     }
-    if problems["actor.policy.model"] is None and not _has_tokenizer(actor.policy.model):
+    if problems["actor.policy.model"] is None and not has_tokenizer(actor.policy.model):
         problems["actor.policy.model"] = (
             f"{actor.policy.model} has no tokenizer; save the policy's tokenizer into it with "
             "tokenizer.save_pretrained(folder)"
@@ -123,9 +123,9 @@ def _of_reward(reward: RewardSection, *, whole_run: bool) -> str | None:
     folder = reward.model
     if reward.logit is None and (problem := _refused(lambda: reward_head(inspect_checkpoint(folder)))):
         return problem
-    if (reward.logit or reward.process) and not _has_tokenizer(folder):
+    if (reward.logit or reward.process) and not has_tokenizer(folder):
         return f"{folder} has no tokenizer, which reward.logit and reward.process need; save it there"
-    if whole_run and not _has_tokenizer(folder):
+    if whole_run and not has_tokenizer(folder):
         return (
             f"{folder} has no tokenizer, so it is unknown whether the reward model uses the policy's token ids; "
             "save the reward model's tokenizer into it with tokenizer.save_pretrained(folder)"
@@ -174,5 +174,6 @@ def _start_of(path: Path) -> str:
     return "" if path.is_absolute() else f" (relative paths start at {Path.cwd()})"
 
 
-def _has_tokenizer(folder: Path) -> bool:
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether the folder has files of a tokenizer: without any, transformers may make one up."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)

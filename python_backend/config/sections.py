@@ -20,6 +20,7 @@ from python_backend.config.fields import (
     CountOrZero,
     Device,
     LoraTargets,
+    Patterns,
     Port,
     Precision,
     Seconds,
@@ -329,6 +330,12 @@ class CriticSection(ModelSection):
     """Standardisation of the values, as in `reward.standardization`. Stored in version 0; later versions inherit it."""
     reload: Literal["swap", "triton"] = "swap"
     """How instances switch to a published version: `swap`, in place in milliseconds; `triton`, by Triton's load API."""
+    pretrain: tuple[Path, ...] = ()
+    """Training set for the critic before the run's first step: folders of earlier runs, whose journals have tokens and
+    returns, and JSONL files with `prompt`, `response` and `return`. See docs/live-critic.md. Version 0 is then the
+    pretrained critic; a run that has a version 0 refuses another list."""
+    pretrain_epochs: Count = 3
+    """Passes over that training set."""
 
 
 class ReferenceSection(ModelSection):
@@ -380,8 +387,8 @@ class TrainerSection(Section):
     GPU."""
     precision: Precision = AUTO_PRECISION
     """Compute type of forward passes (autocast); trained weights, the value head, the loss and the optimizer stay in
-    float32. `auto`: bfloat16 on a GPU, float32 on a CPU. With LoRA in bfloat16, the frozen matrices are held in
-    bfloat16, and published with these values."""
+    float32. `auto`: bfloat16 on a GPU, float32 on a CPU. With LoRA or `freeze` in bfloat16, the frozen matrices are
+    held in bfloat16, and published with these values."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time, the same result."""
     attention: Attention = "auto"
@@ -393,10 +400,17 @@ class TrainerSection(Section):
     """The adapters' output is scaled by `lora_alpha / lora_rank`."""
     lora_targets: LoraTargets = "all-linear"
     """Linear layers with adapters, as in `actor.policy.lora_targets`; never the value head."""
+    freeze: Patterns = ()
+    """Regular expressions: parameters in whose name one is found are not trained, such as [embed_tokens, self_attn], or
+    ['layers\\.[0-9]\\.'] for the first ten layers. Names are those in `weights/critic/0`. With LoRA, the adapter of a
+    weight with such a name is not trained. A checkpoint resumes only with the same list."""
     checkpoint_every: Count = 20
     """Steps between checkpoints, in addition to those that critic_save requests."""
     keep_entries: CountOrZero = 200
     """Maximum trained steps kept in the journal after the last critic_save; a rewind can return to any of them."""
+    archive_entries: CountOrZero = 100
+    """How many of the newest trained steps are kept, 20 bytes a token, after the journal no longer needs them: later
+    runs can pretrain their critics on them (`critic.pretrain`)."""
     reload_on_save: Literal["triton", "none"] = "triton"
     """`triton`: also reload through Triton's load API at every critic_save, unless such a reload is in progress. With
     the critic on a GPU the default is `none`, because the reload holds a third copy of its weights there."""

@@ -4,6 +4,7 @@ Imports numpy and safetensors but not torch, because processes of tritonserver u
 
     <root>/<run_id>/entries/<step>.train | <step>.save.<n> | <step>.rewind.<n>
     <root>/<run_id>/results/<entry>.json          outcome, written once the resulting weights are served
+    <root>/<run_id>/archive/<step>.train          trained steps that are no longer needed, for later runs
     <root>/<run_id>/set_aside/<n>/                entries and results that a rewind removed, or a damaged entry
     <root>/<run_id>/ACCEPT                        flock held while an entry is linked
     <root>/{LOCK, EPOCH, heartbeat.json}
@@ -99,6 +100,7 @@ class JournalState:
         self._entries = root / run_id / "entries"
         self._results = root / run_id / "results"
         self._set_aside = root / run_id / "set_aside"
+        self._archive = root / run_id / "archive"
 
     def entries(self) -> list[Entry]:
         """Return the entries on disk, in processing order."""
@@ -114,6 +116,14 @@ class JournalState:
         Raises DamagedEntry if the file is unreadable or its content does not match the digest.
         """
         return read_training_file(self._entries / entry.name)
+
+    def training_files(self) -> list[Path]:
+        """Return the files of the steps on disk, for `read_training_file`; archived ones first, without failed ones."""
+        archived = [self._archive / entry.name for entry in sorted(entries_in(self._archive))]
+        entries = ((entry, self.result(entry)) for entry in self.entries() if entry.kind == "train")
+        return archived + [
+            self._entries / e.name for e, known in entries if known is None or known.loss_mean is not None
+        ]
 
     def keep_steps(self, entry: Entry) -> list[int] | None:
         """Return the steps whose checkpoints a save entry requests to keep; None if it has no such list.
@@ -379,7 +389,7 @@ class Journal(JournalState):
         self._make_folders()
         durable.write_json(self._result_path(entry), asdict(result))
 
-    def forget_covered(self, step: int, *, base: int | None = None) -> None:
+    def forget_covered(self, step: int, *, base: int | None = None, archive: int = 0) -> None:
         """Remove entries up to `step` that have a result, and results at least `KEPT_RESULTS` steps older than `step`.
 
         The newest rewind's result stays.
@@ -388,11 +398,18 @@ class Journal(JournalState):
             step: the step of a checkpoint.
             base: the step of an older checkpoint. Training entries after it are kept, so that every step up to `step`
                 can be restored by replaying them from that checkpoint.
+            archive: how many of the newest trained steps are archived instead.
         """
         for entry in self.entries():
             leads_on = base is not None and entry.kind == "train" and entry.step > base
-            if entry.step <= step and not leads_on and self.result(entry) is not None:
-                (self._entries / entry.name).unlink()
+            if entry.step <= step and not leads_on and (result := self.result(entry)) is not None:
+                if archive and result.loss_mean is not None:
+                    durable.make_folder(self._archive)
+                    (self._entries / entry.name).replace(self._archive / entry.name)
+                else:
+                    (self._entries / entry.name).unlink()
+        for entry in sorted(entries_in(self._archive))[: -archive or None]:
+            (self._archive / entry.name).unlink()
         newest = self._newest_rewind()  # its result names the owners of the run
         for entry in self.answered().difference(self.entries()):
             if entry != newest and entry.step <= step - KEPT_RESULTS:
@@ -405,7 +422,7 @@ class Journal(JournalState):
         """
         moved = []
         aside = self._next_aside()
-        for folder, suffix in ((self._entries, ""), (self._results, RESULT_SUFFIX)):
+        for folder, suffix in ((self._archive, ""), (self._entries, ""), (self._results, RESULT_SUFFIX)):
             for entry in sorted(entries_in(folder, suffix), reverse=True):
                 if entry.step > rewind.target and entry != rewind:
                     durable.make_folder(aside)

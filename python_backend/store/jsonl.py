@@ -6,10 +6,11 @@ Readers yield one object at a time, because the files of a run of months do not 
 import errno
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from python_backend.errors import RlhfError
 from python_backend.store.durable import replace_file
 
 
@@ -29,6 +30,35 @@ def each_line(path: Path, *, required: bool = False) -> Iterator[dict[str, Any]]
 def read_jsonl(path: Path, *, required: bool = False) -> list[dict[str, Any]]:
     """Return the objects of a small file as a list; see `each_line`."""
     return list(each_line(path, required=required))
+
+
+def named_lines(path: Path, key: str, fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, object) for each line of a user's file that is not empty.
+
+    Args:
+        key: configuration key of the file, for the errors.
+        fields: what an object should have, for the errors only.
+
+    Raises:
+        RlhfError: the file is unreadable, or a line is not an object in JSON and UTF-8.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RlhfError(f"{key}: {path} cannot be read: {error}") from error
+    # Not splitlines: JSON strings may contain its other separators.
+    for number, line in enumerate(text.split("\n"), start=1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            json.dumps(row, ensure_ascii=False).encode()  # raises on lone surrogates, which tokenizers reject
+        except (ValueError, RecursionError) as error:
+            raise RlhfError(f"{key}: {where} is not JSON in UTF-8: {error}") from error
+        if not isinstance(row, dict):
+            raise RlhfError(f"{key}: {where} is not an object with {' and '.join(f'`{name}`' for name in fields)}")
+        yield where, row
 
 
 def write_jsonl(path: Path, lines: Iterable[Mapping[str, Any]], *, durable: bool = True) -> None:

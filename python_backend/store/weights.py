@@ -202,10 +202,12 @@ class Manifest:
     base: int | None = None  # version that holds the other weights, if this one holds only adapters
     files: dict[str, str] | None = None  # sha256 of each file with weights and of their index, if there are several
     canary: list[float] | None = None  # values of the canary row that an instance must reproduce before it serves them
+    tokenizer: str | None = None  # of version 0 of a critic: fingerprint of the tokenizer whose tokens it is trained on
+    pretrained: list[str] | None = None  # of version 0 of a critic: critic.pretrain
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, without the optional ones that are None."""
-        optional = {"base", "files", "canary"}
+        optional = {"base", "files", "canary", "tokenizer", "pretrained"}
         return {name: value for name, value in asdict(self).items() if value is not None or name not in optional}
 
 
@@ -285,6 +287,8 @@ class WeightsStore:
         epoch: int,
         reuse: bool = True,
         canary: Sequence[float] | None = None,
+        tokenizer: str | None = None,
+        pretrained: Sequence[str] = (),
     ) -> Manifest:
         """Write a new version and return its manifest; CURRENT does not change.
 
@@ -295,6 +299,7 @@ class WeightsStore:
                 happens when a step is replayed after a crash. Older versions are never reused: numbers must increase
                 when steps are trained again after a rewind.
             canary: values of the canary row, for instances to reproduce.
+            tokenizer, pretrained: as in the manifest.
 
         Raises:
             OSError: the write failed; nothing is left behind.
@@ -317,6 +322,8 @@ class WeightsStore:
                 None if adapters is None else adapters.base,
                 None if WEIGHTS_FILE in files else dict(files),
                 None if canary is None else list(canary),
+                tokenizer,
+                list(pretrained) or None,
             )
             (staging / MANIFEST_FILE).write_text(json.dumps(manifest.to_json(), indent=1))
             for path in staging.iterdir():

@@ -1,13 +1,16 @@
-"""How a model in training computes: its attention implementation, and activations computed again."""
+"""A model in training: its attention implementation, the parameters that are frozen, activations computed again."""
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.models.adapters import MergedWeights
 
 
 def use_attention(model: Any, attention: str, key: str) -> None:
@@ -28,6 +31,34 @@ def use_attention(model: Any, attention: str, key: str) -> None:
         reason = " ".join(str(error).split())[:300]
     if model.config._attn_implementation != attention:
         raise CheckpointError(f"{key}: {type(model).__name__} cannot use {attention} ({reason}); set it to auto")
+
+
+def freeze(model: Any, patterns: Sequence[str], key: str) -> None:
+    """Exclude parameters from training: those in whose name one of the regular expressions is found.
+
+    Names are those without adapters; an adapter is frozen with the weight that it changes. Call it before frozen
+    matrices are rounded and weights are sharded.
+
+    Args:
+        key: the configuration key of the patterns, for the errors.
+
+    Raises:
+        CheckpointError: a pattern matches no parameter, or leaves none to train.
+    """
+    weights = MergedWeights(model)
+    parameters = {name: [each] for name, each in weights.plain.items() if isinstance(each, nn.Parameter)}
+    for name, layer in weights.adapted.items():
+        parameters[name] += [each for path, each in layer.named_parameters() if path.startswith("lora_")]
+    examples = ", ".join(list(parameters)[:: max(1, len(parameters) // 3)])
+    for pattern in patterns:
+        matched = [each for name in parameters if re.search(pattern, name) for each in parameters[name]]
+        for each in matched:
+            each.requires_grad = False
+        if not matched or not any(each.requires_grad for each in model.parameters()):
+            problem = "leaves no parameter to train" if matched else "matches no parameter"
+            raise CheckpointError(
+                f"{key}: {pattern!r} {problem}; the names of {type(model).__name__} are {examples}, …"
+            )
 
 
 # Gradient checkpointing: layers keep only their inputs and recompute their activations in the backward pass.

@@ -14,6 +14,7 @@ import torch
 from live_system import make_tokenizer
 from peft import PeftModel
 from policy_training import load_checkpoint, random_batch, rollout_of, states, train
+from safetensors.torch import load_file
 from tiny_checkpoints import MIXTURES, save_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -230,6 +231,36 @@ def test_a_mixture_of_experts_goes_on_where_it_was(tmp_path: Path, family: str, 
     assert torch.equal(one.logprobs(rollout), other.logprobs(rollout))
     theirs = parameters(other)
     assert [name for name, mine in parameters(one).items() if not torch.equal(mine, theirs[name])] == []
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}, {"precision": "bfloat16"}], ids=str)
+def test_frozen_parameters_keep_their_bits(llama: Path, tmp_path: Path, settings: dict[str, Any]):
+    """While the others are trained, in a checkpoint, and in the policy that is written at the end."""
+    settings = {**settings, "policy_freeze": ["embed_tokens", r"q_proj\.weight"]}
+    start = parameters(make_policy(llama, **settings))
+    one, rollout = trained(llama, **settings)
+    kept = {name for name, parameter in parameters(one).items() if torch.equal(parameter, start[name])}
+    is_frozen = {name for name, parameter in one.model.named_parameters() if not parameter.requires_grad}
+    assert kept == is_frozen
+    assert {name for name in start if "q_proj" in name or "embed_tokens" in name} <= is_frozen
+    save(tmp_path / "checkpoints", one)
+    other = make_policy(llama, **settings)
+    load_checkpoint(tmp_path / "checkpoints", 1, states(other))
+    for policy in (one, other):
+        train(policy, rollout)
+    assert all(torch.equal(mine, parameters(other)[name]) for name, mine in parameters(one).items())
+    one.save(tmp_path / "policy")
+    expected, found = (load_file(folder / "model.safetensors") for folder in (llama, tmp_path / "policy"))
+    moved = {name for name in expected if not torch.equal(found[name].float(), expected[name])}
+    rounded = {name for name in expected if "q_proj" in name} if "precision" in settings else set()
+    assert all(torch.equal(found[name].float(), expected[name].bfloat16().float()) for name in rounded)
+    assert {name for name in moved - rounded if "q_proj" in name or "embed_tokens" in name} == set()
+    assert {name for name in moved if "v_proj" in name}
+
+
+def test_a_pattern_that_matches_no_parameter_of_the_policy_is_refused(llama: Path):
+    with pytest.raises(CheckpointError, match=r"actor\.policy\.freeze: 'wte' matches no parameter; the names of Llama"):
+        make_policy(llama, policy_freeze=["wte"])
 
 
 def test_a_policy_in_shards_is_loaded_and_one_of_another_shape_refused(tmp_path: Path, llama: Path):

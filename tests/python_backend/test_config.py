@@ -106,6 +106,12 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "trainer.publish.format: adapter needs trainer.lora_rank above 0; set it, or set merged",
         ),
         ("trainer: {lora_targets: [q_proj]}", "need trainer.lora_rank above 0; set it, or remove them"),
+        (
+            "trainer: {freeze: ['*embed*']}",
+            "'*embed*' is not a regular expression (nothing to repeat at position 0); give",
+        ),
+        ("actor: {policy: {freeze: ['']}}", "actor.policy.freeze.0"),
+        ("trainer: {freeze: embed}", "trainer.freeze must be a list (got 'embed')"),
         ("actor: {learning_rate: 1}", "unknown key actor.learning_rate; did you mean actor.optimizer.lr?"),
         ("actor: {lr: 1}", "unknown key actor.lr; did you mean actor.optimizer.lr?"),
         ("trainer: {lr: 1}", "unknown key trainer.lr; did you mean trainer.optimizer.lr?"),

@@ -31,7 +31,7 @@ from python_backend.errors import RlhfError
 from python_backend.serving.critic_save import TritonPythonModel
 from python_backend.serving.triton import TritonModel
 from python_backend.store.journal import KEPT_RESULTS, Entry, Heartbeat, HeartbeatWatch, Journal, Result
-from python_backend.store.journal_entry import DamagedEntry
+from python_backend.store.journal_entry import DamagedEntry, read_training_file
 from python_backend.store.ownership import Sender
 from python_backend.wire.contract import STATUS, WEIGHTS_VERSION, ContractError
 from python_backend.wire.training_payload import TrainPayload
@@ -290,6 +290,31 @@ def test_results_of_a_thousand_steps_ago_are_forgotten_but_their_steps_are_not_t
     assert train(journal, last + 1).step == last + 1
     rewound(journal, 2)  # a step without a result
     assert train(journal, None).step == 3
+
+
+def test_trained_steps_are_archived_when_they_are_no_longer_needed(journal: Journal):
+    """The newest ones, and none that failed; the run itself no longer knows them."""
+
+    def on_disk() -> list[tuple[str, str]]:
+        return [(path.parent.name, path.name[:8].lstrip("0")) for path in journal.training_files()]
+
+    for step in range(1, 6):
+        done(journal, train(journal, step), loss_mean=None if step == 4 else 0.5)
+    train(journal, 6)
+    assert on_disk() == [("entries", step) for step in "12356"]
+    journal.forget_covered(5, base=2, archive=2)
+    assert on_disk() == [("archive", "1"), ("archive", "2"), ("entries", "3"), ("entries", "5"), ("entries", "6")]
+    journal.forget_covered(6, archive=2)
+    assert on_disk() == [("archive", "3"), ("archive", "5"), ("entries", "6")]
+    assert [read_training_file(path)[0].returns[0] for path in journal.training_files()] == [3, 5, 6]
+    assert [entry.step for entry in journal.entries()] == [6]
+    assert (journal.last_step(), train(journal, 7).step) == (6, 7)
+    done(journal, Entry(6, 0, "train"))
+    done(journal, Entry(7, 0, "train"))
+    journal.set_aside_after(journal.accept_rewind(run_id="run", target=4))
+    assert on_disk() == [("archive", "3")]
+    journal.forget_covered(4)
+    assert on_disk() == []
 
 
 def test_an_earlier_owner_is_refused_however_long_ago_the_rewind_was(journal: Journal):

@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from live_system import (
     direct_rewards,
     direct_values,
     identity,
+    make_run,
     random_rows,
     reload_model,
     scoring_inputs,
@@ -46,7 +48,9 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from python_backend.store.control_key import GRPC_HEADER, HEADER, control_key
 from python_backend.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, texts_array
+from tools.serve import ensure_first_version
 from tools.server.shared_memory import SHARED_MEMORY
+from tools.server.triton_home import ServerStartError
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 TOLERANCE = 1e-5
@@ -505,6 +509,27 @@ def test_no_other_user_can_read_requests_in_shared_memory_or_what_actor_and_side
     wait_for(lambda: {*modes()} == {0o600} and len(modes()) >= 4, finished.server)
     written = [finished.run.config.run.dir / name for name in ("metrics.jsonl", "critic_metrics.jsonl")]
     assert [stat.S_IMODE(path.stat().st_mode) for path in written] == [0o600, 0o600]
+
+
+def test_the_journal_of_a_run_pretrains_the_critic_of_the_next(
+    finished: FinishedRun, checkpoints: Checkpoints, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `tools serve` starts it; not while the earlier run's sidecar is running."""
+    earlier, folder = finished.run.config.run.dir, tmp_path / "earlier"
+    for name in ("journal", "weights"):
+        shutil.copytree(earlier / name, folder / name)
+    for source, error in ((earlier, "is in training; stop it first, or remove it"), (folder, None)):
+        run = make_run(tmp_path / "next", checkpoints, critic={"pretrain": [str(source)], "pretrain_epochs": 1})
+        with contextlib.nullcontext() if error is None else pytest.raises(ServerStartError, match="version 0"):
+            ensure_first_version(run.config, run.path, [])
+        assert (error or "") in capfd.readouterr().err
+        assert run.store.current() == (None if error else 0)
+    (line,) = run.critic_metrics()
+    rows = 8 * finished.run.config.actor.steps
+    assert line["pretrain/rows"] + line["pretrain/held_out_rows"] >= rows
+    row = random_rows([9], seed=1)
+    cold, warm = (direct_values(each.store.folder(0), row)[0] for each in (finished.run, run))
+    assert not np.array_equal(cold, warm)
 
 
 # ---- keys ----

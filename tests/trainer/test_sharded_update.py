@@ -1,6 +1,7 @@
 """The critic update on several ranks: the result of one process, and checkpoints and versions that any number reads."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from trainer.verification import VersionRejected, holds_weights, verify_version
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["llama", "gpt2", "bert"]
+FROZEN = ["embed_tokens", r"layers\.1\.self_attn"]
 CASES = [*((family, {}) for family in FAMILIES), ("llama", {"lora_rank": 2}), ("gpt2", {"lora_rank": 2})]
+CASES += [("llama", {"freeze": FROZEN}), ("gpt2", {"freeze": [r"c_attn\.weight"], "lora_rank": 2})]
 FORMATS = ["merged", "adapter"]
 TRAINING = {"token_budget": 60, "global_batch_size": 5}  # 12 rows: two batches of several micro-batches, one small one
 LONG_TRAINING = 5
@@ -120,7 +123,18 @@ def in_float64(ranks: Ranks, root: Path) -> dict[str, Any]:
     update = load_update(root / "llama", settings(**TRAINING, **SAVING), seed=0, ranks=ranks)
     reports = [update.train(each if ranks.rank == 0 else None, silent) for each in payloads(3)]
     results["saving"] = [(r.loss_mean, r.grad_norm) for r in reports], update.critic.values([np.arange(9)])[0]
+    results["kept"] = [kept_for_fifty_steps(ranks, root, **changes) for changes in ({}, {"lora_rank": 2})]
     return results
+
+
+def kept_for_fifty_steps(ranks: Ranks, root: Path, **changes: Any) -> tuple[set[str], set[str]]:
+    """Names of the tensors of a version that are bit-equal after 50 steps, and of the parameters in the optimizer."""
+    update = load_update(root / "llama", settings(**TRAINING, freeze=FROZEN, **changes), seed=0, ranks=ranks)
+    before = {n: t.clone() for n, t in whole_tensors(MergedSlices(update.critic.model))}
+    for seed in range(50):
+        update.train(payload(seed=seed) if ranks.rank == 0 else None, silent)
+    after = whole_tensors(MergedSlices(update.critic.model))
+    return {name for name, tensor in after if torch.equal(tensor, before[name])}, {*update.parameters}
 
 
 def in_float32(ranks: Ranks, root: Path) -> Any:
@@ -260,6 +274,14 @@ def test_float64_training_on_ranks_is_that_of_one_process(root: Path, size: int)
         seen, canary = result["saving"]
         np.testing.assert_allclose(seen, [(r.loss_mean, r.grad_norm) for r in reports], rtol=2e-2)
         np.testing.assert_allclose(canary, update.critic.values([np.arange(9)])[0], atol=2e-2)
+        for (kept, trained_names), lora_rank in zip(result["kept"], (0, 2), strict=True):
+            frozen = {name for name in expected_names(root) if re.search("|".join(FROZEN), name)}
+            assert kept == frozen | ({name for name in expected_names(root) if "norm" in name} if lora_rank else set())
+            assert not any(re.search("|".join(FROZEN), name) for name in trained_names)
+
+
+def expected_names(root: Path) -> set[str]:
+    return {*MergedWeights(load_critic(root / "llama").model)}
 
 
 @pytest.fixture(scope="module")

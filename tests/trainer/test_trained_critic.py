@@ -1,6 +1,7 @@
 """The critic in training, of every family: dtypes, adapters, gradient checkpointing, mixtures, and its versions."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,65 @@ def test_adapters_start_from_the_seed(tmp_path: Path):
     assert torch.equal(weights(one), weights(again))
     assert not torch.equal(weights(one), weights(other))
     assert np.array_equal(one.critic.values([ROW])[0], load_critic(store.folder(0)).values([ROW])[0])
+
+
+FROZEN = {  # of llama: what is frozen, and what has no gradient for lack of others that are trained
+    "weights": {"freeze": ["embed_tokens", r"layers\.1\.self_attn"]},
+    "adapters": {**LORA, "freeze": [r"self_attn\.q_proj\.weight$", "score"]},
+    "adapter versions": {**LORA, "publish_format": "adapter", "freeze": ["mlp"]},
+    "bfloat16": {**BFLOAT16, "gradient_checkpointing": True, "freeze": ["layers"]},
+}
+
+
+@pytest.mark.parametrize("case", FROZEN)
+def test_frozen_parameters_are_bit_equal_after_fifty_steps(tmp_path: Path, case: str):
+    """In memory, in the version that is published, and in a checkpoint; all others have moved."""
+    store, changes = make_store(tmp_path), FROZEN[case]
+    update = build(store, **changes)
+    named = dict(update.critic.model.named_parameters())
+    start = {name: p.detach().clone() for name, p in named.items()}
+    plain = {name: tensor.clone() for name, tensor in update.critic.weights().items()}
+    train(update, *range(50))
+    frozen = {name for name in plain if any(re.search(pattern, name) for pattern in changes["freeze"])}
+    after = load_critic(store.folder(publish(store, update))).model.state_dict()
+    for name, tensor in plain.items():
+        is_trained = name not in frozen and (case != "adapters" or "score" in name or "proj" in name)
+        is_trained &= case != "adapter versions" or "self_attn" in name or "score" in name
+        assert torch.equal(after[name].cpu(), tensor) == (not is_trained), name
+        in_version_0 = load_file(store.folder(0) / "model.safetensors")[name]
+        is_rounded = case == "bfloat16" and "proj" in name
+        assert is_trained or torch.equal(
+            after[name].cpu(), in_version_0.bfloat16().float() if is_rounded else in_version_0
+        )
+    in_optimizer = {id(p) for group in update.optimizer.param_groups for p in group["params"]}
+    trained = {name for name, p in named.items() if id(p) in in_optimizer}
+    assert trained == {name for name, p in named.items() if p.requires_grad} == {*update.parameters}
+    assert {name for name, p in named.items() if not torch.equal(p, start[name])} == trained
+    verify_version(store, 1, update.critic)
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    folder.save(update, state(1, update))
+    resumed = build(store, **changes)
+    folder.load(1, resumed)
+    assert torch.equal(weights(train(resumed, 50)), weights(train(update, 50)))
+
+
+@pytest.mark.parametrize("changes", [{}, LORA], ids=str)
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (
+            ["embed_tokens", "self_atn"],
+            r"trainer\.freeze: 'self_atn' matches no parameter; the names of LlamaForT\w+ are",
+        ),
+        (["lora_A"], r"'lora_A' matches no parameter; .* are model\.embed_tokens\.weight, model\.layers\.\d\.\S+, "),
+        (["layers|embed|norm", "score"], "trainer.freeze: 'score' leaves no parameter to train; the names of Llama"),
+    ],
+)
+def test_a_pattern_that_freezes_nothing_or_everything_is_refused(
+    tmp_path: Path, changes: dict[str, Any], patterns: list[str], message: str
+):
+    with pytest.raises(CheckpointError, match=message):
+        build(make_store(tmp_path), freeze=patterns, **changes)
 
 
 def test_an_attention_implementation_is_chosen(tmp_path: Path):

@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"minibatch_size": 2},
     "lora with dropout": {"lora_rank": 2, "lora_dropout": 0.5},
     "bfloat16": {"precision": "bfloat16", "gradient_checkpointing": True},
+    "frozen": {"policy_freeze": ["embed_tokens", r"layers\.1\.self_attn"]},
     "one micro-batch": {"token_budget": 1000, **GROUPS},
 }
 

@@ -22,7 +22,7 @@ from python_backend.models.adapters import Lora, with_adapters, with_merged_laye
 from python_backend.models.collation import limits_of
 from python_backend.models.placement import Place, devices_of
 from python_backend.models.precision import FLASH_ATTENTION, computing, use_bfloat16
-from python_backend.training.model import checkpoint_gradients, recomputing, use_attention
+from python_backend.training.model import checkpoint_gradients, freeze, recomputing, use_attention
 from python_backend.training.sharding import MOST_UNREDUCED
 from tools.calibrate.calibration import cached
 from tools.plan.models import (
@@ -154,6 +154,7 @@ def _policy_model(causal: Any, settings: PolicySection) -> Any:
     if settings.lora_rank:
         lora = Lora("actor.policy", settings.lora_rank, settings.lora_alpha, settings.lora_targets)
         model = with_adapters(causal, lora, head, task="CAUSAL_LM")
+    freeze(causal, settings.freeze, "actor.policy.freeze")
     use_attention(causal, _planned(settings.attention), "actor.policy.attention")
     if settings.precision == "bfloat16":
         use_bfloat16(causal, head)

@@ -1,0 +1,451 @@
+"""`critic.pretrain`: the critic is trained before version 0, once and to the same bits, or refused by one sentence."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from sidecar_rig import Killed, Rig, kill_at
+from test_critic_update import payload
+from tiny_checkpoints import save_tiny
+from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.config import CriticSection, RunConfig, TrainerSection
+from python_backend.errors import RlhfError
+from python_backend.models.modeling import CriticModel, load_critic, quiet_transformers
+from python_backend.store.journal import Journal
+from python_backend.store.weights import WeightsStore
+from python_backend.wire.contract import Limits
+from python_backend.wire.training_payload import TrainPayload
+from tests.support.settings import nested
+from trainer.checkpoint import CheckpointFolder
+from trainer.critic_update import CriticUpdate, TrainingRow, split_rows
+from trainer.pretraining import explained_variance, packed, pretrained, read_rows, split
+from trainer.publish import initialise_store, initialise_stores
+
+STEPS = 6  # of an earlier run, 32 rows each
+TRAINING: dict[str, Any] = {
+    "lr": 1e-2,
+    "warmup_steps": 0,
+    "constant_steps": 0,
+    "max_steps": 100,
+    "global_batch_size": 8,
+}
+LIMITS = Limits(VOCAB, POSITIONS)
+quiet_transformers()
+
+
+def save_critic_of(folder: Path, family: str = "llama", seed: int = 0) -> Path:
+    """A critic with a tokenizer; the critic is that of llama, whatever family the tokenizer is of."""
+    save_tiny(folder, "llama", "critic", seed=seed, vocab_size=VOCAB, max_position_embeddings=POSITIONS)
+    make_text_tokenizer(family).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`critic`, and runs of it with journals: `a` and, with other old values, `b`."""
+    root = tmp_path_factory.mktemp("pretraining")
+    save_critic_of(root / "critic")
+    earlier_run(root / "a", root / "critic")
+    earlier_run(root / "b", root / "critic", change=lambda step: replace(step, prev_values=step.prev_values + 7))
+    return root
+
+
+def earlier_run(
+    folder: Path, critic: Path, change: Callable[[TrainPayload], TrainPayload] = lambda step: step
+) -> Journal:
+    """Write version 0 and the journal of a run: the return of a token is 1 if it is even, else 0."""
+    initialise_store(WeightsStore(folder / "weights" / "critic"), CriticSection(model=critic), run_id="earlier")
+    journal = Journal(folder / "journal", "earlier")
+    for step in range(1, STEPS + 1):
+        journal.accept_training(change(payload(32, seed=step)), run_id="earlier", step=step)
+    return journal
+
+
+def config_of(folder: Path, critic: Path, pretrain: Sequence[Path | str], **trainer: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"dir": folder, "run_id": "run"},
+            "critic": {"model": critic, "pretrain": list(map(str, pretrain)), "pretrain_epochs": 4},
+            "trainer": nested(TrainerSection, {**TRAINING, **trainer}),
+            "server": {"grpc_port": 1},
+        }
+    )
+
+
+def version(config: RunConfig, number: int = 0) -> torch.Tensor:
+    tensors = load_file(WeightsStore(config.run.weights_dir).folder(number) / "model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def lines_of(config: RunConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.run.dir / "critic_metrics.jsonl").read_text().splitlines()]
+
+
+# ---- what is trained ----
+
+
+def test_the_critic_knows_the_returns_of_an_earlier_run_before_its_first_step(root: Path, tmp_path: Path):
+    config, again, other = (
+        config_of(tmp_path / name, root / "critic", [root / run])
+        for name, run in (("one", "a"), ("two", "a"), ("three", "b"))
+    )
+    for each in (config, again, other):
+        initialise_stores(each)
+    store = WeightsStore(config.run.weights_dir)
+    assert (store.current(), store.versions()) == (0, [0])
+    assert store.manifest(0).pretrained == [str(root / "a")]
+    assert store.manifest(0).tensors == WeightsStore(root / "a" / "weights" / "critic").manifest(0).tensors
+    assert torch.equal(version(config), version(again)), "the same files give the same bits"
+    assert torch.equal(version(config), version(other)), "the old values are those of another critic"
+    (line,) = lines_of(config)
+    assert (line["step"], line["weights_version"]) == (0, 0)
+    training, held_out = split(read_rows(config, LIMITS), config.run.seed)
+    assert (line["pretrain/rows"], line["pretrain/held_out_rows"]) == (len(training), len(held_out))
+    assert line["pretrain/optimizer_steps"] == 4 * -(-len(training) // TRAINING["global_batch_size"])
+    for folder, key in ((root / "critic", "explained_variance_before"), (store.folder(0), "explained_variance")):
+        assert line[f"pretrain/{key}"] == pytest.approx(explained_variance(load_critic(folder), held_out, 64), abs=1e-4)
+    assert line["pretrain/explained_variance_before"] < 0.05
+    assert line["pretrain/explained_variance"] > 0.5
+
+
+def test_settings_of_ppo_have_no_part_in_it(root: Path, tmp_path: Path):
+    """Neither the value clip nor the epochs, nor how versions are published; LoRA and frozen weights do."""
+    given = [root / "a"]
+    plain = config_of(tmp_path / "plain", root / "critic", given)
+    clipped = config_of(
+        tmp_path / "clipped", root / "critic", given, clip_value=0.01, epochs=3, publish_dtype="bfloat16"
+    )
+    lora = config_of(
+        tmp_path / "lora", root / "critic", given, lora_rank=2, publish_format="adapter", freeze=["score", "mlp"]
+    )
+    for each in (plain, clipped, lora):
+        initialise_stores(each)
+    assert torch.equal(version(plain), version(clipped))
+    manifest = WeightsStore(lora.run.weights_dir).manifest(0)
+    assert (manifest.base, {dtype for dtype, _ in manifest.tensors.values()}) == (None, {"F32"})
+    start, after = (
+        load_file(folder / "model.safetensors")
+        for folder in (root / "a" / "weights" / "critic" / "0", lora.run.weights_dir / "0")
+    )
+    assert {name for name in start if not torch.equal(start[name], after[name])} == {
+        name for name in start if "self_attn" in name
+    }
+
+
+def test_a_tenth_of_the_prompts_is_held_out():
+    def row(prompt: Sequence[int], response: int) -> TrainingRow:
+        tokens = np.array([*prompt, response, 9])
+        mask = np.array([0.0] * (len(prompt) - 1) + [0.5, 1.0], np.float32)
+        return TrainingRow(tokens, mask, mask, mask)
+
+    rows = [row([7] * (number % 20 + 1), response=number) for number in range(60)]  # 20 prompts, 3 responses each
+    training, held_out = split(rows, seed=1)
+    prompts = [{each.tokens.size for each in side} for side in (training, held_out)]
+    assert (len(training), len(held_out), len(prompts[1])) == (54, 6, 2)
+    assert not prompts[0] & prompts[1]
+    assert prompts[1] != {each.tokens.size for each in split(rows, seed=2)[1]}
+    assert [len(side) for side in split(rows[:3], seed=0)] == [2, 1]
+    unpacked = list(split_rows(packed(rows[:3])))
+    assert [each.tokens.tolist() for each in unpacked] == [each.tokens.tolist() for each in rows[:3]]
+    assert not any(each.prev_values.any() for each in unpacked)
+
+
+def test_explained_variance_by_hand():
+    class Values:
+        def values(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+            return [np.arange(row.size, dtype=np.float32) for row in rows]
+
+    def row(*returns: float) -> TrainingRow:
+        mask = np.array([0, 1, 1], np.float32)
+        return TrainingRow(np.zeros(4, np.int64), np.array([99, *returns], np.float32), mask, mask)
+
+    # Values are 1 and 2; errors are 0, 0, 1, -1, so that 1 - 0.5 / 0.5 = 0.
+    assert explained_variance(Values(), [row(1, 2), row(2, 1)], 100) == pytest.approx(1 - 0.5 / 0.25)
+    assert explained_variance(Values(), [row(1, 2), row(3, 4)], 4) == pytest.approx(1 - 1 / 1.25)
+    assert explained_variance(Values(), [row(3, 3)], 4) == 0
+
+
+# ---- exactly once ----
+
+
+def pretraining_rig(folder: Path, root: Path, **settings: Any) -> Rig:
+    rig = Rig(folder, root / "critic", **{**TRAINING, **settings})
+    rig.config = config_of(folder, root / "critic", [root / "a"], **{**TRAINING, "reload_on_save": "none", **settings})
+    return rig
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "when", "call"),
+    [
+        (CriticUpdate, "train", "after", 5),
+        (WeightsStore, "add", "before", 1),
+        (WeightsStore, "add", "after", 1),
+        (WeightsStore, "set_current", "before", 1),
+        (CheckpointFolder, "steps", "before", 1),
+    ],
+)
+def test_a_crash_costs_time_and_no_bit(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: str, call: int
+):
+    """Until version 0 is written, pretraining is repeated; from then on it is not."""
+    calm, rig = (pretraining_rig(tmp_path / name, root, publish={"keep": 100}) for name in ("calm", "rig"))
+    initialise_stores(calm.config)
+    with monkeypatch.context() as patch:
+        kill_at(patch, owner, name, when, call=call)
+        assert isinstance(rig.start().ended(), Killed)
+    written = rig.store.versions() == [0]
+    assert written == ((name, when) not in (("train", "after"), ("add", "before")))
+    trained: list[str] = []
+    monkeypatch.setattr("trainer.publish.pretrained", counted(trained))
+    results = []
+    for each in (calm, rig):
+        each.serve()
+        each.start()
+        results.append([each.answer(each.send(step)).loss_mean for step in (1, 2)])
+        each.rewind(0)
+        assert torch.equal(each.weights(), version(each.config))
+        each.stop()
+    assert results[0] == results[1]
+    assert trained == ([] if written else ["run"])
+    assert torch.equal(version(rig.config), version(calm.config))
+    assert torch.equal(version(rig.config, 2), version(calm.config, 2))
+    calm.close()
+    rig.close()
+
+
+def counted(calls: list[str]) -> Callable[..., CriticModel]:
+    def count(*args: Any, **kwargs: Any) -> CriticModel:
+        calls.append("run")
+        return pretrained(*args, **kwargs)
+
+    return count
+
+
+def test_another_list_is_refused_once_version_0_is_there(root: Path, tmp_path: Path):
+    for first, then in (([root / "a"], []), ([], [root / "a"]), ([root / "a"], [root / "b"])):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        initialise_stores(config_of(folder, root / "critic", first))
+        before = version(config_of(folder, root / "critic", first))
+        with pytest.raises(
+            CheckpointError, match=r"critic\.pretrain is \[.*\], but version 0 in .* was pretrained on \["
+        ):
+            initialise_stores(config_of(folder, root / "critic", then))
+        assert torch.equal(version(config_of(folder, root / "critic", first)), before)
+
+
+def test_a_real_sidecar_leaves_a_journal_to_learn_from(root: Path, tmp_path: Path):
+    """With a critic_save at the end, after which the run itself needs no entry any more; failed steps are left out."""
+    rig = Rig(tmp_path / "earlier", root / "critic", **{**TRAINING, "archive_entries": 3})
+    rig.serve()
+    rig.start()
+    damaged = rig.send(1)
+    rig.answer(damaged)
+    for step in range(2, 7):
+        rig.answer(rig.journal.accept_training(payload(32, seed=step), run_id="run", step=step))
+    config = config_of(tmp_path / "next", root / "critic", [tmp_path / "earlier"])
+    with pytest.raises(RlhfError, match="is in training; stop it first"):
+        initialise_stores(config)
+    rig.save()
+    rig.stop()
+    assert rig.journal.entries() == []
+    assert [path.name for path in rig.journal.training_files()] == [f"{step:08d}.train" for step in (4, 5, 6)]
+    initialise_stores(config)
+    (line,) = lines_of(config)
+    assert line["pretrain/explained_variance"] > 0.3
+    rig.close()
+
+
+# ---- what is refused ----
+
+
+def no_run(folder: Path) -> None:
+    shutil.rmtree(folder / "weights")
+
+
+def flipped(folder: Path) -> None:
+    file = folder / "journal" / "earlier" / "entries" / "00000003.train"
+    data = file.read_bytes()
+    file.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+
+
+def torn(folder: Path) -> None:
+    file = folder / "journal" / "earlier" / "entries" / "00000003.train"
+    file.write_bytes(file.read_bytes()[:50])
+
+
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder / "journal")
+
+
+def without_tokenizer(folder: Path) -> None:
+    path = folder / "weights" / "critic" / "0" / "manifest.json"
+    path.write_text(json.dumps({n: v for n, v in json.loads(path.read_text()).items() if n != "tokenizer"}))
+
+
+SPOILED: dict[Callable[[Path], None], str] = {
+    no_run: r"is not the folder of a run with a critic: version 0 is not in the weights store; remove it",
+    flipped: r"00000003\.train is damaged: its content has digest .*; restore the file, or remove .* from the list",
+    torn: r"00000003\.train is damaged: .*; restore the file, or remove .* from the list",
+    empty: r"has no rows to train on; a run keeps its last trainer\.archive_entries steps",
+    without_tokenizer: r"the tokenizer of .*spoiled is not that of .*critic, or is not known",
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
+def test_a_damaged_or_foreign_run_is_refused_and_nothing_is_written(
+    root: Path, tmp_path: Path, spoil: Callable[[Path], None]
+):
+    shutil.copytree(root / "a", tmp_path / "spoiled")
+    spoil(tmp_path / "spoiled")
+    assert_refused(config_of(tmp_path / "run", root / "critic", [root / "b", tmp_path / "spoiled"]), SPOILED[spoil])
+
+
+def test_a_critic_that_the_rows_do_not_fit_is_refused(root: Path, tmp_path: Path):
+    save_critic_of(tmp_path / "other tokenizer", "qwen2")
+    save_tiny(tmp_path / "no tokenizer", "llama", "critic", vocab_size=VOCAB, max_position_embeddings=POSITIONS)
+    sizes = {"few positions": {"max_position_embeddings": 9}, "small vocabulary": {"vocab_size": 30}}
+    for name, size in sizes.items():
+        save_tiny(tmp_path / name, "llama", "critic", **{"vocab_size": VOCAB, "max_position_embeddings": 64, **size})
+        make_text_tokenizer("llama").save_pretrained(tmp_path / name)
+    messages = {
+        "other tokenizer": "the tokenizer of .*a is not that of .*other tokenizer, or is not known",
+        "no tokenizer": "the tokenizer of .*a is not that of .*no tokenizer, or is not known",
+        "few positions": r"00000001\.train does not fit .*few positions: tokens\[\d+\]: \d+ tokens, .* 9 positions",
+        "small vocabulary": r"00000001\.train does not fit .*small vocabulary: tokens\[.*\]: 3\d",
+    }
+    for name, message in messages.items():
+        assert_refused(config_of(tmp_path / f"run {name}", tmp_path / name, [root / "a"]), message)
+
+
+def assert_refused(config: RunConfig, message: str) -> None:
+    with pytest.raises(RlhfError, match=rf"^critic\.pretrain: .*{message}") as refused:
+        initialise_stores(config)
+    assert "\n" not in str(refused.value)
+    assert WeightsStore(config.run.weights_dir).versions() == []
+    assert not (config.run.dir / "critic_metrics.jsonl").exists()
+
+
+# ---- files of responses and returns ----
+
+MESSAGES = [{"role": "user", "content": "good day"}]
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def test_a_line_of_a_file_is_what_the_actor_would_have_sent(root: Path, tmp_path: Path):
+    """BOS before a text, none before a chat; EOS after a text response; a return for each token of the response."""
+    tokenizer = make_text_tokenizer("llama")
+    hello, reply = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("hello", "a good film"))
+    file = write(
+        tmp_path / "data.jsonl",
+        {"prompt": "hello", "response": "a good film", "return": 2},
+        {"prompt": MESSAGES, "response": "a good film</s>", "return": -0.5, "more": None},
+        "",
+        {"prompt": [5, 6, 7], "response": [8, 9], "return": 1.5},
+    )
+    rows = read_rows(config_of(tmp_path / "run", root / "critic", [file]), LIMITS)
+    chat = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    prompts = [
+        [tokenizer.bos_token_id, *hello],
+        tokenizer(chat, add_special_tokens=False)["input_ids"],
+        [5, 6, 7],
+    ]
+    responses = [[*reply, tokenizer.eos_token_id]] * 2 + [[8, 9]]
+    for row, prompt, response, target in zip(rows, prompts, responses, (2, -0.5, 1.5), strict=True):
+        assert row.tokens.tolist() == [*prompt, *response]
+        assert row.mask.tolist() == [0] * (len(prompt) - 1) + [1] * len(response)
+        assert row.returns.tolist() == [0] * (len(prompt) - 1) + [target] * len(response)
+    bare = config_of(tmp_path / "run", root / "critic", [file])
+    actor = bare.actor.model_copy(
+        update={"prompts": bare.actor.prompts.model_copy(update={"add_special_tokens": False})}
+    )
+    assert read_rows(bare.model_copy(update={"actor": actor}), LIMITS)[0].tokens.tolist() == [*hello, *responses[0]]
+
+
+def test_the_critic_learns_from_a_file(root: Path, tmp_path: Path):
+    rows = [
+        {"prompt": [5, number % 30 + 6, 7], "response": [36 + number // 30 % 2] * 5, "return": number // 30 % 2}
+        for number in range(300)
+    ]
+    config = config_of(tmp_path / "run", root / "critic", [write(tmp_path / "data.jsonl", *rows)])
+    initialise_stores(config)
+    (line,) = lines_of(config)
+    assert line["pretrain/explained_variance_before"] < 0.5 < 0.7 < line["pretrain/explained_variance"]
+
+
+LINE = {"prompt": [5, 6], "response": [7], "return": 1}
+BAD_LINES: dict[str, Any] = {
+    "line 2 is not JSON in UTF-8": "{",
+    "line 2 is not an object with `prompt` and `response` and `return`": "[1]",
+    "line 2 must have a prompt": {"response": [7], "return": 1},
+    r"line 2 must have a prompt \(text, messages or token ids\), .* got {\"prompt\": \[\]": {**LINE, "prompt": []},
+    "line 2 must have a prompt .*, neither of them empty, .*": {**LINE, "response": []},
+    "line 2 must have .* a response": {**LINE, "response": [7, "x"]},
+    "line 2 must have .* and a return .a finite number.": {**LINE, "return": "1"},
+    "line 2 must have .*a return .a finite number.*Infinity": {**LINE, "return": float("inf")},
+    "line 2 must have .*a return": {**LINE, "return": 10**400},
+    r"line 2 does not fit .*critic: tokens\[0, 0\]: 999": {**LINE, "prompt": [999]},
+    "line 2 does not fit .*critic: .* 100 tokens": {**LINE, "response": [7] * 98},
+    "line 2: the chat template rejects the prompt": {**LINE, "prompt": [{"role": "user"}, 3]},
+}
+
+
+@pytest.mark.parametrize("message", BAD_LINES)
+def test_a_bad_line_of_a_file_is_named(root: Path, tmp_path: Path, message: str):
+    file = write(tmp_path / "data.jsonl", LINE, BAD_LINES[message])
+    assert_refused(config_of(tmp_path / "run", root / "critic", [file]), message)
+
+
+def test_a_file_without_use_is_named(root: Path, tmp_path: Path):
+    for name, lines, message in (
+        ("missing", None, r"missing cannot be read: .* No such file"),
+        ("empty", [], "empty has no rows to train on"),
+        ("same", [LINE, {**LINE, "response": [8]}], "all rows have the same prompt, and one prompt must be held out"),
+    ):
+        file = tmp_path / name if lines is None else write(tmp_path / name, *lines)
+        assert_refused(config_of(tmp_path / "run", root / "critic", [file]), message)
+
+
+def test_returns_beyond_all_bounds_end_it_with_a_sentence(root: Path, tmp_path: Path):
+    lines = [{**LINE, "prompt": [5, 6 + number], "return": 1e30} for number in range(9)]
+    config = config_of(tmp_path / "run", root / "critic", [write(tmp_path / "data.jsonl", *lines)])
+    assert_refused(config, r"the critic's gradients are not finite: .*; lower trainer\.optimizer\.lr")
+
+
+# ---- several ranks ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_ranks_pretrain_together(root: Path, tmp_path: Path, lora_rank: int):
+    """As `tools serve` and `tools run` start it; the result is that of one process, up to rounding."""
+    configs = {}
+    for ranks in (1, 2):
+        config = config_of(tmp_path / str(ranks), root / "critic", [root / "a"], ranks=ranks, lora_rank=lora_rank)
+        path = tmp_path / f"{ranks}.json"  # JSON is YAML
+        path.write_text(config.model_dump_json(include={"run", "critic", "trainer"}, exclude_unset=True))
+        command = [sys.executable, "-m", "trainer", "--config", str(path), "--init-only"]
+        subprocess.run(command, check=True, timeout=300)
+        configs[ranks] = config
+    (one,), (two,) = (lines_of(configs[ranks]) for ranks in (1, 2))
+    assert two["pretrain/explained_variance"] == pytest.approx(one["pretrain/explained_variance"], abs=0.02)
+    found = [load_critic(WeightsStore(config.run.weights_dir).folder(0)) for config in configs.values()]
+    start = load_critic(root / "critic")
+    row = np.arange(4, 20)
+    values = [critic.values([row])[0] for critic in (*found, start)]
+    np.testing.assert_allclose(values[0], values[1], atol=0.02)
+    assert np.abs(values[2] - values[0]).max() > 0.2

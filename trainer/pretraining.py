@@ -1,0 +1,230 @@
+"""Trains the critic before version 0 is published: on steps of earlier runs, and on files of responses with returns.
+
+The training set is held in memory, 20 bytes a token. On a CPU, the same files and settings give the same bits.
+"""
+
+import functools
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from python_backend.checkpoints.tokenization import encode_prompt, fingerprint, load_tokenizer
+from python_backend.config import ConfigError, RunConfig, RunSection
+from python_backend.config.required_files import has_tokenizer
+from python_backend.errors import NotFinite
+from python_backend.models.batching import plan_micro_batches
+from python_backend.models.card import OutOfMemory
+from python_backend.models.modeling import CriticModel, save_critic
+from python_backend.store.durable import INT64_MAX, staged_folder
+from python_backend.store.journal import DamagedEntry, JournalState, read_training_file
+from python_backend.store.jsonl import append_jsonl, named_lines
+from python_backend.store.weights import WeightsError, WeightsStore
+from python_backend.training.ranks import AnyRanks
+from python_backend.wire.contract import SEQUENCE_LENGTHS, ContractError, Limits
+from python_backend.wire.training_payload import TrainPayload, train_payload
+from trainer.critic_update import MAX_ROWS, TrainingRow, load_update, split_rows
+
+logger = logging.getLogger(__name__)
+KEY = "critic.pretrain"
+FIELDS = ("prompt", "response", "return")
+HELD_OUT = 0.1  # share of the prompts on whose rows the critic is measured, not trained
+LOGGED = 10  # lines of the log for each pass over the training set
+
+
+def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Callable[[str], None]) -> CriticModel:
+    """Return `critic` after training on `critic.pretrain`; log its explained variance on held-out prompts.
+
+    Args:
+        ranks: the processes that train it, of which this is rank 0.
+        beat: called after each micro-batch, with a description of the state.
+
+    Raises:
+        ConfigError: the training set cannot be used; the message names the file.
+        RlhfError: an update failed.
+    """
+    start, epochs, settings = time.monotonic(), config.critic.pretrain_epochs, config.trainer
+    training, held_out = split(read_rows(config, critic.limits), config.run.seed)
+    size = settings.global_batch_size * max(1, len(training) // (settings.global_batch_size * LOGGED))
+    with staged_folder(config.run.weights_dir) as folder:
+        save_critic(critic, folder)
+        update = load_update(folder, settings, seed=config.run.seed, ranks=ranks, pretraining=True)
+        before, loss = explained_variance(update.critic, held_out, settings.token_budget), 0.0
+        logger.info("pretraining on %d rows; %d of other prompts are held out", len(training), len(held_out))
+        for epoch, first in itertools.product(range(epochs), range(0, len(training), size)):
+            order = np.random.default_rng([config.run.seed, epoch]).permutation(len(training))
+            rows = [training[i] for i in order[first : first + size]]
+            try:
+                loss = update.train(packed(rows), lambda _: beat("pretraining the critic")).loss_mean
+            except (NotFinite, OutOfMemory) as error:
+                raise ConfigError(f"{KEY}: {error}; lower trainer.optimizer.lr or trainer.token_budget") from error
+            done = epoch + (first + len(rows)) / len(training)
+            logger.info("pretraining: %.1f of %d epochs, loss %.4g", done, epochs, loss)
+        after = explained_variance(update.critic, held_out, settings.token_budget)
+    logger.info("explained variance of the held-out rows: %.4f; before: %.4f", after, before)
+    line = {
+        "time": time.time(),
+        "step": 0,
+        "pretrain/rows": len(training),
+        "pretrain/held_out_rows": len(held_out),
+        "pretrain/optimizer_steps": update.optimizer_step,
+        "pretrain/loss": loss,
+        "pretrain/explained_variance_before": before,
+        "pretrain/explained_variance": after,
+        "pretrain/seconds": time.monotonic() - start,
+        "weights_version": 0,
+    }
+    append_jsonl(config.run.dir / "critic_metrics.jsonl", [line])
+    return update.critic
+
+
+def tokenizer_of(folder: Path) -> str | None:
+    """Return the fingerprint of a model's tokenizer; None if it has none."""
+    return fingerprint(load_tokenizer(folder.absolute())) if has_tokenizer(folder) else None
+
+
+# The training set: rows of tokens, with a return for each token of a response.
+
+
+def read_rows(config: RunConfig, limits: Limits) -> list[TrainingRow]:
+    """Return the rows of all files and runs in `critic.pretrain`, in order.
+
+    Args:
+        limits: of the critic.
+
+    Raises:
+        ConfigError: one of them is damaged, has no rows, or has rows that do not fit the critic.
+    """
+    rows: list[TrainingRow] = []
+    for source in config.critic.pretrain:
+        before, model, special = len(rows), config.critic.model, config.actor.prompts.add_special_tokens
+        payloads = steps_of_run(source, model) if source.is_dir() else rows_of_file(source, model, special=special)
+        for where, payload in payloads:
+            arrays = {n: a[:, None] if n == SEQUENCE_LENGTHS else a[None] for n, a in payload.arrays().items()}
+            try:
+                rows += [row for row in split_rows(train_payload(arrays, limits)) if row.mask.any()]
+            except ContractError as error:
+                raise ConfigError(f"{KEY}: {where} does not fit {model}: {error}; remove it") from error
+        if len(rows) == before:
+            raise ConfigError(
+                f"{KEY}: {source} has no rows to train on; a run keeps its last trainer.archive_entries steps"
+            )
+    return rows
+
+
+def steps_of_run(folder: Path, model: Path) -> Iterator[tuple[Path, TrainPayload]]:
+    """Yield file and content of each step on disk of an earlier run, whose tokenizer must be that of `model`.
+
+    Raises:
+        ConfigError: it is not the folder of a run with a critic, or has another tokenizer; its sidecar is running; or
+            an entry is damaged.
+    """
+    run = RunSection(dir=folder)
+    try:
+        manifest = WeightsStore(run.weights_dir).manifest(0)
+    except WeightsError as error:
+        raise ConfigError(f"{KEY}: {folder} is not the folder of a run with a critic: {error}; remove it") from error
+    if (tokenizer := tokenizer_of(model)) is None or tokenizer != manifest.tokenizer:
+        raise ConfigError(
+            f"{KEY}: the tokenizer of {folder} is not that of {model}, or is not known, so that its token ids may mean "
+            "other texts; remove it"
+        )
+    journal = JournalState(run.journal_dir, manifest.run_id)
+    if journal.is_followed():
+        raise ConfigError(f"{KEY}: {folder} is in training; stop it first, or remove it")
+    for path in journal.training_files():
+        try:
+            yield path, read_training_file(path)[0]
+        except DamagedEntry as error:
+            raise ConfigError(f"{KEY}: {error}; restore the file, or remove {folder} from the list") from error
+
+
+def rows_of_file(path: Path, model: Path, *, special: bool) -> Iterator[tuple[str, TrainPayload]]:
+    """Yield place and content of each line of a JSONL file, tokenised with the tokenizer of `model`.
+
+    A line has a `prompt` (text, messages or token ids), a `response` (text or token ids) and the `return` of each of
+    its tokens, a number. As the policy's, a text response ends with the end-of-sequence token.
+
+    Args:
+        special: begin text prompts with the tokenizer's BOS.
+
+    Raises:
+        RlhfError: a line is not such an object, or the model has no tokenizer, which texts need.
+    """
+    tokenizer = functools.cache(lambda: load_tokenizer(model.absolute()))
+    for where, line in named_lines(path, KEY, FIELDS):
+        prompt, response, target = [line.get(name) for name in FIELDS]
+        if prompt and isinstance(prompt, str | list) and not _is_ids(prompt):
+            prompt = _prompt_ids(tokenizer(), prompt, where, special=special)
+        if isinstance(response, str):
+            end, response = tokenizer().eos_token_id, tokenizer()(response, add_special_tokens=False)["input_ids"]
+            response += [] if end in (None, *response[-1:]) else [end]
+        if not (_is_ids(prompt) and _is_ids(response) and isinstance(target, int | float) and -3e38 < target < 3e38):
+            raise ConfigError(
+                f"{KEY}: {where} must have a prompt (text, messages or token ids), a response (text or token ids), "
+                f"neither of them empty, and a return (a finite number), got {json.dumps(line)[:80]}"
+            )
+        mask = np.zeros(len(prompt) + len(response) - 1, np.float32)
+        mask[len(prompt) - 1 :] = 1
+        tokens, returns = np.array([*prompt, *response], np.int64), np.where(mask > 0, np.float32(target), mask)
+        yield where, TrainPayload(tokens, np.array([len(tokens)]), returns, np.zeros_like(mask), mask)
+
+
+def _prompt_ids(tokenizer: Any, prompt: Any, where: str, *, special: bool) -> list[int]:
+    """Return the ids of a text or of messages, tokenised as the actor's prompts are."""
+    is_text = isinstance(prompt, str)
+    try:
+        text = prompt if is_text else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # the template is the checkpoint's own code and may raise any exception
+        raise ConfigError(f"{KEY}: {where}: the chat template rejects the prompt: {error}") from error
+    before, ids = encode_prompt(tokenizer, text)
+    return [*before, *ids] if special and is_text else tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _is_ids(value: Any) -> TypeGuard[list[int]]:
+    return (
+        isinstance(value, list) and bool(value) and all(type(each) is int and 0 <= each < INT64_MAX for each in value)
+    )
+
+
+def split(rows: Sequence[TrainingRow], seed: int) -> tuple[list[TrainingRow], list[TrainingRow]]:
+    """Return the rows to train on and those held out: all rows of a tenth of the prompts, at least of one.
+
+    Raises ConfigError if all rows have the same prompt.
+    """
+    prompts: dict[bytes, list[TrainingRow]] = {}
+    for row in rows:
+        prompts.setdefault(row.tokens[: int((row.mask > 0).argmax()) + 1].tobytes(), []).append(row)
+    if len(prompts) < 2:
+        raise ConfigError(f"{KEY}: all rows have the same prompt, and one prompt must be held out; add others")
+    num_held_out = max(1, round(HELD_OUT * len(prompts)))
+    chosen = {*np.random.default_rng(seed).permutation(len(prompts))[:num_held_out].tolist()}
+    sides: tuple[list[TrainingRow], list[TrainingRow]] = ([], [])
+    for number, group in enumerate(prompts.values()):
+        sides[number in chosen].extend(group)
+    return sides
+
+
+def packed(rows: Sequence[TrainingRow]) -> TrainPayload:
+    """Return the rows as a payload. Its old values, of another critic, are 0: nothing may be clipped around them."""
+    tokens, returns, mask = (
+        np.concatenate([getattr(row, name) for row in rows]) for name in ("tokens", "returns", "mask")
+    )
+    return TrainPayload(tokens, np.array([row.tokens.size for row in rows]), returns, np.zeros_like(returns), mask)
+
+
+def explained_variance(critic: CriticModel, rows: Sequence[TrainingRow], token_budget: int) -> float:
+    """Return 1 - Var(returns - values) / Var(returns) over the tokens of all responses; 0 if returns do not vary."""
+    errors, returns = [], []
+    for batch in plan_micro_batches([row.tokens.size for row in rows], token_budget=token_budget, max_rows=MAX_ROWS):
+        for row, values in zip(batch, critic.values([rows[i].tokens for i in batch]), strict=True):
+            is_scored = rows[row].mask > 0
+            returns.append(rows[row].returns[is_scored].astype(np.float64))
+            errors.append(returns[-1] - values[:-1][is_scored])
+    total = np.concatenate(returns).var()
+    return float(1 - np.concatenate(errors).var() / total) if total > 0 else 0.0
