@@ -79,7 +79,7 @@ def _algorithms() -> Iterator[str]:
 
 
 def _scalar(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value).replace("|", "\\|").replace("\\\\", "\\")
 
 
 def render(schema: Schema) -> str:

@@ -77,7 +77,7 @@ ALGORITHMS = {
             "actor.algorithm.critic_warmup_steps": 50,
         },
     ),
-    "sao": replace(  # without its frozen attention, whose parameters have another name in each model
+    "sao": replace(
         _PPO,
         source="Hou et al. 2026 (arXiv 2607.07508)",
         meaning="GAE, with a lambda of its own for the critic's returns",
@@ -87,6 +87,7 @@ ALGORITHMS = {
             "actor.algorithm.old_logprobs": "sampler",
             "actor.algorithm.critic_warmup_steps": 10,
             "trainer.epochs": 2,
+            "trainer.freeze": (r"attn\.|attention\.",),
         },
     ),
     "reinforce++": Algorithm(
