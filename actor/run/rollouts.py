@@ -147,7 +147,8 @@ class Rollouts:
             with timers.phase("prompt_values"):
                 await ready
                 values = await self._scorer.prompt_values(prompts)
-            distance = np.abs(values - sum(scores) / 2)
+            # Within the range: below or above it, the critic's error would decide between prompts of no use.
+            distance = np.abs(values.clip(*scores) - sum(scores) / 2)
             nearest = np.argsort(distance, kind="stable")[: len(prompts) // candidates]
             prompts = [prompts[i] for i in sorted(nearest)]
         return self.inputs.repeated(prompts)
