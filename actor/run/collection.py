@@ -1,7 +1,7 @@
 """Collects a scored rollout, overlapping generation, scoring and log-probs."""
 
 import asyncio
-from typing import Any
+import functools
 
 from actor.algorithms.batch import importance_weights
 from actor.data.compute import InThread
@@ -11,6 +11,7 @@ from actor.run.metrics import Timers
 from actor.scoring.reference import Reference, only_known, with_one_version
 from actor.scoring.scorer import Scorer
 from actor.scoring.stream import ScoringStream
+from python_backend.wire.contract import VersionRange
 
 
 async def collect(
@@ -20,7 +21,7 @@ async def collect(
     prompts: list[Prompt],
     *,
     seed: int,
-    ready: asyncio.Future[Any],
+    ready: asyncio.Future[VersionRange | None],
     in_thread: InThread,
     timers: Timers,
     greedy: bool = False,
@@ -35,7 +36,8 @@ async def collect(
     are in flight. A row without reference log-probs counts as not scored.
 
     Args:
-        ready: a future that completes when the critic's weights are new enough for scoring.
+        ready: a future that completes when the critic's weights are new enough for scoring. Its result are the versions
+            that the scoring requests demand of the critic; None: any.
         with_kl: compute reference log-probs.
         with_logprobs: compute the policy's log-probs even without `with_kl`.
         importance_cap: upper bound of the importance weights of tokens that vLLM sampled; None: no weights.
@@ -68,7 +70,8 @@ async def collect(
                 await ready
         with timers.phase("score_wait"):
             scores = await stream.scores(rollout.tokens.shape[1])
-            scores = await with_one_version(scorer.score, rollout, scores, group_size=group_size)
+            score = functools.partial(scorer.score, versions=await ready)
+            scores = await with_one_version(score, rollout, scores, group_size=group_size)
         timers.note("scoring", *stream.span)
     finally:
         await asyncio.gather(*(each.close() for each in (stream, asked) if each is not None))

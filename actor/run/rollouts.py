@@ -21,6 +21,7 @@ from python_backend.client.client import TritonClient
 from python_backend.client.errors import ServerFailed
 from python_backend.config import ActorSection
 from python_backend.monitoring.log_lines import set_log_position
+from python_backend.wire.contract import VersionRange
 
 # Critic updates in flight: sent before the policy's update, awaited when scoring needs their weights.
 
@@ -39,14 +40,20 @@ class RemoteCritic:
         """Start the critic's update of `step`; `payload` as of `critic_payload`."""
         self._in_flight[step] = asyncio.create_task(self.train(step, payload))
 
-    async def served(self, step: int) -> None:
-        """Wait until every update in flight up to `step` is served or has failed."""
+    async def served(self, step: int) -> VersionRange | None:
+        """Wait until every update in flight up to `step` is served or has failed; return the versions to demand then.
+
+        None: any, before the first update is served. A server that is slow to swap, and that the sidecar did not wait
+        for, may still serve an older one.
+        """
         for sent, update in sorted(self._in_flight.items()):
             if sent <= step:
                 version = await asyncio.shield(update)  # cancelling a rollout must not cancel the update
                 self._in_flight.pop(sent, None)
                 if version is not None:
                     self._recorder.weights_version = version
+        oldest = self._recorder.weights_version
+        return VersionRange(oldest) if oldest else None
 
     async def train(self, step: int, payload: Mapping[str, np.ndarray]) -> int | None:
         """Send the critic its update; return the weights version that serves it, or None if the update failed.
@@ -116,7 +123,8 @@ class Rollouts:
     async def collect(self, step: int, *, updated: int) -> Collected:
         """Generate and score the responses of `step`, with the policy as of step `updated`.
 
-        Generation starts at once; scoring waits until the critic's weights satisfy `actor.max_staleness`.
+        Generation starts at once; scoring waits until the critic's weights satisfy `actor.max_staleness`, and demands
+        their version or a newer one.
         """
         settings, timers = self._settings, Timers(step)
         needed = needed_update(step, max_staleness=settings.max_staleness, every=self._publish_every)
