@@ -210,8 +210,8 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
             RequestFailed: all attempts failed, no server serves the version, or the server refuses a row: too long, or
                 an id outside the vocabulary.
         """
-        tokens, versions = token_rows(rows), _versions(min_version, exact_version)
-        client = await self._connected()
+        tokens, client = token_rows(rows), await self._connected()
+        versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
         answer = await client.score(tokens, (contract.VALUES, contract.WEIGHTS_VERSION), versions=versions)
         return RowValues(*_values(answer, tokens))
 
@@ -233,8 +233,8 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
 
         Raises like `values`; also CriticClientError if the server has no reward model that takes these tokens.
         """
-        tokens, versions = token_rows(rows), _versions(min_version, exact_version)
-        client = await self._connected()
+        tokens, client = token_rows(rows), await self._connected()
+        versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
         lengths = None if prompt_lengths is None else [int(length) for length in prompt_lengths]
         for name, given in ((contract.METADATA, metadata), (contract.PROMPT_LENGTHS, lengths)):
             if given is not None and len(given) != len(tokens):
@@ -336,10 +336,6 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
             if error.code != UNKNOWN_MODEL:
                 raise
             raise CriticClientError(f"the server serves {missing} ({error})") from error
-
-
-def _versions(least: int | None, exact: int | None) -> VersionRange | None:
-    return VersionRange.of({contract.MIN_VERSION: least, contract.EXACT_VERSION: exact})
 
 
 def _values(answer: dict[str, np.ndarray], rows: list[np.ndarray]) -> tuple[list[np.ndarray], int]:

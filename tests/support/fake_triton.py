@@ -29,8 +29,8 @@ class FakeTriton(FakeServer):
     """A fake server, each of whose requests a behaviour answers.
 
     With `ok`, `busy` (503), `behind` (503, a newer version is demanded), `dead` (the error of a dead model
-    process), `wrong` (400), `early` (400, a step whose predecessor is missing), `failed` (500), `unloaded` (404), `drop`
-    (break the connection), `hang` (no answer), or `wait` (answer once `go` is set).
+    process), `wrong` (400), `early` (400, a step whose predecessor is missing), `failed` (500), `unloaded` (404),
+    `drop` (break the connection), `hang` (no answer), or `wait` (answer once `go` is set).
     """
 
     def __init__(self, behaviour: Behaviour = lambda model, number: "ok") -> None:
