@@ -334,7 +334,7 @@ OPTIONS = {
         32, "part c: rows of the smallest update; the others have two and four times as many", quick=4
     ),
     "demand_swaps": Option(200, "part d: number of swaps", quick=4),
-    "demand_every_s": Option(5.0, "part d: seconds from one swap to the next", quick=3.0),
+    "demand_every_s": Option(6.0, "part d: seconds from one swap to the next", quick=3.0),
     "demand_clients": Option(32, "part d: value requests in flight at three servers", quick=4),
     "lag_s": Option(2.0, "part d: seconds after which the third server sees a new version", quick=1.0),
     "updates": Option(3, "part c: updates of each size on each server", quick=1),
@@ -352,7 +352,7 @@ MOST_GROWTH = 1.2
 MOST_DEMAND_P99 = 1.03
 TURN_S = 0.3  # requests demand a version for so long, then for as long none
 ROUNDING_S = 1e-5  # of the clients' times
-GRACE_S = 0.5  # until the late server has swapped, and a request has tried it again
+GRACE_S = 2.0  # until the late server has swapped, and a request has tried it again
 TRAINER = TrainerSection(
     optimizer=CriticOptimizerSection(lr=1e-5), token_budget=1024, checkpoint_every=1_000_000, reload_on_save="none"
 )

@@ -64,20 +64,21 @@ class Server(Generic[C]):
     down: str | None = None  # why the server is set aside; None: it receives requests
     unusable: RlhfError | None = None  # what a probe raised: the server gets no more requests
     suspended: dict[str, Suspension] = field(default_factory=dict)  # by model
-    behind: dict[str, tuple[VersionRange, float]] = field(default_factory=dict)
-    """By model: the versions that it refused to serve, and when one request may try it again."""
+    behind: dict[str, tuple[VersionRange, int, float]] = field(default_factory=dict)
+    """By model: the versions that it refused to serve, how often, and when one request may try it again."""
     probe: asyncio.Task[str | None] | None = None
 
     def lacks(self, model: str, demanded: VersionRange | None) -> bool:
         """Return whether the server has just refused a request for this model that demanded no less."""
         if demanded is None or model not in self.behind:
             return False
-        refused, until = self.behind[model]
+        refused, _, until = self.behind[model]
         return time.monotonic() < until and refused.least <= demanded.least and demanded.most <= refused.most
 
-    def lacked(self, model: str, refused: VersionRange, pause_s: float) -> None:
-        """Record that the server does not serve these versions; one request may try it again after the pause."""
-        self.behind[model] = refused, time.monotonic() + pause_s
+    def lacked(self, model: str, refused: VersionRange, first_pause_s: float) -> None:
+        """Record that the server does not serve these versions; one request may try it again, after growing pauses."""
+        times = self.behind[model][1] + 1 if model in self.behind else 0
+        self.behind[model] = refused, times, time.monotonic() + backoff_s(first_pause_s, times)
 
     def takes(self, model: str) -> bool:
         """Return whether a request for this model may be sent to this server."""
@@ -285,7 +286,7 @@ class ServerPool(Generic[C]):
         server = await self._find(model, choose, patient=patient and self._settings.max_outage_s > 0)
         suspended = server.suspended.get(model)
         if demanded is not None and model in server.behind:  # this request tries it again; others wait for its answer
-            server.lacked(model, server.behind[model][0], backoff_s(self._settings.backoff_s, 0))
+            server.lacked(model, server.behind[model][0], self._settings.backoff_s)
         server.in_flight += 1
         if suspended:
             suspended.on_trial = True
@@ -391,7 +392,8 @@ class ServerPool(Generic[C]):
         model = attempts.model
         self.answered(server, model)
         pause_s = attempts.pause_for_version_s(trouble, server.url)
-        server.lacked(model, demanded, backoff_s(self._settings.backoff_s, 0))
+        if not server.lacks(model, demanded):
+            server.lacked(model, demanded, self._settings.backoff_s)
         goes_elsewhere = any(other.takes(model) and not other.lacks(model, demanded) for other in self.servers)
         self._counters.failovers += goes_elsewhere
         self._counters.retries += 1

@@ -136,18 +136,21 @@ async def test_a_version_that_does_not_come_is_an_error_that_names_both_at_the_d
 async def test_a_server_that_is_behind_is_avoided_by_demands_alone_and_tried_again_by_one_request_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """A pause of a minute shows that none is made; the clock says when the server may be tried again."""
+    """The pauses are half to one second, then one to two, of a clock that nothing else advances."""
     now = 0.0
     monkeypatch.setattr(pool, "time", types.SimpleNamespace(monotonic=lambda: now))
     behind, other = FakeTriton(lambda *_: "behind"), FakeTriton()
-    async with behind, other, client_of(behind, other, retries=0, retry_reserve=0, backoff_s=60.0) as client:
+    async with behind, other, client_of(behind, other, retries=0, retry_reserve=0, backoff_s=1.0) as client:
         for _ in range(3):
             for least in (4, 5, 9):
                 await client.score(ROWS, ("values",), versions=VersionRange(least))
             assert len(behind.asked) == 1
         assert client.counters == RequestCounters(requests=9, retries=1, failovers=1)
-        now += 61.0
+        now += 1.0
         await asyncio.gather(*(client.score(ROWS, ("values",), versions=NEWER) for _ in range(20)))
+        assert len(behind.asked) == 2
+        now += 0.99
+        await client.score(ROWS, ("values",), versions=NEWER)
         assert len(behind.asked) == 2
         behind.behaviour = lambda *_: "ok"
         await asyncio.gather(*(client.score(ROWS, ("values",), versions=VersionRange(3)) for _ in range(4)))
