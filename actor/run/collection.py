@@ -36,8 +36,8 @@ async def collect(
     are in flight. A row without reference log-probs counts as not scored.
 
     Args:
-        ready: a future that completes when the critic's weights are new enough for scoring. Its result are the versions
-            that the scoring requests demand of the critic; None: any.
+        ready: a future that completes when the critic's weights are new enough for scoring; its result is what the
+            scoring requests demand of the critic. None: any version.
         with_kl: compute reference log-probs.
         with_logprobs: compute the policy's log-probs even without `with_kl`.
         importance_cap: upper bound of the importance weights of tokens that vLLM sampled; None: no weights.

@@ -100,7 +100,7 @@ class RowStream(Generic[T]):
 class ScoringStream(RowStream[Scores]):
     """Scores the rows of one rollout; `group_size` is its number of responses per prompt.
 
-    `ready` returns the versions of the critic that may score them; None: any.
+    The result of `ready` is the versions of the critic that may score them; None: any.
     """
 
     def __init__(

@@ -160,7 +160,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         prompt_lengths: list[int] | None = None,
         versions: contract.VersionRange | None = None,
     ) -> dict[str, np.ndarray]:
-        """Like `score`, but return outputs of reward_model, whose versions `versions` are; the critic does not run.
+        """Like `score`, but return outputs of reward_model, to which `versions` applies; the critic does not run.
 
         Raises RequestFailed.
         """
