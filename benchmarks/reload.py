@@ -2,7 +2,8 @@
 
 Part a (load): failures, p99 and longest pause of clients during swaps and Triton reloads. Part b (publish): time until
 a written version is served, against the unavoidable steps alone. Part c (training): value requests while the critic
-trains, with updates of three sizes. Server and clients have one core each.
+trains, with updates of three sizes. Part d (demands): clients of three servers, one of which sees new versions late,
+with and without `min_version`. Server and clients have one core each.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from python_backend.client.errors import RequestFailed
 from python_backend.config import ClientSection, RunConfig, TrainerSection
 from python_backend.config.live_models import live_model
 from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION
+from python_backend.wire.contract import REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION, VersionRange
 from tools.serve import with_fixed_ports
 from trainer.control_plane import ControlPlane
 
@@ -47,7 +48,8 @@ import psutil
 from benchmarks.measurement import Option, Record, Result, Target, grouped, median_of, medians, select, timed
 from benchmarks.processes import output_of, running_sidecar
 from benchmarks.workload import noise_payload
-from python_backend.config import CriticOptimizerSection
+from python_backend.config import CriticOptimizerSection, ServerSection
+from python_backend.config.sections import PublishSection
 from python_backend.store.weights import sha256_of
 from python_backend.wire.contract import SEQUENCE_LENGTHS
 from tools.report.curves import figure_of
@@ -93,7 +95,8 @@ class ReloadSetup:
 
 # ---- clients ----
 
-_ended: Any  # an event, in the process of the clients
+_ended: Any  # in the process of the clients: an event, and the version that requests demand, -1 for none
+_demanded: Any
 
 
 class Clients:
@@ -101,19 +104,22 @@ class Clients:
 
     def __init__(self, running: contextlib.ExitStack) -> None:
         """Start the process, which ends when `running` closes."""
-        self._ended = SPAWN.Event()
-        self._pool: Executor = running.enter_context(running_pool(1, _remember, self._ended))
+        self._ended, self.demanded = SPAWN.Event(), SPAWN.Value("q", -1)
+        self._pool: Executor = running.enter_context(running_pool(1, _remember, self._ended, self.demanded))
 
     @contextlib.contextmanager
-    def sending(self, url: str, num_clients: int, model: str = "critic") -> Iterator[dict[str, list[Any]]]:
+    def sending(
+        self, url: str, num_clients: int, model: str = "critic", more_urls: Sequence[str] = ()
+    ) -> Iterator[dict[str, list[Any]]]:
         """Run clients during the block; yield their observations, which are complete after the block.
 
         Each client has one row at a time scored, without retries. The observations are `start_s` (on the monotonic
-        clock), `latency_ms` and `version` of each answer, and `failures`.
+        clock), `latency_ms`, `version` and `demanded` of each answer, and `failures`. Values are demanded of version
+        `demanded` or newer, unless it is -1.
         """
         seen: dict[str, list[Any]] = {}
         self._ended.clear()
-        running = self._pool.submit(_observe, url, num_clients, model)
+        running = self._pool.submit(_observe, [url, *more_urls], num_clients, model)
         try:
             yield seen
         finally:
@@ -121,27 +127,28 @@ class Clients:
         seen.update(running.result())
 
 
-def _remember(ended: Any) -> None:
-    global _ended
-    _ended = ended
+def _remember(ended: Any, demanded: Any) -> None:
+    global _ended, _demanded
+    _ended, _demanded = ended, demanded
 
 
-def _observe(url: str, num_clients: int, model: str) -> dict[str, list[Any]]:
-    return asyncio.run(_observe_all(url, num_clients, model))
+def _observe(urls: list[str], num_clients: int, model: str) -> dict[str, list[Any]]:
+    return asyncio.run(_observe_all(urls, num_clients, model))
 
 
-async def _observe_all(url: str, num_clients: int, model: str) -> dict[str, list[Any]]:
-    seen: dict[str, list[Any]] = {"start_s": [], "latency_ms": [], "version": [], "failures": []}
+async def _observe_all(urls: list[str], num_clients: int, model: str) -> dict[str, list[Any]]:
+    seen: dict[str, list[Any]] = {"start_s": [], "latency_ms": [], "version": [], "demanded": [], "failures": []}
     rows = itertools.cycle(make_trace(256))  # one event loop: the clients share the iterator
-    settings = ClientSection(deadline_s=300, retries=0, max_outage_s=0, max_in_flight=num_clients)
-    async with TritonClient(url, settings) as client:
+    settings = ClientSection(servers=tuple(urls), deadline_s=300, retries=0, max_outage_s=0, max_in_flight=num_clients)
+    async with TritonClient(urls[0], settings) as client:
 
         async def ask() -> None:
             while not _ended.is_set():
-                start = time.monotonic()
+                start, least = time.monotonic(), _demanded.value
                 try:
                     if model == "critic":
-                        answer = await client.score([next(rows)], (VALUES, WEIGHTS_VERSION))
+                        versions = VersionRange(least) if least >= 0 else None
+                        answer = await client.score([next(rows)], (VALUES, WEIGHTS_VERSION), versions=versions)
                         scores, version = answer[VALUES], answer[WEIGHTS_VERSION]
                     else:
                         answer = await client.rewards([next(rows)], (REWARDS, REWARD_VERSION))
@@ -157,6 +164,7 @@ async def _observe_all(url: str, num_clients: int, model: str) -> dict[str, list
                 seen["start_s"].append(round(start, 5))
                 seen["latency_ms"].append(round(latency * 1e3, 3))
                 seen["version"].append(int(version[0, 0]))
+                seen["demanded"].append(least)
 
         await asyncio.gather(*(ask() for _ in range(num_clients)))
     return seen
@@ -308,9 +316,9 @@ def _step_back() -> None:
 
 OPTIONS = {
     "parts": Option(
-        ["a", "b", "c"],
-        "a: clients during reloads, b: time until served, c: clients during updates",
-        known="abc",
+        ["a", "b", "c", "d"],
+        "a: clients during reloads, b: time until served, c: clients during updates, d: demanded versions",
+        known="abcd",
     ),
     "model": Option("critic", "model that is reloaded in part a: critic or reward", known=LIVE_MODELS),
     "models": Option(["1m", "7m", "110m"], f"any of {', '.join(SIZES)}; above 7m only in b", ["tiny"], SIZES),
@@ -325,6 +333,10 @@ OPTIONS = {
     "update_rows": Option(
         32, "part c: rows of the smallest update; the others have two and four times as many", quick=4
     ),
+    "demand_swaps": Option(200, "part d: number of swaps", quick=4),
+    "demand_every_s": Option(6.0, "part d: seconds from one swap to the next", quick=3.0),
+    "demand_clients": Option(32, "part d: value requests in flight at three servers", quick=4),
+    "lag_s": Option(2.0, "part d: seconds after which the third server sees a new version", quick=1.0),
     "updates": Option(3, "part c: updates of each size on each server", quick=1),
 }
 SMALL = ("tiny", "1m", "2m", "5m", "7m")  # models whose latencies under load are short enough
@@ -337,6 +349,10 @@ SWAP_EVERY_S = 0.5
 MOST_SWAP, MOST_TRITON = 1.25, 1.2
 UPDATE_SIZES = (1, 2, 4)
 MOST_GROWTH = 1.2
+MOST_DEMAND_P99 = 1.03
+TURN_S = 0.3  # requests demand a version for so long, then for as long none
+ROUNDING_S = 1e-5  # of the clients' times
+GRACE_S = 2.0  # until the late server has swapped, and a request has tried it again
 TRAINER = TrainerSection(
     optimizer=CriticOptimizerSection(lr=1e-5), token_budget=1024, checkpoint_every=1_000_000, reload_on_save="none"
 )
@@ -713,6 +729,94 @@ def draw_training(axes: Any, model: str, runs: list[dict[str, Any]], summary: di
     axes.legend()
 
 
+# ---- part d ----
+
+
+def measure_demands(setup: ReloadSetup, model: str) -> dict[str, Any]:
+    """Return the requests at three servers, in turn with and without demands, and when each version was trained.
+
+    The third server sees the store as it was `lag_s` ago, as through a volume that caches it, and the publisher, which
+    waits for the other two, does not see that server's record.
+    """
+    settings, trained = setup.settings, [(0.0, 0)]
+    trainer = TrainerSection(serve_timeout_s=300, publish=PublishSection(keep=100))
+    with ReloadService(setup, "demands", model, trainer=trainer) as service, contextlib.ExitStack() as running:
+        late = WeightsStore(service.folder / "late" / "weights" / "critic")
+        late.root.mkdir(parents=True)
+        _show(late, service.store, 0)
+        (service.folder / "other").mkdir()
+        (service.folder / "other" / "weights").symlink_to(service.folder / "weights")
+        urls = [running.enter_context(_one_more(setup, service, name)) for name in ("other", "late")]
+        with setup.clients.sending(service.url, settings.demand_clients, more_urls=urls) as samples:
+            for number in range(settings.demand_swaps):
+                begin, demands = time.monotonic(), number % 2 == 1  # also while it is published
+                setup.clients.demanded.value = trained[-1][1] if demands else -1
+                version = service.publish()["version"]
+                while time.monotonic() < begin + settings.demand_every_s:
+                    setup.clients.demanded.value = version if demands else -1
+                    if version != trained[-1][1]:
+                        trained.append((time.monotonic() + ROUNDING_S, version))
+                        timer = threading.Timer(settings.lag_s, _show, [late, service.store, version])
+                        timer.start()
+                        running.callback(timer.join)
+                    time.sleep(TURN_S)
+                    demands = not demands
+        setup.clients.demanded.value = -1
+    return {"samples": samples, "trained": trained, "lag_s": settings.lag_s}
+
+
+def _show(late: WeightsStore, store: WeightsStore, version: int) -> None:
+    late.folder(version).symlink_to(store.folder(version))
+    late.set_current(version)
+
+
+@contextlib.contextmanager
+def _one_more(setup: ReloadSetup, service: ReloadService, name: str) -> Iterator[str]:
+    """Run a server with the weights in a folder of the service; yield its address."""
+    run = service.config.run.model_copy(update={"dir": service.folder / name})
+    config = service.config.model_copy(update={"run": run, "server": ServerSection(**ON_FREE_PORTS)})
+    with on_core(setup.server_core), running_triton(config := with_fixed_ports(config)):
+        yield config.server.http_url
+
+
+def summarise_demands(found: dict[str, Any]) -> dict[str, Any]:
+    """Return, with and without demands: requests, those that an older version than the last trained answered, and p99.
+
+    The p99 of requests while the third server was late is apart: demands then have two servers instead of three.
+    """
+    names = ("start_s", "latency_ms", "version", "demanded")
+    start, latency, version, demanded = (np.asarray(found["samples"][name]) for name in names)
+    times, versions = map(np.asarray, zip(*found["trained"], strict=True))
+    last = np.searchsorted(times, start) - 1
+    is_older, is_late = version < versions[last], start < times[last] + found["lag_s"] + GRACE_S
+    of = {
+        name: {
+            "requests": int(chosen.sum()),
+            "older": int(is_older[chosen].sum()),
+            "p99_ms": p99(latency[chosen & ~is_late]),
+            "late_p99_ms": p99(latency[chosen & is_late]),
+        }
+        for name, chosen in (("with", demanded >= 0), ("without", demanded < 0))
+    }
+    return {"failed": len(found["samples"]["failures"]), "swaps": len(times) - 1, **of}
+
+
+def demand_targets(model: str, of: dict[str, Any]) -> list[Target]:
+    """Return the targets of a model."""
+    ours, theirs = of["with"], of["without"]
+    now, late = (
+        (quotient(ours[name], theirs[name]), f"{_ms(ours[name])} against {_ms(theirs[name])} without")
+        for name in ("p99_ms", "late_p99_ms")
+    )
+    return [
+        Target("d: failed requests", of["failed"], None, 0, f"{of['swaps']} swaps"),
+        Target("d: older versions with min_version", ours["older"], None, 0, f"of {ours['requests']:,} requests"),
+        Target("d: older versions without", theirs["older"], 1, None, f"of {theirs['requests']:,} requests"),
+        Target("d: p99 with / without", now[0], None, MOST_DEMAND_P99, now[1]),
+        Target("d: … while one of three servers is late", late[0], None, None, late[1]),
+    ]
+
+
 # ---- all parts ----
 
 
@@ -750,6 +854,7 @@ PARTS = {
         training_targets,
         draw_training,
     ),
+    "demands": Part("d", lambda models: under_load(models)[:1], measure_demands, summarise_demands, demand_targets),
 }
 
 

@@ -375,6 +375,14 @@ CHANGES: dict[str, Change] = {
     "as_json": _as_json,
     "odd_outputs": _of_request("outputs", st.lists(st.sampled_from(OUTPUTS), min_size=1, max_size=3)),
     "odd_parameters": _of_request("parameters", st.sampled_from(PARAMETERS)),
+    "odd_demands": _of_request(
+        "parameters",
+        st.dictionaries(
+            st.sampled_from((contract.MIN_VERSION, contract.EXACT_VERSION)),
+            st.sampled_from((*EDGES, *JSON_VALUES, True, 1.5, None)),
+            min_size=1,
+        ),
+    ),
     "odd_version": _of_request("version", st.sampled_from(("2", "0", "-1", "99999999999999999999", "x"))),
     "odd_body": _of_request("body", st.sampled_from(BODIES) | st.binary(min_size=200, max_size=200)),
     "odd_headers": _of_request("headers", st.sampled_from(HEADERS)),

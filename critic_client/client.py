@@ -21,7 +21,15 @@ from python_backend.client.served import ServedModel
 from python_backend.config import ClientSection
 from python_backend.errors import RlhfError
 from python_backend.wire import contract
-from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, ContractError
+from python_backend.wire.contract import (
+    MASK,
+    PREV_VALUES,
+    RETURNS,
+    SEQUENCE_LENGTHS,
+    TOKENS,
+    ContractError,
+    VersionRange,
+)
 
 Rows = Sequence[Any]
 """One entry per row: a list of numbers, a NumPy array or a CPU tensor `[length_i]`."""
@@ -187,29 +195,46 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
             self._is_closed = True
             await self._client.__aexit__()
 
-    async def values(self, rows: Rows) -> RowValues:
+    async def values(
+        self, rows: Rows, *, min_version: int | None = None, exact_version: int | None = None
+    ) -> RowValues:
         """Return the values of n rows of token ids of the critic's tokenizer.
 
+        Args:
+            min_version: oldest version of the weights that may answer, such as that of a `TrainAnswer`. The call asks
+                the other servers, and waits for up to `deadline_s` of its settings.
+            exact_version: the only version that may answer. Give one of the two, or neither.
+
         Raises:
-            ContractError: an empty row, or one that has not integers.
-            RequestFailed: all attempts failed, or the server refuses a row: too long, or an id outside the vocabulary.
+            ContractError: an empty row, or one that has not integers; a version that is no integer of at least 0.
+            RequestFailed: all attempts failed, no server serves the version, or the server refuses a row: too long, or
+                an id outside the vocabulary.
         """
         tokens, client = token_rows(rows), await self._connected()
-        answer = await client.score(tokens, (contract.VALUES, contract.WEIGHTS_VERSION))
+        versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
+        answer = await client.score(tokens, (contract.VALUES, contract.WEIGHTS_VERSION), versions=versions)
         return RowValues(*_values(answer, tokens))
 
     async def score(
-        self, rows: Rows, metadata: list[dict[str, Any]] | None = None, *, prompt_lengths: Sequence[int] | None = None
+        self,
+        rows: Rows,
+        metadata: list[dict[str, Any]] | None = None,
+        *,
+        prompt_lengths: Sequence[int] | None = None,
+        min_version: int | None = None,
+        exact_version: int | None = None,
     ) -> RowScores:
         """Return values and rewards of n rows in one request; the reward model must have the critic's tokenizer.
 
         Args:
             metadata: one dictionary per row for reward functions.
             prompt_lengths: for a process reward, leading tokens of each row that belong to its prompt.
+            min_version, exact_version: of the critic's weights, as of `values`.
 
         Raises like `values`; also CriticClientError if the server has no reward model that takes these tokens.
         """
         tokens, client = token_rows(rows), await self._connected()
+        versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
         lengths = None if prompt_lengths is None else [int(length) for length in prompt_lengths]
         for name, given in ((contract.METADATA, metadata), (contract.PROMPT_LENGTHS, lengths)):
             if given is not None and len(given) != len(tokens):
@@ -217,7 +242,7 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         served = await self._outputs_with_rewards(client)
         explained = (contract.REWARD_ERRORS,) if contract.REWARD_ERRORS in served else ()
         outputs = (contract.REWARDS, contract.VALUES, contract.WEIGHTS_VERSION, *explained)
-        answer = await client.score(tokens, outputs, metadata, prompt_lengths=lengths)
+        answer = await client.score(tokens, outputs, metadata, prompt_lengths=lengths, versions=versions)
         rewards = answer[contract.REWARDS]
         errors = [""] * len(tokens)
         if explained:
@@ -367,15 +392,28 @@ class CriticClient(AbstractContextManager["CriticClient"]):
             self._thread.join()
             self._loop.close()
 
-    def values(self, rows: Rows) -> RowValues:
+    def values(self, rows: Rows, *, min_version: int | None = None, exact_version: int | None = None) -> RowValues:
         """See `AsyncCriticClient.values`."""
-        return self._wait(self._client.values, rows)
+        return self._wait(self._client.values, rows, min_version=min_version, exact_version=exact_version)
 
     def score(
-        self, rows: Rows, metadata: list[dict[str, Any]] | None = None, *, prompt_lengths: Sequence[int] | None = None
+        self,
+        rows: Rows,
+        metadata: list[dict[str, Any]] | None = None,
+        *,
+        prompt_lengths: Sequence[int] | None = None,
+        min_version: int | None = None,
+        exact_version: int | None = None,
     ) -> RowScores:
         """See `AsyncCriticClient.score`."""
-        return self._wait(self._client.score, rows, metadata, prompt_lengths=prompt_lengths)
+        return self._wait(
+            self._client.score,
+            rows,
+            metadata,
+            prompt_lengths=prompt_lengths,
+            min_version=min_version,
+            exact_version=exact_version,
+        )
 
     def train(self, step: int, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainAnswer:
         """See `AsyncCriticClient.train`."""

@@ -1,8 +1,8 @@
 """Collects a scored rollout, overlapping generation, scoring and log-probs."""
 
 import asyncio
+import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from actor.run.metrics import Timers
 from actor.scoring.reference import Reference, only_known, with_one_version
 from actor.scoring.scorer import Scorer, join_scores
 from actor.scoring.stream import ScoringStream
+from python_backend.wire.contract import VersionRange
 
 
 async def collect(
@@ -23,7 +24,7 @@ async def collect(
     prompts: list[Prompt],
     *,
     seed: int,
-    ready: asyncio.Future[Any],
+    ready: asyncio.Future[VersionRange | None],
     in_thread: InThread,
     timers: Timers,
     greedy: bool = False,
@@ -38,7 +39,8 @@ async def collect(
     are in flight. A row without reference log-probs counts as not scored.
 
     Args:
-        ready: a future that completes when the critic's weights are new enough for scoring.
+        ready: a future that completes when the critic's weights are new enough for scoring; its result is what the
+            scoring requests demand of the critic. None: any version.
         with_kl: compute reference log-probs.
         with_logprobs: compute the policy's log-probs even without `with_kl`.
         old_logprobs: `sampler`: those of generation take the place of the policy's in probability ratios.
@@ -72,7 +74,8 @@ async def collect(
                 await ready
         with timers.phase("score_wait"):
             scores = await stream.scores(rollout.tokens.shape[1])
-            scores = await with_one_version(scorer.score, rollout, scores, group_size=group_size)
+            score = functools.partial(scorer.score, versions=await ready)
+            scores = await with_one_version(score, rollout, scores, group_size=group_size)
         timers.note("scoring", *stream.span)
     finally:
         await asyncio.gather(*(each.close() for each in (stream, asked) if each is not None))

@@ -21,11 +21,13 @@ from python_backend.client.client import TritonClient
 from python_backend.client.errors import ServerFailed
 from python_backend.config import ActorSection
 from python_backend.monitoring.log_lines import set_log_position
+from python_backend.wire.contract import VersionRange
 
 # Critic updates in flight: sent before the policy's update, awaited when scoring needs their weights.
 
 
 logger = logging.getLogger(__name__)
+Ready = asyncio.Task[VersionRange | None]  # ends when scoring may begin; what it demands of the critic
 
 
 class RemoteCritic:
@@ -39,14 +41,20 @@ class RemoteCritic:
         """Start the critic's update of `step`; `payload` as of `critic_payload`."""
         self._in_flight[step] = asyncio.create_task(self.train(step, payload))
 
-    async def served(self, step: int) -> None:
-        """Wait until every update in flight up to `step` is served or has failed."""
+    async def served(self, step: int) -> VersionRange | None:
+        """Wait until every update in flight up to `step` is served or has failed; return the versions to demand then.
+
+        None: any, before the first update is served. A server that is slow to swap, and that the sidecar did not wait
+        for, may still serve an older one.
+        """
         for sent, update in sorted(self._in_flight.items()):
             if sent <= step:
                 version = await asyncio.shield(update)  # cancelling a rollout must not cancel the update
                 self._in_flight.pop(sent, None)
                 if version is not None:
                     self._recorder.weights_version = version
+        oldest = self._recorder.weights_version
+        return VersionRange(oldest) if oldest else None
 
     async def train(self, step: int, payload: Mapping[str, np.ndarray]) -> int | None:
         """Send the critic its update; return the weights version that serves it, or None if the update failed.
@@ -118,7 +126,8 @@ class Rollouts:
     async def collect(self, step: int, *, updated: int) -> Collected:
         """Generate and score the responses of `step`, with the policy as of step `updated`.
 
-        Generation starts at once; scoring waits until the critic's weights satisfy `actor.max_staleness`.
+        Generation starts at once; scoring waits until the critic's weights satisfy `actor.max_staleness`, and demands
+        their version or a newer one.
         """
         settings, timers = self._settings, Timers(step)
         needed = needed_update(step, max_staleness=settings.max_staleness, every=self._publish_every)
@@ -135,7 +144,7 @@ class Rollouts:
         return Collected(scored, dropped, timers, updated, metrics)
 
     async def _prompts(
-        self, step: int, read: Callable[..., list[Prompt]], ready: asyncio.Task[None], timers: Timers, *count: int
+        self, step: int, read: Callable[..., list[Prompt]], ready: Ready, timers: Timers, *count: int
     ) -> list[Prompt]:
         """Return the prompts that `read` returns, or of candidates those that the critic prefers, once per response."""
         prompts, candidates = await self._in_thread(read, step, *count), self.inputs.candidates
@@ -145,8 +154,7 @@ class Rollouts:
             prompts = prompts[: len(prompts) // candidates]
         elif candidates > 1 and scores is not None:
             with timers.phase("prompt_values"):
-                await ready
-                values = await self._scorer.prompt_values(prompts)
+                values = await self._scorer.prompt_values(prompts, await ready)
             # Within the range: below or above it, the critic's error would decide between prompts of no use.
             distance = np.abs(values.clip(*scores) - sum(scores) / 2)
             nearest = np.argsort(distance, kind="stable")[: len(prompts) // candidates]
@@ -154,7 +162,7 @@ class Rollouts:
         return self.inputs.repeated(prompts)
 
     async def _collect(
-        self, prompts: list[Prompt], step: int, ready: asyncio.Task[None], timers: Timers, *repeat: int
+        self, prompts: list[Prompt], step: int, ready: Ready, timers: Timers, *repeat: int
     ) -> ScoredRollout:
         settings = self._settings
         scored = await collect(
@@ -176,7 +184,7 @@ class Rollouts:
         return scored
 
     async def _resampled(
-        self, scored: ScoredRollout, step: int, ready: asyncio.Task[None], timers: Timers
+        self, scored: ScoredRollout, step: int, ready: Ready, timers: Timers
     ) -> tuple[ScoredRollout, list[ScoredRollout], dict[str, float]]:
         """Replace groups without spread by the responses to further prompts; return them, too, and metrics.
 

@@ -16,6 +16,8 @@ KEPT_VERSIONS = 1000  # bounds memory; rows are scored by recent versions
 def needed_update(step: int, *, max_staleness: int, every: int) -> int:
     """Return the critic update to await before scoring the rows of `step`; below 1 if there is none.
 
+    The scoring requests then demand the version that the update was served as, or a newer one.
+
     Args:
         step: `step - 1` updates are sent before its rows are scored.
         max_staleness: how many of these updates the scoring weights may lack.

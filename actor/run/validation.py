@@ -15,6 +15,7 @@ from actor.scoring.reference import Reference
 from actor.scoring.scorer import Scorer
 from python_backend.monitoring.tracing import span
 from python_backend.rewards.function import MESSAGES_KEY
+from python_backend.wire.contract import VersionRange
 
 SEED_OFFSET = 1_000_000  # keeps validation seeds apart from the seeds of training rollouts
 
@@ -58,7 +59,7 @@ class Validator:
     async def run(self) -> Validation:
         """Generate one response per prompt, sampled or greedy, score them, and return the result. Raises NotFinite."""
         await self._in_thread(self._policy.renew_sampler)
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ready: asyncio.Future[VersionRange | None] = asyncio.get_running_loop().create_future()
         ready.set_result(None)
         with span("validation"):
             scored = await collect(

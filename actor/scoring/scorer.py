@@ -34,6 +34,7 @@ from python_backend.wire.contract import (
     STEP_REWARDS,
     VALUES,
     WEIGHTS_VERSION,
+    VersionRange,
     sentence_texts,
 )
 
@@ -212,37 +213,44 @@ class Scorer:
                 "configuration, or choose grpo, rloo or reinforce++"
             ) from error
 
-    async def score(self, rollout: Rollout, group_size: int = 1) -> Scores:
+    async def score(self, rollout: Rollout, group_size: int = 1, *, versions: VersionRange | None = None) -> Scores:
         """Return rewards, values and the weights version of the values for every row.
 
-        `group_size`: number of consecutive rows that a groupwise reward function receives together.
+        Args:
+            group_size: number of consecutive rows that a groupwise reward function receives together.
+            versions: versions of the critic that may compute the values; None: any.
         """
         count, unit = len(rollout.prompts), group_size if self.reward.groupwise else 1
         step = max(1, self.rows_per_request // unit) * unit
         chunks = [range(i, min(i + step, count)) for i in range(0, count, step)]
-        ask = functools.partial(self._ask, rollout, group_size)
+        ask = functools.partial(self._ask, rollout, group_size, versions)
         parts = await each(lambda chunk: halved(chunk, ask, str, unit=unit), chunks)
         return await asyncio.to_thread(self._assembled, rollout, [*itertools.chain(*parts)])
 
-    async def values(self, rollout: Rollout) -> Scores:
-        """Return values without running the reward model; all rewards are 0."""
-        ask = functools.partial(self._values, rollout)
+    async def values(self, rollout: Rollout, versions: VersionRange | None = None) -> Scores:
+        """Return values, of these versions, without running the reward model; all rewards are 0."""
+        ask = functools.partial(self._values, rollout, versions)
         parts = await each(lambda row: halved([row], ask, str), range(len(rollout.prompts)))
         return await asyncio.to_thread(_assemble, rollout, [*itertools.chain(*parts)], ServedModel())
 
-    async def prompt_values(self, prompts: Sequence[Prompt]) -> np.ndarray:
+    async def prompt_values(self, prompts: Sequence[Prompt], versions: VersionRange | None) -> np.ndarray:
         """Return the critic's value after each prompt, float32 `[n]`: its predicted score, NaN if unavailable."""
         rows = [torch.from_numpy(prompt.tokens) for prompt in prompts]
         lengths = torch.tensor([len(row) for row in rows])
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        scores = await self.values(Rollout([*prompts], tokens, lengths, lengths, lengths > 0))
+        scores = await self.values(Rollout([*prompts], tokens, lengths, lengths, lengths > 0), versions)
         values = scores.values[torch.arange(len(rows)), lengths - 1]
         return values.where(scores.versions >= 0, torch.nan).numpy()
 
-    async def _values(self, rollout: Rollout, chunk: Sequence[int]) -> dict[str, np.ndarray]:
-        return await self._client.score(rollout.rows(_slice(chunk)), (VALUES, WEIGHTS_VERSION))
+    async def _values(
+        self, rollout: Rollout, versions: VersionRange | None, chunk: Sequence[int]
+    ) -> dict[str, np.ndarray]:
+        rows = rollout.rows(_slice(chunk))
+        return await self._client.score(rows, (VALUES, WEIGHTS_VERSION), versions=versions)
 
-    async def _ask(self, rollout: Rollout, group_size: int, chunk: Sequence[int]) -> dict[str, np.ndarray]:
+    async def _ask(
+        self, rollout: Rollout, group_size: int, versions: VersionRange | None, chunk: Sequence[int]
+    ) -> dict[str, np.ndarray]:
         rows, wanted = rollout.rows(_slice(chunk)), self.reward.reward_outputs
         metadata = texts = pairs = None
         if self.reward.components or self.sends_sentences:
@@ -252,13 +260,14 @@ class Scorer:
             wanted = (*wanted, STEP_REWARDS, STEP_ENDS)
             more = {"prompt_lengths": rollout.prompt_lengths[_slice(chunk)].tolist()}
         if texts is None and self.has_critic:
-            return await self._client.score(rows, (*wanted, VALUES, WEIGHTS_VERSION), metadata, **more)
+            outputs = (*wanted, VALUES, WEIGHTS_VERSION)
+            return await self._client.score(rows, outputs, metadata, **more, versions=versions)
         if texts is None:
             return await self._client.rewards(rows, wanted, metadata, **more)
         rewards = self._client.score_sentences(texts, wanted, metadata, pairs=pairs)
         if not self.has_critic:
             return await rewards
-        values, answer = await asyncio.gather(self._values(rollout, chunk), rewards)
+        values, answer = await asyncio.gather(self._values(rollout, versions, chunk), rewards)
         return {**values, **answer}
 
     def _texts(

@@ -5,7 +5,6 @@ If a reward function is groupwise, a response waits for the others to its prompt
 
 import asyncio
 import contextvars
-import functools
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -17,6 +16,7 @@ from actor.data.compute import AT_ONCE, cancelled
 from actor.data.rollout import Rollout, Scores, join_rollouts
 from actor.scoring.scorer import Scorer, join_scores
 from python_backend.client.batching import Gathering
+from python_backend.wire.contract import VersionRange
 
 T = TypeVar("T")
 # Rows that end in the same decoding step reach the event loop within a few milliseconds. Batching them pays: a request
@@ -98,11 +98,24 @@ class RowStream(Generic[T]):
 
 
 class ScoringStream(RowStream[Scores]):
-    """Scores the rows of one rollout; `group_size` is its number of responses per prompt."""
+    """Scores the rows of one rollout; `group_size` is its number of responses per prompt.
 
-    def __init__(self, scorer: Scorer, *, ready: Awaitable[object], rows_per_request: int, group_size: int = 1) -> None:
+    The result of `ready` is the versions of the critic that may score them; None: any.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        *,
+        ready: asyncio.Future[VersionRange | None],
+        rows_per_request: int,
+        group_size: int = 1,
+    ) -> None:
         size = group_size if scorer.reward.groupwise else 1
-        ask = functools.partial(scorer.score, group_size=size)
+
+        async def ask(rollout: Rollout) -> Scores:
+            return await scorer.score(rollout, size, versions=ready.result())
+
         super().__init__(ask, ready=ready, rows_per_request=rows_per_request, group_size=size)
 
     async def scores(self, width: int) -> Scores:

@@ -130,6 +130,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         *,
         width: int = 0,
         prompt_lengths: list[int] | None = None,
+        versions: contract.VersionRange | None = None,
     ) -> dict[str, np.ndarray]:
         """Return outputs of critic_infer for n token rows, which are sent padded to S, the longest row or `width`.
 
@@ -141,11 +142,13 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             metadata: one dictionary per row for reward functions; None: send no metadata.
             width: pad to at least this many tokens, for servers that batch only requests of equal length.
             prompt_lengths: leading tokens of each row that belong to its prompt; a process reward needs them.
+            versions: versions of the critic's weights that may answer, for which the request waits up to `deadline_s`.
 
         Raises:
-            RequestFailed: all attempts failed, or the request itself is invalid.
+            RequestFailed: all attempts failed, no server serves these versions, or the request itself is invalid.
         """
-        return await self._infer(contract.CRITIC_INFER, _rows(rows, metadata, width, prompt_lengths), outputs)
+        inputs = _rows(rows, metadata, width, prompt_lengths)
+        return await self._infer(contract.CRITIC_INFER, inputs, outputs, versions=versions)
 
     async def rewards(
         self,
@@ -155,12 +158,14 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         *,
         width: int = 0,
         prompt_lengths: list[int] | None = None,
+        versions: contract.VersionRange | None = None,
     ) -> dict[str, np.ndarray]:
-        """Like `score`, but return outputs of reward_model; the critic does not run.
+        """Like `score`, but return outputs of reward_model, to which `versions` applies; the critic does not run.
 
         Raises RequestFailed.
         """
-        return await self._infer(contract.REWARD_MODEL, _rows(rows, metadata, width, prompt_lengths), outputs)
+        inputs = _rows(rows, metadata, width, prompt_lengths)
+        return await self._infer(contract.REWARD_MODEL, inputs, outputs, versions=versions)
 
     async def score_sentences(
         self,
@@ -169,24 +174,25 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         metadata: list[dict[str, Any]] | None = None,
         *,
         pairs: list[str] | None = None,
+        versions: contract.VersionRange | None = None,
     ) -> dict[str, np.ndarray]:
-        """Like `score`, but return outputs of reward_model for n texts, which it tokenises with its own tokenizer.
+        """Like `rewards`, for n texts, which the reward model tokenises with its own tokenizer.
 
         `pairs`: the second text of each row, for a reward model of text pairs. Raises RequestFailed.
         """
         inputs = {contract.SENTENCES: contract.texts_array(texts), **_metadata(metadata)}
         if pairs is not None:
             inputs[contract.TEXT_PAIRS] = contract.texts_array(pairs)
-        return await self._infer(contract.REWARD_MODEL, inputs, outputs)
+        return await self._infer(contract.REWARD_MODEL, inputs, outputs, versions=versions)
 
-    async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
+    async def logprobs(self, rows: list[np.ndarray], *, versions: contract.VersionRange | None = None) -> np.ndarray:
         """Return log-probs float32 `[n, S]` of n token rows under the reference; index t belongs to token t+1.
 
-        `contract.LOGPROBS` defines the output.
+        `contract.LOGPROBS` defines the output. The reference has the one version 0.
 
         Raises RequestFailed.
         """
-        answer = await self._infer(contract.REFERENCE, _rows(rows), (contract.LOGPROBS,))
+        answer = await self._infer(contract.REFERENCE, _rows(rows), (contract.LOGPROBS,), versions=versions)
         return answer[contract.LOGPROBS]
 
     async def train(self, payload: Mapping[str, np.ndarray], *, run_id: str, step: int) -> TrainAnswer:
@@ -228,7 +234,13 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         return int(answer[contract.WEIGHTS_VERSION][0])
 
     async def _infer(
-        self, model: str, arrays: Mapping[str, np.ndarray], outputs: tuple[str, ...], *, writes: bool = False
+        self,
+        model: str,
+        arrays: Mapping[str, np.ndarray],
+        outputs: tuple[str, ...],
+        *,
+        writes: bool = False,
+        versions: contract.VersionRange | None = None,
     ) -> dict[str, np.ndarray]:
         if contract.TOKENS in arrays:
             arrays = {**arrays, contract.TOKENS: arrays[contract.TOKENS].astype(self._tokens_dtype, copy=False)}
@@ -240,6 +252,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             retries=s.retries,
             outlast_s=s.max_outage_s if writes and self._has_trained else 0.0,
             repeats_failures=not writes,
+            demanded=versions,
         )
         deadline_s = s.train_deadline_s if writes else s.deadline_s
         # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
@@ -247,7 +260,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             trace = traceparent()
             traced = {contract.TRACEPARENT_HEADER: trace} if trace else {}
             headers = {**self._headers, contract.SENDER_HEADER: str(self._sender), **traced}
-            message = Message(model, arrays, outputs, headers)
+            message = Message(model, arrays, outputs, headers, versions.parameters if versions else None)
             async with self._in_flight:
                 answer = await self._servers.answer(
                     attempts,

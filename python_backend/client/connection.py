@@ -39,9 +39,14 @@ class Message:
     """An inference request, encoded once for all its attempts."""
 
     def __init__(
-        self, model: str, arrays: Mapping[str, np.ndarray], outputs: tuple[str, ...], headers: Mapping[str, str]
+        self,
+        model: str,
+        arrays: Mapping[str, np.ndarray],
+        outputs: tuple[str, ...],
+        headers: Mapping[str, str],
+        parameters: Mapping[str, int] | None = None,
     ) -> None:
-        self.model, self.outputs, self.headers = model, outputs, headers
+        self.model, self.outputs, self.headers, self.parameters = model, outputs, headers, parameters
         self.inputs = []
         for name, array in arrays.items():
             tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
@@ -94,8 +99,13 @@ class HTTPConnection:
     async def infer(self, message: Message) -> dict[str, np.ndarray]:
         """Return the outputs of an inference request. Raises the client library's errors: call it within `answer`."""
         wanted = [InferRequestedOutput(name, binary_data=True) for name in message.outputs]
-        # The client library changes the dictionary of headers.
-        answer = await self.http.infer(message.model, message.inputs, outputs=wanted, headers=dict(message.headers))
+        answer = await self.http.infer(
+            message.model,
+            message.inputs,
+            outputs=wanted,
+            headers=dict(message.headers),  # the client library changes it
+            parameters=message.parameters,
+        )
         async with self._checking:
             if message.model in self._expected and self._num_checked < (connected := self._num_connected):
                 await self.describe(message.model)

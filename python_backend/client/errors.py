@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import Enum
 
 from python_backend.errors import RlhfError
-from python_backend.wire.contract import NEEDS_MORE, STEP_AHEAD, UNTIL_LOADED
+from python_backend.wire.contract import DEMANDED, NEEDS_MORE, STEP_AHEAD, UNTIL_LOADED
 
 # Triton's own:
 UNLOADED = "has no available versions"  # 404; a model that was never there "is not found"
@@ -16,7 +16,7 @@ UNKNOWN_MODEL = "unknown model"
 DEAD_PROCESS = "' is not healthy"  # "Stub process '…' is not healthy.", whatever the status
 LOST_DEVICE = "CUDA error"
 RESTRICTED = "restricted"  # gRPC's, of a request without the key for model control
-CODES = (STEP_AHEAD, NEEDS_MORE, UNTIL_LOADED, DEAD_PROCESS, LOST_DEVICE, UNLOADED, UNKNOWN_MODEL, RESTRICTED)
+CODES = (STEP_AHEAD, NEEDS_MORE, UNTIL_LOADED, DEMANDED, DEAD_PROCESS, LOST_DEVICE, UNLOADED, UNKNOWN_MODEL, RESTRICTED)
 
 
 def code_of(message: str) -> str | None:
@@ -63,6 +63,7 @@ class Kind(Enum):
     LOST = "the connection broke, or no response came in time"
     DEAD = "the model's process has died"
     BUSY = "the server is busy: 503"
+    OTHER_VERSION = "the server does not serve the version that the request demands"
     FAILED = "the server executed the request, and it failed: 500"
     WRONG = "the server rejects the request"
 
@@ -81,6 +82,7 @@ KINDS = {
     DEAD_PROCESS: Kind.DEAD,
     UNTIL_LOADED: Kind.DEAD,
     LOST_DEVICE: Kind.DEAD,
+    DEMANDED: Kind.OTHER_VERSION,
     UNLOADED: Kind.UNLOADED,
     "503": Kind.BUSY,
     "": Kind.BUSY,

@@ -6,6 +6,7 @@ joins. A server that leaves its DNS name gets no further requests, and is closed
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -19,6 +20,7 @@ from python_backend.client.retry import HINT, Attempts, RequestCounters
 from python_backend.config import ClientSection
 from python_backend.config.fields import DNS_PREFIX, resolve
 from python_backend.errors import RlhfError
+from python_backend.wire.contract import VersionRange
 
 # State of one server as the pool sees it.
 
@@ -62,7 +64,21 @@ class Server(Generic[C]):
     down: str | None = None  # why the server is set aside; None: it receives requests
     unusable: RlhfError | None = None  # what a probe raised: the server gets no more requests
     suspended: dict[str, Suspension] = field(default_factory=dict)  # by model
+    behind: dict[str, tuple[VersionRange, int, float]] = field(default_factory=dict)
+    """By model: the versions that it refused to serve, how often, and when one request may try it again."""
     probe: asyncio.Task[str | None] | None = None
+
+    def lacks(self, model: str, demanded: VersionRange | None) -> bool:
+        """Return whether the server has just refused a request for this model that demanded no less."""
+        if demanded is None or model not in self.behind:
+            return False
+        refused, _, until = self.behind[model]
+        return time.monotonic() < until and refused.least <= demanded.least and demanded.most <= refused.most
+
+    def lacked(self, model: str, refused: VersionRange, first_pause_s: float) -> None:
+        """Record that the server does not serve these versions; one request may try it again, after growing pauses."""
+        times = self.behind[model][1] + 1 if model in self.behind else 0
+        self.behind[model] = refused, times, time.monotonic() + backoff_s(first_pause_s, times)
 
     def takes(self, model: str) -> bool:
         """Return whether a request for this model may be sent to this server."""
@@ -251,20 +267,26 @@ class ServerPool(Generic[C]):
         return server.url if server else None
 
     @contextlib.asynccontextmanager
-    async def one(self, model: str, *, writes: bool, patient: bool) -> AsyncIterator[Server[C]]:
+    async def one(
+        self, model: str, *, writes: bool, patient: bool, demanded: VersionRange | None = None
+    ) -> AsyncIterator[Server[C]]:
         """Select a server for one attempt, which counts as in flight until the end of the block.
 
         Args:
             model: the requested model.
             writes: the request changes state, so select the same server as last time while that one is healthy.
             patient: if no server is healthy, True: wait for one; False: return one that was set aside.
+            demanded: versions that may answer; a server that has just refused to serve them is the last choice.
 
         Raises:
             RequestFailed: no server was healthy for `max_outage_s`, or an address cannot be resolved.
         """
         self._models.add(model)
-        server = await self._find(model, writes=writes, patient=patient and self._settings.max_outage_s > 0)
+        choose = self._writing if writes else functools.partial(self._least_busy, demanded=demanded)
+        server = await self._find(model, choose, patient=patient and self._settings.max_outage_s > 0)
         suspended = server.suspended.get(model)
+        if demanded is not None and model in server.behind:  # this request tries it again; others wait for its answer
+            server.lacked(model, server.behind[model][0], self._settings.backoff_s)
         server.in_flight += 1
         if suspended:
             suspended.on_trial = True
@@ -318,11 +340,14 @@ class ServerPool(Generic[C]):
             while True:
                 if turn:
                     await self.turns.come(turn, lambda: self.writer(attempts.model))
-                async with self.one(attempts.model, writes=turn is not None, patient=patient) as server:
+                chosen = self.one(attempts.model, writes=turn is not None, patient=patient, demanded=attempts.demanded)
+                async with chosen as server:
                     try:
                         with self.turns.under_way(turn, server.url):
                             answer = await ask(server.connection)
                         self.answered(server, attempts.model)
+                        if attempts.demanded is not None:
+                            server.behind.pop(attempts.model, None)
                         return answer
                     except Trouble as trouble:
                         if turn and trouble.is_out_of_order and not self.turns.is_first(turn):
@@ -347,6 +372,8 @@ class ServerPool(Generic[C]):
         It is 0 if the next attempt goes to another server or, if `patient`, waits for one. Raises RequestFailed if
         there is no next attempt.
         """
+        if trouble.kind is Kind.OTHER_VERSION and attempts.demanded is not None:
+            return self._pause_for_version(server, attempts, attempts.demanded, trouble)
         is_lost = await self.failed(server, attempts.model, trouble)
         goes_elsewhere = is_lost and self.can_take(attempts.model, besides=server)
         pause_s = 0.0
@@ -357,6 +384,20 @@ class ServerPool(Generic[C]):
             pause_s = attempts.pause_s(trouble, server.url)
         self._counters.retries += 1
         return pause_s
+
+    def _pause_for_version(
+        self, server: Server[C], attempts: Attempts, demanded: VersionRange, trouble: Trouble
+    ) -> float:
+        """Return the pause before the next attempt: 0 unless all servers lack the demanded versions."""
+        model = attempts.model
+        self.answered(server, model)
+        pause_s = attempts.pause_for_version_s(trouble, server.url)
+        if not server.lacks(model, demanded):
+            server.lacked(model, demanded, self._settings.backoff_s)
+        goes_elsewhere = any(other.takes(model) and not other.lacks(model, demanded) for other in self.servers)
+        self._counters.failovers += goes_elsewhere
+        self._counters.retries += 1
+        return 0.0 if goes_elsewhere else pause_s
 
     @property
     def outage(self) -> str:
@@ -382,25 +423,25 @@ class ServerPool(Generic[C]):
 
     # ---- choosing ----
 
-    async def _find(self, model: str, *, writes: bool, patient: bool) -> Server[C]:
+    async def _find(self, model: str, choose: Callable[[str], Server[C] | None], *, patient: bool) -> Server[C]:
         if not self.servers:
             await self._look_up()
-        choose = self._writing if writes else self._least_busy
         while (server := choose(model)) is None:
             if not patient:
                 return min(self.servers, key=lambda server: server.losses)
             await self._wait(model)
         return server
 
-    def _least_busy(self, model: str) -> Server[C] | None:
+    def _least_busy(self, model: str, *, demanded: VersionRange | None = None) -> Server[C] | None:
         """Return the available server with the fewest requests in flight, None if there is none.
 
+        One that lacks the demanded versions is chosen only if all do.
         Ties go to the one that was chosen for this model the longest ago. One order for all models would not do: rows
         are sent to reward and critic in turn, so that one of two servers would get all requests for the critic.
         """
         server = min(
             (server for server in self.servers if server.takes(model)),
-            key=lambda server: (server.in_flight, server.last_turns.get(model, 0)),
+            key=lambda server: (server.lacks(model, demanded), server.in_flight, server.last_turns.get(model, 0)),
             default=None,
         )
         if server:

@@ -12,6 +12,7 @@ from python_backend.client.errors import (
     Trouble,
 )
 from python_backend.config import ClientSection
+from python_backend.wire.contract import VersionRange
 
 logger = logging.getLogger(__name__)
 HINT = "; is `python -m tools serve` running there?"
@@ -68,6 +69,7 @@ class Attempts:
     | connection lost, model process dead | set aside | the same, but costs one own retry |
     | timeout or 503, and the server is still ready | stays | pauses; costs one own retry and one token of the budget |
     | 500 of a request that may be repeated, as when /dev/shm is full | stays | the same |
+    | 503: another version than demanded | stays | goes to another server, or pauses; costs nothing for `deadline_s` |
     | 503 of a training request: the sidecar is away | stays | pauses; costs nothing for `outlast_s` |
     | anything else | stays | fails |
     """
@@ -81,8 +83,11 @@ class Attempts:
         retries: int,
         outlast_s: float = 0.0,
         repeats_failures: bool = False,
+        demanded: VersionRange | None = None,
     ) -> None:
-        self.model, self.budget = model, budget
+        """`demanded`: the versions of the weights that may answer the request; None: any."""
+        self.model, self.budget, self.demanded = model, budget, demanded
+        self._unserved_since: float | None = None
         self._outlast_s, self._busy_since, self._pauses = outlast_s, 0.0, 0
         self.retried = 0  # attempts after the first
         self._made = 0  # attempts that reached a server
@@ -100,6 +105,19 @@ class Attempts:
             # Servers pass the probe but refuse this request, so `max_outage_s` of the pool never applies.
             raise self._failure(trouble, url) from trouble.__cause__
         self.retried += 1
+
+    def pause_for_version_s(self, trouble: Trouble, url: str) -> float:
+        """Return the pause before a retry if no server has the demanded version.
+
+        Raises RequestFailed once none has had it for `deadline_s`.
+        """
+        now = time.monotonic()
+        self._unserved_since = self._unserved_since or now
+        left_s = self._unserved_since + self._settings.deadline_s - now
+        if left_s <= 0:
+            raise self._failure(trouble, url) from trouble.__cause__
+        self.retried += 1
+        return min(left_s, backoff_s(self._settings.backoff_s, self.retried - 1))
 
     def pause_s(self, trouble: Trouble, url: str) -> float:
         """Return the pause before a retry at a healthy server. Raises RequestFailed if no retry is left."""

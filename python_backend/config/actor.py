@@ -374,7 +374,7 @@ class ClientSection(Section):
     """How long to wait for a healthy server once the run has started, and to repeat training requests while the sidecar
     is away; 0: do not wait, only retry as after a 503."""
     deadline_s: Seconds = 60.0
-    """Timeout of one scoring attempt."""
+    """Timeout of one scoring attempt; also, how long a request waits for weights of the version that it demands."""
     train_deadline_s: Seconds = 600.0
     """Timeout of one critic_train or critic_save attempt."""
     retries: CountOrZero = 6

@@ -22,7 +22,15 @@ import numpy as np
 from python_backend.models.batching import padded_width
 from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RoundRobin, RowPool
 from python_backend.serving.triton import Call, MetricCounters, Parameters, Unavailable, log_error
-from python_backend.wire.contract import COMPUTE_US, FORWARD_OUTPUTS, QUEUE_US, ScoringRows, TokenRow
+from python_backend.wire.contract import (
+    COMPUTE_US,
+    DEMANDED,
+    FORWARD_OUTPUTS,
+    QUEUE_US,
+    ScoringRows,
+    TokenRow,
+    VersionRange,
+)
 
 # Backpressure: while the backlog exceeds this many forward passes, `execute` blocks, so that further requests wait in
 # Triton's own queue, where Triton's limits on queue size and time apply.
@@ -31,6 +39,7 @@ LINED_UP_FORWARDS = 32
 # is exceeded all later requests wait in Triton's queue.
 MAX_TOKENS = 32_000_000
 MAX_UNREAD_BYTES = 64_000_000  # hard limit on sentences that wait to be tokenised
+AWAIT_SWAP_S = 1.0  # how long a request waits for a swap that has begun; then another server may be faster
 PUBLISH_EVERY_S = 0.5  # interval for the counters, each of which costs a round trip to the server
 COUNTERS = {
     "rlhf_forwards_total": "Forward passes of the model",
@@ -49,6 +58,7 @@ class Scoring:
     width: int  # S, the padded length of the rows in the reply
     received: float  # by time.monotonic()
     deadline: float | None  # the request fails if its first forward pass has not started by then
+    demanded: VersionRange | None  # of the weights that score it
     outputs: list[Any]  # an array per row; None until it is done
     times: list[tuple[float, float]]  # of each row: seconds in the queue and in the forward pass
     model: Any = None  # set when the first row runs, so that one weights version scores the whole request
@@ -71,6 +81,12 @@ class Versions(Protocol):
     """Has the version of the model that is served now."""
 
     version: Any
+    changed: Callable[[], None]
+    """Called after each change, or failed change, of the version."""
+
+    def comes(self, demanded: VersionRange) -> bool:
+        """Return whether the version is about to change to one of the demanded."""
+        ...
 
 
 class Compute(Protocol):
@@ -147,6 +163,7 @@ class Engine:
         self._changed = threading.Condition(threading.RLock())
         self._done: queue.SimpleQueue[Scoring | None] = queue.SimpleQueue()
         self._unread_bytes = 0
+        self._awaiting: list[Scoring] = []  # requests that wait for a swap that has begun
         self._stopping = False
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # those in flight, and a few that were just answered
         self._executing = threading.Lock()
@@ -161,6 +178,7 @@ class Engine:
         for thread in (*self._workers, self._answerer):
             thread.start()
         compute.refuse_all = self.refuse_all
+        versions.changed = self._line_up_awaiting
 
     def execute(self, calls: Sequence[Call]) -> None:
         """Queue the rows of the requests, then block while the backlog is above its limits (backpressure)."""
@@ -212,20 +230,36 @@ class Engine:
         timeout_s = call.timeout_s or self._timeout_s
         deadline = None if timeout_s is None else received + timeout_s
         width = width or max(row.tokens.size for row in rows)
-        return Scoring(call, rows, width, received, deadline, [None] * len(rows), [(0.0, 0.0)] * len(rows))
+        outputs, times = [None] * len(rows), [(0.0, 0.0)] * len(rows)
+        return Scoring(call, rows, width, received, deadline, call.versions(), outputs, times)
 
     def _line_up(self, scorings: Sequence[Scoring | None]) -> None:
         """Queue the requests' rows for the workers; None is a refused request. The caller must hold the lock."""
         for scoring in filter(None, scorings):
+            served = self.versions.version
             try:
-                if scoring.call.wanted.isdisjoint(FORWARD_OUTPUTS):
-                    scoring.model = self.versions.version
+                if (demanded := _unmet(scoring, served)) is not None:
+                    is_patient = not self._stopping and time.monotonic() - scoring.received < AWAIT_SWAP_S
+                    if not is_patient or not self.versions.comes(demanded):
+                        raise self._other_version(demanded, served)
+                    self._awaiting.append(scoring)
+                elif scoring.call.wanted.isdisjoint(FORWARD_OUTPUTS):
+                    scoring.model = served
                     self._done.put(scoring)
                 else:
                     self._pool.add(scoring, [row.tokens.size for row in scoring.rows])
             except Exception as error:  # process edge: no exception may leave `execute` (see Call.fail)
                 self._fail([(scoring, 0)], error)
         self._changed.notify_all()
+
+    def _line_up_awaiting(self) -> None:
+        """Queue the requests whose version has come, and refuse those that have waited for it too long."""
+        with self._changed:
+            awaiting, self._awaiting = self._awaiting, []
+            self._line_up(awaiting)
+
+    def _other_version(self, demanded: VersionRange, served: Any) -> Unavailable:
+        return Unavailable(f"{self.compute.parameters.model} serves version {served.number}, {DEMANDED} {demanded}")
 
     def refuse_all(self, error: Exception) -> None:
         """Fail all requests in flight, and at once every later one."""
@@ -243,7 +277,7 @@ class Engine:
             self._texts.close()
             with self._changed:
                 self._stopping = True
-                self._changed.notify_all()
+                self._line_up_awaiting()  # refuses them, and wakes the workers
             for worker in self._workers:
                 worker.join()
             self._done.put(None)
@@ -298,6 +332,9 @@ class Engine:
             model = oldest.model or current
             batch = self._pool.take(lambda scoring: (scoring.model or current) is model)
             self._refuse_late(batch)
+            for scoring, i in batch:  # the version has changed since the request was queued
+                if scoring.model is None and (demanded := _unmet(scoring, model)) is not None:
+                    self._fail([(scoring, i)], self._other_version(demanded, model))
             batch = [(scoring, i) for scoring, i in batch if not scoring.call.answered]
             for scoring, _ in batch:
                 scoring.model = model
@@ -348,6 +385,7 @@ class Engine:
                 del scoring  # it keeps a weights version alive
             if time.monotonic() - published > PUBLISH_EVERY_S:
                 published = time.monotonic()
+                self._line_up_awaiting()
                 with self._changed:  # the workers add to the counters
                     self._counters.publish()
                 self.compute.publish()
@@ -362,6 +400,12 @@ class Engine:
             for scoring in {id(scoring): scoring for scoring, _ in batch}.values():
                 self._pool.discard(scoring)
                 scoring.call.fail(error)
+
+
+def _unmet(scoring: Scoring, served: Any) -> VersionRange | None:
+    """Return the versions that a request demands, if this one is not among them."""
+    demanded = scoring.demanded
+    return None if demanded is None or demanded.includes(served.number) else demanded
 
 
 def _microseconds(scoring: Scoring, column: int) -> np.ndarray:

@@ -18,7 +18,7 @@ import triton_python_backend_utils as pb_utils
 
 from python_backend.errors import RlhfError
 from python_backend.path_alias import plain_alias
-from python_backend.wire.contract import OPTIONAL_OUTPUTS, UNNAMED, ContractError
+from python_backend.wire.contract import AFTER_CRITIC, OPTIONAL_OUTPUTS, UNNAMED, ContractError, VersionRange
 from python_backend.wire.texts import printable
 
 MAX_NAMES = 50  # counters that a reward function may have
@@ -105,6 +105,16 @@ class Call:
         """
         sent = json.loads(self._request.parameters() or "{}")
         return next((value for key, value in sent.items() if key.lower() == name and isinstance(value, str)), None)
+
+    def versions(self) -> VersionRange | None:
+        """Return the versions that the request demands, None if any will do. Raises ContractError if invalid.
+
+        Within `critic_infer`, whose steps all receive its parameters, it demands them of the critic, not of the reward.
+        """
+        sent = self._request.parameters()
+        if "_version" not in sent or self.array(AFTER_CRITIC) is not None:  # parsing each request's would cost time
+            return None
+        return VersionRange.of(json.loads(sent))
 
     @property
     def timeout_s(self) -> float | None:

@@ -5,8 +5,9 @@ Imports only numpy, because every process imports it. Training payloads are in `
 Shapes: `B` rows of a request, `S` its padded length, `N` rows of a training payload, `T` tokens of a packed payload.
 """
 
+import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,6 +54,10 @@ MASK = "mask"  # same as returns
 RUN_ID = "run_id"  # BYTES [1], optional
 STEP = "step"  # INT64 [1], optional; in critic_save: the step to checkpoint
 UNTIL_LOADED = "refuses requests until it is loaded again"  # in the error of a model that lost a rank or its device
+# Parameters of a scoring request: the versions of the model's weights that may answer it, see `VersionRange`.
+MIN_VERSION = "min_version"
+EXACT_VERSION = "exact_version"
+DEMANDED = "but the request demands version"  # in the error (503) of a model that serves another version
 
 DUMMY_VAR = "dummy_var"  # INT64 [1], in critic_save: placeholder input, any value >= 0
 KEEP_STEPS = "keep_steps"  # INT64 [K], optional, in critic_save: which checkpoints up to `step` to keep
@@ -169,6 +174,38 @@ def outputs_of(*models: str, traits: Collection[str] = ()) -> list[Output]:
 
 class ContractError(RlhfError, ValueError):
     """A request violates the contract; the message names the field and the value."""
+
+
+class VersionRange(NamedTuple):
+    """The versions of a model that may answer a request, both ends included."""
+
+    least: int
+    most: float = math.inf
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any]) -> "VersionRange | None":
+        """Return what `min_version` or `exact_version` demands, None without either. Raises ContractError."""
+        least, exact = (parameters.get(name) for name in (MIN_VERSION, EXACT_VERSION))
+        if least is not None and exact is not None:
+            raise ContractError(f"{MIN_VERSION}: {least!r:.80}, {EXACT_VERSION}: {exact!r:.80}; send one of them")
+        name, version = (MIN_VERSION, least) if exact is None else (EXACT_VERSION, exact)
+        if version is None:
+            return None
+        if not isinstance(version, int | np.integer) or isinstance(version, bool) or version < 0:
+            raise ContractError(f"{name}: {version!r:.80}, must be an integer of at least 0")
+        return cls(int(version), int(version) if name == EXACT_VERSION else math.inf)
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """The parameters of a request that demands it."""
+        return {EXACT_VERSION if self.most == self.least else MIN_VERSION: self.least}
+
+    def includes(self, version: int) -> bool:
+        """Return whether this version may answer."""
+        return self.least <= version <= self.most
+
+    def __str__(self) -> str:
+        return f"{self.least}" if self.most == self.least else f"{self.least} or newer"
 
 
 STEP_AHEAD = "but the last step of run"  # the actor recognises the error of a step that the journal does not know yet

@@ -50,7 +50,7 @@ from python_backend.config import ActorSection, RunConfig
 from python_backend.store.durable import read_json
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import sha256_of
-from python_backend.wire.contract import CRITIC, REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION
+from python_backend.wire.contract import CRITIC, REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION, VersionRange
 from tests.support.settings import actor_section, nested
 
 PATIENCE_S = 120.0
@@ -115,7 +115,7 @@ class InstantScorer:
         self.asked = 0
         self._answer = answer
 
-    async def score(self, rows: Rollout, group_size: int = 1) -> Scores:
+    async def score(self, rows: Rollout, group_size: int = 1, **_: object) -> Scores:
         self.asked += len(rows.prompts)
         answer = self._answer()
         if answer is not None:
@@ -317,6 +317,7 @@ class SlowCritic(Server):
         self.versions = {FIRST_VERSION: 0}  # and the updates in each
         self.trained = self.sent = 0
         self.scored: dict[int, Counter[int]] = {}  # updates sent -> rows by what their weights lacked
+        self.allowed: dict[int, set[int]] = {}  # updates sent -> what the oldest weights that might score them lacked
         self.may_train = asyncio.Event()
         if not waits_for_save:
             self.may_train.set()
@@ -324,8 +325,12 @@ class SlowCritic(Server):
     async def rewind(self, **_: object) -> int:
         return FIRST_VERSION
 
-    async def score(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
+    async def score(  # type: ignore[override]
+        self, rows: list[np.ndarray], *_: object, versions: VersionRange
+    ) -> dict[str, np.ndarray]:
         version, count = max(self.versions), len(rows)
+        assert versions.includes(version)
+        self.allowed.setdefault(self.sent, set()).add(self.sent - self.versions[versions.least])
         self.scored.setdefault(self.sent, Counter())[self.sent - self.versions[version]] += count
         return {**await super().score(rows), WEIGHTS_VERSION: np.full((count, 1), version)}
 
@@ -358,7 +363,7 @@ def watched_run(folder: Path, checkpoints: Checkpoints, critic: SlowCritic, **ac
     run = make_ppo(folder, checkpoints, critic, every=critic.every, **SMALL, **actor)
     served = run.critic.served
 
-    async def watched(step: int) -> int:
+    async def watched(step: int) -> VersionRange | None:
         critic.awaited = max(critic.awaited, step)
         return await served(step)
 
@@ -370,13 +375,19 @@ def watched_run(folder: Path, checkpoints: Checkpoints, critic: SlowCritic, **ac
 def test_no_row_is_staler_than_allowed(
     tmp_path: Path, checkpoints: Checkpoints, max_staleness: int, every: int
 ) -> None:
-    """The critic lags as far as it may; what the actor logs is what the critic saw."""
+    """The critic lags as far as it may; what the actor logs is what the critic saw.
+
+    Each request demands the version of the update that the actor has awaited: without, a second server that swaps late
+    would score rows with older weights.
+    """
     critic, steps = SlowCritic(every=every), 8
     go(watched_run(tmp_path, checkpoints, critic, steps=steps, max_staleness=max_staleness, checkpoint_every=5))
     seen = [dict(sorted(critic.scored[sent].items())) for sent in range(steps)]
     assert max(max(rows) for rows in seen) <= max(max_staleness, every - 1)
     if every == 1:
         assert seen == [{min(sent, max_staleness): 4} for sent in range(steps)], "and it lagged as far as it may"
+        assert [critic.allowed[sent] for sent in range(steps)] == [{*rows} for rows in seen]
+    assert max(max(lacks) for lacks in critic.allowed.values()) <= max(max_staleness, every - 1)
     logged = [line["train_rollouts/staleness_rows"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
     assert logged == [{str(value): count for value, count in rows.items()} for rows in seen]
 

@@ -36,7 +36,7 @@ from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.client.retry import RequestCounters
 from python_backend.client.served import ServedModel
 from python_backend.errors import RlhfError
-from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
+from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION, VersionRange
 
 PATIENCE_S = 60.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging
 NAN = float("nan")
@@ -127,7 +127,8 @@ class Client:
         indices = [self.rows.index(row.tolist()) for row in rows]  # requests come in any order
         return {name: array[indices] for name, array in self.answer.items()}
 
-    async def score(self, rows: Any, *_: object) -> dict[str, np.ndarray]:
+    async def score(self, rows: Any, *_: object, versions: Any) -> dict[str, np.ndarray]:
+        self.versions = versions
         return self.answer
 
     async def score_sentences(self, texts: Any, outputs: Any, metadata: Any, *, pairs: Any) -> dict[str, np.ndarray]:
@@ -191,6 +192,15 @@ def test_values_of_two_versions_are_never_taken(tokenizer: Any, versions: list[l
     scorer = scorer_of(client, tokenizer, with_critic=True)
     with pytest.raises(AssertionError, match=r"the versions of 2 rows|one request was scored by"):
         asyncio.run(scorer.score(rows_of([1, 1, 1], [2, 1, 1])))
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_values_are_demanded_of_the_given_versions(tokenizer: Any, texts: bool) -> None:
+    client = Client({REWARDS: np.zeros((2, 1)), VALUES: np.zeros((2, 3)), WEIGHTS_VERSION: [[4], [4]]})
+    scorer = scorer_of(client, tokenizer, with_critic=True)
+    scorer.sends_sentences = texts
+    asyncio.run(scorer.score(rows_of([1, 1, 1], [2, 1, 1]), versions=VersionRange(4)))
+    assert client.versions == VersionRange(4)
 
 
 def test_a_column_is_refused_only_where_it_would_be_replaced():

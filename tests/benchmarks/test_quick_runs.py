@@ -75,7 +75,10 @@ def no_request_failed(result: dict[str, Any]) -> None:
     assert load["failed_by_clients"] == load["failed_by_server"] == 0
     assert (load["swap"]["reloads"], load["triton"]["reloads"]) == (4, 1)
     assert load["versions_seen"] > 1
-    assert result["summary"].keys() == {"load", "publish", "training"}
+    demands = result["summary"]["demands"]["tiny"]
+    assert (demands["failed"], demands["swaps"], demands["with"]["older"]) == (0, 4, 0)
+    assert demands["without"]["older"] > 0, "no server was late, which shows nothing"
+    assert result["summary"].keys() == {"load", "publish", "training", "demands"}
 
 
 def every_part_passed_that_needs_no_gpu(result: dict[str, Any]) -> None:

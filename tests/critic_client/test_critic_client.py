@@ -24,7 +24,7 @@ from critic_client import (
     ServerFailed,
 )
 from critic_client.client import training_arrays
-from python_backend.wire.contract import Limits
+from python_backend.wire.contract import Limits, VersionRange
 from python_backend.wire.training_payload import train_payload
 
 ROWS = [[5, 6, 7]]
@@ -105,13 +105,33 @@ def test_numbers_of_the_critic_that_are_not_finite_are_an_error(monkeypatch: pyt
         with pytest.raises(CriticClientError, match=r"values\[0\]: the critic returned numbers that are not finite"):
             critic.values(ROWS)
 
-    async def not_finite(rows: list[np.ndarray], outputs: tuple[str, ...]) -> dict[str, np.ndarray]:
+    async def not_finite(rows: list[np.ndarray], outputs: tuple[str, ...], **_: object) -> dict[str, np.ndarray]:
         return {"values": np.asarray([[1.0, np.inf, 0.0]]), "weights_version": np.asarray([[3]])}
 
     play(call)
 
 
 # ---- calls ----
+
+
+def test_a_call_demands_a_version_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(critic: CriticClient) -> None:
+        infer, demanded = critic._client._client._infer, list[VersionRange]()
+
+        async def noted(*arguments: Any, **more: Any) -> dict[str, np.ndarray]:
+            demanded.append(more["versions"])
+            return await infer(*arguments, **more)
+
+        monkeypatch.setattr(critic._client._client, "_infer", noted)
+        for ask in (critic.values, critic.score):
+            ask(ROWS, min_version=np.int64(7))
+            ask(ROWS, exact_version=7)
+            ask(ROWS)
+        assert demanded == [VersionRange(7), VersionRange(7, 7), None] * 2
+        with pytest.raises(ContractError, match=r"^min_version: -1, must be an integer of at least 0"):
+            critic.values(ROWS, min_version=-1)
+
+    play(call)
 
 
 def test_values_updates_checkpoints_and_rewinds() -> None:

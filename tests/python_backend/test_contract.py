@@ -243,6 +243,18 @@ def test_identity_counts_sentences_and_metadata_are_parsed_and_optional():
     assert metadata_rows(None, 2) == [{}, {}]
 
 
+@pytest.mark.parametrize(
+    ("parameters", "included", "text"),
+    [({"min_version": 4}, {4, 5, 6}, "4 or newer"), ({"exact_version": 4}, {4}, "4"), ({"exact_version": 0}, {0}, "0")],
+)
+def test_a_demanded_version_is_sent_and_read_back(parameters: dict[str, int], included: set[int], text: str):
+    demanded = contract.VersionRange.of({**parameters, "priority": 3})
+    assert demanded is not None
+    assert {version for version in range(7) if demanded.includes(version)} == included
+    assert (demanded.parameters, str(demanded)) == (parameters, text)
+    assert contract.VersionRange.of({"priority": 3}) is None
+
+
 def nested(opening: bytes, closing: bytes, depth: int) -> bytes:
     return b'{"a": ' + opening * depth + b"1" + closing * depth + b"}"
 
@@ -301,6 +313,17 @@ def test_limits_are_inclusive():
                 (texts(b"1" * 5000, b"{}", b"{}"), "metadata[0]: '111"),
                 (texts(b'{"a": ' + b"[" * 100_000, b"{}", b"{}"), 'metadata[0]: \'{"a": [[['),
                 *((texts(b"{}", nested(*each, 100), b"{}"), "must be nested at most 100 deep") for each in DEEP),
+            )
+        ),
+        *(
+            (contract.VersionRange.of, (parameters,), message)
+            for parameters, message in (
+                ({"min_version": -1}, "min_version: -1, must be an integer of at least 0"),
+                ({"exact_version": "7"}, "exact_version: '7', must be an integer of at least 0"),
+                ({"min_version": True}, "min_version: True, must be"),
+                ({"min_version": 7.0}, "min_version: 7.0, must be"),
+                ({"min_version": "x" * 999}, f"min_version: '{'x' * 79}, must be"),
+                ({"min_version": 1, "exact_version": 2}, "min_version: 1, exact_version: 2; send one of them"),
             )
         ),
         (

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.serving.versions.follower import Follower
 from python_backend.store.weights import ServingRecord, WeightsError, WeightsStore
+from python_backend.wire.contract import VersionRange
 
 PATIENCE_S = 120.0
 
@@ -136,6 +137,25 @@ def test_an_announced_version_is_loaded_once_and_served_when_current_moves(store
     until(lambda: (2, 2.0) in instance.loaded)
     version = publish(store, 5.0)
     until(lambda: instance.record.version == version)
+
+
+def test_a_demanded_version_comes_from_when_current_names_it_until_it_is_rejected(
+    store: WeightsStore, instance: Instance
+):
+    follower, loading, go, changes = instance.follower, threading.Event(), threading.Event(), list[int]()
+    instance.while_loading = lambda number: (loading.set(), go.wait(PATIENCE_S))
+    follower.changed = lambda: changes.append(follower.version.number)
+    assert not follower.comes(VersionRange(1))
+    publish(store, 1.5)
+    assert loading.wait(PATIENCE_S)
+    comes = [follower.comes(versions) for versions in (VersionRange(1), VersionRange(2), VersionRange(0, 0))]
+    assert comes == [True, False, False]
+    go.set()
+    until(lambda: changes == [1])
+    bad = publish(store, np.nan)
+    until(lambda: changes == [1, 1])
+    assert not follower.comes(VersionRange(bad))
+    assert not Instance(store, swaps=False).follower.comes(VersionRange(0)), "only a fresh process serves it"
 
 
 def test_a_damaged_version_is_rejected_once_current_names_it_and_the_old_one_serves_on(

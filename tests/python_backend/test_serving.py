@@ -32,6 +32,7 @@ from python_backend.serving import scheduling
 from python_backend.serving.scheduling import LONG_REQUEST_SHARE, PRESSING_FORWARDS, RoundRobin, RowPool
 from python_backend.store.journal_entry import Result
 from python_backend.wire.contract import (
+    AFTER_CRITIC,
     TRAINING_KEY_HEADER,
     UNNAMED,
     VALUES,
@@ -39,6 +40,7 @@ from python_backend.wire.contract import (
     ContractError,
     ScoringRows,
     TokenRow,
+    VersionRange,
     outputs_of,
     texts_array,
 )
@@ -296,9 +298,12 @@ class Model:
         self.now, self.begun = 100.0, 0
         self.ran: queue.Queue[tuple[int, int]] = queue.Queue()
         self.go, self.may_read = threading.Semaphore(0), threading.Event()
-        self.reply = {VALUES: lambda done: np.full((len(done.rows), 1), done.model)}
+        self.reply = {VALUES: lambda done: np.full((len(done.rows), 1), self.number(done.model))}
         patch.setattr(scoring, "time", types.SimpleNamespace(monotonic=lambda: self.now))
         self.loaded = started(self, **settings)
+
+    def number(self, version: Any) -> int:
+        return version
 
     def read(self, call: Any) -> ScoringRows:
         sentences = call.array("sentences")
@@ -390,6 +395,87 @@ def test_a_request_whose_first_forward_pass_starts_after_its_deadline_is_refused
     (refused,) = [answer.error for answer in answers(*requests) if answer.error is not None]
     assert "deadline passed" in refused
     model.loaded.finalize()
+
+
+def demanding(**parameters: int) -> Request:
+    return Request({"tokens": np.zeros((2, 10), np.int64)}, (VALUES,), json.dumps(parameters))
+
+
+class Numbered(Model):
+    """A model whose versions have numbers, and one of which may be about to come."""
+
+    def __init__(self, *arguments: Any, **settings: int) -> None:
+        self.coming, self.version = 0, types.SimpleNamespace(number=1)
+        super().__init__(*arguments, **settings)
+
+    def number(self, version: Any) -> int:
+        return version.number
+
+    def comes(self, demanded: VersionRange) -> bool:
+        return demanded.includes(self.coming)
+
+    def swap(self, number: int) -> None:
+        self.version = types.SimpleNamespace(number=number)
+        self.changed()
+
+
+@pytest.fixture
+def numbered(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbered]:
+    model = Numbered(scoring, monkeypatch, token_budget=100)
+    yield model
+    model.loaded.finalize()
+
+
+def test_a_version_that_is_not_served_is_refused_and_costs_no_other_request(numbered: Numbered) -> None:
+    good = [rows_of(1, 10), demanding(min_version=0), demanding(min_version=1), demanding(exact_version=1)]
+    bad = [demanding(min_version=2), demanding(exact_version=0), demanding(min_version=-1)]
+    inside = demanding(min_version=2)
+    inside.inputs = {**inside.inputs, AFTER_CRITIC: np.zeros((2, 1), np.int64)}  # the reward, within critic_infer
+    requests = [*good, *bad, inside]
+    numbered.loaded.execute(requests)
+    numbered.run(1)
+    found = answers(*requests)
+    assert [answer.outputs[VALUES][0, 0] for answer in (*found[:4], found[-1])] == [1] * 5
+    assert [answer.error for answer in found[4:-1]] == [
+        "UNAVAILABLE: m serves version 1, but the request demands version 2 or newer",
+        "UNAVAILABLE: m serves version 1, but the request demands version 0",
+        "INVALID_ARG: min_version: -1, must be an integer of at least 0",
+    ]
+
+
+def test_a_request_waits_for_a_swap_that_has_begun(numbered: Numbered) -> None:
+    """Also for one that is rejected; and no longer than a moment, because another server may be faster."""
+    numbered.coming = 2
+    numbered.loaded.execute([waiting := demanding(min_version=2)])
+    assert waiting.responses.empty()
+    numbered.swap(2)
+    numbered.run(1)
+    assert answers(waiting)[0].outputs[VALUES].tolist() == [[2], [2]]
+    numbered.coming = 3
+    numbered.loaded.execute([rejected := demanding(exact_version=3)])
+    assert rejected.responses.empty()
+    numbered.coming = 0
+    numbered.changed()
+    assert "m serves version 2, but the request demands version 3" in str(answers(rejected)[0].error)
+    numbered.coming = 3
+    numbered.loaded.execute([late := demanding(exact_version=3)])
+    numbered.now += 1.0
+    assert "m serves version 2" in str(answers(late)[0].error)
+    numbered.loaded.execute([last := demanding(exact_version=3)])
+    numbered.loaded.finalize()
+    assert "m serves version 2" in str(answers(last)[0].error)
+
+
+def test_a_version_that_goes_before_the_first_forward_pass_does_not_answer(numbered: Numbered) -> None:
+    first, exact, least = rows_of(1, 64), demanding(exact_version=1), demanding(min_version=1)
+    numbered.loaded.execute([first])
+    numbered.loaded.execute([exact, least])
+    while not numbered.begun:  # the first pass is under way, with version 1
+        time.sleep(0.001)
+    numbered.swap(2)
+    numbered.run(2)
+    assert "m serves version 2, but the request demands version 1" in str(answers(exact)[0].error)
+    assert answers(least)[0].outputs[VALUES].tolist() == [[2], [2]]
 
 
 def test_counters_that_the_server_refuses_cost_no_answer(

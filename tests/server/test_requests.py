@@ -329,6 +329,43 @@ def test_a_bad_scoring_request_fails_alone(live: System, checkpoints: Checkpoint
         np.testing.assert_allclose(found, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE)
 
 
+def demanding(model: str, **parameters: Any) -> tuple[Any, ...]:
+    return model, ROW, (), None, parameters
+
+
+def test_a_demanded_version_answers_or_is_refused_by_both_numbers(finished: FinishedRun) -> None:
+    """Within critic_infer, it is the critic's, although all models get the parameters. Sent at once with good rows."""
+    run = finished.run
+    served, named = run.store.current() or 0, "weights_version"
+    assert served > 0, "else the reward model, whose version is 0, would have it, too"
+    good = [{}, {"min_version": served}, {"exact_version": served}, {"min_version": 0}]
+    bad = {
+        "503": [{"min_version": served + 1}, {"exact_version": served - 1}, {"min_version": 2**63 - 1}],
+        "400": [{"min_version": -1}, {"exact_version": "text"}, {"min_version": True}, {"min_version": 1.5}],
+    }
+    for model in (CRITIC, CRITIC_INFER):
+        asked = [demanding(model, **each) for each in (*good, *bad["503"], *bad["400"])]
+        answers = ask_all(run.url, [*asked * 8])
+        for each, answer in zip(asked * 8, answers, strict=True):
+            if each[-1] in good:
+                assert not isinstance(answer, Refused)
+                assert answer[named].tolist() == [[served]]
+                continue
+            ((name, value),) = each[-1].items()
+            assert isinstance(answer, Refused)
+            told = f"{name}: {value!r}, must be an integer of at least 0"
+            if value in {served + 1, served - 1, 2**63 - 1}:
+                text = f"{value}" if name == "exact_version" else f"{value} or newer"
+                told = f"{CRITIC} serves version {served}, but the request demands version {text}"
+            assert answer.message.endswith(told)
+            assert each[-1] in bad[answer.code]
+    fixed = [demanding(REWARD_MODEL, min_version=0), demanding(REWARD_MODEL, exact_version=1)]
+    scored, refused = ask_all(run.url, fixed)
+    assert not isinstance(scored, Refused)
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.message.partition(", but")[0]) == ("503", "reward_model serves version 0")
+
+
 GOOD = training_inputs(seed=1)
 NAN = np.float32("nan")
 

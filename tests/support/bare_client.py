@@ -39,7 +39,12 @@ class BareClient:
         await self._http.close()
 
     async def infer(
-        self, model: str, arrays: Mapping[str, np.ndarray], outputs: Sequence[str] = (), timeout_us: int | None = None
+        self,
+        model: str,
+        arrays: Mapping[str, np.ndarray],
+        outputs: Sequence[str] = (),
+        timeout_us: int | None = None,
+        parameters: Mapping[str, Any] | None = None,
     ) -> dict[str, np.ndarray]:
         """Return the outputs, all if none are named. `timeout_us` is Triton's queue timeout. Raises Refused."""
         inputs = []
@@ -50,7 +55,12 @@ class BareClient:
         wanted = [InferRequestedOutput(name) for name in outputs] or None
         try:
             answer = await self._http.infer(
-                model, inputs, outputs=wanted, headers=dict(self._headers), timeout=timeout_us
+                model,
+                inputs,
+                outputs=wanted,
+                headers=dict(self._headers),
+                timeout=timeout_us,
+                parameters=parameters,
             )
         except InferenceServerException as error:
             raise Refused(str(error.status()), str(error.message())) from error
@@ -61,7 +71,7 @@ Answer = dict[str, np.ndarray]
 
 
 def ask_all(url: str, requests: Sequence[Any], *, headers: Mapping[str, str] | None = None) -> list[Answer | Refused]:
-    """Send requests `(model, arrays[, outputs[, timeout_us]])` concurrently; return the answers in their order."""
+    """Send requests, each the arguments of `infer`, concurrently; return the answers in their order."""
 
     async def together() -> list[Answer | Refused]:
         async with BareClient(url, headers=headers) as client:

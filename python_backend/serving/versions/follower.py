@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.store.weights import FIRST_VERSION, ServingRecord, WeightsError, WeightsStore, weights_files
+from python_backend.wire.contract import VersionRange
 
 TOUCH_INTERVAL_S = 2.0
 POLL_S = 0.005  # between reads of CURRENT: short compared with a swap (44 ms or more), and each read is small
@@ -68,6 +69,8 @@ class Follower:
         self._swaps = swaps
         self._log_error = log_error
         self._count, self._freed = count, freed
+        self.changed: Callable[[], None] = lambda: None
+        """Called after each version that was swapped in or rejected."""
         self._replaced: weakref.ref[Version] | None = None  # the version that was served before, until it is freed
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="weights-watcher", daemon=True)
@@ -105,6 +108,11 @@ class Follower:
         if waits:
             self._watcher.join()
         self._store.records.withdraw(self._record)
+
+    def comes(self, demanded: VersionRange) -> bool:
+        """Return whether CURRENT names one of these versions, so that the watcher is about to swap to it."""
+        number = self._store.current() if self._swaps else None
+        return number is not None and number != self._record.rejected and demanded.includes(number)
 
     def _first(self) -> Version:
         while True:
@@ -202,6 +210,7 @@ class Follower:
             swap_ms = (time.monotonic() - start) * 1000
             self._tell(ServingRecord.of_this_process(self._instance, number, previous=previous, swap_ms=swap_ms))
         self._count(number, staged is None)
+        self.changed()
 
     def _tell(self, record: ServingRecord) -> None:
         """Write the serving record; if that fails, log the error, and the watcher retries at its next poll."""

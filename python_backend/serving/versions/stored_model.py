@@ -15,7 +15,7 @@ from python_backend.serving.torch_scoring import TorchProcess
 from python_backend.serving.triton import Gauge, MetricCounters, log, log_error
 from python_backend.serving.versions.follower import Follower, Version
 from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import STORE, TokenRow
+from python_backend.wire.contract import STORE, TokenRow, VersionRange
 
 COUNTERS = {
     "rlhf_weights_taken_up_total": "Versions of a model's weights that an instance loaded",
@@ -28,6 +28,11 @@ class OneVersion:
     """A model that is never replaced."""
 
     version: Version
+    changed: Any = None  # never called
+
+    def comes(self, demanded: VersionRange) -> bool:
+        """Return False: no other version will be served."""
+        return False
 
 
 def follow_store(process: TorchProcess, name: str, load: Callable[[Path, Any], Any]) -> Follower:

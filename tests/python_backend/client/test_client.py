@@ -5,6 +5,7 @@ import contextlib
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from scripted_servers import until
 from python_backend.client import client as client_module
 from python_backend.client import pool
 from python_backend.client.client import TritonClient
-from python_backend.client.errors import OverBudget, RequestFailed, ServerFailed
+from python_backend.client.errors import OverBudget, RequestFailed, RequestRefused, ServerFailed
 from python_backend.client.retry import RequestCounters
-from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
+from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, DEMANDED, REWARD_MODEL, VersionRange
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [np.asarray([3, 4, 5])]
@@ -106,6 +107,63 @@ async def test_the_budget_ends_a_storm_of_scoring_and_leaves_training_its_retrie
         await train(client, 1)
         await client.save(run_id="r", step=1)
         assert [server.asked.count(model) for model in (CRITIC_TRAIN, CRITIC_SAVE)] == [3, 3]
+
+
+# ---- demanded versions ----
+
+NEWER = VersionRange(4)
+
+
+async def test_a_request_waits_for_the_version_that_it_demands_and_costs_no_retry():
+    async with FakeTriton(first(*["behind"] * 9)) as server, client_of(server, retries=0, retry_reserve=0) as client:
+        await client.score(ROWS, ("values",), versions=NEWER)
+        assert client.counters == RequestCounters(requests=1, retries=9)
+        assert server.probes == 0, "it is healthy"
+
+
+async def test_a_version_that_does_not_come_is_an_error_that_names_both_at_the_deadline():
+    async with FakeTriton(lambda *_: "behind") as server, client_of(server, deadline_s=0.05) as client:
+        told = (
+            r"^critic_infer at \S+ refused after \d+ attempts: .* critic serves version 3, but .* version 4 or newer$"
+        )
+        with pytest.raises(RequestFailed, match=told) as failed:
+            await client.score(ROWS, ("values",), versions=NEWER)
+        assert failed.value.code == DEMANDED
+        assert not isinstance(failed.value, RequestRefused), "halving the request would not help"
+        assert client.counters.failed_requests == 1
+
+
+async def test_a_server_that_is_behind_is_avoided_by_demands_alone_and_tried_again_by_one_request_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The pauses are half to one second, then one to two, of a clock that nothing else advances."""
+    now = 0.0
+    monkeypatch.setattr(pool, "time", types.SimpleNamespace(monotonic=lambda: now))
+    behind, other = FakeTriton(lambda *_: "behind"), FakeTriton()
+    async with behind, other, client_of(behind, other, retries=0, retry_reserve=0, backoff_s=1.0) as client:
+        for _ in range(3):
+            for least in (4, 5, 9):
+                await client.score(ROWS, ("values",), versions=VersionRange(least))
+            assert len(behind.asked) == 1
+        assert client.counters == RequestCounters(requests=9, retries=1, failovers=1)
+        now += 1.0
+        await asyncio.gather(*(client.score(ROWS, ("values",), versions=NEWER) for _ in range(20)))
+        assert len(behind.asked) == 2
+        now += 0.99
+        await client.score(ROWS, ("values",), versions=NEWER)
+        assert len(behind.asked) == 2
+        behind.behaviour = lambda *_: "ok"
+        await asyncio.gather(*(client.score(ROWS, ("values",), versions=VersionRange(3)) for _ in range(4)))
+        assert len(behind.asked) == 4, "it may have an older version"
+        await asyncio.gather(*(client.score(ROWS, ("values",), versions=NEWER) for _ in range(4)))
+        assert len(behind.asked) == 6, "it has answered a demand, so it has caught up"
+
+
+async def test_an_error_that_quotes_the_code_is_no_refusal_of_a_version():
+    """The texts of a request occur in messages."""
+    async with FakeTriton(first("behind")) as server, client_of(server, retries=1) as client:
+        await client.score(ROWS, ("values",))
+        assert len(server.asked) == 2
 
 
 # ---- training requests ----
