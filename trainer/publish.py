@@ -142,7 +142,7 @@ class Publisher:
         in_slices = isinstance(model, TrainedCritic) and model.in_slices
         if write is None:
             assert isinstance(model, CriticModel)
-            write = model.write
+            write = functools.partial(model.write, integrity=self._store.integrity)
         manifest = self._store.add(
             write,
             run_id=self._run_id,
@@ -334,7 +334,9 @@ def initialise_store(store: WeightsStore, section: CriticSection, *, run_id: str
         standardization=constants_of(section.standardization),
         attribute_weights=section.attribute_weights,
     )
-    manifest = store.add(lambda folder: save_critic(critic, folder), run_id=run_id, step=0, parent=None, epoch=0)
+    manifest = store.add(
+        lambda folder: save_critic(critic, folder, store.integrity), run_id=run_id, step=0, parent=None, epoch=0
+    )
     store.set_current(manifest.version)
 
 
@@ -352,7 +354,7 @@ def reward_loader(section: RewardSection) -> Callable[..., RewardModel]:
 def initialise_stores(config: RunConfig) -> None:
     """Publish version 0 of each model that is served from versions, unless it has one. Raises CheckpointError."""
     for model in live_models(config):
-        store = WeightsStore(model.store)
+        store = WeightsStore(model.store, config.run.integrity)
         if model.name == "critic":
             initialise_store(store, config.critic, run_id=config.run.identity)
         elif store.current() is None:

@@ -396,14 +396,34 @@ NO_OFFSETS = b'{"w": {"dtype": "F32"}}'
     ],
     ids=["cut", "cut in the header", "empty", "no header", "no offsets", "one bit", "missing"],
 )
-def test_damage_is_found(store: WeightsStore, damage: Callable[[bytes], bytes] | None):
-    add(store, 0)
+@pytest.mark.parametrize("integrity", ["xxh3", "sha256", ""])
+def test_damage_is_found(tmp_path: Path, damage: Callable[[bytes], bytes] | None, integrity: str):
+    store = WeightsStore(tmp_path / "weights", integrity or "sha256")
+    manifest = add(store, 0)
+    assert manifest.digest.startswith(f"{integrity or 'sha256'}:")
+    if not integrity:
+        as_by_an_older_release(store, manifest)
+    assert WeightsStore(store.root).verify_files(0).tensors == manifest.tensors  # whatever its own setting
     file = store.folder(0) / "model.safetensors"
     data = file.read_bytes()
     file.unlink()  # it is read-only
     if damage is not None:
         file.write_bytes(damage(data))
     with pytest.raises(WeightsError, match=r"version 0: .*model\.safetensors"):
+        store.verify_files(0)
+
+
+def as_by_an_older_release(store: WeightsStore, manifest: Manifest) -> None:
+    """Rewrite a manifest as it was before digests named their algorithm."""
+    fields = {**manifest.to_json(), "sha256": manifest.digest.removeprefix("sha256:")}
+    del fields["digest"]
+    (store.folder(manifest.version) / "manifest.json").write_text(json.dumps(fields))
+
+
+def test_a_digest_of_a_newer_release_is_refused(store: WeightsStore):
+    lie = json.dumps({**vars(add(store, 0)), "digest": "blake3:0123"})
+    (store.folder(0) / "manifest.json").write_text(lie)
+    with pytest.raises(WeightsError, match=r"version 0: .* a digest by blake3 is unknown to this release; use the one"):
         store.verify_files(0)
 
 

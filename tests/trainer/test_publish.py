@@ -1,5 +1,6 @@
 """`trainer.publish` and `trainer.verification`: a version proves itself before CURRENT names it, in every dtype."""
 
+import functools
 import json
 import re
 import shutil
@@ -17,10 +18,11 @@ from tiny_checkpoints import save_tiny
 import python_backend.store.weights as weights_module
 from python_backend.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
 from python_backend.config import load_config
+from python_backend.digests import Algorithm, digest_of
 from python_backend.models.canary import canary_row, check_canary
 from python_backend.models.modeling import CriticModel, save_critic
 from python_backend.models.modeling import load_critic as load_on_cpu
-from python_backend.store.weights import MANIFEST_FILE, Manifest, ServingRecord, WeightsStore, sha256_of, tensor_types
+from python_backend.store.weights import MANIFEST_FILE, Manifest, ServingRecord, WeightsStore, tensor_types
 from tests.support.loaders import load_critic
 from tests.support.settings import trainer_section
 from trainer.publish import Publisher
@@ -66,7 +68,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     change(tensors)
     path.unlink()
     save_file(tensors, path)
-    edit_json(folder / MANIFEST_FILE, sha256=sha256_of(path), tensors=tensor_types(path))
+    edit_json(folder / MANIFEST_FILE, digest=digest_of(path), tensors=tensor_types(path))
 
 
 def edit_json(path: Path, **changes: object) -> None:
@@ -88,7 +90,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "one bit flipped": (
         lambda folder: change_bytes(folder / WEIGHTS_FILE, lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]),
-        r"version 1: model\.safetensors has sha256 [0-9a-f]{12}…, its manifest says",
+        r"version 1: model\.safetensors has digest xxh3:[0-9a-f]{12}…, its manifest says",
     ),
     "no weights file": (
         lambda folder: (folder / WEIGHTS_FILE).unlink(),
@@ -237,14 +239,18 @@ def test_a_version_in_bfloat16_gives_the_values_of_one_in_float32_that_is_served
     check_canary(served[0], served[0].values(row)[0], critic.values(row)[0].tolist())
 
 
-def test_a_version_is_hashed_while_it_is_written(llama: WeightsStore, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("integrity", ["xxh3", "sha256"])
+def test_a_version_is_hashed_while_it_is_written(
+    llama: WeightsStore, monkeypatch: pytest.MonkeyPatch, integrity: Algorithm
+):
     read: list[Path] = []
-    monkeypatch.setattr(weights_module, "sha256_of", lambda path: read.append(path) or sha256_of(path))
+    monkeypatch.setattr(weights_module, "digest_of", lambda path, *how: read.append(path) or digest_of(path, *how))
     for case in CASES.values():
         critic = build_critic(llama.folder(0), trainer_section(**case), seed=0)
-        manifest = llama.add(critic.write, step=llama.next_version(), **ABOUT)
+        write = functools.partial(critic.write, integrity=integrity)
+        manifest = llama.add(write, step=llama.next_version(), **ABOUT)
         assert read == []
-        assert manifest.sha256 == sha256_of(llama.folder(manifest.version) / "model.safetensors")
+        assert manifest.digest == digest_of(llama.folder(manifest.version) / "model.safetensors", integrity)
         llama.verify_files(manifest.version)
         assert read.pop() == llama.folder(manifest.version) / "model.safetensors"
 
