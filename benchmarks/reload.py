@@ -31,7 +31,7 @@ from python_backend.client.client import TritonClient
 from python_backend.client.errors import RequestFailed
 from python_backend.config import ClientSection, RunConfig, TrainerSection
 from python_backend.config.live_models import live_model
-from python_backend.digests import digest_of
+from python_backend.digests import digest_of_mapped
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION
 from tools.serve import with_fixed_ports
@@ -600,7 +600,7 @@ def _alone(service: ReloadService, version: int) -> dict[str, float]:
     from python_backend.models.canary import canary_row  # torch: not for --help
 
     folder = service.store.folder(version)
-    hash_s, _ = timed(lambda: digest_of(folder / WEIGHTS_FILE))
+    hash_s, _ = timed(lambda: digest_of_mapped(folder / WEIGHTS_FILE))
     load_s, critic = timed(lambda: service.critic.with_weights(folder))
     canary_s, _ = timed(lambda: critic.values([canary_row(critic)]))
     return {"hash_ms": hash_s * 1e3, "load_ms": load_s * 1e3, "canary_ms": canary_s * 1e3}

@@ -9,6 +9,7 @@ import torch
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.checkpoints.tensor_file import STORED_AS
+from python_backend.digests import digest_of_mapped
 from python_backend.errors import RlhfError
 from python_backend.models.canary import SERVED_TOLERANCE, canary_difference, canary_outputs
 from python_backend.models.modeling import CriticModel, RewardModel, load_critic
@@ -47,9 +48,9 @@ def verify_version(
             raise _rejected(version, error) from error
         return
     try:
-        # Hashing takes the longest for large files, and releases the GIL: run it in parallel to the other checks.
+        # Hashing releases the GIL: run it in parallel to the other checks.
         with ThreadPoolExecutor(1, "hash") as beside:
-            whole = beside.submit(store.verify_files, version)
+            whole = beside.submit(store.verify_files, version, digest_of_mapped)
             try:
                 staged = model.with_weights(store.folder(version))
                 staged.check_finite()

@@ -333,22 +333,33 @@ class WeightsStore:
         """Return the number of the next version; it is above all existing ones, incomplete folders included."""
         return max([*durable.numbers_in(self.root), self.current() or -1], default=-1) + 1
 
-    def verify_files(self, version: int) -> Manifest:
+    def verify_files(self, version: int, digest: Callable[[Path, str], str] = digest_of) -> Manifest:
         """Compare the weights files with the manifest: digests, names, dtypes and shapes; return the manifest.
 
-        Raises WeightsError if they differ or a file is unreadable.
+        Args:
+            digest: returns the digest of a file by an algorithm.
+
+        Raises:
+            WeightsError: they differ, or a file is unreadable.
         """
         manifest = self.manifest(version)
         try:
             tensors = self._tensor_types(self.folder(version))
         except (OSError, ValueError) as error:
             raise WeightsError(f"version {version}: cannot read {WEIGHTS_FILE}: {error}") from error
-        self.verify_hashes(manifest)
+        self.verify_hashes(manifest, digest)
         if tensors != manifest.tensors:
             raise WeightsError(f"version {version}: tensors differ from the manifest")
         return manifest
 
-    def verify_hashes(self, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
+    def verify_hashes(
+        self,
+        manifest: Manifest,
+        digest: Callable[[Path, str], str] = digest_of,
+        *,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
         """Compare the digests of the weights files, or of every `parts`-th of them, with the manifest.
 
         A base that adapters belong to is compared once in the lifetime of this object.
@@ -358,7 +369,7 @@ class WeightsStore:
         expected = manifest.files or {WEIGHTS_FILE: manifest.digest}
         for name in sorted(expected)[part::parts]:
             try:
-                found = digest_of(self.folder(manifest.version) / name, algorithm_of(expected[name]))
+                found = digest(self.folder(manifest.version) / name, algorithm_of(expected[name]))
             except (OSError, ValueError) as error:
                 raise WeightsError(f"version {manifest.version}: cannot read {name}: {error}") from error
             if found != expected[name]:
@@ -367,7 +378,7 @@ class WeightsStore:
                     f"{brief(expected[name])}"
                 )
         if manifest.base is not None and manifest.base not in self._verified:
-            self.verify_hashes(self.manifest(manifest.base), part=part, parts=parts)
+            self.verify_hashes(self.manifest(manifest.base), digest, part=part, parts=parts)
             self._verified.add(manifest.base)
 
     def serving(self) -> list[ServingRecord]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import io
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -22,12 +24,14 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import xxhash
 from live_system import Checkpoints, make_run
 from safetensors.numpy import save_file
 from sidecar_rig import Rig
 from test_journal import done, train
 
 import tools.run
+from python_backend import digests
 from python_backend.errors import RlhfError
 from python_backend.store import weights
 from python_backend.store.durable import TEMPORARY_SUFFIX, remove_folder, sweep, write_folder
@@ -418,6 +422,18 @@ def as_by_an_older_release(store: WeightsStore, manifest: Manifest) -> None:
     fields = {**manifest.to_json(), "sha256": manifest.digest.removeprefix("sha256:")}
     del fields["digest"]
     (store.folder(manifest.version) / "manifest.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE, 2 * mmap.PAGESIZE + 1])
+def test_a_mapped_file_has_the_digest_of_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int):
+    monkeypatch.setattr(digests, "MAPPED_AT_ONCE", mmap.PAGESIZE)
+    monkeypatch.setattr(digests, "HASHED_AT_ONCE", 1000)
+    content = np.random.default_rng(0).bytes(size)
+    (tmp_path / "file").write_bytes(content)
+    expected = {"xxh3": xxhash.xxh3_128_hexdigest(content), "sha256": hashlib.sha256(content).hexdigest()}
+    for name, value in expected.items():
+        found = [hashed(tmp_path / "file", name) for hashed in (digests.digest_of, digests.digest_of_mapped)]
+        assert found == [f"{name}:{value}"] * 2
 
 
 def test_a_digest_of_a_newer_release_is_refused(store: WeightsStore):
