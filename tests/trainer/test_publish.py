@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -239,6 +240,15 @@ def test_a_version_in_bfloat16_gives_the_values_of_one_in_float32_that_is_served
     check_canary(served[0], served[0].values(row)[0], critic.values(row)[0].tolist())
 
 
+def test_a_mapped_version_is_read_once_to_be_verified(
+    store: WeightsStore, critic: CriticModel, monkeypatch: pytest.MonkeyPatch
+):
+    """Its digest, and whether it is finite, come from the tensors that the canary row goes through."""
+    monkeypatch.setattr("trainer.verification.digest_of_mapped", Mock(side_effect=AssertionError("read again")))
+    monkeypatch.setattr(CriticModel, "check_finite", Mock(side_effect=AssertionError("read again")))
+    verify_version(store, 1, critic)
+
+
 @pytest.mark.parametrize("integrity", ["xxh3", "sha256"])
 def test_a_version_is_hashed_while_it_is_written(
     llama: WeightsStore, monkeypatch: pytest.MonkeyPatch, integrity: Algorithm
@@ -251,7 +261,7 @@ def test_a_version_is_hashed_while_it_is_written(
         manifest = llama.add(write, step=llama.next_version(), **ABOUT)
         assert read == []
         assert manifest.digest == digest_of(llama.folder(manifest.version) / "model.safetensors", integrity)
-        llama.verify_files(manifest.version)
+        llama.verify_files(manifest.version, weights_module.digest_of)
         assert read.pop() == llama.folder(manifest.version) / "model.safetensors"
 
 
