@@ -93,6 +93,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_bytes(folder / WEIGHTS_FILE, lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]),
         r"version 1: model\.safetensors has digest xxh3:[0-9a-f]{12}…, its manifest says",
     ),
+    "bytes appended": (
+        lambda folder: change_bytes(folder / WEIGHTS_FILE, lambda data: data + bytes(8)),
+        r"version 1: model\.safetensors has digest xxh3:[0-9a-f]{12}…, its manifest says",
+    ),
     "no weights file": (
         lambda folder: (folder / WEIGHTS_FILE).unlink(),
         r"version 1: cannot read model\.safetensors: .*No such file",
@@ -135,7 +139,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "version 1: the values for the canary row differ by 0.01",
     ),
 }
-ALONE_TOO = ("truncated", "one bit flipped", "no weights file", "no manifest", "not a number")
+ALONE_TOO = ("truncated", "one bit flipped", "bytes appended", "no weights file", "no manifest", "not a number")
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
