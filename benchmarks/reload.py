@@ -32,6 +32,7 @@ from python_backend.client.client import TritonClient
 from python_backend.client.errors import RequestFailed
 from python_backend.config import ClientSection, RunConfig, TrainerSection
 from python_backend.config.live_models import live_model
+from python_backend.digests import digest_of_mapped
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION, VersionRange
 from tools.serve import with_fixed_ports
@@ -50,7 +51,6 @@ from benchmarks.processes import output_of, running_sidecar
 from benchmarks.workload import noise_payload
 from python_backend.config import CriticOptimizerSection, ServerSection
 from python_backend.config.sections import PublishSection
-from python_backend.store.weights import sha256_of
 from python_backend.wire.contract import SEQUENCE_LENGTHS
 from tools.report.curves import figure_of
 from tools.server.triton_home import ServerAborted, find_tritonserver, server_environment
@@ -616,7 +616,7 @@ def _alone(service: ReloadService, version: int) -> dict[str, float]:
     from python_backend.models.canary import canary_row  # torch: not for --help
 
     folder = service.store.folder(version)
-    hash_s, _ = timed(lambda: sha256_of(folder / WEIGHTS_FILE))
+    hash_s, _ = timed(lambda: digest_of_mapped(folder / WEIGHTS_FILE))
     load_s, critic = timed(lambda: service.critic.with_weights(folder))
     canary_s, _ = timed(lambda: critic.values([canary_row(critic)]))
     return {"hash_ms": hash_s * 1e3, "load_ms": load_s * 1e3, "canary_ms": canary_s * 1e3}

@@ -31,6 +31,7 @@ from chaos.system import RANK, Background, ChaosSystem, Verdict, run_test, verdi
 from chaos.traffic import RequestRecord, Traffic
 from python_backend.config import RunConfig
 from python_backend.config.command_line import reporting
+from python_backend.digests import brief
 from python_backend.monitoring.log_lines import say
 from python_backend.store.durable import numbers_in
 from python_backend.store.journal import Entry, Journal, Result
@@ -503,10 +504,10 @@ def check_versions(
     if not follow or steps[:1] != [0] or steps[-1] != last:
         found.append(f"the versions are of steps {steps}, expected 0 to {last}")
     for manifest in manifests:
-        if manifest.step < len(reference.steps) and manifest.sha256 != reference.steps[manifest.step].sha256:
+        if manifest.step < len(reference.steps) and manifest.digest != reference.steps[manifest.step].digest:
             found.append(
-                f"version {manifest.version} of step {manifest.step} has sha256 {manifest.sha256[:12]}…, without "
-                f"faults it is {reference.steps[manifest.step].sha256[:12]}…"
+                f"version {manifest.version} of step {manifest.step} has digest {brief(manifest.digest)}, without "
+                f"faults it is {brief(reference.steps[manifest.step].digest)}"
             )
     if manifests and current != manifests[-1].version:
         found.append(f"CURRENT names {current}, the last version is {manifests[-1].version}")

@@ -31,8 +31,8 @@ class ReferenceStep:
 
     loss: float | None
     """Loss of the last update; None for version 0."""
-    sha256: str
-    """SHA-256 of the critic's weights, as in a version's manifest."""
+    digest: str
+    """Digest of the critic's weights, as in a version's manifest."""
     values: list[np.ndarray]
     """Values of each probe request, float32 `[n, S]`, padded with 0."""
 
@@ -75,7 +75,7 @@ def run_reference(config: RunConfig, path: Path, seed: int, num_steps: int, fold
         # Each row in its own forward pass, then padded as in the server's answers.
         alone = [[values([row])[0] for row in rows] for rows in requests]
         padded = [padded_rows(rows, width=max(row.size for row in rows)) for rows in alone]
-        steps.append(ReferenceStep(loss, manifest.sha256, padded))
+        steps.append(ReferenceStep(loss, manifest.digest, padded))
     reward = reward_loader(config.reward)(config.reward.model)
     rewards = [np.concatenate([reward.score([row]).ravel() for row in rows]) for rows in requests]
     return Reference(steps, rewards, folder / "checkpoint" / str(num_steps))

@@ -11,6 +11,7 @@ from typing import Any
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.config.command_line import add_run_arguments, reporting
 from python_backend.config.live_models import LIVE_MODELS, LiveModel, live_model
+from python_backend.digests import brief
 from python_backend.errors import RlhfError
 from python_backend.store.journal import Journal
 from python_backend.store.weights import MANIFEST_FILE, WeightsError, WeightsStore
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = live_model(config, args.model)
     if model.name == "reward" and not config.reward.store:
         raise ConfigError("reward.store is false, so the reward model has no versions; set it to true")
-    store = WeightsStore(model.store)
+    store = WeightsStore(model.store, config.run.integrity)
     if store.current() is None and not store.versions():
         raise WeightsError(f"the weights store {store.root} is empty; `python -m tools serve` creates version 0")
     if args.action in ("verify", "rollback", "publish"):  # which load models
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 def show(store: WeightsStore) -> None:
     """Print a line for each version, then a line for each instance that rejected a version."""
     current, records = store.current(), store.records.alive()
-    print(f"{'version':>8}  {'step':>6}  {'from':>6}  {'MB':>8}  {'sha256':<12}  {'written':<19}  served by")
+    print(f"{'version':>8}  {'step':>6}  {'from':>6}  {'MB':>8}  {'digest':<18}  {'written':<19}  served by")
     for version in store.versions():
         folder = store.folder(version)
         try:
@@ -92,7 +93,7 @@ def show(store: WeightsStore) -> None:
         marks = ["CURRENT"] * (version == current) + serving
         parent = "-" if manifest.parent is None else str(manifest.parent)
         print(
-            f"{version:>8}  {manifest.step:>6}  {parent:>6}  {size:>8.1f}  {manifest.sha256[:12]}  {written}  "
+            f"{version:>8}  {manifest.step:>6}  {parent:>6}  {size:>8.1f}  {brief(manifest.digest):<18}  {written}  "
             f"{', '.join(marks)}".rstrip()
         )
     for record in records:

@@ -8,7 +8,7 @@
     <root>/keep_steps.json         the steps whose checkpoints the actor still needs, if it has sent a list
 
 optimizer.safetensors holds AdamW's moments and torch's random state. state.json holds the position in the schedule
-(`optimizer_step`), the settings' fingerprint, and the sha256 of each file and of its own content.
+(`optimizer_step`), the settings' fingerprint, and the digest of each file and of its own content.
 """
 
 import hashlib
@@ -20,8 +20,9 @@ from typing import Any
 
 from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError
 from python_backend.config import TrainerSection
+from python_backend.digests import DEFAULT, Algorithm
 from python_backend.store import durable
-from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, sealed
+from python_backend.store.sealed_folder import DIGESTS, STATE_FILE, DamagedCheckpoint, read_state, sealed
 from trainer.critic_update import CriticUpdate
 
 # Fingerprint of the settings that determine the weights which result from a journal, and changes of these settings.
@@ -113,15 +114,16 @@ class CheckpointState:
     asked: bool  # requested by critic_save or a rewind, so an actor's checkpoint may refer to it
     settings: dict[str, Any]  # settings that determine the result, see trainer.checkpoint
     fingerprint: str  # sha256 of the settings
-    base_sha256: str  # of version 0's weights, from which training started
+    base_digest: str  # of version 0's weights, from which training started
     results: list[dict[str, Any]]  # results of the last steps, with digests and losses
 
 
 class CheckpointFolder:
     """The folder with all checkpoints of one critic."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, integrity: Algorithm = DEFAULT) -> None:
+        """`integrity`: algorithm of the digests in new checkpoints."""
+        self.root, self._integrity = root, integrity
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, ascending."""
@@ -142,14 +144,14 @@ class CheckpointFolder:
         """
         final = self.root / str(state.step)
         try:  # a folder cannot be replaced atomically: after a crash in between, the step would have no checkpoint
-            durable.write_json(final / STATE_FILE, sealed(asdict(state), self._read_state(state.step)["files"]))
+            durable.write_json(final / STATE_FILE, self._sealed(state, self._read_state(state.step)["files"]))
             return final
         except DamagedCheckpoint:  # raised for a missing checkpoint, too
             if final.exists():
                 self.set_aside(state.step)
 
         def fill(folder: Path) -> None:
-            (folder / STATE_FILE).write_text(json.dumps(sealed(asdict(state), update.write(folder))))
+            (folder / STATE_FILE).write_text(json.dumps(self._sealed(state, update.write(folder, self._integrity))))
 
         durable.write_folder(final, fill)
         return final
@@ -157,13 +159,15 @@ class CheckpointFolder:
     def state(self, step: int) -> CheckpointState:
         """Return the state of the checkpoint of `step`. Raises DamagedCheckpoint if it is missing or damaged."""
         data = self._read_state(step)
-        return CheckpointState(**{name: value for name, value in data.items() if name not in ("files", "sha256")})
+        if "base_sha256" in data:  # written by an older release
+            data["base_digest"] = data.pop("base_sha256")
+        return CheckpointState(**{name: value for name, value in data.items() if name not in ("files", *DIGESTS)})
 
     def load(self, step: int, update: CriticUpdate) -> CheckpointState:
         """Load weights and optimizer of `step` into `update`, set torch's random state, and return the saved state.
 
         Raises:
-            DamagedCheckpoint: a file is missing or does not match its sha256; `update` is unchanged.
+            DamagedCheckpoint: a file is missing or does not match its digest; `update` is unchanged.
             CheckpointError: it was saved with different `trainer.lora_...` or `trainer.freeze`; `update` is unchanged.
         """
         state, folder = self.state(step), self.root / str(step)
@@ -177,7 +181,7 @@ class CheckpointFolder:
         state = self.state(step)
         if not state.asked:
             files = self._read_state(step)["files"]
-            durable.write_json(self.root / str(step) / STATE_FILE, sealed(asdict(replace(state, asked=True)), files))
+            durable.write_json(self.root / str(step) / STATE_FILE, self._sealed(replace(state, asked=True), files))
 
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint to `damaged-<step>`, replacing an older one of that name; return the new path."""
@@ -218,6 +222,9 @@ class CheckpointFolder:
         for folder in damaged[keep_damaged:]:
             durable.remove_folder(folder)
         durable.sweep(self.root)
+
+    def _sealed(self, state: CheckpointState, files: Mapping[str, str]) -> dict[str, Any]:
+        return sealed(asdict(state), files, self._integrity)
 
     def _told(self) -> list[int] | None:
         return (durable.read_json(self.root / KEEP_FILE) or {}).get("steps")

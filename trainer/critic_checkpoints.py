@@ -110,7 +110,7 @@ class CriticCheckpoints:
             asked,
             settings,
             fingerprint(settings),
-            critic.base_sha256,
+            critic.base_digest,
             results,
         )
 

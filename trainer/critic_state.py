@@ -9,6 +9,7 @@ import torch
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import TrainerSection
+from python_backend.digests import brief
 from python_backend.errors import NotFinite
 from python_backend.models.card import OutOfMemory
 from python_backend.monitoring.log_lines import set_log_position
@@ -60,7 +61,7 @@ class CriticState:
         self._store, self._journal, self._checkpoints, self._progress = store, journal, checkpoints, progress
         self.traceparent: str | None = None  # trace context of the request that was trained last
         # A checkpoint must have the same run and the same version 0; different settings only cause a warning.
-        self.base_sha256 = store.manifest(0).sha256  # of version 0's weights
+        self.base_digest = store.manifest(0).digest  # of version 0's weights
         self.deciding_settings = deciding_settings(settings)
 
     def train(self, entry: Entry) -> tuple[UpdateReport | None, Result]:
@@ -174,10 +175,10 @@ class CriticState:
                 f"run.run_id: {self._journal.run_id!r}, but the checkpoint of step {state.step} belongs to run "
                 f"{state.run_id!r}: restore the run_id, or give the run its own folder (run.dir)"
             )
-        if state.base_sha256 != self.base_sha256:
+        if state.base_digest != self.base_digest:
             raise CheckpointError(
                 f"the checkpoint of step {state.step} was trained from another initial critic: version 0 had "
-                f"sha256 {state.base_sha256[:12]}…, that in the weights store has {self.base_sha256[:12]}…; restore "
+                f"digest {brief(state.base_digest)}, that in the weights store has {brief(self.base_digest)}; restore "
                 "the original store, or start a new run (run.dir)"
             )
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.config import TrainerSection
+from python_backend.digests import DEFAULT, Algorithm
 from python_backend.errors import NotFinite
 from python_backend.models.adapters import load_trained, trained_tensors
 from python_backend.models.batching import padded_rows, plan_micro_batches
@@ -222,10 +223,10 @@ class CriticUpdate:
             lacking,
         )
 
-    def write(self, folder: Path) -> dict[str, str]:
-        """Write weights, optimizer and random state, each rank its slices; return the sha256 of each file."""
+    def write(self, folder: Path, integrity: Algorithm = DEFAULT) -> dict[str, str]:
+        """Write weights, optimizer and random state, each rank its slices; return the digest of each file."""
         ranks = self.ranks
-        ranks.announce("write", folder=str(folder))
+        ranks.announce("write", folder=str(folder), integrity=integrity)
         if isinstance(ranks, Ranks):
             model, state = self.critic.model, named_state(self.optimizer, self.parameters)
             weights = trained_slices(model) if self.settings.lora_rank else model.state_dict()
@@ -234,7 +235,7 @@ class CriticUpdate:
                 write_config(self.critic, folder)
         else:
             self._write_whole(folder)
-        parts = ranks.gather(ranks.together(lambda: hashes(folder, part=ranks.rank, parts=ranks.size)))
+        parts = ranks.gather(ranks.together(lambda: hashes(folder, integrity, part=ranks.rank, parts=ranks.size)))
         return {name: digest for part in parts for name, digest in part.items()}
 
     def _write_whole(self, folder: Path) -> None:
@@ -248,7 +249,7 @@ class CriticUpdate:
         """Load what `write` wrote on any number of ranks, and continue at this optimizer step.
 
         Raises:
-            DamagedCheckpoint: a file is missing or does not match its sha256; nothing has changed.
+            DamagedCheckpoint: a file is missing or does not match its digest; nothing has changed.
             CheckpointError: the adapters do not fit; nothing has changed.
         """
         ranks = self.ranks
@@ -372,10 +373,10 @@ def follow_rank_0(settings: TrainerSection, seed: int, ranks: Ranks) -> None:
         {
             "load": load,
             "train": lambda skip: update.train(None, lambda _: None, skip),
-            "write": lambda folder: update.write(Path(folder)),
+            "write": lambda folder, integrity: update.write(Path(folder), integrity),
             "read": lambda folder, optimizer_step: update.read(Path(folder), optimizer_step),
             "values": lambda rows, width: critic().values([np.asarray(row, np.int64) for row in rows], width),
-            "write_version": lambda folder: critic().write(Path(folder)),
+            "write_version": lambda folder, integrity: critic().write(Path(folder), integrity),
             "verify": lambda root, version: critic().verify_slices(store(root), version),
             "holds": lambda root, version: critic().holds_slices(store(root), version),
         }

@@ -139,7 +139,7 @@ def publish_reward(
         VersionRejected: its copy failed verification, or an instance rejected it; the old version serves.
     """
     section, model = config.reward, live_model(config, "reward")
-    store = WeightsStore(model.store)
+    store = WeightsStore(model.store, config.run.integrity)
     current = store.current()
     if current is None:
         raise WeightsError(f"the weights store {store.root} is empty; `python -m tools serve` creates version 0")

@@ -144,7 +144,7 @@ class Publisher:
         in_slices = isinstance(model, TrainedCritic) and model.in_slices
         if write is None:
             assert isinstance(model, CriticModel)
-            write = model.write
+            write = functools.partial(model.write, integrity=self._store.integrity)
         manifest = self._store.add(
             write,
             run_id=self._run_id,
@@ -352,7 +352,7 @@ def initialise_store(
         if pretrained:
             critic = pretrain(critic)
         store.add(
-            critic.write,
+            functools.partial(critic.write, integrity=store.integrity),
             run_id=run_id,
             step=0,
             parent=None,
@@ -391,7 +391,7 @@ def initialise_stores(config: RunConfig, ranks: AnyRanks = ALONE, beat: Callable
         RlhfError: the critic cannot be pretrained.
     """
     for model in live_models(config):
-        store = WeightsStore(model.store)
+        store = WeightsStore(model.store, config.run.integrity)
         if model.name == "critic":
             pretrain = functools.partial(pretrained, config=config, ranks=ranks, beat=beat)
             initialise_store(store, config.critic, run_id=config.run.identity, pretrain=pretrain)

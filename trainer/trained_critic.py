@@ -28,6 +28,7 @@ from python_backend.checkpoints.inspection import (
     inspect_checkpoint,
 )
 from python_backend.config import TrainerSection
+from python_backend.digests import DEFAULT, Algorithm
 from python_backend.models.adapters import Lora, MergedWeights, describe_adapters, trained_tensors, with_adapters
 from python_backend.models.modeling import CriticModel, load_critic, write_config
 from python_backend.models.precision import in_float32, use_bfloat16
@@ -122,21 +123,21 @@ class TrainedCritic(CriticModel):
         kind = MergedSlices if self.in_slices else MergedWeights
         return kind(self.model, self.stored_as, head_of(self.model))
 
-    def write(self, folder: Path) -> Mapping[str, str] | None:
+    def write(self, folder: Path, integrity: Algorithm = DEFAULT) -> Mapping[str, str] | None:
         """Write a version: a Hugging Face checkpoint, with one file per rank, or the adapters, which rank 0 writes.
 
-        Returns the sha256 of each weights file and of their index, if there are several; None for adapters.
+        Returns the digest of each weights file and of their index, if there are several; None for adapters.
         """
-        self.ranks.announce("write_version", folder=str(folder))
+        self.ranks.announce("write_version", folder=str(folder), integrity=integrity)
         if self.adapters is not None:
             trained, adapters = trained_tensors(self.model), self.adapters
             is_writer = self.ranks.rank == 0
             self.ranks.together(lambda: _write_adapters(self, trained, adapters, folder) if is_writer else None)
             return None
         if not isinstance(self.ranks, Ranks):
-            return super().write(folder)
+            return super().write(folder, integrity)
         weights = self.weights()
-        digests = write_checkpoint(weights.shapes(), weights.__getitem__, folder, self.ranks)
+        digests = write_checkpoint(weights.shapes(), weights.__getitem__, folder, self.ranks, integrity)
         if self.ranks.rank == 0:
             write_config(self, folder)
         return digests
@@ -148,7 +149,7 @@ class TrainedCritic(CriticModel):
         """Verify that a version holds the weights of this critic, bit for bit, and that they are finite.
 
         Each rank compares its own slices. Together these are all bytes that `write` has hashed for the manifest, so
-        that hashing them once more, which takes longer than the rest of a publish, would find nothing else. The base
+        that hashing them once more would find nothing else. The base
         of adapters is hashed once.
 
         Raises:

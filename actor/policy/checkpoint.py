@@ -1,7 +1,7 @@
 """The actor's checkpoints: policy, optimizer and run state, written atomically.
 
 `critic_step` in state.json is the step of the matching critic checkpoint; a resumed actor rewinds the critic to it.
-state.json also holds the sha256 of each file, so that a damaged checkpoint is detected and the previous one is used.
+state.json also holds the digest of each file, so that a damaged checkpoint is detected and the previous one is used.
 
     <root>/<step>/{Hugging Face folder, optimizer.safetensors, state.json}
     <root>/<step>/{adapters.safetensors, optimizer.safetensors, state.json}    under LoRA
@@ -25,6 +25,7 @@ from actor.policy.loading import ADAPTERS
 from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
 from python_backend.config import RunConfig
+from python_backend.digests import DEFAULT, Algorithm
 from python_backend.store.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder
 from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint, hashes, read_state, sealed, verify_folder
 
@@ -67,7 +68,9 @@ def set_aside(root: Path, step: int) -> Path:
     return aside
 
 
-def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep: int) -> None:
+def save_checkpoint(
+    root: Path, run: RunState, state: Mapping[str, Any], integrity: Algorithm = DEFAULT, *, keep: int
+) -> None:
     """Write the checkpoint of `state["step"]` and delete all but the `keep` newest checkpoints."""
     policy = run.policy
     world_size = {"world_size": policy.ranks.size} if policy.ranks.size > 1 else {}
@@ -85,7 +88,7 @@ def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep
 
     def fill(folder: Path) -> None:
         policy.write_state(folder)
-        (folder / STATE_FILE).write_text(json.dumps(sealed(whole, hashes(folder))))
+        (folder / STATE_FILE).write_text(json.dumps(sealed(whole, hashes(folder, integrity), integrity)))
 
     write_folder(root / str(state["step"]), fill)
     for step in numbers_in(root)[:-keep]:

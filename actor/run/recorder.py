@@ -50,7 +50,7 @@ class Recorder:
         self._settings = config.actor
         self._publish_every = config.trainer.publish.every
         self._dir = config.run.dir
-        self._run_id = config.run.identity
+        self._run_id, self._integrity = config.run.identity, config.run.integrity
         self._checkpoints = config.run.dir / "checkpoints" / "actor"
         self._weights = WeightsStore(config.run.weights_dir)
         self._state = state
@@ -311,7 +311,12 @@ class Recorder:
             **self._reference,
         }
         await asyncio.to_thread(
-            save_checkpoint, self._checkpoints, self._state, state, keep=self._settings.keep_checkpoints
+            save_checkpoint,
+            self._checkpoints,
+            self._state,
+            state,
+            self._integrity,
+            keep=self._settings.keep_checkpoints,
         )
         if self._has_critic:
             self.saves = [save for save in self.saves if not _ended_well(save)]

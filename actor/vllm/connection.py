@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from actor.vllm.comparison import differing, published_digests
 from python_backend.client.connection import timeout, trouble_of
 from python_backend.client.errors import Kind, Trouble
 from python_backend.errors import RlhfError
@@ -81,17 +82,26 @@ class VllmConnection:
     """HTTP connections to one server; requests wait until it has the weights of `version`."""
 
     def __init__(
-        self, url: str, *, version: PolicyVersion, is_adapter: bool, limit: int, deadline_s: float, checked: set[str]
+        self,
+        url: str,
+        *,
+        version: PolicyVersion,
+        is_adapter: bool,
+        compares: bool,
+        limit: int,
+        deadline_s: float,
+        checked: set[str],
     ) -> None:
         """
         Args:
             is_adapter: the version is a LoRA adapter of the model that the server was started with.
+            compares: whether to compare the server's weights with the version's before they generate.
             limit: maximum connections.
             deadline_s: timeout of one response, and of loading the weights.
             checked: URLs of servers whose release and settings were checked, shared by all connections.
         """
         self._url, self._version, self._is_adapter, self._deadline_s = url, version, is_adapter, deadline_s
-        self._checked = checked
+        self._checked, self._compares = checked, compares
         self._is_loaded = False
         self._loading: asyncio.Task[None] | None = None
         connector = aiohttp.TCPConnector(limit=limit)
@@ -172,14 +182,31 @@ class VllmConnection:
             yield
 
     async def _load_weights(self) -> None:
+        published = await asyncio.to_thread(published_digests, self._version.folder) if self._compares else None
         await self._post("/pause?mode=wait")
         try:
             path = {"weights_path": str(self._version.folder)}
             await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": path})
             await self._post("/reset_prefix_cache")
+            if published is not None:
+                await self._compare(published)
             await self._post("/update_weight_version", {"new_version": self._version.name})
         finally:
             await self._post("/resume")
+
+    async def _compare(self, published: Mapping[str, set[str]]) -> None:
+        """Compare the server's weights with the published ones. Raises Trouble, RlhfError."""
+        engine = (await self._post("/weight_checker", {"action": "checksum"})).get("checksums", {})
+        if any(":tp1:" in name for name in engine):
+            raise RlhfError(
+                f"the server at {self._url} has several tensor-parallel ranks, whose slices cannot be compared: set "
+                "actor.generation.vllm.compare_weights to false"
+            )
+        wrong, compared = differing(published, engine)
+        if wrong or not compared:
+            which = f", such as {wrong[0]}" if wrong else ""
+            reason = f"{len(wrong)} of {compared} comparable parameters differ from {self._version.folder}{which}"
+            raise Trouble(Kind.LOST, "does not have the published weights", reason)
 
     async def _load_adapter(self) -> None:
         """Load the adapter under the version's name, and unload those before it."""

@@ -92,6 +92,7 @@ class VllmGeneration(Generation):
             VllmConnection,
             version=self._versions.current(),
             is_adapter=self._is_adapter,
+            compares=self._vllm.compare_weights,
             limit=self._settings.batch_size,
             deadline_s=self._vllm.deadline_s,
             checked=self._checked,

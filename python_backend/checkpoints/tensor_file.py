@@ -1,6 +1,5 @@
 """Writes safetensors files one tensor at a time; the safetensors library needs all tensors in memory at once."""
 
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from python_backend.checkpoints.safetensors_header import encode_header
+from python_backend.digests import DEFAULT, Algorithm, Hasher
 
 STORED_DTYPES = {
     "F64": torch.float64,
@@ -30,9 +30,12 @@ STORED_AS = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 def write_tensors(
-    file: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], tensor_of: Callable[[str], Tensor]
+    file: Path,
+    shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    tensor_of: Callable[[str], Tensor],
+    integrity: Algorithm = DEFAULT,
 ) -> str:
-    """Write a safetensors file with the same bytes that `safetensors.torch.save_file` writes; return its sha256.
+    """Write a safetensors file with the same bytes that `safetensors.torch.save_file` writes; return its digest.
 
     A model that is mapped from an older file of this name keeps that file's weights.
 
@@ -41,16 +44,16 @@ def write_tensors(
         tensor_of: returns a tensor on the CPU by its name.
     """
     header, starts = layout(shapes)
-    state = hashlib.sha256(header)
+    hasher = Hasher(integrity, header)
     file.unlink(missing_ok=True)
     with file.open("xb") as stream, ThreadPoolExecutor(1, "hash") as beside:
         stream.write(header)
         for name in starts:
             block = raw_bytes(tensor_of(name))
-            hashed = beside.submit(state.update, block)
+            hashed = beside.submit(hasher.update, block)
             stream.write(block)
             hashed.result()
-    return state.hexdigest()
+    return hasher.digest()
 
 
 def layout(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, int]]:

@@ -140,6 +140,10 @@ class VllmSection(Section):
     """Further arguments of that server, such as [--tensor-parallel-size, "2"]."""
     deadline_s: Seconds = 600.0
     """Timeout of one response, and of loading a version of the weights."""
+    compare_weights: bool = False
+    """Compare the SHA-256 of each parameter in the server with the published tensors before a version generates, unless
+    only adapters are loaded. Takes a second per GB while the server is paused. Not with tensor parallelism; the server
+    must compute in the policy's precision."""
 
 
 class GenerationSection(Section):

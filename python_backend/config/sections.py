@@ -30,6 +30,7 @@ from python_backend.config.fields import (
 from python_backend.config.live_models import GateSection
 from python_backend.config.optimizer import CriticOptimizerSection
 from python_backend.config.rewards import TokenRewardSettings
+from python_backend.digests import DEFAULT, Algorithm
 
 # Section `monitoring` of the YAML configuration.
 
@@ -82,6 +83,10 @@ class RunSection(Section):
     """Output folder of the run; relative paths start at the working directory."""
     run_id: str | None = None
     """Name of the run in the journal; default: the name of `dir`."""
+    integrity: Algorithm = DEFAULT
+    """Algorithm of the digests by which damaged versions, checkpoints and journal entries are detected: `xxh3`
+    (xxh3-128), which is as fast as memory, or `sha256`, ten times slower, for storage on which someone might forge a
+    file of the same digest. Each digest names its algorithm: a changed setting holds for new files only."""
     access: Literal["owner", "group"] = "owner"
     """Who can read and write what server, sidecar and actor write, which includes prompts and responses: `owner` (umask
     077) or also the `group` (umask 007), for processes of several users that share the folder."""

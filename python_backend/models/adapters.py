@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from python_backend.checkpoints.inspection import CheckpointError, StoredAdapters
 from python_backend.checkpoints.tensor_file import write_tensors
+from python_backend.digests import DEFAULT, Algorithm
 
 LAYERS = (nn.Linear, Conv1D)
 
@@ -159,9 +160,9 @@ class MergedWeights(Mapping[str, Tensor]):
         """Return the dtype and the whole shape of each tensor, without computing it."""
         return {name: (self.dtype(name), tensor.shape) for name, tensor in self.plain.items()}
 
-    def write(self, file: Path) -> str:
-        """Write all tensors to a safetensors file; return its sha256."""
-        return write_tensors(file, self.shapes(), self.__getitem__)
+    def write(self, file: Path, integrity: Algorithm = DEFAULT) -> str:
+        """Write all tensors to a safetensors file; return its digest."""
+        return write_tensors(file, self.shapes(), self.__getitem__, integrity)
 
 
 @contextlib.contextmanager

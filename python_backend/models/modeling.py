@@ -27,6 +27,7 @@ from python_backend.checkpoints.inspection import (
     inspect_checkpoint,
     reward_head,
 )
+from python_backend.digests import DEFAULT, Algorithm
 from python_backend.models.adapters import MergedWeights
 from python_backend.models.batching import padded_rows
 from python_backend.models.card import to_host
@@ -239,9 +240,9 @@ class CriticModel:
         """Return the weights as a version stores them, by name."""
         return MergedWeights(self.model, self.stored_as, head_of(self.model))
 
-    def write(self, folder: Path) -> Mapping[str, str] | None:
-        """Write a weights version to `folder`; return the sha256 of each weights file if it was computed."""
-        return save_critic(self, folder, dtype=self.stored_as)
+    def write(self, folder: Path, integrity: Algorithm = DEFAULT) -> Mapping[str, str] | None:
+        """Write a weights version to `folder`; return the digest of each weights file if it was computed."""
+        return save_critic(self, folder, integrity, dtype=self.stored_as)
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtypes of `weights`, without computing these."""
@@ -383,13 +384,15 @@ def load_critic(
     return CriticModel(model, constants=constants, compile_forward=compile_forward, note=note, group=group)
 
 
-def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None = None) -> dict[str, str]:
+def save_critic(
+    critic: CriticModel, folder: Path, integrity: Algorithm = DEFAULT, *, dtype: torch.dtype | None = None
+) -> dict[str, str]:
     """Save the critic's weights, configuration and constants to `folder` (model.safetensors, config.json).
 
-    If `dtype` is given, the body is converted to it; the head is always stored in fp32. Returns the sha256 of the
+    If `dtype` is given, the body is converted to it; the head is always stored in fp32. Returns the digest of the
     weights file, by its name.
     """
-    digest = MergedWeights(critic.model, dtype, head_of(critic.model)).write(folder / WEIGHTS_FILE)
+    digest = MergedWeights(critic.model, dtype, head_of(critic.model)).write(folder / WEIGHTS_FILE, integrity)
     write_config(critic, folder)
     return {WEIGHTS_FILE: digest}
 

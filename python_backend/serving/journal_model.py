@@ -8,9 +8,11 @@ import hmac
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 
+from python_backend.digests import Algorithm
 from python_backend.monitoring import tracing
 from python_backend.serving.triton import Call, MetricCounters, Parameters, StepFailed, Unavailable, log_error
 from python_backend.store.durable import refusal
@@ -44,7 +46,9 @@ class JournalServer:
         """
         self._accept, self._reply = accept, reply
         self._model = parameters.model
-        self.journal = Journal(parameters.path("journal"), parameters.text(RUN_ID))
+        self.journal = Journal(
+            parameters.path("journal"), parameters.text(RUN_ID), cast(Algorithm, parameters.text("integrity"))
+        )
         self._heartbeats = HeartbeatWatch(self.journal.heartbeat)
         self._silence_s = float(parameters.text("heartbeat_timeout_s"))
         self._key_hash = parameters.optional("training_key_sha256")

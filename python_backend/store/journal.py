@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from python_backend.digests import DEFAULT, Algorithm
 from python_backend.errors import RlhfError
 from python_backend.store import durable
 from python_backend.store.durable import changed_at, is_locked, read_json
@@ -234,6 +235,11 @@ ACCEPT_PATIENCE_S = 10.0  # the lock is held for milliseconds; a process that ho
 class Journal(JournalState):
     """The journal of one run, with the operations that modify it."""
 
+    def __init__(self, root: Path, run_id: str, integrity: Algorithm = DEFAULT) -> None:
+        """`integrity`: algorithm of the digests in new entries."""
+        super().__init__(root, run_id)
+        self._integrity = integrity
+
     # ---- writers: inside tritonserver ----
 
     def accept_training(
@@ -258,7 +264,7 @@ class Journal(JournalState):
             OSError: the write failed; nothing was accepted.
         """
         self._check_run(run_id)
-        file = TrainingFile(payload, check, {TRACEPARENT_HEADER: traceparent} if traceparent else None)
+        file = TrainingFile(payload, check, {TRACEPARENT_HEADER: traceparent} if traceparent else None, self._integrity)
         try:
             return self._accept(file, step, sender)
         finally:
@@ -287,7 +293,7 @@ class Journal(JournalState):
         """
         last = self.last_step()
         if step is not None and step <= last:
-            return self._known(step, file.digest, last)
+            return self._known(step, file, last)
         if step is not None and step > last + 1:
             raise ContractError(
                 f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}; send step {last + 1} first{self._rewound(step)}"
@@ -490,10 +496,10 @@ class Journal(JournalState):
                 "the same run.run_id, or start a separate critic for it"
             )
 
-    def _known(self, step: int, digest: str, last: int) -> Entry:
+    def _known(self, step: int, file: TrainingFile, last: int) -> Entry:
         entry = Entry(step, 0, "train")
         known = self._digest(entry)
-        if known in (digest, DAMAGED):  # the sidecar's result reports the damage
+        if known is not None and (known == DAMAGED or file.matches(known)):  # the sidecar's result reports the damage
             return entry
         was = "was trained too long ago to compare" if known is None else "was already sent with other content"
         raise ContractError(

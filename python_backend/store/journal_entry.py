@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from python_backend.checkpoints.safetensors_header import encode_header
+from python_backend.digests import DEFAULT, Algorithm, algorithm_of, brief
 from python_backend.errors import RlhfError
 from python_backend.store.durable import INT64_MAX
 from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
@@ -100,12 +101,11 @@ def read_training_file(path: Path) -> tuple[TrainPayload, str]:
         payload = TrainPayload(
             arrays[TOKENS], arrays[SEQUENCE_LENGTHS], arrays[RETURNS], arrays[PREV_VALUES], arrays[MASK]
         )
+        found = payload.digest(algorithm_of(digest))
     except (SafetensorError, LookupError, TypeError, ValueError) as error:
         raise DamagedEntry(f"{path} is damaged: {error}") from error
-    if payload.digest() != digest:
-        raise DamagedEntry(
-            f"{path} is damaged: its content has digest {payload.digest()[:12]}…, its header says {digest[:12]}…"
-        )
+    if found != digest:
+        raise DamagedEntry(f"{path} is damaged: its content has digest {brief(found)}, its header says {brief(digest)}")
     return payload, digest
 
 
@@ -128,7 +128,6 @@ def metadata_in(path: Path, name: str) -> str | None:
 
 
 DTYPES = {"float32": "F32", "int64": "I64"}  # NumPy name -> safetensors name
-UNKNOWN_DIGEST = "0" * 64  # placeholder of the same length as a hex sha256
 BESIDE = ThreadPoolExecutor(3, "journal-file")  # hashing and checks; the writing thread mostly waits for the disk
 
 
@@ -136,17 +135,21 @@ class TrainingFile:
     """The safetensors file of one payload, with `digest` in its metadata."""
 
     def __init__(
-        self, payload: TrainPayload, check: Callable[[], None] = lambda: None, more: Mapping[str, str] | None = None
+        self,
+        payload: TrainPayload,
+        check: Callable[[], None] = lambda: None,
+        more: Mapping[str, str] | None = None,
+        integrity: Algorithm = DEFAULT,
     ) -> None:
         """Start hashing and `check`, which raises if the content is invalid, in background threads.
 
         `more`: further metadata, not part of the digest.
         """
-        self._more = more or {}
+        self._payload, self._more, self._integrity = payload, more or {}, integrity
         self._arrays = {name: np.ascontiguousarray(array) for name, array in payload.arrays().items()}
         # The largest array takes longest to hash, so it starts first.
         largest_first = sorted(self._arrays.items(), key=lambda item: -item[1].nbytes)
-        self._digests = {name: BESIDE.submit(field_digest, array) for name, array in largest_first}
+        self._digests = {name: BESIDE.submit(field_digest, array, integrity) for name, array in largest_first}
         self._checked = BESIDE.submit(check)
 
     def check(self) -> None:
@@ -161,12 +164,17 @@ class TrainingFile:
     @property
     def digest(self) -> str:
         """Digest of the content; blocks until it is computed."""
-        return content_digest({name: digest.result() for name, digest in self._digests.items()})
+        return content_digest({name: digest.result() for name, digest in self._digests.items()}, self._integrity)
+
+    def matches(self, digest: str) -> bool:
+        """Return whether the content has this digest, of any algorithm."""
+        algorithm = algorithm_of(digest)
+        return digest == (self.digest if algorithm == self._integrity else self._payload.digest(algorithm))
 
     def parts(self) -> list[bytes | memoryview]:
         """Return the header with a placeholder digest, followed by the arrays' buffers."""
         return [
-            header(self._arrays, {DIGEST: UNKNOWN_DIGEST, **self._more}),
+            header(self._arrays, {DIGEST: content_digest({}, self._integrity), **self._more}),
             *(array.data for array in self._arrays.values()),
         ]
 

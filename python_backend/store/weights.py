@@ -25,6 +25,7 @@ from typing import Any
 
 from python_backend.checkpoints.inspection import INDEX_FILE, WEIGHTS_FILE, stored_adapters
 from python_backend.checkpoints.safetensors_header import read_header
+from python_backend.digests import DEFAULT, Algorithm, Hasher, algorithm_of, brief, digest_of
 from python_backend.errors import RlhfError
 from python_backend.store import durable
 from python_backend.store.durable import make_folder, read_json, write_json
@@ -178,7 +179,6 @@ def _process(pid: int) -> tuple[str, int]:
 
 
 MANIFEST_FILE = "manifest.json"
-HASHED_AT_ONCE = 1 << 24  # bytes; large blocks, because the hashing thread takes the GIL between two of them
 WRITER_PATIENCE_S = 10.0  # how long to wait for another writer
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 FIRST_VERSION = "make version 0 with `python -m trainer --config YAML --init-only`"
@@ -195,12 +195,12 @@ class Manifest:
     version: int
     run_id: str
     step: int  # number of critic updates in these weights; 0 for a reward model
-    sha256: str  # of model.safetensors; of `files`, if there are several
+    digest: str  # of model.safetensors; of `files`, if there are several
     tensors: dict[str, list[Any]]  # name -> [dtype, shape]
     parent: int | None  # version that these weights were trained or copied from
     epoch: int  # journal epoch of the sidecar that wrote it
     base: int | None = None  # version that holds the other weights, if this one holds only adapters
-    files: dict[str, str] | None = None  # sha256 of each file with weights and of their index, if there are several
+    files: dict[str, str] | None = None  # digest of each file with weights and of their index, if there are several
     canary: list[float] | None = None  # values of the canary row that an instance must reproduce before it serves them
     tokenizer: str | None = None  # of version 0 of a critic: fingerprint of the tokenizer whose tokens it is trained on
     pretrained: list[str] | None = None  # of version 0 of a critic: critic.pretrain
@@ -214,8 +214,9 @@ class Manifest:
 class WeightsStore:
     """Versions under one folder. Version numbers only increase, and a version is never overwritten."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, integrity: Algorithm = DEFAULT) -> None:
+        """`integrity`: algorithm of the digests in new manifests; each version is verified by that in its own."""
+        self.root, self.integrity = root, integrity
         self.records = ServingRecords(root / "serving")
         self._current = root / "CURRENT"
         self._next = root / "NEXT"
@@ -265,6 +266,8 @@ class WeightsStore:
             data = durable.read_json(self.folder(version) / MANIFEST_FILE)
             if data is None:
                 raise WeightsError(f"version {version} is not in the weights store")
+            if "sha256" in data:  # written by an older release
+                data["digest"] = data.pop("sha256")
             return Manifest(**data)
         except (OSError, ValueError, TypeError) as error:
             raise WeightsError(f"version {version}: unreadable manifest: {error}") from error
@@ -293,8 +296,8 @@ class WeightsStore:
         """Write a new version and return its manifest; CURRENT does not change.
 
         Args:
-            write: writes weights and config.json into the given folder; returns the sha256 of each weights file and of
-                the index if it has computed them.
+            write: writes weights and config.json into the given folder; returns the digest of each weights file and
+                of the index if it has computed them.
             reuse: if the newest version has the same run, step and content, return it instead of adding one. This
                 happens when a step is replayed after a crash. Older versions are never reused: numbers must increase
                 when steps are trained again after a rewind.
@@ -305,9 +308,9 @@ class WeightsStore:
             OSError: the write failed; nothing is left behind.
         """
         with self._writing(), durable.staged_folder(self.root) as staging:
-            files = write(staging) or {path.name: sha256_of(path) for path in weights_files(staging)}
-            digest = files.get(WEIGHTS_FILE) or _digest_of(files)
-            existing = self._find(run_id=run_id, step=step, sha256=digest) if reuse else None
+            files = write(staging) or {path.name: digest_of(path, self.integrity) for path in weights_files(staging)}
+            digest = files.get(WEIGHTS_FILE) or _digest_of_all(files)
+            existing = self._find(run_id=run_id, step=step, digest=digest) if reuse else None
             if existing is not None:
                 return existing
             adapters = stored_adapters(staging)
@@ -337,41 +340,52 @@ class WeightsStore:
         """Return the number of the next version; it is above all existing ones, incomplete folders included."""
         return max([*durable.numbers_in(self.root), self.current() or -1], default=-1) + 1
 
-    def verify_files(self, version: int) -> Manifest:
-        """Compare the weights files with the manifest: sha256, names, dtypes and shapes; return the manifest.
+    def verify_files(self, version: int, digest: Callable[[Path, str], str] = digest_of) -> Manifest:
+        """Compare the weights files with the manifest: digests, names, dtypes and shapes; return the manifest.
 
-        Raises WeightsError if they differ or a file is unreadable.
+        Args:
+            digest: returns the digest of a file by an algorithm.
+
+        Raises:
+            WeightsError: they differ, or a file is unreadable.
         """
         manifest = self.manifest(version)
         try:
             tensors = self._tensor_types(self.folder(version))
         except (OSError, ValueError) as error:
             raise WeightsError(f"version {version}: cannot read {WEIGHTS_FILE}: {error}") from error
-        self.verify_hashes(manifest)
+        self.verify_hashes(manifest, digest)
         if tensors != manifest.tensors:
             raise WeightsError(f"version {version}: tensors differ from the manifest")
         return manifest
 
-    def verify_hashes(self, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
-        """Compare the sha256 of the weights files, or of every `parts`-th of them, with the manifest.
+    def verify_hashes(
+        self,
+        manifest: Manifest,
+        digest: Callable[[Path, str], str] = digest_of,
+        *,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
+        """Compare the digests of the weights files, or of every `parts`-th of them, with the manifest.
 
         A base that adapters belong to is compared once in the lifetime of this object.
 
         Raises WeightsError if one differs or is unreadable.
         """
-        expected = manifest.files or {WEIGHTS_FILE: manifest.sha256}
+        expected = manifest.files or {WEIGHTS_FILE: manifest.digest}
         for name in sorted(expected)[part::parts]:
             try:
-                digest = sha256_of(self.folder(manifest.version) / name)
-            except OSError as error:
+                found = digest(self.folder(manifest.version) / name, algorithm_of(expected[name]))
+            except (OSError, ValueError) as error:
                 raise WeightsError(f"version {manifest.version}: cannot read {name}: {error}") from error
-            if digest != expected[name]:
+            if found != expected[name]:
                 raise WeightsError(
-                    f"version {manifest.version}: {name} has sha256 {digest[:12]}…, its manifest says "
-                    f"{expected[name][:12]}…"
+                    f"version {manifest.version}: {name} has digest {brief(found)}, its manifest says "
+                    f"{brief(expected[name])}"
                 )
         if manifest.base is not None and manifest.base not in self._verified:
-            self.verify_hashes(self.manifest(manifest.base), part=part, parts=parts)
+            self.verify_hashes(self.manifest(manifest.base), digest, part=part, parts=parts)
             self._verified.add(manifest.base)
 
     def serving(self) -> list[ServingRecord]:
@@ -409,20 +423,10 @@ class WeightsStore:
         files = [path for path in weights_files(folder) if path.name != INDEX_FILE]
         return dict(sorted(found for file in files for found in tensor_types(file).items()))
 
-    def _find(self, *, run_id: str, step: int, sha256: str) -> Manifest | None:
+    def _find(self, *, run_id: str, step: int, digest: str) -> Manifest | None:
         newest = next(reversed(self.manifests()), None)
-        same = newest is not None and (newest.run_id, newest.step, newest.sha256) == (run_id, step, sha256)
+        same = newest is not None and (newest.run_id, newest.step, newest.digest) == (run_id, step, digest)
         return newest if same else None
-
-
-def sha256_of(path: Path) -> str:
-    """Return the hex sha256 of a file."""
-    state = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        block = memoryview(bytearray(max(1, min(os.fstat(file.fileno()).st_size, HASHED_AT_ONCE))))
-        while size := file.readinto(block):
-            state.update(block[:size])
-    return state.hexdigest()
 
 
 def weights_files(folder: Path) -> list[Path]:
@@ -436,8 +440,8 @@ def tensor_types(path: Path) -> dict[str, list[Any]]:
     return {name: [info.dtype, list(info.shape)] for name, info in sorted(read_header(path).items())}
 
 
-def _digest_of(files: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+def _digest_of_all(files: Mapping[str, str]) -> str:
+    return Hasher(algorithm_of(next(iter(files.values()))), json.dumps(files, sort_keys=True).encode()).digest()
 
 
 def _read_number(path: Path) -> int | None:

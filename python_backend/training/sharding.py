@@ -28,10 +28,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from python_backend.checkpoints.inspection import INDEX_FILE, CheckpointError, CheckpointInfo
 from python_backend.checkpoints.safetensors_header import TensorInfo
 from python_backend.checkpoints.tensor_file import STORED_AS, layout, raw_bytes
+from python_backend.digests import DEFAULT, Algorithm, digest_of
 from python_backend.models.adapters import MergedWeights, wide
 from python_backend.models.sharded_tensors import sharded_like, whole
 from python_backend.store.durable import sync_file
-from python_backend.store.weights import sha256_of
 from python_backend.training.ranks import Ranks
 
 # Merges LoRA adapters into the weights of a critic that is sharded over several ranks.
@@ -217,12 +217,16 @@ def stored_shapes(folder: Path) -> dict[str, torch.Size]:
 
 
 def write_checkpoint(
-    shapes: Mapping[str, tuple[torch.dtype, torch.Size]], tensor_of: Callable[[str], Tensor], folder: Path, ranks: Ranks
+    shapes: Mapping[str, tuple[torch.dtype, torch.Size]],
+    tensor_of: Callable[[str], Tensor],
+    folder: Path,
+    ranks: Ranks,
+    integrity: Algorithm = DEFAULT,
 ) -> dict[str, str]:
     """Write sharded tensors as a Hugging Face checkpoint with one file per rank and an index; collective.
 
     A slice of rows is a range of bytes in a file, so that each rank writes its slices of all tensors to their places,
-    without gathering any tensor. The same tensors give the same bytes. Returns the sha256 of each file; each rank has
+    without gathering any tensor. The same tensors give the same bytes. Returns the digest of each file; each rank has
     hashed one.
 
     Args:
@@ -253,7 +257,7 @@ def write_checkpoint(
     ranks.together(create)
     ranks.together(write)
     mine = [paths[ranks.rank], *([folder / INDEX_FILE] if ranks.rank == 0 else [])]
-    parts = ranks.gather(ranks.together(lambda: {path.name: _sync_and_hash(path) for path in mine}))
+    parts = ranks.gather(ranks.together(lambda: {path.name: _sync_and_hash(path, integrity) for path in mine}))
     return {name: digest for part in parts for name, digest in part.items()}
 
 
@@ -278,10 +282,10 @@ def _own_rows(tensor: Tensor) -> tuple[int, memoryview]:
     return offset, raw_bytes(tensor.cpu().contiguous())
 
 
-def _sync_and_hash(path: Path) -> str:
+def _sync_and_hash(path: Path, integrity: Algorithm) -> str:
     with ThreadPoolExecutor(1, "sync") as beside:  # the disk writes while the processor hashes
         synced = beside.submit(sync_file, path)
-        digest = sha256_of(path)
+        digest = digest_of(path, integrity)
         synced.result()
     return digest
 

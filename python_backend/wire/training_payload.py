@@ -1,14 +1,14 @@
 """The payload of critic_train: validation, packing, and the digest that identifies its content.
 
-Imports only numpy, like `contract`.
+Imports only numpy and xxhash.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from python_backend.digests import DEFAULT, Hasher
 from python_backend.wire.contract import (
     MASK,
     PREV_VALUES,
@@ -47,9 +47,10 @@ class TrainPayload:
             MASK: self.mask,
         }
 
-    def digest(self) -> str:
+    def digest(self, algorithm: str = DEFAULT) -> str:
         """Return the `content_digest` of the fields."""
-        return content_digest({name: field_digest(array) for name, array in self.arrays().items()})
+        digests = {name: field_digest(array, algorithm) for name, array in self.arrays().items()}
+        return content_digest(digests, algorithm)
 
 
 @dataclass(frozen=True)
@@ -145,16 +146,16 @@ def sent_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> Sen
     return SentPayload(tokens, sizes, targets, limits)
 
 
-def field_digest(array: np.ndarray) -> bytes:
-    """Return the sha256 of one field's dtype, shape and bytes."""
-    state = hashlib.sha256(f"{array.dtype.str}:{array.shape};".encode())
-    state.update(np.ascontiguousarray(array).data)  # the buffer itself: no copy, and hashlib releases the GIL
-    return state.digest()
+def field_digest(array: np.ndarray, algorithm: str) -> bytes:
+    """Return the digest of one field's dtype, shape and bytes, without a name."""
+    hasher = Hasher(algorithm, f"{array.dtype.str}:{array.shape};".encode())
+    hasher.update(np.ascontiguousarray(array).data)  # the buffer itself: no copy
+    return hasher.bytes()
 
 
-def content_digest(digests: Mapping[str, bytes]) -> str:
-    """Return the hex sha256 of the fields' names and digests. It does not depend on the padding on the wire."""
-    return hashlib.sha256(b"".join(name.encode() + digest for name, digest in sorted(digests.items()))).hexdigest()
+def content_digest(digests: Mapping[str, bytes], algorithm: str) -> str:
+    """Return the digest of the fields' names and digests. It does not depend on the padding on the wire."""
+    return Hasher(algorithm, b"".join(name.encode() + digest for name, digest in sorted(digests.items()))).digest()
 
 
 def _without_padding(rows: np.ndarray, ends: np.ndarray) -> np.ndarray:

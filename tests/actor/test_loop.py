@@ -47,9 +47,9 @@ from python_backend.client.errors import RequestFailed, ServerFailed
 from python_backend.client.retry import RequestCounters
 from python_backend.client.served import ServedModel
 from python_backend.config import ActorSection, RunConfig
+from python_backend.digests import digest_of
 from python_backend.store.durable import read_json
 from python_backend.store.jsonl import read_jsonl
-from python_backend.store.weights import sha256_of
 from python_backend.wire.contract import CRITIC, REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION, VersionRange
 from tests.support.settings import actor_section, nested
 
@@ -522,7 +522,7 @@ def ends(folder: Path) -> list[Any]:
         {name: value for name, value in line.items() if name.startswith(("step", "train_"))}
         for line in read_jsonl(folder / "metrics.jsonl")
     ]
-    hashes = [sha256_of(checkpoint / f"{name}.safetensors") for name in ("adapters", "optimizer")]
+    hashes = [digest_of(checkpoint / f"{name}.safetensors") for name in ("adapters", "optimizer")]
     return [*hashes, lines, *validations_of(folder)]
 
 

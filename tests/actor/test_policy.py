@@ -335,12 +335,12 @@ def test_a_damaged_file_is_named(
     assert settings or load_tokenizer(folder).chat_template == TEMPLATES
     damage(folder / name)
     before = parameters(policy)
-    with pytest.raises(DamagedCheckpoint, match=f"{folder / name} (is damaged: sha256|cannot be read: No such file)"):
+    with pytest.raises(DamagedCheckpoint, match=f"{folder / name} (is damaged: digest|cannot be read: No such file)"):
         load_checkpoint(tmp_path, 1, states(policy))
     assert all(map(torch.equal, parameters(policy).values(), before.values()))
 
 
-@pytest.mark.parametrize("content", ["{}", '{"step": 1', "[]", '{"step": 1, "sha256": "0"}'])
+@pytest.mark.parametrize("content", ["{}", '{"step": 1', "[]", '{"step": 1, "digest": "0"}'])
 def test_a_damaged_state_is_named(tmp_path: Path, llama: Path, content: str):
     policy = make_policy(llama)
     for step in (1, 2):

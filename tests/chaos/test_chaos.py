@@ -166,8 +166,8 @@ def test_a_repeat_with_another_answer_is_named(record: RequestRecord):
 @pytest.mark.parametrize(
     ("change", "current", "words"),
     [
-        ({"sha256": sha(9)}, 3, f"version 2 of step 2 has sha256 {sha(9)[:12]}…, without faults it is {sha(2)[:12]}…"),
-        ({"step": 1, "sha256": sha(1)}, 3, "the versions are of steps [0, 1, 1, 3]"),
+        ({"digest": sha(9)}, 3, f"version 2 of step 2 has digest {sha(9)[:12]}…, without faults it is {sha(2)[:12]}…"),
+        ({"step": 1, "digest": sha(1)}, 3, "the versions are of steps [0, 1, 1, 3]"),
         ({}, 2, "CURRENT names 2, the last version is 3"),
     ],
 )
@@ -202,7 +202,7 @@ def test_a_torn_or_changed_version_is_named(tmp_path: Path):
     path = store.folder(1) / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"\x01")
-    assert "version 1: model.safetensors has sha256" in check_whole(store).violations[0]
+    assert "version 1: model.safetensors has digest" in check_whole(store).violations[0]
     path.write_bytes(content[:-4])
     assert check_whole(store).violations[0].startswith("version 1: cannot read model.safetensors")
 

@@ -23,10 +23,11 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from sidecar_rig import Rig
 from triton_python_backend_utils import InferenceResponse, Request
 
+from python_backend.digests import Algorithm
 from python_backend.errors import RlhfError
 from python_backend.serving.critic_save import TritonPythonModel
 from python_backend.serving.triton import TritonModel
@@ -258,7 +259,7 @@ def test_a_refused_step_leaves_no_thread_on_the_callers_arrays(tmp_path: Path, m
     """Inside tritonserver they are the request's shared memory, which goes back when the call returns."""
     finished = []
 
-    def slow(array: np.ndarray) -> bytes:
+    def slow(array: np.ndarray, algorithm: str) -> bytes:
         time.sleep(0.05)
         finished.append(array)
         return b"digest"
@@ -385,14 +386,35 @@ def test_what_a_rewind_removes_is_set_aside_in_a_folder_of_its_own(journal: Jour
 # ---- damage ----
 
 
-def test_damage_anywhere_in_a_file_is_found(journal: Journal):
+@pytest.mark.parametrize("integrity", ["xxh3", "sha256"])
+def test_damage_anywhere_in_a_file_is_found(tmp_path: Path, integrity: Algorithm):
+    journal = Journal(tmp_path / "journal", "run", integrity)
     entry, path = train(journal, 1), entries_folder(journal) / "00000001.train"
-    data, (mine, other) = path.read_bytes(), (payload(value).digest().encode() for value in (1, 2))
+    data, (mine, other) = path.read_bytes(), (payload(value).digest(integrity).encode() for value in (1, 2))
     flipped = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in (3, 20, 60, len(data) - 1)]
     for damaged in (*flipped, data.replace(mine, other), *(data[:size] for size in range(0, len(data), 7))):
         path.write_bytes(damaged)
         with pytest.raises(DamagedEntry, match=r"00000001\.train is damaged"):
             journal.load(entry)
+
+
+OLD_DIGEST = "904e558ab8e7e50db2aab622462baa3fd036a2236ef1a7680541b810b3e75f58"  # of payload(0.5), without a name
+
+
+@pytest.mark.parametrize("kind", ["an older release", "sha256", "result"])
+def test_a_repeat_is_compared_by_the_digest_of_its_entry(journal: Journal, kind: str):
+    """An entry, or the result of one, whose digest is by another algorithm than that of new entries."""
+    accepted = Journal(journal.root, "run", "sha256").accept_training(payload(0.5), run_id="run", step=1)
+    path = entries_folder(journal) / accepted.name
+    if kind != "sha256":
+        save_file(payload(0.5).arrays(), path, metadata={"digest": OLD_DIGEST})
+    assert journal.load(accepted)[1] == f"{'sha256:' * (kind == 'sha256')}{OLD_DIGEST}"
+    if kind == "result":
+        done(journal, accepted)
+        path.unlink()
+    assert train(journal, 1, 0.5) == accepted
+    with conflict("step: 1 of run 'run' was already sent with other content"):
+        train(journal, 1, 0.25)
 
 
 def test_a_damaged_step_that_is_repeated_gets_the_result_of_the_sidecar(journal: Journal):
@@ -543,7 +565,7 @@ HOUR_S = 3600.0
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonModel]:
     """critic_save of run `run`; 0.4 s of silence are too long."""
     monkeypatch.setattr("python_backend.serving.journal_model.FOLLOWER_GRACE_S", 0.05)
-    parameters = {"journal": str(tmp_path), "run_id": "run", "heartbeat_timeout_s": "0.4"}
+    parameters = {"journal": str(tmp_path), "run_id": "run", "integrity": "xxh3", "heartbeat_timeout_s": "0.4"}
     config = {"name": "critic_save", "parameters": {key: {"string_value": value} for key, value in parameters.items()}}
     model = TritonPythonModel()
     model.initialize({"model_config": json.dumps(config)})

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import io
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -22,12 +24,14 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import xxhash
 from live_system import Checkpoints, make_run
 from safetensors.numpy import save_file
 from sidecar_rig import Rig
 from test_journal import done, train
 
 import tools.run
+from python_backend import digests
 from python_backend.errors import RlhfError
 from python_backend.store import weights
 from python_backend.store.durable import TEMPORARY_SUFFIX, remove_folder, sweep, write_folder
@@ -396,14 +400,46 @@ NO_OFFSETS = b'{"w": {"dtype": "F32"}}'
     ],
     ids=["cut", "cut in the header", "empty", "no header", "no offsets", "one bit", "missing"],
 )
-def test_damage_is_found(store: WeightsStore, damage: Callable[[bytes], bytes] | None):
-    add(store, 0)
+@pytest.mark.parametrize("integrity", ["xxh3", "sha256", ""])
+def test_damage_is_found(tmp_path: Path, damage: Callable[[bytes], bytes] | None, integrity: str):
+    store = WeightsStore(tmp_path / "weights", integrity or "sha256")
+    manifest = add(store, 0)
+    assert manifest.digest.startswith(f"{integrity or 'sha256'}:")
+    if not integrity:
+        as_by_an_older_release(store, manifest)
+    assert WeightsStore(store.root).verify_files(0).tensors == manifest.tensors  # whatever its own setting
     file = store.folder(0) / "model.safetensors"
     data = file.read_bytes()
     file.unlink()  # it is read-only
     if damage is not None:
         file.write_bytes(damage(data))
     with pytest.raises(WeightsError, match=r"version 0: .*model\.safetensors"):
+        store.verify_files(0)
+
+
+def as_by_an_older_release(store: WeightsStore, manifest: Manifest) -> None:
+    """Rewrite a manifest as it was before digests named their algorithm."""
+    fields = {**manifest.to_json(), "sha256": manifest.digest.removeprefix("sha256:")}
+    del fields["digest"]
+    (store.folder(manifest.version) / "manifest.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE, 2 * mmap.PAGESIZE + 1])
+def test_a_mapped_file_has_the_digest_of_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int):
+    monkeypatch.setattr(digests, "MAPPED_AT_ONCE", mmap.PAGESIZE)
+    monkeypatch.setattr(digests, "HASHED_AT_ONCE", 1000)
+    content = np.random.default_rng(0).bytes(size)
+    (tmp_path / "file").write_bytes(content)
+    expected = {"xxh3": xxhash.xxh3_128_hexdigest(content), "sha256": hashlib.sha256(content).hexdigest()}
+    for name, value in expected.items():
+        found = [hashed(tmp_path / "file", name) for hashed in (digests.digest_of, digests.digest_of_mapped)]
+        assert found == [f"{name}:{value}"] * 2
+
+
+def test_a_digest_of_a_newer_release_is_refused(store: WeightsStore):
+    lie = json.dumps({**vars(add(store, 0)), "digest": "blake3:0123"})
+    (store.folder(0) / "manifest.json").write_text(lie)
+    with pytest.raises(WeightsError, match=r"version 0: .* a digest by blake3 is unknown to this release; use the one"):
         store.verify_files(0)
 
 

@@ -11,8 +11,8 @@ from live_system import Checkpoints, LiveRun, System, make_run, start_system, st
 from safetensors.torch import load_file
 
 from actor.policy.checkpoint import saved_steps
+from python_backend.digests import digest_of
 from python_backend.store.jsonl import read_jsonl
-from python_backend.store.weights import sha256_of
 from tools.server.child import Child
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -31,7 +31,7 @@ def outcome(folder: Path) -> list[Any]:
     for file in sorted((folder / "checkpoints" / "actor" / str(STEPS)).rglob("*.safetensors")):
         for name, tensor in load_file(file).items():
             tensors.setdefault(name, []).append(tensor.tolist())
-    return [sha256_of(folder / "policy" / "model.safetensors"), tensors, validations_of(folder), lines]
+    return [digest_of(folder / "policy" / "model.safetensors"), tensors, validations_of(folder), lines]
 
 
 def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
@@ -149,7 +149,7 @@ def test_killing_all_three_changes_no_bit(calm: System, tmp_path: Path, checkpoi
         for ours, theirs in zip(outcome(run.config.run.dir), outcome(calm.run.config.run.dir), strict=True):
             assert ours == theirs
         critics = [each.store.manifest(each.store.current() or 0) for each in (run, calm.run)]
-        assert (critics[0].step, critics[0].sha256) == (STEPS, critics[1].sha256)
+        assert (critics[0].step, critics[0].digest) == (STEPS, critics[1].digest)
         lines = read_jsonl(run.config.run.dir / "metrics.jsonl")
         assert [line["train_rollouts/staleness_rows"] for line in lines] == [{"0": 12}] * STEPS
     finally:

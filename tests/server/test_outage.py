@@ -29,9 +29,9 @@ from small_disk import small_disk
 
 from actor.run.staleness import needed_update
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
+from python_backend.digests import digest_of
 from python_backend.models.modeling import load_critic, save_critic
 from python_backend.store.jsonl import read_jsonl
-from python_backend.store.weights import sha256_of
 from python_backend.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN
 from python_backend.wire.training_payload import train_payload
 from tools.weights import main as weights
@@ -210,13 +210,13 @@ def repeated(run: LiveRun, step: int) -> int:
 
 
 def plain_digest(run: LiveRun, folder: Path) -> str:
-    """sha256 of the weights that a plain loop makes of steps 1 to 4."""
+    """Digest of the weights that a plain loop makes of steps 1 to 4."""
     critic = load_critic(run.store.folder(0))
     update = CriticUpdate(critic, run.config.trainer)
     for step in range(1, 5):
         update.train(train_payload(training_inputs(seed=step), critic.limits), lambda _: None)
     save_critic(critic, folder)
-    return sha256_of(folder / WEIGHTS_FILE)
+    return digest_of(folder / WEIGHTS_FILE)
 
 
 @pytest.mark.slow
@@ -257,4 +257,4 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, checkpoints: Checkpo
                 system.stop()
             assert {code for *_, code in load.outcomes} == {"200"}
             assert run.store.current() == 4
-            assert run.store.manifest(4).sha256 == plain_digest(run, tmp_path)
+            assert run.store.manifest(4).digest == plain_digest(run, tmp_path)

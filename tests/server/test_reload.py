@@ -116,7 +116,7 @@ def test_an_update_and_a_rollback_change_the_served_values_by_swap(live: System,
     assert main(["ready", "--config", str(run.path)]) == 0
     current = run.store.current() or 0
     assert f"serves version {current}" in capsys.readouterr().out
-    assert run.store.manifest(current).sha256 == run.store.manifest(first).sha256
+    assert run.store.manifest(current).digest == run.store.manifest(first).digest
     assert_serves(run, current)
     assert [(record.pid, record.version) for record in run.store.serving()] == [(pid, current)]
 
@@ -384,7 +384,7 @@ def test_rollback_serves_old_bytes_under_a_new_number(rig: Rig, tmp_path: Path, 
     assert "version 4 is served, with the weights of version 1 (step 1)" in told
     assert "a sidecar is training this critic" in told
     new = rig.store.manifest(4)
-    assert (new.sha256, new.parent, new.step) == (old.sha256, 1, 1)
+    assert (new.digest, new.parent, new.step) == (old.digest, 1, 1)
     assert (rig.store.current(), rig.instances[0].served[-1]) == (4, 4)
     assert torch.equal(rig.weights(4), weights)
     (result,) = rig.train(4)  # the sidecar trains on from its own weights, with a number above

@@ -80,7 +80,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[str, Any]:
     served = {**SERVED, "model": str(models / "critic"), "token_budget": 1024}
-    generation = {"command": str(vllm), "arguments": ARGUMENTS, "deadline_s": 120}
+    generation = {"command": str(vllm), "arguments": ARGUMENTS, "deadline_s": 120, "compare_weights": True}
     return {
         "run": {"dir": str(folder / "run")},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},

@@ -25,10 +25,11 @@ from transformers import (
 from benchmarks.workload import random_llama, train_bpe
 from python_backend.config import ActorSection, RunConfig, TrainerSection, load_config
 from python_backend.config.sections import UNMEASURED
+from python_backend.digests import digest_of
 from python_backend.store.control_key import GRPC_HEADER, control_key
 from python_backend.store.journal import Journal
 from python_backend.store.jsonl import read_jsonl
-from python_backend.store.weights import WeightsStore, sha256_of
+from python_backend.store.weights import WeightsStore
 from tests.support.settings import nested
 from tools.render_configs import render_repository
 from tools.server.child import Child
@@ -417,5 +418,5 @@ def validations_of(folder: Path) -> list[Any]:
     return [
         lines,
         json.loads((folder / "best" / "best.json").read_text()),
-        sha256_of(folder / "best" / "model.safetensors"),
+        digest_of(folder / "best" / "model.safetensors"),
     ]

@@ -29,7 +29,8 @@ class VllmSetup:
 
     def __init__(self, folder: Path, checkpoint: Path, servers: list[str], **changes: Any) -> None:
         generation = {"engine": "vllm", "max_new_tokens": 8, "vllm": {"servers": servers, "deadline_s": 20}}
-        generation |= changes.pop("generation", {})
+        given = changes.pop("generation", {})
+        generation |= {**given, "vllm": {**generation["vllm"], **given.get("vllm", {})}}
         actor = {
             "policy": {"model": str(checkpoint), **changes.pop("policy", {})},
             "generation": generation,

@@ -1,5 +1,6 @@
 """The dry run: bytes that match real tensors, what each device of each node holds, and plans that are refused."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,24 @@ def test_served_models_and_their_ranks(tmp_path: Path):
     sizes = roles["trainer"].sizes
     each = shown(2 * sizes.weights + sizes.gradients)
     assert f"each micro-batch, trainer: {each} per rank" in traffic_lines(config, roles)[-1]
+
+
+@pytest.mark.parametrize(
+    ("processes", "integrity", "words"),
+    [
+        (1, "xxh3", "3.0 s of hashing (xxh3)"),
+        (1, "sha256", "60.8 s of"),
+        (4, "sha256", "7.6 s of"),
+        (4, "xxh3", "0.4 s"),
+    ],
+)
+def test_the_time_of_hashing_a_version_is_that_in_docs_scaling(
+    tmp_path: Path, processes: int, integrity: str, words: str
+):
+    config = config_of(tmp_path, f"run.integrity={integrity}")
+    roles = roles_of(config)
+    roles["trainer"] = dataclasses.replace(roles["trainer"], parameters=7_600_000_000, processes=processes)
+    assert words in next(line for line in traffic_lines(config, roles) if line.startswith("each publish"))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])

@@ -1,5 +1,6 @@
 """`trainer.checkpoint`: half a checkpoint is none, and what decides the weights is in it."""
 
+import hashlib
 import json
 import operator
 from pathlib import Path
@@ -12,6 +13,7 @@ from tiny_checkpoints import save_tiny
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import OptimizerSection, TrainerSection
+from python_backend.store.sealed_folder import DamagedCheckpoint
 from tests.support.loaders import load_critic
 from tests.support.settings import changed, trainer_section
 from trainer.checkpoint import (
@@ -76,6 +78,31 @@ def test_loading_undoes_whatever_was_trained_since(critic: Path, folder: Checkpo
     assert optimizer_bits(update) == {}  # before the first step there are no moments
     update.train(payload(), silent)
     assert torch.equal(weights(update), before)
+
+
+@pytest.mark.parametrize("integrity", ["xxh3", "sha256", "an older release"])
+def test_a_damaged_file_is_found_by_the_digest_that_state_json_names(critic: Path, tmp_path: Path, integrity: str):
+    is_old = integrity == "an older release"
+    folder = CheckpointFolder(tmp_path, "sha256" if is_old else integrity)
+    update = fresh(critic)
+    place = folder.save(update, state(1, update)) / "state.json"
+    content = json.loads(place.read_text())
+    named = {content["digest"], *content["files"].values()}
+    assert {digest.partition(":")[0] for digest in named} == {"sha256" if is_old else integrity}
+    if is_old:  # its digests had no names, and two fields were called otherwise
+        fields = {**content, "base_sha256": content["base_digest"]}
+        fields["files"] = {name: digest.removeprefix("sha256:") for name, digest in content["files"].items()}
+        del fields["base_digest"], fields["digest"]
+        own = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        place.write_text(json.dumps({**fields, "sha256": own}))
+    assert CheckpointFolder(tmp_path).load(1, update) == state(1, update)
+    CheckpointFolder(tmp_path).mark_asked(1)
+    assert folder.load(1, update) == state(1, update, asked=True)
+    for name, old, new in (("optimizer.safetensors", b"dtype", b"dtypo"), ("state.json", b'"run"', b'"fun"')):
+        path = place.with_name(name)
+        path.write_bytes(path.read_bytes().replace(old, new))
+        with pytest.raises(DamagedCheckpoint, match=f"{name} is damaged"):
+            folder.load(1, update)
 
 
 def test_an_interrupted_write_is_ignored_and_swept(

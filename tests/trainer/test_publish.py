@@ -1,11 +1,13 @@
 """`trainer.publish` and `trainer.verification`: a version proves itself before CURRENT names it, in every dtype."""
 
+import functools
 import json
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,10 +19,11 @@ from tiny_checkpoints import save_tiny
 import python_backend.store.weights as weights_module
 from python_backend.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
 from python_backend.config import load_config
+from python_backend.digests import Algorithm, digest_of
 from python_backend.models.canary import canary_row, check_canary
 from python_backend.models.modeling import CriticModel, save_critic
 from python_backend.models.modeling import load_critic as load_on_cpu
-from python_backend.store.weights import MANIFEST_FILE, Manifest, ServingRecord, WeightsStore, sha256_of, tensor_types
+from python_backend.store.weights import MANIFEST_FILE, Manifest, ServingRecord, WeightsStore, tensor_types
 from tests.support.loaders import load_critic
 from tests.support.settings import trainer_section
 from trainer.publish import Publisher
@@ -66,7 +69,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     change(tensors)
     path.unlink()
     save_file(tensors, path)
-    edit_json(folder / MANIFEST_FILE, sha256=sha256_of(path), tensors=tensor_types(path))
+    edit_json(folder / MANIFEST_FILE, digest=digest_of(path), tensors=tensor_types(path))
 
 
 def edit_json(path: Path, **changes: object) -> None:
@@ -88,7 +91,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "one bit flipped": (
         lambda folder: change_bytes(folder / WEIGHTS_FILE, lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]),
-        r"version 1: model\.safetensors has sha256 [0-9a-f]{12}…, its manifest says",
+        r"version 1: model\.safetensors has digest xxh3:[0-9a-f]{12}…, its manifest says",
+    ),
+    "bytes appended": (
+        lambda folder: change_bytes(folder / WEIGHTS_FILE, lambda data: data + bytes(8)),
+        r"version 1: model\.safetensors has digest xxh3:[0-9a-f]{12}…, its manifest says",
     ),
     "no weights file": (
         lambda folder: (folder / WEIGHTS_FILE).unlink(),
@@ -132,7 +139,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "version 1: the values for the canary row differ by 0.01",
     ),
 }
-ALONE_TOO = ("truncated", "one bit flipped", "no weights file", "no manifest", "not a number")
+ALONE_TOO = ("truncated", "one bit flipped", "bytes appended", "no weights file", "no manifest", "not a number")
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -237,15 +244,28 @@ def test_a_version_in_bfloat16_gives_the_values_of_one_in_float32_that_is_served
     check_canary(served[0], served[0].values(row)[0], critic.values(row)[0].tolist())
 
 
-def test_a_version_is_hashed_while_it_is_written(llama: WeightsStore, monkeypatch: pytest.MonkeyPatch):
+def test_a_mapped_version_is_read_once_to_be_verified(
+    store: WeightsStore, critic: CriticModel, monkeypatch: pytest.MonkeyPatch
+):
+    """Its digest, and whether it is finite, come from the tensors that the canary row goes through."""
+    monkeypatch.setattr("trainer.verification.digest_of_mapped", Mock(side_effect=AssertionError("read again")))
+    monkeypatch.setattr(CriticModel, "check_finite", Mock(side_effect=AssertionError("read again")))
+    verify_version(store, 1, critic)
+
+
+@pytest.mark.parametrize("integrity", ["xxh3", "sha256"])
+def test_a_version_is_hashed_while_it_is_written(
+    llama: WeightsStore, monkeypatch: pytest.MonkeyPatch, integrity: Algorithm
+):
     read: list[Path] = []
-    monkeypatch.setattr(weights_module, "sha256_of", lambda path: read.append(path) or sha256_of(path))
+    monkeypatch.setattr(weights_module, "digest_of", lambda path, *how: read.append(path) or digest_of(path, *how))
     for case in CASES.values():
         critic = build_critic(llama.folder(0), trainer_section(**case), seed=0)
-        manifest = llama.add(critic.write, step=llama.next_version(), **ABOUT)
+        write = functools.partial(critic.write, integrity=integrity)
+        manifest = llama.add(write, step=llama.next_version(), **ABOUT)
         assert read == []
-        assert manifest.sha256 == sha256_of(llama.folder(manifest.version) / "model.safetensors")
-        llama.verify_files(manifest.version)
+        assert manifest.digest == digest_of(llama.folder(manifest.version) / "model.safetensors", integrity)
+        llama.verify_files(manifest.version, weights_module.digest_of)
         assert read.pop() == llama.folder(manifest.version) / "model.safetensors"
 
 

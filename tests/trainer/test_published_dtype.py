@@ -9,8 +9,9 @@ import torch
 from tiny_checkpoints import save_tiny
 
 import python_backend.store.weights as weights_module
+from python_backend.digests import digest_of
 from python_backend.models.modeling import load_critic, save_critic
-from python_backend.store.weights import WeightsStore, sha256_of, weights_files
+from python_backend.store.weights import WeightsStore, weights_files
 from python_backend.training.ranks import Ranks
 from tests.support.ranks import on_ranks
 from tests.support.settings import trainer_section
@@ -58,11 +59,11 @@ def on_each_rank(ranks: Ranks, root: Path, case: str) -> list[bool]:
     store, update = WeightsStore(root), load_update(root / "0", settings, seed=0, ranks=ranks)
     publisher = Publisher(store, run_id="run", epoch=1, servers=[], reload="swap", timeout_s=1, keep=3)
     ranks.together(lambda: (root / "1").mkdir(exist_ok=True))
-    digests = update.critic.write(root / "1")
+    digests = update.critic.write(root / "1", "sha256")
     if ranks.rank == 0:
-        assert digests == {path.name: sha256_of(path) for path in weights_files(root / "1")}
+        assert digests == {path.name: digest_of(path, "sha256") for path in weights_files(root / "1")}
         tensors = {name: [info.dtype, list(info.shape)] for name, info in _headers(root / "1").items()}
-        manifest = {"version": 1, "step": 1, "sha256": "", "tensors": tensors, "files": digests, **ABOUT}
+        manifest = {"version": 1, "step": 1, "digest": "", "tensors": tensors, "files": digests, **ABOUT}
         (root / "1" / "manifest.json").write_text(json.dumps(manifest))
     torch.distributed.barrier()
     publisher.verify(1, update.critic)

@@ -124,7 +124,7 @@ def test_a_checkpoint_becomes_a_version_that_can_be_listed_verified_and_rolled_b
     assert (run.store.folder(1) / "model.safetensors").read_bytes() == (new / "model.safetensors").read_bytes()
     assert run.tool("rollback") == 0
     assert "version 2 is served, with the weights of version 0" in capsys.readouterr().out
-    assert run.store.manifest(2).sha256 == run.store.manifest(0).sha256
+    assert run.store.manifest(2).digest == run.store.manifest(0).digest
     assert run.tool("verify") == 0
     assert capsys.readouterr().out.count("good") == 3
     assert run.tool("list") == 0

@@ -305,10 +305,10 @@ def test_versions_of_two_ranks_are_ordinary_checkpoints_and_are_verified(two_ran
     assert "of version 0 differs" in versions[3]
     assert "version 2" in versions[4]
     assert all("differs from the trained weights" in message for message in versions[3:])
-    assert "is damaged: sha256" in damaged
+    assert "is damaged: digest" in damaged
     store = WeightsStore(root / "store")
     first, second = store.manifest(1), store.manifest(2)
-    assert (first.sha256, first.files) == (second.sha256, second.files)
+    assert (first.digest, first.files) == (second.digest, second.files)
     assert sorted(first.files or {}) == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
@@ -327,7 +327,7 @@ def test_adapters_of_two_ranks_resume_and_are_published_as_those_of_one_process(
     assert versions[:3] == [(1, True), (2, True), False]
     assert "differs from the trained weights" in versions[3]
     assert "version 2" in versions[4]
-    assert ("has sha256" if format == "adapter" else "differs from the trained weights") in versions[4]
+    assert ("has digest" if format == "adapter" else "differs from the trained weights") in versions[4]
     folder = root / f"{format} checkpoints" / "3"
     assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
     update = adapters_alone(root, format, 3)

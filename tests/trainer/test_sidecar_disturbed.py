@@ -537,8 +537,8 @@ def test_a_checkpoint_of_another_origin_ends_the_sidecar(rig: Rig, other: str):
     else:
         path = rig.store.folder(0) / "manifest.json"
         manifest = json.loads(path.read_text())
-        path.write_text(json.dumps({**manifest, "sha256": "0" * 64}))
-        message = "was trained from another initial critic: version 0 had sha256 " + manifest["sha256"][:12]
+        path.write_text(json.dumps({**manifest, "digest": "xxh3:" + "0" * 32}))
+        message = "was trained from another initial critic: version 0 had digest " + manifest["digest"][:17]
     error = rig.start().ended()
     assert isinstance(error, CheckpointError)
     assert message in str(error)

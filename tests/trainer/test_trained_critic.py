@@ -174,7 +174,7 @@ def test_an_adapter_version_is_small_and_needs_its_base(tmp_path: Path):
     data = base.read_bytes()
     base.unlink()
     base.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
-    with pytest.raises(VersionRejected, match=r"version 0: model\.safetensors has sha256"):
+    with pytest.raises(VersionRejected, match=r"version 0: model\.safetensors has digest"):
         verify_alone(WeightsStore(store.root), version)
     base.unlink()
     with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):

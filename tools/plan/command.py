@@ -32,6 +32,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CATEGORIES = [field.name for field in fields(Sizes)]
 VLLM = "vLLM"
 FLOAT = 4
+HASHED_PER_S = {"xxh3": 20e9, "sha256": 1e9}  # bytes in memory, one core
 TRAINING_TOKEN = 8 + 3 * FLOAT  # token id, return, previous value, mask
 HEADINGS = {"cache": "KV cache"}
 REMEDIES = {  # section -> {largest part: settings that make it smaller}
@@ -235,11 +236,13 @@ def traffic_lines(config: RunConfig, roles: Mapping[str, Role]) -> list[str]:
         sent, critic = tokens * TRAINING_TOKEN, roles["trainer"]
         width = FLOAT if publish.dtype != "bfloat16" else FLOAT // 2
         size = FLOAT * critic.trained if publish.format == "adapter" else width * critic.parameters
+        # One process hashes a version while it writes and once more to verify it, of several each its own file once.
+        hashed = 2 * size if critic.processes == 1 else size / critic.processes
         lines += [
             f"each step, critic_train: {shown(sent)} over the network, and as much into the journal on disk",
             f"each publish (every {publish.every} steps): {shown(size)} written to the weights store, read once to "
             f"verify it and once by each of {roles['critic'].processes} serving processes; {publish.keep} versions "
-            "stay on disk",
+            f"stay on disk; {hashed / HASHED_PER_S[config.run.integrity]:.1f} s of hashing ({config.run.integrity})",
         ]
     for key, every in trained.items():
         role = roles[key]
