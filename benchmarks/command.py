@@ -22,7 +22,7 @@ BENCHMARKS = {
     "learning": ("benchmarks.learning", "reward that each algorithm reaches on a task with a known optimum"),
     "generation": ("benchmarks.generation", "speed of generation, compared with transformers"),
     "step": ("benchmarks.step", "time of a PPO step by phase, overlapped and serial"),
-    "trl": ("benchmarks.trl", "GRPO and RLOO training steps, compared with TRL"),
+    "trl": ("benchmarks.trl", "GRPO, RLOO and PPO training steps, compared with TRL"),
     "memory": ("benchmarks.memory", "memory that the dry run predicts, compared with the measured peak"),
     "update": ("benchmarks.update", "throughput of the critic update, compared with the same update on padded rows"),
     "gpu": ("benchmarks.gpu", "whether everything works on this machine's GPU, and how fast it is there"),

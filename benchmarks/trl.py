@@ -1,8 +1,9 @@
-"""Benchmark of critic-free training steps against TRL's, in matched rounds.
+"""Benchmark of training steps against TRL's, in matched rounds.
 
 TRL runs in an environment of its own, which the first measurement sets up. Both sides train the same model on the same
-prompts with the same reward function, full parameters in float32, one optimizer step per rollout; every response has
-the same number of new tokens. Our side is `python -m actor` with its reward function behind a real tritonserver.
+prompts with the same reward, full parameters in float32, one optimizer step per rollout; every response has the same
+number of new tokens. Our side is `python -m actor` with its reward behind a real tritonserver; with PPO, that serves a
+reward model and a critic of the policy's size, and the sidecar trains the critic.
 """
 
 import argparse
@@ -30,18 +31,22 @@ from benchmarks.measurement import (
     peak_rss_mb,
     ratio,
 )
-from benchmarks.processes import free_ports, running_triton
-from benchmarks.trl_sides import GO
-from benchmarks.workload import SHORTEST, SIZES, make_checkpoint, make_trace
+from benchmarks.processes import free_ports, running_sidecar, running_triton
+from benchmarks.trl_sides import GO, LAST
+from benchmarks.workload import SEED, SHORTEST, SIZES, make_checkpoint, make_trace
 from python_backend.config import load_config
 from python_backend.errors import RlhfError
 from python_backend.store.jsonl import write_jsonl
+from python_backend.store.weights import WeightsStore
 from tools.run import LIBRARY_ENV
 from tools.server.child import tail
+from trainer.publish import initialise_store
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = Path(__file__).with_name("trl_requirements.txt")
-GROUP = 8  # responses per prompt
+WITH_PPO = "trl==1.12.0"  # the last release that has `trl.experimental.ppo`; used for PPO alone
+ALGORITHMS = ("grpo", "rloo", "ppo")
+GROUP = 8  # responses per prompt, without a critic
 PROMPTS = (
     "Explain to a child why the sky is blue during the day and turns red in the evening.",
     "Write the first sentence of a short story about a lighthouse keeper who is afraid of the sea.",
@@ -53,7 +58,7 @@ PROMPTS = (
     "Give me some advice for learning to play chess as an adult with little time.",
 )
 OURS, TRL = "ours", "trl"
-MOST_RATIO = 0.85
+MOST_RATIO = 0.7
 SMOLLM2 = "135m"
 CELL = ("model", "algorithm", "rows", "new_tokens")
 MOST_STEPS = 20  # per turn
@@ -61,13 +66,13 @@ Steps = Callable[[int], dict[str, Any]]
 OPTIONS = {
     "models": Option(["7m", SMOLLM2], f"any of {SMOLLM2} (SmolLM2), {', '.join(SIZES)}", ["tiny"], (SMOLLM2, *SIZES)),
     "smollm2": Option(Path(), f"Hugging Face folder of SmolLM2-135M, for --models {SMOLLM2}"),
-    "algorithms": Option(["grpo", "rloo"], "any of grpo, rloo", quick=["grpo"], known=("grpo", "rloo")),
+    "algorithms": Option([*ALGORITHMS], f"any of {', '.join(ALGORITHMS)}", quick=["grpo", "ppo"], known=ALGORITHMS),
     "cells": Option(["16x32", "64x64"], f"rows x new tokens; rows are a multiple of {GROUP}", quick=["16x8"]),
     "contenders": Option([TRL, OURS], "trainers to measure; one alone for its profile", known=(TRL, OURS)),
     "rounds": Option(5, "turns of each contender in each cell", quick=1),
     "seconds": Option(10.0, f"duration of the faster trainer's turn, at most {MOST_STEPS} steps", quick=0.1),
     "warmup": Option(2, "unmeasured steps before the first round"),
-    "threads": Option(2, "torch threads of each side"),
+    "threads": Option(2, "cores of each side, and torch threads of each trainer"),
     "trl_micro_batch": Option(64, "rows per forward pass of TRL; gradients of more rows are accumulated"),
     "environment": Option(Path("runs/trl-environment"), "folder of TRL's environment; created if missing"),
 }
@@ -76,12 +81,15 @@ OPTIONS = {
 def prepare_environment(folder: Path, log: Callable[[str], None]) -> Path:
     """Install TRL's environment in `folder` unless it has the requirements already; return its Python interpreter."""
     done, python = folder / "complete", folder.absolute() / "bin" / "python"
-    if not done.is_file() or done.read_text() != REQUIREMENTS.read_text():
+    wanted = f"{REQUIREMENTS.read_text()}\n{WITH_PPO}\n"
+    if not done.is_file() or done.read_text() != wanted:
         log(f"installing TRL into {folder}: a few minutes, once")
         venv.create(folder, with_pip=True, clear=True)
         pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "--quiet", "-r", str(REQUIREMENTS)], check=True)
-        done.write_text(REQUIREMENTS.read_text())
+        older = ["--no-deps", "--target", str(folder / WITH_PPO), WITH_PPO]
+        subprocess.run([*pip, "install", "--quiet", *older], check=True)
+        done.write_text(wanted)
     return python
 
 
@@ -89,23 +97,40 @@ def prompts_for(name: str, count: int) -> list[str]:
     """Return `count` English prompts, or as many random words of the vocabulary of a model with random weights."""
     if name in SIZES:
         return [" ".join(f"w{token}" for token in row[:SHORTEST]) for row in make_trace(count)]
-    return [PROMPTS[i % len(PROMPTS)] for i in range(count)]
+    return [f"{i + 1}. {PROMPTS[i % len(PROMPTS)]}" for i in range(count)]
 
 
-def prepare_cell(arguments: argparse.Namespace, out: Path, cell: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+def make_scoring_model(policy: Path, folder: Path) -> None:
+    """Write a scoring model to `folder`: the policy's body under a head of one output with random weights."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(SEED)
+    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, dtype=torch.float32)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
+
+
+def prepare_cell(
+    arguments: argparse.Namespace, out: Path, cell: dict[str, Any], checkpoint: Path, scoring: Path
+) -> dict[str, Any]:
     """Empty the cell's folder, write the prompts of every step to it, and return the settings of both trainers."""
     name = "-".join(str(value) for value in cell.values())
     folder = out.absolute() / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    prompts = prompts_for(cell["model"], cell["rows"] // GROUP)
+    is_ppo = cell["algorithm"] == "ppo"
+    group = 1 if is_ppo else GROUP
+    prompts = prompts_for(cell["model"], cell["rows"] // group)
     write_jsonl(folder / "prompts.jsonl", ({"text": text} for text in prompts))
     return {
         **cell,
         "folder": str(folder),
         "prompts": str(folder / "prompts.jsonl"),
         "checkpoint": str(checkpoint.absolute()),
-        "group": GROUP,
+        "scoring": str(scoring.absolute()),
+        "group": group,
+        "kl_coef": 0.05 if is_ppo else 0.0,  # TRL's defaults
         "lr": 1e-6,
         "threads": arguments.threads,
         "trl_micro_batch": arguments.trl_micro_batch,
@@ -125,11 +150,17 @@ def running(name: str, settings: dict[str, Any], theirs: Path | None) -> Iterato
         servers: list[int] = []
         if theirs is not None and name == "trl":
             command = [str(theirs), "-u", "-m", "benchmarks.trl_sides", "theirs", json.dumps(settings)]
-            env["PYTHONPATH"] = str(ROOT)
+            older = [str(theirs.parents[1] / WITH_PPO)] if settings["algorithm"] == "ppo" else []
+            env["PYTHONPATH"] = os.pathsep.join([*older, str(ROOT)])
         else:
             path = folder / "run.yaml"
             path.write_text(json.dumps(configuration(settings), indent=1))  # JSON is YAML
-            servers.append(stack.enter_context(running_triton(load_config(path))).pid)
+            config = load_config(path)
+            if config.serves_critic:
+                initialise_store(WeightsStore(config.run.weights_dir), config.critic, run_id=config.run.identity)
+            servers.append(stack.enter_context(running_triton(config)).pid)
+            if config.serves_critic:
+                servers.append(stack.enter_context(running_sidecar(config)).process.pid)
             command = [sys.executable, "-u", "-m", "benchmarks.trl_sides", "ours", "--config", str(path)]
         contender = SteppedTrainer(name, command, folder / f"{name}.log", env, servers)
         stack.callback(contender.stop)
@@ -137,17 +168,29 @@ def running(name: str, settings: dict[str, Any], theirs: Path | None) -> Iterato
 
 
 def configuration(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our run's YAML: a reward function is the only reward, and all other settings equal TRL's."""
+    """Return our run's YAML, all settings equal to TRL's; the reward is a function, or with PPO a model."""
     tokens = settings["new_tokens"]
+    optimizer = {"lr": settings["lr"], "weight_decay": 0.0}
+    model = {"model": settings["scoring"]}
+    # Processes of one thread share the cores: the two models score at the same time, the sidecar trains beside the
+    # actor.
+    parts: dict[str, Any] = {
+        "reward": model,
+        "critic": model,
+        "trainer": {"optimizer": optimizer, "checkpoint_every": 1_000_000, "reload_on_save": "none", "nice": 0},
+    }
+    if settings["algorithm"] != "ppo":
+        parts = {"rewards": {"variety": {"function": "benchmarks.reward_functions:variety"}}}
     return {
-        "run": {"dir": f"{settings['folder']}/run"},
+        "run": {"dir": f"{settings['folder']}/run", "run_id": "bench"},
         "server": free_ports(),
-        "rewards": {"variety": {"function": "benchmarks.reward_functions:variety"}},
+        **parts,
         "actor": {
             "steps": 1_000_000,
             "checkpoint_every": 1_000_000,
             "threads": settings["threads"],
             "rollout_size": settings["rows"],
+            "max_staleness": 0,
             "update": {"minibatch_size": settings["rows"]},
             "policy": {"model": settings["checkpoint"]},
             "prompts": {"path": settings["prompts"]},
@@ -158,8 +201,8 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
                 "responses_per_prompt": settings["group"],
                 "mask_unfinished": False,
             },
-            "kl": {"coef": 0.0},
-            "optimizer": {"lr": settings["lr"], "weight_decay": 0.0},
+            "kl": {"coef": settings["kl_coef"]},
+            "optimizer": optimizer,
         },
     }
 
@@ -194,7 +237,7 @@ class SteppedTrainer:
         Raises RlhfError if the trainer exits.
         """
         cpu = cpu_seconds(self._pids)
-        answers = [self._step() for _ in range(count)]
+        answers = [self._step(LAST if number == count else GO) for number in range(1, count + 1)]
         cpu = cpu_seconds(self._pids) - cpu
         phases = {name: sum(a["phases"].get(name, 0.0) for a in answers) / count for name in answers[0]["phases"]}
         return {
@@ -206,9 +249,9 @@ class SteppedTrainer:
             "phases": phases,
         }
 
-    def _step(self) -> dict[str, Any]:
+    def _step(self, request: str) -> dict[str, Any]:
         with contextlib.suppress(BrokenPipeError):
-            self._input.write(GO)
+            self._input.write(request)
             self._input.flush()
         line = self._output.readline()
         if not line:
@@ -232,15 +275,19 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
     """Measure all cells. Raises RlhfError if a trainer fails, or if SmolLM2 is requested without its folder."""
     if SMOLLM2 in settings.models and settings.smollm2 == Path():
         raise RlhfError(f"--models {SMOLLM2} requires --smollm2 DIR, the model's folder; add it or drop {SMOLLM2}")
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.threads])
     theirs = prepare_environment(settings.environment, record.say) if TRL in settings.contenders else None
     for model in settings.models:
         checkpoint = settings.smollm2 if model == SMOLLM2 else record.out / "models" / model
         if model in SIZES:
             make_checkpoint(SIZES[model], checkpoint, "policy")
+        scoring = record.out / "models" / f"{model}-scoring"
+        if "ppo" in settings.algorithms:
+            make_scoring_model(checkpoint, scoring)
         for rows, new_tokens in (map(int, cell.split("x")) for cell in settings.cells):
             for algorithm in settings.algorithms:
                 cell = dict(zip(CELL, (model, algorithm, rows, new_tokens), strict=True))
-                shared = prepare_cell(settings, record.out, cell, checkpoint)
+                shared = prepare_cell(settings, record.out, cell, checkpoint, scoring)
                 with contextlib.ExitStack() as stack:
                     started = {name: running(name, shared, theirs) for name in settings.contenders}
                     steps = {name: stack.enter_context(side) for name, side in started.items()}

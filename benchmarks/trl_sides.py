@@ -1,8 +1,8 @@
-"""The two sides of `bench trl`: trainers that stay loaded and run one step whenever the driver sends "go".
+"""The two sides of `bench trl`: trainers that stay loaded and run one step for each line that the driver sends.
 
 `python -m benchmarks.trl_sides ours --config FILE` is `python -m actor`; `... theirs SETTINGS` is TRL's trainer, run in
 TRL's own environment, so that all imports but the standard library's stand in functions. One optimizer step per
-rollout on both sides: no KL term, no activation checkpointing, float32, whole responses.
+rollout on both sides: no activation checkpointing, float32, whole responses; a KL term only with PPO.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.reward_functions import variety
 from python_backend.rewards.function import Sample
 
-GO = "go\n"
+GO, LAST = "go\n", "last\n"  # one step; the last step of a turn, which ends when all its work is done
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -34,12 +34,14 @@ class ContenderTurns:
         self._start = 0.0
         self.phases: dict[str, float] = {}
 
-    def begin(self) -> None:
-        """Wait for the next turn; exit the process when the driver closes the input."""
-        if sys.stdin.readline() != GO:
+    def begin(self) -> bool:
+        """Wait for the next step; return whether it is the turn's last. Exit when the driver closes the input."""
+        request = sys.stdin.readline()
+        if not request:
             os._exit(0)  # skips cleanup, since no output of a measured run is kept
         self.phases = {}
         self._start = time.monotonic()
+        return request == LAST
 
     def end(self, **measured: Any) -> None:
         """Report the step: its seconds, the seconds of each phase, and the measurements in `measured`."""
@@ -79,8 +81,10 @@ def ours() -> int:
 
     async def in_turn(run: Any, step: int, *, is_last: bool) -> None:
         """Wait for the turn, do the step, and report its timers from metrics.jsonl."""
-        await asyncio.to_thread(turns.begin)  # in a thread, so that the client's connections stay alive
+        ends_turn = await asyncio.to_thread(turns.begin)  # in a thread, so that the client's connections stay alive
         await one_step(run, step, is_last=is_last)
+        if ends_turn:
+            await run.critic.served(step)
         line = read_jsonl(Path(sys.argv[-1]).parent / "run" / "metrics.jsonl")[-1]  # see `trl.configuration`
         turns.phases = {key.removeprefix("timers/"): line[key] for key in line if key.startswith("timers/")}
         turns.end(tokens=round(line["train_rollouts/generation_length"] * run.settings.rollout_size))
@@ -101,15 +105,59 @@ def theirs() -> int:
     folder = settings["checkpoint"]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    trainer = make_trainer(settings, model, tokenizer, turns)
     # Phases that do the same work as ours have the same names.
-    turns.timed(trainer, "_generate", lambda: "generate")
-    turns.timed(trainer, "_calculate_rewards", lambda: "scoring")
-    logprobs = "_get_per_token_logps_and_entropies"
-    turns.timed(trainer, logprobs, lambda: "forward" if torch.is_grad_enabled() else "logprobs")
+    if settings["algorithm"] == "ppo":
+        trainer = make_ppo_trainer(settings, model, tokenizer, turns)
+    else:
+        trainer = make_trainer(settings, model, tokenizer, turns)
+        turns.timed(trainer, "_generate", lambda: "generate")
+        turns.timed(trainer, "_calculate_rewards", lambda: "scoring")
+        logprobs = "_get_per_token_logps_and_entropies"
+        turns.timed(trainer, logprobs, lambda: "forward" if torch.is_grad_enabled() else "logprobs")
     turns.timed(trainer.accelerator, "backward", lambda: "backward")
     trainer.train()
     return 0
+
+
+def make_ppo_trainer(settings: dict[str, Any], model: Any, tokenizer: Any, turns: ContenderTurns) -> Any:
+    """Return TRL's PPO trainer, whose steps wait for their turn; its phases are functions of its module."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification, TrainerCallback
+    from trl.experimental import ppo
+    from trl.experimental.ppo import ppo_trainer
+
+    class InTurns(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            turns.begin()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            turns.end(tokens=settings["rows"] * settings["new_tokens"])  # its responses have no other length
+            turns.begin()
+
+    turns.timed(ppo_trainer, "batch_generation", lambda: "generate")
+    turns.timed(ppo_trainer, "get_reward", lambda: "scoring")
+    turns.timed(ppo_trainer, "forward", lambda: "forward" if torch.is_grad_enabled() else "init_logprobs")
+    tokenizer.padding_side = "left"
+    scoring = [
+        AutoModelForSequenceClassification.from_pretrained(
+            settings["scoring"], num_labels=1, dtype=torch.float32, local_files_only=True
+        )
+        for _ in range(2)
+    ]
+    prompts = [json.loads(line)["text"] for line in Path(settings["prompts"]).read_text().splitlines()]
+    trainer = ppo.PPOTrainer(
+        args=ppo.PPOConfig(**ppo_arguments(settings)),
+        processing_class=tokenizer,
+        model=model,
+        ref_model=None,
+        reward_model=scoring[0],
+        value_model=scoring[1],
+        train_dataset=Dataset.from_list([{"input_ids": tokenizer(text)["input_ids"]} for text in prompts]),
+        callbacks=[InTurns()],
+    )
+    turns.timed(trainer.optimizer, "step", lambda: "optimizer")
+    return trainer
 
 
 def make_trainer(settings: dict[str, Any], model: Any, tokenizer: Any, turns: ContenderTurns) -> Any:
@@ -155,27 +203,46 @@ def make_trainer(settings: dict[str, Any], model: Any, tokenizer: Any, turns: Co
 
 def trl_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments common to TRL's GRPO and RLOO configurations; all others keep TRL's defaults."""
+    return {
+        **common_arguments(settings),
+        "max_steps": 1_000_000,  # the driver ends the run before
+        "num_iterations": 1,
+        "num_generations": settings["group"],
+        "max_completion_length": settings["new_tokens"],
+        "beta": settings["kl_coef"],
+        "top_k": 0,
+        "top_p": 1.0,
+        "generation_kwargs": {"min_new_tokens": settings["new_tokens"]},
+        "shuffle_dataset": False,
+    }
+
+
+def ppo_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of TRL's PPO configuration; all others keep TRL's defaults."""
+    return {
+        **common_arguments(settings),
+        "total_episodes": 1_000_000 * settings["rows"],  # the driver ends the run before
+        "num_ppo_epochs": 1,
+        "num_mini_batches": 1,
+        "response_length": settings["new_tokens"],
+        "kl_coef": settings["kl_coef"],
+    }
+
+
+def common_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments common to TRL's three configurations: one optimizer step per rollout, in float32."""
     rows, micro_batch = settings["rows"], min(settings["rows"], settings["trl_micro_batch"])
     return {
         "output_dir": settings["folder"],
-        "max_steps": 1_000_000,  # the driver ends the run before
         "use_cpu": True,
         "bf16": False,
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": rows // micro_batch,
         "gradient_checkpointing": False,
-        "num_iterations": 1,
-        "num_generations": settings["group"],
-        "max_completion_length": settings["new_tokens"],
-        "beta": 0.0,
         "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "generation_kwargs": {"min_new_tokens": settings["new_tokens"]},
         "learning_rate": settings["lr"],
         "lr_scheduler_type": "constant",
         "weight_decay": 0.0,
-        "shuffle_dataset": False,
         "report_to": "none",
         "save_strategy": "no",
         "logging_strategy": "no",

@@ -1,6 +1,7 @@
 """The sides and workloads of the benchmarks: what they send and run, and what a side that fails leaves behind."""
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -10,18 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import gpu
-from benchmarks.command import report
+from benchmarks import gpu, trl
+from benchmarks.command import parse_arguments, report
 from benchmarks.measurement import Record
 from benchmarks.reload import divided, make_payload, on_core
 from benchmarks.scoring import ModelBench, load_contender, pack, stripped_width, unpack
-from benchmarks.trl import REQUIREMENTS, SteppedTrainer, take_turns
-from benchmarks.trl_sides import trl_arguments
+from benchmarks.trl import ALGORITHMS, REQUIREMENTS, SteppedTrainer, configuration, prepare_cell, take_turns
+from benchmarks.trl_sides import ppo_arguments, trl_arguments
 from benchmarks.update import make_payload as make_update
 from benchmarks.update import padded_payload
 from benchmarks.workload import LONGEST, SHORTEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace, trace_lengths
+from python_backend.config import load_config
 from python_backend.errors import RlhfError
 from python_backend.models.modeling import load_reward
+from python_backend.store.jsonl import read_jsonl
 from python_backend.wire.contract import SEQUENCE_LENGTHS, Limits
 from python_backend.wire.training_payload import train_payload
 
@@ -111,11 +114,12 @@ import time
 from benchmarks.trl_sides import ContenderTurns
 turns = ContenderTurns()
 print("a library's greeting")
+ends = 0
 for step in range(4):
-    turns.begin()
+    ends += turns.begin()
     with turns.phase("generate"):
         time.sleep(0.01)
-    turns.end(tokens=step)
+    turns.end(tokens=10 * step + ends)
 raise SystemExit("out of memory")
 """
 
@@ -124,7 +128,7 @@ def test_a_trainer_steps_on_request_and_its_log_explains_an_early_end(tmp_path: 
     trainer = SteppedTrainer("fake", [sys.executable, "-c", TRAINER], tmp_path / "fake.log", {"PYTHONPATH": str(ROOT)})
     try:
         measured = trainer.steps(3)
-        assert (measured["tokens"], measured["steps"]) == (2, 3)
+        assert (measured["tokens"], measured["steps"]) == (21, 3)  # of the last step, the only one that ends the turn
         assert 0.01 <= measured["phases"]["generate"] <= measured["seconds_per_step"]
         assert measured["peak_rss_mb"] > 1
         assert "greeting" in (tmp_path / "fake.log").read_text()  # and not among the answers
@@ -148,11 +152,27 @@ def test_turns_alternate_after_the_warm_up(tmp_path: Path):
     assert noted == [("trl", 0), ("ours", 0), ("ours", 1), ("trl", 1)]
 
 
-def test_trl_takes_one_optimizer_step_per_rollout_with_our_torch_and_transformers():
-    settings = {"rows": 64, "new_tokens": 8, "folder": "f", "group": 8, "lr": 1e-6, "trl_micro_batch": 16}
-    arguments = trl_arguments(settings)
-    assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] == 64
-    assert arguments["generation_kwargs"] == {"min_new_tokens": arguments["max_completion_length"]}
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_both_sides_take_one_optimizer_step_on_the_same_rollout(algorithm: str, tmp_path: Path):
+    options = parse_arguments("trl", trl, ["--out", str(tmp_path), "--trl-micro-batch", "16"])
+    cell = {"model": "135m", "algorithm": algorithm, "rows": 64, "new_tokens": 8}
+    settings = prepare_cell(options, tmp_path, cell, Path("policy"), Path("scoring"))
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(configuration(settings)))
+    config, is_ppo = load_config(path), algorithm == "ppo"
+    theirs = ppo_arguments(settings) if is_ppo else trl_arguments(settings)
+    assert config.actor.is_one_update
+    assert theirs["per_device_train_batch_size"] * theirs["gradient_accumulation_steps"] == 64
+    lengths = config.actor.generation.min_new_tokens, config.actor.generation.max_new_tokens
+    assert lengths == (8, theirs["response_length" if is_ppo else "max_completion_length"])
+    assert is_ppo or theirs["generation_kwargs"] == {"min_new_tokens": 8}
+    assert config.actor.kl.coef == theirs["kl_coef" if is_ppo else "beta"]
+    prompts = {line["text"] for line in read_jsonl(Path(settings["prompts"]))}
+    assert (len(prompts), config.actor.algorithm.responses_per_prompt) == ((64, 1) if is_ppo else (8, 8))
+    assert (config.serves_critic, config.uses_reward_model) == (is_ppo, is_ppo)
+
+
+def test_trl_runs_with_our_torch_and_transformers():
     pins = [
         {line.split(" ;")[0] for line in path.read_text().splitlines()}
         for path in (REQUIREMENTS, ROOT / "constraints.txt")

@@ -23,7 +23,7 @@ PICTURES = {"scoring": "throughput.png", "step": "step.png", "learning": "learni
         ("scoring", ["--contenders", ",".join(SCORING)], SCORING, "through the gateway"),
         ("step", [], ["overlapped", "serial"], "overlapped / serial"),
         ("learning", [], ["rloo"], "share of the optimum, worst seed"),
-        ("trl", ["--contenders", "ours"], ["ours"], "tiny grpo 16x8: ours / TRL"),
+        ("trl", ["--contenders", "ours"], ["ours"], "tiny ppo 16x8: ours / TRL"),
         ("reload", ["--model", "reward"], [], "p99 while the critic trains"),
         ("gpu", ["--device", "cpu", "--parts", ",".join(GPU_PARTS)], sorted(GPU_PARTS), ""),
     ],
@@ -65,9 +65,10 @@ def phases_follow_each_other_unless_overlapped(result: dict[str, Any]) -> None:
 
 
 def no_response_ended_early(result: dict[str, Any]) -> None:
-    (sample,) = result["samples"]
-    assert sample["tokens"] == 16 * 8
-    assert {"generate", "train_time", "step_time"} <= sample["phases"].keys()
+    for sample, is_ppo in zip(result["samples"], (False, True), strict=True):
+        assert sample["tokens"] == 16 * 8
+        assert {"generate", "train_time", "step_time"} <= sample["phases"].keys()
+        assert ("init_logprobs" in sample["phases"]) == is_ppo
 
 
 def no_request_failed(result: dict[str, Any]) -> None:
