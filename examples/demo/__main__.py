@@ -1,6 +1,7 @@
 """`python -m examples.demo RECIPE`: prepares a demo's models and prompts, and does its run from the beginning.
 
 `--cache-dir` has a folder for each seed, built once; the reasoning tasks and the pretrained models are shared by all.
+The recipe `sao` is three runs and their comparison.
 """
 
 import argparse
@@ -9,11 +10,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.demo import llm, prepare, reasoning
+from examples.demo import llm, prepare, reasoning, sao
 from python_backend.config import load_config
 from python_backend.config.command_line import reporting
 
-CONFIGS = {"sentences": "configs/demo.yaml", "chat": "configs/smollm2.yaml", "reasoning": "configs/rlvr.yaml"}
+CONFIGS = {
+    "sentences": "configs/demo.yaml",
+    "chat": "configs/smollm2.yaml",
+    "reasoning": "configs/rlvr.yaml",
+    "sao": "configs/sao.yaml",
+}
 LIBRARY_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     # OpenMP threads that spin while they wait, the default, made two threads on a shared machine seven times slower
@@ -25,16 +31,21 @@ LIBRARY_ENV = {
 
 def prepared(recipe: str, cache_dir: Path, seed: int, *, quick: bool = False) -> dict[str, Path]:
     """Prepare a recipe if needed; return {configuration key: path}. Raises RlhfError."""
-    seeded = f"seed-{seed}{'-quick' if quick else ''}"
-    if recipe == "reasoning":
-        out = models = reasoning.prepare(cache_dir / "reasoning").root
+    size = "-quick" if quick else ""
+    seeded = f"seed-{seed}{size}"
+    if recipe in ("reasoning", "sao"):
+        out = models = reasoning.prepare(cache_dir / f"reasoning{size}", quick).root
     elif recipe == "chat":
         out, models = llm.prepare(cache_dir / f"chat-{seeded}", seed, quick).root, cache_dir / llm.PRETRAINED
     else:
         out = models = prepare.prepare(cache_dir / seeded, seed, quick).root
     trained = {"reward.model": out / "reward", "critic.model": models / "critic"}
+    if recipe == "reasoning":
+        trained = {}
+    elif recipe == "sao":
+        trained = {"critic.model": sao.prepare(cache_dir / f"sao{size}", models / "policy", quick).root / "critic"}
     return {
-        **(trained if recipe != "reasoning" else {}),
+        **trained,
         "actor.policy.model": models / "policy",
         "actor.prompts.path": out / "prompts.jsonl",
         "actor.validation.prompts": out / "validation.jsonl",
@@ -59,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.prepare_only:
         print("\n".join(overrides))
         return 0
+    if arguments.recipe == "sao":
+        folder = load_config(Path(path), ["run.dir=runs/demo-sao", *arguments.overrides]).run.dir.absolute()
+        return sao.compare(folder, overrides)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "tools", "run", "--fresh", "--config", path, *overrides])
 

@@ -2,12 +2,14 @@
 
 import importlib
 import importlib.util
+import shutil
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from examples.demo.prepare import prepare as prepare_sentences
 from examples.demo.pretrained import SMOLLM2, Built, Log, build_once, code_fingerprint, fetch, save_smollm2
 from python_backend.errors import RlhfError
 from python_backend.store.jsonl import write_jsonl
@@ -21,15 +23,16 @@ TRAIN_SEED = 0
 HELD_OUT_SEED = 1_000_000
 
 
-def prepare(out_dir: Path, log: Log = print) -> Built:
+def prepare(out_dir: Path, quick: bool = False, log: Log = print) -> Built:
     """Return the folder with `policy` and the prompt files; build it if needed. Raises RlhfError.
 
-    The folder is the same for every seed of a run; a seed changes only the order of the prompts and the sampling.
+    The folder is the same for every seed of a run; a seed changes only the order of the prompts and the sampling. With
+    `quick` the policy is that of `make demo` in its quick form, and nothing is downloaded.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
         raise RlhfError("reasoning-gym is not installed: pip install --constraint constraints.txt -e '.[rlvr]'")
     fingerprint = code_fingerprint("reasoning-gym", "torch", "transformers")
-    return build_once(out_dir, fingerprint, lambda folder: _build(folder, log), log)
+    return build_once(out_dir, fingerprint, lambda folder: _build(folder, quick, log), log)
 
 
 def write_tasks(folder: Path, num_train: int = NUM_TRAIN, num_held_out: int = NUM_HELD_OUT) -> None:
@@ -44,14 +47,18 @@ def write_tasks(folder: Path, num_train: int = NUM_TRAIN, num_held_out: int = NU
     _write(folder / "validation.jsonl", "validation", held_out.values())
 
 
-def _build(folder: Path, log: Log) -> dict[str, Any]:
+def _build(folder: Path, quick: bool, log: Log) -> dict[str, Any]:
     from python_backend.models.modeling import quiet_transformers  # imports torch
 
     quiet_transformers()
     write_tasks(folder)
     log(f"{TASK}: {NUM_TRAIN} tasks for training, {NUM_HELD_OUT} held out")
-    log(f"policy: downloading {SMOLLM2.name} {SMOLLM2.version} and converting it to float32")
     with TemporaryDirectory() as temporary:
+        if quick:
+            sentences = prepare_sentences(Path(temporary) / "sentences", 0, quick, log)
+            shutil.move(sentences.root / "policy", folder / "policy")
+            return {}
+        log(f"policy: downloading {SMOLLM2.name} {SMOLLM2.version} and converting it to float32")
         save_smollm2(fetch(SMOLLM2, Path(temporary)), folder / "policy")
     return {"task": TASK, **TASK_SETTINGS, "num_train": NUM_TRAIN, "num_held_out": NUM_HELD_OUT}
 

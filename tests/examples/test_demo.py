@@ -17,9 +17,11 @@ from synthetic_run import write_run
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer
 
+from actor.run.settings import flat_settings
 from examples.demo import llm as demo_llm
 from examples.demo import models as demo_models
 from examples.demo import prepare as demo_prepare
+from examples.demo import sao
 from examples.demo.gold import TECHNICAL_WORDS, gold_scorer, words_that_gained
 from examples.demo.llm import FULL, HELD_OUT_TOPICS, QUICK, TRAINING_TOPICS, chats
 from examples.demo.models import save_critic, score_rows
@@ -28,11 +30,13 @@ from examples.demo.pretrained import MANIFEST, MINILM, Built, fetch
 from examples.demo.reasoning import prepare as prepare_reasoning
 from examples.demo.reasoning import write_tasks
 from examples.demo.report import sections
+from python_backend.config import RunConfig, load_config
 from python_backend.errors import RlhfError
 from python_backend.models.modeling import load_critic, load_reward
 from python_backend.rewards.function import Sample, checked, load_function
+from python_backend.store.jsonl import write_jsonl
 from tools.report.curves import pictures, write_curves
-from tools.report.data import load_run
+from tools.report.data import finish_run, load_run, paired_ci95
 from tools.report.page import write_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -404,6 +408,88 @@ class TestReasoning:
     def test_only_the_answer_alone_is_right(self, response: str, expected: float) -> None:
         task = {"question": "43 + 14 =", "answer": "57", "metadata": {"source_dataset": "chain_sum"}}
         assert self.score({"text": "43 + 14 =", "task": task}, response) == expected
+
+
+class TestSao:
+    """The comparison of `make demo-sao`, on runs whose figures are counted by hand."""
+
+    def write(
+        self, folder: Path, after: tuple[int, ...], validations: tuple[float, ...], explained: list[float]
+    ) -> None:
+        """A run of 4 steps, of 64 responses of 3 tokens, that was validated at steps 0, 5 and 10 on these sums."""
+        write_run(folder, critic=bool(explained), num_steps=4)
+        settings = RunConfig.model_validate({"run": {"dir": folder}, "actor": {"rollout_size": 64}})
+        (folder / "settings.json").write_text(settings.model_dump_json())
+        of_steps = [{"train_rollouts/explained_variance": value} for value in explained] or [{}] * 4
+        lines = {
+            "metrics.jsonl": [
+                {"step": i + 1, "time": 0, "train_rollouts/generation_length": 3, **line}
+                for i, line in enumerate(of_steps)
+            ],
+            "validations.jsonl": [{"step": 5 * i, "reward": value} for i, value in enumerate(validations)],
+            "samples.jsonl": [
+                {"prompt_id": str(i), "when": when, "prompt": "1 + 1 =", "response": " 2", "reward": reward}
+                for when, rewards in (("before", (1, 0, 0, 0)), ("after", after))
+                for i, reward in enumerate(rewards)
+            ],
+        }
+        for name, rows in lines.items():
+            write_jsonl(folder / name, rows)
+        finish_run(folder, seconds_total=120.0)
+
+    def test_the_page_of_the_last_run_compares_all_three_on_the_same_sums(self, tmp_path: Path) -> None:
+        self.write(tmp_path / "grpo", (1, 1, 0, 0), (0.25, 0.5, 0.5), [])
+        self.write(tmp_path / "sao", (1, 1, 1, 0), (0.25, 0.5, 0.75), [0.0, 0.1, 0.2, 0.4])
+        self.write(tmp_path / "sao-pretrained", (1, 1, 0, 0), (0.25, 0.75, 0.5), [0.3, 0.3, 0.4, 0.5])
+        run = load_run(tmp_path / "sao-pretrained")
+        (section,) = sao.sections(run)
+        head, *rows = section.table
+        found = {arm: dict(zip(sao.FIGURES, cells, strict=True)) for arm, *cells in rows}
+        assert len(head) == len(rows[0])
+        assert list(found) == ["grpo", "sao", "sao-pretrained"]
+        assert [found[arm]["after"] for arm in found] == [0.5, 0.75, 0.5]
+        assert {(each["before"], each["tokens"], each["minutes"]) for each in found.values()} == {(0.25, 768, 2.0)}
+        assert [found[arm]["explained_first"] for arm in found] == ["–", 0.0, 0.3]
+        assert [found[arm]["explained_last"] for arm in found] == ["–", 0.4, 0.5]
+        # 90 % of 0.75 are 0.675: never; 0.7 of the way from step 5 to 10; 0.85 of the way from 0 to 5.
+        assert [found[arm]["reached"] for arm in found] == ["–", pytest.approx(8.5), pytest.approx(4.25)]
+        assert section.figures["sao_gain_ci95"][0] == [0.0, 0.75]  # of the differences 0, 0, 1, 0
+        assert section.results[1] == "Accuracy of sao-pretrained over GRPO's: +0.000, 95 % interval [0.000, 0.000]."
+        page = tmp_path / "page.html"
+        write_page([replace(run, settings=run.settings | {"report": "examples.demo.sao:sections"})], page)
+        assert "<td>sao</td>" in page.read_text(encoding="utf-8")
+        assert "failed:" not in page.read_text(encoding="utf-8")
+        assert sao.sections(replace(run, pairs=[])) == [], "while it is in progress"
+
+    def test_an_interval_is_that_of_resampled_rewards(self) -> None:
+        resampled = paired_ci95([0.0] * 200, [1.0] * 60 + [0.0] * 140)
+        assert sao.interval(0.3, 200) == pytest.approx(resampled, abs=0.011)
+
+    def test_both_configurations_differ_only_in_algorithm_and_critic(self) -> None:
+        grpo, ours = (flat_settings(load_config(ROOT / f"configs/{name}.yaml")) for name in ("rlvr", "sao"))
+        differing = {key for key in grpo if key.startswith("actor.") and grpo[key] != ours[key]}
+        kept = {key for key in differing if not key.startswith("actor.algorithm.")}
+        assert kept <= {"actor.kl.penalty_in", "actor.kl.estimator"}  # without effect: the coefficient is 0
+        assert grpo["actor.kl.coef"] == ours["actor.kl.coef"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_command_does_three_runs_of_which_the_last_learns_from_the_journal_of_the_second(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install '.[rlvr]'")
+    command = [sys.executable, "-m", "examples.demo", "sao", "--quick", "--cache-dir", str(tmp_path / "prepared")]
+    command += [f"run.dir={tmp_path / 'run'}", "actor.steps=6", "actor.rollout_size=16", "actor.validation.size=32"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_dirs = [tmp_path / "run" / arm for arm in sao.ARMS]
+    names = [json.loads((folder / "settings.json").read_text())["actor"]["algorithm"]["name"] for folder in run_dirs]
+    assert names == ["grpo", "sao", "sao"]
+    assert [[line["step"] for line in lines_of(folder / "validations.jsonl")] for folder in run_dirs] == [[0, 5, 6]] * 3
+    pretraining = lines_of(run_dirs[2] / "critic_metrics.jsonl")[0]
+    assert pretraining["pretrain/rows"] + pretraining["pretrain/held_out_rows"] == 6 * 16
+    summary = json.loads((run_dirs[2] / "summary.json").read_text())
+    assert {f"{arm}_after" for arm in sao.ARMS} | {"sao_gain_ci95"} <= summary.keys()
+    assert "sao-pretrained" in (tmp_path / "run" / "comparison.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
