@@ -24,8 +24,11 @@ FIGURES = {  # of each run -> (head of the table's column, description in the re
     "after": ("after", "Accuracy of the final policy on the same sums."),
     "after_ci95": ("95 % interval", "Its 95 % interval: bootstrap over the sums."),
     "tokens": ("tokens generated", "Tokens generated in training."),
-    "explained_first": ("explained variance, step 1", "Variance of the returns that the critic explains in step 1."),
-    "explained_last": ("last quarter", "The same, mean over the last quarter of the steps."),
+    "explained_first": (
+        "explained variance, version 0",
+        "Variance of the returns that the critic explains before the first step, on the held-out sums.",
+    ),
+    "explained_last": ("last quarter", "The same in training, mean over the last quarter of the steps."),
     "reached": ("step at 90 %", "Step at which the accuracy was 90 % of the cold SAO run's final one."),
     "minutes": ("minutes", "Minutes of the whole run."),
 }
@@ -99,7 +102,10 @@ def sections(run: RunRecord) -> list[ReportSection]:
 
 
 def figures(run: RunRecord, goal: float) -> dict[str, Any]:
-    """Return {name in FIGURES: value} of a run; None where it has no critic, or never reached the accuracy `goal`."""
+    """Return {name in FIGURES: value} of a run; None where it has no critic, or never reached the accuracy `goal`.
+
+    The first explained variance is not that of step 1, whose rollout a cold run of the same seed has in its journal.
+    """
     explained = series(run.steps, EXPLAINED)[1]
     lengths = series(run.steps, "train_rollouts/generation_length")[1]
     after = run.summary["reward_after"]
@@ -108,7 +114,7 @@ def figures(run: RunRecord, goal: float) -> dict[str, Any]:
         "after": after,
         "after_ci95": interval(after, len(run.pairs)),
         "tokens": round(sum(lengths) * run.settings["actor.rollout_size"]),
-        "explained_first": explained[0] if explained else None,
+        "explained_first": next(iter(series(run.validations, "explained_variance")[1]), None),
         "explained_last": statistics.fmean(explained[-max(1, len(explained) // 4) :]) if explained else None,
         "reached": step_of(goal, *series(run.validations, "reward")),
         "minutes": run.summary["seconds_total"] / 60,
