@@ -98,7 +98,7 @@ class PolicyUpdate:
             # Of the mean over tokens, which all metrics are.
             scale = total / (len(rows) * self._max_new_tokens) if self._method.loss_mean == "constant" else 1.0
             sums = self._gradients(
-                batch, rows, total, scale, kl_coef, seed=int(torch.randint(1 << 62, (), generator=generator))
+                batch, rows, total, kl_coef, scale=scale, seed=int(torch.randint(1 << 62, (), generator=generator))
             )
             if self._method.own_loss and not math.isfinite(sums["loss"]):
                 self._policy.optimizer.zero_grad(set_to_none=True)
@@ -158,7 +158,7 @@ class PolicyUpdate:
         return self._ranks.summed(policy.memory.repeat(compute, least=longest, most=longest * len(lengths)))
 
     def _gradients(
-        self, batch: PPOBatch, rows: Tensor, total: float, scale: float, kl_coef: float, *, seed: int
+        self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float, *, seed: int, scale: float = 1.0
     ) -> dict[str, float]:
         """Accumulate the gradients of a minibatch; return its loss and its statistics as sums over tokens.
 
@@ -166,6 +166,7 @@ class PolicyUpdate:
 
         Args:
             seed: of the dropout.
+            scale: factor of the loss, but not of the statistics.
         """
         longest = int(batch.lengths[rows].max())
         return self._policy.memory.repeat(
