@@ -74,10 +74,7 @@ def values_of(model: Any, ids: Tensor, *, lean: bool = False) -> Tensor:
 def logprobs_of(
     model: Any, ids: Tensor, responses: int, precision: str, *, with_entropy: bool = False, is_linear: bool = True
 ) -> Tensor:
-    """Return the log-probs of the last `responses` tokens of every row, as the policy's update computes them.
-
-    `with_entropy`: plus the entropies, whose gradient an entropy bonus needs.
-    """
+    """Return the log-probs of the last `responses` tokens of every row, as the policy's update computes them."""
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     targets = ids[:, -responses:].reshape(-1)
     with computing(CPU, precision):
@@ -85,9 +82,7 @@ def logprobs_of(
     wanted = outputs[:, -responses - 1 : -1].reshape(-1, outputs.shape[-1])
     if not is_linear:
         return target_logprobs(wanted, targets, temperature=1.0)
-    head = model.get_output_embeddings()
-    logprobs, entropies = head_logprobs(wanted, head, targets, temperature=1.0, with_entropy=True)
-    return logprobs + entropies if with_entropy and entropies is not None else logprobs
+    return head_logprobs(wanted, model.get_output_embeddings(), targets, temperature=1.0, with_entropy=with_entropy)[0]
 
 
 @torch.no_grad()

@@ -128,12 +128,11 @@ def policy_training(actor: ActorSection) -> Role:
     settings, responses = actor.policy, actor.generation.max_new_tokens
     causal = causal_model(settings.model)
     parameters = causal.num_parameters()
-    has_entropy = actor.algorithm.entropy_bonus > 0
 
     def outputs(ids: Tensor) -> Tensor:
         with computing(CPU, settings.precision):
             is_linear = has_linear_head(causal)
-        return logprobs_of(causal, ids, responses, settings.precision, is_linear=is_linear, with_entropy=has_entropy)
+        return logprobs_of(causal, ids, responses, settings.precision, is_linear=is_linear, with_entropy=True)
 
     return _training(
         "actor",
