@@ -30,8 +30,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Before each test and its fixtures, because the test before may have changed the number, and bits depend on it."""
     torch.set_num_threads(1)
 
 

@@ -149,7 +149,7 @@ class Rollouts:
         """Return the prompts that `read` returns, or of candidates those that the critic prefers, once per response."""
         prompts, candidates = await self._in_thread(read, step, *count), self.inputs.candidates
         self._scorer.check_prompts(prompts)
-        scores = self.inputs.known[step].scores
+        scores = self.inputs.known[step].scores if candidates > 1 else None
         if candidates > 1 and scores is None:
             prompts = prompts[: len(prompts) // candidates]
         elif candidates > 1 and scores is not None:

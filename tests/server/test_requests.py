@@ -216,6 +216,8 @@ def test_full_queue_and_passed_deadline_are_503(finished: FinishedRun) -> None:
     for _ in range(8):  # through the ensemble, too: 2.51 crashed when both its steps were refused
         answers = ask_all(finished.run.url, [(CRITIC_INFER, many), *[(CRITIC_INFER, row)] * 32])
         assert {answer.code for answer in answers if isinstance(answer, Refused)} == {"503"}
+    for model in (REWARD_MODEL, CRITIC):  # the next tests send more at once
+        reload_model(finished.run, model, lambda config: None)
 
 
 def forward_counters(system: System) -> dict[str, float]:

@@ -112,7 +112,6 @@ class Rig:
         config, stop = self.config, self.stop_now
 
         def run() -> None:
-            torch.set_num_threads(1)  # of this thread: another test may have changed that of new ones, and bits with it
             try:
                 run_sidecar(config, stop)
             except BaseException as error:
