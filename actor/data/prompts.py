@@ -16,6 +16,7 @@ from python_backend.rewards.function import MESSAGES_KEY
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "skip", "truncate"]
+WEIGHTS = 0.005, 0.5  # least and largest of a prompt
 
 
 @dataclass(frozen=True)
@@ -353,6 +354,24 @@ class StepInputs:
     def seed_of(self, step: int, *repeat: int) -> int:
         """Return the seed for sampling and shuffling in `step`; `repeat`: for the n-th further sampling of the step."""
         return step_seed(self.seed, step, *repeat)
+
+
+def preferred(values: np.ndarray, scores: tuple[float, float], count: int, *, size: int, seed: int) -> list[int]:
+    """Return the indices of `count` prompts, in order, drawn so that the useless ones are rare.
+
+    With p, the place of the predicted score between the lowest and the highest score, `size` responses have not all the
+    same score with probability u = 1 - p^size - (1 - p)^size. Weights are u up to 0.5, above which prompts are
+    alike: the most middling ones alone would all be of one difficulty, and the policy would no longer explore others.
+
+    Args:
+        values: predicted scores, float [N]; beyond `scores`, they count as the lowest or highest.
+        size: responses to a prompt; one counts as two, whose u is twice the variance of a success.
+    """
+    (low, high), size = scores, max(2, size)
+    share = (values.clip(low, high) - low) / (high - low or 1.0)
+    weights = (1 - share**size - (1 - share) ** size).clip(*WEIGHTS)
+    chosen = np.random.default_rng(seed).choice(len(values), count, replace=False, p=weights / weights.sum())
+    return sorted(chosen.tolist())
 
 
 def step_seed(run_seed: int, step: int, *repeat: int) -> int:

@@ -4,11 +4,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from actor.data.compute import InThread, cancelled
-from actor.data.prompts import StepInputs
+from actor.data.prompts import StepInputs, preferred
 from actor.data.rollout import Prompt, ScoredRollout
 from actor.policy.policy import Policy
 from actor.run.collection import by_spread, collect, join_scored
@@ -134,7 +135,7 @@ class Rollouts:
         ready = asyncio.create_task(self._critic.served(needed))
         metrics, dropped = dict[str, float](), list[ScoredRollout]()
         try:
-            prompts = await self._prompts(step, self.inputs.prompts_of, ready, timers)
+            prompts = await self._prompts(step, partial(self.inputs.prompts_of, step), ready, timers)
             with timers.phase("rollout_time"):
                 scored = await self._collect(prompts, step, ready, timers)
                 if settings.algorithm.max_resampled:
@@ -144,10 +145,10 @@ class Rollouts:
         return Collected(scored, dropped, timers, updated, metrics)
 
     async def _prompts(
-        self, step: int, read: Callable[..., list[Prompt]], ready: Ready, timers: Timers, *count: int
+        self, step: int, read: Callable[[], list[Prompt]], ready: Ready, timers: Timers, *repeat: int
     ) -> list[Prompt]:
         """Return the prompts that `read` returns, or of candidates those that the critic prefers, once per response."""
-        prompts, candidates = await self._in_thread(read, step, *count), self.inputs.candidates
+        prompts, candidates = await self._in_thread(read), self.inputs.candidates
         self._scorer.check_prompts(prompts)
         scores = self.inputs.known[step].scores if candidates > 1 else None
         if candidates > 1 and scores is None:
@@ -155,10 +156,9 @@ class Rollouts:
         elif candidates > 1 and scores is not None:
             with timers.phase("prompt_values"):
                 values = await self._scorer.prompt_values(prompts, await ready)
-            # Within the range: below or above it, the critic's error would decide between prompts of no use.
-            distance = np.abs(values.clip(*scores) - sum(scores) / 2)
-            nearest = np.argsort(distance, kind="stable")[: len(prompts) // candidates]
-            prompts = [prompts[i] for i in sorted(nearest)]
+            count, size = len(prompts) // candidates, self.inputs.responses_per_prompt
+            chosen = preferred(values, scores, count, size=size, seed=self.inputs.seed_of(step, *repeat))
+            prompts = [prompts[i] for i in chosen]
         return self.inputs.repeated(prompts)
 
     async def _collect(
@@ -197,7 +197,8 @@ class Rollouts:
             if not (missing := len(useless.rollout.prompts) // size):
                 break
             dropped.append(useless)
-            prompts = await self._prompts(step, self.inputs.more_prompts_of, ready, timers, missing)
+            read = partial(self.inputs.more_prompts_of, step, missing)
+            prompts = await self._prompts(step, read, ready, timers, repeat)
             more = await self._collect(prompts, step, ready, timers, repeat)
             found, useless = by_spread(more, size, mask_unfinished=algorithm.mask_unfinished)
             useful = join_scored([useful, found], pad_id)

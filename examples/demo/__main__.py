@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments.recipe == "sao":
         folder = load_config(Path(path), ["run.dir=runs/demo-sao", *arguments.overrides]).run.dir.absolute()
-        return sao.compare(folder, overrides)
+        return sao.compare(folder, overrides, seed)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "tools", "run", "--fresh", "--config", path, *overrides])
 

@@ -1,7 +1,8 @@
 """`make demo-sao`: GRPO, SAO, and SAO with a pretrained critic at equal generated tokens.
 
-The runs are `grpo`, `sao` and `sao-pretrained` in one folder, with the same tasks, seed and held-out sums. The report
-and the summary.json of the last one have the comparison.
+The runs are `grpo`, `sao` and `sao-pretrained` in one folder, with the same tasks and held-out sums. The third run has
+another seed, so that its responses are not those from which its critic was pretrained. Its report and its summary.json
+have the comparison.
 """
 
 import json
@@ -18,6 +19,7 @@ from tools.report.curves import EXPLAINED, finish, line_style
 from tools.report.data import Gain, ReportSection, RunRecord, load_run, rewarded, series
 
 GRPO, COLD, PRETRAINED = ARMS = ("grpo", "sao", "sao-pretrained")
+OTHER_SEED = 1000  # added to the seed
 SHARE = 0.9  # of the cold run's final accuracy: a run is compared by the step at which it had that
 FIGURES = {  # of each run -> (head of the table's column, description in the report)
     "before": ("accuracy before", "Accuracy of the initial policy on the held-out sums."),
@@ -25,8 +27,8 @@ FIGURES = {  # of each run -> (head of the table's column, description in the re
     "after_ci95": ("95 % interval", "Its 95 % interval: bootstrap over the sums."),
     "tokens": ("tokens generated", "Tokens generated in training."),
     "explained_first": (
-        "explained variance, version 0",
-        "Variance of the returns that the critic explains before the first step, on the held-out sums.",
+        "explained variance, step 1",
+        "Variance of the returns that the critic explains in step 1, before it learned from this run.",
     ),
     "explained_last": ("last quarter", "The same in training, mean over the last quarter of the steps."),
     "reached": ("step at 90 %", "Step at which the accuracy was 90 % of the cold SAO run's final one."),
@@ -45,13 +47,14 @@ def prepare(out_dir: Path, policy: Path, quick: bool, log: Log = print) -> Built
     return build_once(out_dir, code_fingerprint("torch", "transformers"), build, log)
 
 
-def compare(folder: Path, overrides: Sequence[str]) -> int:
+def compare(folder: Path, overrides: Sequence[str], seed: int) -> int:
     """Do the three runs in `folder` and compare them; return 0, or the exit code of the first that did not finish."""
     from tools import run
     from tools.report import page
 
     pretrain = f"critic.pretrain={json.dumps([str(folder / COLD)])}"
-    warm = [pretrain, "actor.algorithm.critic_warmup_steps=0", f"report={__name__}:sections"]
+    other = f"run.seed={seed + OTHER_SEED}"
+    warm = [pretrain, other, "actor.algorithm.critic_warmup_steps=0", f"report={__name__}:sections"]
     for arm in ARMS:
         config = "configs/rlvr.yaml" if arm == GRPO else "configs/sao.yaml"
         print(f"{folder / arm}: {config}", flush=True)
@@ -102,10 +105,7 @@ def sections(run: RunRecord) -> list[ReportSection]:
 
 
 def figures(run: RunRecord, goal: float) -> dict[str, Any]:
-    """Return {name in FIGURES: value} of a run; None where it has no critic, or never reached the accuracy `goal`.
-
-    The first explained variance is not that of step 1, whose rollout a cold run of the same seed has in its journal.
-    """
+    """Return {name in FIGURES: value} of a run; None where it has no critic, or never reached the accuracy `goal`."""
     explained = series(run.steps, EXPLAINED)[1]
     lengths = series(run.steps, "train_rollouts/generation_length")[1]
     after = run.summary["reward_after"]
@@ -114,7 +114,7 @@ def figures(run: RunRecord, goal: float) -> dict[str, Any]:
         "after": after,
         "after_ci95": interval(after, len(run.pairs)),
         "tokens": round(sum(lengths) * run.settings["actor.rollout_size"]),
-        "explained_first": next(iter(series(run.validations, "explained_variance")[1]), None),
+        "explained_first": next(iter(explained), None),
         "explained_last": statistics.fmean(explained[-max(1, len(explained) // 4) :]) if explained else None,
         "reached": step_of(goal, *series(run.validations, "reward")),
         "minutes": run.summary["seconds_total"] / 60,

@@ -236,8 +236,8 @@ class AlgorithmSection(Section):
     """Dynamic sampling: prompts whose responses all have the same score are replaced by the next prompts, at most this
     many times in a step; 0: off."""
     prompt_candidates: Count = 1
-    """Value-guided prompts: read so many times the prompts of a step, let the critic predict the score of each, and use
-    those nearest to the middle of all scores so far. Needs a critic with every algorithm. 1: off."""
+    """Value-guided prompts: read so many times the prompts of a step, let the critic predict the score of each, and
+    draw those whose responses will hardly all have the same score. Needs a critic with every algorithm. 1: off."""
     gamma: Fraction = 1.0
     """Discount factor."""
     lam: Fraction = 0.95

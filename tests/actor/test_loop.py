@@ -32,6 +32,7 @@ from tiny_tokenizers import make_text_tokenizer
 
 import actor.algorithms.batch
 import actor.loop
+from actor.data.prompts import preferred
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
 from actor.loop import PPORun
 from actor.policy.checkpoint import saved_steps
@@ -581,10 +582,17 @@ class Predicting(Server):
         return {**answer, VALUES: answer[VALUES] + [[float(row[0] % 7)] for row in rows]}
 
 
-def test_the_critic_chooses_prompts_of_middling_predictions_and_a_resume_the_same_ones(
-    tmp_path: Path, checkpoints: Checkpoints
+def test_the_critic_chooses_prompts_and_a_resume_the_same_ones(
+    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ):
     settings = {"rollout_size": 8, "prompt_candidates": 3, "mask_unfinished": False, "max_staleness": 0}
+    asked = list[tuple[np.ndarray, tuple[float, float], int, int]]()
+
+    def recorded(values: np.ndarray, scores: tuple[float, float], count: int, *, size: int, seed: int) -> list[int]:
+        asked.append((values, scores, size, seed))
+        return preferred(values, scores, count, size=size, seed=seed)
+
+    monkeypatch.setattr("actor.run.rollouts.preferred", recorded)
     for folder in ("whole", "stopped"):
         run = make_grpo(tmp_path / folder, checkpoints, Predicting(), **settings)
         if folder == "stopped":
@@ -594,12 +602,32 @@ def test_the_critic_chooses_prompts_of_middling_predictions_and_a_resume_the_sam
         taken, collected = run.inputs._taken, run.rollouts._collect
         run.inputs.__dict__["_taken"] = lambda *a, taken=taken, read=read: read.append(taken(*a)) or read[-1]
         run.rollouts.__dict__["_collect"] = lambda *a, old=collected, used=used: used.append(a[0][::2]) or old(*a)
+        asked.clear()
         go(run)
-        for candidates, chosen in list(zip(read, used, strict=True))[folder == "whole" :]:
-            distances = sorted(abs(float(prompt.tokens[0] % 7) - 3) for prompt in candidates)
+        steps = list(zip(read, used, strict=True))[folder == "whole" :]  # the first step has no scores yet
+        for (candidates, chosen), (values, scores, size, seed) in zip(steps, asked, strict=True):
             assert len(candidates) == 3 * len(chosen) == 12
-            assert sorted(abs(float(prompt.tokens[0] % 7) - 3) for prompt in chosen) == distances[:4]
+            assert values.tolist() == [prompt.tokens[0] % 7 for prompt in candidates]
+            assert scores[0] < scores[1], "a range of the scores so far"
+            assert chosen == [candidates[i] for i in preferred(values, scores, 4, size=2, seed=seed)]
+            assert size == 2
+        assert len({seed for *_, seed in asked}) == len(asked)
     assert ends(tmp_path / "whole")[:2] == ends(tmp_path / "stopped")[:2]  # the fake critic forgets its versions
+
+
+def test_preferred_prompts_are_rarely_useless_and_of_all_other_difficulties():
+    """How often each of 40 prompts, of eight predictions, is drawn; expected: in proportion to its weight."""
+    predictions = np.array([-1.0, 0.0, 0.05, 0.3, 0.5, 0.9, 1.0, 2.0])  # beyond the scores, they count as the ends
+    drawn = np.zeros(8)
+    for seed in range(2000):
+        chosen = preferred(np.tile(predictions, 5), (0.0, 1.0), 2, size=4, seed=seed)
+        assert chosen == sorted(set(chosen))
+        np.add.at(drawn, [i % 8 for i in chosen], 1)
+    assert drawn[[0, 1, 6, 7]].sum() < 0.03 * drawn.sum()
+    assert drawn[2] / drawn[4] == pytest.approx((1 - 0.05**4 - 0.95**4) / 0.5, abs=0.06)
+    assert drawn[3] / drawn[4] == pytest.approx(1.0, abs=0.12)
+    assert drawn[5] / drawn[4] == pytest.approx((1 - 0.1**4 - 0.9**4) / 0.5, abs=0.08)
+    assert len(preferred(np.zeros(6), (0.0, 0.0), 2, size=4, seed=1)) == 2, "all scores so far were equal"
 
 
 def watched_batches(run: PPORun) -> list[Any]:

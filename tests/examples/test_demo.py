@@ -423,16 +423,13 @@ class TestSao:
         write_run(folder, critic=bool(explained), num_steps=4)
         settings = RunConfig.model_validate({"run": {"dir": folder}, "actor": {"rollout_size": 64}})
         (folder / "settings.json").write_text(settings.model_dump_json())
-        of_steps = [{"train_rollouts/explained_variance": value} for value in explained[1:]] or [{}] * 4
+        of_steps = [{"train_rollouts/explained_variance": value} for value in explained] or [{}] * 4
         lines = {
             "metrics.jsonl": [
                 {"step": i + 1, "time": 0, "train_rollouts/generation_length": 3, **line}
                 for i, line in enumerate(of_steps)
             ],
-            "validations.jsonl": [
-                {"step": 5 * i, "reward": value, "explained_variance": explained[0] if explained else None}
-                for i, value in enumerate(validations)
-            ],
+            "validations.jsonl": [{"step": 5 * i, "reward": value} for i, value in enumerate(validations)],
             "samples.jsonl": [
                 {"prompt_id": str(i), "when": when, "prompt": "1 + 1 =", "response": " 2", "reward": reward}
                 for when, rewards in (("before", (1, 0, 0, 0)), ("after", after))
@@ -445,8 +442,8 @@ class TestSao:
 
     def test_the_page_of_the_last_run_compares_all_three_on_the_same_sums(self, tmp_path: Path) -> None:
         self.write(tmp_path / "grpo", (1, 1, 0, 0), (0.25, 0.5, 0.5), [])
-        self.write(tmp_path / "sao", (1, 1, 1, 0), (0.25, 0.5, 0.75), [0.0, 0.1, 0.1, 0.2, 0.4])
-        self.write(tmp_path / "sao-pretrained", (1, 1, 0, 0), (0.25, 0.75, 0.5), [0.3, 0.35, 0.3, 0.4, 0.5])
+        self.write(tmp_path / "sao", (1, 1, 1, 0), (0.25, 0.5, 0.75), [0.0, 0.1, 0.2, 0.4])
+        self.write(tmp_path / "sao-pretrained", (1, 1, 0, 0), (0.25, 0.75, 0.5), [0.3, 0.3, 0.4, 0.5])
         run = load_run(tmp_path / "sao-pretrained")
         (section,) = sao.sections(run)
         head, *rows = section.table
@@ -474,7 +471,10 @@ class TestSao:
     def test_both_configurations_differ_only_in_algorithm_critic_and_learning_rate(self) -> None:
         grpo, ours = (flat_settings(load_config(ROOT / f"configs/{name}.yaml")) for name in ("rlvr", "sao"))
         differing = {key for key in grpo if key.startswith("actor.") and grpo[key] != ours[key]}
-        kept = {key for key in differing if not key.startswith("actor.algorithm.")} - {"actor.optimizer.lr"}
+        kept = {key for key in differing if not key.startswith("actor.algorithm.")} - {
+            "actor.optimizer.lr",
+            "actor.optimizer.min_lr",
+        }
         assert kept <= {"actor.kl.penalty_in", "actor.kl.estimator"}  # without effect: the coefficient is 0
         assert grpo["actor.kl.coef"] == ours["actor.kl.coef"] == 0
 
