@@ -356,21 +356,32 @@ class StepInputs:
         return step_seed(self.seed, step, *repeat)
 
 
-def preferred(values: np.ndarray, scores: tuple[float, float], count: int, *, size: int, seed: int) -> list[int]:
-    """Return the indices of `count` prompts, in order, drawn so that the useless ones are rare.
+def chances(values: np.ndarray, scores: tuple[float, float], size: int) -> np.ndarray:
+    """Return the probability that `size` responses to a prompt do not all have the same score, float [N].
 
-    With p, the place of the predicted score between the lowest and the highest score, `size` responses have not all the
-    same score with probability u = 1 - p^size - (1 - p)^size. Weights are u up to 0.5, above which prompts are
-    alike: the most middling ones alone would all be of one difficulty, and the policy would no longer explore others.
+    This is 1 - p^size - (1 - p)^size, where p, the place of the predicted score between the lowest and the highest
+    score, is the probability of a success.
 
     Args:
-        values: predicted scores, float [N]; beyond `scores`, they count as the lowest or highest.
-        size: responses to a prompt; one counts as two, whose u is twice the variance of a success.
+        values: predicted scores, float [N]; beyond `scores`, they count as the lowest or highest. NaN gives 0.
+        size: one counts as two, whose probability is twice the variance of a success.
     """
     (low, high), size = scores, max(2, size)
     share = (values.clip(low, high) - low) / (high - low or 1.0)
-    weights = (1 - share**size - (1 - share) ** size).clip(*WEIGHTS)
-    chosen = np.random.default_rng(seed).choice(len(values), count, replace=False, p=weights / weights.sum())
+    return np.nan_to_num(1 - share**size - (1 - share) ** size)
+
+
+def preferred(chance: np.ndarray, count: int, *, seed: int) -> list[int]:
+    """Return the indices of `count` prompts, in order, drawn so that useless ones are rare.
+
+    Above 0.5, prompts are alike: the most middling ones alone would all be of one difficulty, and the policy would no
+    longer explore others.
+
+    Args:
+        chance: of each prompt, what `chances` returned.
+    """
+    weights = chance.clip(*WEIGHTS)
+    chosen = np.random.default_rng(seed).choice(len(chance), count, replace=False, p=weights / weights.sum())
     return sorted(chosen.tolist())
 
 

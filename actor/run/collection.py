@@ -5,15 +5,18 @@ import functools
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from actor.algorithms.advantages import subtract_mean
 from actor.data.compute import InThread
+from actor.data.prompts import chances
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, join_rollouts, joined_logprobs
 from actor.policy.policy import Policy
 from actor.run.metrics import Timers
 from actor.scoring.reference import Reference, only_known, with_one_version
 from actor.scoring.scorer import Scorer, join_scores
 from actor.scoring.stream import ScoringStream
+from python_backend.config import AlgorithmSection
 from python_backend.wire.contract import VersionRange
 
 
@@ -106,8 +109,35 @@ def by_spread(scored: ScoredRollout, group_size: int, *, mask_unfinished: bool) 
 
     Source: Yu et al. 2025 (arXiv 2503.14476), section 3.2.
     """
+    differs = has_spread(scored, group_size, mask_unfinished=mask_unfinished)
+    rows = torch.arange(len(scored.scores.scored)).view(-1, group_size)
+    return scored.select(rows[differs].flatten()), scored.select(rows[~differs].flatten())
+
+
+def has_spread(scored: ScoredRollout, group_size: int, *, mask_unfinished: bool) -> Tensor:
+    """Return whether the scores of each group differ, bool `[groups]`; the arguments are those of `by_spread`."""
     scores, groups = scored.scores, torch.arange(len(scored.scores.scored)) // group_size
     counted = scores.scored & scored.rollout.is_end if mask_unfinished else scores.scored
-    differs = (subtract_mean(scores.rewards, groups, counted) != 0).view(-1, group_size).any(-1)
-    rows = torch.arange(len(groups)).view(-1, group_size)
-    return scored.select(rows[differs].flatten()), scored.select(rows[~differs].flatten())
+    return (subtract_mean(scores.rewards, groups, counted) != 0).view(-1, group_size).any(-1)
+
+
+def group_metrics(
+    parts: Sequence[ScoredRollout], settings: AlgorithmSection, seen: tuple[float, float] | None
+) -> dict[str, float]:
+    """Return the share of the prompts of all parts whose responses differ in score, and how well the critic knew which.
+
+    That is the AUC of its predictions: the probability that it gives a prompt with such responses a higher chance of
+    them than one without.
+
+    Args:
+        seen: lowest and highest score so far; None: the critic is not asked about prompts.
+    """
+    size = settings.responses_per_prompt
+    differs = torch.cat([has_spread(part, size, mask_unfinished=settings.mask_unfinished) for part in parts])
+    metrics = {"train_rollouts/useful_prompts": float(differs.float().mean())}
+    if seen and differs.any() and not differs.all():
+        first = [part.scores.values.gather(1, part.rollout.prompt_lengths[:, None] - 1)[::size, 0] for part in parts]
+        chance = torch.from_numpy(chances(torch.cat(first).numpy(), seen, size))
+        gap = chance[differs][:, None] - chance[~differs]
+        metrics["train_rollouts/prompt_auc"] = float((gap > 0).float().mean() + (gap == 0).float().mean() / 2)
+    return metrics

@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 
 from actor.data.compute import InThread, cancelled
-from actor.data.prompts import StepInputs, preferred
+from actor.data.prompts import StepInputs, chances, preferred
 from actor.data.rollout import Prompt, ScoredRollout
 from actor.policy.policy import Policy
-from actor.run.collection import by_spread, collect, join_scored
+from actor.run.collection import by_spread, collect, group_metrics, join_scored
 from actor.run.metrics import Timers
 from actor.run.recorder import Recorder
 from actor.run.staleness import needed_update
@@ -133,13 +133,16 @@ class Rollouts:
         settings, timers = self._settings, Timers(step)
         needed = needed_update(step, max_staleness=settings.max_staleness, every=self._publish_every)
         ready = asyncio.create_task(self._critic.served(needed))
-        metrics, dropped = dict[str, float](), list[ScoredRollout]()
+        metrics, dropped, algorithm = dict[str, float](), list[ScoredRollout](), settings.algorithm
         try:
             prompts = await self._prompts(step, partial(self.inputs.prompts_of, step), ready, timers)
             with timers.phase("rollout_time"):
                 scored = await self._collect(prompts, step, ready, timers)
-                if settings.algorithm.max_resampled:
+                seen = self.inputs.known[step].scores if self.inputs.candidates > 1 else None
+                if algorithm.max_resampled:
                     scored, dropped, metrics = await self._resampled(scored, step, ready, timers)
+                if algorithm.responses_per_prompt > 1:
+                    metrics |= group_metrics([scored, *dropped], algorithm, seen)
         finally:
             await cancelled([ready])
         return Collected(scored, dropped, timers, updated, metrics)
@@ -156,8 +159,8 @@ class Rollouts:
         elif candidates > 1 and scores is not None:
             with timers.phase("prompt_values"):
                 values = await self._scorer.prompt_values(prompts, await ready)
-            count, size = len(prompts) // candidates, self.inputs.responses_per_prompt
-            chosen = preferred(values, scores, count, size=size, seed=self.inputs.seed_of(step, *repeat))
+            chance = chances(values, scores, self.inputs.responses_per_prompt)
+            chosen = preferred(chance, len(prompts) // candidates, seed=self.inputs.seed_of(step, *repeat))
             prompts = [prompts[i] for i in chosen]
         return self.inputs.repeated(prompts)
 

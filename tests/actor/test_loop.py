@@ -32,7 +32,7 @@ from tiny_tokenizers import make_text_tokenizer
 
 import actor.algorithms.batch
 import actor.loop
-from actor.data.prompts import preferred
+from actor.data.prompts import chances, preferred
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
 from actor.loop import PPORun
 from actor.policy.checkpoint import saved_steps
@@ -586,11 +586,11 @@ def test_the_critic_chooses_prompts_and_a_resume_the_same_ones(
     tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ):
     settings = {"rollout_size": 8, "prompt_candidates": 3, "mask_unfinished": False, "max_staleness": 0}
-    asked = list[tuple[np.ndarray, tuple[float, float], int, int]]()
+    asked = list[tuple[np.ndarray, int]]()
 
-    def recorded(values: np.ndarray, scores: tuple[float, float], count: int, *, size: int, seed: int) -> list[int]:
-        asked.append((values, scores, size, seed))
-        return preferred(values, scores, count, size=size, seed=seed)
+    def recorded(chance: np.ndarray, count: int, *, seed: int) -> list[int]:
+        asked.append((chance, seed))
+        return preferred(chance, count, seed=seed)
 
     monkeypatch.setattr("actor.run.rollouts.preferred", recorded)
     for folder in ("whole", "stopped"):
@@ -605,29 +605,33 @@ def test_the_critic_chooses_prompts_and_a_resume_the_same_ones(
         asked.clear()
         go(run)
         steps = list(zip(read, used, strict=True))[folder == "whole" :]  # the first step has no scores yet
-        for (candidates, chosen), (values, scores, size, seed) in zip(steps, asked, strict=True):
+        for (candidates, chosen), (chance, seed) in zip(steps, asked, strict=True):
             assert len(candidates) == 3 * len(chosen) == 12
-            assert values.tolist() == [prompt.tokens[0] % 7 for prompt in candidates]
-            assert scores[0] < scores[1], "a range of the scores so far"
-            assert chosen == [candidates[i] for i in preferred(values, scores, 4, size=2, seed=seed)]
-            assert size == 2
-        assert len({seed for *_, seed in asked}) == len(asked)
+            values, ends_of_range = np.array([float(prompt.tokens[0] % 7) for prompt in candidates]), (0.0, 6.0)
+            np.testing.assert_allclose(chance, chances(values, ends_of_range, 2))
+            assert chosen == [candidates[i] for i in preferred(chance, 4, seed=seed)]
+        assert len({seed for _, seed in asked}) == len(asked)
+        aucs = [line.get("train_rollouts/prompt_auc") for line in read_jsonl(run.config.run.dir / "metrics.jsonl")]
+        assert any(auc is not None and 0 < auc < 1 for auc in aucs)
     assert ends(tmp_path / "whole")[:2] == ends(tmp_path / "stopped")[:2]  # the fake critic forgets its versions
 
 
-def test_preferred_prompts_are_rarely_useless_and_of_all_other_difficulties():
-    """How often each of 40 prompts, of eight predictions, is drawn; expected: in proportion to its weight."""
-    predictions = np.array([-1.0, 0.0, 0.05, 0.3, 0.5, 0.9, 1.0, 2.0])  # beyond the scores, they count as the ends
-    drawn = np.zeros(8)
+def test_chances_of_a_spread_are_those_of_independent_responses():
+    """Beyond the scores seen, predictions count as the ends; one response counts as two; without a prediction: 0."""
+    found = chances(np.array([-3.0, 0.0, 1.0, 2.0, 4.0, 9.0, np.nan]), (0.0, 4.0), 3)
+    np.testing.assert_allclose(found, [0, 0, 1 - 1 / 64 - 27 / 64, 0.75, 0, 0, 0])
+    np.testing.assert_array_equal(chances(np.array([1.0]), (0.0, 4.0), 1), chances(np.array([1.0]), (0.0, 4.0), 2))
+    np.testing.assert_array_equal(chances(np.full(3, 2.0), (2.0, 2.0), 4), np.zeros(3))  # all scores so far are equal
+
+
+def test_preferred_prompts_are_drawn_by_their_chance_up_to_a_half():
+    drawn = np.zeros(5)
     for seed in range(2000):
-        chosen = preferred(np.tile(predictions, 5), (0.0, 1.0), 2, size=4, seed=seed)
+        chosen = preferred(np.tile([0.0, 0.2, 0.5, 0.7, 1.0], 8), 2, seed=seed)
         assert chosen == sorted(set(chosen))
-        np.add.at(drawn, [i % 8 for i in chosen], 1)
-    assert drawn[[0, 1, 6, 7]].sum() < 0.03 * drawn.sum()
-    assert drawn[2] / drawn[4] == pytest.approx((1 - 0.05**4 - 0.95**4) / 0.5, abs=0.06)
-    assert drawn[3] / drawn[4] == pytest.approx(1.0, abs=0.12)
-    assert drawn[5] / drawn[4] == pytest.approx((1 - 0.1**4 - 0.9**4) / 0.5, abs=0.08)
-    assert len(preferred(np.zeros(6), (0.0, 0.0), 2, size=4, seed=1)) == 2, "all scores so far were equal"
+        np.add.at(drawn, [i % 5 for i in chosen], 1)
+    assert drawn[0] < 0.02 * drawn.sum()
+    np.testing.assert_allclose(drawn[1:] / drawn[2:].mean(), [0.4, 1, 1, 1], atol=0.1)
 
 
 def watched_batches(run: PPORun) -> list[Any]:
