@@ -611,7 +611,7 @@ def test_the_critic_chooses_prompts_and_a_resume_the_same_ones(
             np.testing.assert_allclose(chance, chances(values, ends_of_range, 2))
             assert chosen == [candidates[i] for i in preferred(chance, 4, seed=seed)]
         assert len({seed for _, seed in asked}) == len(asked)
-        aucs = [line.get("train_rollouts/prompt_auc") for line in read_jsonl(run.config.run.dir / "metrics.jsonl")]
+        aucs = [line.get("train_rollouts/prompt_auc") for line in read_jsonl(tmp_path / folder / "metrics.jsonl")]
         assert any(auc is not None and 0 < auc < 1 for auc in aucs)
     assert ends(tmp_path / "whole")[:2] == ends(tmp_path / "stopped")[:2]  # the fake critic forgets its versions
 
