@@ -189,6 +189,11 @@ def speeds(samples: Iterable[Sample], against: str, *cell: str) -> list[Sample]:
     ]
 
 
+def quotient(one: float | None, other: float | None) -> float | None:
+    """Return `one / other`; None if either is None or `other` is 0."""
+    return one / other if one is not None and other else None
+
+
 def grouped(samples: Iterable[Sample], *keys: str) -> dict[tuple[Any, ...], list[Sample]]:
     """Group samples by the values of `keys`, in order of first appearance."""
     found: dict[tuple[Any, ...], list[Sample]] = {}

@@ -11,49 +11,60 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
+import psutil
 
-from benchmarks.measurement import Sample
-from benchmarks.processes import ON_FREE_PORTS, SERVED, SPAWN, running_pool, running_triton
-from benchmarks.workload import SIZES, make_checkpoint, make_trace
+from benchmarks.measurement import (
+    Option,
+    Record,
+    Result,
+    Sample,
+    Target,
+    grouped,
+    median_of,
+    medians,
+    quotient,
+    select,
+    timed,
+)
+from benchmarks.processes import ON_FREE_PORTS, SERVED, SPAWN, output_of, running_pool, running_sidecar, running_triton
+from benchmarks.workload import SIZES, make_checkpoint, make_trace, noise_payload
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import RequestFailed
-from python_backend.config import ClientSection, RunConfig, TrainerSection
+from python_backend.config import ClientSection, CriticOptimizerSection, RunConfig, ServerSection, TrainerSection
 from python_backend.config.live_models import live_model
+from python_backend.config.sections import PublishSection
 from python_backend.digests import digest_of_mapped
 from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION, VersionRange
+from python_backend.wire.contract import (
+    REWARD_VERSION,
+    REWARDS,
+    SEQUENCE_LENGTHS,
+    VALUES,
+    WEIGHTS_VERSION,
+    VersionRange,
+)
+from tools.report.curves import figure_of
 from tools.serve import with_fixed_ports
+from tools.server.triton_home import ServerAborted, find_tritonserver, server_environment
 from trainer.control_plane import ControlPlane
 
 if TYPE_CHECKING:
     from trainer.publish import Publisher, Reload
-import functools
-import sys
-from typing import NamedTuple
-
-import psutil
-
-from benchmarks.measurement import Option, Record, Result, Target, grouped, median_of, medians, select, timed
-from benchmarks.processes import output_of, running_sidecar
-from benchmarks.workload import noise_payload
-from python_backend.config import CriticOptimizerSection, ServerSection
-from python_backend.config.sections import PublishSection
-from python_backend.wire.contract import SEQUENCE_LENGTHS
-from tools.report.curves import figure_of
-from tools.server.triton_home import ServerAborted, find_tritonserver, server_environment
 
 T = TypeVar("T")
 RUN_ID = "bench"
@@ -445,11 +456,6 @@ def quiet_windows(like: Sequence[Window], quiet: Sequence[Window], *, margin_s: 
         start = float(generator.uniform(*room))
         found.append((start, start + length))
     return found
-
-
-def quotient(one: float | None, other: float | None) -> float | None:
-    """Return `one / other`; None if either is None or `other` is 0."""
-    return one / other if one is not None and other else None
 
 
 # ---- part a ----

@@ -22,7 +22,7 @@ PICTURES = {"scoring": "throughput.png", "step": "step.png", "learning": "learni
         ("update", ["--threads", "1"], ["ours", "padded"], "tiny: ours / padded to the longest, times as fast"),
         ("scoring", ["--contenders", ",".join(SCORING)], SCORING, "through the gateway"),
         ("step", [], ["overlapped", "serial"], "overlapped / serial"),
-        ("learning", [], ["rloo"], "share of the optimum, worst seed"),
+        ("learning", [], ["guided", "rloo"], "share of the optimum, worst seed"),
         ("trl", ["--contenders", "ours"], ["ours"], "tiny ppo 16x8: ours / TRL"),
         ("reload", ["--model", "reward"], [], "p99 while the critic trains"),
         ("gpu", ["--device", "cpu", "--parts", ",".join(GPU_PARTS)], sorted(GPU_PARTS), ""),
