@@ -123,6 +123,7 @@ def configuration(settings: argparse.Namespace, folder: Path, algorithm: str, se
             },
             "checkpoint_every": 1000,
             "reload_on_save": "none",
+            **({"epochs": 2, "clip_value": 0} if is_mixture else {}),
         },
         "actor": {
             "steps": settings.mixture_steps if is_mixture else settings.steps,
