@@ -16,7 +16,7 @@ from python_backend.rewards.function import MESSAGES_KEY
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "skip", "truncate"]
-WEIGHTS = 0.005, 0.25  # least and largest of a prompt
+WEIGHTS = 0.005, 0.5  # least and largest of a prompt
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,7 @@ def chances(values: np.ndarray, scores: tuple[float, float], size: int) -> np.nd
 def preferred(chance: np.ndarray, count: int, *, seed: int) -> list[int]:
     """Return the indices of `count` prompts, in order, drawn so that useless ones are rare.
 
-    Above 0.25, prompts are alike: the most middling ones alone would all be of one difficulty, and the policy would no
+    Above 0.5, prompts are alike: the most middling ones alone would all be of one difficulty, and the policy would no
     longer explore others.
 
     Args:

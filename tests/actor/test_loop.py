@@ -624,14 +624,14 @@ def test_chances_of_a_spread_are_those_of_independent_responses():
     np.testing.assert_array_equal(chances(np.full(3, 2.0), (2.0, 2.0), 4), np.zeros(3))  # all scores so far are equal
 
 
-def test_preferred_prompts_are_drawn_by_their_chance_up_to_a_quarter():
+def test_preferred_prompts_are_drawn_by_their_chance_up_to_a_half():
     drawn = np.zeros(5)
     for seed in range(2000):
         chosen = preferred(np.tile([0.0, 0.2, 0.5, 0.7, 1.0], 8), 2, seed=seed)
         assert chosen == sorted(set(chosen))
         np.add.at(drawn, [i % 5 for i in chosen], 1)
     assert drawn[0] < 0.02 * drawn.sum()
-    np.testing.assert_allclose(drawn[1:] / drawn[2:].mean(), [0.8, 1, 1, 1], atol=0.1)
+    np.testing.assert_allclose(drawn[1:] / drawn[2:].mean(), [0.4, 1, 1, 1], atol=0.1)
 
 
 def watched_batches(run: PPORun) -> list[Any]:
