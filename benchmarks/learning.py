@@ -1,8 +1,8 @@
 """Benchmark of learning: every algorithm must reach a known optimum, and the critic must save tokens.
 
 The reward is the share of one given word in the response; the vocabulary has sixty words. In the second task, prompts
-have five difficulties, which are solved by 60, 30, 10, 3 or none of the words, and GRPO learns it with dynamic sampling
-alone and with prompts that the critic chooses.
+have five difficulties, for which no, one, two or four words of the response must be right, or more than it has. GRPO
+learns it with dynamic sampling alone, and with prompts that the critic chooses.
 """
 
 import argparse
@@ -47,7 +47,7 @@ OPTIONS = {
     "algorithms": Option(list(RUNS), f"any of {', '.join(RUNS)}", quick=["rloo", GUIDED], known=RUNS),
     "seeds": Option([0, 1, 2], "seeds of prompts, weights and sampling", quick=[0]),
     "steps": Option(60, "training steps of each run", quick=2),
-    "mixture_steps": Option(90, "the same with five difficulties", quick=2),
+    "mixture_steps": Option(80, "the same with five difficulties", quick=2),
     "rollout_size": Option(64, "responses per step"),
 }
 

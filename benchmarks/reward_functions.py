@@ -6,7 +6,7 @@ from python_backend.rewards.function import Sample
 
 WORD = "w7"
 OPTIMUM = 1.0
-DIFFICULTIES = {"d0": range(60), "d1": range(30), "d2": range(30, 40), "d3": range(40, 43), "d4": range(0)}
+DIFFICULTIES = {"d0": 0, "d1": 1, "d2": 2, "d3": 4, "d4": 9}  # words that must be right; a response has four
 
 
 def share_of_word(sample: Sample) -> float:
@@ -16,9 +16,13 @@ def share_of_word(sample: Sample) -> float:
 
 
 def is_solved(sample: Sample) -> bool:
-    """Return whether the first word of the response is in the set of the prompt's difficulty, its first word."""
-    words = (sample.response or "").split()
-    return words[:1] in [[f"w{i}"] for i in DIFFICULTIES[(sample.prompt or "").split()[0]]]
+    """Return whether the first words of the response are right, as many as the prompt's difficulty, its first word, asks.
+
+    Half of the words are right at each place, other ones at the next: a difficulty begins like those below it.
+    """
+    words, asked = (sample.response or "").split(), DIFFICULTIES[(sample.prompt or "").split()[0]]
+    right = [word.startswith("w") and int(word[1:]) >> place & 1 for place, word in enumerate(words)]
+    return len(words) >= asked and all(right[:asked])
 
 
 def variety(sample: Sample) -> float:
