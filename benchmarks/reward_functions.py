@@ -16,13 +16,13 @@ def share_of_word(sample: Sample) -> float:
 
 
 def is_solved(sample: Sample) -> bool:
-    """Return whether the first words of the response are right, as many as the prompt's difficulty, its first word, asks.
+    """Return whether as many first words of the response are right as the prompt's difficulty, its first word, needs.
 
     Half of the words are right at each place, other ones at the next: a difficulty begins like those below it.
     """
-    words, asked = (sample.response or "").split(), DIFFICULTIES[(sample.prompt or "").split()[0]]
+    words, needed = (sample.response or "").split(), DIFFICULTIES[(sample.prompt or "").split()[0]]
     right = [word.startswith("w") and int(word[1:]) >> place & 1 for place, word in enumerate(words)]
-    return len(words) >= asked and all(right[:asked])
+    return len(words) >= needed and all(right[:needed])
 
 
 def variety(sample: Sample) -> float:
