@@ -92,8 +92,8 @@ def train(settings: argparse.Namespace, out: Path, algorithm: str, seed: int) ->
             "auc": line.get("train_rollouts/prompt_auc"),
             "tokens": line["train_rollouts/generation_length"] * settings.rollout_size
             + line.get("train_rollouts/dropped_tokens", 0),
-            "useful_prompts": line.get("train_rollouts/useful_prompts", 0)
-            * (settings.rollout_size // GROUP_SIZE + line.get("train_rollouts/resampled_prompts", 0)),
+            "prompts": settings.rollout_size // GROUP_SIZE + line.get("train_rollouts/resampled_prompts", 0),
+            "useful": line.get("train_rollouts/useful_prompts"),  # share of the prompts
         }
         for line in lines
     ]
@@ -177,10 +177,11 @@ def summarise(result: Result) -> list[dict[str, Any]]:
     for (name, seed), run in grouped(result["samples"], "algorithm", "seed").items():
         row = {"algorithm": name, "seed": seed, "reached": reached(run), "from_step": None, "kl": run[-1]["kl"]}
         if name in MIXTURE:
-            useful = sum(sample["useful_prompts"] for sample in run)
+            useful = sum(sample["useful"] * sample["prompts"] for sample in run)
             row["tokens_a_useful_prompt"] = quotient(sum(sample["tokens"] for sample in run), useful)
-            aucs = [sample["auc"] for sample in run if sample["auc"] is not None]
-            row["auc"] = statistics.fmean(aucs) if aucs else None
+            ranked = [sample for sample in run if sample["auc"] is not None]
+            pairs = [sample["useful"] * (1 - sample["useful"]) * sample["prompts"] ** 2 for sample in ranked]
+            row["auc"] = quotient(sum(sample["auc"] * n for sample, n in zip(ranked, pairs, strict=True)), sum(pairs))
         else:
             first = max((sample["step"] for sample in run if sample["reward"] < LEAST_SHARE * OPTIMUM), default=0) + 1
             row["from_step"] = first if first <= run[-1]["step"] else None

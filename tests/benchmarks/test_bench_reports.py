@@ -163,7 +163,7 @@ def test_trl_is_compared_within_a_round():
 
 def test_the_worst_seed_decides():
     def run(algorithm: str, seed: int, *rewards: float) -> list[Sample]:
-        common = {"algorithm": algorithm, "seed": seed, "optimum": 1.0}
+        common = {"algorithm": algorithm, "seed": seed, "optimum": 1.0, "accuracy": None}
         return [{**common, "step": i, "reward": reward, "kl": 2.0 * i} for i, reward in enumerate(rewards, 1)]
 
     good, bad = run("ppo", 0, 0.1, 0.96, *[1.0] * 5), run("ppo", 1, 0.1, *[0.9] * 6)
@@ -174,13 +174,38 @@ def test_the_worst_seed_decides():
     assert [target.verdict for target in learning.targets(result)] == ["miss", "pass"]
 
 
-@pytest.mark.parametrize("algorithm", sorted(learning.ALGORITHMS))
+def test_guided_prompts_are_compared_by_seed_at_their_last_accuracy():
+    def run(algorithm: str, seed: int, auc: float | None, *steps: tuple[float, float, float | None]) -> list[Sample]:
+        common = {"algorithm": algorithm, "seed": seed, "prompts": 10.0, "auc": auc, "reward": 0.0, "kl": 0.0}
+        return [
+            {**common, "step": i, "tokens": tokens, "useful": useful, "accuracy": accuracy}
+            for i, (tokens, useful, accuracy) in enumerate(steps, 1)
+        ]
+
+    samples = [
+        *run("dynamic", 0, None, (100, 0.5, 0.4), (200, 0.1, None), (300, 0.4, 0.8)),  # 60 a useful prompt
+        *run("guided", 0, 0.9, (100, 0.5, 0.4), (80, 0.4, 0.9)),  # 20
+        *run("dynamic", 1, None, (100, 0.2, 0.6)),  # 50
+        *run("guided", 1, 0.7, (100, 0.25, 0.5)),  # 40
+        *run("guided", 2, 0.8, (100, 0.5, 0.5)),  # without a partner
+    ]
+    samples[-4]["auc"] = None  # a step whose prompts were all useful
+    result: dict[str, Any] = {"samples": samples, "summary": learning.summarise({"samples": samples})}
+    assert [row["tokens_a_useful_prompt"] for row in result["summary"]] == [60, 20, 50, 40, 20]
+    assert [row["auc"] for row in result["summary"]] == [None, pytest.approx(0.9), None, pytest.approx(0.7), 0.8]
+    tokens, accuracy, auc = learning.targets(result)
+    assert (tokens.value, accuracy.value) == (pytest.approx(0.8), pytest.approx(-0.1))  # the worst seed of each
+    assert auc.value == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("algorithm", sorted(learning.RUNS))
 def test_every_configuration_of_learning_is_valid(tmp_path: Path, algorithm: str):
     arguments = parse_arguments("learning", learning, ["--out", str(tmp_path)])
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(learning.configuration(arguments, tmp_path, algorithm, 3)))
     config = load_config(path)
-    assert (config.actor.algorithm.name, config.run.seed, config.actor.kl.coef) == (algorithm, 3, 0.0)
+    name = learning.RUNS[algorithm].get("name", algorithm)
+    assert (config.actor.algorithm.name, config.run.seed, config.actor.kl.coef) == (name, 3, 0.0)
 
 
 # ---- reload ----
