@@ -47,7 +47,7 @@ OPTIONS = {
     "algorithms": Option(list(RUNS), f"any of {', '.join(RUNS)}", quick=["rloo", GUIDED], known=RUNS),
     "seeds": Option([0, 1, 2], "seeds of prompts, weights and sampling", quick=[0]),
     "steps": Option(60, "training steps of each run", quick=2),
-    "mixture_steps": Option(80, "the same with five difficulties", quick=2),
+    "mixture_steps": Option(60, "the same with five difficulties", quick=2),
     "rollout_size": Option(64, "responses per step"),
 }
 
