@@ -228,8 +228,10 @@ def draw(result: Result, out: Path) -> None:
                 ax.plot(x, y, color=COLOURS[name], alpha=alpha, lw=1.6, label=f"seed {seed}")
             if name in ALGORITHMS:
                 ax.axhline(LEAST_SHARE * OPTIMUM, color="#9AA0A6", lw=1, ls=(0, (4, 3)))
-            ax.set(title=name, xlabel="step", ylim=(0, 1.04))
+                place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "fontsize": 8}
+                text = f"{LEAST_SHARE:.0%} of the optimum"
+                ax.annotate(text, (0.98, LEAST_SHARE - 0.07), color="#5F6368", **place)
+            task = "held-out prompts" if name in MIXTURE else f"share of “{WORD}”"
+            ax.set(title=f"{name}: {task}", xlabel="step", ylim=(0, 1.04))
             ax.legend(loc="lower right", fontsize=8)
-        axes[0].set_ylabel(f"share of “{WORD}” in the responses")
-        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "fontsize": 8}
-        axes[0].annotate(f"{LEAST_SHARE:.0%} of the optimum", (0.98, LEAST_SHARE - 0.07), color="#5F6368", **place)
+        axes[0].set_ylabel("reward")
