@@ -40,14 +40,13 @@ DYNAMIC, GUIDED = "dynamic", "guided"
 DYNAMIC_SAMPLING = {"name": "grpo", "responses_per_prompt": GROUP_SIZE, "max_resampled": 10, "entropy_bonus": 0.03}
 MIXTURE: dict[str, dict[str, Any]] = {DYNAMIC: DYNAMIC_SAMPLING, GUIDED: {**DYNAMIC_SAMPLING, "prompt_candidates": 4}}
 MOST_TOKENS, LEAST_AUC = 0.7, 0.75
-LEAST_GAIN = -0.05  # accuracy; two standard errors of the difference of 256 prompts
+LEAST_GAIN = -0.05  # accuracy; about two standard errors on 256 prompts
 RUNS = {**ALGORITHMS, **MIXTURE}
 COLOURS = dict(zip(RUNS, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"), strict=True))
 OPTIONS = {
     "algorithms": Option(list(RUNS), f"any of {', '.join(RUNS)}", quick=["rloo", GUIDED], known=RUNS),
     "seeds": Option([0, 1, 2], "seeds of prompts, weights and sampling", quick=[0]),
     "steps": Option(60, "training steps of each run", quick=2),
-    "mixture_steps": Option(60, "the same with five difficulties", quick=2),
     "rollout_size": Option(64, "responses per step"),
 }
 
@@ -126,7 +125,7 @@ def configuration(settings: argparse.Namespace, folder: Path, algorithm: str, se
             **({"epochs": 2, "clip_value": 0} if is_mixture else {}),
         },
         "actor": {
-            "steps": settings.mixture_steps if is_mixture else settings.steps,
+            "steps": settings.steps,
             "rollout_size": settings.rollout_size,
             "checkpoint_every": 1000,
             "policy": {"model": str(folder / "policy")},

@@ -153,14 +153,14 @@ class Rollouts:
         """Return the prompts that `read` returns, or of candidates those that the critic prefers, once per response."""
         prompts, candidates = await self._in_thread(read), self.inputs.candidates
         self._scorer.check_prompts(prompts)
-        scores = self.inputs.known[step].scores if candidates > 1 else None
-        if candidates > 1 and scores is None:
-            prompts = prompts[: len(prompts) // candidates]
-        elif candidates > 1 and scores is not None:
-            with timers.phase("prompt_values"):
-                values = await self._scorer.prompt_values(prompts, await ready)
-            chance = chances(values, scores, self.inputs.responses_per_prompt)
-            chosen = preferred(chance, len(prompts) // candidates, seed=self.inputs.seed_of(step, *repeat))
+        if candidates > 1:
+            scores, count = self.inputs.known[step].scores, len(prompts) // candidates
+            chosen = list(range(count))
+            if scores is not None:
+                with timers.phase("prompt_values"):
+                    values = await self._scorer.prompt_values(prompts, await ready)
+                chance = chances(values, scores, self.inputs.responses_per_prompt)
+                chosen = preferred(chance, count, seed=self.inputs.seed_of(step, *repeat))
             prompts = [prompts[i] for i in chosen]
         return self.inputs.repeated(prompts)
 

@@ -237,7 +237,7 @@ class AlgorithmSection(Section):
     many times in a step; 0: off."""
     prompt_candidates: Count = 1
     """Value-guided prompts: read so many times the prompts of a step, let the critic predict the score of each, and
-    draw those whose responses will hardly all have the same score. Needs a critic with every algorithm. 1: off."""
+    draw those whose responses will probably differ in score. Needs a critic with every algorithm. 1: off."""
     gamma: Fraction = 1.0
     """Discount factor."""
     lam: Fraction = 0.95
