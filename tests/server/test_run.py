@@ -470,7 +470,7 @@ def test_every_line_of_a_run_is_json(served: Served) -> None:
         assert f"scored by weights version {line['version']}, " in line["message"]
     assert steps(actor) == sorted(steps(actor))
     sidecar = lines_of(served.sidecar.log_path.read_text(), "sidecar")
-    assert steps(sidecar)[-1] == 3
+    assert set(steps(sidecar)) == {0, 1, 2, 3}  # in any order: the reload after step 2's save ends when it ends
     updates = [line for line in sidecar if "loss_mean=" in line["message"]]
     assert [(line["step"], line["version"]) for line in updates] == [(1, 1), (2, 2), (3, 3)]
     assert [line["level"] for line in lines_of(served.error_log, "actor")] == ["ERROR"]
