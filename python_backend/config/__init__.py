@@ -263,17 +263,17 @@ class RunConfig(Section):
 
 
 def _filled(data: Any, path: Sequence[str], value: Any) -> Any:
-    """Return nested dictionaries or sections with `value` at `path`, unless they have a value there."""
+    """Return nested dictionaries or sections with `value` at `path`, unless they have a value, or null, there."""
     first, *rest = path
     if isinstance(data, dict):
-        given = data.get(first)
+        is_set, given = first in data, data.get(first)
     elif isinstance(data, Section):
-        given = getattr(data, first) if rest or first in data.model_fields_set else None
+        is_set, given = first in data.model_fields_set, getattr(data, first)
     else:
         return data  # refused when it is validated
     if rest:
         given = _filled({} if given is None else given, rest, value)
-    elif given is None:
+    elif not is_set:
         given = value
     return {**data, first: given} if isinstance(data, dict) else data.model_copy(update={first: given})
 
