@@ -12,7 +12,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actor.algorithms.advantages import gae, masked_whiten, response_mask, token_rewards
+from actor.algorithms.advantages import gae, masked_whiten, token_rewards
+from actor.data.rollout import response_mask
 from critic_client import CriticClient
 
 PROMPTS = ("The weather", "Open the file", "My best friend", "Once upon a time") * 4

@@ -20,31 +20,6 @@ def require_same_shape(**tensors: Tensor) -> None:
         raise ValueError(f"expected one shape [B, S-1], got {shapes}")
 
 
-def response_mask(prompt_lengths: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
-    """Return a mask that is 1 where position t scores a response token: t in [prompt_length - 1, length - 1).
-
-    The first 1 scores the first response token; the last 1, at `length - 2`, scores the last token of the
-    sequence (the EOS, if the response has one). An empty response gives a row of zeros.
-
-    Args:
-        prompt_lengths: `[B]`, tokens of the prompt, at least 1, because no position scores token 0.
-        lengths: `[B]`, tokens of prompt + response.
-        num_tokens: S, the padded length.
-
-    Returns: float32 mask `[B, S-1]`.
-    Raises: ValueError unless 1 <= prompt_lengths <= lengths <= num_tokens in every row.
-    """
-    if prompt_lengths.ndim != 1 or prompt_lengths.shape != lengths.shape:
-        shapes = f"{tuple(prompt_lengths.shape)} and {tuple(lengths.shape)}"
-        raise ValueError(f"prompt_lengths and lengths must both be [B], got {shapes}")
-    for row, (prompt, length) in enumerate(zip(prompt_lengths.tolist(), lengths.tolist(), strict=True)):
-        if not 1 <= prompt <= length <= num_tokens:
-            got = f"{prompt}, {length}, {num_tokens} in row {row}"
-            raise ValueError(f"need 1 <= prompt_lengths <= lengths <= num_tokens, got {got}")
-    positions = torch.arange(num_tokens - 1, device=lengths.device)
-    return ((positions >= prompt_lengths[:, None] - 1) & (positions < lengths[:, None] - 1)).float()
-
-
 def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float) -> Tensor:
     """Combine scores and KL penalty: r_t = rewards * [t == max(length - 2, 0)] - kl_coef * kl_t.
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actor.algorithms.advantages import explained_variance, masked_mean, masked_whiten, response_mask
+from actor.algorithms.advantages import explained_variance, masked_mean, masked_whiten
 from actor.algorithms.inputs import AdvantageInputs
 from actor.algorithms.losses import kl_estimate
 from actor.algorithms.method import Method
@@ -32,7 +32,7 @@ def make_batch(
         num_dropped: rows at the end that only the critic learns from.
     """
     rollout, scores, process = scored.rollout, scored.scores, scored.scores.process
-    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1]) * scores.scored[:, None]
+    mask = rollout.mask * scores.scored[:, None]
     kl = _token_kl(scored, mask, method)
     counted = scores.scored & (torch.arange(len(mask)) < len(mask) - num_dropped)
     inputs = AdvantageInputs(
@@ -120,7 +120,7 @@ def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float | None:
 
 def score_returns(scores: Scores, rollout: Rollout) -> tuple[Tensor, Tensor]:
     """Return (returns, response mask), each `[B, S-1]`: undiscounted sums of the scores alone, without KL penalty."""
-    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
+    mask = rollout.mask
     if scores.process is None:
         return scores.rewards[:, None] * mask, mask
     steps = (scores.process.rewards[:, 1:] * mask).flip(1).cumsum(1).flip(1)
@@ -173,7 +173,7 @@ def text_metrics(rollout: Rollout, scores: Scores) -> dict[str, float]:
         "rollout_size": float(len(scores.scored)),
         "response_lengths": float(rollout.lengths.float().mean()),
         "prompt_lengths": float(rollout.prompt_lengths.float().mean()),
-        "generation_length": float((rollout.lengths - rollout.prompt_lengths).float().mean()),
+        "generation_length": float(rollout.mask.sum(-1).mean()),
         "rewards": float(rewards.mean()),
         "rewards_std": float(rewards.std(correction=0)),
         "fraction_of_samples_properly_ended": float(rollout.is_end.float().mean()),
@@ -201,7 +201,7 @@ def process_metrics(scores: Scores) -> dict[str, float]:
 
 def distinct_bigrams(rollout: Rollout) -> float:
     """Return the share of distinct token bigrams in all responses; it drops early when the policy collapses."""
-    tokens, first = rollout.tokens, torch.arange(rollout.tokens.shape[1] - 1)
-    is_pair = (first >= rollout.prompt_lengths[:, None]) & (first + 1 < rollout.lengths[:, None])
+    tokens, mask = rollout.tokens, rollout.mask > 0
+    is_pair = torch.nn.functional.pad(mask[:, :-1], (1, 0)) & mask
     pairs = (tokens[:, :-1] * (tokens.max() + 1) + tokens[:, 1:])[is_pair].numpy()
     return np.unique(pairs).size / max(1, pairs.size)

@@ -15,6 +15,31 @@ import torch
 from torch import Tensor
 
 
+def response_mask(prompt_lengths: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
+    """Return a mask that is 1 where position t scores a response token: t in [prompt_length - 1, length - 1).
+
+    The first 1 scores the first response token; the last 1, at `length - 2`, scores the last token of the
+    sequence (the EOS, if the response has one). An empty response gives a row of zeros.
+
+    Args:
+        prompt_lengths: `[B]`, tokens of the prompt, at least 1, because no position scores token 0.
+        lengths: `[B]`, tokens of prompt + response.
+        num_tokens: S, the padded length.
+
+    Returns: float32 mask `[B, S-1]`.
+    Raises: ValueError unless 1 <= prompt_lengths <= lengths <= num_tokens in every row.
+    """
+    if prompt_lengths.ndim != 1 or prompt_lengths.shape != lengths.shape:
+        shapes = f"{tuple(prompt_lengths.shape)} and {tuple(lengths.shape)}"
+        raise ValueError(f"prompt_lengths and lengths must both be [B], got {shapes}")
+    for row, (prompt, length) in enumerate(zip(prompt_lengths.tolist(), lengths.tolist(), strict=True)):
+        if not 1 <= prompt <= length <= num_tokens:
+            got = f"{prompt}, {length}, {num_tokens} in row {row}"
+            raise ValueError(f"need 1 <= prompt_lengths <= lengths <= num_tokens, got {got}")
+    positions = torch.arange(num_tokens - 1, device=lengths.device)
+    return ((positions >= prompt_lengths[:, None] - 1) & (positions < lengths[:, None] - 1)).float()
+
+
 def joined(tensors: Sequence[Tensor], width: int, *, padding: int = 0) -> Tensor:
     """Concatenate tensors `[B_i, S_i]`, padded on the right to `width`, into one of `[B, width]`."""
     return torch.cat([torch.nn.functional.pad(each, (0, width - each.shape[1]), value=padding) for each in tensors])
@@ -32,15 +57,42 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What the policy sampled between two observations of an environment."""
+
+    start: int  # index of its first token in the row
+    end: int  # index after its last token
+    reward: float = 0.0  # given by the environment after it
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """How a conversation between the policy and an environment went."""
+
+    turns: tuple[Turn, ...]
+    messages: tuple[dict[str, Any], ...] = ()  # of the chat, for the reader
+    truncated: str = ""  # the limit that ended it, such as `environment.max_turns`; empty: none
+    error: str = ""  # why the environment failed; empty: it did not
+
+
+@dataclass(frozen=True)
 class Rollout:
-    """Prompts and the policy's responses."""
+    """Prompts and the policy's responses, or its conversations with environments."""
 
     prompts: list[Prompt]  # B
     tokens: Tensor  # int64 [B, S], prompt + response
     lengths: Tensor  # int64 [B], prompt + response
     prompt_lengths: Tensor  # int64 [B]
-    is_end: Tensor  # bool [B], ended by an end-of-sequence token or a stop string
+    is_end: Tensor  # bool [B], ended by an end-of-sequence token or a stop string, or by the environment
     logprobs: Tensor | None = None  # float32 [B, S-1] from generation, 0 outside the responses
+    observed: Tensor | None = None  # bool [B, S], tokens of environments within the responses; None: there are none
+    trajectories: list[Trajectory] | None = None  # B; None without environments
+
+    @property
+    def mask(self) -> Tensor:
+        """1 where position t scores a token that the policy sampled, float32 `[B, S-1]`."""
+        mask = response_mask(self.prompt_lengths, self.lengths, self.tokens.shape[1])
+        return mask if self.observed is None else mask * ~self.observed[:, 1:]
 
     def rows(self, part: slice = slice(None)) -> list[np.ndarray]:
         """Return the unpadded token rows, int64 `[length]` each, by default of all prompts."""
@@ -55,12 +107,15 @@ class Rollout:
             self.prompt_lengths[rows],
             self.is_end[rows],
             None if self.logprobs is None else self.logprobs[rows],
+            None if self.observed is None else self.observed[rows],
+            None if self.trajectories is None else [self.trajectories[i] for i in rows.tolist()],
         )
 
 
 def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
     """Concatenate rollouts, padded to the longest row."""
     width = max(part.tokens.shape[1] for part in parts)
+    observed = [part.observed for part in parts if part.observed is not None]
     return Rollout(
         [prompt for part in parts for prompt in part.prompts],
         joined([part.tokens for part in parts], width, padding=pad_id),
@@ -68,6 +123,8 @@ def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
         torch.cat([part.prompt_lengths for part in parts]),
         torch.cat([part.is_end for part in parts]),
         joined_logprobs([part.logprobs for part in parts], width),
+        joined(observed, width) if observed else None,
+        [each for part in parts for each in part.trajectories or ()] or None,
     )
 
 

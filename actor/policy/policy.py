@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actor.algorithms.advantages import response_mask
 from actor.data.rollout import Prompt, Rollout, join_rollouts
 from actor.generation.cache import can_share, response_hidden, shared_passes
 from actor.generation.engine import Generation
@@ -216,7 +215,7 @@ class Policy:
 
     def _own_logprobs(self, rollout: Rollout, *, reference: bool) -> Tensor:
         out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
-        mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
+        mask = rollout.mask
         with torch.no_grad(), self._stream.running(), self._weights_of(reference) as model:
 
             def fill(rows: Sequence[int]) -> None:

@@ -208,7 +208,7 @@ class Rollouts:
         rollouts = [part.rollout for part in dropped]
         metrics = {
             "resampled_prompts": float(sum(len(part.prompts) for part in rollouts) // size),
-            "dropped_tokens": float(sum(int((part.lengths - part.prompt_lengths).sum()) for part in rollouts)),
+            "dropped_tokens": float(sum(int(part.mask.sum()) for part in rollouts)),
         }
         whole = join_scored([useful, useless], pad_id)
         return whole, dropped, {f"train_rollouts/{name}": value for name, value in metrics.items()}

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from actor.algorithms.advantages import explained_variance, response_mask
+from actor.algorithms.advantages import explained_variance
 from actor.algorithms.batch import score_returns, sequence_kl
 from actor.data.compute import InThread
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
@@ -80,7 +80,7 @@ class Validator:
 
 def _measured(scored: ScoredRollout) -> Validation:
     whole, scores = scored.rollout, scored.scores
-    mask = response_mask(whole.prompt_lengths, whole.lengths, whole.tokens.shape[1])
+    mask = whole.mask
     of_variance = explained(whole, scores, scores) if scores.has_values else None
     return Validation(whole, scores, sequence_kl(scored, mask), of_variance)
 

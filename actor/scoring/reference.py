@@ -13,7 +13,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from actor.algorithms.advantages import response_mask
 from actor.data.compute import InThread
 from actor.data.rollout import ReferenceLogprobs, Rollout, Scores, joined
 from actor.policy.policy import Policy
@@ -126,7 +125,7 @@ class ServedReference:
             logprobs = torch.tensor(await self._client.logprobs(rollout.rows()))[:, :-1]
         except RequestFailed as error:  # counted and masked by the caller
             return ReferenceLogprobs(torch.zeros(count, width - 1), torch.zeros(count, dtype=torch.bool), [str(error)])
-        mask = response_mask(rollout.prompt_lengths, rollout.lengths, width)
+        mask = rollout.mask
         known = torch.where(mask > 0, logprobs, 0.0).isfinite().all(-1)  # a banned token in a prompt has log-prob -inf
         failures = [] if known.all() else [f"{REFERENCE} returned log-probs that are not finite for a response"]
         return ReferenceLogprobs(torch.where(known[:, None], logprobs, 0.0), known, failures)

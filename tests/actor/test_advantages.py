@@ -19,6 +19,7 @@ from actor.algorithms import advantages as adv
 from actor.algorithms.advantages import group_standardise, leave_one_out, masked_whiten, process_supervision
 from actor.algorithms.inputs import AdvantageInputs
 from actor.algorithms.ppo import advantage as ppo
+from actor.data.rollout import response_mask
 
 close = torch.testing.assert_close
 property_test = settings(max_examples=40)
@@ -53,7 +54,7 @@ def gae_by_definition(values: Tensor, rewards: Tensor, mask: Tensor, gamma: floa
 
 def test_mask_starts_before_the_first_response_token_and_covers_the_eos():
     # Row 0: tokens p p r r(EOS) pad; position 1 scores token 2, position 2 scores token 3. Row 1: full length.
-    mask = adv.response_mask(torch.tensor([2, 1, 3]), torch.tensor([4, 5, 3]), 5)
+    mask = response_mask(torch.tensor([2, 1, 3]), torch.tensor([4, 5, 3]), 5)
     assert mask.tolist() == [[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
     assert mask.dtype == torch.float32
 
@@ -69,7 +70,7 @@ def test_token_rewards_by_hand():
 
 
 def mask_of(prompt: int, length: int) -> Tensor:
-    return adv.response_mask(torch.tensor([1, prompt]), torch.tensor([2, length]), 5)
+    return response_mask(torch.tensor([1, prompt]), torch.tensor([2, length]), 5)
 
 
 def rewards_of(rewards: list, kl: list, lengths: list[int]) -> Tensor:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from live_system import Checkpoints, make_run
 from tiny_tokenizers import make_text_tokenizer
 
-from actor.algorithms.advantages import response_mask
 from actor.algorithms.batch import rollout_metrics
 from actor.data.prompts import PromptError
 from actor.data.rollout import (
@@ -273,7 +272,7 @@ def test_rewards_of_texts_are_placed_on_the_token_that_has_the_end(tokenizer: An
     assert places[1] == int(rollout.lengths[0]) - 1
     assert tokenizer.decode(rollout.tokens[0, : places[0] + 1]) == "Open it. Return a line."
     assert scores.process.rewards[0, places].tolist() == [0.5, 0.75]
-    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
+    mask = rollout.mask
     assert bool(mask[0, [place - 1 for place in places]].all())
 
 
