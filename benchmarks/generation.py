@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from actor.generation.slots import Decoder, Rules
+from actor.generation.slots import Decoder, Prompts, Rules
 from benchmarks.measurement import Option, Record, Result, Target, grouped, speeds, time_in_turn
 from benchmarks.workload import SEED, SIZES, VOCAB_SIZE, make_model, trace_lengths
 
@@ -130,8 +130,7 @@ def generate(model: Any, prompts: list[np.ndarray], longest: int, rules: dict[st
 def identical(model: Any, prompts: list[np.ndarray], slots: int, longest: int) -> float:
     """Return the share of prompts whose greedy response is the same from our decoder and from `generate`."""
     written: dict[int, list[int]] = {}
-    Decoder(model, Rules(longest, [1], [0, 2]), slots=slots).run(
-        prompts, None, lambda index, response: written.update({index: response.tokens})
-    )
+    partner = Prompts(prompts, lambda index, turn: written.update({index: turn.tokens}), max_new_tokens=longest)
+    Decoder(model, Rules(longest, [1], [0, 2]), slots=slots).run(partner, None)
     output = generate(model, prompts, longest, {"do_sample": False, "suppress_tokens": [0, 2]})
     return statistics.fmean(row[: len(written[i])].tolist() == written[i] for i, row in enumerate(output))

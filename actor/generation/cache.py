@@ -21,7 +21,7 @@ class SlotCache(Cache):
     """Keys and values `[rows, heads, columns, size]` of every layer; a forward pass sees a window of them."""
 
     def __init__(self, rows: int, columns: int, layers: int) -> None:
-        self.columns, self._rows = columns, rows
+        self.columns, self.rows = columns, rows
         self.seen: Tensor | None = None
         """bool `[rows, V]`: the tokens of each row, for a repetition penalty; None before `see`."""
         super().__init__(layers=[_SlotLayer(rows, columns) for _ in range(layers)])
@@ -56,21 +56,37 @@ class SlotCache(Cache):
             for whole in layer.tensors():
                 whole[first:last, :, begin:end] = whole[:, :, begin:end][sources]
 
-    def see(self, first: int, ids: Tensor, starts: Tensor, vocabulary: int) -> None:
-        """Set what the rows from `first` on have seen: their `ids` `[rows, T]` from column `starts` `[rows, 1]` on."""
+    def swap(self, one: int, other: int, begin: int, end: int) -> None:
+        """Exchange columns `begin:end` of two rows, and what they have seen."""
+        if one == other:
+            return
+        pair, turned = [one, other], [other, one]
+        if self.seen is not None:
+            self.seen[pair] = self.seen[turned]
+        for layer in self.layers:
+            for whole in layer.tensors():
+                part = whole[:, :, begin:end]
+                part[pair] = part[turned]
+
+    def see(self, first: int, ids: Tensor, starts: Tensor, vocabulary: int, *, more: bool = False) -> None:
+        """Set what the rows from `first` on have seen: their `ids` `[rows, T]` from column `starts` `[rows, 1]` on.
+
+        With `more`, they have also seen what they had seen before.
+        """
         if self.seen is None:
-            self.seen = torch.zeros(self._rows, vocabulary, dtype=torch.bool, device=ids.device)
+            self.seen = torch.zeros(self.rows, vocabulary, dtype=torch.bool, device=ids.device)
         columns = torch.arange(ids.shape[1], device=ids.device)
         tokens = torch.where(columns >= starts, ids, ids[:, -1:])
-        self.seen[first : first + len(ids)] = False
+        if not more:
+            self.seen[first : first + len(ids)] = False
         self.seen[first : first + len(ids)].scatter_(1, tokens, True)
 
-    def shift(self, rows: int, begin: int, end: int) -> None:
-        """Move the columns `begin:end` of the first `rows` to the left edge."""
+    def shift(self, rows: slice, begin: int, end: int, to: int) -> None:
+        """Move the columns `begin:end` of these rows to column `to`."""
         for layer in self.layers:
             for whole in layer.tensors():
                 # clone: source and destination columns may overlap.
-                whole[:rows, :, : end - begin] = whole[:rows, :, begin:end].clone()
+                whole[rows, :, to : to + end - begin] = whole[rows, :, begin:end].clone()
 
 
 class _SlotLayer(CacheLayerMixin):

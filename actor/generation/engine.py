@@ -17,7 +17,17 @@ from transformers import (
 )
 
 from actor.generation.cache import cache_layers
-from actor.generation.slots import Decoder, Draws, Finished, Response, Rules, check_finite, draw, warpers_of
+from actor.generation.slots import (
+    Decoder,
+    Draws,
+    Finished,
+    Prompts,
+    Response,
+    Rules,
+    check_finite,
+    draw,
+    warpers_of,
+)
 from python_backend.config import GenerationSection
 from python_backend.models.adapters import with_merged_layers
 from python_backend.models.card import Halving, is_device_error, is_out_of_memory
@@ -108,7 +118,9 @@ class Generation:
                     self._decodes = self._settings.engine != "transformers" and self._is_proven(prompts)
                 if self._decodes:
                     budget = self._token_budget and max(1, self._token_budget * slots // self._settings.batch_size)
-                    Decoder(self._model, self._rules(), slots=slots, token_budget=budget).run(texts, given, keep)
+                    rules = self._rules()
+                    decoder = Decoder(self._model, rules, slots=slots, token_budget=budget)
+                    decoder.run(Prompts(texts, keep, max_new_tokens=rules.max_new_tokens), given)
                 else:
                     self._plain(texts, keep, given, slots)
 
@@ -197,7 +209,10 @@ class Generation:
 
         rules = Rules(min(PROOF_TOKENS, self._settings.max_new_tokens), [], self._banned_ids)
         decoder = Decoder(self._model, rules, slots=len(tried), watch=watch)
-        decoder.run(tried, None, lambda index, response: written.update({index: response.tokens}))
+        keep = Prompts(
+            tried, lambda index, turn: written.update({index: turn.tokens}), max_new_tokens=rules.max_new_tokens
+        )
+        decoder.run(keep, None)
         distances = []
         for index, start in enumerate(tried):
             row = torch.tensor([[*start.tolist(), *written[index]]], device=self._model.device)

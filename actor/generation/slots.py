@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -38,6 +38,43 @@ Finished = Callable[[int, Response], None]
 Watch = Callable[[list[int], Tensor], None]
 
 
+class Partner(Protocol):
+    """The other side of what is decoded: it begins the rows, and may continue each one after a turn of the policy."""
+
+    size: int
+    """Number of rows."""
+    longest: int
+    """Maximum tokens of a row."""
+
+    def take(self, index: int, turn: Response) -> bool:
+        """Receive a turn of row `index`, without waiting for anything; return whether the row may go on."""
+
+    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int] | None]]:
+        """Return (index, tokens before its next turn) of rows that can go on, or begin; None: the row is complete.
+
+        With `wait`, waits until there is one; an empty list then means that all rows are complete.
+        """
+
+
+class Prompts:
+    """Prompts that have one response each."""
+
+    def __init__(self, prompts: Sequence[np.ndarray], finished: Finished, *, max_new_tokens: int) -> None:
+        self._waiting, self._finished = [prompt.tolist() for prompt in prompts], finished
+        self.size = len(prompts)
+        self.longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+
+    def take(self, index: int, turn: Response) -> bool:
+        """Report the response; the row is complete."""
+        self._finished(index, turn)
+        return False
+
+    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int] | None]]:
+        """Return all prompts, once."""
+        waiting, self._waiting = self._waiting, []
+        return [*enumerate(waiting)]
+
+
 @dataclass(frozen=True)
 class Rules:
     """Sampling settings and stopping criteria."""
@@ -60,13 +97,15 @@ class _Row:
     index: int  # of its prompt
     start: int  # cache column of its first token
     tokens: list[int]  # prompt and response
-    prompt_length: int
+    begin: int  # index of the first token of the response, or of its current turn
     draws: Iterator[float] | None
-    logprobs: list[float] = field(default_factory=list)  # of the response's tokens
+    logprobs: list[float] = field(default_factory=list)  # of the tokens from `begin` on
+    cached: int = 0  # of a parked row: how many tokens have keys and values, all but the last one that was sampled
 
     @property
     def written(self) -> int:
-        return len(self.tokens) - self.prompt_length
+        return len(self.tokens) - self.begin
+
 
 
 class _Inputs(NamedTuple):
@@ -98,75 +137,97 @@ class Decoder:
         self._banned = torch.tensor(rules.banned_ids, dtype=torch.int64, device=model.device)
 
     @torch.no_grad()
-    def run(self, prompts: Sequence[np.ndarray], draws: Draws | None, finished: Finished) -> None:
-        """Generate a response to each prompt.
+    def run(self, partner: Partner, draws: Draws | None) -> None:
+        """Decode turns of all rows until the partner has completed them.
 
         Args:
-            prompts: int64 `[length]` each.
-            draws: given a prompt's index, yields a number for each token of its response, uniform in [0, 1). Numbers
-                of its own make a response independent of the rows beside it. None: take the most likely tokens.
-            finished: called with the prompt's index and the response as soon as the response ends.
+            draws: given a row's index, yields a number for each token that is sampled in it, uniform in [0, 1). Numbers
+                of its own make a row independent of those beside it. None: take the most likely tokens.
 
         Raises:
             NotFinite: the model's logits are not finite.
         """
-        longest = max(len(prompt) for prompt in prompts)
-        slots = min(self._slots, len(prompts))
-        span = longest + self._rules.max_new_tokens
-        # Half a span more than the longest row needs, so that `_make_room` rarely has to shift the cache.
-        cache = SlotCache(slots, span + span // 2, self._layers)
-        # Longest first: a prompt that joins later fits into the columns left of `end`, and padding stays small.
-        waiting = deque(sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i)))
-        rows: list[_Row] = []
-        end = 0
-        while waiting or rows:
-            free = slots - len(rows)
-            if waiting and (not rows or free >= max(1, slots // REFILL_SHARE)):
-                new = self._next_prompts(prompts, waiting, free)
-                if not rows:
-                    end = len(prompts[new[0]])
-                rows += self._take_in(cache, [prompts[i] for i in new], new, len(rows), end, draws)
-            else:
-                if end == cache.columns:
-                    end = self._make_room(cache, rows, end)
-                self._write_on(cache, rows, end)
-                end += 1
-            self._let_go(cache, rows, end, finished)
+        self._begin(min(self._slots, partner.size), partner.longest)
+        waiting: deque[tuple[int, Sequence[int]]] = deque()
+        ready: list[_Row] = []  # parked rows that can go on
+        while True:
+            wait = not self._rows and not ready and not (waiting and self._free)
+            came = partner.next(wait=wait)
+            if wait and not came:
+                break
+            ready += self._sorted_in(came, waiting)
+            free = self._free
+            if ready and len(ready) >= len(self._rows) // REFILL_SHARE:
+                self._go_on(ready)
+                ready = []
+            elif waiting and free and (not self._rows or free >= self._cache.rows // REFILL_SHARE):
+                self._take_in(self._next_prompts(waiting, free), draws)
+            elif self._rows:
+                self._write_on()
+            self._let_go(partner)
 
-    def _next_prompts(self, prompts: Sequence[np.ndarray], waiting: deque[int], free: int) -> list[int]:
+    def _begin(self, slots: int, longest: int) -> None:
+        # Half more than the longest row needs, so that `_make_room` rarely has to shift the cache.
+        self._cache = SlotCache(slots, longest + longest // 2, self._layers)
+        self._longest = longest
+        self._rows: list[_Row] = []  # that are decoded, in the first slots; their last tokens are in one column
+        self._parked: list[_Row] = []  # that wait for the partner, in the slots behind them, from column 0 on
+        self._end = 0  # column behind the last one of the rows that are decoded
+
+    @property
+    def _free(self) -> int:
+        return self._cache.rows - len(self._rows) - len(self._parked)
+
+    def _sorted_in(
+        self, came: list[tuple[int, Sequence[int] | None]], waiting: deque[tuple[int, Sequence[int]]]
+    ) -> list[_Row]:
+        """Add new rows to `waiting`, remove complete ones, and return those that can go on with their new tokens."""
+        parked, ready = {row.index: row for row in self._parked}, []
+        for index, tokens in came:
+            row = parked.get(index)
+            if row is None and tokens is not None:
+                waiting.append((index, tokens))
+            elif row is not None and tokens is not None:
+                row.tokens += tokens
+                row.begin = len(row.tokens)
+                row.logprobs = []
+                ready.append(row)
+            elif row is not None:
+                self._swap_parked(self._parked.index(row), len(self._parked) - 1)
+                self._parked.pop()
+        # Longest first: a prompt that joins later mostly fits into the columns left of `end`, and padding stays small.
+        ordered = sorted(waiting, key=lambda each: (-len(each[1]), each[0]))
+        waiting.clear()
+        waiting.extend(ordered)
+        return ready
+
+    def _next_prompts(self, waiting: deque[tuple[int, Sequence[int]]], free: int) -> list[tuple[int, Sequence[int]]]:
         """Remove and return up to `free` prompts for one forward pass, which computes a shared prompt once."""
-        new: list[int] = []
-        distinct: set[bytes] = set()
+        new: list[tuple[int, Sequence[int]]] = []
+        distinct: set[tuple[int, ...]] = set()
         while waiting and len(new) < free:
-            distinct.add(prompts[waiting[0]].tobytes())
-            if len(distinct) > 1 and len(distinct) * len(prompts[new[0]]) > (self._token_budget or math.inf):
+            distinct.add(tuple(waiting[0][1]))
+            if len(distinct) > 1 and len(distinct) * len(new[0][1]) > (self._token_budget or math.inf):
                 break
             new.append(waiting.popleft())
         return new
 
-    def _take_in(
-        self,
-        cache: SlotCache,
-        prompts: list[np.ndarray],
-        indices: list[int],
-        first: int,
-        end: int,
-        draws: Draws | None,
-    ) -> list[_Row]:
-        """Run one forward pass over new prompts, into the columns before `end`; return rows with their first tokens.
+    def _take_in(self, new: list[tuple[int, Sequence[int]]], draws: Draws | None) -> None:
+        """Run one forward pass over new prompts, the longest first, and draw the first token of each response.
 
         A prompt shared by several rows, as in a group, is computed once; the other rows copy its keys and values.
         """
-        sources, distinct = find_distinct([prompt.tobytes() for prompt in prompts])
-        width = len(prompts[0])
-        ids = np.zeros((len(distinct), width), np.int64)
-        for row, i in zip(ids, distinct, strict=True):
-            row[width - len(prompts[i]) :] = prompts[i]
-        order = [*distinct, *(i for i in range(len(prompts)) if i not in set(distinct))]
+        sources, distinct = find_distinct([tuple(prompt) for _, prompt in new])
+        width, first, cache = len(new[0][1]), len(self._rows), self._cache
+        self._reach(width)
+        self._move_parked(first, len(new))
+        end = self._end
+        order = [*distinct, *(i for i in range(len(new)) if i not in set(distinct))]
         rows = [
-            _Row(indices[i], end - len(prompts[i]), prompts[i].tolist(), len(prompts[i]), draws and draws(indices[i]))
-            for i in order
+            _Row(index, end - len(prompt), [*prompt], len(prompt), draws and draws(index))
+            for index, prompt in (new[i] for i in order)
         ]
+        ids = _last_tokens(rows[: len(distinct)], width)
         cache.look_at(first, first + len(distinct), end - width, end - width)
         inputs = self._inputs(rows, ids, [sources[i] for i in order])
         logits = self._logits(cache, inputs.ids, inputs.starts[: len(distinct)], end - width, end)
@@ -176,14 +237,42 @@ class Decoder:
             begin = min(row.start for row in sharing)
             cache.copy_rows(first + inputs.sources[len(distinct) :], first + len(distinct), begin, end)
         self._append(cache, first, rows, logits[inputs.sources], inputs)
-        return rows
+        self._rows += rows
 
-    def _write_on(self, cache: SlotCache, rows: list[_Row], end: int) -> None:
+    def _go_on(self, ready: list[_Row]) -> None:
+        """Run one forward pass over the new tokens of parked rows, and draw the first token of each one's next turn.
+
+        A row with fewer new tokens than another computes some of its last ones again, so that no padding lies between
+        them and its keys and values.
+        """
+        first, cache = len(self._rows), self._cache
+        self._reach(max(len(row.tokens) for row in ready))
+        for place, row in enumerate(ready):
+            self._swap_parked(place, self._parked.index(row))
+        del self._parked[: len(ready)]
+        width, end = max(len(row.tokens) - row.cached for row in ready), self._end
+        for slot, row in enumerate(ready, first):
+            row.start = end - len(row.tokens)
+            cache.shift(slice(slot, slot + 1), 0, row.cached, row.start)
+        begin = min(end - width, *(row.start for row in ready))
+        cache.look_at(first, first + len(ready), begin, end - width)
+        inputs = self._inputs(ready, _last_tokens(ready, width))
+        logits = self._logits(cache, inputs.ids, inputs.starts, begin, end)
+        if cache.seen is not None:
+            cache.see(first, inputs.ids, inputs.starts - (end - width), logits.shape[-1], more=True)
+        self._append(cache, first, ready, logits, inputs)
+        self._rows += ready
+
+    def _write_on(self) -> None:
         """Run one forward pass over the last token of every row and draw the next tokens."""
+        cache, rows = self._cache, self._rows
+        if self._end == cache.columns:
+            self._shift(0)
         begin = min(row.start for row in rows)
-        cache.look_at(0, len(rows), begin, end)
+        cache.look_at(0, len(rows), begin, self._end)
         inputs = self._inputs(rows, np.array([row.tokens[-1:] for row in rows]))
-        self._append(cache, 0, rows, self._logits(cache, inputs.ids, inputs.starts, begin, end + 1), inputs)
+        self._end += 1
+        self._append(cache, 0, rows, self._logits(cache, inputs.ids, inputs.starts, begin, self._end), inputs)
 
     def _inputs(self, rows: list[_Row], ids: np.ndarray, sources: Sequence[int] = ()) -> _Inputs:
         """Copy what a step over `rows` takes from the host to the device, all at once."""
@@ -249,30 +338,75 @@ class Decoder:
                 logits[:, token].masked_fill_(early, -torch.inf)
         return logits
 
-    def _let_go(self, cache: SlotCache, rows: list[_Row], end: int, finished: Finished) -> None:
-        """Report the rows that have ended, and move the last rows into their slots to keep the rows contiguous."""
-        ended = [(i, self._ends_by_itself(row)) for i, row in enumerate(rows)]
-        gone = [(i, by_itself) for i, by_itself in ended if by_itself or rows[i].written == self._rules.max_new_tokens]
-        for i, by_itself in gone:
-            row = rows[i]
-            finished(row.index, Response(row.tokens[row.prompt_length :], by_itself, row.logprobs))
-        for i, _ in reversed(gone):
-            last = rows.pop()
-            if i < len(rows):
-                cache.copy_row(len(rows), i, last.start, end)
-                rows[i] = last
+    def _let_go(self, partner: Partner) -> None:
+        """Hand the turns that have ended to the partner, and park the rows that it may continue.
+
+        The last rows take the slots of those that leave, so that the others stay contiguous.
+        """
+        cache, rules = self._cache, self._rules
+        for i in reversed(range(len(self._rows))):
+            row = self._rows[i]
+            by_itself = self._ends_by_itself(row)
+            if not by_itself and row.written < rules.max_new_tokens and len(row.tokens) < self._longest:
+                continue
+            row.cached = len(row.tokens) - 1
+            goes_on = partner.take(row.index, Response(row.tokens[row.begin :], by_itself, row.logprobs))
+            last = len(self._rows) - 1
+            if goes_on:
+                cache.swap(i, last, min(row.start, self._rows[last].start), self._end)
+                cache.shift(slice(last, last + 1), row.start, self._end, 0)
+            elif i < last:
+                cache.copy_row(last, i, self._rows[last].start, self._end)
+            self._rows[i] = self._rows[last]
+            self._rows.pop()
+            if goes_on:
+                self._parked.insert(0, row)
+            elif self._parked:  # their last one takes the slot between the others and the rows
+                end = len(self._rows) + len(self._parked)
+                cache.copy_row(end, len(self._rows), 0, self._parked[-1].cached)
+                self._parked.insert(0, self._parked.pop())
 
     def _ends_by_itself(self, row: _Row) -> bool:
         stops = self._rules.stops
-        return row.tokens[-1] in self._rules.eos_ids or (stops is not None and stops(row.tokens[row.prompt_length :]))
+        return row.tokens[-1] in self._rules.eos_ids or (stops is not None and stops(row.tokens[row.begin :]))
 
-    def _make_room(self, cache: SlotCache, rows: list[_Row], end: int) -> int:
-        """Shift the rows to the left edge of the cache; return the new end column."""
-        begin = min(row.start for row in rows)
-        cache.shift(len(rows), begin, end)
-        for row in rows:
-            row.start -= begin
-        return end - begin
+    def _reach(self, width: int) -> None:
+        """Make room for rows of `width` tokens that end in the same column as the others."""
+        if not self._rows:
+            self._end = width
+        elif self._end < width:
+            self._shift(min(row.start for row in self._rows) + width - self._end)
+
+    def _shift(self, to: int) -> None:
+        """Move the rows that are decoded, so that the first one begins in column `to`."""
+        begin = min(row.start for row in self._rows)
+        self._cache.shift(slice(len(self._rows)), begin, self._end, to)
+        for row in self._rows:
+            row.start += to - begin
+        self._end += to - begin
+
+    def _swap_parked(self, one: int, other: int) -> None:
+        """Let two parked rows change their slots."""
+        parked, first = self._parked, len(self._rows)
+        self._cache.swap(first + one, first + other, 0, max(parked[one].cached, parked[other].cached))
+        parked[one], parked[other] = parked[other], parked[one]
+
+    def _move_parked(self, first: int, count: int) -> None:
+        """Free `count` slots from `first` on, where the parked rows begin."""
+        behind = max(first + len(self._parked), first + count)
+        moved = min(count, len(self._parked))
+        for i, row in enumerate(self._parked[:moved]):
+            self._cache.copy_row(first + i, behind + i, 0, row.cached)
+        self._parked = self._parked[moved:] + self._parked[:moved]
+
+
+def _last_tokens(rows: Sequence[_Row], width: int) -> np.ndarray:
+    """Return the last `width` tokens of each row, padded on the left, int64 `[rows, width]`."""
+    ids = np.zeros((len(rows), width), np.int64)
+    for each, row in zip(ids, rows, strict=True):
+        tokens = row.tokens[-width:]
+        each[width - len(tokens) :] = tokens
+    return ids
 
 
 def draw(logits: Tensor, draws: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ order of ends; what ends a response; and the log-probs of what was generated.
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from actor.data.rollout import Prompt, Rollout
 from actor.generation import cache, engine, slots
 from actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
 from actor.generation.engine import Generation, uniform_draws
-from actor.generation.slots import Decoder, Rules, draw
+from actor.generation.slots import Decoder, Prompts, Response, Rules, draw
 from actor.policy.policy import Policy
 from python_backend.config import GenerationSection
 from tests.support.settings import actor_section
@@ -104,16 +105,16 @@ def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows(monkeyp
     """Rows that go on for long: the columns are used up again and again."""
     sizes, shifts, shift, write_on = set(), [], SlotCache.shift, Decoder._write_on
 
-    def watched(self: Decoder, cache: SlotCache, *args: Any) -> None:
-        sizes.add(tuple(tensor.data_ptr() for layer in cache.layers for tensor in layer.tensors()))
-        write_on(self, cache, *args)
+    def watched(self: Decoder) -> None:
+        sizes.add(tuple(tensor.data_ptr() for layer in self._cache.layers for tensor in layer.tensors()))
+        write_on(self)
 
     monkeypatch.setattr(Decoder, "_write_on", watched)
     monkeypatch.setattr(SlotCache, "shift", lambda self, *args: (shifts.append(1), shift(self, *args)))
     model, prompts = make_model("llama", eos_bias=1.0), make_prompts(60, longest=4)
     found: dict[int, list[int]] = {}
     decoder = Decoder(model, Rules(24, [EOS], [0, 1]), slots=4)
-    decoder.run(prompts, None, lambda i, response: found.update({i: response.tokens}))
+    decoder.run(Prompts(prompts, lambda i, turn: found.update({i: turn.tokens}), max_new_tokens=24), None)
     assert len(sizes) == 1
     assert len(shifts) > 3
     plain = generation(model, engine="transformers", max_new_tokens=24, generation_batch_size=60)
@@ -200,7 +201,8 @@ def test_prompts_of_a_group_go_through_one_forward(
     def written(rows: list[int]) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
         given = [prompts[i] for i in rows]
-        decoder.run(given, lambda i: uniform_draws(3, rows[i]), lambda i, r: found.update({rows[i]: r.tokens}))
+        partner = Prompts(given, lambda i, turn: found.update({rows[i]: turn.tokens}), max_new_tokens=16)
+        decoder.run(partner, lambda i: uniform_draws(3, rows[i]))
         return found
 
     together, passes = written(list(range(12))), [rows[0] for rows in rows_in if rows]
@@ -208,6 +210,64 @@ def test_prompts_of_a_group_go_through_one_forward(
     if size >= 12:
         assert passes == {None: [3], 40: [2, 1], 1: [1, 1, 1]}[token_budget]
     assert together == {i: written([i])[i] for i in range(12)}
+
+
+# ---- rows of several turns ----
+
+
+class Talk:
+    """Continues each row with random tokens, up to three times; some rows are answered at once, some much later."""
+
+    longest = 60
+
+    def __init__(self, prompts: list[np.ndarray], seed: int) -> None:
+        self.size, self._rng = len(prompts), np.random.default_rng(seed)
+        self.rows = {i: [[*prompt.tolist()]] for i, prompt in enumerate(prompts)}  # prompt, turn, observation, turn, …
+        self._late: list[tuple[int, list[int] | None]] = []
+        self._now: list[tuple[int, list[int] | None]] = [(i, parts[0]) for i, parts in self.rows.items()]
+        self.answered = 0
+
+    def take(self, index: int, turn: Response) -> bool:
+        parts = self.rows[index]
+        assert turn.logprobs is not None and len(turn.logprobs) == len(turn.tokens)
+        parts.append(turn.tokens)
+        size = int(self._rng.integers(1, 9))
+        if len(parts) >= 2 + 2 * int(self._rng.integers(3)) or sum(map(len, parts)) + size >= self.longest:
+            goes_on = bool(self._rng.integers(2))  # complete now, or after a while
+            self._late += [(index, None)] * goes_on
+            return goes_on
+        parts.append(self._rng.integers(3, 60, size).tolist())
+        (self._late if self._rng.integers(2) else self._now).append((index, parts[-1]))
+        self.answered += 1
+        return True
+
+    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int] | None]]:
+        found, self._now = self._now, []
+        if (wait and not found) or self._rng.random() < 0.1:
+            found, self._late = found + self._late, []
+        return [*found]
+
+
+@pytest.mark.parametrize(("slots", "budget"), [(1, None), (3, 20), (5, None), (40, 30)])
+@pytest.mark.parametrize("name", ["llama", "learned positions", "every other layer slides"])
+def test_rows_go_on_in_their_slots_as_if_each_turn_were_generated_from_the_whole_row(
+    name: str, slots: int, budget: int | None
+) -> None:
+    model, prompts = make_model(name, eos_bias=2.0), make_prompts(24)
+    for seed in range(3):
+        rules = Rules(12, [EOS], [0, 1], min_new_tokens=seed, repetition_penalty=1.0 + seed % 2 / 4)
+        talk = Talk(prompts, seed)
+        Decoder(model, rules, slots=slots, token_budget=budget).run(talk, lambda i: uniform_draws(seed, i))
+        assert talk.answered > 10
+        for i, (prompt, *parts) in talk.rows.items():
+            draws, row = uniform_draws(seed, i), prompt
+            for turn, observed in itertools.zip_longest(parts[::2], parts[1::2], fillvalue=()):
+                alone: list[int] = []
+                left = min(12, talk.longest - len(row))
+                partner = Prompts([np.array(row)], lambda _, found: alone.extend(found.tokens), max_new_tokens=left)
+                Decoder(model, dataclasses.replace(rules, max_new_tokens=left), slots=1).run(partner, lambda _: draws)
+                assert turn == alone
+                row = [*row, *turn, *observed]
 
 
 # ---- models that slots do not support, and lack of memory ----
