@@ -11,8 +11,10 @@ RlhfError                    the user can fix it; the message names what is wron
   BadOption                  an option of one
   BadScore                   what a reward function returned
     NoVerdict                what a judge returned
+    BadEnvironment           what an environment returned or raised
   BadGroup                   the group of a row
-  WorkerDied                 the process of a reward function
+  WorkerDied                 the process of a reward function or of environments
+  EnvironmentFailed          a call of an environment
   Unavailable                a request that cannot be served now (503)
   StepFailed                 a step that the sidecar reported as failed (500)
   RequestFailed              a request that is not retried any more

@@ -32,6 +32,7 @@ from python_backend.config.actor import (
 )
 from python_backend.config.algorithms import ALGORITHMS
 from python_backend.config.deterministic import with_fixed_values
+from python_backend.config.environment import EnvironmentSection
 from python_backend.config.optimizer import CriticOptimizerSection, OptimizerSection, check_optimizer
 from python_backend.config.other_names import key_of
 from python_backend.config.rewards import (
@@ -68,6 +69,7 @@ __all__ = [
     "CriticOptimizerSection",
     "CriticSection",
     "DemoSection",
+    "EnvironmentSection",
     "GatewaySection",
     "GenerationSection",
     "KLSection",
@@ -116,6 +118,8 @@ class RunConfig(Section):
     """The critic sidecar."""
     actor: ActorSection = ActorSection()
     """The training loop of the policy."""
+    environment: EnvironmentSection | None = None
+    """What answers the turns of an agent; default: a response is one turn."""
     gateway: GatewaySection = GatewaySection()
     """The HTTP gateway for other trainers."""
     monitoring: MonitoringSection = MonitoringSection()
@@ -382,7 +386,7 @@ def _describe(item: Any) -> str:
     location = ".".join(str(part) for part in item["loc"])
     valid = [*keys_of(RunConfig, ""), *_term_keys(item["loc"])]
     if item["type"] == "model_type":
-        keys = ", ".join(_sections(Section)[item["ctx"]["class_name"]].model_fields)
+        keys = ", ".join(_keys_in("", keys_of(_sections(Section)[item["ctx"]["class_name"]], "")))
         return f"{location} is a section, not a value (got {item['input']!r}); its keys are {keys}"
     if item["type"] == "missing":
         return f"{location} is missing"
@@ -433,7 +437,8 @@ def _term_keys(location: tuple[int | str, ...]) -> list[str]:
 def keys_of(section: type[BaseModel], prefix: str) -> list[str]:
     """Return the names of a section's keys and sections, each with `prefix`."""
     keys = []
-    for name, field in section.model_fields.items():
+    for attribute, field in section.model_fields.items():
+        name = field.alias or attribute
         keys.append(prefix + name)
         for part in (field.annotation, *get_args(field.annotation)):  # union members, as in `Section | None`
             if isinstance(part, type) and issubclass(part, BaseModel):

@@ -51,7 +51,9 @@ AUTO_PRECISION: Any = "auto"  # default of such a field; a value that was read i
 class Section(BaseModel):
     """Base class of the sections: frozen, unknown keys rejected, field docstrings become descriptions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, serialize_by_alias=True
+    )
 
 
 # Server addresses in the YAML: `host:port`, or `dns:name:port` for every address that the name resolves to.

@@ -22,6 +22,22 @@ TERM_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 FunctionSpec = Annotated[str, AfterValidator(check_spec)]
 
 
+def _for_a_call(value: dict[str, Any]) -> dict[str, Any]:
+    wrong = next((name for name in value if not name.isidentifier() or name == TIMEOUT_OPTION), None)
+    if wrong is not None:
+        why = "use the section's own timeout" if wrong == TIMEOUT_OPTION else "not the name of an argument"
+        raise ValueError(f"{wrong!r}: {why}")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:  # a date, or .nan
+        raise ValueError(f"not expressible in JSON: {error}") from error
+    return value
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_for_a_call)]
+"""Keyword arguments of a function or a class."""
+
+
 class RewardTerm(Section):
     """One of the rewards whose weighted sum counts: `model`, of the section `reward`, or a Python function."""
 
@@ -31,7 +47,7 @@ class RewardTerm(Section):
     """`path/to/file.py:name` or `package.module:name`, called with one `Sample`; not allowed for `model`."""
     groupwise: bool = False
     """The function receives a list of all responses to a prompt, and returns a number for each."""
-    options: dict[str, Any] = Field(default={})
+    options: Options = Field(default={})
     """Keyword arguments for the function; of a class, those of its constructor. Anything that JSON can express."""
     timeout_s: Seconds = 2.0
     """Timeout for one sample, or one group; on expiry the worker process is killed, and none of them has a reward."""
@@ -39,19 +55,6 @@ class RewardTerm(Section):
     """Number of worker processes."""
     memory_mib: Count = 4096
     """Memory limit of a worker; the function gets a MemoryError beyond it."""
-
-    @field_validator("options")
-    @classmethod
-    def _for_a_call(cls, value: dict[str, Any]) -> dict[str, Any]:
-        wrong = next((name for name in value if not name.isidentifier() or name == TIMEOUT_OPTION), None)
-        if wrong is not None:
-            why = "use the term's own timeout_s" if wrong == TIMEOUT_OPTION else "not the name of an argument"
-            raise ValueError(f"{wrong!r}: {why}")
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:  # a date, or .nan
-            raise ValueError(f"not expressible in JSON: {error}") from error
-        return value
 
 
 Terms = Annotated[dict[str, RewardTerm], Field(min_length=1)]

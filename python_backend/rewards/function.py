@@ -133,7 +133,7 @@ def load_function(spec: str, options: Mapping[str, Any] | None = None, *, timeou
 
     Raises FunctionError if that fails for any reason, or an option is unknown or missing.
     """
-    return _of_samples(spec, _configured(spec, import_function(spec), dict(options or {}), timeout_s))
+    return _of_samples(spec, configured(spec, import_function(spec), dict(options or {}), timeout_s))
 
 
 def import_function(spec: str) -> Callable[..., Any]:
@@ -153,7 +153,8 @@ def import_function(spec: str) -> Callable[..., Any]:
     return function
 
 
-def _configured(spec: str, function: Callable[..., Any], options: dict[str, Any], timeout_s: float) -> Function:
+def configured(spec: str, function: Callable[..., Any], options: dict[str, Any], timeout_s: float) -> Function:
+    """Return a function with its options, or one instance of a class. Raises FunctionError as `load_function` does."""
     is_class = isinstance(function, type)
     if not is_class and not options:
         return function  # whatever its signature
@@ -258,7 +259,7 @@ def checked(value: Any) -> float:
 
 def describe(error: BaseException) -> str:
     """Return the error as one line: type, message (at most `LONGEST_ERROR` characters), file name and line number."""
-    if isinstance(error, BadScore):
+    if isinstance(error, (BadScore, FunctionError)):
         return str(error)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     line = " ".join(text.encode("utf-8", "replace").decode().split())

@@ -7,34 +7,21 @@ of them can be killed at any time.
 """
 
 import collections
-import contextlib
 import functools
-import os
 import queue
 import select
-import shutil
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from python_backend.errors import RlhfError
-from python_backend.process import how_ended
 from python_backend.rewards.function import KEY_OPTION, FunctionError, Sample
-from python_backend.rewards.worker import receive_frame, send_frame
+from python_backend.workers.child import receive_frame, send_frame
+from python_backend.workers.process import START_LIMIT_S, WorkerDied, WorkerProcess, inherited_environment
 
 MEMORY_MIB = 4096
-# Of the run itself, so that a function inherits them only if its own option names them.
-SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")
-START_LIMIT_S = 60.0  # for the interpreter and the function's imports
-KILL_LIMIT_S = 10.0  # for the watcher of a worker; programs that fork faster than it kills them could keep it busy
 LOOK_INTERVAL_S = 0.1  # how often to check that the worker is alive and the pool is not closed
 
 
@@ -60,11 +47,7 @@ class FunctionCall:
     """Whether it receives all samples of a group as one list."""
     options: Mapping[str, Any] = field(default_factory=dict)
     hidden_variables: Sequence[str] = ()
-    """Environment variables that its processes do not inherit, besides `SECRETS`."""
-
-
-class WorkerDied(RlhfError):
-    """The worker process has ended; the message says how."""
+    """Environment variables that its processes do not inherit, besides the secrets of every run."""
 
 
 class PoolClosed(RuntimeError):
@@ -89,15 +72,13 @@ class Worker:
             PoolClosed: the pool was closed while the worker was starting.
         """
         spec, self._wanted, self._limit_s, self._number = call.spec, wanted, call.timeout_s, 0
-        self._channel, theirs = socket.socketpair()
-        with theirs:  # closes this process's copy; otherwise the socket would not report the worker's end
-            self._process = subprocess.Popen(
-                [interpreter(), "-m", "python_backend.rewards.worker", spec, str(theirs.fileno()), str(memory_mib)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=_environment(call),
-                start_new_session=True,  # a process group of its own, for `kill`
-            )
+        self._process = WorkerProcess(
+            "python_backend.rewards.worker",
+            spec,
+            memory_mib=memory_mib,
+            environment=inherited_environment(call.hidden_variables, call.options.get(KEY_OPTION)),
+        )
+        self._channel = self._process.channel
         try:
             answer = self._ask({name: value for name, value in vars(call).items() if name != "spec"}, start_limit_s)
             if "error" in answer:
@@ -111,7 +92,7 @@ class Worker:
 
     def is_ready(self) -> bool:
         """Return whether the process is alive and has sent nothing that was not requested."""
-        return self._process.poll() is None and not select.select([self._channel], [], [], 0)[0]
+        return self._process.is_alive() and not select.select([self._channel], [], [], 0)[0]
 
     def run(self, group: list[Sample]) -> tuple[list[ScoreOutcome], dict[str, float]]:
         """Score one group; return the outcome of each sample, and what the function has counted.
@@ -137,14 +118,7 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process and everything it started, and wait until it has ended."""
-        if self._channel.fileno() < 0:
-            return  # killed before; another process may have the id now
-        self._channel.close()  # its watcher kills and reaps everything then
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(KILL_LIMIT_S)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # for the case that the watcher was killed, or hangs
-        self._process.wait()
+        self._process.kill()
 
     def _ask(self, message: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """Send a message and return the reply, which must repeat the message's number."""
@@ -159,7 +133,7 @@ class Worker:
         except TimeoutError:
             raise
         except (EOFError, OSError) as error:
-            raise WorkerDied(self._obituary()) from error
+            raise WorkerDied(self._process.obituary()) from error
         if answer.get("number") != self._number:
             raise WorkerDied("the worker process sent a reply that was not requested")
         return answer
@@ -171,18 +145,10 @@ class Worker:
             if not self._wanted():
                 raise PoolClosed
             # The socket's end of file is not enough: a process that the worker has forked may hold it open.
-            if self._process.poll() is not None:
-                raise WorkerDied(self._obituary())
+            if not self._process.is_alive():
+                raise WorkerDied(self._process.obituary())
             if time.monotonic() >= deadline:
                 raise TimeoutError
-
-    def _obituary(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the socket closes before the exit code is available
-            self._process.wait(1.0)
-        code = self._process.poll()
-        if code is None:
-            return "the worker process closed its socket"
-        return f"the worker process {how_ended(code if code <= 128 else 128 - code)}"
 
 
 Pending = tuple[list[Sample], Callable[[list[ScoreOutcome]], None]]
@@ -314,22 +280,3 @@ class WorkerPool:
                     traceback.print_exc()
         finally:
             worker.kill()
-
-
-def _environment(call: FunctionCall) -> dict[str, str]:
-    """Return this process's environment without secrets that are no business of the function."""
-    hidden = {*call.hidden_variables, *SECRETS} - {call.options.get(KEY_OPTION)}
-    return {name: value for name, value in os.environ.items() if name not in hidden}
-
-
-def interpreter() -> str:
-    """Return the path of a Python for child processes.
-
-    In Triton's stub process `sys.executable` may be the stub, or empty.
-    """
-    if sys.executable and Path(sys.executable).name.startswith("python"):
-        return sys.executable
-    found = shutil.which("python3")
-    if found is None:
-        raise FunctionError("child processes need a python3 on PATH, and there is none")
-    return found

@@ -43,6 +43,8 @@ WITHOUT_TORCH = [
     "python_backend.config.rewards",
     "python_backend.checkpoints.tokenization",
     "python_backend.process",
+    "python_backend.workers.child",
+    "python_backend.workers.process",
     "python_backend.serving.scheduling",
     "python_backend.serving.scoring",
     "python_backend.serving.requests",

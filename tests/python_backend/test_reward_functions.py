@@ -380,7 +380,7 @@ def test_a_wrong_option_is_one_sentence(spec: str, options: dict[str, Any], caus
 @pytest.mark.parametrize(
     ("options", "cause"),
     [
-        ({"timeout_s": 3}, "'timeout_s': use the term's own timeout_s"),
+        ({"timeout_s": 3}, "'timeout_s': use the section's own timeout"),
         ({"a b": 3}, "'a b': not the name of an argument"),
         ({"x": float("nan")}, "not expressible in JSON"),
         ([1], "rewards.a.options"),

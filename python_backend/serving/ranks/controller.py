@@ -27,9 +27,9 @@ from python_backend.models.card import on_rank
 from python_backend.models.placement import device_of
 from python_backend.models.tensor_parallel import OtherRankLost, RankGroup, existing, release
 from python_backend.process import how_ended
-from python_backend.rewards.pool import interpreter
 from python_backend.serving.ranks.loaders import Model
 from python_backend.serving.ranks.process import load_part
+from python_backend.workers.process import interpreter
 
 WATCHER_S = 0.2  # a forward pass usually fails because a rank has died; its watcher then reports how
 STOP_S = 2.0  # for a rank to end after its socket was closed; then it is killed

@@ -1,0 +1,50 @@
+"""The YAML's `environment`: what answers the turns of an agent, and the limits of a trajectory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from python_backend.config.fields import Count, Seconds, Section
+from python_backend.config.rewards import FunctionSpec, Options
+
+
+class EnvironmentSection(Section):
+    """An environment of agents: a Python class in worker processes, or an OpenEnv server."""
+
+    class_: FunctionSpec | None = Field(default=None, alias="class")
+    """`path/to/file.py:name` or `package.module:name` of a class with `reset` and `step`, or of one for TRL's
+    `environment_factory`. Each trajectory has an instance of its own."""
+    url: Annotated[str, Field(pattern=r"^(ws|http)s?://[^\s/]+")] | None = None
+    """An OpenEnv server, in place of `class`: `ws://` or `http://`. Each trajectory has a session of its own."""
+    options: Options = Field(default={})
+    """Keyword arguments of the class. With `url`: `action`, name of the action's text field (default `message`), and
+    `observation`, name of the observation's (default: its only text field, otherwise all fields as JSON)."""
+    reward: FunctionSpec | None = None
+    """Function with TRL's signature that scores a trajectory by its environment: `f(environments, **columns)`."""
+    weight: float = 1.0
+    """Factor of the environment's own rewards."""
+    max_turns: Count = 8
+    """Turns that the policy generates in a trajectory."""
+    max_tokens: Count = 1024
+    """Tokens of a trajectory beyond its prompt, those of the environment included."""
+    step_timeout_s: Seconds = 30.0
+    """Timeout for one call of the environment; on expiry the trajectory has failed."""
+    timeout_s: Seconds = 600.0
+    """Timeout for a trajectory; on expiry it is truncated."""
+    truncated: Literal["mask", "bootstrap", "score"] = "mask"
+    """Of a trajectory that reaches a limit: `mask` leaves it out, `bootstrap` adds the critic's value of its end,
+    `score` takes the rewards until then."""
+    workers: Count = 1
+    """Number of worker processes; each holds many instances."""
+    memory_mib: Count = 4096
+    """Memory limit of a worker; the environment gets a MemoryError beyond it."""
+    max_observation_chars: Count = 20000
+    """Limit on one observation, or one result of a tool, in characters."""
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> EnvironmentSection:
+        if (self.class_ is None) == (self.url is None):
+            raise ValueError("give class or url" if self.url is None else "class and url are both given; remove one")
+        return self

@@ -1,0 +1,121 @@
+"""Child's side of a worker process: its frames, and its life under a watcher that ends everything it starts."""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from python_backend.process import die_with_parent
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+HEADER = struct.Struct("!I")  # a frame's length in bytes
+
+
+def frame(message: dict[str, Any]) -> bytes:
+    """Return the bytes of one message: its length, then JSON."""
+    data = json.dumps(message).encode()
+    return HEADER.pack(len(data)) + data
+
+
+def send_frame(channel: socket.socket, message: dict[str, Any]) -> None:
+    """Send one message. Raises TimeoutError after the socket's timeout, OSError if closed."""
+    channel.sendall(frame(message))
+
+
+def receive_frame(channel: socket.socket) -> dict[str, Any]:
+    """Receive one message. Raises EOFError or OSError if the other side has closed the socket."""
+    (size,) = HEADER.unpack(_receive(channel, HEADER.size))
+    return json.loads(_receive(channel, size))
+
+
+def _receive(channel: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = channel.recv(min(size - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def _watch(channel: socket.socket, worker: int) -> int:
+    """Wait until the worker has ended, kill everything that it has started, and return its exit code as shells do.
+
+    The worker cannot do this on its own: user code in an endless loop never reads the socket, and programs that it has
+    started know nothing about the socket. This process is a subreaper: it becomes the parent of every
+    process below the worker that has lost its own, also in another session.
+    """
+    threading.Thread(target=_kill_without_parent, args=(channel, worker), daemon=True).start()
+    while (ended := os.wait())[0] != worker:
+        pass
+    with contextlib.suppress(OSError):  # no child is left; or the kernel lists none, and the parent kills the group
+        while True:
+            for children in Path("/proc/self/task").glob("*/children"):
+                for child in children.read_text().split():
+                    os.kill(int(child), signal.SIGKILL)  # its children are then this process's
+            os.wait()
+    code = os.waitstatus_to_exitcode(ended[1])
+    return code if code >= 0 else 128 - code
+
+
+def _kill_without_parent(channel: socket.socket, worker: int) -> None:
+    """Kill the worker when its parent closes its end of the socket or dies."""
+    gone = select.poll()
+    gone.register(channel, select.POLLRDHUP)
+    while not gone.poll():
+        pass
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGKILL)
+
+
+def _bound_memory(memory_mib: int) -> None:
+    """Limit this process's memory; user code that exceeds the limit gets MemoryError.
+
+    Also make the kernel's OOM killer prefer this process to its parent.
+    """
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+class Parent:
+    """What a worker process knows of the process that has started it."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        """Become a worker, for the arguments SPEC FD MEMORY_MIB: returns in a fork of this process, which watches it.
+
+        Exits if the parent has ended meanwhile. Receives `settings`, the first message.
+        """
+        self.spec, descriptor, memory_mib = arguments[0], *map(int, arguments[1:])
+        self.channel = socket.socket(fileno=descriptor)
+        self.channel.set_inheritable(False)  # programs that the user's code starts must not hold the socket open
+        watcher = os.getpid()
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        worker = os.fork()
+        if worker:
+            os._exit(_watch(self.channel, worker))
+        if not die_with_parent(watcher):
+            sys.exit(1)
+        _bound_memory(memory_mib)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tritonserver's threads block signals; the mask is inherited
+        self._own_id, self.settings = os.getpid(), receive_frame(self.channel)
+
+    def end_forks(self) -> None:
+        """End this process if the user's code has forked it, and returned from it: the worker itself replies."""
+        if os.getpid() != self._own_id:
+            os._exit(0)
+
+    def reply(self, message: dict[str, Any], answer: dict[str, Any]) -> None:
+        """Send the answer to a message, whose number it repeats."""
+        self.end_forks()
+        send_frame(self.channel, {"number": message["number"], **answer})

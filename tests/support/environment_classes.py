@@ -1,0 +1,178 @@
+"""Environments as users write them, and faulty ones. `Doing` does what its action says."""
+
+import asyncio
+import os
+import random
+import threading
+import time
+from typing import Any
+
+
+class IncrementEnv:
+    # TRL's documentation has this class, word for word (docs/source/grpo_trainer.md, "Environments").
+    # Reserved methods
+    def reset(self, **kwargs) -> str | None:  # required; called at the start of each rollout
+        self.counter = 0
+        self.target = random.randint(1, 6)  # self-sample the task
+        return f"Increment the counter by {self.target}."  # returned string becomes the prompt
+
+    def get_reward(self) -> float:  # optional: the environment scores itself from its own state
+        return float(self.counter == self.target)
+
+    # Public methods (exposed as tools)
+    def increment(self, step: int) -> int:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        self.counter += step
+        return self.counter
+
+
+class Tools:
+    """TRL's shape, async, with faulty tools and a `close`."""
+
+    def __init__(self, log: str = os.devnull) -> None:
+        self.log = log
+
+    async def reset(self, target: int, **kwargs: Any) -> None:
+        """Begin without an observation; `kwargs` has the other columns."""
+        self.target, self.columns = target, sorted(kwargs)
+
+    async def get_reward(self) -> float:
+        """Return the row's target."""
+        await asyncio.sleep(0)
+        return self.target
+
+    async def look(self, where: str, times: int = 1) -> str:
+        """
+        Look.
+
+        Args:
+            where: A place.
+            times: How often.
+        """
+        await asyncio.sleep(0)
+        return f"{where} {times} {self.columns}"
+
+    def fail(self, how: str) -> Any:
+        """
+        Fail.
+
+        Args:
+            how: A way to fail.
+        """
+        return {"raise": lambda: {}["key"], "huge": lambda: "x" * 30000, "exit": lambda: os._exit(3)}[how]()
+
+    def close(self) -> None:
+        """Write that it was called."""
+        with open(self.log, "a") as file:  # noqa: PTH123 - written as users write
+            file.write("closed")
+
+
+class Doing:
+    """Does what an action says."""
+
+    meeting = threading.Barrier(64)
+
+    def __init__(self, first: str = "hello", *, timeout_s: float) -> None:
+        self.first, self.timeout_s, self.thread = first, timeout_s, threading.get_ident()
+
+    def reset(self, row: dict[str, Any]) -> Any:
+        """Return the option, after what the row says."""
+        return self._act(row["do"]) if "do" in row else f"{self.first} {row.get('name')} {self.timeout_s:g}"
+
+    def step(self, action: str) -> Any:
+        """Return the action with a reward of its length, unless it says something else."""
+        result = self._act(action)
+        return result if isinstance(result, tuple) else (result, len(action), action == "end")
+
+    def _act(self, action: str) -> Any:
+        results: dict[str, Any] = {
+            "five": ("five", True, False, True, {}),
+            "two": ("two", 1.0),
+            "number": (3, 1.0, False),
+            "bytes": (b"x", 1.0, False),
+            "text reward": ("a", "1.0", False),
+            "nan": ("a", float("nan"), False),
+            "no reward": ("a", None, False),
+            "done": ("a", 1.0, 1),
+            "huge": ("x" * 20001, 1.0, False),
+            "surrogate": ("a\ud800", 1.0, False),
+            "dict": {},
+        }
+        return results[action] if action in results else self._live(action)
+
+    def _live(self, action: str) -> Any:
+        assert threading.get_ident() == self.thread
+        if action == "raise":
+            raise RuntimeError("no such move")
+        if action == "stop":
+            next(iter(()))
+        if action == "exit":
+            raise SystemExit
+        if action == "die":
+            os._exit(3)
+        if action == "fork":
+            os.fork()
+        if action == "memory":
+            return "x" * len(bytearray(1 << 40))
+        if action == "print":
+            print("x" * 100)
+        if action == "hang":
+            time.sleep(3600)
+        if action == "meet":
+            Doing.meeting.wait()
+        return str(os.getpid()) if action == "pid" else action
+
+
+class Coroutines:
+    """A class with coroutine methods, whose `step` waits until 64 have begun one."""
+
+    arrived = 0
+    all_are_here = asyncio.Event()
+
+    async def reset(self, name: str, missing: str = "default") -> str:
+        """Return the row's column."""
+        await asyncio.sleep(0)
+        return f"{name} {missing}"
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        """Wait for the others."""
+        Coroutines.arrived += 1
+        if Coroutines.arrived == 64:
+            self.all_are_here.set()
+        await self.all_are_here.wait()
+        return action, 0.5, True
+
+
+def by_state(environments: list[Any], target: list[int]) -> list[float | None]:
+    """Score by an environment's state and the row's columns."""
+    return [10.0 * target[0] + environments[0].target]
+
+
+def two(environments: list[Any], **columns: list[Any]) -> list[float]:
+    """Return a score too many."""
+    return [1.0, 2.0]
+
+
+class NoReset:
+    """Lacks `reset`."""
+
+    def step(self, action: str) -> None:
+        """Never called."""
+
+
+class Undocumented:
+    """Has a tool without a docstring."""
+
+    def reset(self) -> None:
+        """Begin."""
+
+    def tool(self, x: int) -> int:
+        return x
