@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from actor.data.rollout import Prompt, Trajectory
 from actor.generation.cache import SlotCache, cache_layers, find_distinct
 from python_backend.errors import NotFinite
 from python_backend.models.card import to_device
@@ -26,11 +27,14 @@ REFILL_SHARE = 4
 
 @dataclass(frozen=True)
 class Response:
-    """The response to one prompt."""
+    """The response to one prompt, a turn of it, or a whole conversation."""
 
     tokens: list[int]
-    ended: bool  # by an end-of-sequence token or a stop string, not by `max_new_tokens`
+    ended: bool  # by an end-of-sequence token or a stop string, not by a limit
     logprobs: list[float] | None = None  # nats, per token, at the sampling temperature, before top-k and top-p
+    prompt: Prompt | None = None  # with which an environment has begun the conversation; None: as it was given
+    observed: list[bool] | None = None  # tokens of the environment; None: there are none
+    trajectory: Trajectory | None = None  # of a conversation
 
 
 Draws = Callable[[int], Iterator[float]]

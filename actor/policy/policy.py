@@ -170,25 +170,15 @@ class Policy:
         rows: list[Rollout | None] = [None] * len(prompts)
 
         def keep(index: int, response: Response) -> None:
-            prompt = prompts[index]
-            tokens = torch.cat([torch.from_numpy(prompt.tokens), torch.tensor(response.tokens, dtype=torch.int64)])
-            row = Rollout(
-                [prompt],
-                tokens[None],
-                torch.tensor([tokens.numel()]),
-                torch.tensor([prompt.tokens.size]),
-                torch.tensor([response.ended]),
-                _row_logprobs(prompt, response),
-            )
-            rows[index] = row
+            row = rows[index] = _row_of(response.prompt or prompts[index], response)
             finished(index, row)
 
         with self.computing(), self._stream.running():
-            self._respond([prompt.tokens for prompt in prompts], keep, seed=seed, greedy=greedy)
+            self._respond([*prompts], keep, seed=seed, greedy=greedy)
         return join_rollouts([row for row in rows if row is not None], self.pad_id)
 
-    def _respond(self, prompts: list[np.ndarray], finished: Finished, *, seed: int, greedy: bool) -> None:
-        """Generate the responses to tokenised prompts; see `Generation.run`. Each rank generates a share of them."""
+    def _respond(self, prompts: list[Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
+        """Generate the responses to prompts; see `Generation.run`. Each rank generates a share of them."""
         if self._samplers is None:
             self.generation.run(prompts, finished, seed=seed, greedy=greedy)
         else:
@@ -402,7 +392,17 @@ class Policy:
         return computing(self.model.device, self.settings.precision)
 
 
-def _row_logprobs(prompt: Prompt, response: Response) -> Tensor | None:
-    if response.logprobs is None:
-        return None
-    return torch.tensor([[0.0] * (prompt.tokens.size - 1) + response.logprobs], dtype=torch.float32)
+def _row_of(prompt: Prompt, response: Response) -> Rollout:
+    """Return a rollout of one row."""
+    tokens = torch.cat([torch.from_numpy(prompt.tokens), torch.tensor(response.tokens, dtype=torch.int64)])
+    before, observed = len(prompt.tokens), response.observed
+    return Rollout(
+        [prompt],
+        tokens[None],
+        torch.tensor([len(tokens)]),
+        torch.tensor([before]),
+        torch.tensor([response.ended]),
+        None if response.logprobs is None else torch.tensor([[0.0] * (before - 1) + response.logprobs]),
+        None if observed is None else torch.tensor([[False] * before + observed]),
+        None if response.trajectory is None else [response.trajectory],
+    )

@@ -1,0 +1,102 @@
+"""Texts of conversations: the prompt, and what follows a reply of the policy, which is never rendered again."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from python_backend.errors import RlhfError
+
+Message = dict[str, Any]
+PROBE = "Yes."  # a reply in the check of a chat template
+
+
+class TemplateError(RlhfError):
+    """The chat template cannot be used for conversations; the message says why."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A tokenizer's chat template; without one, texts are joined as they are."""
+
+    tokenizer: Any
+    tools: Sequence[dict[str, Any]] | None = None  # JSON schemas of functions, for the template
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages have roles."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Return the text up to the begin of the policy's first reply. Raises TemplateError."""
+        return self._rendered(messages, opens=True)
+
+    def after_reply(self, messages: Sequence[Message], last_token: int) -> list[int]:
+        """Return the token ids between a reply that ends with `last_token` and the policy's next reply.
+
+        They end the reply, if it has not done so itself, and have the messages that answer it. Raises TemplateError.
+        """
+        end, rest = self._after_probe(messages)
+        # The reply's own end is the template's, if it is not a stop string or another end-of-sequence token.
+        ends = end.startswith(token := self.tokenizer.decode([last_token])) and bool(token)
+        return self._ids((end[len(token) :] if ends else end) + rest)
+
+    def check(self) -> None:
+        """Raise TemplateError unless the template leaves a conversation as it is when messages follow."""
+        if self.has_template:
+            self._after_probe([{"role": "user", "content": PROBE}])
+
+    def _after_probe(self, answers: Sequence[Message]) -> tuple[str, str]:
+        """Return the text that ends a reply, and the text of the messages that follow, up to the next reply."""
+        talk = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
+        replied = self._rendered(talk[:1], opens=True) + PROBE
+        ended = self._rendered(talk, opens=False)
+        whole = self._rendered([*talk, *answers], opens=True)
+        if not ended.startswith(replied) or not whole.startswith(ended):
+            raise TemplateError(
+                "the policy's chat template changes earlier messages of a conversation when others follow, so that the "
+                "policy would be trained on tokens that it has not sampled; use a template that only appends"
+            )
+        return ended[len(replied) :], whole[len(ended) :]
+
+    def _rendered(self, messages: Sequence[Message], *, opens: bool) -> str:
+        tools = {"tools": [*self.tools]} if self.tools else {}
+        try:
+            found = self.tokenizer.apply_chat_template(
+                [*messages], tokenize=False, add_generation_prompt=opens, **tools
+            )
+        except Exception as error:  # templates are programs and may raise anything
+            raise TemplateError(f"the policy's chat template cannot render a conversation: {error}") from error
+        return str(found)
+
+    def _ids(self, text: str) -> list[int]:
+        return [*self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """What a reply asks for: a tool with arguments, or something malformed."""
+
+    name: str = ""
+    arguments: dict[str, Any] | None = None
+    error: str = ""  # what is wrong with it, for the policy
+
+
+def tool_calls(text: str) -> list[ToolCall]:
+    """Return the calls in a reply in the format of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+    return [_call(found) for found in HERMES.findall(text)]
+
+
+def _call(text: str) -> ToolCall:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        return ToolCall(error=f"the tool call is not valid JSON: {error}")
+    arguments = found.get("arguments", {}) if isinstance(found, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
+        return ToolCall(error='a tool call must be an object with "name", a text, and "arguments", an object')
+    return ToolCall(found["name"], arguments)
