@@ -91,11 +91,10 @@ def ours(model: Any, prompts: list[np.ndarray], lengths: list[int], slots: int) 
     """Generate with our decoder; return the tokens of each response by prompt index."""
     written: dict[int, list[int]] = {}
     draws = torch.rand(len(prompts), max(lengths), dtype=torch.float64)
-    decoder_of(lengths)(model, Rules(max(lengths), [], [0, 1, 2]), slots=slots).run(
-        prompts,
-        lambda index: iter(draws[index].tolist()),
-        lambda index, response: written.update({index: response.tokens}),
-    )
+    decoder = decoder_of(lengths)(model, Rules(max(lengths), [], [0, 1, 2]), slots=slots)
+    given = dict(enumerate(prompts))
+    partner = Prompts(given, lambda index, turn: written.update({index: turn.tokens}), max_new_tokens=max(lengths))
+    decoder.run(partner, lambda index: iter(draws[index].tolist()))
     assert [len(written[i]) for i in range(len(prompts))] == lengths, "responses of other lengths than given"
     return written
 
@@ -130,7 +129,7 @@ def generate(model: Any, prompts: list[np.ndarray], longest: int, rules: dict[st
 def identical(model: Any, prompts: list[np.ndarray], slots: int, longest: int) -> float:
     """Return the share of prompts whose greedy response is the same from our decoder and from `generate`."""
     written: dict[int, list[int]] = {}
-    partner = Prompts(prompts, lambda index, turn: written.update({index: turn.tokens}), max_new_tokens=longest)
+    partner = Prompts(dict(enumerate(prompts)), lambda index, turn: written.update({index: turn.tokens}), max_new_tokens=longest)
     Decoder(model, Rules(longest, [1], [0, 2]), slots=slots).run(partner, None)
     output = generate(model, prompts, longest, {"do_sample": False, "suppress_tokens": [0, 2]})
     return statistics.fmean(row[: len(written[i])].tolist() == written[i] for i, row in enumerate(output))

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from actor.algorithms.batch import critic_payload
 from actor.data.prompts import StepInputs
 from actor.data.rollout import Prompt, ScoredRollout
 from actor.generation.engine import uniform_draws
+from actor.generation.slots import Prompts
 from actor.loop import PPORun
 from actor.run.metrics import Timers
 from benchmarks.generation import decoder_of, make_prompts, response_lengths
@@ -141,7 +143,8 @@ class MeasuredRun(PPORun):
         def run_given(prompts: Sequence[Any], finished: Any, *, seed: int, greedy: bool = False) -> None:
             """Generate the same numbers of tokens in every block."""
             slots = decoder(generation._model, generation._rules(), slots=generation._settings.batch_size)
-            slots.run(prompts, lambda index: uniform_draws(seed, index), finished)
+            given = {index: prompt.tokens for index, prompt in enumerate(prompts)}
+            slots.run(Prompts(given, finished, max_new_tokens=longest), partial(uniform_draws, seed))
 
         generation.run = run_given  # type: ignore[method-assign]
         # Positions of its own: the recorder drops those of old steps, by the number of the step in the run.

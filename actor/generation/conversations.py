@@ -219,7 +219,13 @@ class Talks:
 
     def take(self, index: int, turn: Response) -> bool:
         """Hand a turn of the policy to its conversation, which may go on."""
-        self._loop.call_soon_threadsafe(lambda: self._turns.pop(index).set_result(turn))
+
+        def deliver() -> None:
+            waiting = self._turns.pop(index)
+            if not waiting.done():  # cancelled by `close`
+                waiting.set_result(turn)
+
+        self._loop.call_soon_threadsafe(deliver)
         return True
 
     def next(self, *, wait: bool) -> list[tuple[int, Sequence[int] | None]]:
@@ -239,9 +245,10 @@ class Talks:
         return found
 
     def close(self) -> None:
-        """End the conversations that are not over, and their environments."""
+        """End the conversations that are not over, and their environments; `next` then raises CancelledError."""
         for talk in self._talks:
             talk.cancel()
+        self._arrivals.put(asyncio.CancelledError())
 
     async def sampled(self, index: int, before: Sequence[int]) -> Response:
         """Return the policy's next turn in row `index`, behind the tokens `before`."""

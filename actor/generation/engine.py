@@ -1,8 +1,9 @@
 """Generates responses by slot-based decoding, or by `transformers` for models that it does not support."""
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,14 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from actor.data.rollout import Prompt
 from actor.generation.cache import cache_layers
+from actor.generation.conversations import Agent
 from actor.generation.slots import (
     Decoder,
     Draws,
     Finished,
+    Partner,
     Prompts,
     Response,
     Rules,
@@ -76,18 +80,22 @@ class Generation:
         # On a CPU, merging would cost more than the few kernels that it saves.
         self._merges = model is not None and model.device.type != "cpu"
         self._decodes: bool | None = None  # whether slot-based decoding supports the model; checked in the first `run`
+        self.agent: Agent | None = None
+        """The environments with which the policy has conversations; None: every prompt has one response."""
+        self._partner: Partner | None = None  # of the `run` in progress
 
     def renew(self) -> None:
         """Start sampling from the model's current weights; called by `Policy.renew_sampler`."""
 
     def close(self) -> None:
-        """Make a `run` in another thread raise CancelledError, if it waits for a server."""
+        """Make a `run` in another thread raise CancelledError, if it waits for a server or an environment."""
+        if self._partner is not None:
+            self._partner.close()
 
-    def run(self, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool = False) -> None:
-        """Generate a response to each prompt.
+    def run(self, prompts: Sequence[Prompt], finished: Finished, *, seed: int, greedy: bool = False) -> None:
+        """Generate a response to each prompt, or a conversation with an environment, if there is an `agent`.
 
         Args:
-            prompts: int64 `[length]` each.
             finished: called with the prompt's index and the response as soon as the response ends.
             seed: the same seed gives the same responses. A response depends only on its prompt, its index and `seed`,
                 not on the rows decoded beside it (except for rounding of probabilities).
@@ -96,36 +104,45 @@ class Generation:
         self.run_rows(range(len(prompts)), prompts, finished, seed=seed, greedy=greedy)
 
     def run_rows(
-        self, rows: range, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool
+        self, rows: range, prompts: Sequence[Prompt], finished: Finished, *, seed: int, greedy: bool
     ) -> None:
         """Generate the responses of `run` to the prompts with the indices `rows` only."""
         missing = list(rows)
 
+        def keep(index: int, response: Response) -> None:
+            missing.remove(index)
+            finished(index, response)
+
         def respond(slots: int) -> None:
             """Generate the `missing` responses; those that lack of memory interrupted start again, with equal draws."""
-            chosen = list(missing)
-
-            def keep(index: int, response: Response) -> None:
-                missing.remove(chosen[index])
-                finished(chosen[index], response)
-
-            def draws(index: int) -> Iterator[float]:
-                return uniform_draws(seed, chosen[index])
-
-            texts, given = [prompts[row] for row in chosen], None if greedy else draws
-            with self._merged():
+            draws = None if greedy else functools.partial(uniform_draws, seed)
+            given = {row: prompts[row] for row in missing}
+            with self._merged(), self._partner_of(given, keep, seed) as partner:
                 if self._decodes is None:
-                    self._decodes = self._settings.engine != "transformers" and self._is_proven(prompts)
+                    self._decodes = self._settings.engine != "transformers" and self._is_proven([*given.values()])
                 if self._decodes:
                     budget = self._token_budget and max(1, self._token_budget * slots // self._settings.batch_size)
-                    rules = self._rules()
-                    decoder = Decoder(self._model, rules, slots=slots, token_budget=budget)
-                    decoder.run(Prompts(texts, keep, max_new_tokens=rules.max_new_tokens), given)
+                    Decoder(self._model, self._rules(), slots=slots, token_budget=budget).run(partner, draws)
                 else:
-                    self._plain(texts, keep, given, slots)
+                    self._plain(partner, draws, slots)
 
         if rows:
             self.memory.repeat(respond, least=1, most=len(rows))
+
+    @contextlib.contextmanager
+    def _partner_of(self, prompts: Mapping[int, Prompt], finished: Finished, seed: int) -> Iterator[Partner]:
+        """Yield what begins and continues the rows: the prompts alone, or conversations with environments."""
+        if self.agent is not None:
+            partner: Partner = self.agent.begin(prompts, finished, seed=seed)
+        else:
+            tokens = {row: prompt.tokens for row, prompt in prompts.items()}
+            partner = Prompts(tokens, finished, max_new_tokens=self._settings.max_new_tokens)
+        self._partner = partner
+        try:
+            yield partner
+        finally:
+            self._partner = None
+            partner.close()
 
     @contextlib.contextmanager
     def _merged(self) -> Iterator[None]:
@@ -171,13 +188,13 @@ class Generation:
         return any(text.find(stop, max(0, ignored - len(stop) + 1)) >= 0 for stop in self._settings.stop_strings)
 
     @torch.no_grad()
-    def _is_proven(self, prompts: Sequence[np.ndarray]) -> bool:
+    def _is_proven(self, prompts: Sequence[Prompt]) -> bool:
         """Return whether slot-based decoding matches forward passes over whole rows in float32; log why if not."""
         why = "the model caches more than keys and values between tokens"
         if self._model.config._attn_implementation == FLASH_ATTENTION:
             why = f"{FLASH_ATTENTION} copies the whole cache for each token; set actor.policy.attention to auto"
         elif cache_layers(self._model):
-            longest = max(prompts, key=len)
+            longest = max((prompt.tokens for prompt in prompts), key=len)
             try:
                 with in_float32(self._model):
                     is_near = self._distance(longest) <= NEAR
@@ -210,7 +227,9 @@ class Generation:
         rules = Rules(min(PROOF_TOKENS, self._settings.max_new_tokens), [], self._banned_ids)
         decoder = Decoder(self._model, rules, slots=len(tried), watch=watch)
         keep = Prompts(
-            tried, lambda index, turn: written.update({index: turn.tokens}), max_new_tokens=rules.max_new_tokens
+            dict(enumerate(tried)),
+            lambda index, turn: written.update({index: turn.tokens}),
+            max_new_tokens=rules.max_new_tokens,
         )
         decoder.run(keep, None)
         distances = []
@@ -221,31 +240,49 @@ class Generation:
             distances.append((logits.softmax(-1) - torch.stack(seen[index])).abs().sum(-1) / 2)
         return float(torch.cat(distances).max())
 
-    def _plain(self, prompts: Sequence[np.ndarray], finished: Finished, draws: Draws | None, size: int) -> None:
-        """Generate with `transformers`, in batches of `size` prompts of similar length."""
-        order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
-        for batch in (order[i : i + size] for i in range(0, len(order), size)):
-            width = len(prompts[batch[0]])
-            ids = torch.full((len(batch), width), self._pad_id, dtype=torch.int64)
-            for row, index in zip(ids, batch, strict=True):
-                row[width - len(prompts[index]) :] = torch.from_numpy(prompts[index])
-            lengths = torch.tensor([len(prompts[index]) for index in batch])
-            attention = (torch.arange(width)[None] >= width - lengths[:, None]).long()
-            device = self._model.device
-            stop = _Stop(width, self._has_stop)
-            drawing = [] if draws is None else [_Draw(self._rules(), [draws(index) for index in batch])]
-            with _no_defaults(self._model):
-                output = self._model.generate(
-                    ids.to(device),
-                    attention_mask=attention.to(device),
-                    generation_config=self._generation_config(),
-                    logits_processor=LogitsProcessorList(drawing),
-                    stopping_criteria=StoppingCriteriaList([stop] if self._settings.stop_strings else []),
-                ).cpu()
-            for i, (row, index) in enumerate(zip(output[:, width:], batch, strict=True)):
-                ends = (torch.isin(row, torch.tensor(self._eos_ids)).nonzero().flatten() + 1).tolist()
-                end = min([*ends, *([stop.ends[i]] if i in stop.ends else [])], default=None)
-                finished(index, Response(row[:end].tolist(), end is not None))
+    def _plain(self, partner: Partner, draws: Draws | None, size: int) -> None:
+        """Generate with `transformers`, in batches of `size` rows of similar length."""
+        rows: dict[int, list[int]] = {}
+        drawn: dict[int, Iterator[float]] = {}
+        while came := partner.next(wait=True):
+            ready = {index: tokens for index, tokens in came if tokens is not None}
+            for index, tokens in ready.items():
+                rows[index] = [*rows.get(index, ()), *tokens]
+            order = sorted(ready, key=lambda index: (-len(rows[index]), index))
+            for batch in (order[i : i + size] for i in range(0, len(order), size)):
+                drawing = None if draws is None else [drawn.setdefault(index, draws(index)) for index in batch]
+                turns = self._plain_turns([rows[index] for index in batch], drawing)
+                for index, turn in zip(batch, turns, strict=True):
+                    left = partner.longest - len(rows[index])
+                    turn = Response(turn.tokens[:left], turn.ended and len(turn.tokens) <= left)
+                    rows[index] += turn.tokens
+                    partner.take(index, turn)
+
+    def _plain_turns(self, rows: Sequence[Sequence[int]], draws: list[Iterator[float]] | None) -> list[Response]:
+        """Return what follows the tokens of each row, of which the first is the longest."""
+        width = len(rows[0])
+        ids = torch.full((len(rows), width), self._pad_id, dtype=torch.int64)
+        for row, tokens in zip(ids, rows, strict=True):
+            row[width - len(tokens) :] = torch.tensor(tokens)
+        lengths = torch.tensor([len(tokens) for tokens in rows])
+        attention = (torch.arange(width)[None] >= width - lengths[:, None]).long()
+        device = self._model.device
+        stop = _Stop(width, self._has_stop)
+        drawing = [] if draws is None else [_Draw(self._rules(), draws)]
+        with _no_defaults(self._model):
+            output = self._model.generate(
+                ids.to(device),
+                attention_mask=attention.to(device),
+                generation_config=self._generation_config(),
+                logits_processor=LogitsProcessorList(drawing),
+                stopping_criteria=StoppingCriteriaList([stop] if self._settings.stop_strings else []),
+            ).cpu()
+        turns = []
+        for i, row in enumerate(output[:, width:]):
+            ends = (torch.isin(row, torch.tensor(self._eos_ids)).nonzero().flatten() + 1).tolist()
+            end = min([*ends, *([stop.ends[i]] if i in stop.ends else [])], default=None)
+            turns.append(Response(row[:end].tolist(), end is not None))
+        return turns
 
     def _generation_config(self) -> GenerationConfig:
         s = self._settings

@@ -7,7 +7,7 @@ copies its cache at each token, and continuous batching, which is built for page
 import inspect
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -59,14 +59,17 @@ class Partner(Protocol):
         With `wait`, waits until there is one; an empty list then means that all rows are complete.
         """
 
+    def close(self) -> None:
+        """End the rows that are not complete; `next` then raises CancelledError."""
+
 
 class Prompts:
-    """Prompts that have one response each."""
+    """Prompts that have one response each, by the indices of their rows."""
 
-    def __init__(self, prompts: Sequence[np.ndarray], finished: Finished, *, max_new_tokens: int) -> None:
-        self._waiting, self._finished = [prompt.tolist() for prompt in prompts], finished
+    def __init__(self, prompts: Mapping[int, np.ndarray], finished: Finished, *, max_new_tokens: int) -> None:
+        self._waiting, self._finished = [(i, prompt.tolist()) for i, prompt in prompts.items()], finished
         self.size = len(prompts)
-        self.longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+        self.longest = max(map(len, prompts.values())) + max_new_tokens
 
     def take(self, index: int, turn: Response) -> bool:
         """Report the response; the row is complete."""
@@ -76,7 +79,10 @@ class Prompts:
     def next(self, *, wait: bool) -> list[tuple[int, Sequence[int] | None]]:
         """Return all prompts, once."""
         waiting, self._waiting = self._waiting, []
-        return [*enumerate(waiting)]
+        return [*waiting]
+
+    def close(self) -> None:
+        """Nothing waits."""
 
 
 @dataclass(frozen=True)

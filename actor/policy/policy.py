@@ -188,7 +188,7 @@ class Policy:
         """Execute what rank 0 announces to do with the samplers. All ranks but rank 0; ends only with an exception."""
         assert self._samplers is not None
 
-        def respond(rows: range, prompts: list[np.ndarray], finished: Finished, *, seed: int, greedy: bool) -> None:
+        def respond(rows: range, prompts: list[Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
             with self.computing(), self._stream.running():
                 self.generation.run_rows(rows, prompts, finished, seed=seed, greedy=greedy)
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actor.data.rollout import Rollout
+from actor.data.rollout import Prompt, Rollout
 from actor.generation.engine import Generation
 from actor.generation.slots import Finished, Response
 from python_backend.errors import RlhfError
@@ -42,16 +42,17 @@ class OtherSamplers:
         self._closed = threading.Event()
 
     def respond(
-        self, generation: Generation, prompts: list[np.ndarray], finished: Finished, *, seed: int, greedy: bool
+        self, generation: Generation, prompts: list[Prompt], finished: Finished, *, seed: int, greedy: bool
     ) -> None:
         """Generate rank 0's share of the responses with `generation`, and take those of the other ranks as they end.
 
         Raises as `_receive`.
         """
         self._lane.announce("respond", seed=seed, greedy=greedy)
-        lengths = torch.tensor([tokens.size for tokens in prompts])
+        lengths = torch.tensor([len(prompt.tokens) for prompt in prompts])
+        tokens = torch.from_numpy(np.concatenate([prompt.tokens for prompt in prompts]))
         for rank in self._others:
-            self._mail.send(rank, {"tokens": torch.from_numpy(np.concatenate(prompts)), "lengths": lengths})
+            self._mail.send(rank, {"tokens": tokens, "lengths": lengths})
 
         def take(_: int, message: Mapping[str, Tensor]) -> None:
             logprobs = message["logprobs"].tolist() if "logprobs" in message else None
@@ -93,7 +94,8 @@ class OtherSamplers:
 
         def answer_prompts(*, seed: int, greedy: bool) -> None:
             message = self._message_of_rank_0()
-            prompts = [tokens.numpy() for tokens in message["tokens"].split(message["lengths"].tolist())]
+            parts = message["tokens"].split(message["lengths"].tolist())
+            prompts = [Prompt("", "", tokens.numpy()) for tokens in parts]
             with self._reported():
                 respond(self._rows_of(self._rank, len(prompts)), prompts, self._send_row, seed=seed, greedy=greedy)
 

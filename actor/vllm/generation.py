@@ -1,6 +1,7 @@
 """Generates responses with vLLM servers; the policy's log-probs are computed by the actor as for its own decoder."""
 
 import asyncio
+import collections
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from actor.data.compute import cancelled
+from actor.data.rollout import Prompt
 from actor.generation.engine import Generation
-from actor.generation.slots import Finished, Response
+from actor.generation.slots import Finished, Partner, Response
 from actor.policy.policy import Policy
 from actor.vllm.connection import HINT, PolicyVersions, VllmConnection
 from python_backend.client.pool import ServerPool
@@ -72,7 +74,7 @@ class VllmGeneration(Generation):
                 loop.call_soon_threadsafe(task.cancel)
 
     def run_rows(
-        self, rows: range, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool
+        self, rows: range, prompts: Sequence[Prompt], finished: Finished, *, seed: int, greedy: bool
     ) -> None:
         """Generate the responses of `run` to the prompts with the indices `rows` only; `renew` was called before.
 
@@ -80,11 +82,10 @@ class VllmGeneration(Generation):
             RequestFailed: the servers were unavailable for `actor.client.max_outage_s`, or refuse a request.
             RlhfError: a server was started without something that is needed.
         """
-        asyncio.run(self._run(rows, prompts, finished, seed=seed, greedy=greedy))
+        with self._partner_of({row: prompts[row] for row in rows}, finished, seed) as partner:
+            asyncio.run(self._run(partner, seed=seed, greedy=greedy))
 
-    async def _run(
-        self, rows: range, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool
-    ) -> None:
+    async def _run(self, partner: Partner, *, seed: int, greedy: bool) -> None:
         task = asyncio.current_task()
         assert task is not None
         limit = asyncio.Semaphore(self._settings.batch_size)
@@ -99,27 +100,47 @@ class VllmGeneration(Generation):
         )
         pool = ServerPool(self._vllm.servers, connect, self._client, RequestCounters(), hint=HINT)
 
-        async def respond(row: int) -> None:
-            async with limit:
-                finished(row, await self._respond(pool, prompts[row], self._sampling(seed, row, greedy=greedy)))
+        rows: dict[int, list[int]] = {}
+        turns: dict[int, int] = collections.Counter()
 
-        responses = [asyncio.create_task(respond(row)) for row in rows]
+        async def respond(row: int, before: Sequence[int]) -> None:
+            rows[row] = [*rows.get(row, ()), *before]
+            left = min(self._settings.max_new_tokens, partner.longest - len(rows[row]))
+            sampling = self._sampling([seed, row, *([turns[row]] if turns[row] else ())], left, greedy=greedy)
+            turns[row] += 1
+            async with limit:
+                turn = await self._respond(pool, rows[row], sampling)
+            rows[row] += turn.tokens
+            partner.take(row, turn)
+
+        responses: set[asyncio.Future[Any]] = set()
         self._running = asyncio.get_running_loop(), task
         try:
             if self._is_closed:
                 raise asyncio.CancelledError
-            await asyncio.gather(*responses)
+            more = asyncio.ensure_future(asyncio.to_thread(partner.next, wait=True))
+            while responses or more is not None:
+                waited = {more, *responses} if more is not None else responses
+                done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                responses -= done
+                for each in done:
+                    came = each.result()
+                    if each is more:
+                        begun = [asyncio.create_task(respond(*row)) for row in came if row[1] is not None]
+                        responses.update(begun)
+                        more = asyncio.ensure_future(asyncio.to_thread(partner.next, wait=True)) if came else None
         finally:
             self._running = None
+            partner.close()  # a thread may wait for it
             await cancelled(responses)
             await pool.close()
 
-    def _sampling(self, seed: int, row: int, *, greedy: bool) -> dict[str, Any]:
-        """Return vLLM's sampling parameters of one row, with a seed of its own, so that a repeated request matches."""
+    def _sampling(self, seed: Sequence[int], most: int, *, greedy: bool) -> dict[str, Any]:
+        """Return vLLM's sampling parameters of a turn of at most `most` tokens; a repeated request has the same."""
         s = self._settings
-        own_seed = int(np.random.SeedSequence([seed, row]).generate_state(1)[0]) >> 1
+        own_seed = int(np.random.SeedSequence([*seed]).generate_state(1)[0]) >> 1
         sampling: dict[str, Any] = {
-            "max_tokens": s.max_new_tokens,
+            "max_tokens": most,
             "min_tokens": s.min_new_tokens,
             "seed": own_seed,
             "logprobs": 0,
@@ -138,12 +159,12 @@ class VllmGeneration(Generation):
         return sampling
 
     async def _respond(
-        self, pool: ServerPool[VllmConnection], prompt: np.ndarray, sampling: Mapping[str, Any]
+        self, pool: ServerPool[VllmConnection], tokens: list[int], sampling: Mapping[str, Any]
     ) -> Response:
         """Return the response to one prompt from any server, with retries and failover."""
         attempts = Attempts(MODEL, self._client, self._budget, retries=self._client.retries)
         return self._response(
-            await pool.answer(attempts, lambda connection: connection.generate(prompt.tolist(), sampling))
+            await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling))
         )
 
     def _response(self, choice: Mapping[str, Any]) -> Response:

@@ -69,7 +69,8 @@ def generation(model: Any, **settings: Any) -> Generation:
 
 def texts(written_by: Generation, prompts: list[np.ndarray], *, seed: int = 0, greedy: bool = False) -> list[list[int]]:
     found: dict[int, list[int]] = {}
-    written_by.run(prompts, lambda i, response: found.update({i: response.tokens}), seed=seed, greedy=greedy)
+    given = [Prompt("", "", tokens) for tokens in prompts]
+    written_by.run(given, lambda i, response: found.update({i: response.tokens}), seed=seed, greedy=greedy)
     assert len(found) == len(prompts)
     return [found[i] for i in range(len(prompts))]
 
@@ -114,7 +115,7 @@ def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows(monkeyp
     model, prompts = make_model("llama", eos_bias=1.0), make_prompts(60, longest=4)
     found: dict[int, list[int]] = {}
     decoder = Decoder(model, Rules(24, [EOS], [0, 1]), slots=4)
-    decoder.run(Prompts(prompts, lambda i, turn: found.update({i: turn.tokens}), max_new_tokens=24), None)
+    decoder.run(Prompts(dict(enumerate(prompts)), lambda i, turn: found.update({i: turn.tokens}), max_new_tokens=24), None)
     assert len(sizes) == 1
     assert len(shifts) > 3
     plain = generation(model, engine="transformers", max_new_tokens=24, generation_batch_size=60)
@@ -200,9 +201,9 @@ def test_prompts_of_a_group_go_through_one_forward(
 
     def written(rows: list[int]) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
-        given = [prompts[i] for i in rows]
-        partner = Prompts(given, lambda i, turn: found.update({rows[i]: turn.tokens}), max_new_tokens=16)
-        decoder.run(partner, lambda i: uniform_draws(3, rows[i]))
+        given = {i: prompts[i] for i in rows}
+        partner = Prompts(given, lambda i, turn: found.update({i: turn.tokens}), max_new_tokens=16)
+        decoder.run(partner, functools.partial(uniform_draws, 3))
         return found
 
     together, passes = written(list(range(12))), [rows[0] for rows in rows_in if rows]
@@ -264,7 +265,7 @@ def test_rows_go_on_in_their_slots_as_if_each_turn_were_generated_from_the_whole
             for turn, observed in itertools.zip_longest(parts[::2], parts[1::2], fillvalue=()):
                 alone: list[int] = []
                 left = min(12, talk.longest - len(row))
-                partner = Prompts([np.array(row)], lambda _, found: alone.extend(found.tokens), max_new_tokens=left)
+                partner = Prompts({0: np.array(row)}, lambda _, found: alone.extend(found.tokens), max_new_tokens=left)
                 Decoder(model, dataclasses.replace(rules, max_new_tokens=left), slots=1).run(partner, lambda _: draws)
                 assert turn == alone
                 row = [*row, *turn, *observed]
@@ -353,7 +354,8 @@ def test_rows_that_lack_of_memory_interrupts_start_again_with_the_same_draws(
 
     monkeypatch.setattr(model, "forward", functools.wraps(forward)(limited))
     found: list[tuple[int, list[int]]] = []
-    written_by.run(prompts, lambda i, response: found.append((i, response.tokens)), seed=7)
+    given = [Prompt("", "", tokens) for tokens in prompts]
+    written_by.run(given, lambda i, response: found.append((i, response.tokens)), seed=7)
     assert sorted(found) == list(enumerate(expected))  # each once
     assert (written_by.memory.count, written_by.memory.size) == (2, 2)
 

@@ -37,7 +37,8 @@ ARGUMENTS = ["--enforce-eager"]
 KV_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
 MOST_GAP = 1e-3  # nats
 STEPS, KILL_AT = 5, 3
-PROMPTS = [np.asarray(tokens) for tokens in ([5, 9, 12], [30], [7, 8, 9, 10, 11], [44, 45])]
+TOKENS = ([5, 9, 12], [30], [7, 8, 9, 10, 11], [44, 45])
+PROMPTS = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate(TOKENS)]
 
 pytestmark = [
     pytest.mark.slow,
@@ -142,8 +143,7 @@ def test_vllm_generates_with_the_weights_of_the_policy(
             policy.optimizer_step += 1
         policy.renew_sampler()
         assert all(seen[i] != seen[j] for i in range(3) for j in range(i))
-        prompts = [Prompt(str(i), "", tokens) for i, tokens in enumerate(PROMPTS)]
-        rollout, again = policy.generate(prompts, seed=5), policy.generate(prompts, seed=5)
+        rollout, again = policy.generate(PROMPTS, seed=5), policy.generate(PROMPTS, seed=5)
         assert torch.equal(rollout.tokens, again.tokens)
         assert rollout.logprobs is not None
         assert float((policy.sampled_logprobs(rollout) - rollout.logprobs).abs().max()) <= MOST_GAP

@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 from tiny_checkpoints import VOCAB, save_tiny
 
+from actor.data.rollout import Prompt
 from actor.generation.slots import Response
 from actor.policy.policy import Policy
 from actor.vllm.generation import VllmGeneration
 from benchmarks.workload import word_tokenizer
 from python_backend.config import RunConfig
 
-PROMPTS = [np.asarray([3, 4]), np.asarray([5]), np.asarray([6, 7, 8])]
+PROMPTS = [Prompt("", "", np.asarray(tokens)) for tokens in ([3, 4], [5], [6, 7, 8])]
 END = [5, 6, 7, 1]
 
 
