@@ -90,12 +90,14 @@ def _train(config: RunConfig, ranks: AnyRanks, *, accepts_changes: bool) -> int:
         from actor.run.stopping import INTERRUPTED, Stopped, stop_on_signals
         from python_backend.client.client import TritonClient
         from python_backend.store.run_lock import only_actor
-        from python_backend.wire.contract import REWARD_MODEL
+        from python_backend.wire.contract import CRITIC, REFERENCE, REWARD_MODEL
 
     async def ppo() -> None:
         key = os.environ.get(config.server.training_key_env or "")
         async with TritonClient(config.server.http_url, config.actor.client, training_key=key) as client:
-            await client.describe(REWARD_MODEL)  # fail before loading models if no server answers
+            if config.needs_server:
+                model = REWARD_MODEL if config.serves_rewards else CRITIC if config.serves_critic else REFERENCE
+                await client.describe(model)  # fail before loading models if no server answers
             run = PPORun(config, client, ranks)
             # Until here a signal raises KeyboardInterrupt; from here on it stops the run with a checkpoint.
             stop_on_signals(run.stop, config.actor.stop_grace_s, stop_signals())

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from actor.algorithms.batch import check_failures, critic_payload, make_batch, sequence_kl
+from actor.algorithms.batch import check_failures, critic_payload, make_batch, sequence_kl, with_limits
 from actor.algorithms.losses import KLControl
 from actor.algorithms.method import Method, log_choices
 from actor.algorithms.stages import RewardShaper
@@ -39,6 +39,7 @@ class PPORun:
     def __init__(self, config: RunConfig, client: TritonClient, ranks: AnyRanks = ALONE) -> None:
         """`ranks`: the processes that train the policy, of which this is rank 0."""
         self.settings = actor = config.actor
+        self.truncated = "score" if config.environment is None else config.environment.truncated
         self.stop = Stop()
         seed, validation, has_critic = config.run.seed, actor.validation, actor.algorithm.uses_critic
         log_choices(config)
@@ -47,7 +48,12 @@ class PPORun:
         self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
         self.kl = KLControl(actor.kl.coef, target=actor.kl.target, horizon=actor.kl.horizon)
         self.scorer = Scorer(
-            client, self.policy.tokenizer, rows_per_request=actor.client.rows_per_request, with_critic=has_critic
+            client,
+            self.policy.tokenizer,
+            rows_per_request=actor.client.rows_per_request,
+            with_critic=has_critic,
+            with_rewards=config.serves_rewards,
+            environment_weight=1.0 if config.environment is None else config.environment.weight,
         )
         self.reference = make_reference(config, client, self.policy)
         reader = PromptReader(
@@ -63,9 +69,12 @@ class PPORun:
             if validation.prompts and validation.size
             else []
         )
-        algorithm = actor.algorithm
         self.inputs = StepInputs(
-            stream, seed, actor.prompts_per_step, algorithm.responses_per_prompt, algorithm.prompt_candidates
+            stream,
+            seed,
+            actor.prompts_per_step,
+            actor.algorithm.responses_per_prompt,
+            actor.algorithm.prompt_candidates,
         )
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
         self.recorder = Recorder(config, state, client, has_critic=has_critic)
@@ -167,8 +176,9 @@ class PPORun:
 
     def make_batch(self, scored: ScoredRollout, dropped: Sequence[ScoredRollout] = ()) -> PPOBatch:
         """Return the training batch of a rollout and, for the critic alone, of the rows behind it."""
+        whole = join_scored([scored, *dropped], self.policy.pad_id) if dropped else scored
         return make_batch(
-            join_scored([scored, *dropped], self.policy.pad_id) if dropped else scored,
+            with_limits(whole, self.truncated, self.settings.algorithm.gamma),
             self.method,
             self.shaper,
             kl_coef=self.kl.coef,

@@ -80,6 +80,6 @@ def _policy_of(folder: Path) -> Policy:
 
     state: dict[str, Any] = verify_folder(folder)
     settings = PolicySection(model=Path(state["start"]), **{name: state[name] for name in REBUILDS})
-    policy = Policy(settings, GenerationSection(max_new_tokens=1), OptimizerSection(), max_prompt_tokens=1)
+    policy = Policy(settings, GenerationSection(max_new_tokens=1), OptimizerSection(), longest_row=(1, ""))
     read_weights(policy, folder)
     return policy

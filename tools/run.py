@@ -89,14 +89,8 @@ class Run:
             self._override(*settle(self.config, self._display.log))
         self.config.run.dir.mkdir(parents=True, exist_ok=True)
         write_settings(self.config, changed)
-        self._display.phase("starting tritonserver")
-        with self._signals.raising():
-            ensure_first_version(self.config, self._path, self._overrides)
-        log, check = self._display.log, self._signals.check
-        self._supervisor = Supervisor(
-            lambda: start_server(self.config, log=log, check=check), log=log, folder=self.config.server_dir
-        )
-        check()
+        if self.config.needs_server:
+            self._start_server()
         failures_at_start = self._server_failures()
         arguments = ["--config", str(self._path), *self._overrides]
         logs = self.config.run.logs_dir
@@ -123,6 +117,16 @@ class Run:
         self.stop()
         with self._signals.raising():
             self._report(failures)
+
+    def _start_server(self) -> None:
+        self._display.phase("starting tritonserver")
+        with self._signals.raising():
+            ensure_first_version(self.config, self._path, self._overrides)
+        log, check = self._display.log, self._signals.check
+        self._supervisor = Supervisor(
+            lambda: start_server(self.config, log=log, check=check), log=log, folder=self.config.server_dir
+        )
+        check()
 
     def _start_vllm(self) -> None:
         self._display.phase("starting vLLM")
@@ -156,9 +160,9 @@ class Run:
 
     def _look(self) -> None:
         """Restart the server if needed, relay messages. Raises RlhfError if the actor failed or the sidecar ended."""
-        assert self._supervisor is not None
         self._look_outside()
-        self._supervisor.look()
+        if self._supervisor is not None:
+            self._supervisor.look()
         if self._vllm is not None and self._actor is not None:  # before, `await_ready` reports its end
             self._vllm.look()
         for child in (self._sidecar, self._actor):
@@ -181,7 +185,8 @@ class Run:
 
     def _server_failures(self) -> int:
         """Return the sum of `nv_inference_request_failure` over all models and reasons in Triton's metrics."""
-        assert self._supervisor is not None
+        if self._supervisor is None:
+            return 0
         # If the server does not answer, it is being restarted, and its counters will start from 0 again.
         metrics = get_page(self._supervisor.server.section.metrics_url, "/metrics")
         counts = re.findall(r"^nv_inference_request_failure\{[^}]*\} ([\d.e+]+)", metrics, re.MULTILINE)

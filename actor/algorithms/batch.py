@@ -1,5 +1,7 @@
 """Builds the training batch for policy and critic from a scored rollout."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -33,6 +35,8 @@ def make_batch(
     """
     rollout, scores, process = scored.rollout, scored.scores, scored.scores.process
     mask = rollout.mask * scores.scored[:, None]
+    if rollout.trajectories is not None and method.settings.defaults.needs_groups:
+        process = None  # total rewards are compared within groups
     kl = _token_kl(scored, mask, method)
     counted = scores.scored & (torch.arange(len(mask)) < len(mask) - num_dropped)
     inputs = AdvantageInputs(
@@ -74,6 +78,36 @@ def make_batch(
         positive=scores.rewards > 0 if method.settings.positive_nll else None,
         sampled_logprobs=scored.logprobs if rollout.logprobs is None else rollout.logprobs,
     )
+
+
+def with_limits(scored: ScoredRollout, treatment: str, gamma: float) -> ScoredRollout:
+    """Return the rollout with `environment.truncated` applied to the conversations that a limit has ended.
+
+    `mask` leaves them out, `bootstrap` adds the discounted value of their last token to the reward of their last turn,
+    and `score` takes them as they are.
+
+    Raises: RlhfError if nothing would be left.
+    """
+    rollout, scores = scored.rollout, scored.scores
+    limits = [trajectory.truncated for trajectory in rollout.trajectories or ()]
+    is_over = torch.tensor([not limit for limit in limits])
+    if not any(limits):
+        return scored
+    if treatment == "mask" and not (is_over & scores.scored).any():
+        raise RlhfError(
+            f"no conversation has come to its end: limits ended them ({', '.join(sorted({*limits} - {''}))}); raise "
+            "them, or set environment.truncated to score"
+        )
+    if treatment == "mask":
+        return replace(scored, scores=replace(scores, scored=scores.scored & is_over))
+    if treatment == "bootstrap":
+        assert scores.process is not None
+        rewards = scores.process.rewards.clone()
+        for row, trajectory in enumerate(rollout.trajectories or ()):
+            if trajectory.truncated and trajectory.turns:
+                rewards[row, trajectory.turns[-1].end - 1] += gamma * scores.values[row, rollout.lengths[row] - 1]
+        scores = replace(scores, process=replace(scores.process, rewards=rewards))
+    return replace(scored, rollout=replace(rollout, is_end=rollout.is_end | ~is_over), scores=scores)
 
 
 def _token_kl(scored: ScoredRollout, mask: Tensor, method: Method) -> Tensor | None:

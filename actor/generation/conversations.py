@@ -81,7 +81,7 @@ class Agent:
             RlhfError: the class of the environment cannot be used, or the policy's chat template.
         """
         self._settings, self._tokenizer, self._max_prompt_tokens = settings, tokenizer, max_prompt_tokens
-        self.longest = max_prompt_tokens + settings.max_tokens
+        self.longest = settings.max_tokens
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="environments", daemon=True).start()
         self._environments = Environments(settings)
@@ -137,7 +137,7 @@ class Agent:
             text = self._tokenizer.decode(turn.tokens, skip_special_tokens=True)
             talk.messages.append({"role": "assistant", "content": text})
             if not turn.ended:
-                talk.truncated = "max_tokens" if talk.length >= self.longest else "actor.generation.max_new_tokens"
+                talk.truncated = "environment.max_tokens" if talk.length >= self.longest else "actor.generation.max_new_tokens"
                 return
             answers = await self._answers(talk, instance, text)
             talk.messages += answers or ()

@@ -179,20 +179,22 @@ def load_model(settings: PolicySection, *, as_stored: bool = False) -> Any:
     return load(dtype=torch.float32)
 
 
-def check_positions(model: Any, folder: Path, max_prompt_tokens: int, max_new_tokens: int) -> None:
-    """Keep the model's forward pass as loaded; raise CheckpointError if rows may exceed the model's positions."""
+def check_positions(model: Any, folder: Path, longest: int, why: str) -> None:
+    """Keep the model's forward pass as loaded; raise CheckpointError if rows may exceed the model's positions.
+
+    Args:
+        longest: the most tokens that a row may have.
+        why: which settings say so.
+    """
     fix_forward(model)
-    config, longest = model.config.to_dict(), max_prompt_tokens + max_new_tokens
+    config = model.config.to_dict()
     limit, reason = stable_length(config), "beyond which the model's forward pass changes with the row length"
     if limit is None:
         limit, reason = max_positions(config), "the number of positions that the model has embeddings for"
         if limit is not None and longest > limit and _takes_rows_of(model, longest):
             return
     if limit is not None and longest > limit:
-        raise CheckpointError(
-            f"{folder}: actor.prompts.max_tokens ({max_prompt_tokens}) + actor.generation.max_new_tokens "
-            f"({max_new_tokens}) is above {limit}, {reason}; lower them"
-        )
+        raise CheckpointError(f"{folder}: rows may have more than {limit} tokens, {reason}: {why}")
 
 
 @torch.no_grad()

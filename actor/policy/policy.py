@@ -54,7 +54,7 @@ class Policy:
         generation: GenerationSection,
         optimizer: OptimizerSection,
         *,
-        max_prompt_tokens: int,
+        longest_row: tuple[int, str],
         keeps_reference: bool = False,
         keeps_sampler: bool = False,
         ranks: AnyRanks = ALONE,
@@ -62,6 +62,7 @@ class Policy:
         """Load the policy, which must be the same on all ranks.
 
         Args:
+            longest_row: the most tokens that a row may have, and which settings say so.
             keeps_reference: keep a copy of the initial weights as the reference; LoRA needs no copy.
             keeps_sampler: generate with a copy of the policy, which stays fixed while the policy is updated; as several
                 ranks always do.
@@ -79,7 +80,7 @@ class Policy:
             model = load_model(settings, as_stored=ranks.size > 1)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
-        check_positions(model, folder, max_prompt_tokens, generation.max_new_tokens)
+        check_positions(model, folder, *longest_row)
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self.fingerprint = fingerprint_weights(folder)
         self._models = PolicyModels(
@@ -137,13 +138,13 @@ class Policy:
         self.optimizer_step = 0
 
     @classmethod
-    def of(cls, actor: ActorSection, ranks: AnyRanks = ALONE) -> Policy:
-        """Load the policy of a run. Raises CheckpointError."""
+    def of(cls, actor: ActorSection, ranks: AnyRanks = ALONE, longest_row: tuple[int, str] | None = None) -> Policy:
+        """Load the policy of a run; see `__init__`. Raises CheckpointError."""
         return cls(
             actor.policy,
             actor.generation,
             actor.optimizer,
-            max_prompt_tokens=actor.prompts.max_tokens,
+            longest_row=longest_row or actor.longest_row,
             keeps_reference=actor.kl.uses_reference and actor.kl.reference == "actor",
             keeps_sampler=actor.one_step_off_policy,
             ranks=ranks,

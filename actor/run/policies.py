@@ -22,11 +22,17 @@ def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> t
     """Load the policy of a run, and create its update."""
     actor = config.actor
     torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, and alike on all ranks
-    policy = Policy.of(actor, ranks)
+    policy = Policy.of(actor, ranks, config.longest_row)
     if actor.generation.engine == "vllm":
         from actor.vllm.generation import VllmGeneration  # deferred: HTTP
 
         policy.generation = VllmGeneration(config, policy)
+    if config.environment is not None:
+        from actor.generation.conversations import Agent  # deferred: HTTP
+
+        policy.generation.agent = Agent(
+            config.environment, policy.tokenizer, max_prompt_tokens=actor.prompts.max_tokens
+        )
     return policy, PolicyUpdate.of(actor, policy, method)
 
 

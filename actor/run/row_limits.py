@@ -18,20 +18,19 @@ def check_lengths(config: RunConfig) -> None:
     Raises:
         ConfigError: one line for each model that takes shorter rows only.
     """
-    prompt, new = config.actor.prompts.max_tokens, config.actor.generation.max_new_tokens
+    longest, why = config.longest_row
     limit_of = max_positions if config.actor.generation.engine == "vllm" else stable_length
-    limits = {"actor.policy.model": limit_of(_settings(config.actor.policy.model)) or prompt + new}
+    limits = {"actor.policy.model": limit_of(_settings(config.actor.policy.model)) or longest}
     for role, section in config.served_sections.items():
         known = (section.max_length, max_positions(_settings(section.model)))
         limits[f"{role}.model"] = min(filter(None, known), default=LONGEST_ROW_TOKENS)
-    short = {key: limit for key, limit in limits.items() if limit < prompt + new}
+    short = {key: limit for key, limit in limits.items() if limit < longest}
     if "reward.model" in short and not _reward_refuses(config):
         del short["reward.model"]
     if short:
         raise ConfigError(
             "\n".join(
-                f"{key}: takes rows of at most {limit} tokens, but actor.prompts.max_tokens ({prompt}) + "
-                f"actor.generation.max_new_tokens ({new}) is {prompt + new}; lower them"
+                f"{key}: takes rows of at most {limit} tokens, but {why}"
                 for key, limit in short.items()
             )
         )

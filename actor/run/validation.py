@@ -116,6 +116,7 @@ def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str,
             **text,
             **_question(prompt),
             **_steps(scores, i),
+            **_conversation(rollout, i),
             "ended": bool(rollout.is_end[i]),
         }
         for i, (prompt, text) in enumerate(zip(rollout.prompts, read_texts(rollout, scores, tokenizer), strict=True))
@@ -127,6 +128,15 @@ def _steps(scores: Scores, index: int) -> dict[str, list[float]]:
     if scores.process is None or not scores.scored[index]:
         return {}
     return {"step_rewards": scores.process.rewards[index][scores.process.ends[index]].tolist()}
+
+
+def _conversation(rollout: Rollout, index: int) -> dict[str, Any]:
+    """Return the turns of a conversation with an environment, and how it ended."""
+    if rollout.trajectories is None:
+        return {}
+    trajectory = rollout.trajectories[index]
+    ended = {name: text for name in ("truncated", "error") if (text := getattr(trajectory, name))}
+    return {"turns": [*trajectory.messages], "turn_rewards": [turn.reward for turn in trajectory.turns], **ended}
 
 
 def _question(prompt: Prompt) -> dict[str, str]:

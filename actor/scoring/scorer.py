@@ -14,6 +14,7 @@ import torch
 from actor.data.compute import each
 from actor.data.prompts import PromptError
 from actor.data.rollout import ProcessRewards, Prompt, Rollout, Scores, joined
+from actor.scoring.environment import with_environment
 from python_backend.checkpoints.tokenization import fingerprint
 from python_backend.client.batching import halved
 from python_backend.client.client import TritonClient
@@ -148,11 +149,23 @@ class Scorer:
     """Requests rewards and values of rollouts from the servers."""
 
     def __init__(
-        self, client: TritonClient, tokenizer: Any, *, rows_per_request: int, with_critic: bool = True
+        self,
+        client: TritonClient,
+        tokenizer: Any,
+        *,
+        rows_per_request: int,
+        with_critic: bool = True,
+        with_rewards: bool = True,
+        environment_weight: float = 1.0,
     ) -> None:
-        """`with_critic`: request values as well; if False, values are 0 and their version is -1."""
+        """
+        Args:
+            with_critic: request values as well; if False, values are 0 and their version is -1.
+            with_rewards: request rewards; if False, only environments give any.
+            environment_weight: factor of the rewards that environments give.
+        """
         self._client = client
-        self.has_critic = with_critic
+        self.has_critic, self._has_rewards, self._weight = with_critic, with_rewards, environment_weight
         self._tokenizer = tokenizer
         self.rows_per_request = rows_per_request
         self.sends_sentences = False
@@ -172,8 +185,9 @@ class Scorer:
             RequestFailed: the server cannot be reached.
         """
         ours = fingerprint(self._tokenizer)
-        served = {model: await self._describe(model) for model in (REWARD_MODEL, CRITIC)[: 1 + self.has_critic]}
-        self.reward = served[REWARD_MODEL]
+        models = [REWARD_MODEL] * self._has_rewards + [CRITIC] * self.has_critic
+        served = {model: await self._describe(model) for model in models}
+        self.reward = served.get(REWARD_MODEL, self.reward)
         for model, declared in served.items():
             if declared.num_rewards > 1:
                 raise RlhfError(
@@ -191,7 +205,8 @@ class Scorer:
                 f"{self._tokenizer.name_or_path}): values belong to the policy's tokens, so the critic must start "
                 "from a checkpoint with the same vocabulary"
             )
-        self.sends_sentences = self.reward.takes_pairs or self.reward.texts_only or self.reward.tokenizer != ours
+        is_other = self._has_rewards and self.reward.tokenizer != ours
+        self.sends_sentences = self.reward.takes_pairs or self.reward.texts_only or is_other
         if self.sends_sentences and self.reward.granularity == "token":
             raise RlhfError(
                 f"reward.process.granularity is token, but the tokens of {self.reward.folder} are not the policy's "
@@ -225,7 +240,8 @@ class Scorer:
         chunks = [range(i, min(i + step, count)) for i in range(0, count, step)]
         ask = functools.partial(self._ask, rollout, group_size, versions)
         parts = await each(lambda chunk: halved(chunk, ask, str, unit=unit), chunks)
-        return await asyncio.to_thread(self._assembled, rollout, [*itertools.chain(*parts)])
+        scores = await asyncio.to_thread(self._assembled, rollout, [*itertools.chain(*parts)])
+        return with_environment(rollout, scores, self._weight)
 
     async def values(self, rollout: Rollout, versions: VersionRange | None = None) -> Scores:
         """Return values, of these versions, without running the reward model; all rewards are 0."""
@@ -251,6 +267,8 @@ class Scorer:
     async def _ask(
         self, rollout: Rollout, group_size: int, versions: VersionRange | None, chunk: Sequence[int]
     ) -> dict[str, np.ndarray]:
+        if not self._has_rewards:
+            return await self._values(rollout, versions, chunk) if self.has_critic else {}
         rows, wanted = rollout.rows(_slice(chunk)), self.reward.reward_outputs
         metadata = texts = pairs = None
         if self.reward.components or self.sends_sentences:

@@ -231,7 +231,8 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRec
     )
     longest = PromptsSection().max_tokens
     settings = PolicySection(model=policy_folder, lora_rank=1)
-    policy = Policy(settings, generation, OptimizerSection(), max_prompt_tokens=longest)
+    longest_row = longest + generation.max_new_tokens, "the prompts of the demo; shorten them"
+    policy = Policy(settings, generation, OptimizerSection(), longest_row=longest_row)
     known = read_prompts(prompts_file, PromptReader(policy.tokenizer, longest))
     epochs = range(0, number, len(known))
     prompts = [prompt for epoch in epochs for prompt in random.Random(seed + epoch).sample(known, len(known))][:number]

@@ -32,7 +32,7 @@ from python_backend.config.actor import (
 )
 from python_backend.config.algorithms import ALGORITHMS
 from python_backend.config.deterministic import with_fixed_values
-from python_backend.config.environment import EnvironmentSection
+from python_backend.config.environment import EnvironmentSection, check_environment
 from python_backend.config.optimizer import CriticOptimizerSection, OptimizerSection, check_optimizer
 from python_backend.config.other_names import key_of
 from python_backend.config.rewards import (
@@ -163,6 +163,8 @@ class RunConfig(Section):
                 f"(reward.process); choose {', '.join(others)}, or remove reward.process"
             )
         check_actor(self.actor)
+        if self.environment is not None:
+            check_environment(self.environment, self.actor)
         check_optimizer("actor.optimizer", self.actor.optimizer, total_steps=self.actor.optimizer_steps)
         check_optimizer("trainer.optimizer", self.trainer.optimizer)
         check_training(
@@ -175,6 +177,14 @@ class RunConfig(Section):
         if not self.run.share_cards:
             check_cards(self.places)
         return self
+
+    @property
+    def longest_row(self) -> tuple[int, str]:
+        """The most tokens that a row of the run may have, and the keys that say so."""
+        if self.environment is None:
+            return self.actor.longest_row
+        most = self.environment.max_tokens
+        return most, f"environment.max_tokens is {most}; lower it"
 
     @property
     def published_choices(self) -> str:
@@ -208,8 +218,14 @@ class RunConfig(Section):
 
     @property
     def serves_rewards(self) -> bool:
-        """Whether rewards are served: always, except without an actor, if the YAML has only a critic."""
-        return self._roles != {"critic"}
+        """Whether rewards are served: always, except if a YAML without an actor, or with an environment, has none."""
+        is_named = self.rewards is not None or self.reward != RewardSection()
+        return self._roles != {"critic"} and (self.environment is None or is_named)
+
+    @property
+    def needs_server(self) -> bool:
+        """Whether anything is served; an environment's own rewards are not."""
+        return self.serves_rewards or self.serves_critic or self.actor.kl.serves_reference
 
     @property
     def uses_reward_model(self) -> bool:

@@ -449,6 +449,13 @@ class ActorSection(Section):
         return self.update.epochs == 1 and one_minibatch and not self.one_step_off_policy and is_ours
 
     @property
+    def longest_row(self) -> tuple[int, str]:
+        """The most tokens of a prompt and its response, and the keys that say so."""
+        prompt, new = self.prompts.max_tokens, self.generation.max_new_tokens
+        keys = f"actor.prompts.max_tokens ({prompt}) + actor.generation.max_new_tokens ({new})"
+        return prompt + new, f"{keys} is {prompt + new}; lower them"
+
+    @property
     def prompts_per_step(self) -> int:
         """Number of prompts in a rollout."""
         return self.rollout_size // self.algorithm.responses_per_prompt

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from python_backend.config.fields import Count, Seconds, Section
 from python_backend.config.rewards import FunctionSpec, Options
+
+if TYPE_CHECKING:
+    from python_backend.config.actor import ActorSection
 
 
 class EnvironmentSection(Section):
@@ -27,8 +30,8 @@ class EnvironmentSection(Section):
     """Factor of the environment's own rewards."""
     max_turns: Count = 8
     """Turns that the policy generates in a trajectory."""
-    max_tokens: Count = 1024
-    """Tokens of a trajectory beyond its prompt, those of the environment included."""
+    max_tokens: Count = 4096
+    """Tokens of a trajectory: its prompt, the policy's turns and what the environment answers."""
     step_timeout_s: Seconds = 30.0
     """Timeout for one call of the environment; on expiry the trajectory has failed."""
     timeout_s: Seconds = 600.0
@@ -38,6 +41,8 @@ class EnvironmentSection(Section):
     `score` takes the rewards until then."""
     workers: Count = 1
     """Number of worker processes; each holds many instances."""
+    concurrent: Count = 256
+    """How many trajectories may have an instance at the same time; others wait."""
     memory_mib: Count = 4096
     """Memory limit of a worker; the environment gets a MemoryError beyond it."""
     max_observation_chars: Count = 20000
@@ -48,3 +53,25 @@ class EnvironmentSection(Section):
         if (self.class_ is None) == (self.url is None):
             raise ValueError("give class or url" if self.url is None else "class and url are both given; remove one")
         return self
+
+
+def check_environment(environment: EnvironmentSection, actor: ActorSection) -> None:
+    """Raise ValueError if settings of `environment` and `actor` contradict each other."""
+    algorithm = actor.algorithm
+    if environment.max_tokens <= actor.prompts.max_tokens:
+        raise ValueError(
+            f"environment.max_tokens ({environment.max_tokens}), which a whole trajectory may have, must be above "
+            f"actor.prompts.max_tokens ({actor.prompts.max_tokens})"
+        )
+    if environment.truncated == "bootstrap" and not algorithm.uses_critic:
+        raise ValueError(
+            f"environment.truncated is bootstrap, which needs a critic, but {algorithm.name} has none; set it to mask "
+            "or score"
+        )
+    unfit = {
+        "actor.ranks": actor.ranks > 1,
+        "actor.algorithm.prompt_candidates": algorithm.prompt_candidates > 1,
+        "actor.rewards.overlong_tokens": actor.rewards.overlong_tokens > 0,
+    }
+    if wrong := [key for key, is_wrong in unfit.items() if is_wrong]:
+        raise ValueError(f"{wrong[0]} cannot be used with an environment; remove one of them")

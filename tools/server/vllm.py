@@ -114,7 +114,7 @@ class VllmServer:
 def vllm_arguments(config: RunConfig, url: str) -> list[str]:
     """Return the arguments of `vllm` that serve the policy of a run at `url`."""
     policy, generation = config.actor.policy, config.actor.generation
-    longest = config.actor.prompts.max_tokens + generation.max_new_tokens
+    longest, _ = config.longest_row
     host, _, port = url.rpartition(":")
     adapters = ["--enable-lora", "--max-lora-rank", str(_rank_limit(policy.lora_rank))] if policy.lora_rank else []
     return [
