@@ -82,10 +82,11 @@ async def test_what_is_wrong_with_a_tool_call_is_said_to_the_model(tmp_path: Pat
         assert log.read_text() == "closed", "an instance that was made for its tools alone"
         one, other = [await environments.open({"target": 4, "prompt": "p", "x": 1}) for _ in range(2)]
         assert one.observation is None
-        calls: list[tuple[str, dict[str, Any], str]] = [
+        calls: list[tuple[str, Any, str]] = [
             ("look", {"where": "up"}, "up 1 ['prompt', 'x']"),
             ("look", {}, "error: TypeError: Tools.look() missing 1 required positional argument: 'where'"),
             ("look", {"self": 1}, "error: TypeError: Tools.look() got multiple values for argument 'self'"),
+            ("look", ["up"], "error: the arguments are ['up']; write an object with a value for each name"),
             ("close", {}, "error: there is no tool close; the tools: fail, look"),
             ("_secret", {}, "error: there is no tool _secret; the tools: fail, look"),
             ("fail", {"how": "raise"}, "error: KeyError: 'key'"),
@@ -122,7 +123,7 @@ async def test_reset_receives_the_row_or_its_columns_and_a_reward_may_come_from_
 
 @pytest.mark.parametrize("name", ["Doing", "Coroutines"])
 async def test_64_instances_of_one_worker_are_in_a_step_at_once(name: str) -> None:
-    """None ends its step before all have begun one."""
+    """No step ends before all have begun."""
     async with running(name, step_timeout_s=60) as environments:
         instances = await asyncio.gather(*(environments.open({"name": "n"}) for _ in range(64)))
         results = await asyncio.gather(*(instance.step("meet") for instance in instances))
