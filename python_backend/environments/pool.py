@@ -185,7 +185,8 @@ class Environments:
         answer = await worker.ask(message, START_LIMIT_S)
         if "error" in answer:
             self._in_background(worker.kill())
-            raise FunctionError(f"environment {self._name}: {answer['error']}")
+            key = "class" if settings.url is None else "url"
+            raise FunctionError(f"environment.{key} {self._name}: {answer['error']}")
         worker.takes_instances = True
         if "tools" in answer:
             self.tools = answer["tools"]

@@ -87,6 +87,8 @@ class HostedEnvironment:
         try:
             if name not in tools:
                 raise BadEnvironment(f"there is no tool {name}; the tools: {', '.join(tools) or 'none'}")
+            if not isinstance(arguments, dict):
+                raise BadEnvironment(f"the arguments are {arguments!r:.80}; write an object with a value for each name")
             result = await self._call(tools[name], **arguments)
             return {"text": self._text(await self._call(str, result), "the result")}
         except BadEnvironment as error:
@@ -151,7 +153,7 @@ class HostedEnvironment:
         """Call `reset` with the row as one argument, or with its columns as keyword arguments, as TRL does."""
         reset = self._target.reset
         parameters = inspect.signature(reset).parameters
-        needed = [each for each in parameters.values() if each.kind <= 1 and each.default is each.empty]  # positional
+        needed = [each for each in parameters.values() if each.default is each.empty and each.kind != each.VAR_KEYWORD]
         takes_one = self._tools is None and len(parameters) == len(needed) == 1
         return reset(self._row) if takes_one or "row" in parameters else reset(**_accepted(reset, self._row))
 

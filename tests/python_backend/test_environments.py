@@ -1,0 +1,376 @@
+"""Environments of agents: real worker processes, the two shapes of class, and what goes wrong in them."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import environment_classes
+import psutil
+import pytest
+from aiohttp import WSMsgType, web
+
+from python_backend.config import ConfigError, EnvironmentSection, load_config
+from python_backend.environments.pool import EnvironmentFailed, Environments, Instance, StepResult
+from python_backend.rewards.function import FunctionError
+
+FILE = Path(environment_classes.__file__)
+LIMIT_S = 3.0
+
+
+@contextlib.asynccontextmanager
+async def running(name: str = "Doing", *, hidden: tuple[str, ...] = (), **settings: Any) -> AsyncIterator[Environments]:
+    """Started environments; at the end no worker process may be left."""
+    if "url" not in settings:
+        settings["class"] = name if ":" in name else f"{FILE}:{name}"
+    environments = Environments(EnvironmentSection.model_validate(settings), hidden_variables=hidden)
+    await environments.start()
+    try:
+        yield environments
+    finally:
+        await environments.close()
+    assert workers() == []
+
+
+def workers() -> list[psutil.Process]:
+    """Worker processes of this process."""
+    return [child for child in psutil.Process().children() if "python_backend.environments.worker" in child.cmdline()]
+
+
+async def failure(call: Any, name: str = f"{FILE}:Doing") -> str:
+    """The message of a call that fails, without the environment's name and the place in the code."""
+    with pytest.raises(EnvironmentFailed) as caught:
+        await call
+    assert str(caught.value).startswith(f"{name}: ")
+    return re.sub(r" \((environment_classes|openenv|connector).py:\d+\)$", "", str(caught.value)[len(name) + 2 :])
+
+
+# ---- the two shapes of class ----
+
+
+async def test_a_class_of_trl_runs_unchanged() -> None:
+    async with running("IncrementEnv") as environments:
+        assert environments.tools is not None
+        (tool,) = environments.tools
+        assert tool["function"] == {
+            "name": "increment",
+            "description": "Increment the internal counter.",
+            "parameters": {
+                "type": "object",
+                "properties": {"step": {"type": "integer", "description": "Value to add to the counter."}},
+                "required": ["step"],
+            },
+            "return": {"type": "integer", "description": "The updated counter value."},
+        }
+        one, other = [await environments.open({"prompt": "x"}) for _ in range(2)]
+        target = int(re.fullmatch(r"Increment the counter by (\d)\.", str(one.observation))[1])  # type: ignore[index]
+        assert [await one.call("increment", {"step": step}) for step in (7, -7)] == ["7", "0"]
+        assert await one.reward() == 0.0
+        assert await one.call("increment", {"step": target}) == str(target)
+        assert await one.reward() == 1.0
+        assert await other.call("increment", {"step": 1}) == "1", "it has a counter of its own"
+
+
+async def test_what_is_wrong_with_a_tool_call_is_said_to_the_model(tmp_path: Path) -> None:
+    log, name = tmp_path / "log", f"{FILE}:Tools"
+    async with running("Tools", options={"log": str(log)}, reward=f"{FILE}:by_state") as environments:
+        assert [tool["function"]["name"] for tool in environments.tools or []] == ["fail", "look"]
+        assert log.read_text() == "closed", "an instance that was made for its tools alone"
+        one, other = [await environments.open({"target": 4, "prompt": "p", "x": 1}) for _ in range(2)]
+        assert one.observation is None
+        calls: list[tuple[str, Any, str]] = [
+            ("look", {"where": "up"}, "up 1 ['prompt', 'x']"),
+            ("look", {}, "error: TypeError: Tools.look() missing 1 required positional argument: 'where'"),
+            ("look", {"self": 1}, "error: TypeError: Tools.look() got multiple values for argument 'self'"),
+            ("look", ["up"], "error: the arguments are ['up']; write an object with a value for each name"),
+            ("close", {}, "error: there is no tool close; the tools: fail, look"),
+            ("_secret", {}, "error: there is no tool _secret; the tools: fail, look"),
+            ("fail", {"how": "raise"}, "error: KeyError: 'key'"),
+            (
+                "fail",
+                {"how": "huge"},
+                "error: the result has 30000 characters, but environment.max_observation_chars is",
+            ),
+        ]
+        for tool, arguments, text in calls:
+            assert (await one.call(tool, arguments)).startswith(text)
+        assert await one.reward() == 4.0 + (10.0 * 4 + 4)
+        await one.close()
+        assert log.read_text() == "closed" * 2
+        assert await failure(one.reward(), name) == (
+            "get_reward: the instance is closed, or an earlier call of it took too long"
+        )
+        dead = "the worker process ended with exit code 3"
+        assert await failure(other.call("fail", {"how": "exit"}), name) == f"tool fail: {dead}"
+        await other.close()
+
+
+async def test_reset_receives_the_row_or_its_columns_and_a_reward_may_come_from_a_function_alone() -> None:
+    async with running("Doing", options={"first": "hi"}, reward=f"{FILE}:two", step_timeout_s=20) as environments:
+        assert environments.tools is None
+        instance = await environments.open({"name": "Bob", "other": [1]})
+        assert instance.observation == "hi Bob 20"
+        assert await failure(instance.reward()) == "get_reward: the function returned 2 scores for a group of 1"
+    async with running("Coroutines") as environments:
+        instance = await environments.open({"name": "Bob", "other": [1]})
+        assert instance.observation == "Bob default"
+        assert await instance.reward() is None
+
+
+@pytest.mark.parametrize("name", ["Doing", "Coroutines"])
+async def test_64_instances_of_one_worker_are_in_a_step_at_once(name: str) -> None:
+    """No step ends before all have begun."""
+    async with running(name, step_timeout_s=60) as environments:
+        instances = await asyncio.gather(*(environments.open({"name": "n"}) for _ in range(64)))
+        results = await asyncio.gather(*(instance.step("meet") for instance in instances))
+        assert {(result.observation, result.reward) for result in results} == {
+            ("meet", 4.0 if name == "Doing" else 0.5)
+        }
+        assert len(workers()) == 1
+
+
+# ---- faults ----
+
+
+async def test_a_fault_fails_its_call_and_nothing_else() -> None:
+    causes = {
+        "two": "returned ('two', 1.0); return a tuple (observation, reward, done)",
+        "number": "the observation is 3; return a str",
+        "bytes": "the observation is b'x'; return a str",
+        "dict": "the observation is {}; return a str",
+        "text reward": "the reward is '1.0'; return a finite number or None",
+        "nan": "the reward is nan; return a finite number or None",
+        "done": "done is 1; return True or False",
+        "huge": "the observation has 20001 characters, but environment.max_observation_chars is 20000",
+        "surrogate": "the observation has a lone surrogate, which UTF-8 cannot express; decode with errors=replace",
+        "raise": "RuntimeError: no such move",
+        "stop": "StopIteration",
+        "exit": "SystemExit",
+        "memory": "MemoryError",
+    }
+    async with running(memory_mib=1024) as environments:
+        one, other = [await environments.open({}) for _ in range(2)]
+        for action, cause in causes.items():
+            assert await failure(one.step(action)) == f"step: {cause}"
+        for action in ("dict", "raise", "stop", "exit", "memory"):
+            assert await failure(environments.open({"do": action})) == f"reset: {causes[action]}"
+        assert await one.step("fork") == StepResult("fork", 4.0, False), "once"
+        assert await one.step("print") == StepResult("print", 5.0, False)
+        assert await one.step("five") == StepResult("five", 1.0, True)
+        assert await one.step("no reward") == StepResult("a", None, False)
+        assert await one.step("end") == StepResult("end", 3.0, True)
+        pids = [(await instance.step("pid")).observation for instance in (one, other)]
+        assert pids[0] == pids[1]
+
+
+async def test_a_worker_that_dies_fails_what_it_holds_and_the_next_instance_gets_another() -> None:
+    async with running(workers=2) as environments:
+        one, two, three = [await environments.open({}) for _ in range(3)]
+        pids = [int((await instance.step("pid")).observation) for instance in (one, two, three)]
+        assert pids[0] == pids[2] != pids[1], "the worker with the fewest instances"
+        dead = "the worker process ended with exit code 3"
+        hanging = asyncio.create_task(failure(three.step("hang")))
+        assert await failure(one.step("die")) == f"step: {dead}"
+        assert await hanging == f"step: {dead}"
+        assert await failure(three.step("pid")) == f"step: {dead}"
+        await one.close()
+        assert (await two.step("x")).observation == "x"
+        four = await environments.open({})
+        assert int((await four.step("pid")).observation) not in pids
+        os.kill(pids[1], signal.SIGKILL)
+        assert await failure(two.step("x")) == "step: the worker process was killed by SIGKILL"
+
+
+async def test_a_call_that_hangs_fails_its_instance_and_its_worker_ends_with_the_others() -> None:
+    async with running(step_timeout_s=LIMIT_S) as environments:
+        hung, other = [await environments.open({}) for _ in range(2)]
+        (retired,) = workers()
+        assert await failure(hung.step("hang")) == "step: took longer than 3 s"
+        late = "the instance is closed, or an earlier call of it took too long"
+        assert await failure(hung.step("x")) == f"step: {late}"
+        await hung.close()
+        new = await environments.open({})
+        assert (await other.step("pid")).observation != (await new.step("pid")).observation
+        assert retired.is_running()
+        await other.close()
+        await asyncio.to_thread(retired.wait, 60)
+        assert (await new.step("x")).observation == "x"
+
+
+async def test_a_cancelled_open_leaves_nothing_behind() -> None:
+    async with running(step_timeout_s=LIMIT_S) as environments:
+        other = await environments.open({})
+        opening = asyncio.create_task(environments.open({"do": "hang"}))
+        await other.step("x")  # the worker reads in order: it has the request
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        (worker,) = workers()
+        await other.close()
+        await asyncio.to_thread(worker.wait, 60)  # its only instance hangs, so that it is retired, and killed
+
+
+async def test_secrets_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "KEY_OF_ANOTHER", "KEY_OF_ITS_OWN"):
+        monkeypatch.setenv(name, "secret")
+    async with running(hidden=("KEY_OF_ANOTHER",)) as environments:
+        assert (await (await environments.open({})).step("secrets")).observation == "['KEY_OF_ITS_OWN']"
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "cause"),
+    [
+        ("", {}, "env.py has no 'Env'"),
+        ("import os\nos._exit(4)", {}, "the worker process ended with exit code 4"),
+        ("class Env:\n def step(self, x): ...", {}, "it has no method reset, which begins an episode"),
+        ("class Env:\n def reset(self): ...\n def f(self): ...", {}, "JSON schema for f because it has no docstring"),
+        (
+            "class Env:\n def reset(self): ...\n def __init__(self): 1 / 0",
+            {},
+            "ZeroDivisionError: division by zero (en",
+        ),
+        ("class Env:\n def reset(self): ...", {"options": {"x": 1}}, "options.x: unknown; the options: none"),
+        ("class Env:\n def reset(self): ...", {"reward": "env.py:f"}, "env.py:f cannot be imported: env.py has no 'f'"),
+    ],
+)
+async def test_a_class_that_cannot_be_used_is_one_sentence_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, settings: dict[str, Any], cause: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(FILE.parents[2]))
+    Path("env.py").write_text(text)
+    with pytest.raises(FunctionError, match=rf"^environment\.class env\.py:Env: .*{re.escape(cause)}"):
+        async with running("env.py:Env", **settings):
+            pass
+    assert workers() == []
+
+
+async def test_a_worker_that_cannot_start_again_fails_the_next_instance(tmp_path: Path) -> None:
+    path = tmp_path / "env.py"
+    path.write_text(FILE.read_text())
+    async with running(f"{path}:Doing") as environments:
+        instance = await environments.open({})
+        path.unlink()
+        await failure(instance.step("die"), f"{path}:Doing")
+        with pytest.raises(EnvironmentFailed, match=r"^environment\.class .* cannot be imported: FileNotFoundError"):
+            await environments.open({})
+
+
+def test_the_section_has_a_class_or_a_url(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("environment: {class: 'a.py:B', options: {x: 1}}")
+    config = load_config(path)
+    assert config.environment is not None
+    dumped = config.model_dump(mode="json")["environment"]
+    assert EnvironmentSection.model_validate(dumped) == config.environment
+    for override, message in {
+        "environment.url=ws://a": "class and url are both given; remove one",
+        "environment.class=null": "give class or url",
+        "environment.klass=a.py:B": "unknown key environment.klass; did you mean environment.class?",
+        "environment=3": "its keys are class, url, options",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load_config(path, [override])
+
+
+# ---- OpenEnv ----
+
+Serve = Callable[[web.Request], Any]
+
+
+class OpenEnvServer:
+    """Speaks OpenEnv's protocol over `/ws`: echoes actions of the field `message`, for at most two sessions."""
+
+    def __init__(self) -> None:
+        self.sessions = self.refused = 0
+        self.resets: list[dict[str, Any]] = []
+        self.transports: list[asyncio.Transport | None] = []
+
+    async def session(self, request: web.Request) -> web.WebSocketResponse:
+        """Serve one session."""
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        if self.sessions == 2:
+            self.refused += 1
+            await socket.send_json({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}})
+            return socket
+        self.sessions += 1
+        self.transports.append(request.transport)
+        try:
+            async for message in socket:
+                assert message.type is WSMsgType.TEXT
+                await self._answer(socket, **message.json())
+        finally:
+            self.sessions -= 1
+        return socket
+
+    async def _answer(self, socket: web.WebSocketResponse, type: str, data: dict[str, Any]) -> None:
+        text = data.get("message")
+        if type == "reset":
+            self.resets.append(data)
+        if text == "go":
+            await socket.close()
+        elif text == "raise":
+            await socket.send_json({"type": "error", "data": {"message": "no", "code": "EXECUTION_ERROR"}})
+        else:
+            fields = {"echo": text or "start", "board": [1, "é"], "metadata": {}}
+            reply = {"observation": fields, "reward": None if type == "reset" else 0.5, "done": text == "end"}
+            await socket.send_json({"type": "observation", "data": reply})
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[tuple[OpenEnvServer, str, web.TCPSite]]:
+    """A server, its URL, and where it listens."""
+    server, app = OpenEnvServer(), web.Application()
+    app.router.add_get("/ws", server.session)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield server, f"http://127.0.0.1:{runner.addresses[0][1]}", site
+    finally:
+        await runner.cleanup()
+
+
+async def test_an_openenv_server_is_an_environment() -> None:
+    async with served() as (server, url, site), running(url=url, step_timeout_s=20) as environments:
+        one, two = await environments.open({"seed": 7, "x": 1}), await environments.open({})
+        assert (one.observation, server.resets) == ("start", [{"seed": 7}, {}])
+        assert await one.step("hello") == StepResult("hello", 0.5, False)
+        assert await one.step("end") == StepResult("end", 0.5, True)
+        assert await failure(one.step("raise"), url) == "step: RuntimeError: no (EXECUTION_ERROR)"
+        waiting = asyncio.create_task(environments.open({}))
+        while not server.refused:
+            await asyncio.sleep(0.01)
+        await one.close()
+        three: Instance = await waiting
+        gone = "ConnectionError: the server has closed the connection"
+        assert await failure(three.step("go"), url) == f"step: {gone}"
+        await three.close()
+        await site.stop()
+        for transport in server.transports:
+            transport.abort()  # type: ignore[union-attr]
+        assert await failure(two.step("x"), url) == f"step: {gone}"
+        assert "ClientConnectorError: Cannot connect to host 127.0.0.1" in await failure(environments.open({}), url)
+
+
+async def test_a_full_openenv_server_is_a_sentence_in_the_end() -> None:
+    async with served() as (server, url, _), running(url=url, step_timeout_s=LIMIT_S) as environments:
+        server.sessions = 2
+        assert await failure(environments.open({}), url) == "reset: RuntimeError: full (CAPACITY_REACHED)"
+
+
+async def test_the_fields_of_an_openenv_server_can_be_chosen() -> None:
+    async with served() as (_, url, _), running(url=url, options={"observation": "board"}) as environments:
+        assert (await environments.open({})).observation == '[1, "é"]'
+    async with (
+        served() as (_, url, _),
+        running(url=url, options={"action": "text", "observation": "b"}) as environments,
+    ):
+        message = "options.observation is 'b', but the observation has echo, board, metadata"
+        assert await failure(environments.open({}), url) == f"reset: ValueError: {message}"
