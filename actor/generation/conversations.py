@@ -83,7 +83,8 @@ class Agent:
         self._settings, self._tokenizer, self._max_prompt_tokens = settings, tokenizer, max_prompt_tokens
         self.longest = settings.max_tokens
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="environments", daemon=True).start()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
+        self._thread.start()
         self._environments = Environments(settings)
         self._limit = asyncio.Semaphore(settings.concurrent)
         try:
@@ -99,9 +100,12 @@ class Agent:
         return Talks(self, prompts, finished, seed=seed)
 
     def close(self) -> None:
-        """End all environments."""
-        self._call(self._environments.close())
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        """End all environments, once."""
+        if self._thread.is_alive():
+            self._call(self._environments.close())
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+            self.loop.close()
 
     async def talk(self, prompt: Prompt, seed: int, sampled: Callable[[Sequence[int]], Awaitable[Response]]) -> Response:
         """Lead one conversation to its end; a failure of the environment is recorded in it.

@@ -88,9 +88,11 @@ class Generation:
         """Start sampling from the model's current weights; called by `Policy.renew_sampler`."""
 
     def close(self) -> None:
-        """Make a `run` in another thread raise CancelledError, if it waits for a server or an environment."""
+        """End the environments; make a `run` in another thread raise CancelledError, if it waits for anything."""
         if self._partner is not None:
             self._partner.close()
+        if self.agent is not None:
+            self.agent.close()
 
     def run(self, prompts: Sequence[Prompt], finished: Finished, *, seed: int, greedy: bool = False) -> None:
         """Generate a response to each prompt, or a conversation with an environment, if there is an `agent`.

@@ -171,7 +171,7 @@ class Policy:
         rows: list[Rollout | None] = [None] * len(prompts)
 
         def keep(index: int, response: Response) -> None:
-            row = rows[index] = _row_of(response.prompt or prompts[index], response)
+            row = rows[index] = row_of(response.prompt or prompts[index], response)
             finished(index, row)
 
         with self.computing(), self._stream.running():
@@ -393,7 +393,7 @@ class Policy:
         return computing(self.model.device, self.settings.precision)
 
 
-def _row_of(prompt: Prompt, response: Response) -> Rollout:
+def row_of(prompt: Prompt, response: Response) -> Rollout:
     """Return a rollout of one row."""
     tokens = torch.cat([torch.from_numpy(prompt.tokens), torch.tensor(response.tokens, dtype=torch.int64)])
     before, observed = len(prompt.tokens), response.observed

@@ -66,7 +66,8 @@ class VllmGeneration(Generation):
         self._policy.sampler.save_pretrained(folder)  # of LoRA, only the adapters
 
     def close(self) -> None:
-        """Make a `run` in another thread raise CancelledError."""
+        """End the environments; make a `run` in another thread raise CancelledError."""
+        super().close()
         self._is_closed = True
         if self._running is not None:
             loop, task = self._running

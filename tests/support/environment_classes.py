@@ -177,3 +177,21 @@ class Undocumented:
 
     def tool(self, x: int) -> int:
         return x
+
+
+class Countdown:
+    """Ends after `turns` turns of the row; below 0, `reset` fails, or the first step."""
+
+    def reset(self, row: dict[str, Any]) -> str:
+        """Return how many turns are left."""
+        self.left, self.seed = row["turns"], row["seed"]
+        if self.left == -1:
+            raise ValueError(f"{self.left} turns")
+        return f" {self.left} left, seed {self.seed}."
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Count; the last turn has a reward of 2, those before 0.5."""
+        if self.left < 0:
+            raise ValueError(f"{self.left} turns")
+        self.left -= 1
+        return f"{self.left} left after {action}", 0.5 if self.left else 2.0, not self.left

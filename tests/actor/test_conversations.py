@@ -1,0 +1,372 @@
+"""Conversations with environments: the tokens of every engine, what ends them, their rewards, and what they train."""
+
+import asyncio
+import dataclasses
+import string
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_system import TEXTS
+from tiny_tokenizers import make_text_tokenizer
+
+from actor.algorithms.batch import make_batch, with_limits
+from actor.algorithms.inputs import ClipRange, LossInputs
+from actor.algorithms.method import Method
+from actor.algorithms.stages import RewardShaper
+from actor.data.chat import Chat, TemplateError, tool_calls
+from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, Turn, join_rollouts
+from actor.generation.conversations import Agent, seed_of
+from actor.generation.engine import Generation, uniform_draws
+from actor.generation.slots import Decoder, Prompts, Response, Rules
+from actor.policy.policy import row_of
+from actor.scoring.environment import with_environment
+from benchmarks.workload import random_llama
+from python_backend.config.environment import EnvironmentSection
+from python_backend.errors import RlhfError
+from tests.support.settings import actor_section
+
+CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{{ tools[0].function.name }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOKENIZER = make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=CHATML, model_max_length=512)
+EOS = TOKENIZER.eos_token_id
+PROMPT = Prompt("7", "", np.zeros(0, np.int64), {"messages": [{"role": "user", "content": "Play."}], "turns": 2})
+
+
+def section(name: str, **settings: Any) -> EnvironmentSection:
+    return EnvironmentSection.model_validate({"class": f"{CLASSES}:{name}", "max_tokens": 200, **settings})
+
+
+@pytest.fixture
+def agents() -> Iterator[Callable[..., Agent]]:
+    begun: list[Agent] = []
+
+    def begin(name: str, tokenizer: Any = TOKENIZER, **settings: Any) -> Agent:
+        begun.append(Agent(section(name, **settings), tokenizer, max_prompt_tokens=100))
+        return begun[-1]
+
+    yield begin
+    for agent in begun:
+        agent.close()
+
+
+def ids(text: str) -> list[int]:
+    return [*TOKENIZER(text, add_special_tokens=False)["input_ids"]]
+
+
+def talk(agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, ends: bool = True) -> tuple[Response, list[int]]:
+    """Lead a conversation with a policy that says `replies`; return it, and the tokens that it has seen before each."""
+    left, seen = [*replies], list[Sequence[int]]()
+
+    async def sampled(before: Sequence[int]) -> Response:
+        seen.append(before)
+        reply = ids(left.pop(0)) + [EOS] * ends
+        return Response(reply, ends, [-1.0] * len(reply))
+
+    found = asyncio.run_coroutine_threadsafe(agent.talk(prompt, 5, sampled), agent.loop).result()
+    return found, [token for part in seen for token in part]
+
+
+def sampled_of(response: Response) -> list[int]:
+    return [token for token, is_theirs in zip(response.tokens, response.observed or (), strict=True) if not is_theirs]
+
+
+# ---- one conversation, with a policy that says what it is told ----
+
+
+def test_a_conversation_reads_as_the_template_would_render_it(agents: Callable[..., Agent]):
+    found, _ = talk(agents("Countdown"), ["one", "two", "three"])
+    assert found.prompt is not None and found.trajectory is not None
+    text = TOKENIZER.decode([*found.prompt.tokens, *found.tokens])
+    messages = [
+        {"role": "user", "content": "Play. 2 left, seed 5."},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "1 left after one"},
+        {"role": "assistant", "content": "two"},
+    ]
+    assert text + "\n" == TOKENIZER.apply_chat_template(messages, tokenize=False)
+    assert sampled_of(found) == [*ids("one"), EOS, *ids("two"), EOS]
+    assert [turn.reward for turn in found.trajectory.turns] == [0.5, 2.0]
+    for turn, reply in zip(found.trajectory.turns, ("one", "two"), strict=True):
+        row = [*found.prompt.tokens, *found.tokens]
+        assert row[turn.start : turn.end] == [*ids(reply), EOS]
+    assert (found.ended, found.trajectory.truncated, found.trajectory.error) == (True, "", "")
+    assert [*found.trajectory.messages] == messages[1:]
+    assert found.logprobs == [0.0 if is_theirs else -1.0 for is_theirs in found.observed or ()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({"max_turns": 2}, "environment.max_turns"),
+        ({"max_tokens": 60}, "environment.max_tokens"),
+        ({"timeout_s": 1e-9}, "environment.timeout_s"),
+    ],
+)
+def test_limits_end_it_and_say_so(agents: Callable[..., Agent], settings: dict[str, Any], limit: str):
+    prompt = dataclasses.replace(PROMPT, metadata={**PROMPT.metadata, "turns": 50})
+    found, _ = talk(agents("Countdown", **settings), ["again"] * 50, prompt)
+    assert found.trajectory is not None and found.prompt is not None
+    assert (found.trajectory.truncated, found.ended, found.trajectory.error) == (limit, False, "")
+    assert len(found.prompt.tokens) + len(found.tokens) <= settings.get("max_tokens", 200)
+    assert found.observed is not None and not found.observed[-1]  # nothing is observed that no turn follows
+
+
+def test_a_turn_without_an_end_is_the_last(agents: Callable[..., Agent]):
+    found, _ = talk(agents("Countdown"), ["one", "two"], ends=False)
+    assert found.trajectory is not None
+    assert (found.trajectory.truncated, len(found.trajectory.turns)) == ("actor.generation.max_new_tokens", 1)
+
+
+@pytest.mark.parametrize(("turns", "num_turns"), [(-1, 0), (-2, 1)])
+def test_a_failure_is_recorded_and_nothing_is_invented(agents: Callable[..., Agent], turns: int, num_turns: int):
+    agent = agents("Countdown")
+    found, _ = talk(agent, ["one", "two"], dataclasses.replace(PROMPT, metadata={**PROMPT.metadata, "turns": turns}))
+    assert found.trajectory is not None
+    assert (len(found.trajectory.turns), found.ended) == (num_turns, False)
+    assert f"ValueError: {turns} turns (environment_classes.py:" in found.trajectory.error
+    assert talk(agent, ["one", "two"])[0].ended
+
+
+def test_tools_are_called_in_the_templates_format(agents: Callable[..., Agent]):
+    """TRL's own example, and a policy that calls it rightly and wrongly."""
+    prompt = dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user", "content": ""}]})
+    call = '<tool_call>{"name": "increment", "arguments": {"step": %s}}</tool_call>'
+    replies = [call % 2, call % '"x', "<tool_call>[]</tool_call>", call % 1 + call % 1, "Done."]
+    found, _ = talk(agents("IncrementEnv", max_tokens=2000), replies, prompt)
+    assert found.trajectory is not None and found.prompt is not None
+    assert found.prompt.text.startswith("<|im_start|>system\nincrement<|im_end|>")
+    said = [message["content"] for message in found.trajectory.messages if message["role"] == "tool"]
+    assert (said[0], said[3:]) == ("2", ["3", "4"])
+    assert "not valid JSON" in said[1] and '"name"' in said[2]
+    assert found.ended
+    assert [turn.reward for turn in found.trajectory.turns[:-1]] == [0.0] * 4
+    assert found.trajectory.turns[-1].reward == (4 == int(found.prompt.text.split("counter by ")[1][0]))
+
+
+def test_calls_are_found_in_a_reply():
+    found = tool_calls('I look. <tool_call>\n{"name": "look", "arguments": {"where": "up"}}\n</tool_call> <tool_call>{"name": 1}')
+    assert (found[0].name, found[0].arguments, found[0].error) == ("look", {"where": "up"}, "")
+    assert '"name", a text' in found[1].error
+    assert tool_calls("no call") == []
+
+
+def test_texts_without_roles_are_joined(agents: Callable[..., Agent]):
+    prompt = Prompt("1", "Play.", np.array(ids("Play.")), {"turns": 2})
+    found, _ = talk(agents("Countdown"), ["one", "two"], prompt)
+    assert found.prompt is not None
+    text = TOKENIZER.decode([*found.prompt.tokens, *found.tokens])
+    assert text == "Play. 2 left, seed 5.one<|im_end|>1 left after onetwo<|im_end|>"
+
+
+@pytest.mark.parametrize("template", ["{{ messages | length }}", "{{ messages[-1].content }}", "{{ raise }}{{ 1 / 0 }}"])
+def test_a_template_that_changes_what_was_said_is_refused(agents: Callable[..., Agent], template: str):
+    tokenizer = make_text_tokenizer("qwen2", chat_template=template)
+    with pytest.raises(TemplateError, match="chat template"):
+        agents("Countdown", tokenizer)
+
+
+def test_another_end_than_the_templates_is_completed():
+    chat = Chat(TOKENIZER)
+    answer = [{"role": "user", "content": "b"}]
+    rest = ids("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
+    assert chat.after_reply(answer, EOS) == rest
+    assert chat.after_reply(answer, ids("!")[-1]) == [EOS, *rest]
+
+
+# ---- a model's conversations, by every engine ----
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Random weights whose replies end by themselves now and then."""
+    made = random_llama("policy", seed=1, vocab_size=160, max_position_embeddings=512, initializer_range=0.3).eval()
+    bias = 6.0 * torch.nn.functional.one_hot(torch.tensor(EOS), 160)
+    made.lm_head.register_forward_hook(lambda _, __, logits: logits + bias)
+    return made
+
+
+def prompts_of(count: int) -> list[Prompt]:
+    said = [{"role": "user", "content": "Play." * (i % 3)} for i in range(count)]
+    return [Prompt(str(i), "", np.array([5]), {"messages": [said[i]], "turns": 1 + i % 4}) for i in range(count)]
+
+
+def generated(model: Any, agent: Agent | None, prompts: list[Prompt], **settings: Any) -> Rollout:
+    given = {"max_new_tokens": 8, "generation_batch_size": 3, **settings}
+    banned = [token for token in TOKENIZER.all_special_ids if token != EOS]
+    engine = Generation(
+        model, TOKENIZER, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=banned
+    )
+    engine.agent = agent
+    rows: dict[int, Rollout] = {}
+    engine.run(
+        prompts,
+        lambda i, response: rows.update({i: row_of(response.prompt or prompts[i], response)}),
+        seed=3,
+        greedy=bool(settings.get("greedy")),
+    )
+    return join_rollouts([rows[i] for i in range(len(prompts))], 0)
+
+
+@pytest.mark.parametrize("engine", ["slots", "transformers"])
+def test_every_engine_samples_each_turn_from_the_whole_row(agents: Callable[..., Agent], model: Any, engine: str):
+    whole = generated(model, agents("Countdown"), prompts_of(9), engine=engine)
+    assert whole.trajectories is not None and whole.observed is not None
+    assert {trajectory.truncated for trajectory in whole.trajectories} == {"", "actor.generation.max_new_tokens"}
+    assert max(len(trajectory.turns) for trajectory in whole.trajectories) > 2
+    for i, (row, trajectory) in enumerate(zip(whole.rows(), whole.trajectories, strict=True)):
+        draws = uniform_draws(3, i)
+        for turn in trajectory.turns:
+            alone: list[int] = []
+            partner = Prompts({0: row[: turn.start]}, lambda _, found: alone.extend(found.tokens), max_new_tokens=8)
+            rules = Rules(8, [EOS], [t for t in TOKENIZER.all_special_ids if t != EOS])
+            Decoder(model, rules, slots=1).run(partner, lambda _: draws)
+            assert row[turn.start : turn.end].tolist() == alone
+        inside = torch.zeros(len(row), dtype=torch.bool)
+        for turn in trajectory.turns:
+            inside[turn.start : turn.end] = True
+        assert torch.equal(whole.mask[i, : len(row) - 1] > 0, inside[1:])
+    if engine == "slots":
+        assert whole.logprobs is not None and not whole.logprobs[whole.mask == 0].any()
+    else:
+        assert whole.logprobs is None
+
+
+def test_the_same_seed_gives_the_same_conversations(agents: Callable[..., Agent], model: Any):
+    agent, prompts = agents("Countdown", workers=2), prompts_of(9)
+    one, two = generated(model, agent, prompts), generated(model, agent, prompts, generation_batch_size=9)
+    assert torch.equal(one.tokens, two.tokens)
+    assert seed_of(3, prompts[0]) == seed_of(3, dataclasses.replace(prompts[0], text="x")) != seed_of(4, prompts[0])
+    assert seed_of(3, prompts[0]) != seed_of(3, prompts[1])
+
+
+def test_a_failing_environment_costs_its_own_rows(agents: Callable[..., Agent], model: Any):
+    prompts = prompts_of(6)
+    for i, turns in ((1, -1), (4, -2)):
+        prompts[i] = dataclasses.replace(prompts[i], metadata={**prompts[i].metadata, "turns": turns})
+    whole = generated(model, agents("Countdown"), prompts)
+    assert whole.trajectories is not None
+    assert [bool(trajectory.error) for trajectory in whole.trajectories] == [i in (1, 4) for i in range(6)]
+    assert int(whole.mask[1].sum()) == 0
+    nothing = torch.zeros(6, whole.tokens.shape[1])
+    scores = Scores(nothing[:, 0], nothing, torch.full((6,), -1), torch.ones(6).bool(), [])
+    found = with_environment(whole, scores, 1.0)
+    assert found.scored.tolist() == [i not in (1, 4) for i in range(6)]
+    assert len(found.failures) == 2 and torch.isnan(found.components["environment"][[1, 4]]).all()
+
+
+def test_closing_ends_a_generation_that_waits(agents: Callable[..., Agent], model: Any):
+    agent = agents("Countdown")
+    talks = agent.begin({0: prompts_of(1)[0]}, lambda *_: None, seed=0)
+    assert talks.next(wait=True)[0][0] == 0
+    threading.Timer(0.1, talks.close).start()
+    with pytest.raises(asyncio.CancelledError):
+        talks.next(wait=True)
+
+
+# ---- rewards, limits and what is trained ----
+
+
+def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error: str = "") -> Rollout:
+    """A prompt of two tokens, and these turns (first token, token after the last, reward)."""
+    inside = [any(start <= token < end for start, end, _ in turns) for token in range(length)]
+    response = Response(
+        [9] * (length - 2),
+        not truncated,
+        [-1.0] * (length - 2),
+        observed=[not each for each in inside[2:]],
+        trajectory=Trajectory(tuple(Turn(*turn) for turn in turns), (), truncated, error),
+    )
+    return row_of(Prompt("1", "", np.array([5, 6])), response)
+
+
+def scored_of(*rows: Rollout, served: float = 0.0, weight: float = 1.0) -> ScoredRollout:
+    rollout = join_rollouts(rows, 0)
+    count, width = rollout.tokens.shape
+    values = torch.arange(count * width).view(count, width) / 10
+    versions, yes = torch.zeros(count, dtype=torch.int64), torch.ones(count, dtype=torch.bool)
+    scores = Scores(torch.full((count,), served), values, versions, yes, [])
+    logprobs = -torch.rand(count, width - 1, generator=torch.Generator().manual_seed(0))
+    return ScoredRollout(rollout, with_environment(rollout, scores, weight), logprobs, None)
+
+
+def method_of(name: str) -> Method:
+    given = {"name": name, "responses_per_prompt": 2, "whiten_advantages": False, "mask_unfinished": False}
+    actor = actor_section(algorithm=given, kl={"coef": 0.0}, rollout_size=2)
+    return Method.of(actor.algorithm, actor.kl)
+
+
+def batch_of(scored: ScoredRollout, name: str) -> PPOBatch:
+    shaper = RewardShaper(actor_section().rewards, max_new_tokens=8)
+    return make_batch(scored, method_of(name), shaper, kl_coef=0.0, responses_per_prompt=2)
+
+
+ROWS = row((2, 4, 1.0), (6, 7, 2.0), length=7), row((2, 3, 0.0), (5, 6, 4.0), length=6)
+
+
+def test_a_turns_reward_stands_at_its_last_token():
+    scored = scored_of(*ROWS, served=0.5, weight=2.0)
+    assert scored.scores.rewards.tolist() == [6.5, 8.5]
+    batch = batch_of(scored, "reinforce++")
+    assert batch.mask.tolist() == [[0, 1, 1, 0, 0, 1], [0, 1, 0, 0, 1, 0]]
+    assert batch.returns.tolist() == [[0, 6.5, 6.5, 0, 0, 4.5], [0, 8.5, 0, 0, 8.5, 0]]
+    compared = batch_of(scored, "rloo")
+    assert compared.advantages.tolist() == [[0, -2, -2, 0, 0, -2], [0, 2, 0, 0, 2, 0]]
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce++", "grpo", "rloo"])
+def test_nothing_at_a_token_of_the_environment_trains(name: str):
+    """Values and log-probs of 999 there change no advantage, no return and no gradient."""
+    scored = scored_of(*ROWS, served=0.5)
+    mask = scored.rollout.mask
+    outside = torch.nn.functional.pad(1 - mask, (0, 1), value=1.0) > 0
+    wrong = dataclasses.replace(
+        scored,
+        logprobs=scored.logprobs.masked_fill(mask == 0, 999.0),
+        scores=dataclasses.replace(scored.scores, values=scored.scores.values.masked_fill(outside, 999.0)),
+    )
+    found = []
+    for each in (scored, wrong):
+        batch = batch_of(dataclasses.replace(each, logprobs=each.logprobs.double()), name)
+        logprobs = (each.logprobs.double() - 0.1).requires_grad_()
+        loss, _ = method_of(name).loss(
+            LossInputs(
+                logprobs,
+                batch.logprobs,
+                batch.advantages.double(),
+                batch.policy_weights.double(),
+                float(batch.policy_weights.sum()),
+                ClipRange(),
+                batch.mask,
+                batch.groups,
+                batch.versions,
+            )
+        )
+        loss.backward()
+        found.append((logprobs.grad, batch.advantages * mask, batch.returns * mask))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert found[0][0].any() and not found[0][0][mask == 0].any()
+
+
+def test_limits_mask_bootstrap_or_score():
+    limited = row((2, 4, 1.0), (6, 7, 2.0), length=9, truncated="environment.max_turns")
+    scored = scored_of(limited, ROWS[1])
+    assert with_limits(scored_of(*ROWS), "mask", 0.5).scores.scored.all()
+    masked = with_limits(scored, "mask", 0.5)
+    assert masked.scores.scored.tolist() == [False, True]
+    kept = with_limits(scored, "score", 0.5)
+    assert kept.scores.rewards.tolist() == [3.0, 4.0] and kept.rollout.is_end.tolist() == [True, True]
+    process = with_limits(scored, "bootstrap", 0.5).scores.process
+    assert process is not None
+    assert process.rewards[0].tolist() == pytest.approx([0, 0, 0, 1, 0, 0, 2 + 0.5 * 0.8, 0, 0])  # V of token 8: 0.8
+    with pytest.raises(RlhfError, match=r"limits ended them \(environment.max_turns\); raise them, or set"):
+        with_limits(scored_of(limited), "mask", 0.5)
