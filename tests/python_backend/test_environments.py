@@ -165,6 +165,9 @@ async def test_a_fault_fails_its_call_and_nothing_else() -> None:
         assert await one.step("end") == StepResult("end", 3.0, True)
         pids = [(await instance.step("pid")).observation for instance in (one, other)]
         assert pids[0] == pids[1]
+        (fork,) = psutil.Process(int(pids[0])).children()
+        while fork.status() != psutil.STATUS_ZOMBIE:  # it has ended instead of going on with the thread's next call
+            await asyncio.sleep(0.01)
 
 
 async def test_a_worker_that_dies_fails_what_it_holds_and_the_next_instance_gets_another() -> None:
