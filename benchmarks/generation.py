@@ -129,7 +129,9 @@ def generate(model: Any, prompts: list[np.ndarray], longest: int, rules: dict[st
 def identical(model: Any, prompts: list[np.ndarray], slots: int, longest: int) -> float:
     """Return the share of prompts whose greedy response is the same from our decoder and from `generate`."""
     written: dict[int, list[int]] = {}
-    partner = Prompts(dict(enumerate(prompts)), lambda index, turn: written.update({index: turn.tokens}), max_new_tokens=longest)
+    partner = Prompts(
+        dict(enumerate(prompts)), lambda index, turn: written.update({index: turn.tokens}), max_new_tokens=longest
+    )
     Decoder(model, Rules(longest, [1], [0, 2]), slots=slots).run(partner, None)
     output = generate(model, prompts, longest, {"do_sample": False, "suppress_tokens": [0, 2]})
     return statistics.fmean(row[: len(written[i])].tolist() == written[i] for i, row in enumerate(output))

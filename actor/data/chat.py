@@ -87,7 +87,7 @@ class ToolCall:
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """Return the calls in a reply in the format of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+    """Return the calls in a reply, each as in `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen)."""
     return [_call(found) for found in HERMES.findall(text)]
 
 

@@ -107,7 +107,9 @@ class Agent:
             self._thread.join()
             self.loop.close()
 
-    async def talk(self, prompt: Prompt, seed: int, sampled: Callable[[Sequence[int]], Awaitable[Response]]) -> Response:
+    async def talk(
+        self, prompt: Prompt, seed: int, sampled: Callable[[Sequence[int]], Awaitable[Response]]
+    ) -> Response:
         """Lead one conversation to its end; a failure of the environment is recorded in it.
 
         Args:
@@ -141,7 +143,9 @@ class Agent:
             text = self._tokenizer.decode(turn.tokens, skip_special_tokens=True)
             talk.messages.append({"role": "assistant", "content": text})
             if not turn.ended:
-                talk.truncated = "environment.max_tokens" if talk.length >= self.longest else "actor.generation.max_new_tokens"
+                talk.truncated = (
+                    "environment.max_tokens" if talk.length >= self.longest else "actor.generation.max_new_tokens"
+                )
                 return
             answers = await self._answers(talk, instance, text)
             talk.messages += answers or ()

@@ -1,9 +1,11 @@
 """Generates responses by slot-based decoding, or by `transformers` for models that it does not support."""
 
+import collections
 import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -105,9 +107,7 @@ class Generation:
         """
         self.run_rows(range(len(prompts)), prompts, finished, seed=seed, greedy=greedy)
 
-    def run_rows(
-        self, rows: range, prompts: Sequence[Prompt], finished: Finished, *, seed: int, greedy: bool
-    ) -> None:
+    def run_rows(self, rows: range, prompts: Sequence[Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
         """Generate the responses of `run` to the prompts with the indices `rows` only."""
         missing = list(rows)
 
@@ -245,22 +245,24 @@ class Generation:
     def _plain(self, partner: Partner, draws: Draws | None, size: int) -> None:
         """Generate with `transformers`, in batches of `size` rows of similar length."""
         rows: dict[int, list[int]] = {}
-        drawn: dict[int, Iterator[float]] = {}
+        sampled: dict[int, int] = collections.Counter()  # tokens of each row so far
         while came := partner.next(wait=True):
             ready = {index: tokens for index, tokens in came if tokens is not None}
             for index, tokens in ready.items():
                 rows[index] = [*rows.get(index, ()), *tokens]
             order = sorted(ready, key=lambda index: (-len(rows[index]), index))
             for batch in (order[i : i + size] for i in range(0, len(order), size)):
-                drawing = None if draws is None else [drawn.setdefault(index, draws(index)) for index in batch]
+                # `generate` draws for a row until the longest of its batch ends.
+                drawing = None if draws is None else [islice(draws(index), sampled[index], None) for index in batch]
                 turns = self._plain_turns([rows[index] for index in batch], drawing)
                 for index, turn in zip(batch, turns, strict=True):
                     left = partner.longest - len(rows[index])
                     turn = Response(turn.tokens[:left], turn.ended and len(turn.tokens) <= left)
                     rows[index] += turn.tokens
+                    sampled[index] += len(turn.tokens)
                     partner.take(index, turn)
 
-    def _plain_turns(self, rows: Sequence[Sequence[int]], draws: list[Iterator[float]] | None) -> list[Response]:
+    def _plain_turns(self, rows: Sequence[Sequence[int]], draws: Sequence[Iterator[float]] | None) -> list[Response]:
         """Return what follows the tokens of each row, of which the first is the longest."""
         width = len(rows[0])
         ids = torch.full((len(rows), width), self._pad_id, dtype=torch.int64)
@@ -305,7 +307,7 @@ class _Draw(LogitsProcessor):
     transformers samples from torch's global generator, which the dropout of an update in another thread uses, too.
     """
 
-    def __init__(self, rules: Rules, draws: list[Iterator[float]]) -> None:
+    def __init__(self, rules: Rules, draws: Sequence[Iterator[float]]) -> None:
         self._warpers, self._draws = warpers_of(rules), draws
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -117,7 +117,6 @@ class _Row:
         return len(self.tokens) - self.begin
 
 
-
 class _Inputs(NamedTuple):
     """What one step takes from the host, on the device."""
 

@@ -29,10 +29,7 @@ def check_lengths(config: RunConfig) -> None:
         del short["reward.model"]
     if short:
         raise ConfigError(
-            "\n".join(
-                f"{key}: takes rows of at most {limit} tokens, but {why}"
-                for key, limit in short.items()
-            )
+            "\n".join(f"{key}: takes rows of at most {limit} tokens, but {why}" for key, limit in short.items())
         )
 
 

@@ -74,9 +74,7 @@ class VllmGeneration(Generation):
             with contextlib.suppress(RuntimeError):  # `run` is just ending: the loop is closed
                 loop.call_soon_threadsafe(task.cancel)
 
-    def run_rows(
-        self, rows: range, prompts: Sequence[Prompt], finished: Finished, *, seed: int, greedy: bool
-    ) -> None:
+    def run_rows(self, rows: range, prompts: Sequence[Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
         """Generate the responses of `run` to the prompts with the indices `rows` only; `renew` was called before.
 
         Raises:
@@ -104,8 +102,8 @@ class VllmGeneration(Generation):
         rows: dict[int, list[int]] = {}
         turns: dict[int, int] = collections.Counter()
 
-        async def respond(row: int, before: Sequence[int]) -> None:
-            rows[row] = [*rows.get(row, ()), *before]
+        async def respond(row: int, before: Sequence[int] | None) -> None:
+            rows[row] = [*rows.get(row, ()), *(before or ())]
             left = min(self._settings.max_new_tokens, partner.longest - len(rows[row]))
             sampling = self._sampling([seed, row, *([turns[row]] if turns[row] else ())], left, greedy=greedy)
             turns[row] += 1
@@ -114,22 +112,23 @@ class VllmGeneration(Generation):
             rows[row] += turn.tokens
             partner.take(row, turn)
 
-        responses: set[asyncio.Future[Any]] = set()
+        responses: set[asyncio.Task[None]] = set()
         self._running = asyncio.get_running_loop(), task
         try:
             if self._is_closed:
                 raise asyncio.CancelledError
-            more = asyncio.ensure_future(asyncio.to_thread(partner.next, wait=True))
-            while responses or more is not None:
-                waited = {more, *responses} if more is not None else responses
-                done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-                responses -= done
-                for each in done:
-                    came = each.result()
-                    if each is more:
-                        begun = [asyncio.create_task(respond(*row)) for row in came if row[1] is not None]
-                        responses.update(begun)
-                        more = asyncio.ensure_future(asyncio.to_thread(partner.next, wait=True)) if came else None
+            arriving = asyncio.create_task(asyncio.to_thread(partner.next, wait=True))
+            while True:
+                await asyncio.wait([arriving, *responses], return_when=asyncio.FIRST_COMPLETED)
+                for each in [each for each in responses if each.done()]:
+                    each.result()
+                    responses.remove(each)
+                if arriving.done():
+                    if not (came := arriving.result()):
+                        break
+                    responses |= {asyncio.create_task(respond(*row)) for row in came if row[1] is not None}
+                    arriving = asyncio.create_task(asyncio.to_thread(partner.next, wait=True))
+            await asyncio.gather(*responses)
         finally:
             self._running = None
             partner.close()  # a thread may wait for it
@@ -164,9 +163,7 @@ class VllmGeneration(Generation):
     ) -> Response:
         """Return the response to one prompt from any server, with retries and failover."""
         attempts = Attempts(MODEL, self._client, self._budget, retries=self._client.retries)
-        return self._response(
-            await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling))
-        )
+        return self._response(await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling)))
 
     def _response(self, choice: Mapping[str, Any]) -> Response:
         """Return vLLM's response. Raises RlhfError if it contains a banned token."""

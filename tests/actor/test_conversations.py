@@ -22,12 +22,13 @@ from actor.data.chat import Chat, TemplateError, tool_calls
 from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, Turn, join_rollouts
 from actor.generation.conversations import Agent, seed_of
 from actor.generation.engine import Generation, uniform_draws
-from actor.generation.slots import Decoder, Prompts, Response, Rules
+from actor.generation.slots import Decoder, Response, Rules
 from actor.policy.policy import row_of
 from actor.scoring.environment import with_environment
 from benchmarks.workload import random_llama
 from python_backend.config.environment import EnvironmentSection
 from python_backend.errors import RlhfError
+from tests.actor.test_generation import one_response
 from tests.support.settings import actor_section
 
 CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"
@@ -38,6 +39,7 @@ CHATML = (
 )
 TOKENIZER = make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=CHATML, model_max_length=512)
 EOS = TOKENIZER.eos_token_id
+BANNED = [token for token in TOKENIZER.all_special_ids if token != EOS]
 PROMPT = Prompt("7", "", np.zeros(0, np.int64), {"messages": [{"role": "user", "content": "Play."}], "turns": 2})
 
 
@@ -62,7 +64,9 @@ def ids(text: str) -> list[int]:
     return [*TOKENIZER(text, add_special_tokens=False)["input_ids"]]
 
 
-def talk(agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, ends: bool = True) -> tuple[Response, list[int]]:
+def talk(
+    agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, ends: bool = True
+) -> tuple[Response, list[int]]:
     """Lead a conversation with a policy that says `replies`; return it, and the tokens that it has seen before each."""
     left, seen = [*replies], list[Sequence[int]]()
 
@@ -84,7 +88,8 @@ def sampled_of(response: Response) -> list[int]:
 
 def test_a_conversation_reads_as_the_template_would_render_it(agents: Callable[..., Agent]):
     found, _ = talk(agents("Countdown"), ["one", "two", "three"])
-    assert found.prompt is not None and found.trajectory is not None
+    assert found.prompt is not None
+    assert found.trajectory is not None
     text = TOKENIZER.decode([*found.prompt.tokens, *found.tokens])
     messages = [
         {"role": "user", "content": "Play. 2 left, seed 5."},
@@ -114,10 +119,12 @@ def test_a_conversation_reads_as_the_template_would_render_it(agents: Callable[.
 def test_limits_end_it_and_say_so(agents: Callable[..., Agent], settings: dict[str, Any], limit: str):
     prompt = dataclasses.replace(PROMPT, metadata={**PROMPT.metadata, "turns": 50})
     found, _ = talk(agents("Countdown", **settings), ["again"] * 50, prompt)
-    assert found.trajectory is not None and found.prompt is not None
+    assert found.trajectory is not None
+    assert found.prompt is not None
     assert (found.trajectory.truncated, found.ended, found.trajectory.error) == (limit, False, "")
     assert len(found.prompt.tokens) + len(found.tokens) <= settings.get("max_tokens", 200)
-    assert found.observed is not None and not found.observed[-1]  # nothing is observed that no turn follows
+    assert found.observed is not None
+    assert not found.observed[-1]
 
 
 def test_a_turn_without_an_end_is_the_last(agents: Callable[..., Agent]):
@@ -142,18 +149,22 @@ def test_tools_are_called_in_the_templates_format(agents: Callable[..., Agent]):
     call = '<tool_call>{"name": "increment", "arguments": {"step": %s}}</tool_call>'
     replies = [call % 2, call % '"x', "<tool_call>[]</tool_call>", call % 1 + call % 1, "Done."]
     found, _ = talk(agents("IncrementEnv", max_tokens=2000), replies, prompt)
-    assert found.trajectory is not None and found.prompt is not None
+    assert found.trajectory is not None
+    assert found.prompt is not None
     assert found.prompt.text.startswith("<|im_start|>system\nincrement<|im_end|>")
     said = [message["content"] for message in found.trajectory.messages if message["role"] == "tool"]
     assert (said[0], said[3:]) == ("2", ["3", "4"])
-    assert "not valid JSON" in said[1] and '"name"' in said[2]
+    assert "not valid JSON" in said[1]
+    assert '"name"' in said[2]
     assert found.ended
     assert [turn.reward for turn in found.trajectory.turns[:-1]] == [0.0] * 4
-    assert found.trajectory.turns[-1].reward == (4 == int(found.prompt.text.split("counter by ")[1][0]))
+    assert found.trajectory.turns[-1].reward == (int(found.prompt.text.split("counter by ")[1][0]) == 4)
 
 
 def test_calls_are_found_in_a_reply():
-    found = tool_calls('I look. <tool_call>\n{"name": "look", "arguments": {"where": "up"}}\n</tool_call> <tool_call>{"name": 1}')
+    found = tool_calls(
+        'I look. <tool_call>\n{"name": "look", "arguments": {"where": "up"}}\n</tool_call> <tool_call>{"name": 1}'
+    )
     assert (found[0].name, found[0].arguments, found[0].error) == ("look", {"where": "up"}, "")
     assert '"name", a text' in found[1].error
     assert tool_calls("no call") == []
@@ -167,7 +178,9 @@ def test_texts_without_roles_are_joined(agents: Callable[..., Agent]):
     assert text == "Play. 2 left, seed 5.one<|im_end|>1 left after onetwo<|im_end|>"
 
 
-@pytest.mark.parametrize("template", ["{{ messages | length }}", "{{ messages[-1].content }}", "{{ raise }}{{ 1 / 0 }}"])
+@pytest.mark.parametrize(
+    "template", ["{{ messages | length }}", "{{ messages[-1].content }}", "{{ raise }}{{ 1 / 0 }}"]
+)
 def test_a_template_that_changes_what_was_said_is_refused(agents: Callable[..., Agent], template: str):
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
     with pytest.raises(TemplateError, match="chat template"):
@@ -201,10 +214,7 @@ def prompts_of(count: int) -> list[Prompt]:
 
 def generated(model: Any, agent: Agent | None, prompts: list[Prompt], **settings: Any) -> Rollout:
     given = {"max_new_tokens": 8, "generation_batch_size": 3, **settings}
-    banned = [token for token in TOKENIZER.all_special_ids if token != EOS]
-    engine = Generation(
-        model, TOKENIZER, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=banned
-    )
+    engine = Generation(model, TOKENIZER, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
     engine.agent = agent
     rows: dict[int, Rollout] = {}
     engine.run(
@@ -219,23 +229,22 @@ def generated(model: Any, agent: Agent | None, prompts: list[Prompt], **settings
 @pytest.mark.parametrize("engine", ["slots", "transformers"])
 def test_every_engine_samples_each_turn_from_the_whole_row(agents: Callable[..., Agent], model: Any, engine: str):
     whole = generated(model, agents("Countdown"), prompts_of(9), engine=engine)
-    assert whole.trajectories is not None and whole.observed is not None
+    assert whole.trajectories is not None
+    assert whole.observed is not None
     assert {trajectory.truncated for trajectory in whole.trajectories} == {"", "actor.generation.max_new_tokens"}
     assert max(len(trajectory.turns) for trajectory in whole.trajectories) > 2
     for i, (row, trajectory) in enumerate(zip(whole.rows(), whole.trajectories, strict=True)):
         draws = uniform_draws(3, i)
         for turn in trajectory.turns:
-            alone: list[int] = []
-            partner = Prompts({0: row[: turn.start]}, lambda _, found: alone.extend(found.tokens), max_new_tokens=8)
-            rules = Rules(8, [EOS], [t for t in TOKENIZER.all_special_ids if t != EOS])
-            Decoder(model, rules, slots=1).run(partner, lambda _: draws)
-            assert row[turn.start : turn.end].tolist() == alone
+            decoder = Decoder(model, Rules(8, [EOS], BANNED), slots=1)
+            assert row[turn.start : turn.end].tolist() == one_response(decoder, row[: turn.start], draws, 8)
         inside = torch.zeros(len(row), dtype=torch.bool)
         for turn in trajectory.turns:
             inside[turn.start : turn.end] = True
         assert torch.equal(whole.mask[i, : len(row) - 1] > 0, inside[1:])
     if engine == "slots":
-        assert whole.logprobs is not None and not whole.logprobs[whole.mask == 0].any()
+        assert whole.logprobs is not None
+        assert not whole.logprobs[whole.mask == 0].any()
     else:
         assert whole.logprobs is None
 
@@ -260,7 +269,8 @@ def test_a_failing_environment_costs_its_own_rows(agents: Callable[..., Agent], 
     scores = Scores(nothing[:, 0], nothing, torch.full((6,), -1), torch.ones(6).bool(), [])
     found = with_environment(whole, scores, 1.0)
     assert found.scored.tolist() == [i not in (1, 4) for i in range(6)]
-    assert len(found.failures) == 2 and torch.isnan(found.components["environment"][[1, 4]]).all()
+    assert len(found.failures) == 2
+    assert torch.isnan(found.components["environment"][[1, 4]]).all()
 
 
 def test_closing_ends_a_generation_that_waits(agents: Callable[..., Agent], model: Any):
@@ -354,7 +364,8 @@ def test_nothing_at_a_token_of_the_environment_trains(name: str):
         found.append((logprobs.grad, batch.advantages * mask, batch.returns * mask))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-    assert found[0][0].any() and not found[0][0][mask == 0].any()
+    assert found[0][0].any()
+    assert not found[0][0][mask == 0].any()
 
 
 def test_limits_mask_bootstrap_or_score():
@@ -364,7 +375,8 @@ def test_limits_mask_bootstrap_or_score():
     masked = with_limits(scored, "mask", 0.5)
     assert masked.scores.scored.tolist() == [False, True]
     kept = with_limits(scored, "score", 0.5)
-    assert kept.scores.rewards.tolist() == [3.0, 4.0] and kept.rollout.is_end.tolist() == [True, True]
+    assert kept.scores.rewards.tolist() == [3.0, 4.0]
+    assert kept.rollout.is_end.tolist() == [True, True]
     process = with_limits(scored, "bootstrap", 0.5).scores.process
     assert process is not None
     assert process.rewards[0].tolist() == pytest.approx([0, 0, 0, 1, 0, 0, 2 + 0.5 * 0.8, 0, 0])  # V of token 8: 0.8

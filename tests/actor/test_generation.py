@@ -115,7 +115,9 @@ def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows(monkeyp
     model, prompts = make_model("llama", eos_bias=1.0), make_prompts(60, longest=4)
     found: dict[int, list[int]] = {}
     decoder = Decoder(model, Rules(24, [EOS], [0, 1]), slots=4)
-    decoder.run(Prompts(dict(enumerate(prompts)), lambda i, turn: found.update({i: turn.tokens}), max_new_tokens=24), None)
+    decoder.run(
+        Prompts(dict(enumerate(prompts)), lambda i, turn: found.update({i: turn.tokens}), max_new_tokens=24), None
+    )
     assert len(sizes) == 1
     assert len(shifts) > 3
     plain = generation(model, engine="transformers", max_new_tokens=24, generation_batch_size=60)
@@ -230,7 +232,8 @@ class Talk:
 
     def take(self, index: int, turn: Response) -> bool:
         parts = self.rows[index]
-        assert turn.logprobs is not None and len(turn.logprobs) == len(turn.tokens)
+        assert turn.logprobs is not None
+        assert len(turn.logprobs) == len(turn.tokens)
         parts.append(turn.tokens)
         size = int(self._rng.integers(1, 9))
         if len(parts) >= 2 + 2 * int(self._rng.integers(3)) or sum(map(len, parts)) + size >= self.longest:
@@ -249,6 +252,13 @@ class Talk:
         return [*found]
 
 
+def one_response(decoder: Decoder, tokens: Sequence[int], draws: Iterator[float], most: int) -> list[int]:
+    found: list[int] = []
+    partner = Prompts({0: np.array(tokens)}, lambda _, turn: found.extend(turn.tokens), max_new_tokens=most)
+    decoder.run(partner, lambda _: draws)
+    return found
+
+
 @pytest.mark.parametrize(("slots", "budget"), [(1, None), (3, 20), (5, None), (40, 30)])
 @pytest.mark.parametrize("name", ["llama", "learned positions", "every other layer slides"])
 def test_rows_go_on_in_their_slots_as_if_each_turn_were_generated_from_the_whole_row(
@@ -258,16 +268,14 @@ def test_rows_go_on_in_their_slots_as_if_each_turn_were_generated_from_the_whole
     for seed in range(3):
         rules = Rules(12, [EOS], [0, 1], min_new_tokens=seed, repetition_penalty=1.0 + seed % 2 / 4)
         talk = Talk(prompts, seed)
-        Decoder(model, rules, slots=slots, token_budget=budget).run(talk, lambda i: uniform_draws(seed, i))
+        Decoder(model, rules, slots=slots, token_budget=budget).run(talk, functools.partial(uniform_draws, seed))
         assert talk.answered > 10
         for i, (prompt, *parts) in talk.rows.items():
             draws, row = uniform_draws(seed, i), prompt
             for turn, observed in itertools.zip_longest(parts[::2], parts[1::2], fillvalue=()):
-                alone: list[int] = []
                 left = min(12, talk.longest - len(row))
-                partner = Prompts({0: np.array(row)}, lambda _, found: alone.extend(found.tokens), max_new_tokens=left)
-                Decoder(model, dataclasses.replace(rules, max_new_tokens=left), slots=1).run(partner, lambda _: draws)
-                assert turn == alone
+                decoder = Decoder(model, dataclasses.replace(rules, max_new_tokens=left), slots=1)
+                assert turn == one_response(decoder, row, draws, left)
                 row = [*row, *turn, *observed]
 
 
