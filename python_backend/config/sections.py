@@ -49,6 +49,27 @@ class MonitoringSection(Section):
 # Section `gateway` of the YAML configuration.
 
 
+class ServedPolicySection(Section):
+    """The policy for agents, whose calls the gateway records as trajectories to train on; see docs/gateway.md."""
+
+    model: Path
+    """Hugging Face folder with the policy's tokenizer and chat template."""
+    servers: Annotated[tuple[Address, ...], Field(min_length=1)]
+    """HTTP addresses of vLLM servers with the policy, as in `actor.client.servers`, started as docs/vllm.md says."""
+    export: Path | None = None
+    """JSONL file to which a session's trajectories are appended when it ends; default: they are only returned."""
+    max_tokens: Count = 1024
+    """Most tokens of a reply, where the request sets no limit."""
+    max_session_tokens: Count = 1_000_000
+    """Most tokens of a session, of which a history that several calls share counts once."""
+    max_sessions: Count = 1024
+    """Number of sessions that may be open; beyond it, requests of new ones get 429."""
+    idle_s: Seconds = 3600.0
+    """How long a session stays open without a request; then it is dropped, without an export."""
+    deadline_s: Seconds = 600.0
+    """Timeout of one reply."""
+
+
 class GatewaySection(Section):
     """The HTTP gateway for other trainers (`tools gateway`). It sends requests as `actor.client` says."""
 
@@ -68,6 +89,8 @@ class GatewaySection(Section):
     """Longest wait for the rewards of a row; it includes retries and waiting for a server."""
     max_body_bytes: Count = 16_000_000
     """Maximum size of a request's body, of the texts of all its rows, and of all large bodies in memory at a time."""
+    policy: ServedPolicySection | None = None
+    """The policy for agents; default: the gateway serves rewards only."""
 
     @model_validator(mode="after")
     def _certificate_for_key(self) -> GatewaySection:

@@ -8,11 +8,11 @@ import gc
 import hmac
 import itertools
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -47,8 +47,15 @@ UNION_FIELDS = {"input", "text_1", "text_2", "queries", "documents", "items", "d
 DESCRIPTION = "Rewards from Triton, in the protocols of several trainers. A row without a reward is an error, never 0."
 
 
-def create_app(client: TritonClient, settings: GatewaySection, key: str | None = None) -> FastAPI:
-    """Return the application, which closes `client` when it shuts down; `key`: what requests must carry, if set."""
+def create_app(
+    client: TritonClient, settings: GatewaySection, key: str | None = None, *, more: Sequence[APIRouter] = ()
+) -> FastAPI:
+    """Return the application, which closes `client` when it shuts down.
+
+    Args:
+        key: what requests must carry, if set.
+        more: routes beside those for rewards.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -73,6 +80,7 @@ def create_app(client: TritonClient, settings: GatewaySection, key: str | None =
         openrlhf_router(source),
         slime_router(source),
         vllm_router(source, settings.model),
+        *more,
     ):
         app.include_router(router)
 
@@ -109,8 +117,9 @@ class RequestGuard:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         is_open = scope["path"] in OPEN_PATHS
+        given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"  # as Anthropic's client
         try:
-            if self._key and not is_open and not carries(headers.get("authorization", ""), self._key):
+            if self._key and not is_open and not carries(given, self._key):
                 raise GatewayError(401, NO_KEY)
             async with contextlib.AsyncExitStack() as reserved:
                 size = int(headers.get("content-length", 0))

@@ -178,22 +178,27 @@ async def serve(config: RunConfig) -> None:
     import uvicorn
 
     from tools.gateway.app import create_app
+    from tools.gateway.policy import policy_router
 
     settings = config.gateway
     expected = {REWARD_MODEL: reward_parameters(config)}
     client = TritonClient(config.server.http_url, config.actor.client, expected=expected)
     log_config = None if is_json() else uvicorn.config.LOGGING_CONFIG  # None: its loggers use the root's handler
-    app = create_app(client, settings, check_key(settings))
-    server = uvicorn.Server(bounded(app, settings, log_config=log_config))
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn handles them, and raises them again when it has stopped
-        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
-    bound = server.config.bind_socket()
-    bound.listen(server.config.backlog)  # so that clients can connect as soon as the line is printed
-    servers = ", ".join(config.actor.client.servers) or config.server.http_url
-    scheme, port = "https" if settings.tls_certificate else "http", bound.getsockname()[1]
-    say(f"gateway: {scheme}://{settings.host}:{port}, rewards from {servers}")
-    free_memory_at_once()
-    await server.serve([bound])
+    async with contextlib.AsyncExitStack() as closing:
+        more = [policy_router(settings.policy, closing)] if settings.policy else []
+        app = create_app(client, settings, check_key(settings), more=more)
+        server = uvicorn.Server(bounded(app, settings, log_config=log_config))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # uvicorn handles them, and raises them again when it has stopped
+            signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+        bound = server.config.bind_socket()
+        bound.listen(server.config.backlog)  # so that clients can connect as soon as the line is printed
+        servers = ", ".join(config.actor.client.servers) or config.server.http_url
+        scheme, port = "https" if settings.tls_certificate else "http", bound.getsockname()[1]
+        agents = f", the policy for agents from {', '.join(settings.policy.servers)}" if settings.policy else ""
+        say(f"gateway: {scheme}://{settings.host}:{port}, rewards from {servers}{agents}")
+        free_memory_at_once()
+        await server.serve([bound])
 
 
 def free_memory_at_once() -> None:

@@ -1,0 +1,1 @@
+"""Calls of agents to the policy, as trajectories of the tokens that it sampled."""

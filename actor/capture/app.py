@@ -1,0 +1,145 @@
+"""The routes of sessions: what an agent's client calls, and what its trainer does."""
+
+import asyncio
+import dataclasses
+import json
+import uuid
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi import Path as PathParameter
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+
+from actor.capture.dialects import ANTHROPIC_MESSAGES, NUMBER, OPENAI_CHAT, Dialect, checked, number, reply_to
+from actor.capture.sessions import CaptureError, Sampled, Sampler, Session, Sessions
+from python_backend.errors import RlhfError
+from python_backend.store.jsonl import append_jsonl
+
+Name = Annotated[str, PathParameter(pattern=r"^[\w.:-]{1,200}$")]
+
+
+class CaptureRoute(APIRoute):
+    """A route whose errors have the shape of the dialect that is spoken there."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler of requests."""
+        handle, dialect = super().get_route_handler(), ANTHROPIC_MESSAGES if "messages" in self.path else OPENAI_CHAT
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RlhfError as error:
+                refusal = error if isinstance(error, CaptureError) else CaptureError(400, str(error))
+                return JSONResponse(dialect.error(refusal), refusal.status)
+
+        return handled
+
+
+def capture_router(
+    sessions: Sessions, sampler: Sampler, *, model: str, max_tokens: int, export: Path | None = None
+) -> APIRouter:
+    """Return the routes.
+
+    Args:
+        model: name of the policy; requests may have any other.
+        max_tokens: of a reply whose request sets no limit.
+        export: JSONL file for the trajectories of sessions that end; None: there is none.
+    """
+    router = APIRouter(prefix="/sessions/{name}", tags=["agents"], route_class=CaptureRoute)
+
+    async def answer(name: str, request: Request, dialect: Dialect) -> Response:
+        asked = dialect.read(await _json(request), max_tokens)
+        with sessions.calling(name) as session:
+            call, most = session.begin(asked.messages, asked.tools)
+            prompt = call.tokens
+            sampling = dataclasses.replace(asked.sampling, max_tokens=min(most, asked.sampling.max_tokens))
+            sampled = await _while_connected(request, sampler.sample(name, prompt, sampling))
+            reply = reply_to(asked, uuid.uuid4().hex, len(prompt), sampled, sessions.tokenizer)
+            session.record(call, sampled, reply.message)
+        body = dialect.body(reply, asked)
+        if asked.stream:
+            return Response("".join(dialect.events(body, asked)), media_type="text/event-stream")
+        return JSONResponse(body)
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(name: Name, request: Request) -> Response:
+        """Answer as OpenAI's chat completions."""
+        return await answer(name, request, OPENAI_CHAT)
+
+    @router.post("/v1/messages")
+    @router.post("/v1/v1/messages")  # Anthropic's client appends `/v1/messages` to its base URL
+    async def messages(name: Name, request: Request) -> Response:
+        """Answer as Anthropic's messages."""
+        return await answer(name, request, ANTHROPIC_MESSAGES)
+
+    @router.get("/v1/models")
+    async def models(name: Name) -> dict[str, Any]:
+        """Name the policy."""
+        return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "policy"}]}
+
+    _add_trainer_routes(router, sessions, export)
+    return router
+
+
+def _add_trainer_routes(router: APIRouter, sessions: Sessions, export: Path | None) -> None:
+    @router.post("/reward")
+    async def reward(name: Name, request: Request) -> dict[str, float]:
+        """Add to the reward of the last call; return what it is then."""
+        body = checked(await _json(request), {"reward": NUMBER}, ("reward",))
+        last = sessions.find(name).calls[-1]
+        last.reward += number(body, "reward", None, -1e9, 1e9)
+        return {"reward": last.reward}
+
+    @router.get("")
+    async def read(name: Name) -> dict[str, Any]:
+        """Return the trajectories so far."""
+        return {"trajectories": _rows(sessions.find(name))}
+
+    @router.post("/end")
+    async def end(name: Name, request: Request) -> dict[str, Any]:
+        """Export the trajectories, forget the session, and return them."""
+        body, session = checked(await _json(request), {"group": str}), sessions.find(name)
+        rows = _rows(session, body.get("group"))
+        if export is not None:
+            try:
+                append_jsonl(export, rows)
+            except OSError as error:
+                raise CaptureError(500, f"session {name} stays open, as its export failed: {error}") from error
+        sessions.end(session)
+        return {"trajectories": rows}
+
+
+def _rows(session: Session, group: str | None = None) -> list[dict[str, Any]]:
+    return [vars(row) for row in session.trajectories(group)]
+
+
+async def _json(request: Request) -> Any:
+    """Return the body, `{}` if there is none. Raises CaptureError unless it is JSON whose texts have an encoding."""
+    try:
+        body = json.loads(await request.body() or "{}")
+        json.dumps(body, ensure_ascii=False).encode()  # raises on lone surrogates
+    except (ValueError, RecursionError) as error:
+        raise CaptureError(400, f"body: must be JSON in UTF-8, but {error}") from error
+    return body
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Sampled]) -> Sampled:
+    """Return the result of `work`, or cancel it when the client disconnects. Raises CaptureError."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = task, gone = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise CaptureError(408, "the client has disconnected, so the reply is not recorded")
+        return task.result()
+    finally:
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

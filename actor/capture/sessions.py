@@ -1,0 +1,254 @@
+"""Sessions of agents: a tree of calls, each with the tokens that the policy saw and sampled, never rendered again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from actor.data.chat import Chat, Message, TemplateError
+from python_backend.errors import RlhfError
+
+logger = logging.getLogger(__name__)
+Version = int | str | None  # of the policy's weights
+
+
+class CaptureError(RlhfError):
+    """A request of an agent that gets an HTTP error; `status` is its code, `field` what is wrong in the body."""
+
+    def __init__(self, status: int, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.field = status, field
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request wants its reply to be sampled."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()  # the first of them to occur ends the reply
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the policy sampled: n tokens, at least one."""
+
+    tokens: list[int]  # n, with the end-of-sequence token or the stop string that ended them
+    logprobs: list[float]  # n
+    ended: bool  # False: a limit on the number of tokens cut it off
+    versions: list[Version]  # n, of the weights that sampled each token
+
+
+class Sampler(Protocol):
+    """Samples from the policy."""
+
+    async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
+        """Return what follows `tokens`. If it is cancelled, nothing of it goes on.
+
+        `session`: calls with the same one have the begin of their tokens in common.
+
+        Raises CaptureError with the status that the agent gets.
+        """
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of the policy: what it added to the conversation after the reply to `parent`, and its own reply."""
+
+    parent: Call | None
+    messages: Sequence[Message]  # added
+    before: list[int]  # token ids of these messages, up to the reply; without a parent, the whole prompt
+    digest: str  # of the tools and all messages before the reply
+    sampled: Sampled = field(default_factory=lambda: Sampled([], [], ended=False, versions=[]))
+    reply: Message = field(default_factory=dict)
+    reward: float = 0.0
+
+    @property
+    def path(self) -> list[Call]:
+        """The calls of the conversation, the first one first."""
+        calls = [self]
+        while parent := calls[-1].parent:
+            calls.append(parent)
+        return calls[::-1]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the conversation, as the policy saw and sampled them."""
+        return [token for call in self.path for token in (*call.before, *call.sampled.tokens)]
+
+
+@dataclass
+class CapturedTrajectory:
+    """One conversation as a row to train on: n token ids, and who they are from."""
+
+    session: str
+    group: str
+    tokens: list[int] = field(default_factory=list)  # n
+    observed: list[bool] = field(default_factory=list)  # n; False: to train on
+    logprobs: list[float] = field(default_factory=list)  # n; 0 where observed
+    versions: list[Version] = field(default_factory=list)  # n; None where observed
+    turns: list[dict[str, Any]] = field(default_factory=list)  # start, end and reward of what is to train on
+    messages: list[Message] = field(default_factory=list)
+
+    def add(self, call: Call, *, is_observed: bool) -> None:
+        """Append a call; `is_observed`: also its reply, which is trained in another row."""
+        before, reply = len(call.before), len(call.sampled.tokens)
+        start = len(self.tokens) + before
+        self.tokens += [*call.before, *call.sampled.tokens]
+        self.observed += [True] * before + [is_observed] * reply
+        self.logprobs += [0.0] * before + ([0.0] * reply if is_observed else call.sampled.logprobs)
+        self.versions += [None] * before + ([None] * reply if is_observed else call.sampled.versions)
+        self.messages += [*call.messages, call.reply]
+        if not is_observed:
+            self.turns.append({"start": start, "end": start + reply, "reward": call.reward})
+
+
+class Session:
+    """The calls of one agent, which may lead several conversations, also at the same time."""
+
+    def __init__(self, name: str, tokenizer: Any, max_tokens: int) -> None:
+        self.name, self.num_tokens = name, 0
+        self.calls: list[Call] = []
+        self.used, self.in_flight, self.is_over = time.monotonic(), 0, False
+        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        self._ends: dict[str, Call] = {}  # by the digest of the conversation with the call's reply
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[Call, int]:
+        """Return a call that continues the longest conversation with which `messages` begin, and its most tokens.
+
+        Raises CaptureError if there is no room for it, TemplateError if the messages cannot be rendered.
+        """
+        digests = [_digest("", tools)]
+        for message in messages:
+            digests.append(_digest(digests[-1], _identity(message)))
+        known = max((length for length, digest in enumerate(digests) if digest in self._ends), default=0)
+        parent, chat, before = self._ends.get(digests[known]), Chat(self._tokenizer, tools), None
+        if parent is not None:
+            try:
+                before = chat.after_reply(messages[known:], parent.sampled.tokens[-1])
+            except TemplateError as error:
+                warn_once(f"a call does not continue its conversation but begins another trajectory: {error}")
+        if before is None:
+            parent, known = None, 0
+            before = [*self._tokenizer(chat.prompt(messages), add_special_tokens=False)["input_ids"]]
+        left = self._max_tokens - self.num_tokens - len(before)
+        if left < 1:
+            raise CaptureError(
+                400,
+                f"messages: {len(before)} tokens beside the {self.num_tokens} of the session's earlier calls leave no "
+                f"room for a reply: end the session, or raise max_session_tokens ({self._max_tokens})",
+                "messages",
+            )
+        return Call(parent, messages[known:], before, digests[-1]), left
+
+    def record(self, call: Call, sampled: Sampled, reply: Message) -> None:
+        """Add a call with its reply. Raises CaptureError if the session has ended meanwhile."""
+        if self.is_over:
+            raise CaptureError(409, f"session {self.name} ended before this reply: begin another session")
+        call.sampled, call.reply = sampled, reply
+        self.num_tokens += len(call.before) + len(sampled.tokens)
+        self.calls.append(call)
+        self._ends[_digest(call.digest, _identity(reply))] = call
+
+    def trajectories(self, group: str | None = None) -> list[CapturedTrajectory]:
+        """Return a row for each call that no other continues. A reply that several share is trained in the first.
+
+        `group`: name of the rows' group; default: the session's.
+        """
+        continued, trained, rows = {call.parent for call in self.calls}, set[Call](), []
+        for leaf in (call for call in self.calls if call not in continued):
+            row = CapturedTrajectory(self.name, group or self.name)
+            for call in leaf.path:
+                row.add(call, is_observed=call in trained)
+                trained.add(call)
+            rows.append(row)
+        return rows
+
+
+class Sessions:
+    """The open sessions, by name."""
+
+    def __init__(self, tokenizer: Any, *, most: int, most_tokens: int, idle_s: float) -> None:
+        """
+        Args:
+            most: number of open sessions.
+            most_tokens: of all calls of a session; a prefix that several share counts once.
+            idle_s: how long a session stays without a request.
+
+        Raises TemplateError if the tokenizer has no chat template.
+        """
+        self.tokenizer, self._most, self._most_tokens, self._idle_s = tokenizer, most, most_tokens, idle_s
+        self._open: dict[str, Session] = {}
+        chat = Chat(tokenizer)
+        if not chat.has_template:
+            raise TemplateError("the policy's tokenizer has no chat template, which agents need: add one to its folder")
+        try:
+            chat.check()
+        except TemplateError as error:
+            warn_once(f"every call of an agent begins a trajectory of its own: {error}")
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @contextlib.contextmanager
+    def calling(self, name: str) -> Iterator[Session]:
+        """Yield the session for a call, a new one if there is none; one that is left without calls is forgotten.
+
+        Raises CaptureError if there are too many.
+        """
+        self._drop_idle()
+        if name not in self._open and len(self._open) >= self._most:
+            raise CaptureError(429, f"session {name}: {len(self._open)} others are open, the most: end some of them")
+        session = self._open.setdefault(name, Session(name, self.tokenizer, self._most_tokens))
+        session.in_flight += 1
+        try:
+            yield session
+        finally:
+            session.in_flight -= 1
+            session.used = time.monotonic()
+            if not session.calls and not session.in_flight and not session.is_over:
+                del self._open[name]
+
+    def find(self, name: str) -> Session:
+        """Return an open session. Raises CaptureError if there is none."""
+        self._drop_idle()
+        if name not in self._open or not self._open[name].calls:
+            raise CaptureError(404, f"session {name} is unknown: it has had no call, has ended, or was idle too long")
+        self._open[name].used = time.monotonic()
+        return self._open[name]
+
+    def end(self, session: Session) -> None:
+        """Forget a session; replies that arrive later are refused."""
+        session.is_over = True
+        del self._open[session.name]
+
+    def _drop_idle(self) -> None:
+        oldest = time.monotonic() - self._idle_s
+        for session in [each for each in self._open.values() if not each.in_flight and each.used < oldest]:
+            logger.warning("session %s: dropped with %d calls, as it was not ended", session.name, len(session.calls))
+            self.end(session)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning, unless this process has done so."""
+    logger.warning(message)
+
+
+def _identity(message: Message) -> list[Any]:
+    """Return what makes a message the same: not the ids of its calls, nor the space around a reply."""
+    is_reply = message["role"] == "assistant"
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return [message["role"], message["content"].strip() if is_reply else message["content"], message.get("name"), calls]
+
+
+def _digest(before: str, content: Any) -> str:
+    return hashlib.sha256(f"{before}{json.dumps(content, sort_keys=True)}".encode()).hexdigest()

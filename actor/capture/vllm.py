@@ -1,0 +1,69 @@
+"""Samples for agents with vLLM servers, whatever weights they have."""
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+
+from actor.capture.sessions import CaptureError, Sampled, Sampling, Version
+from actor.vllm.connection import VllmServer
+from python_backend.client.errors import Kind, RequestFailed, Trouble
+from python_backend.client.pool import ServerNames
+
+
+class VllmSampler:
+    """A sampler over vLLM servers: each session has its own order of them, for their prefix caches."""
+
+    def __init__(self, addresses: Sequence[str], *, eos_ids: Sequence[int], deadline_s: float) -> None:
+        """`addresses`: as `actor.client.servers`. `deadline_s`: timeout of one reply of one server."""
+        self._names, self._eos_ids, self._deadline_s = ServerNames(addresses), [*eos_ids], deadline_s
+        self._servers: dict[str, VllmServer] = {}
+        self._checked: set[str] = set()
+
+    async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
+        """Return the reply of the session's first server that answers. Raises CaptureError, RlhfError."""
+        wanted = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "logprobs": 0,
+            "stop_token_ids": self._eos_ids,
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+            **({"stop": [*sampling.stop], "include_stop_str_in_output": True} if sampling.stop else {}),
+        }
+        troubles = []
+        for url in await self._order(session):
+            try:
+                return await self._reply(url, tokens, wanted)
+            except Trouble as trouble:
+                sentence = trouble.sentence("vLLM", url, 1)
+                if trouble.kind is Kind.WRONG:
+                    raise CaptureError(400, sentence) from trouble
+                troubles.append(sentence)
+        raise CaptureError(503, "; ".join(troubles))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await asyncio.gather(*(server.close() for server in self._servers.values()))
+
+    async def _order(self, session: str) -> list[str]:
+        try:
+            urls = await self._names.urls()
+        except RequestFailed as error:
+            raise CaptureError(503, str(error)) from error
+        return sorted(urls, key=lambda url: zlib.crc32(f"{session} {url}".encode()))
+
+    async def _reply(self, url: str, tokens: list[int], wanted: dict[str, object]) -> Sampled:
+        if url not in self._servers:
+            self._servers[url] = VllmServer(url, limit=0, deadline_s=self._deadline_s, checked=self._checked)
+        server = self._servers[url]
+        await server.check()
+        choice = await server.generate(tokens, wanted)
+        sampled = list(choice["token_ids"])
+        if not sampled:
+            raise Trouble(Kind.LOST, "answered with no token")
+        versions: list[Version] = [None] * len(sampled)
+        for span in choice.get("weight_versions") or ():
+            versions[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
+        logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
+        return Sampled(sampled, logprobs, choice["finish_reason"] == "stop", versions)
