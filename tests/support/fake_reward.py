@@ -5,7 +5,7 @@ import contextlib
 import io
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from aiohttp import web
 from fake_triton import Behaviour, FakeTriton
+from fastapi import APIRouter
 from tritonclient.utils import deserialize_bytes_tensor
 
 from python_backend.client.client import TritonClient
@@ -151,16 +152,17 @@ async def gateway(
     client: dict[str, Any] | None = None,
     expected: dict[str, str | None] | None = None,
     rows_per_request: int = ROWS_PER_REQUEST,
+    more: Sequence[APIRouter] = (),
     **settings: Any,
 ) -> AsyncIterator[Caller]:
     """Run the gateway in this event loop, in front of the servers at `urls`.
 
-    `client`: changes of its client. `expected`: parameters that the reward model must have.
+    `client`: changes of its client. `expected`: parameters that the reward model must have. `more`: further routes.
     """
     calling = ClientSection(**{"backoff_s": 0.001, "deadline_s": 20.0, "servers": urls, **(client or {})})
     section = GatewaySection(**{"port": 0, **settings})
     triton = TritonClient("unused:1", calling, expected={REWARD_MODEL: expected} if expected else None)
-    app = create_app(triton, section, key)
+    app = create_app(triton, section, key, more=more)
     server = uvicorn.Server(bounded(app, section))
     bound = server.config.bind_socket()
     task = asyncio.create_task(server.serve([bound]))

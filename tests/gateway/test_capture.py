@@ -1,0 +1,490 @@
+"""Agents against the gateway: their calls become rows of exactly the tokens that a scripted policy saw and sampled."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_reward import Caller, gateway
+from fake_vllm import FakeVllm
+from scripted_policy import EOS, TEMPLATE, TOKENIZER, ScriptedSampler, ids, scripted_gateway
+from scripted_servers import until
+from tiny_tokenizers import make_text_tokenizer
+
+from actor.capture.sessions import CaptureError, Sampling, Sessions
+from actor.capture.vllm import VllmSampler
+from actor.data.chat import TemplateError
+from python_backend.config.sections import ServedPolicySection
+from python_backend.errors import RlhfError
+from python_backend.store.jsonl import read_jsonl
+from tools.gateway.policy import policy_router
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": SCHEMA}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+USER = {"role": "user", "content": "Hello"}
+Json = dict[str, Any]
+
+
+async def chat(caller: Caller, session: str, messages: list[Json], **fields: Any) -> Json:
+    """Call as OpenAI's client; return the body."""
+    body = {"model": "m", "messages": messages, **fields}
+    status, reply = await caller.post(f"/sessions/{session}{CHAT}", body)
+    assert status == 200, reply
+    return reply
+
+
+async def say(caller: Caller, session: str, messages: list[Json], **fields: Any) -> Json:
+    """Call as OpenAI's client; return the message."""
+    return (await chat(caller, session, messages, **fields))["choices"][0]["message"]
+
+
+async def ask(caller: Caller, session: str, messages: list[Json], **fields: Any) -> Json:
+    """Call as Anthropic's client; return the body."""
+    body = {"model": "m", "max_tokens": 100, "messages": messages, **fields}
+    status, reply = await caller.post(f"/sessions/{session}{MESSAGES}", body)
+    assert status == 200, reply
+    return reply
+
+
+async def rows(caller: Caller, session: str) -> list[Json]:
+    return (await caller.get(f"/sessions/{session}"))[1]["trajectories"]
+
+
+def trained(row: Json) -> list[list[int]]:
+    """The tokens of each turn, after a check that those to train on are exactly the turns."""
+    turns = [range(turn["start"], turn["end"]) for turn in row["turns"]]
+    seen = [not any(i in turn for turn in turns) for i in range(len(row["tokens"]))]
+    assert row["observed"] == seen
+    assert [logprob == 0 for logprob in row["logprobs"]] == seen
+    assert [version is None for version in row["versions"]] == seen
+    return [row["tokens"][turn.start : turn.stop] for turn in turns]
+
+
+def rendered(messages: list[Json], *tools: Json) -> str:
+    return str(TOKENIZER.apply_chat_template(messages, tools=[*tools] or None, tokenize=False))
+
+
+# ---- tokens ----
+
+
+async def with_openai(caller: Caller) -> None:
+    """Three calls, one of which uses a tool; the reply returns as the official client dumps it."""
+    messages: list[Json] = [{"role": "developer", "content": "Be brief."}, USER]
+    for answers in (
+        [{"role": "tool", "content": "2"}],
+        [{"role": "user", "content": [{"type": "text", "text": "Bye"}]}],
+    ):
+        reply = await say(caller, "s", messages, tools=[TOOL])
+        for call in reply.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
+            answers[0]["tool_call_id"] = call["id"]
+        messages += [{**reply, "annotations": None, "audio": None, "function_call": None}, *answers]
+    await say(caller, "s", messages, tools=[TOOL])
+
+
+async def with_anthropic(caller: Caller) -> None:
+    tools = [{"name": "add", "description": "Add.", "input_schema": SCHEMA}]
+    messages: list[Json] = [USER]
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    for answers in ([{"type": "tool_result", "content": "2"}], "Bye"):
+        content = (await ask(caller, "s", messages, tools=tools, system=system))["content"]
+        if content[-1]["type"] == "tool_use":
+            answers[0]["tool_use_id"] = content[-1]["id"]  # type: ignore[index]
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": answers}]
+    await ask(caller, "s", messages, tools=tools, system=system)
+
+
+@pytest.mark.parametrize("lead", [with_openai, with_anthropic])
+async def test_a_conversation_continues_its_own_tokens(lead: Callable[[Caller], Any]) -> None:
+    sampler = ScriptedSampler(CALL, "Two.", "Bye!")
+    async with scripted_gateway(sampler) as (caller, _):
+        await lead(caller)
+        [row] = await rows(caller, "s")
+    assert trained(row) == sampler.completions == [[*ids(text), EOS] for text in (CALL, "Two.", "Bye!")]
+    for turn, prompt in zip(row["turns"], sampler.prompts, strict=True):
+        assert row["tokens"][: turn["start"]] == prompt, "what was sampled is what is trained"
+    assert [message["role"] for message in row["messages"]] == [
+        *["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
+    ]
+    assert TOKENIZER.decode(row["tokens"]) + "\n" == rendered(row["messages"], TOOL)
+    assert (row["session"], row["group"]) == ("s", "s")
+    assert [row["versions"][turn["start"]] for turn in row["turns"]] == [1, 2, 3]
+
+
+async def test_the_tokens_of_a_reply_are_kept_where_the_tokenizer_would_choose_others() -> None:
+    class Spelling(ScriptedSampler):
+        async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Any:
+            self.prompts.append(tokens)
+            self.completions.append([*(ids(letter)[0] for letter in "the"), EOS])
+            return type(await super().sample(session, tokens, sampling))(self.completions[0], [-1.0] * 4, True, [7] * 4)
+
+    sampler = Spelling()
+    assert ids("the") != [ids(letter)[0] for letter in "the"]
+    async with scripted_gateway(sampler) as (caller, _):
+        reply = await say(caller, "s", [USER])
+        assert reply["content"] == "the"
+        await say(caller, "s", [USER, reply, USER])
+        [row] = await rows(caller, "s")
+    assert trained(row)[0] == sampler.completions[0]
+
+
+async def test_edited_history_and_other_contexts_are_rows_of_their_own() -> None:
+    sampler = ScriptedSampler("one", "two", "three", "sub", "edited", "other tools")
+    async with scripted_gateway(sampler) as (caller, _):
+        first = await say(caller, "s", [USER])
+        second = await say(caller, "s", [USER, first, USER])
+        await say(caller, "s", [USER, first, {"role": "user", "content": "Instead"}])  # from the longest known part
+        await say(caller, "s", [{"role": "system", "content": "A helper."}, USER])
+        await say(caller, "s", [USER, {**first, "content": "uno"}, USER, second, USER])
+        await say(caller, "s", [USER, first, USER], tools=[TOOL])
+        found = await rows(caller, "s")
+    said = [[TOKENIZER.decode(turn[:-1]) for turn in trained(row)] for row in found]
+    assert said == [["one", "two"], ["three"], ["sub"], ["edited"], ["other tools"]]
+    each = [turn for row in found for turn in trained(row)]
+    assert sorted(each) == sorted(sampler.completions), "each reply is trained once"
+    for row, tools in zip(found, ([], [], [], [], [TOOL]), strict=True):
+        assert TOKENIZER.decode(row["tokens"]) + "\n" == rendered(row["messages"], *tools)
+    shared = [*sampler.prompts[0], *sampler.completions[0]]
+    assert [row["tokens"][: len(shared)] == shared for row in found] == [True, True, False, False, False]
+
+
+async def test_a_template_that_changes_replies_makes_each_call_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    strips = TEMPLATE.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' else '…' }}")
+    tokenizer = make_text_tokenizer("qwen2", ["Yes. Hello …"], chat_template=strips, model_max_length=1000)
+    with caplog.at_level(logging.WARNING):
+        async with scripted_gateway(ScriptedSampler(), tokenizer=tokenizer) as (caller, _):
+            messages = [USER]
+            for _ in range(3):
+                messages += [await say(caller, "s", messages), USER]
+            assert [len(row["turns"]) for row in await rows(caller, "s")] == [1, 1, 1]
+    assert sum("changes earlier messages" in line for line in caplog.messages) == 2, (
+        "at the start, and at the first call"
+    )
+    tokenizer.chat_template = None
+    with pytest.raises(TemplateError, match="no chat template"):
+        Sessions(tokenizer, most=1, most_tokens=1, idle_s=1)
+
+
+# ---- replies ----
+
+
+async def test_replies_end_as_their_request_says() -> None:
+    sampler = ScriptedSampler(reply=lambda prompt: "A END B")
+    async with scripted_gateway(sampler) as (caller, _):
+        for fields, text, openai, anthropic, stop in (
+            ({}, "A END B", "stop", "end_turn", None),
+            ({"stop": ["X", "END"]}, "A ", "stop", "stop_sequence", "END"),
+            ({"max_tokens": 1}, TOKENIZER.decode(ids("A END B")[:1]), "length", "max_tokens", None),
+        ):
+            body = await chat(caller, "s", [USER], **fields)
+            assert (body["choices"][0]["message"]["content"], body["choices"][0]["finish_reason"]) == (text, openai)
+            usage = {"prompt_tokens": len(sampler.prompts[-1]), "completion_tokens": len(sampler.completions[-1])}
+            assert body["usage"] == {**usage, "total_tokens": sum(usage.values())}
+            if "stop" in fields:
+                fields = {"stop_sequences": fields["stop"]}
+            body = await ask(caller, "s", [USER], **fields)
+            assert body["content"] == [{"type": "text", "text": text}]
+            assert (body["stop_reason"], body["stop_sequence"]) == (anthropic, stop)
+            assert [*body["usage"].values()] == [*usage.values()]
+        await chat(caller, "s", [USER], temperature=0.5, top_p=0.9, max_completion_tokens=3, stop="x")
+        assert sampler.samplings[-1] == Sampling(3, 0.5, 0.9, ("x",))
+        await chat(caller, "s", [USER])
+        assert sampler.samplings[-1] == Sampling(500)
+        [choice] = (await chat(caller, "s", [USER], logprobs=True))["choices"]
+        tokens = choice["logprobs"]["content"]
+        assert [each["logprob"] for each in tokens] == [-0.5 - i for i in range(len(tokens))]
+        assert b"".join(bytes(each["bytes"]) for each in tokens).decode() == "A END B<|im_end|>"
+
+
+async def test_only_well_formed_tool_calls_are_parsed() -> None:
+    wrong = '<tool_call>{"name": 5}</tool_call>'
+    async with scripted_gateway(ScriptedSampler(reply=lambda _: f"I add. {CALL}{CALL} {wrong}")) as (caller, _):
+        body = await chat(caller, "s", [USER], tools=[TOOL])
+        [choice], first = body["choices"], {"name": "add", "arguments": '{"a": 1}'}
+        assert (choice["message"]["content"], choice["finish_reason"]) == (f"I add.  {wrong}", "tool_calls")
+        assert [call["function"] for call in choice["message"]["tool_calls"]] == [first, first]
+        assert len({call["id"] for call in choice["message"]["tool_calls"]}) == 2
+        for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+            message = await say(caller, "s", [USER], **fields)
+            assert "tool_calls" not in message
+            assert message["content"] == f"I add. {CALL}{CALL} {wrong}"
+
+
+async def events_of(caller: Caller, path: str, body: Json) -> list[str]:
+    async with caller.session.post(f"{caller.url}/sessions/s{path}", json={**body, "stream": True}) as reply:
+        assert reply.content_type == "text/event-stream"
+        return (await reply.text()).removesuffix("\n\n").split("\n\n")
+
+
+async def test_streams_have_the_events_of_each_api() -> None:
+    async with scripted_gateway(ScriptedSampler(reply=lambda _: f"I add. {CALL}")) as (caller, _):
+        body = {"messages": [USER], "tools": [TOOL], "stream_options": {"include_usage": True}}
+        *chunks, done = [event.removeprefix("data: ") for event in await events_of(caller, CHAT, body)]
+        first, last, usage = map(json.loads, chunks)
+        assert done == "[DONE]"
+        assert {each["object"] for each in (first, last, usage)} == {"chat.completion.chunk"}
+        delta = first["choices"][0]["delta"]
+        assert (delta["role"], delta["content"], delta["tool_calls"][0]["index"]) == ("assistant", "I add.", 0)
+        assert delta["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+        assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "tool_calls")
+        assert (usage["choices"], usage["usage"]["completion_tokens"] > 0) == ([], True)
+
+        tools = [{"name": "add", "input_schema": SCHEMA}]
+        events = await events_of(caller, MESSAGES, {"max_tokens": 90, "messages": [USER], "tools": tools})
+        lines = [event.split("\n") for event in events]
+        data = [json.loads(line[1].removeprefix("data: ")) for line in lines]
+        block = ["content_block_start", "content_block_delta", "content_block_stop"]
+        assert [each["type"] for each in data] == ["message_start", *block, *block, "message_delta", "message_stop"]
+        assert [line[0] for line in lines] == [f"event: {each['type']}" for each in data]
+        assert (data[0]["message"]["content"], data[0]["message"]["stop_reason"]) == ([], None)
+        assert data[2]["delta"] == {"type": "text_delta", "text": "I add."}
+        assert (data[4]["content_block"]["name"], data[4]["content_block"]["input"]) == ("add", {})
+        assert json.loads(data[5]["delta"]["partial_json"]) == {"a": 1}
+        assert data[7]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+        assert len(await rows(caller, "s")) == 2
+
+
+# ---- what is refused ----
+
+
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+BOTH: dict[str, Json] = {
+    "messages": {"messages": []},
+    "messages[0]": {"messages": [5]},
+    "messages[0].role": {"messages": [{"role": "critic", "content": "x"}]},
+    "temperature": {"temperature": float("nan")},
+    "top_p": {"top_p": "high"},
+    "max_tokens": {"max_tokens": 0},
+    "tools[0].name": {"tools": [{"type": "custom", "input_schema": {}}]},
+    "unknown": {"unknown": 1},
+    "stream": {"stream": 1},
+}
+REFUSED: list[tuple[str, str, Json]] = [
+    *((MESSAGES, field, fields) for field, fields in BOTH.items()),
+    *((CHAT, field, fields) for field, fields in BOTH.items() if field != "tools[0].name"),
+    (CHAT, "n", {"n": 2}),
+    (CHAT, "logit_bias", {"logit_bias": {"5": -100}}),
+    (CHAT, "response_format", {"response_format": {"type": "json_object"}}),
+    (CHAT, "seed", {"seed": 1}),
+    (CHAT, "tool_choice", {"tool_choice": "required"}),
+    (CHAT, "tools[0].function.name", {"tools": [{"type": "function", "function": {}}]}),
+    (CHAT, "messages", {"messages": [USER, {"role": "assistant", "content": "a prefix"}]}),
+    (CHAT, "messages[0].content[0].type", {"messages": [IMAGE]}),
+    (CHAT, "messages[0].audio", {"messages": [{**USER, "audio": {"id": "x"}}]}),
+    (
+        CHAT,
+        "messages[0].tool_calls[0].function.arguments",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}, USER]},
+    ),
+    (MESSAGES, "messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    (MESSAGES, "top_k", {"top_k": 5}),
+    (MESSAGES, "thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    (MESSAGES, "tool_choice.type", {"tool_choice": {"type": "any"}}),
+    (MESSAGES, "tools[0].type", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
+    (MESSAGES, "stop_sequences", {"stop_sequences": [""]}),
+]
+
+
+async def test_what_cannot_be_honoured_is_refused_in_the_shape_of_the_api() -> None:
+    async with scripted_gateway(ScriptedSampler()) as (caller, sessions):
+        for path, field, fields in REFUSED:
+            body = json.dumps({"model": "m", "max_tokens": 10, "messages": [USER], **fields}).encode()
+            status, reply = await caller.post(f"/sessions/s{path}", body)
+            error = reply["error"]
+            assert (status, error["type"]) == (400, "invalid_request_error"), (path, field)
+            assert error["message"].startswith(f"{field}: "), error
+            assert "must " in error["message"] or "required" in error["message"]
+            assert "\n" not in error["message"]
+            assert reply.get("type") == (None if path == CHAT else "error")
+            assert error.get("param") == (field if path == CHAT else None)
+        for path in (CHAT, MESSAGES):
+            for damaged in (b"{", b'{"messages": "\\ud800"}', b"[" * 100_000, b"\xff", b"[]"):
+                status, reply = await caller.post(f"/sessions/s{path}", damaged)
+                assert (status, reply["error"]["message"][:5]) == (400, "body:"), damaged
+        assert len(sessions) == 0
+        status, reply = await caller.post(f"/sessions/{'x' * 300}{CHAT}", {"messages": [USER]})
+        assert (status, "path.name" in reply["error"]["message"]) == (400, True)
+
+
+async def test_harmless_fields_of_clients_are_taken() -> None:
+    async with scripted_gateway(ScriptedSampler()) as (caller, _):
+        fields = {"n": 1, "user": "u", "logit_bias": None, "response_format": {"type": "text"}, "store": False}
+        await chat(caller, "s", [USER], **fields, parallel_tool_calls=True, presence_penalty=0.0)
+        await ask(caller, "s", [USER], metadata={"user_id": "u"}, thinking={"type": "disabled"})
+        models = await caller.get("/sessions/s/v1/models")
+        assert [each["id"] for each in models[1]["data"]] == ["policy"]
+        status, _ = await caller.post("/sessions/s/v1/v1/messages", {"max_tokens": 5, "messages": [USER]})
+        assert status == 200, "Anthropic's client appends /v1/messages to its base URL"
+
+
+async def test_the_key_may_be_sent_as_each_client_does() -> None:
+    async with scripted_gateway(ScriptedSampler(), key="secret") as (caller, _):
+        body = {"max_tokens": 5, "messages": [USER]}
+        for headers, status in (
+            ({"x-api-key": "secret"}, 200),
+            ({"authorization": "Bearer secret"}, 200),
+            ({"x-api-key": "other"}, 401),
+            ({}, 401),
+        ):
+            assert (await caller.post(f"/sessions/s{MESSAGES}", body, headers=headers))[0] == status
+
+
+# ---- sessions ----
+
+
+async def test_rewards_and_the_export_belong_to_their_turns(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    async with scripted_gateway(ScriptedSampler("one", "two", "sub"), export=file) as (caller, sessions):
+        await caller.error("/sessions/s/reward", {"reward": 1}, 404)
+        first = await say(caller, "s", [USER])
+        assert (await caller.post("/sessions/s/reward", {"reward": 0.5}))[1] == {"reward": 0.5}
+        await say(caller, "s", [USER, first, USER])
+        await say(caller, "s", [{"role": "system", "content": "x"}, USER])
+        await caller.post("/sessions/s/reward", {"reward": 1})
+        assert (await caller.post("/sessions/s/reward", {"reward": -3.0}))[1] == {"reward": -2.0}
+        for wrong in ({}, {"reward": "1"}, {"reward": float("inf")}, {"rewards": 1}):
+            assert "reward" in await caller.error("/sessions/s/reward", wrong, 400)
+        shown = await rows(caller, "s")
+        status, reply = await caller.post("/sessions/s/end", {"group": "task 7"})
+        assert (status, len(sessions)) == (200, 0)
+        assert reply["trajectories"] == read_jsonl(file) == [{**row, "group": "task 7"} for row in shown]
+        assert [[turn["reward"] for turn in row["turns"]] for row in shown] == [[0.5, 0.0], [-2.0]]
+        assert "session s is unknown" in await caller.error("/sessions/s/end", {}, 404)
+
+        await say(caller, "t", [USER])
+        file.unlink()
+        file.mkdir()
+        assert "its export failed" in await caller.error("/sessions/t/end", {}, 500)
+        assert len(await rows(caller, "t")) == 1
+
+
+async def test_sessions_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    async with scripted_gateway(ScriptedSampler(), most=2, most_tokens=60) as (caller, sessions):
+        for name in "ab":
+            await say(caller, name, [USER])
+        assert "2 others are open" in await caller.error(f"/sessions/c{CHAT}", {"messages": [USER]}, 429)
+        long = {"messages": [{"role": "user", "content": "word " * 60}]}
+        assert "raise max_session_tokens (60)" in await caller.error(f"/sessions/a{CHAT}", long, 400)
+        await say(caller, "a", [USER], max_tokens=500)
+        assert len(await rows(caller, "a")) == 2
+    sampler = ScriptedSampler(reply=lambda _: "word " * 60)
+    async with scripted_gateway(sampler, most_tokens=60) as (caller, _):
+        body = await chat(caller, "a", [USER])
+        assert (body["usage"]["total_tokens"], body["choices"][0]["finish_reason"]) == (60, "length")
+    async with scripted_gateway(ScriptedSampler(), idle_s=1e-6) as (caller, sessions):
+        await say(caller, "a", [USER])
+        await caller.error("/sessions/a/end", {}, 404)
+        assert "session a: dropped with 1 calls" in caplog.text
+        assert len(sessions) == 0
+
+
+async def test_a_session_that_ends_during_a_call_refuses_its_reply() -> None:
+    sampler = ScriptedSampler()
+    async with scripted_gateway(sampler) as (caller, sessions):
+        first = await say(caller, "s", [USER])
+        sampler.open.clear()
+        late = asyncio.create_task(caller.post(f"/sessions/s{CHAT}", {"messages": [USER, first, USER]}))
+        await until(lambda: sampler.in_flight == 1)
+        assert (await caller.post("/sessions/s/end", {}))[0] == 200
+        sampler.open.set()
+        status, reply = await late
+        assert (status, len(sessions)) == (409, 0)
+        assert "session s ended before this reply" in reply["error"]["message"]
+
+
+async def test_disconnected_clients_leave_nothing() -> None:
+    """200 sessions, a third of which disconnect while the policy samples, in their first call or their second."""
+    sampler, draws = ScriptedSampler(), random.Random(0)
+    leaving = {name: draws.randrange(2) for name in draws.sample(range(200), 67)}
+    async with scripted_gateway(sampler) as (caller, sessions):
+        messages: dict[int, list[Json]] = {name: [USER] for name in range(200)}
+        for number in range(2):
+            sampler.open.clear()
+            calls = {
+                name: asyncio.create_task(caller.post(f"/sessions/{name}{CHAT}", {"messages": history}))
+                for name, history in messages.items()
+            }
+            await until(lambda: sampler.in_flight == len(messages))
+            for name in [name for name in messages if leaving.get(name) == number]:
+                calls.pop(name).cancel()
+                del messages[name]
+            await until(lambda: sampler.in_flight == len(messages))
+            sampler.open.set()
+            for name, call in calls.items():
+                messages[name] += [(await call)[1]["choices"][0]["message"], USER]
+        stayed = {name: 2 - (name in leaving) for name in range(200) if leaving.get(name) != 0}
+        assert len(sessions) == len(stayed), "one without a call is no session"
+        for name, turns in stayed.items():
+            _, reply = await caller.post(f"/sessions/{name}/end", {})
+            assert [len(row["turns"]) for row in reply["trajectories"]] == [turns]
+        assert (len(sessions), len(sampler.prompts)) == (0, sum(stayed.values()))
+        running = [str(task.get_coro()) for task in asyncio.all_tasks()]
+        assert not [coroutine for coroutine in running if "left" in coroutine or "sample" in coroutine]
+
+
+# ---- vLLM ----
+
+
+async def test_sessions_stick_to_a_vllm_server_while_it_is_up() -> None:
+    async with FakeVllm() as one, FakeVllm() as two:
+        servers = [one, two]
+        one.answer = two.answer = lambda body: {"weight_versions": [{"version": "w", "start": 1, "end": 4}]}
+        sampler = VllmSampler([server.url for server in servers], eos_ids=[1], deadline_s=30)
+        for name in "abcdefgh":
+            for _ in range(2):
+                sampled = await sampler.sample(name, [ord(name), 3], Sampling(9, 0.5, 0.9, ("x",)))
+        assert (sampled.tokens, sampled.logprobs, sampled.ended) == ([5, 6, 7, 1], [-0.5] * 4, True)
+        assert sampled.versions == [None, "w", "w", "w"], "each token has the version of its span"
+        first, second = ([body["token_ids"][0] for body in server.requests] for server in servers)
+        assert first
+        assert second
+        assert not {*first} & {*second}
+        sampling = one.requests[0]["sampling_params"]
+        expected = {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "stop": ["x"], "stop_token_ids": [1]}
+        assert expected.items() <= sampling.items()
+        one.drops = 1
+        for number in range(2):
+            await sampler.sample(chr(first[0]), [first[0], 4], Sampling(9))
+            assert (len(two.requests), len(one.requests)) == (len(second) + 1, len(first) + 1 + number)
+        await two.stop()
+        await sampler.sample(chr(second[0]), [9], Sampling(9))
+        assert one.requests[-1]["token_ids"] == [9]
+        await one.stop()
+        with pytest.raises(CaptureError, match="is vLLM running there") as found:
+            await sampler.sample("a", [9], Sampling(9))
+        assert found.value.status == 503
+        await sampler.close()
+
+
+async def test_a_vllm_server_that_returns_other_logprobs_is_not_used() -> None:
+    async with FakeVllm() as server:
+        sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=30)
+        server.logprobs_mode = "raw_logprobs"
+        with pytest.raises(RlhfError, match="--logprobs-mode"):
+            await sampler.sample("a", [9], Sampling(9))
+        assert server.requests == []
+        await sampler.close()
+
+
+async def test_the_gateway_of_a_yaml_serves_the_policy(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path / "policy")
+    (tmp_path / "policy" / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    export = tmp_path / "rows.jsonl"
+    async with FakeVllm() as server, contextlib.AsyncExitStack() as closing:
+        server.answer = lambda body: {"token_ids": [*ids("Hi."), EOS], "weight_versions": []}
+        section = ServedPolicySection(model=tmp_path / "policy", servers=(server.url,), export=export)
+        async with gateway("unused:1", more=[policy_router(section, closing)]) as caller:
+            assert (await say(caller, "s", [USER]))["content"] == "Hi."
+            await caller.post("/sessions/s/end", {})
+            server.answer = lambda body: {"finish_reason": "abort"}
+            assert "finish_reason 'abort'" in await caller.error(f"/sessions/s{CHAT}", {"messages": [USER]}, 503)
+    [row] = read_jsonl(export)
+    assert trained(row | {"versions": [None if seen else 0 for seen in row["observed"]]}) == [[*ids("Hi."), EOS]]
+    assert server.requests[0]["sampling_params"]["stop_token_ids"] == [EOS]

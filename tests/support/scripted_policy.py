@@ -1,0 +1,74 @@
+"""A policy for agents that says what a script tells it, and the gateway that serves it."""
+
+import asyncio
+import contextlib
+import string
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from fake_reward import Caller, gateway
+from live_system import TEXTS
+from tiny_tokenizers import make_text_tokenizer
+
+from actor.capture.app import capture_router
+from actor.capture.sessions import Sampled, Sampling, Sessions
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or () %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOKENIZER = make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=TEMPLATE, model_max_length=100_000)
+EOS = TOKENIZER.eos_token_id
+
+
+def ids(text: str) -> list[int]:
+    """Return the token ids of a text."""
+    return [*TOKENIZER(text, add_special_tokens=False)["input_ids"]]
+
+
+class ScriptedSampler:
+    """Says `replies`, one after the other; then what `reply` makes of the prompt's text. Its version counts calls."""
+
+    def __init__(self, *replies: str, reply: Callable[[str], str] = lambda prompt: "Yes.") -> None:
+        self.replies, self.reply = [*replies], reply
+        self.prompts: list[list[int]] = []
+        self.completions: list[list[int]] = []
+        self.samplings: list[Sampling] = []
+        self.in_flight = 0
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
+        """Return a reply; waits while `open` is not set."""
+        self.in_flight += 1
+        try:
+            await self.open.wait()
+        finally:
+            self.in_flight -= 1
+        text = self.replies.pop(0) if self.replies else self.reply(TOKENIZER.decode(tokens))
+        whole = [*ids(text), EOS]
+        found = whole[: sampling.max_tokens]
+        self.prompts.append(tokens)
+        self.completions.append(found)
+        self.samplings.append(sampling)
+        logprobs = [-0.5 - i for i in range(len(found))]
+        return Sampled(found, logprobs, found == whole, [len(self.prompts)] * len(found))
+
+
+@contextlib.asynccontextmanager
+async def scripted_gateway(
+    sampler: ScriptedSampler,
+    *,
+    export: Path | None = None,
+    tokenizer: Any = TOKENIZER,
+    key: str | None = None,
+    **most: Any,
+) -> AsyncIterator[tuple[Caller, Sessions]]:
+    """Run the gateway with the policy's routes; `most`: bounds of the sessions."""
+    sessions = Sessions(tokenizer, **{"most": 1000, "most_tokens": 1_000_000, "idle_s": 600.0, **most})
+    router = capture_router(sessions, sampler, model="policy", max_tokens=500, export=export)
+    async with gateway("unused:1", key=key, more=[router]) as caller:
+        yield caller, sessions
