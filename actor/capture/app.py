@@ -4,51 +4,43 @@ import asyncio
 import dataclasses
 import json
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 
 from actor.capture.dialects import ANTHROPIC_MESSAGES, NUMBER, OPENAI_CHAT, Dialect, checked, number, reply_to
 from actor.capture.sessions import CaptureError, Sampled, Sampler, Session, Sessions
-from python_backend.errors import RlhfError
+from actor.data.chat import TemplateError
 from python_backend.store.jsonl import append_jsonl
 
 Name = Annotated[str, PathParameter(pattern=r"^[\w.:-]{1,200}$")]
+TYPES = {404: "not_found_error", 429: "rate_limit_error"}  # Anthropic's names
 
 
-class CaptureRoute(APIRoute):
-    """A route whose errors have the shape of the dialect that is spoken there."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler of requests."""
-        handle, dialect = super().get_route_handler(), ANTHROPIC_MESSAGES if "messages" in self.path else OPENAI_CHAT
-
-        async def handled(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except RlhfError as error:
-                refusal = error if isinstance(error, CaptureError) else CaptureError(400, str(error))
-                return JSONResponse(dialect.error(refusal), refusal.status)
-
-        return handled
+async def refused(_: Request, error: Exception) -> JSONResponse:
+    """Return the reply to a request that failed with an RlhfError, in a shape that is OpenAI's and Anthropic's."""
+    status = error.status if isinstance(error, CaptureError) else 400 if isinstance(error, TemplateError) else 502
+    told = {"type": TYPES.get(status, "invalid_request_error" if status < 500 else "api_error"), "message": str(error)}
+    return JSONResponse(
+        {"type": "error", "error": {**told, "param": getattr(error, "field", None), "code": status}}, status
+    )
 
 
 def capture_router(
     sessions: Sessions, sampler: Sampler, *, model: str, max_tokens: int, export: Path | None = None
 ) -> APIRouter:
-    """Return the routes.
+    """Return the routes; the application must have `refused` as the handler of RlhfError.
 
     Args:
         model: name of the policy; requests may have any other.
         max_tokens: of a reply whose request sets no limit.
         export: JSONL file for the trajectories of sessions that end; None: there is none.
     """
-    router = APIRouter(prefix="/sessions/{name}", tags=["agents"], route_class=CaptureRoute)
+    router = APIRouter(prefix="/sessions/{name}", tags=["agents"])
 
     async def answer(name: str, request: Request, dialect: Dialect) -> Response:
         asked = dialect.read(await _json(request), max_tokens)

@@ -56,7 +56,6 @@ class Dialect:
     """The body of a reply."""
     events: Callable[[Json, Asked], Iterator[str]]
     """Server-sent events with the content of such a body."""
-    error: Callable[[CaptureError], Json]
 
 
 def reply_to(asked: Asked, name: str, prompt_tokens: int, sampled: Sampled, tokenizer: Any) -> Reply:
@@ -97,9 +96,6 @@ def checked(body: Any, fields: Mapping[str, Any], required: tuple[str, ...] = ()
     if not isinstance(body, dict):
         refuse(where.rstrip(".") or "body", body, "must be an object")
     found = {name: value for name, value in body.items() if value is not None}
-    for name in required:
-        if name not in found:
-            refuse(where + name, None, "is missing, and required")
     for name, value in found.items():
         kind = fields.get(name, [])
         if isinstance(kind, list) and value not in kind:
@@ -109,6 +105,8 @@ def checked(body: Any, fields: Mapping[str, Any], required: tuple[str, ...] = ()
             not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, ANYTHING))
         ):
             refuse(where + name, value, f"must be {NAMES.get(kind, 'a text or a list')}")
+    if missing := [name for name in required if name not in found]:
+        raise CaptureError(400, f"{where}{missing[0]}: missing, must be given", where + missing[0])
     return found
 
 
@@ -249,11 +247,6 @@ def _openai_events(body: Json, asked: Asked) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def _openai_error(error: CaptureError) -> Json:
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": error.status}}
-
-
 # Anthropic's messages.
 
 
@@ -275,7 +268,6 @@ BLOCKS: dict[str, Json] = {
     },
 }
 KINDS = {"user": ["text", "tool_result"], "assistant": ["text", "tool_use"]}
-ANTHROPIC_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def _read_anthropic(body: Any, default: int) -> Asked:
@@ -363,10 +355,5 @@ def _anthropic_events(body: Json, asked: Asked) -> Iterator[str]:
         yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
 
 
-def _anthropic_error(error: CaptureError) -> Json:
-    other = "invalid_request_error" if error.status < 500 else "api_error"
-    return {"type": "error", "error": {"type": ANTHROPIC_ERRORS.get(error.status, other), "message": str(error)}}
-
-
-OPENAI_CHAT = Dialect(_read_openai, _openai_body, _openai_events, _openai_error)
-ANTHROPIC_MESSAGES = Dialect(_read_anthropic, _anthropic_body, _anthropic_events, _anthropic_error)
+OPENAI_CHAT = Dialect(_read_openai, _openai_body, _openai_events)
+ANTHROPIC_MESSAGES = Dialect(_read_anthropic, _anthropic_body, _anthropic_events)

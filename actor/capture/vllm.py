@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from actor.capture.sessions import CaptureError, Sampled, Sampling, Version
 from actor.vllm.connection import VllmServer
-from python_backend.client.errors import Kind, RequestFailed, Trouble
+from python_backend.client.errors import Kind, Trouble
 from python_backend.client.pool import ServerNames
 
 
@@ -31,8 +31,8 @@ class VllmSampler:
             "skip_special_tokens": False,
             **({"stop": [*sampling.stop], "include_stop_str_in_output": True} if sampling.stop else {}),
         }
-        troubles = []
-        for url in await self._order(session):
+        troubles, urls = [], await self._names.urls()
+        for url in sorted(urls, key=lambda url: zlib.crc32(f"{session} {url}".encode())):
             try:
                 return await self._reply(url, tokens, wanted)
             except Trouble as trouble:
@@ -45,13 +45,6 @@ class VllmSampler:
     async def close(self) -> None:
         """Close all connections."""
         await asyncio.gather(*(server.close() for server in self._servers.values()))
-
-    async def _order(self, session: str) -> list[str]:
-        try:
-            urls = await self._names.urls()
-        except RequestFailed as error:
-            raise CaptureError(503, str(error)) from error
-        return sorted(urls, key=lambda url: zlib.crc32(f"{session} {url}".encode()))
 
     async def _reply(self, url: str, tokens: list[int], wanted: dict[str, object]) -> Sampled:
         if url not in self._servers:

@@ -19,8 +19,10 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from actor.capture.app import refused
 from python_backend.client.client import TritonClient
 from python_backend.config import GatewaySection
+from python_backend.errors import RlhfError
 from python_backend.wire.texts import printable
 from tools.gateway.json_api import json_router
 from tools.gateway.rows import GatewayError
@@ -70,6 +72,7 @@ def create_app(
         redoc_url=None,
         middleware=[Middleware(RequestGuard, settings=settings, key=key)],
         exception_handlers={
+            RlhfError: refused,
             GatewayError: _gateway_error,
             StarletteHTTPException: _http_error,
             RequestValidationError: _invalid_body,
