@@ -24,6 +24,7 @@ RlhfError                    the user can fix it; the message names what is wron
     OverBudget               too many requests fail
     DeadlineMissed           the gateway's
   GatewayError               a request of the gateway, with its HTTP status
+  CaptureError               a request of an agent, with its HTTP status
   CriticClientError          the wrong use of `critic_client`
   ServerStartError           tritonserver cannot start
     ServerAborted            ended by a fault of its own
