@@ -86,12 +86,12 @@ def _add_trainer_routes(router: APIRouter, sessions: Sessions, export: Path | No
         return {"reward": last.reward}
 
     @router.get("")
-    async def read(name: Name) -> dict[str, Any]:
+    async def read(name: Name) -> Response:
         """Return the trajectories so far."""
-        return {"trajectories": _rows(sessions.find(name))}
+        return JSONResponse({"trajectories": _rows(sessions.find(name))})
 
     @router.post("/end")
-    async def end(name: Name, request: Request) -> dict[str, Any]:
+    async def end(name: Name, request: Request) -> Response:
         """Export the trajectories, forget the session, and return them."""
         body, session = checked(await _json(request), {"group": str}), sessions.find(name)
         rows = _rows(session, body.get("group"))
@@ -101,7 +101,7 @@ def _add_trainer_routes(router: APIRouter, sessions: Sessions, export: Path | No
             except OSError as error:
                 raise CaptureError(500, f"session {name} stays open, as its export failed: {error}") from error
         sessions.end(session)
-        return {"trajectories": rows}
+        return JSONResponse({"trajectories": rows})
 
 
 def _rows(session: Session, group: str | None = None) -> list[dict[str, Any]]:

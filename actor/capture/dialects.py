@@ -28,7 +28,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Reply:
+class PolicyReply:
     """A reply, of which each dialect makes its own body."""
 
     id: str
@@ -52,13 +52,13 @@ class Dialect:
 
     read: Callable[[Any, int], Asked]
     """A request from its body, and the most tokens of a reply that sets no limit. Raises CaptureError."""
-    body: Callable[[Reply, Asked], Json]
+    body: Callable[[PolicyReply, Asked], Json]
     """The body of a reply."""
     events: Callable[[Json, Asked], Iterator[str]]
     """Server-sent events with the content of such a body."""
 
 
-def reply_to(asked: Asked, name: str, prompt_tokens: int, sampled: Sampled, tokenizer: Any) -> Reply:
+def reply_to(asked: Asked, name: str, prompt_tokens: int, sampled: Sampled, tokenizer: Any) -> PolicyReply:
     """Return the reply: its text up to the stop string, without the tool calls in it that are well-formed."""
     text, calls = tokenizer.decode(sampled.tokens, skip_special_tokens=True), list[Json]()
     stops = [(text.index(stop), stop) for stop in asked.sampling.stop if stop in text]
@@ -74,7 +74,7 @@ def reply_to(asked: Asked, name: str, prompt_tokens: int, sampled: Sampled, toke
 
     rest = HERMES.sub(taken, text[:end]) if asked.calls_tools else text[:end]
     pieces = [tokenizer.decode([token]) for token in sampled.tokens] if asked.logprobs else []
-    return Reply(name, rest.strip() if calls else rest, calls, stopped_by, prompt_tokens, sampled, pieces)
+    return PolicyReply(name, rest.strip() if calls else rest, calls, stopped_by, prompt_tokens, sampled, pieces)
 
 
 # Reading: tables name the fields of each object with their type, or the values that mean what happens anyway. A field
@@ -128,7 +128,7 @@ def _sampling(body: Json, limit: str, default: int, stop: str, hottest: float) -
     stops = [stops] if isinstance(stops, str) else stops
     if not all(isinstance(each, str) and each for each in stops):
         refuse(stop, stops, "must have texts that are not empty")
-    tokens = int(number(body, limit, default, 1, float("inf")))
+    tokens = int(number(body, limit, default, 1, 1e9))
     return Sampling(
         tokens, number(body, "temperature", 1.0, 0, hottest), number(body, "top_p", 1.0, 0, 1), tuple(stops)
     )
@@ -207,7 +207,7 @@ def _openai_call(body: Any, where: str) -> Json:
     return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _openai_body(reply: Reply, asked: Asked) -> Json:
+def _openai_body(reply: PolicyReply, asked: Asked) -> Json:
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in reply.calls
@@ -259,13 +259,19 @@ ANTHROPIC_TOOL = {
     **{"name": str, "description": str, "input_schema": dict, "type": ["custom"]},
     **{"cache_control": ANYTHING, "strict": bool},
 }
-BLOCKS: dict[str, Json] = {
-    "text": PART,
-    "tool_use": {"type": ["tool_use"], "id": str, "name": str, "input": dict, "cache_control": ANYTHING},
-    "tool_result": {
-        **{"type": ["tool_result"], "tool_use_id": str, "content": TEXT_OR_LIST, "is_error": bool},
-        **{"cache_control": ANYTHING},
-    },
+BLOCKS = {  # fields, and those that are required
+    "text": (PART, ("text",)),
+    "tool_use": (
+        {"type": ["tool_use"], "id": str, "name": str, "input": dict, "cache_control": ANYTHING},
+        ("id", "name", "input"),
+    ),
+    "tool_result": (
+        {
+            **{"type": ["tool_result"], "tool_use_id": str, "content": TEXT_OR_LIST, "is_error": bool},
+            **{"cache_control": ANYTHING},
+        },
+        ("tool_use_id",),
+    ),
 }
 KINDS = {"user": ["text", "tool_result"], "assistant": ["text", "tool_use"]}
 
@@ -303,20 +309,20 @@ def _anthropic_messages(body: Any, where: str) -> list[Message]:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind not in KINDS[role]:
             refuse(f"{place}type", kind, f"cannot be honoured, must be {' or '.join(KINDS[role])}")
-        part = checked(block, BLOCKS[kind], where=place)
+        part = checked(block, *BLOCKS[kind], place)
         if kind == "tool_result":
             content = _text(part, "content", place)
-            results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": content})
+            results.append({"role": "tool", "tool_call_id": part["tool_use_id"], "content": content})
         elif kind == "tool_use":
-            function = {"name": part.get("name"), "arguments": part.get("input", {})}
-            calls.append({"id": part.get("id"), "type": "function", "function": function})
+            function = {"name": part["name"], "arguments": part["input"]}
+            calls.append({"id": part["id"], "type": "function", "function": function})
         else:
-            texts.append(part.get("text", ""))
+            texts.append(part["text"])
     own = {"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
     return [*results, *([own] if texts or not results else [])]
 
 
-def _anthropic_body(reply: Reply, asked: Asked) -> Json:
+def _anthropic_body(reply: PolicyReply, asked: Asked) -> Json:
     content: list[Json] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
     for call in reply.calls:
         function = call["function"]

@@ -60,10 +60,10 @@ class Sampler(Protocol):
 
 
 @dataclass(eq=False)
-class Call:
+class PolicyCall:
     """One call of the policy: what it added to the conversation after the reply to `parent`, and its own reply."""
 
-    parent: Call | None
+    parent: PolicyCall | None
     messages: Sequence[Message]  # added
     before: list[int]  # token ids of these messages, up to the reply; without a parent, the whole prompt
     digest: str  # of the tools and all messages before the reply
@@ -72,7 +72,7 @@ class Call:
     reward: float = 0.0
 
     @property
-    def path(self) -> list[Call]:
+    def path(self) -> list[PolicyCall]:
         """The calls of the conversation, the first one first."""
         calls = [self]
         while parent := calls[-1].parent:
@@ -98,7 +98,7 @@ class CapturedTrajectory:
     turns: list[dict[str, Any]] = field(default_factory=list)  # start, end and reward of what is to train on
     messages: list[Message] = field(default_factory=list)
 
-    def add(self, call: Call, *, is_observed: bool) -> None:
+    def add(self, call: PolicyCall, *, is_observed: bool) -> None:
         """Append a call; `is_observed`: also its reply, which is trained in another row."""
         before, reply = len(call.before), len(call.sampled.tokens)
         start = len(self.tokens) + before
@@ -116,12 +116,12 @@ class Session:
 
     def __init__(self, name: str, tokenizer: Any, max_tokens: int) -> None:
         self.name, self.num_tokens = name, 0
-        self.calls: list[Call] = []
+        self.calls: list[PolicyCall] = []
         self.used, self.in_flight, self.is_over = time.monotonic(), 0, False
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
-        self._ends: dict[str, Call] = {}  # by the digest of the conversation with the call's reply
+        self._ends: dict[str, PolicyCall] = {}  # by the digest of the conversation with the call's reply
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[Call, int]:
+    def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall, int]:
         """Return a call that continues the longest conversation with which `messages` begin, and its most tokens.
 
         Raises CaptureError if there is no room for it, TemplateError if the messages cannot be rendered.
@@ -147,9 +147,9 @@ class Session:
                 f"room for a reply: end the session, or raise max_session_tokens ({self._max_tokens})",
                 "messages",
             )
-        return Call(parent, messages[known:], before, digests[-1]), left
+        return PolicyCall(parent, messages[known:], before, digests[-1]), left
 
-    def record(self, call: Call, sampled: Sampled, reply: Message) -> None:
+    def record(self, call: PolicyCall, sampled: Sampled, reply: Message) -> None:
         """Add a call with its reply. Raises CaptureError if the session has ended meanwhile."""
         if self.is_over:
             raise CaptureError(409, f"session {self.name} ended before this reply: begin another session")
@@ -163,7 +163,7 @@ class Session:
 
         `group`: name of the rows' group; default: the session's.
         """
-        continued, trained, rows = {call.parent for call in self.calls}, set[Call](), []
+        continued, trained, rows = {call.parent for call in self.calls}, set[PolicyCall](), []
         for leaf in (call for call in self.calls if call not in continued):
             row = CapturedTrajectory(self.name, group or self.name)
             for call in leaf.path:

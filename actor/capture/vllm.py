@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Sequence
 
 from actor.capture.sessions import CaptureError, Sampled, Sampling, Version
-from actor.vllm.connection import VllmServer
+from actor.vllm.connection import VllmClient
 from python_backend.client.errors import Kind, Trouble
 from python_backend.client.pool import ServerNames
 
@@ -16,7 +16,7 @@ class VllmSampler:
     def __init__(self, addresses: Sequence[str], *, eos_ids: Sequence[int], deadline_s: float) -> None:
         """`addresses`: as `actor.client.servers`. `deadline_s`: timeout of one reply of one server."""
         self._names, self._eos_ids, self._deadline_s = ServerNames(addresses), [*eos_ids], deadline_s
-        self._servers: dict[str, VllmServer] = {}
+        self._servers: dict[str, VllmClient] = {}
         self._checked: set[str] = set()
 
     async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
@@ -48,7 +48,7 @@ class VllmSampler:
 
     async def _reply(self, url: str, tokens: list[int], wanted: dict[str, object]) -> Sampled:
         if url not in self._servers:
-            self._servers[url] = VllmServer(url, limit=0, deadline_s=self._deadline_s, checked=self._checked)
+            self._servers[url] = VllmClient(url, limit=0, deadline_s=self._deadline_s, checked=self._checked)
         server = self._servers[url]
         await server.check()
         choice = await server.generate(tokens, wanted)

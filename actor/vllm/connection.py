@@ -78,7 +78,7 @@ HINT = "; is vLLM running there?"
 LOGPROBS_MODE = "processed_logprobs"  # at the sampling temperature
 
 
-class VllmServer:
+class VllmClient:
     """HTTP connections to one server."""
 
     def __init__(self, url: str, *, limit: int, deadline_s: float, checked: set[str]) -> None:
@@ -194,7 +194,7 @@ class VllmConnection:
             checked: URLs of servers whose release and settings were checked, shared by all connections.
         """
         self._version, self._is_adapter, self._compares = version, is_adapter, compares
-        self._server = VllmServer(url, limit=limit, deadline_s=deadline_s, checked=checked)
+        self._server = VllmClient(url, limit=limit, deadline_s=deadline_s, checked=checked)
         self._is_loaded = False
         self._loading: asyncio.Task[None] | None = None
 

@@ -285,6 +285,11 @@ REFUSED: list[tuple[str, str, Json]] = [
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}, USER]},
     ),
     (MESSAGES, "messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    (
+        MESSAGES,
+        "messages[0].content[0].tool_use_id",
+        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+    ),
     (MESSAGES, "top_k", {"top_k": 5}),
     (MESSAGES, "thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
     (MESSAGES, "tool_choice.type", {"tool_choice": {"type": "any"}}),
@@ -478,7 +483,7 @@ async def test_a_vllm_server_that_returns_other_logprobs_is_not_used() -> None:
 async def test_the_gateway_of_a_yaml_serves_the_policy(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path / "policy")
     (tmp_path / "policy" / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
-    export = tmp_path / "rows.jsonl"
+    export = tmp_path / "new" / "rows.jsonl"
     async with FakeVllm() as server, contextlib.AsyncExitStack() as closing:
         server.answer = lambda body: {"token_ids": [*ids("Hi."), EOS], "weight_versions": []}
         section = ServedPolicySection(model=tmp_path / "policy", servers=(server.url,), export=export)

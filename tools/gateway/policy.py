@@ -12,7 +12,9 @@ from python_backend.config.sections import ServedPolicySection
 
 
 def policy_router(settings: ServedPolicySection, closing: contextlib.AsyncExitStack) -> APIRouter:
-    """Return the routes of sessions; `closing` receives their connections. Raises RlhfError for an unusable folder."""
+    """Return the routes of sessions; `closing` receives their connections. Raises RlhfError, OSError for a folder."""
+    if settings.export is not None:
+        settings.export.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(settings.model)
     eos_ids = special_tokens(tokenizer, end_of_sequence(settings.model)).eos_ids
     sampler = VllmSampler(settings.servers, eos_ids=eos_ids, deadline_s=settings.deadline_s)
