@@ -3,8 +3,10 @@
 import asyncio
 import os
 import random
+import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 
@@ -111,24 +113,18 @@ class Doing:
 
     def _live(self, action: str) -> Any:
         assert threading.get_ident() == self.thread
-        if action == "raise":
-            raise RuntimeError("no such move")
-        if action == "stop":
-            next(iter(()))
-        if action == "exit":
-            raise SystemExit
-        if action == "die":
-            os._exit(3)
-        if action == "fork":
-            os.fork()
-        if action == "memory":
-            return "x" * len(bytearray(1 << 40))
-        if action == "print":
-            print("x" * 100)
-        if action == "hang":
-            time.sleep(3600)
-        if action == "meet":
-            Doing.meeting.wait()
+        actions: dict[str, Callable[[], Any]] = {
+            "raise": lambda: int("no such move"),
+            "stop": lambda: next(iter(())),
+            "exit": sys.exit,
+            "die": lambda: os._exit(3),
+            "fork": os.fork,
+            "memory": lambda: bytearray(1 << 40),
+            "print": lambda: print("x" * 100),
+            "hang": lambda: time.sleep(3600),
+            "meet": Doing.meeting.wait,
+        }
+        actions.get(action, lambda: None)()
         return str(os.getpid()) if action == "pid" else action
 
 
