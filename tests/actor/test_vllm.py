@@ -208,12 +208,13 @@ async def test_a_server_that_does_not_load_costs_one_timeout(setup: Setup, monke
         assert one.calls.count("/version") <= 4, "an attempt, and the probes of a lost server"
 
 
-async def test_a_run_that_is_closed_while_it_loads_resumes_the_server(setup: Setup):
+@pytest.mark.parametrize("call", ["/pause", "/collective_rpc"])
+async def test_a_run_that_is_closed_while_it_loads_resumes_the_server(setup: Setup, call: str):
     async with FakeVllm() as server:
         here = setup(server)
-        server.silent = {"/collective_rpc"}
+        server.silent = {call}
         running = asyncio.create_task(run(here))
-        await until(lambda: "/collective_rpc" in server.calls)
+        await until(lambda: call in server.calls)
         here.policy.close()
         with pytest.raises(asyncio.CancelledError):
             await running
