@@ -47,14 +47,7 @@ class PPORun:
         self.policy, self.policy_update = make_policy(config, self.method, ranks)
         self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
         self.kl = KLControl(actor.kl.coef, target=actor.kl.target, horizon=actor.kl.horizon)
-        self.scorer = Scorer(
-            client,
-            self.policy.tokenizer,
-            rows_per_request=actor.client.rows_per_request,
-            with_critic=has_critic,
-            with_rewards=config.serves_rewards,
-            environment_weight=1.0 if config.environment is None else config.environment.weight,
-        )
+        self.scorer = Scorer.of(config, client, self.policy.tokenizer)
         self.reference = make_reference(config, client, self.policy)
         reader = PromptReader(
             self.policy.tokenizer,

@@ -57,7 +57,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Turn:
+class SampledTurn:
     """What the policy sampled between two observations of an environment."""
 
     start: int  # index of its first token in the row
@@ -69,7 +69,7 @@ class Turn:
 class Trajectory:
     """How a conversation between the policy and an environment went."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[SampledTurn, ...]
     messages: tuple[dict[str, Any], ...] = ()  # of the chat, for the reader
     truncated: str = ""  # the limit that ended it, such as `environment.max_turns`; empty: none
     error: str = ""  # why the environment failed; empty: it did not

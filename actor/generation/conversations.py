@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from actor.data.chat import Chat, Message, TemplateError, tool_calls
-from actor.data.rollout import Prompt, Trajectory, Turn
+from actor.data.rollout import Prompt, Trajectory, SampledTurn
 from actor.generation.slots import Finished, Response
 from python_backend.config.environment import EnvironmentSection
 from python_backend.environments.pool import EnvironmentFailed, Environments, Instance
@@ -34,7 +34,7 @@ class Conversation:
     tokens: list[int] = field(default_factory=list)  # behind the prompt
     observed: list[bool] = field(default_factory=list)  # of the environment, not of the policy
     logprobs: list[float] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[SampledTurn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     truncated: str = ""
     error: str = ""
@@ -50,7 +50,7 @@ class Conversation:
         self.tokens += turn.tokens
         self.observed += [False] * len(turn.tokens)
         self.logprobs += turn.logprobs or []
-        self.turns.append(Turn(start, self.length))
+        self.turns.append(SampledTurn(start, self.length))
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append tokens that are not the policy's."""
