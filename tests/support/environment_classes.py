@@ -191,3 +191,17 @@ class Countdown:
             raise ValueError(f"{self.left} turns")
         self.left -= 1
         return f"{self.left} left after {action}", 0.5 if self.left else 2.0, not self.left
+
+
+class Logged(Countdown):
+    """Writes a line for each step."""
+
+    def __init__(self, log: str) -> None:
+        self.log = log
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Reward an early end of the alphabet."""
+        with open(self.log, "a") as file:
+            file.write(f"{action!r}\n")
+        observation, reward, done = super().step(action)
+        return observation, reward * (len(action) < 5), done
