@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -73,7 +74,7 @@ class Tools:
 
     def close(self) -> None:
         """Write that it was called."""
-        with open(self.log, "a") as file:  # noqa: PTH123 - written as users write
+        with Path(self.log).open("a") as file:
             file.write("closed")
 
 
@@ -201,7 +202,7 @@ class Logged(Countdown):
 
     def step(self, action: str) -> tuple[str, float, bool]:
         """Reward an early end of the alphabet."""
-        with open(self.log, "a") as file:
+        with Path(self.log).open("a") as file:
             file.write(f"{action!r}\n")
         observation, reward, done = super().step(action)
         return observation, reward * (len(action) < 5), done
