@@ -206,13 +206,14 @@ def draw_ended(axes: Axes, run: RunRecord) -> None:
 
 def draw_turns(axes: Axes, run: RunRecord) -> None:
     """Draw the turns of a conversation, and at the right the shares of conversations that did not come to an end."""
-    axes.set_ylim(0, 1.25 * max(_plot(axes, run, TURNS, color=BLUE, lw=1.8, label="turns of the policy")))
+    axes.set_ylim(0, 1.7 * max(_plot(axes, run, TURNS, color=BLUE, lw=1.8, label="turns of the policy")))
     shares = axes.twinx()
     for key, style in {"truncated": {"color": ORANGE}, "failed_environments": {"color": RED, "ls": "--"}}.items():
         label = f"{key.partition('_')[0]} (share, right axis)"
         axes.plot([], [], label=label, **style)
         _plot(shares, run, f"train_rollouts/{key}", lw=1.2, **style)
-    shares.set_ylim(-0.03, 1.25)
+    shares.set_ylim(-0.03, 1.7)
+    shares.set_yticks([0, 0.25, 0.5, 0.75, 1])
     shares.grid(visible=False)
     finish(axes, "Conversations", "step")
 
