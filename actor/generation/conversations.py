@@ -50,7 +50,7 @@ class Conversation:
         self.tokens += turn.tokens
         self.observed += [False] * len(turn.tokens)
         self.logprobs += turn.logprobs or []
-        self.turns.append(SampledTurn(start, self.length))
+        self.turns.append(SampledTurn(start, self.length, tokens=tuple(turn.tokens)))
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append tokens that are not the policy's."""

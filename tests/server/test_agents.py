@@ -59,6 +59,7 @@ def test_ppo_learns_from_turns_with_a_served_critic_and_a_served_reward(tmp_path
     for line in lines:
         assert line["train_rollouts/rewards"] != line["train_rollouts/reward_environment"] > 0
         assert line["train_rollouts/masked_samples"] == 0
+        assert line["train_rollouts/exact_turns"] == 1.0
         assert line["train_rollouts/generation_length"] < line["train_rollouts/response_lengths"]
     assert [line["weights_version"] for line in run.critic_updates(up_to=STEPS)] == list(range(1, STEPS + 1))
     said = [*read_jsonl(run.config.run.dir / "samples.jsonl")]
