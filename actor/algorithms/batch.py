@@ -234,13 +234,15 @@ def process_metrics(scores: Scores) -> dict[str, float]:
 
 
 def _conversation_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return the mean number of turns, and the shares that a limit or a failure ended; empty without environments."""
+    """Return the mean number of turns, and shares: of those that are trained as sampled, that a
+    limit ended, and that failed; empty without environments."""
     found = rollout.trajectories
     if found is None:
         return {}
     return {
         "turns": sum(len(each.turns) for each in found) / len(found),
         "truncated": sum(bool(each.truncated) for each in found) / len(found),
+        "exact_turns": rollout.exact_turns,
         "failed_environments": sum(bool(each.error) for each in found) / len(found),
     }
 

@@ -19,7 +19,7 @@ from actor.algorithms.inputs import ClipRange, LossInputs
 from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
 from actor.data.chat import Chat, TemplateError, tool_calls
-from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, Turn, join_rollouts
+from actor.data.rollout import PPOBatch, Prompt, Rollout, SampledTurn, ScoredRollout, Scores, Trajectory, join_rollouts
 from actor.generation.conversations import Agent, seed_of
 from actor.generation.engine import Generation, uniform_draws
 from actor.generation.slots import Decoder, Response, Rules
@@ -184,8 +184,10 @@ def test_texts_without_roles_are_joined(agents: Callable[..., Agent]):
 )
 def test_a_template_that_changes_what_was_said_is_refused(agents: Callable[..., Agent], template: str):
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
+    agent = agents("Countdown", tokenizer)
+    agent.check_prompts([Prompt("1", "a text", np.array([5]))])
     with pytest.raises(TemplateError, match="chat template"):
-        agents("Countdown", tokenizer)
+        agent.check_prompts([PROMPT])
 
 
 def test_another_end_than_the_templates_is_completed():
@@ -294,7 +296,7 @@ def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error:
         not truncated,
         [-1.0] * (length - 2),
         observed=[not each for each in inside[2:]],
-        trajectory=Trajectory(tuple(Turn(*turn) for turn in turns), (), truncated, error),
+        trajectory=Trajectory(tuple(SampledTurn(*turn) for turn in turns), (), truncated, error),
     )
     return row_of(Prompt("1", "", np.array([5, 6])), response)
 

@@ -77,8 +77,8 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("reward: {standardization: {meen: 1}}", "did you mean reward.standardization.mean?"),
         (
             "zzz: 1",
-            "unknown key zzz; known: run, server, reward, rewards, critic, reference, trainer, actor, gateway, "
-            "monitoring, report",
+            "unknown key zzz; known: run, server, reward, rewards, critic, reference, trainer, actor, environment, "
+            "gateway, monitoring, report",
         ),
         ("1: 2", "1: Keys should be strings"),
         ("actor: {steps: 0}", "actor.steps: Input should be greater than or equal to 1 (got 0)"),
