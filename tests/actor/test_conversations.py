@@ -373,10 +373,10 @@ def test_nothing_at_a_token_of_the_environment_trains(name: str):
 
 def test_lines_and_metrics_of_conversations():
     limited = row((2, 4, 1.0), (6, 7, 2.0), length=9, truncated="environment.max_turns")
-    scored = scored_of(limited, ROWS[1], row(length=2, error="died"), ROWS[1], weight=2.0)
+    scored = scored_of(limited, limited, row(length=2, error="died"), ROWS[1], weight=2.0)
     metrics = text_metrics(scored.rollout, scored.scores)
     found = {name: metrics[name] for name in ("turns", "truncated", "failed_environments", "reward_environment")}
-    by_hand = {"turns": 1.5, "truncated": 0.25, "failed_environments": 0.25, "reward_environment": 22 / 3}
+    by_hand = {"turns": 1.5, "truncated": 0.5, "failed_environments": 0.25, "reward_environment": 20 / 3}
     assert found == pytest.approx(by_hand)
     assert "turns" not in text_metrics(dataclasses.replace(scored.rollout, trajectories=None), scored.scores)
     lines = read_texts(scored.rollout, scored.scores, TOKENIZER)

@@ -24,7 +24,7 @@ from recorded_run import RecordedRun
 from rich.console import Console
 from synthetic_run import EVIL, write_run
 
-from actor.data.rollout import Trajectory, Turn
+from actor.data.rollout import SampledTurn, Trajectory
 from python_backend.config import RunConfig
 from python_backend.store.jsonl import JsonlTail, read_jsonl
 from python_backend.store.run_lock import only_actor, only_run
@@ -457,7 +457,7 @@ class TestCommand:
             {"role": "assistant", "content": "<tool_call>{up}</tool_call>"},
             {"role": "user", "content": "Wrong."},
         )
-        turns = Turn(2, 4, 0.5), Turn(5, 7, -1.0)
+        turns = SampledTurn(2, 4, 0.5), SampledTurn(5, 7, -1.0)
         failed = Trajectory((), (), error="worker died")
         whole = Trajectory(turns, played)
         run = RecordedRun(
