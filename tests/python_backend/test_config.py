@@ -90,7 +90,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ),
         (
             "environment: {class: a.py:B, max_tokens: 512}",
-            "environment.max_tokens (512), which a whole trajectory may have, must be above actor.prompts.max_tokens (512)",
+            "environment.max_tokens (512), which a whole trajectory may have, must be above actor.prompts.max_tokens",
         ),
         (
             "{environment: {class: a.py:B, truncated: bootstrap}, actor: {algorithm: {name: reinforce++}}}",
