@@ -1,4 +1,4 @@
-"""`make demo-agent`: SmolLM2 plays a game of three tries with an OpenEnv server, which has an environment of its own."""
+"""`make demo-agent`: SmolLM2 plays a game of three tries, which an OpenEnv server serves from its own environment."""
 
 import contextlib
 import subprocess
@@ -7,21 +7,21 @@ import urllib.error
 import urllib.request
 import venv
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
-from itertools import count
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from examples.demo import sums_game
 from examples.demo.pretrained import Built, Log, build_once, code_fingerprint
+from examples.demo.reasoning import HELD_OUT_SEED, NUM_HELD_OUT, NUM_TRAIN, TRAIN_SEED, drawn_sums
 from python_backend.errors import RlhfError
+from python_backend.store.durable import write_json
 from python_backend.store.jsonl import write_jsonl
 from tools.server.child import Child
 from tools.server.ports import free_port
 
 OPENENV = "openenv==0.10.0"
-NUM_TRAIN, NUM_HELD_OUT = 1024, 256
-TRAIN_SEED, HELD_OUT_SEED = 0, 1_000_000
+GAMES = "games.json"
 START_S = 120.0
 
 
@@ -35,37 +35,41 @@ def prepare(out_dir: Path, quick: bool = False, log: Log = print) -> Built:
         write_games(folder)
         if not quick:
             log(f"server: installing {OPENENV} into an environment of its own")
-            _install(folder / "server", [OPENENV, f"reasoning-gym=={version('reasoning-gym')}"])
+            _install(folder / "server", OPENENV)
         return {}
 
     return build_once(out_dir, code_fingerprint("reasoning-gym"), build, log)
 
 
 def write_games(folder: Path) -> None:
-    """Write the two prompt files: seeds of games. Held-out questions differ from all others."""
-    held_out: dict[str, int] = {}
-    for seed in count(HELD_OUT_SEED):
-        if len(held_out) == NUM_HELD_OUT:
-            break
-        held_out.setdefault(sums_game.sum_of(seed)[0], seed)
-    unseen = (seed for seed in count(TRAIN_SEED) if sums_game.sum_of(seed)[0] not in held_out)
-    for name, seeds in (("prompts", (next(unseen) for _ in range(NUM_TRAIN))), ("validation", held_out.values())):
-        rows = ({"prompt_id": f"{name}-{seed}", "seed": seed} for seed in seeds)
-        write_jsonl(folder / f"{name}.jsonl", rows)
+    """Write the games, and the two prompt files, which have their seeds. Held-out questions differ from all others."""
+    games: dict[int, tuple[str, str]] = {}
+    for name, first, number in (("validation", HELD_OUT_SEED, NUM_HELD_OUT), ("prompts", TRAIN_SEED, NUM_TRAIN)):
+        known = {question for question, _ in games.values()}
+        drawn = (
+            (first + i, entry["question"].strip(), entry["answer"])
+            for i, entry in enumerate(drawn_sums(first, 4 * number))
+        )
+        new = islice((each for each in drawn if each[1] not in known), number)
+        found = {seed: (question, answer) for seed, question, answer in new}
+        write_jsonl(folder / f"{name}.jsonl", ({"prompt_id": f"{name}-{seed}", "seed": seed} for seed in found))
+        games |= found
+    write_json(folder / GAMES, games, durable=False)
 
 
 def play(prepared: Path, arguments: Sequence[str], log_dir: Path) -> int:
     """Run `tools run` with these arguments against a server of the game; return its exit code."""
     from tools import run
 
-    with _server(prepared / "server" / "bin" / "python", log_dir) as url:
+    with _server(prepared, log_dir) as url:
         return run.main([*arguments, f"environment.url={url}"])
 
 
 @contextlib.contextmanager
-def _server(python: Path, log_dir: Path) -> Iterator[str]:
-    port = free_port()
-    game = Child("game server", [str(port)], log_dir / "game_server.log", {}, command=[str(python), sums_game.__file__])
+def _server(prepared: Path, log_dir: Path) -> Iterator[str]:
+    port, command = free_port(), [str(prepared.absolute() / "server" / "bin" / "python"), sums_game.__file__]
+    arguments = [str(prepared.absolute() / GAMES), str(port)]
+    game = Child("game server", arguments, log_dir / "game_server.log", {}, command=command)
     try:
         deadline = time.monotonic() + START_S
         while not _answers(f"http://127.0.0.1:{port}/health"):
@@ -87,13 +91,13 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _install(folder: Path, packages: Sequence[str]) -> None:
+def _install(folder: Path, package: str) -> None:
     venv.create(folder, with_pip=True, symlinks=True)
     done = subprocess.run(
-        [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *packages],
+        [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", package],
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
-        raise RlhfError(f"{', '.join(packages)} cannot be installed: {done.stderr.strip()[-500:]}")
+        raise RlhfError(f"{package} cannot be installed: {done.stderr.strip()[-500:]}")
