@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr demo-sao test test-all test-device gpu-check test-repeated mutants test-trl test-judge test-vllm test-monitoring check format docs clean
+.PHONY: demo demo-llm demo-rlvr demo-sao demo-agent test test-all test-device gpu-check test-repeated mutants test-trl test-judge test-vllm test-monitoring check format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo sentences run.seed=$(SEED)
@@ -22,6 +22,9 @@ demo-rlvr: $(INSTALLED_RLVR)
 
 demo-sao: $(INSTALLED_RLVR)
 	$(BIN)/python -m examples.demo sao run.seed=$(SEED)
+
+demo-agent: $(INSTALLED_RLVR)
+	$(BIN)/python -m examples.demo agent run.seed=$(SEED)
 
 test: $(INSTALLED)
 	$(PYTEST) -n 3 --dist worksteal -m "not slow"

@@ -47,22 +47,9 @@ class PPORun:
         self.policy, self.policy_update = make_policy(config, self.method, ranks)
         self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
         self.kl = KLControl(actor.kl.coef, target=actor.kl.target, horizon=actor.kl.horizon)
-        self.scorer = Scorer(
-            client,
-            self.policy.tokenizer,
-            rows_per_request=actor.client.rows_per_request,
-            with_critic=has_critic,
-            with_rewards=config.serves_rewards,
-            environment_weight=1.0 if config.environment is None else config.environment.weight,
-        )
+        self.scorer = Scorer.of(config, client, self.policy.tokenizer)
         self.reference = make_reference(config, client, self.policy)
-        reader = PromptReader(
-            self.policy.tokenizer,
-            actor.prompts.max_tokens,
-            actor.prompts.too_long,
-            self.policy.vocab_size,
-            actor.prompts.add_special_tokens,
-        )
+        reader = PromptReader.of(config, self.policy.tokenizer, self.policy.vocab_size)
         stream = PromptStream(actor.prompts.sources, reader, seed=seed)
         held_out = (
             read_prompts(validation.prompts, reader, limit=validation.size)
@@ -129,7 +116,9 @@ class PPORun:
         settings, limit = self.settings, TimeLimit(self.settings.max_minutes)
         await self.scorer.compare_tokenizers()
         await self.reference.compare()
-        self.scorer.check_prompts([*self.inputs.stream.first_prompts(), *self.validator.prompts])
+        prompts = [*self.inputs.stream.first_prompts(), *self.validator.prompts]
+        self.scorer.check_prompts(prompts)
+        self.policy.generation.check_prompts(prompts)
         self.done = await self.stop.or_done(self.recorder.resume())
         is_last = self.done >= settings.steps
         if self.done == 0:

@@ -18,6 +18,7 @@ SHADES = ("#d6ebf7", "#e7f3d8", "#fde9cf", "#f9dcdc", "#efe3f5", "#eeeeee", "#ee
 COLOURS = dict(zip(ROOTS, SHADES, strict=True))
 BASE = (  # many packages import them
     "python_backend.backoff",
+    "python_backend.digests",
     "python_backend.errors",
     "python_backend.path_alias",
     "python_backend.process",

@@ -56,14 +56,16 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Ca
         update = load_update(folder, settings, seed=config.run.seed, ranks=ranks, pretraining=True)
         before, loss = explained_variance(update.critic, held_out, settings.token_budget), 0.0
         logger.info("pretraining on %d rows; %d of other prompts are held out", len(training), len(held_out))
-        for epoch, first in itertools.product(range(epochs), range(0, len(training), size)):
-            order = np.random.default_rng([config.run.seed, epoch]).permutation(len(training))
-            rows = [training[i] for i in order[first : first + size]]
+        # From the last rows to the first: those of a run's first steps, whose policy is like that of the new run, must
+        # not be outweighed by a better policy's, under which the same prompts are worth more.
+        for epoch, first in itertools.product(range(epochs), reversed(range(0, len(training), size))):
+            part = training[first : first + size]
+            rows = [part[i] for i in np.random.default_rng([config.run.seed, epoch, first]).permutation(len(part))]
             try:
                 loss = update.train(packed(rows), lambda _: beat("pretraining the critic")).loss_mean
             except (NotFinite, OutOfMemory) as error:
                 raise ConfigError(f"{KEY}: {error}; lower trainer.optimizer.lr or trainer.token_budget") from error
-            done = epoch + (first + len(rows)) / len(training)
+            done = epoch + 1 - first / len(training)
             logger.info("pretraining: %.1f of %d epochs, loss %.4g", done, epochs, loss)
         after = explained_variance(update.critic, held_out, settings.token_budget)
     logger.info("explained variance of the held-out rows: %.4f; before: %.4f", after, before)
@@ -193,20 +195,19 @@ def _is_ids(value: Any) -> TypeGuard[list[int]]:
 
 
 def split(rows: Sequence[TrainingRow], seed: int) -> tuple[list[TrainingRow], list[TrainingRow]]:
-    """Return the rows to train on and those held out: all rows of a tenth of the prompts, at least of one.
+    """Return the rows to train on and those held out, in order: all rows of a tenth of the prompts, at least of one.
 
     Raises ConfigError if all rows have the same prompt.
     """
-    prompts: dict[bytes, list[TrainingRow]] = {}
-    for row in rows:
-        prompts.setdefault(row.tokens[: int((row.mask > 0).argmax()) + 1].tobytes(), []).append(row)
+    begins = [row.tokens[: int((row.mask > 0).argmax()) + 1].tobytes() for row in rows]
+    prompts = [*dict.fromkeys(begins)]
     if len(prompts) < 2:
         raise ConfigError(f"{KEY}: all rows have the same prompt, and one prompt must be held out; add others")
     num_held_out = max(1, round(HELD_OUT * len(prompts)))
-    chosen = {*np.random.default_rng(seed).permutation(len(prompts))[:num_held_out].tolist()}
+    chosen = {prompts[i] for i in np.random.default_rng(seed).permutation(len(prompts))[:num_held_out]}
     sides: tuple[list[TrainingRow], list[TrainingRow]] = ([], [])
-    for number, group in enumerate(prompts.values()):
-        sides[number in chosen].extend(group)
+    for row, prompt in zip(rows, begins, strict=True):
+        sides[prompt in chosen].append(row)
     return sides
 
 

@@ -216,7 +216,7 @@ def text_metrics(rollout: Rollout, scores: Scores) -> dict[str, float]:
     }
     if scores.reward_version is not None:
         metrics["reward_version"] = float(scores.reward_version)
-    metrics |= process_metrics(scores)
+    metrics |= process_metrics(scores) | _conversation_metrics(rollout)
     for name, component in scores.components.items():
         finite = component[torch.isfinite(component)]
         if finite.numel():  # a reward that failed on every row has no mean
@@ -231,6 +231,20 @@ def process_metrics(scores: Scores) -> dict[str, float]:
     ends = scores.process.ends[scores.scored]
     steps = scores.process.rewards[scores.scored][ends]
     return {"process_rewards": float(steps.mean()), "steps_per_response": float(ends.sum(-1).float().mean())}
+
+
+def _conversation_metrics(rollout: Rollout) -> dict[str, float]:
+    """Return the mean number of turns, and shares: of those that are trained as sampled, that a
+    limit ended, and that failed; empty without environments."""
+    found = rollout.trajectories
+    if found is None:
+        return {}
+    return {
+        "turns": sum(len(each.turns) for each in found) / len(found),
+        "truncated": sum(bool(each.truncated) for each in found) / len(found),
+        "exact_turns": rollout.exact_turns,
+        "failed_environments": sum(bool(each.error) for each in found) / len(found),
+    }
 
 
 def distinct_bigrams(rollout: Rollout) -> float:

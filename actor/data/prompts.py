@@ -1,5 +1,7 @@
 """Makes prompts from the rows of prompt files: renders chats, tokenises, and checks or shortens the result."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,10 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from actor.data.prompt_files import PromptError, PromptRow, fingerprint, open_rows, read_rows, source_of
+from actor.data.prompt_files import SOURCES, PromptError, PromptRow, fingerprint, open_rows, read_rows, source_of
 from actor.data.rollout import Prompt
 from python_backend.checkpoints.tokenization import encode_prompt
-from python_backend.config import PromptFileSection
+from python_backend.config import PromptFileSection, RunConfig
 from python_backend.rewards.function import MESSAGES_KEY
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,15 @@ class PromptReader:
     too_long: TooLong = "error"  # a longer prompt is an error, skipped, or truncated to its last tokens
     vocab_size: int | None = None  # of the model's embeddings; None: tokens beyond them are not detected
     add_special_tokens: bool = True  # put BOS or the like before a text, as the tokenizer does; never before a chat
+    has_environment: bool = False  # which may give the whole prompt: a row without one is a chat with an empty message
+
+    @classmethod
+    def of(cls, config: RunConfig, tokenizer: Any, vocab_size: int) -> PromptReader:
+        """Return the reader of a run."""
+        prompts, has_environment = config.actor.prompts, config.environment is not None
+        return cls(
+            tokenizer, prompts.max_tokens, prompts.too_long, vocab_size, prompts.add_special_tokens, has_environment
+        )
 
     def prompt(self, row: PromptRow) -> Prompt:
         """Return the prompt of `row`, which `fitted` has yet to truncate or skip.
@@ -68,8 +79,10 @@ class PromptReader:
         return replace(prompt, tokens=np.delete(prompt.tokens, slice(first, first + excess)))
 
     def _prompt(self, row: PromptRow) -> Prompt:
-        columns, where = row.columns, row.where
-        source = source_of(row)
+        where = row.where
+        if self.has_environment and isinstance(row.columns, dict) and not any(map(row.columns.get, SOURCES)):
+            row = replace(row, columns={**row.columns, MESSAGES_KEY: [{"role": "user", "content": ""}]})
+        columns, source = row.columns, source_of(row)
         metadata = {name: value for name, value in columns.items() if name not in ("text", "prompt_id", source)}
         text, adds = columns[source], self.add_special_tokens
         if source == MESSAGES_KEY or (source == "prompt" and isinstance(text, list)):

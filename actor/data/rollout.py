@@ -57,19 +57,20 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Turn:
+class SampledTurn:
     """What the policy sampled between two observations of an environment."""
 
     start: int  # index of its first token in the row
     end: int  # index after its last token
     reward: float = 0.0  # given by the environment after it
+    tokens: tuple[int, ...] = ()  # as they were sampled
 
 
 @dataclass(frozen=True)
 class Trajectory:
     """How a conversation between the policy and an environment went."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[SampledTurn, ...]
     messages: tuple[dict[str, Any], ...] = ()  # of the chat, for the reader
     truncated: str = ""  # the limit that ended it, such as `environment.max_turns`; empty: none
     error: str = ""  # why the environment failed; empty: it did not
@@ -87,6 +88,16 @@ class Rollout:
     logprobs: Tensor | None = None  # float32 [B, S-1] from generation, 0 outside the responses
     observed: Tensor | None = None  # bool [B, S], tokens of environments within the responses; None: there are none
     trajectories: list[Trajectory] | None = None  # B; None without environments
+
+    @property
+    def exact_turns(self) -> float:
+        """Share of all turns whose tokens in the rows are those that were sampled."""
+        exact = [
+            [*turn.tokens] == row[turn.start : turn.end].tolist()
+            for row, trajectory in zip(self.rows(), self.trajectories or [], strict=True)
+            for turn in trajectory.turns
+        ]
+        return sum(exact) / max(1, len(exact))
 
     @property
     def mask(self) -> Tensor:

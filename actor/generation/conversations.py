@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from actor.data.chat import Chat, Message, TemplateError, tool_calls
-from actor.data.rollout import Prompt, Trajectory, Turn
+from actor.data.rollout import Prompt, SampledTurn, Trajectory
 from actor.generation.slots import Finished, Response
 from python_backend.config.environment import EnvironmentSection
 from python_backend.environments.pool import EnvironmentFailed, Environments, Instance
@@ -34,7 +34,7 @@ class Conversation:
     tokens: list[int] = field(default_factory=list)  # behind the prompt
     observed: list[bool] = field(default_factory=list)  # of the environment, not of the policy
     logprobs: list[float] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[SampledTurn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     truncated: str = ""
     error: str = ""
@@ -50,7 +50,7 @@ class Conversation:
         self.tokens += turn.tokens
         self.observed += [False] * len(turn.tokens)
         self.logprobs += turn.logprobs or []
-        self.turns.append(Turn(start, self.length))
+        self.turns.append(SampledTurn(start, self.length, tokens=tuple(turn.tokens)))
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append tokens that are not the policy's."""
@@ -74,14 +74,20 @@ class Conversation:
 class Agent:
     """The environments of this process, and how the policy talks with them."""
 
-    def __init__(self, settings: EnvironmentSection, tokenizer: Any, *, max_prompt_tokens: int) -> None:
+    def __init__(
+        self, settings: EnvironmentSection, tokenizer: Any, *, max_prompt_tokens: int, in_step: bool = False
+    ) -> None:
         """Start the workers of the environments.
 
+        Args:
+            in_step: all rows wait for the slowest environment, so that what is decoded together, and with it the last
+                bits of log-probs, does not depend on how fast environments are.
+
         Raises:
-            RlhfError: the class of the environment cannot be used, or the policy's chat template.
+            RlhfError: the class of the environment cannot be used.
         """
         self._settings, self._tokenizer, self._max_prompt_tokens = settings, tokenizer, max_prompt_tokens
-        self.longest = settings.max_tokens
+        self.longest, self.in_step = settings.max_tokens, in_step
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
         self._thread.start()
@@ -90,10 +96,14 @@ class Agent:
         try:
             self._call(self._environments.start())
             self._chat = Chat(tokenizer, self._environments.tools)
-            self._chat.check()
         except BaseException:
             self.close()
             raise
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raise TemplateError if a conversation about one of the prompts could not be continued as it was sampled."""
+        if any(MESSAGES_KEY in prompt.metadata for prompt in prompts):
+            self._chat.check()
 
     def begin(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int) -> "Talks":
         """Begin the conversations of some rows; `finished` receives each one when it is over."""
@@ -220,6 +230,7 @@ class Talks:
         self._turns: dict[int, asyncio.Future[Response]] = {}
         self._done: dict[int, Response] = {}
         self._missing = set(prompts)
+        self._awaited, self._in_step = set(prompts), agent.in_step
         self._talks = [
             asyncio.run_coroutine_threadsafe(self._talk(agent, index, prompt, seed), self._loop)
             for index, prompt in prompts.items()
@@ -233,6 +244,7 @@ class Talks:
             if not waiting.done():  # cancelled by `close`
                 waiting.set_result(turn)
 
+        self._awaited.add(index)
         self._loop.call_soon_threadsafe(deliver)
         return True
 
@@ -241,16 +253,17 @@ class Talks:
         found: list[tuple[int, Sequence[int] | None]] = []
         while self._missing:
             try:
-                arrival = self._arrivals.get(block=wait and not found)
+                arrival = self._arrivals.get(block=bool(self._awaited) if self._in_step else wait and not found)
             except queue.Empty:
                 break
             if isinstance(arrival, BaseException):
                 raise arrival
             found.append(arrival)
+            self._awaited.discard(arrival[0])
             if arrival[1] is None:
                 self._missing.remove(arrival[0])
                 self._finished(arrival[0], self._done.pop(arrival[0]))
-        return found
+        return sorted(found, key=lambda each: each[0]) if self._in_step else found
 
     def close(self) -> None:
         """End the conversations that are not over, and their environments; `next` then raises CancelledError."""

@@ -86,6 +86,11 @@ class Generation:
         """The environments with which the policy has conversations; None: every prompt has one response."""
         self._partner: Partner | None = None  # of the `run` in progress
 
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raise TemplateError if a conversation about one of the prompts could not be continued as it was sampled."""
+        if self.agent is not None:
+            self.agent.check_prompts(prompts)
+
     def renew(self) -> None:
         """Start sampling from the model's current weights; called by `Policy.renew_sampler`."""
 

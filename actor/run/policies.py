@@ -31,7 +31,10 @@ def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> t
         from actor.generation.conversations import Agent  # deferred: HTTP
 
         policy.generation.agent = Agent(
-            config.environment, policy.tokenizer, max_prompt_tokens=actor.prompts.max_tokens
+            config.environment,
+            policy.tokenizer,
+            max_prompt_tokens=actor.prompts.max_tokens,
+            in_step=config.run.deterministic,
         )
     return policy, PolicyUpdate.of(actor, policy, method)
 

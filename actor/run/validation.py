@@ -93,7 +93,10 @@ def explained(rollout: Rollout, rewarded: Scores, valued: Scores) -> float:
 
 
 def read_texts(rollout: Rollout, scores: Scores, tokenizer: Any, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return prompt, response, reward (None if unavailable) and a live reward model's version of the first rows."""
+    """Return prompt, response, reward (None if unavailable) and a live reward model's version of the first rows.
+
+    A conversation with an environment has its turns, too.
+    """
     texts, versions = [], scores.reward_versions
     for i, row in enumerate(rollout.rows(slice(limit))):
         prompt = rollout.prompts[i]
@@ -101,6 +104,7 @@ def read_texts(rollout: Rollout, scores: Scores, tokenizer: Any, limit: int | No
             "prompt": prompt.text,
             "response": tokenizer.decode(row[prompt.tokens.size :].tolist(), skip_special_tokens=True),
             "reward": float(scores.rewards[i]) if scores.scored[i] else None,
+            **_conversation(rollout, scores, i),
         }
         texts.append(text if versions is None else {**text, "reward_version": int(versions[i])})
     return texts
@@ -116,7 +120,6 @@ def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str,
             **text,
             **_question(prompt),
             **_steps(scores, i),
-            **_conversation(rollout, i),
             "ended": bool(rollout.is_end[i]),
         }
         for i, (prompt, text) in enumerate(zip(rollout.prompts, read_texts(rollout, scores, tokenizer), strict=True))
@@ -130,13 +133,22 @@ def _steps(scores: Scores, index: int) -> dict[str, list[float]]:
     return {"step_rewards": scores.process.rewards[index][scores.process.ends[index]].tolist()}
 
 
-def _conversation(rollout: Rollout, index: int) -> dict[str, Any]:
-    """Return the turns of a conversation with an environment, and how it ended."""
+def _conversation(rollout: Rollout, scores: Scores, index: int) -> dict[str, Any]:
+    """Return the turns of a conversation with an environment, and how it ended.
+
+    The policy's turns have the rewards that the environment gave, without `environment.weight`, and the critic's mean
+    value of the states in which their tokens were sampled.
+    """
     if rollout.trajectories is None:
         return {}
-    trajectory = rollout.trajectories[index]
-    ended = {name: text for name in ("truncated", "error") if (text := getattr(trajectory, name))}
-    return {"turns": [*trajectory.messages], "turn_rewards": [turn.reward for turn in trajectory.turns], **ended}
+    trajectory, values = rollout.trajectories[index], scores.values[index]
+    line: dict[str, Any] = {
+        "turns": [*trajectory.messages],
+        "turn_rewards": [turn.reward for turn in trajectory.turns],
+    }
+    if scores.versions[index] >= 0:
+        line["turn_values"] = [float(values[turn.start - 1 : turn.end - 1].mean()) for turn in trajectory.turns]
+    return line | {name: text for name in ("truncated", "error") if (text := getattr(trajectory, name))}
 
 
 def _question(prompt: Prompt) -> dict[str, str]:

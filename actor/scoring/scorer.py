@@ -1,5 +1,7 @@
 """Scores rollouts: sends rows concurrently, without the rollout's padding, and marks failed rows as not scored."""
 
+from __future__ import annotations
+
 import asyncio
 import dataclasses
 import functools
@@ -20,6 +22,7 @@ from python_backend.client.batching import halved
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import UNKNOWN_MODEL, RequestFailed
 from python_backend.client.served import ServedModel
+from python_backend.config import RunConfig
 from python_backend.config.rewards import MODEL_TERM
 from python_backend.errors import RlhfError
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY
@@ -171,6 +174,18 @@ class Scorer:
         self.sends_sentences = False
         self.reward = ServedModel()
         """What the server declares of its reward, often a sum of several."""
+
+    @classmethod
+    def of(cls, config: RunConfig, client: TritonClient, tokenizer: Any) -> Scorer:
+        """Return the scorer of a run."""
+        return cls(
+            client,
+            tokenizer,
+            rows_per_request=config.actor.client.rows_per_request,
+            with_critic=config.actor.algorithm.uses_critic,
+            with_rewards=config.serves_rewards,
+            environment_weight=1.0 if config.environment is None else config.environment.weight,
+        )
 
     async def compare_tokenizers(self) -> None:
         """Read which rewards are served, and compare the tokenizers of reward model and critic with the policy's.

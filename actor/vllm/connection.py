@@ -270,8 +270,8 @@ class VllmConnection:
 
     async def _load_weights(self) -> None:
         published = await asyncio.to_thread(published_digests, self._version.folder) if self._compares else None
-        await self._server.post("/pause?mode=wait")
-        try:
+        try:  # a pause that is cut off may still pause the server
+            await self._server.post("/pause?mode=wait")
             path = {"weights_path": str(self._version.folder)}
             await self._server.post("/collective_rpc", {"method": "reload_weights", "kwargs": path})
             await self._server.post("/reset_prefix_cache")

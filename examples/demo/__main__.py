@@ -1,7 +1,7 @@
 """`python -m examples.demo RECIPE`: prepares a demo's models and prompts, and does its run from the beginning.
 
 `--cache-dir` has a folder for each seed, built once; the reasoning tasks and the pretrained models are shared by all.
-The recipe `sao` is three runs and their comparison.
+The recipe `sao` is three runs and their comparison; `agent` runs beside a server of its game.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.demo import llm, prepare, reasoning, sao
+from examples.demo import agent, llm, prepare, reasoning, sao
 from python_backend.config import load_config
 from python_backend.config.command_line import reporting
 
@@ -19,6 +19,7 @@ CONFIGS = {
     "chat": "configs/smollm2.yaml",
     "reasoning": "configs/rlvr.yaml",
     "sao": "configs/sao.yaml",
+    "agent": "configs/agent.yaml",
 }
 LIBRARY_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
@@ -33,14 +34,16 @@ def prepared(recipe: str, cache_dir: Path, seed: int, *, quick: bool = False) ->
     """Prepare a recipe if needed; return {configuration key: path}. Raises RlhfError."""
     size = "-quick" if quick else ""
     seeded = f"seed-{seed}{size}"
-    if recipe in ("reasoning", "sao"):
+    if recipe in ("reasoning", "sao", "agent"):
         out = models = reasoning.prepare(cache_dir / f"reasoning{size}", quick).root
     elif recipe == "chat":
         out, models = llm.prepare(cache_dir / f"chat-{seeded}", seed, quick).root, cache_dir / llm.PRETRAINED
     else:
         out = models = prepare.prepare(cache_dir / seeded, seed, quick).root
     trained = {"reward.model": out / "reward", "critic.model": models / "critic"}
-    if recipe == "reasoning":
+    if recipe == "agent":
+        out = agent.prepare(cache_dir / f"agent{size}", quick).root
+    if recipe in ("reasoning", "agent"):
         trained = {}
     elif recipe == "sao":
         trained = {"critic.model": sao.prepare(cache_dir / f"sao{size}", models / "policy", quick).root / "critic"}
@@ -73,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.recipe == "sao":
         folder = load_config(Path(path), ["run.dir=runs/demo-sao", *arguments.overrides]).run.dir.absolute()
         return sao.compare(folder, overrides, seed)
+    if arguments.recipe == "agent" and not arguments.quick:
+        server, logs = arguments.cache_dir / "agent", load_config(Path(path), arguments.overrides).run.logs_dir
+        return agent.play(server, ["--fresh", "--config", path, *overrides], logs)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "tools", "run", "--fresh", "--config", path, *overrides])
 

@@ -39,10 +39,10 @@ def write_tasks(folder: Path, num_train: int = NUM_TRAIN, num_held_out: int = NU
     """Write the two prompt files. Held-out questions differ from each other and from all training questions."""
     held_out: dict[str, dict[str, Any]] = {}
     # Draw more than needed: reasoning-gym repeats questions, and some training questions are held out.
-    for entry in _drawn(HELD_OUT_SEED, 2 * num_held_out):
+    for entry in drawn_sums(HELD_OUT_SEED, 2 * num_held_out):
         if len(held_out) < num_held_out:
             held_out.setdefault(entry["question"], entry)
-    unseen = (entry for entry in _drawn(TRAIN_SEED, 4 * num_train) if entry["question"] not in held_out)
+    unseen = (entry for entry in drawn_sums(TRAIN_SEED, 4 * num_train) if entry["question"] not in held_out)
     _write(folder / "prompts.jsonl", "train", islice(unseen, num_train))
     _write(folder / "validation.jsonl", "validation", held_out.values())
 
@@ -63,7 +63,8 @@ def _build(folder: Path, quick: bool, log: Log) -> dict[str, Any]:
     return {"task": TASK, **TASK_SETTINGS, "num_train": NUM_TRAIN, "num_held_out": NUM_HELD_OUT}
 
 
-def _drawn(seed: int, size: int) -> Iterable[dict[str, Any]]:
+def drawn_sums(seed: int, size: int) -> Iterable[dict[str, Any]]:
+    """Return reasoning-gym's entries for the seeds from `seed` on."""
     reasoning_gym = importlib.import_module("reasoning_gym")  # from the extra `rlvr`, and slow to import
     return reasoning_gym.create_dataset(TASK, seed=seed, size=size, **TASK_SETTINGS)
 

@@ -107,7 +107,8 @@ class RunConfig(Section):
     reward: RewardSection = RewardSection()
     """The reward model; `model` is not needed if `rewards` contains only functions."""
     rewards: Terms | None = None
-    """Terms of a weighted sum of rewards, by name; default: only the reward model."""
+    """Terms of a weighted sum of rewards, by name; default: only the reward model, and with an `environment` nothing
+    beside its own."""
     critic: CriticSection = CriticSection()
     """The critic; needs a `model` if `actor.algorithm.name` is `ppo`, otherwise no critic is served. A YAML
     without `actor`, or with `actor.client` alone, serves for another trainer the models that it names: `reward` or
@@ -165,6 +166,11 @@ class RunConfig(Section):
         check_actor(self.actor)
         if self.environment is not None:
             check_environment(self.environment, self.actor)
+            if self.rewards is None and self.reward.model != RewardSection().model:
+                raise ValueError(
+                    "reward.model has no effect: with an environment, rewards names what counts beside its own; add "
+                    "rewards: {model: {}}, or remove reward.model"
+                )
         check_optimizer("actor.optimizer", self.actor.optimizer, total_steps=self.actor.optimizer_steps)
         check_optimizer("trainer.optimizer", self.trainer.optimizer)
         check_training(
@@ -218,9 +224,9 @@ class RunConfig(Section):
 
     @property
     def serves_rewards(self) -> bool:
-        """Whether rewards are served: always, except if a YAML without an actor, or with an environment, has none."""
-        is_named = self.rewards is not None or self.reward != RewardSection()
-        return self._roles != {"critic"} and (self.environment is None or is_named)
+        """Whether rewards are served: always, except in a YAML with a critic alone, or with an environment and without
+        `rewards`."""
+        return self._roles != {"critic"} and (self.environment is None or self.rewards is not None)
 
     @property
     def needs_server(self) -> bool:

@@ -96,6 +96,7 @@ class Environments:
         self._name = settings.class_ or settings.url
         self._workers: list[EnvironmentWorker] = []  # those that have ended, too
         self._starting = asyncio.Lock()
+        self._is_closed = False
         self._numbers = itertools.count()
         self._background: set[asyncio.Task[None]] = set()
 
@@ -128,6 +129,7 @@ class Environments:
 
     async def close(self) -> None:
         """Kill all workers."""
+        self._is_closed = True
         for worker in self._workers:
             self._in_background(worker.kill())
         while self._background:
@@ -163,17 +165,14 @@ class Environments:
         async with self._starting:
             missing = self._settings.workers - sum(worker.is_usable() for worker in self._workers)
             await asyncio.gather(*(self._start_worker() for _ in range(missing)))
-        return min(filter(EnvironmentWorker.is_usable, self._workers), key=lambda worker: len(worker.instances))
+            usable = [worker for worker in self._workers if worker.is_usable()]
+        # If they have died since, the last one is chosen, which says how.
+        return min(usable or self._workers[-1:], key=lambda worker: len(worker.instances))
 
     async def _start_worker(self) -> None:
+        if self._is_closed:
+            raise FunctionError(f"environment {self._name}: its workers have been killed")
         settings = self._settings
-        message = {
-            "options": settings.options if settings.url is None else {**settings.options, "url": settings.url},
-            "reward": settings.reward,
-            "timeout_s": settings.step_timeout_s,
-            "max_chars": settings.max_observation_chars,
-            "describe": not self._workers,
-        }
         process = WorkerProcess(
             "python_backend.environments.worker",
             settings.class_ or OPENENV,
@@ -182,12 +181,22 @@ class Environments:
         )
         worker = EnvironmentWorker(process, *await asyncio.open_connection(sock=process.channel))
         self._workers.append(worker)
-        answer = await worker.ask(message, START_LIMIT_S)
+        message = {
+            "options": settings.options if settings.url is None else {**settings.options, "url": settings.url},
+            "reward": settings.reward,
+            "timeout_s": settings.step_timeout_s,
+            "max_chars": settings.max_observation_chars,
+            "describe": worker is self._workers[0],
+        }
+        try:
+            answer = await worker.ask(message, START_LIMIT_S)
+            worker.takes_instances = "error" not in answer
+        finally:
+            if not worker.takes_instances:  # also if this was cancelled
+                self._in_background(worker.kill())
         if "error" in answer:
-            self._in_background(worker.kill())
             key = "class" if settings.url is None else "url"
             raise FunctionError(f"environment.{key} {self._name}: {answer['error']}")
-        worker.takes_instances = True
         if "tools" in answer:
             self.tools = answer["tools"]
 

@@ -87,6 +87,24 @@ ACTOR = (
         legend="tokens",
     ),
     MetricSpec(
+        "turns",
+        "Mean number of the policy's turns in a conversation with an environment.",
+        key=f"{_ROLLOUT}turns",
+        status="turns",
+    ),
+    MetricSpec(
+        "truncated",
+        "Share of the conversations that a limit of `environment` or of generation ended.",
+        key=f"{_ROLLOUT}truncated",
+        status="truncated",
+    ),
+    MetricSpec(
+        "failed_environments",
+        "Share of the conversations whose environment failed.",
+        key=f"{_ROLLOUT}failed_environments",
+        status="failed environments",
+    ),
+    MetricSpec(
         "explained_variance",
         "Explained variance of the critic's values.",
         key=f"{_ROLLOUT}explained_variance",

@@ -133,8 +133,9 @@ def write_folder(folder: Path, fill: Callable[[Path], None], *, durable: bool = 
     with staged_folder(folder.parent) as staging:
         with disk_errors(folder):
             fill(staging)
-        for file in filter(Path.is_file, staging.rglob("*")):  # safetensors makes files that only their owner may read
-            file.chmod(staging.stat().st_mode & 0o666)  # what the umask leaves
+        for file in staging.rglob("*"):  # safetensors makes files that only their owner may read
+            if file.is_file() and not file.is_symlink():  # what a link points to is somebody else's
+                file.chmod(staging.stat().st_mode & 0o666)  # what the umask leaves
         if durable:
             sync_tree(staging)
         _settle(folder)

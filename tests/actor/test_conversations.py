@@ -14,16 +14,17 @@ import torch
 from live_system import TEXTS
 from tiny_tokenizers import make_text_tokenizer
 
-from actor.algorithms.batch import make_batch, with_limits
+from actor.algorithms.batch import make_batch, text_metrics, with_limits
 from actor.algorithms.inputs import ClipRange, LossInputs
 from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
 from actor.data.chat import Chat, TemplateError, tool_calls
-from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, Turn, join_rollouts
+from actor.data.rollout import PPOBatch, Prompt, Rollout, SampledTurn, ScoredRollout, Scores, Trajectory, join_rollouts
 from actor.generation.conversations import Agent, seed_of
 from actor.generation.engine import Generation, uniform_draws
 from actor.generation.slots import Decoder, Response, Rules
 from actor.policy.policy import row_of
+from actor.run.validation import read_texts
 from actor.scoring.environment import with_environment
 from benchmarks.workload import random_llama
 from python_backend.config.environment import EnvironmentSection
@@ -183,8 +184,10 @@ def test_texts_without_roles_are_joined(agents: Callable[..., Agent]):
 )
 def test_a_template_that_changes_what_was_said_is_refused(agents: Callable[..., Agent], template: str):
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
+    agent = agents("Countdown", tokenizer)
+    agent.check_prompts([Prompt("1", "a text", np.array([5]))])
     with pytest.raises(TemplateError, match="chat template"):
-        agents("Countdown", tokenizer)
+        agent.check_prompts([PROMPT])
 
 
 def test_another_end_than_the_templates_is_completed():
@@ -293,7 +296,7 @@ def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error:
         not truncated,
         [-1.0] * (length - 2),
         observed=[not each for each in inside[2:]],
-        trajectory=Trajectory(tuple(Turn(*turn) for turn in turns), (), truncated, error),
+        trajectory=Trajectory(tuple(SampledTurn(*turn) for turn in turns), (), truncated, error),
     )
     return row_of(Prompt("1", "", np.array([5, 6])), response)
 
@@ -366,6 +369,22 @@ def test_nothing_at_a_token_of_the_environment_trains(name: str):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     assert found[0][0].any()
     assert not found[0][0][mask == 0].any()
+
+
+def test_lines_and_metrics_of_conversations():
+    limited = row((2, 4, 1.0), (6, 7, 2.0), length=9, truncated="environment.max_turns")
+    scored = scored_of(limited, limited, row(length=2, error="died"), ROWS[1], weight=2.0)
+    metrics = text_metrics(scored.rollout, scored.scores)
+    found = {name: metrics[name] for name in ("turns", "truncated", "failed_environments", "reward_environment")}
+    by_hand = {"turns": 1.5, "truncated": 0.5, "failed_environments": 0.25, "reward_environment": 20 / 3}
+    assert found == pytest.approx(by_hand)
+    assert "turns" not in text_metrics(dataclasses.replace(scored.rollout, trajectories=None), scored.scores)
+    lines = read_texts(scored.rollout, scored.scores, TOKENIZER)
+    assert lines[0]["turn_rewards"] == [1.0, 2.0]
+    assert lines[0]["turn_values"] == pytest.approx([(0.1 + 0.2) / 2, 0.5])
+    assert (lines[0]["truncated"], lines[2]["error"], lines[2]["reward"]) == ("environment.max_turns", "died", None)
+    without = dataclasses.replace(scored.scores, versions=torch.full((4,), -1))
+    assert "turn_values" not in read_texts(scored.rollout, without, TOKENIZER)[0]
 
 
 def test_limits_mask_bootstrap_or_score():

@@ -1,6 +1,7 @@
 """`actor.generation.engine: vllm`, against fake servers that fail on demand; test_vllm_run.py has a real one."""
 
 import asyncio
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,16 @@ from fake_vllm import FakeVllm
 from safetensors.numpy import load_file
 from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
+from actor.generation.conversations import Agent
 from actor.generation.slots import Response
 from actor.vllm.generation import VllmGeneration
 from python_backend.client.errors import RequestFailed
 from python_backend.config import ConfigError, RunConfig
+from python_backend.config.environment import EnvironmentSection
 from python_backend.errors import RlhfError
 from tests.support.loaders import skip_on_cards
 
+ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"
 VLLM = {"engine": "vllm", "vllm": {"servers": ["127.0.0.1:1"]}}
 
 
@@ -208,12 +212,38 @@ async def test_a_server_that_does_not_load_costs_one_timeout(setup: Setup, monke
         assert one.calls.count("/version") <= 4, "an attempt, and the probes of a lost server"
 
 
-async def test_a_run_that_is_closed_while_it_loads_resumes_the_server(setup: Setup):
+async def test_a_turn_is_a_request_with_the_whole_row(setup: Setup):
     async with FakeVllm() as server:
         here = setup(server)
-        server.silent = {"/collective_rpc"}
+        settings = EnvironmentSection.model_validate({"class": f"{ENVIRONMENTS}:Countdown", "max_tokens": 60})
+        here.generation.agent = Agent(settings, here.policy.tokenizer, max_prompt_tokens=40)
+        prompts = [dataclasses.replace(prompt, metadata={"turns": 2}) for prompt in PROMPTS]
+        found: dict[int, Response] = {}
+        try:
+            await asyncio.to_thread(here.generation.run, prompts, lambda i, talk: found.update({i: talk}), seed=1)
+        finally:
+            here.generation.agent.close()
+        assert len(server.requests) == 2 * len(PROMPTS)
+        for talk in found.values():
+            assert talk.prompt is not None
+            assert talk.trajectory is not None
+            assert talk.ended
+            row = [*talk.prompt.tokens.tolist(), *talk.tokens]
+            turns = talk.trajectory.turns
+            assert [row[turn.start : turn.end] for turn in turns] == [[5, 6, 7, 1]] * 2
+            befores = [row[: turn.start] for turn in turns]
+            asked = [request for request in server.requests if request["token_ids"] in befores]
+            assert len(asked) == 2
+            assert len({request["sampling_params"]["seed"] for request in asked}) == 2
+
+
+@pytest.mark.parametrize("call", ["/pause", "/collective_rpc"])
+async def test_a_run_that_is_closed_while_it_loads_resumes_the_server(setup: Setup, call: str):
+    async with FakeVllm() as server:
+        here = setup(server)
+        server.silent = {call}
         running = asyncio.create_task(run(here))
-        await until(lambda: "/collective_rpc" in server.calls)
+        await until(lambda: call in server.calls)
         here.policy.close()
         with pytest.raises(asyncio.CancelledError):
             await running

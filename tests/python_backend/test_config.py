@@ -77,8 +77,8 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("reward: {standardization: {meen: 1}}", "did you mean reward.standardization.mean?"),
         (
             "zzz: 1",
-            "unknown key zzz; known: run, server, reward, rewards, critic, reference, trainer, actor, gateway, "
-            "monitoring, report",
+            "unknown key zzz; known: run, server, reward, rewards, critic, reference, trainer, actor, environment, "
+            "gateway, monitoring, report",
         ),
         ("1: 2", "1: Keys should be strings"),
         ("actor: {steps: 0}", "actor.steps: Input should be greater than or equal to 1 (got 0)"),
@@ -88,6 +88,23 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "actor: {algorithm: {clip_ratio: 1.5}}",
             "clip_ratio: Input should be less than or equal to 1",
         ),
+        (
+            "environment: {class: a.py:B, max_tokens: 512}",
+            "environment.max_tokens (512), which a whole trajectory may have, must be above actor.prompts.max_tokens",
+        ),
+        (
+            "{environment: {class: a.py:B, truncated: bootstrap}, actor: {algorithm: {name: reinforce++}}}",
+            "environment.truncated is bootstrap, which needs a critic, but reinforce++ has none",
+        ),
+        (
+            "{environment: {class: a.py:B}, actor: {ranks: 2}}",
+            "actor.ranks cannot be used with an environment; remove one of them",
+        ),
+        (
+            "{environment: {class: a.py:B}, reward: {model: checkpoints/mine}}",
+            "reward.model has no effect: with an environment, rewards names what counts beside its own",
+        ),
+        ("environment: {class: a.py:B, url: 'ws://h'}", "class and url are both given; remove one"),
         ("actor: {optimizer: {betas: [0.9, 1.0]}}", "actor.optimizer.betas.1: Input should be less than 1 (got 1.0)"),
         ("actor: {optimizer: {betas: [0.9]}}", "actor.optimizer.betas.1 is missing"),
         (

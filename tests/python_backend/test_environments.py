@@ -147,7 +147,7 @@ async def test_a_fault_fails_its_call_and_nothing_else() -> None:
         "done": "done is 1; return True or False",
         "huge": "the observation has 20001 characters, but environment.max_observation_chars is 20000",
         "surrogate": "the observation has a lone surrogate, which UTF-8 cannot express; decode with errors=replace",
-        "raise": "RuntimeError: no such move",
+        "raise": "ValueError: invalid literal for int() with base 10: 'no such move'",
         "stop": "StopIteration",
         "exit": "SystemExit",
         "memory": "MemoryError",
@@ -215,6 +215,14 @@ async def test_a_cancelled_open_leaves_nothing_behind() -> None:
         (worker,) = workers()
         await other.close()
         await asyncio.to_thread(worker.wait, 60)  # its only instance hangs, so that it is retired, and killed
+        opening = asyncio.create_task(environments.open({}))
+        while not workers():
+            await asyncio.sleep(0.01)
+        (starting,) = workers()
+        opening.cancel()
+        await asyncio.to_thread(starting.wait, 60)
+    with pytest.raises(EnvironmentFailed, match="its workers have been killed"):
+        await environments.open({})
 
 
 async def test_secrets_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:

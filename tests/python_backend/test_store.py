@@ -213,6 +213,13 @@ def test_a_rename_that_fails_leaves_the_old_folder(tmp_path: Path, monkeypatch: 
     assert [(path.name, (path / "file").read_text()) for path in tmp_path.iterdir()] == [("best", "old")]
 
 
+def test_what_a_link_in_a_folder_points_to_keeps_its_permissions(tmp_path: Path):
+    program = tmp_path / "program"
+    program.touch(0o700)
+    write_folder(tmp_path / "folder", lambda folder: (folder / "link").symlink_to(program))
+    assert stat.S_IMODE((tmp_path / "folder" / "link").stat().st_mode) == 0o700
+
+
 def test_a_removed_folder_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The content that a killed writer had replaced already must not stand in for a folder removed later."""
     write_folder(tmp_path / "10", filled("old"))

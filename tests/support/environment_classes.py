@@ -3,8 +3,11 @@
 import asyncio
 import os
 import random
+import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -71,7 +74,7 @@ class Tools:
 
     def close(self) -> None:
         """Write that it was called."""
-        with open(self.log, "a") as file:  # noqa: PTH123 - written as users write
+        with Path(self.log).open("a") as file:
             file.write("closed")
 
 
@@ -111,24 +114,18 @@ class Doing:
 
     def _live(self, action: str) -> Any:
         assert threading.get_ident() == self.thread
-        if action == "raise":
-            raise RuntimeError("no such move")
-        if action == "stop":
-            next(iter(()))
-        if action == "exit":
-            raise SystemExit
-        if action == "die":
-            os._exit(3)
-        if action == "fork":
-            os.fork()
-        if action == "memory":
-            return "x" * len(bytearray(1 << 40))
-        if action == "print":
-            print("x" * 100)
-        if action == "hang":
-            time.sleep(3600)
-        if action == "meet":
-            Doing.meeting.wait()
+        actions: dict[str, Callable[[], Any]] = {
+            "raise": lambda: int("no such move"),
+            "stop": lambda: next(iter(())),
+            "exit": sys.exit,
+            "die": lambda: os._exit(3),
+            "fork": os.fork,
+            "memory": lambda: bytearray(1 << 40),
+            "print": lambda: print("x" * 100),
+            "hang": lambda: time.sleep(3600),
+            "meet": Doing.meeting.wait,
+        }
+        actions.get(action, lambda: None)()
         return str(os.getpid()) if action == "pid" else action
 
 
@@ -195,3 +192,17 @@ class Countdown:
             raise ValueError(f"{self.left} turns")
         self.left -= 1
         return f"{self.left} left after {action}", 0.5 if self.left else 2.0, not self.left
+
+
+class Logged(Countdown):
+    """Writes a line for each step."""
+
+    def __init__(self, log: str) -> None:
+        self.log = log
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Reward an early end of the alphabet."""
+        with Path(self.log).open("a") as file:
+            file.write(f"{action!r}\n")
+        observation, reward, done = super().step(action)
+        return observation, reward * (len(action) < 5), done

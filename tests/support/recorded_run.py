@@ -14,7 +14,7 @@ from actor.algorithms.batch import make_batch
 from actor.algorithms.losses import KLControl
 from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
-from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
+from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, Trajectory
 from actor.policy.checkpoint import RunState
 from actor.run.recorder import Recorder
 from actor.run.settings import SETTINGS_FILE
@@ -53,7 +53,10 @@ class Unreached:
 class RecordedRun:
     """A run without a critic, recorded step by step: its rewards are those of the steps' numbers, over ten."""
 
-    def __init__(self, folder: Path, *, device: str = "cpu", **actor: Any) -> None:
+    def __init__(
+        self, folder: Path, *, device: str = "cpu", trajectories: list[Trajectory] | None = None, **actor: Any
+    ) -> None:
+        self._trajectories = trajectories
         given = {
             "algorithm_name": "grpo",
             "responses_per_prompt": 2,
@@ -116,7 +119,7 @@ class RecordedRun:
         starts = [TOKENIZER.decode(row[:2]) for row in tokens]
         prompts = [Prompt(str(i), starts[i], tokens[i, :2].numpy()) for i in range(NUM_ROWS)]
         lengths, ended = torch.full((NUM_ROWS,), WIDTH), torch.ones(NUM_ROWS).bool()
-        rollout = Rollout(prompts, tokens, lengths, torch.full((NUM_ROWS,), 2), ended)
+        rollout = Rollout(prompts, tokens, lengths, torch.full((NUM_ROWS,), 2), ended, None, None, self._trajectories)
         rewards = torch.full((NUM_ROWS,), reward)
         scores = Scores(rewards, torch.zeros(NUM_ROWS, WIDTH), torch.full((NUM_ROWS,), -1), ended, [])
         logprobs = torch.zeros(NUM_ROWS, WIDTH - 1) if self.config.actor.kl.uses_reference else None

@@ -49,6 +49,7 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
     "bench": ["update", "--report-only", "{folder}"],
     "report": ["{folder}/none"],
     "export": ["{folder}"],
+    "init": ["environment", "{folder}/x"],
 }
 BASH = """\
 eval "$REGISTRATION"

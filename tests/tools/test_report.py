@@ -24,9 +24,11 @@ from recorded_run import RecordedRun
 from rich.console import Console
 from synthetic_run import EVIL, write_run
 
+from actor.data.rollout import SampledTurn, Trajectory
 from python_backend.config import RunConfig
 from python_backend.store.jsonl import JsonlTail, read_jsonl
 from python_backend.store.run_lock import only_actor, only_run
+from tools.report.conversations import Conversation
 from tools.report.curves import (
     as_svg,
     draw_distinct,
@@ -34,6 +36,7 @@ from tools.report.curves import (
     draw_kl,
     draw_reward,
     draw_step_time,
+    draw_turns,
     line_style,
     pictures,
     write_curves,
@@ -204,6 +207,18 @@ class TestData:
         assert read_pairs(run_dir)[0].text_after == "It is a great thing."
         write_lines(run_dir / "samples.jsonl", [row | {"response": row["response"].strip()} for row in SAMPLES])
         assert read_pairs(run_dir)[0].text_after == "It is a great thing."
+
+    def test_environments_may_begin_differently_before_and_after(self, run_dir: Path) -> None:
+        talk = {"turns": [], "turn_rewards": []}
+        rows = [row | talk | {"prompt": f"You begin {row['when']}."} for row in SAMPLES]
+        write_lines(run_dir / "samples.jsonl", rows)
+        pair = read_pairs(run_dir)[0]
+        assert pair.conversation_before is not None
+        assert pair.conversation_after is not None
+        assert (pair.conversation_before.prompt, pair.conversation_after.prompt) == (
+            "You begin before.",
+            "You begin after.",
+        )
 
     def test_figures_of_hand(self) -> None:
         assert distinct2(["a b a b"]) == 2 / 3  # ab ba ab
@@ -433,6 +448,41 @@ class TestCommand:
         out = run_dir.parent / "page.html"
         assert main([str(run_dir), "--out", str(out)]) == 0
         return IMAGES.sub("", out.read_text(encoding="utf-8"))
+
+    def test_conversations_are_shown_turn_by_turn(self, tmp_path: Path) -> None:
+        call = '<tool_call>{"name": "look", "arguments": {"where": "<up>"}}</tool_call>'
+        played = (
+            {"role": "assistant", "content": f"I look. {call}"},
+            {"role": "tool", "name": "look", "content": "a\nb"},
+            {"role": "assistant", "content": "<tool_call>{up}</tool_call>"},
+            {"role": "user", "content": "Wrong."},
+        )
+        turns = SampledTurn(2, 4, 0.5), SampledTurn(5, 7, -1.0)
+        failed = Trajectory((), (), error="worker died")
+        whole = Trajectory(turns, played)
+        run = RecordedRun(
+            tmp_path / "run", trajectories=[whole, whole, Trajectory(turns, played, "environment.max_turns"), failed]
+        )
+        run.start().steps(1, 2).validated("before", 0, 0.1).steps(3, 4).validated("after", 4, 0.2)
+        folder = run.finished(4)
+        assert [draw for draw in pictures(load_run(folder)) if draw is draw_turns] == [draw_turns]
+        page = self.page_of(folder)
+        for text, count in (
+            ("<small>+0.50</small><b>policy</b><span>I look.</span><code>look(where=&#34;&lt;up&gt;&#34;)</code>", 6),
+            ("<b>look</b><span>a\nb</span>", 6),
+            ("<small>-1.00</small><b>policy</b><code>{up}</code>", 6),
+            ("<b>environment</b><span>Wrong.</span>", 6),
+            ("<p>ended</p>", 4),
+            ("<p>truncated: environment.max_turns</p>", 2),
+            ("<p>error: worker died</p>", 4),
+            ("Failed environments: 1 of 4 prompts", 1),
+        ):
+            assert page.count(text) == count, text
+        assert "the reward that the environment gave for it." in page
+        row = {"prompt": "p", "turns": played, "turn_rewards": [0.5, -1.0], "turn_values": [0.25, 1.0]}
+        conversation = Conversation.of(row)
+        assert conversation is not None
+        assert [said.value for said in conversation.said] == [0.25, None, 1.0, None]
 
     def grpo(self, folder: Path) -> Path:
         """A whole run with a reward function: no critic, no validation, no reference."""

@@ -387,6 +387,16 @@ def test_the_critic_learns_from_a_file(root: Path, tmp_path: Path):
     assert line["pretrain/explained_variance_before"] < 0.5 < 0.7 < line["pretrain/explained_variance"]
 
 
+def test_the_first_rows_are_learned_last(root: Path, tmp_path: Path):
+    """A policy's first responses are like those of a run that begins anew; later ones have other returns."""
+    rows = [{"prompt": [5, row % 9 + 6], "response": [7], "return": int(row >= 200)} for row in range(400)]
+    config = config_of(tmp_path / "run", root / "critic", [write(tmp_path / "data.jsonl", *rows)], lr=0.05)
+    initialise_stores(config)
+    critic = load_critic(WeightsStore(config.run.weights_dir).folder(0))
+    values = np.array([values[1] for values in critic.values([np.array([5, prompt + 6]) for prompt in range(9)])])
+    assert values.mean() < 0.25  # shuffled: 0.5
+
+
 LINE = {"prompt": [5, 6], "response": [7], "return": 1}
 BAD_LINES: dict[str, Any] = {
     "line 2 is not JSON in UTF-8": "{",

@@ -26,6 +26,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
 PHASE_COLOURS = dict(zip(PHASES.values(), (BLUE, SKY, GREEN, PURPLE, RED, ORANGE, "#C9CDD3"), strict=True))
 REWARD, KL = "train_rollouts/rewards", "train_rollouts/init_policy_kl_per_sequence"
 EXPLAINED, STEP_TIME = "train_rollouts/explained_variance", "timers/step_time"
+TURNS = "train_rollouts/turns"
 DISTINCT, ENDED = "train_rollouts/distinct2", "train_rollouts/fraction_of_samples_properly_ended"
 RELOADS: dict[str, dict[str, Any]] = {
     "swap": {"color": BLUE, "marker": "o", "s": 14},
@@ -203,6 +204,20 @@ def draw_ended(axes: Axes, run: RunRecord) -> None:
     finish(axes, "Responses that ended on their own (share)", "step")
 
 
+def draw_turns(axes: Axes, run: RunRecord) -> None:
+    """Draw the turns of a conversation, and at the right the shares of conversations that did not come to an end."""
+    axes.set_ylim(0, 1.7 * max(_plot(axes, run, TURNS, color=BLUE, lw=1.8, label="turns of the policy")))
+    shares = axes.twinx()
+    for key, style in {"truncated": {"color": ORANGE}, "failed_environments": {"color": RED, "ls": "--"}}.items():
+        label = f"{key.partition('_')[0]} (share, right axis)"
+        axes.plot([], [], label=label, **style)
+        _plot(shares, run, f"train_rollouts/{key}", lw=1.2, **style)
+    shares.set_ylim(-0.03, 1.7)
+    shares.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    shares.grid(visible=False)
+    finish(axes, "Conversations", "step")
+
+
 def _minutes(run: RunRecord, rows: Sequence[dict[str, Any]]) -> list[float]:
     """Return the times of rows in minutes since the first step."""
     start = min((row["time"] for row in [*run.steps, *run.critic]), default=0.0)
@@ -270,6 +285,10 @@ PICTURES: dict[Draw, tuple[str, Callable[[RunRecord], bool]]] = {  # {draw: (cap
         _recorded(STEP_TIME),
     ),
     draw_distinct: ("Whether texts stay diverse: repetition shows here first.", _recorded(DISTINCT)),
+    draw_turns: (
+        "Turns of the policy per conversation, and which share of the conversations a limit or a failure ended.",
+        _recorded(TURNS),
+    ),
     draw_ended: ("Share of responses that ended before their length limit.", _recorded(ENDED)),
 }
 

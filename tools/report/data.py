@@ -19,6 +19,7 @@ from python_backend.rewards.function import describe, load_function
 from python_backend.store.durable import read_json, replace_file
 from python_backend.store.jsonl import each_line
 from python_backend.store.run_lock import LOCK_FILE, RUN_LOCK_FILE, in_progress
+from tools.report.conversations import Conversation
 
 # The held-out texts of a run before and after training, as pairs, and gains over them.
 
@@ -39,6 +40,14 @@ class Pair:
     reward_before: float | None
     reward_after: float | None
     is_chat: bool = False
+    conversation_before: Conversation | None = None
+    """With the environment; None in a run without one."""
+    conversation_after: Conversation | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the environment of one of its conversations failed."""
+        return any(talk and talk.has_failed for talk in (self.conversation_before, self.conversation_after))
 
 
 Scored = tuple[Pair, float, float]  # with the scores of its two texts, before and after
@@ -83,7 +92,7 @@ def read_pairs(run_dir: Path) -> list[Pair]:
 
 def _pair(before: dict[str, Any], after: dict[str, Any], glue: str) -> Pair:
     prompt = before["prompt"]
-    if after["prompt"] != prompt:
+    if after["prompt"] != prompt and "turns" not in before:  # environments may begin differently, or fail to
         raise ValueError(f"prompt {before['prompt_id']!r} differs: {prompt!r} before, {after['prompt']!r} after")
     is_chat = "question" in before
     start = "" if is_chat else prompt + glue
@@ -97,6 +106,8 @@ def _pair(before: dict[str, Any], after: dict[str, Any], glue: str) -> Pair:
         reward_before=before["reward"],
         reward_after=after["reward"],
         is_chat=is_chat,
+        conversation_before=Conversation.of(before),
+        conversation_after=Conversation.of(after),
     )
 
 

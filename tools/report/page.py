@@ -22,8 +22,20 @@ from python_backend.errors import RlhfError
 from python_backend.store.durable import replace_file
 from python_backend.store.run_lock import in_progress
 from tools.arguments import parse_or_complete, seconds
+from tools.report.conversations import Conversation
 from tools.report.curves import KL, REWARD, as_svg, line_style, overlaid, pictures
-from tools.report.data import MOST_TEXTS, SUMMARY_KEYS, Gain, RunRecord, Scored, formatted, load_run, rewarded, series
+from tools.report.data import (
+    MOST_TEXTS,
+    SUMMARY_KEYS,
+    Gain,
+    Pair,
+    RunRecord,
+    Scored,
+    formatted,
+    load_run,
+    rewarded,
+    series,
+)
 
 READ_FILES = ("metrics.jsonl", "critic_metrics.jsonl", "validations.jsonl", "summary.json", "actor_summary.json")
 NUM_TEXTS = 24
@@ -129,7 +141,7 @@ def _report(run: RunRecord) -> dict[str, Any]:
         "training": None if run.pairs else ends(run, REWARD),
         "training_kl": None if "kl_final" in run.summary else ends(run, KL),
         "panels": [(caption, as_svg(draw, run)) for draw, caption in pictures(run).items()],
-        "groups": pick_texts(rewarded(run.pairs)),
+        "groups": pick_texts(rewarded(run.pairs)) | _failed(run.pairs),
         "unmarked": str,
         "replaced": {section.title for section in run.sections},
         "most_texts": MOST_TEXTS,
@@ -163,6 +175,7 @@ def render(template: str, *, folder: Path | None = None, **values: Any) -> str:
         "number": formatted,
         "shown": shown,
         "setting": setting,
+        "conversation": Conversation.of,
         "base64": lambda text: b64encode(text.encode()).decode(),
     }
     return environment.get_template(template).render(**values)
@@ -194,6 +207,12 @@ def pick_texts(scored: Sequence[Scored]) -> dict[str, Sequence[Scored]]:
         "Largest losses": ranked[len(ranked) - third :][::-1],
     }
     return {label: group for label, group in groups.items() if group}
+
+
+def _failed(pairs: Sequence[Pair]) -> dict[str, Sequence[tuple[Pair, float | None, float | None]]]:
+    """Return {label: the first pairs with a conversation whose environment failed, and their scores}; {} if none."""
+    failed = [(pair, pair.reward_before, pair.reward_after) for pair in pairs if pair.has_failed]
+    return {f"Failed environments: {len(failed)} of {len(pairs)} prompts": failed[: NUM_TEXTS // 3]} if failed else {}
 
 
 def verdict(what: str, gain: Gain) -> str:

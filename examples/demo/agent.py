@@ -1,0 +1,103 @@
+"""`make demo-agent`: SmolLM2 plays a game of three tries, which an OpenEnv server serves from its own environment."""
+
+import contextlib
+import subprocess
+import time
+import urllib.error
+import urllib.request
+import venv
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from examples.demo import sums_game
+from examples.demo.pretrained import Built, Log, build_once, code_fingerprint
+from examples.demo.reasoning import HELD_OUT_SEED, NUM_HELD_OUT, NUM_TRAIN, TRAIN_SEED, drawn_sums
+from python_backend.errors import RlhfError
+from python_backend.store.durable import write_json
+from python_backend.store.jsonl import write_jsonl
+from tools.server.child import Child
+from tools.server.ports import free_port
+
+OPENENV = "openenv==0.10.0"
+GAMES = "games.json"
+START_S = 120.0
+
+
+def prepare(out_dir: Path, quick: bool = False, log: Log = print) -> Built:
+    """Return the folder with the prompt files and, unless `quick`, the server's environment; build it if needed.
+
+    Raises RlhfError if a package cannot be installed.
+    """
+
+    def build(folder: Path) -> dict[str, Any]:
+        write_games(folder)
+        if not quick:
+            log(f"server: installing {OPENENV} into an environment of its own")
+            _install(folder / "server", OPENENV)
+        return {}
+
+    return build_once(out_dir, code_fingerprint("reasoning-gym"), build, log)
+
+
+def write_games(folder: Path) -> None:
+    """Write the games, and the two prompt files, which have their seeds. Held-out questions differ from all others."""
+    games: dict[int, tuple[str, str]] = {}
+    for name, first, number in (("validation", HELD_OUT_SEED, NUM_HELD_OUT), ("prompts", TRAIN_SEED, NUM_TRAIN)):
+        known = {question for question, _ in games.values()}
+        drawn = (
+            (first + i, entry["question"].strip(), entry["answer"])
+            for i, entry in enumerate(drawn_sums(first, 4 * number))
+        )
+        new = islice((each for each in drawn if each[1] not in known), number)
+        found = {seed: (question, answer) for seed, question, answer in new}
+        write_jsonl(folder / f"{name}.jsonl", ({"prompt_id": f"{name}-{seed}", "seed": seed} for seed in found))
+        games |= found
+    write_json(folder / GAMES, games, durable=False)
+
+
+def play(prepared: Path, arguments: Sequence[str], log_dir: Path) -> int:
+    """Run `tools run` with these arguments against a server of the game; return its exit code."""
+    from tools import run
+
+    with _server(prepared, log_dir) as url:
+        return run.main([*arguments, f"environment.url={url}"])
+
+
+@contextlib.contextmanager
+def _server(prepared: Path, log_dir: Path) -> Iterator[str]:
+    port, command = free_port(), [str(prepared.absolute() / "server" / "bin" / "python"), sums_game.__file__]
+    arguments = [str(prepared.absolute() / GAMES), str(port)]
+    game = Child("game server", arguments, log_dir / "game_server.log", {}, command=command)
+    try:
+        deadline = time.monotonic() + START_S
+        while not _answers(f"http://127.0.0.1:{port}/health"):
+            game.raise_if_failed()
+            if time.monotonic() > deadline:
+                raise RlhfError(f"the game server did not answer within {START_S:g} s; see {game.log_path}")
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        game.process.kill()
+        game.process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1.0):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _install(folder: Path, package: str) -> None:
+    venv.create(folder, with_pip=True, symlinks=True)
+    done = subprocess.run(
+        [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", package],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RlhfError(f"{package} cannot be installed: {done.stderr.strip()[-500:]}")

@@ -1,0 +1,110 @@
+"""Runs with an environment: PPO with served critic and reward, and GRPO without a server, killed in its turns."""
+
+import dataclasses
+import functools
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from live_system import POSITIONS, Checkpoints, LiveRun, make_run, run_actor, start_system, wait_for
+from safetensors.numpy import load_file
+
+from python_backend.config import load_config
+from python_backend.store.jsonl import read_jsonl
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"
+KILLS = int(os.environ.get("AGENT_KILLS", "3"))  # by hand: 20
+STEPS = 12
+
+
+def agent_run(folder: Path, checkpoints: Checkpoints, name: str = "Countdown", **sections: Any) -> LiveRun:
+    folder.mkdir(parents=True)
+    rows = [{"prompt_id": str(i), "text": "The server ", "turns": 1 + i % 3} for i in range(16)]
+    prompts = folder / "rows.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = {
+        "class": f"{CLASSES}:{name}",
+        "max_turns": 4,
+        "max_tokens": POSITIONS,
+        "truncated": "score",
+        **sections.pop("environment", {}),
+    }
+    given = {
+        "prompts_path": str(prompts),
+        "validation_prompts": str(prompts),
+        "stop_strings": ["e"],
+        "steps": STEPS,
+        **sections.pop("actor", {}),
+    }
+    return make_run(folder, checkpoints, environment=environment, actor=given, rewards={"model": {}}, **sections)
+
+
+def test_ppo_learns_from_turns_with_a_served_critic_and_a_served_reward(tmp_path: Path, checkpoints: Checkpoints):
+    run = agent_run(tmp_path / "run", checkpoints)
+    system = start_system(run)
+    try:
+        code, log = run_actor(run, "actor")
+    finally:
+        system.stop()
+    assert code == 0, log
+    lines = [*read_jsonl(run.config.run.dir / "metrics.jsonl")]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        assert line["train_rollouts/rewards"] != line["train_rollouts/reward_environment"] > 0
+        assert line["train_rollouts/masked_samples"] == 0
+        assert line["train_rollouts/exact_turns"] == 1.0
+        assert line["train_rollouts/generation_length"] < line["train_rollouts/response_lengths"]
+    assert [line["weights_version"] for line in run.critic_updates(up_to=STEPS)] == list(range(1, STEPS + 1))
+    said = [*read_jsonl(run.config.run.dir / "samples.jsonl")]
+    assert {len(line["turn_rewards"]) for line in said} > {1}
+    assert all(line["turns"][0]["role"] == "assistant" for line in said)
+
+
+def lines_of(log: Path) -> int:
+    return log.read_text().count("\n")
+
+
+def without_server(run: LiveRun) -> LiveRun:
+    """The run as GRPO with the environment's rewards alone, deterministic."""
+    data = yaml.safe_load(run.path.read_text())
+    for section in ("reward", "rewards", "critic", "reference"):
+        del data[section]
+    data["run"]["deterministic"] = True
+    data["actor"]["algorithm"] |= {"name": "grpo", "responses_per_prompt": 4}
+    run.path.write_text(yaml.safe_dump(data))
+    return dataclasses.replace(run, config=load_config(run.path))
+
+
+def test_an_actor_killed_in_the_middle_of_turns_resumes_with_the_same_bits(tmp_path: Path, checkpoints: Checkpoints):
+    runs = []
+    for name in ("undisturbed", "killed"):
+        log = tmp_path / f"{name}.log"
+        environment = {"options": {"log": str(log)}, "workers": 2}
+        runs.append(without_server(agent_run(tmp_path / name, checkpoints, "Logged", environment=environment)))
+        log.touch()
+    kill, luck = runs[1], random.Random(0)
+    log = tmp_path / "killed.log"
+    for i in range(KILLS):
+        actor, seen = kill.start(f"actor-{i}", module="actor"), lines_of(log) + luck.randrange(1, 40)
+        wait_for(functools.partial(lambda seen: lines_of(log) >= seen, seen), actor)
+        actor.process.kill()
+        assert actor.process.wait() == -signal.SIGKILL
+    found = []
+    for run in runs:
+        code, text = run_actor(run, "last")
+        assert code == 0, text
+        lines = [*read_jsonl(run.config.run.dir / "metrics.jsonl")]
+        assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+        rewards = [line["train_rollouts/rewards"] for line in lines]
+        found.append((rewards, load_file(run.config.run.dir / "policy" / "model.safetensors")))
+    assert found[0][0] == found[1][0]
+    assert all((found[0][1][name] == found[1][1][name]).all() for name in found[0][1])
+    commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in commands if "environments.worker" in line and str(tmp_path) in line]

@@ -1,0 +1,97 @@
+"""`tools init`: what it writes works as it is."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from python_backend.config import load_config
+from python_backend.config.environment import EnvironmentSection
+from python_backend.environments.pool import Environments
+from tools.init import main
+
+
+def used(section: EnvironmentSection, use: Callable[[Environments], Awaitable[Any]]) -> Any:
+    """What `use` returns for the environments of a section."""
+
+    async def within() -> Any:
+        environments = Environments(section)
+        await environments.start()
+        try:
+            return await use(environments)
+        finally:
+            await environments.close()
+
+    return asyncio.run(within())
+
+
+def test_an_environment_passes_its_test_and_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["environment", "my_game", "--policy", "a/policy"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "my_game.py",
+        "test_my_game.py",
+        "my_game.jsonl",
+        "my_game.yaml",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_game.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "2 passed" in done.stdout) == (0, True), done.stdout
+    config = load_config(Path("my_game.yaml"))
+    assert (str(config.actor.policy.model), config.needs_server) == ("a/policy", False)
+    rows = [json.loads(line) for line in Path("my_game.jsonl").read_text().splitlines()]
+    assert len(rows) == 16
+
+    async def play(environments: Environments) -> list[tuple[float | None, bool]]:
+        game = await environments.open({**rows[0], "seed": 0})
+        steps = [await game.step(action) for action in ("nothing", "1")]
+        return [(step.reward, step.done) for step in steps]
+
+    assert config.environment is not None
+    assert used(config.environment, play) == [(-0.1, False), (1.0, True)]
+
+
+def test_the_environments_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first is the one that is written; the second has a tool."""
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2] / "docs" / "environments.md"
+    game, shop, adapter = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert main(["environment", "my_game"]) == 0
+    assert game == Path("my_game.py").read_text()
+    assert len(game.splitlines()) <= 25
+    compile(adapter, "a page", "exec")
+    Path("shop.py").write_text(shop)
+
+    async def buy(environments: Environments) -> tuple[Any, ...]:
+        visit = await environments.open({"budget": 5, "seed": 0})
+        said = [await visit.call("buy", {"item": "tea", "price": price}) for price in (2, 4)]
+        return environments.tools, visit.observation, said, await visit.reward()
+
+    tools, observation, said, reward = used(EnvironmentSection.model_validate({"class": "shop.py:Shop"}), buy)
+    assert [tool["function"]["name"] for tool in tools] == ["buy"]
+    assert (observation, said[0], reward) == ("You have 5 coins.", "tea: yours. 3 coins left.", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("taken", "taken.jsonl exists; choose another name than taken"),
+        ("my-game", "the name is 'my-game'"),
+        ("class", "no keyword or module of Python"),
+        ("json", "no keyword or module of Python"),
+    ],
+)
+def test_nothing_is_overwritten_or_unusable(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken.jsonl").write_text("mine")
+    assert main(["environment", name]) == 2
+    assert message in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("taken.jsonl", "mine")]

@@ -1,0 +1,61 @@
+"""Conversations with environments, as a run's JSON lines have them, for the page."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actor.data.chat import HERMES, tool_calls
+
+
+@dataclass(frozen=True)
+class Said:
+    """One message of a conversation."""
+
+    who: str
+    """`policy`, `environment`, or the tool that answers."""
+    parts: list[tuple[str, bool]]
+    """Pieces of the text, each with whether it is the call of a tool."""
+    reward: float | None
+    """What the environment gave for a turn of the policy; None for other messages."""
+    value: float | None
+    """The critic's mean value over the turn's tokens; None if it has none."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation: the prompt with the environment's first observation, what followed, and how it ended."""
+
+    prompt: str
+    said: list[Said]
+    ending: str
+    """`ended`, or why it did not end on its own."""
+    has_failed: bool
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Conversation | None":
+        """Return the conversation of a line of samples.jsonl or rollouts.jsonl; None if it has none."""
+        if "turns" not in row:
+            return None
+        rewards, values = iter(row["turn_rewards"]), iter(row.get("turn_values", ()))
+        said = []
+        for message in row["turns"]:
+            if message["role"] == "assistant":
+                said.append(Said("policy", _parts(message["content"]), next(rewards), next(values, None)))
+            else:
+                said.append(Said(message.get("name") or "environment", [(message["content"], False)], None, None))
+        endings = (f"{name}: {row[name]}" for name in ("error", "truncated") if name in row)
+        return cls(row.get("question", row["prompt"]), said, next(endings, "ended"), "error" in row)
+
+
+def _parts(text: str) -> list[tuple[str, bool]]:
+    """Split a turn of the policy into text and calls; a call that cannot be read stays as the policy wrote it."""
+    parts = []
+    for i, piece in enumerate(HERMES.split(text)):
+        if i % 2:
+            call = tool_calls(f"<tool_call>{piece}</tool_call>")[0]
+            arguments = ", ".join(f"{name}={json.dumps(value)}" for name, value in (call.arguments or {}).items())
+            parts.append((piece if call.error else f"{call.name}({arguments})", True))
+        elif piece.strip():
+            parts.append((piece.strip(), False))
+    return parts
