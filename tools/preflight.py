@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.data.prompt_files import PromptError, read_rows, source_of
+from actor.data.prompt_files import PromptError, begun, read_rows, source_of
 from actor.run.row_limits import check_lengths, receives_texts
 from python_backend.checkpoints.inspection import stored_dtypes
 from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer, same_tokenizer
@@ -61,17 +61,21 @@ def check_prompts(config: RunConfig) -> None:
     held_out = {"actor.validation.prompts": validation.prompts} if validation.size else {}
     for key, path in {**prompts.paths, **held_out}.items():
         try:
-            contents = [] if path is None else _first_contents(path)
+            contents = [] if path is None else _first_contents(path, begins=config.environment is not None)
             if any(isinstance(content, list) for content in contents):
                 _check_templates(config, key)
         except PromptError as error:
             raise ConfigError(f"{key}: {error}") from error
 
 
-def _first_contents(path: Path) -> list[Any]:
-    """Return the text or messages of the first rows of a prompt file. Raises PromptError if it or a row is empty."""
+def _first_contents(path: Path, *, begins: bool) -> list[Any]:
+    """Return the text or messages of the first rows of a prompt file. Raises PromptError if it or a row is empty.
+
+    `begins`: an environment begins rows without a prompt.
+    """
     contents = []
-    for row in itertools.islice(read_rows(path), CHECKED_ROWS):
+    for read in itertools.islice(read_rows(path), CHECKED_ROWS):
+        row = begun(read) if begins else read
         contents.append(row.columns[source_of(row)])
         if not contents[-1]:
             raise PromptError(f"{row.where}: {source_of(row)} is empty")
@@ -128,6 +132,7 @@ def _functions(config: RunConfig) -> Iterator[str]:
     if not config.functions:
         return
     row = next(iter(read_rows(next(iter(config.actor.prompts.paths.values())))))
+    row = row if config.environment is None else begun(row)
     content = row.columns[source_of(row)]
     tokenizer = load_tokenizer(tokenizer_folder(config).absolute())
     for name, term in config.functions.items():

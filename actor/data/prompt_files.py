@@ -8,7 +8,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -110,6 +110,13 @@ def source_of(row: PromptRow) -> str:
             f"{row.where}: must have a {', '.join(SOURCES[:-1])} or {SOURCES[-1]} column, got {str(row.columns)[:80]!r}"
         )
     return source
+
+
+def begun(row: PromptRow) -> PromptRow:
+    """Return a row of a run with an environment: one without a prompt is a chat that the environment begins."""
+    if not isinstance(row.columns, dict) or any(row.columns.get(name) is not None for name in SOURCES):
+        return row
+    return replace(row, columns={**row.columns, CONVERSATIONS[0]: [{"role": "user", "content": ""}]})
 
 
 class JsonLines:

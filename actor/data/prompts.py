@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from actor.data.prompt_files import SOURCES, PromptError, PromptRow, fingerprint, open_rows, read_rows, source_of
+from actor.data.prompt_files import PromptError, PromptRow, begun, fingerprint, open_rows, read_rows, source_of
 from actor.data.rollout import Prompt
 from python_backend.checkpoints.tokenization import encode_prompt
 from python_backend.config import PromptFileSection, RunConfig
@@ -79,10 +79,8 @@ class PromptReader:
         return replace(prompt, tokens=np.delete(prompt.tokens, slice(first, first + excess)))
 
     def _prompt(self, row: PromptRow) -> Prompt:
-        where = row.where
-        if self.has_environment and isinstance(row.columns, dict) and not any(map(row.columns.get, SOURCES)):
-            row = replace(row, columns={**row.columns, MESSAGES_KEY: [{"role": "user", "content": ""}]})
-        columns, source = row.columns, source_of(row)
+        row = begun(row) if self.has_environment else row
+        columns, where, source = row.columns, row.where, source_of(row)
         metadata = {name: value for name, value in columns.items() if name not in ("text", "prompt_id", source)}
         text, adds = columns[source], self.add_special_tokens
         if source == MESSAGES_KEY or (source == "prompt" and isinstance(text, list)):

@@ -27,7 +27,7 @@ Arrival = tuple[int, Sequence[int] | None] | BaseException
 
 
 @dataclass
-class Conversation:
+class _Talk:
     """The conversation of one row so far."""
 
     prompt: Prompt
@@ -126,7 +126,7 @@ class Agent:
             seed: for the environment; conversations about the same prompt have the same one.
             sampled: returns the policy's turn behind the tokens that it receives, which follow those before.
         """
-        talk, instance = Conversation(prompt), None
+        talk, instance = _Talk(prompt), None
         shown = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}
         async with self._limit:
             try:
@@ -142,7 +142,7 @@ class Agent:
         return talk.response()
 
     async def _turns(
-        self, talk: Conversation, instance: Instance, sampled: Callable[[Sequence[int]], Awaitable[Response]]
+        self, talk: _Talk, instance: Instance, sampled: Callable[[Sequence[int]], Awaitable[Response]]
     ) -> None:
         """Let policy and environment take turns until one of them ends the conversation, or a limit."""
         settings, deadline = self._settings, time.monotonic() + self._settings.timeout_s
@@ -173,7 +173,7 @@ class Agent:
                 return
             talk.observe(before)
 
-    async def _answers(self, talk: Conversation, instance: Instance, text: str) -> list[Message] | None:
+    async def _answers(self, talk: _Talk, instance: Instance, text: str) -> list[Message] | None:
         """Return the environment's answers to a turn; None at its end, or where the policy calls no tool."""
         if self._chat.tools is None:
             step = await instance.step(text)
@@ -204,7 +204,7 @@ class Agent:
             )
         return begun
 
-    def _after(self, talk: Conversation, turn: Response, answers: Sequence[Message]) -> list[int]:
+    def _after(self, talk: _Talk, turn: Response, answers: Sequence[Message]) -> list[int]:
         """Return the tokens between a turn and the next one."""
         if MESSAGES_KEY in talk.prompt.metadata:
             return self._chat.after_reply(answers, turn.tokens[-1])

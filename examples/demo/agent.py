@@ -54,7 +54,7 @@ def write_games(folder: Path) -> None:
         found = {seed: (question, answer) for seed, question, answer in new}
         write_jsonl(folder / f"{name}.jsonl", ({"prompt_id": f"{name}-{seed}", "seed": seed} for seed in found))
         games |= found
-    write_json(folder / GAMES, games, durable=False)
+    write_json(folder / GAMES, {str(seed): game for seed, game in games.items()}, durable=False)
 
 
 def play(prepared: Path, arguments: Sequence[str], log_dir: Path) -> int:

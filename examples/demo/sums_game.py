@@ -1,6 +1,6 @@
 """The game of `make demo-agent`: a sum, three tries, and a hint after each wrong one.
 
-As a program, `python sums_game.py GAMES PORT`, it is an OpenEnv server; that needs `openenv`, in an environment of its own.
+As a program, `python sums_game.py GAMES PORT`, it is an OpenEnv server, which needs `openenv` in its own environment.
 """
 
 import functools

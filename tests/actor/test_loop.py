@@ -825,7 +825,7 @@ class InstantPolicy(TinyPolicy):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self._width = width
+        self._width, self.generation = width, types.SimpleNamespace(check_prompts=lambda prompts: None)
 
     def generate(self, prompts: list[Prompt], *, seed: int, greedy: bool, finished: Any) -> Rollout:
         generator, count = torch.Generator().manual_seed(seed), len(prompts)
