@@ -42,7 +42,7 @@ def prepared(recipe: str, cache_dir: Path, seed: int, *, quick: bool = False) ->
         out = models = prepare.prepare(cache_dir / seeded, seed, quick).root
     trained = {"reward.model": out / "reward", "critic.model": models / "critic"}
     if recipe == "agent":
-        out = agent.prepare(cache_dir / f"agent{size}", quick).root
+        out = agent.prepare(cache_dir / "agent").root
     if recipe in ("reasoning", "agent"):
         trained = {}
     elif recipe == "sao":
@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prepare-only", action="store_true", help="do not run it")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override of a key in the YAML file")
     arguments = parser.parse_intermixed_args(argv)  # options may stand between overrides
+    if arguments.recipe == "agent" and arguments.quick:
+        parser.error("the recipe agent has no quick form: its policy needs a chat template")
     os.environ.update({key: value for key, value in LIBRARY_ENV.items() if key not in os.environ})
     path = CONFIGS[arguments.recipe]
     seed = load_config(Path(path), arguments.overrides).run.seed
@@ -76,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.recipe == "sao":
         folder = load_config(Path(path), ["run.dir=runs/demo-sao", *arguments.overrides]).run.dir.absolute()
         return sao.compare(folder, overrides, seed)
-    if arguments.recipe == "agent" and not arguments.quick:
+    if arguments.recipe == "agent":
         server, logs = arguments.cache_dir / "agent", load_config(Path(path), arguments.overrides).run.logs_dir
         return agent.play(server, ["--fresh", "--config", path, *overrides], logs)
     sys.stdout.flush()

@@ -7,7 +7,6 @@ import urllib.error
 import urllib.request
 import venv
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,16 @@ GAMES = "games.json"
 START_S = 120.0
 
 
-def prepare(out_dir: Path, quick: bool = False, log: Log = print) -> Built:
-    """Return the folder with the prompt files and, unless `quick`, the server's environment; build it if needed.
+def prepare(out_dir: Path, log: Log = print) -> Built:
+    """Return the folder with games, prompt files and the server's environment; build it if needed.
 
     Raises RlhfError if a package cannot be installed.
     """
 
     def build(folder: Path) -> dict[str, Any]:
         write_games(folder)
-        if not quick:
-            log(f"server: installing {OPENENV} into an environment of its own")
-            _install(folder / "server", OPENENV)
+        log(f"server: installing {OPENENV} into an environment of its own")
+        _install(folder / "server", OPENENV)
         return {}
 
     return build_once(out_dir, code_fingerprint("reasoning-gym"), build, log)
@@ -43,18 +41,17 @@ def prepare(out_dir: Path, quick: bool = False, log: Log = print) -> Built:
 
 def write_games(folder: Path) -> None:
     """Write the games, and the two prompt files, which have their seeds. Held-out questions differ from all others."""
-    games: dict[int, tuple[str, str]] = {}
+    games: dict[str, tuple[str, str]] = {}
     for name, first, number in (("validation", HELD_OUT_SEED, NUM_HELD_OUT), ("prompts", TRAIN_SEED, NUM_TRAIN)):
-        known = {question for question, _ in games.values()}
-        drawn = (
-            (first + i, entry["question"].strip(), entry["answer"])
-            for i, entry in enumerate(drawn_sums(first, 4 * number))
-        )
-        new = islice((each for each in drawn if each[1] not in known), number)
-        found = {seed: (question, answer) for seed, question, answer in new}
-        write_jsonl(folder / f"{name}.jsonl", ({"prompt_id": f"{name}-{seed}", "seed": seed} for seed in found))
+        known, found = {question for question, _ in games.values()}, dict[str, tuple[str, str]]()
+        for seed, entry in enumerate(drawn_sums(first, 4 * number), first):
+            question = entry["question"].strip()
+            if len(found) < number and question not in known:
+                found[str(seed)] = question, entry["answer"]
+                known |= {question} if name == "validation" else set()
+        write_jsonl(folder / f"{name}.jsonl", ({"prompt_id": f"{name}-{seed}", "seed": int(seed)} for seed in found))
         games |= found
-    write_json(folder / GAMES, {str(seed): game for seed, game in games.items()}, durable=False)
+    write_json(folder / GAMES, games, durable=False)
 
 
 def play(prepared: Path, arguments: Sequence[str], log_dir: Path) -> int:

@@ -18,10 +18,10 @@ from tiny_checkpoints import save_tiny
 from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer
 
 from actor.run.settings import flat_settings
+from examples.demo import agent, sao
 from examples.demo import llm as demo_llm
 from examples.demo import models as demo_models
 from examples.demo import prepare as demo_prepare
-from examples.demo import sao
 from examples.demo.gold import TECHNICAL_WORDS, gold_scorer, words_that_gained
 from examples.demo.llm import FULL, HELD_OUT_TOPICS, QUICK, TRAINING_TOPICS, chats
 from examples.demo.models import save_critic, score_rows
@@ -30,11 +30,12 @@ from examples.demo.pretrained import MANIFEST, MINILM, Built, fetch
 from examples.demo.reasoning import prepare as prepare_reasoning
 from examples.demo.reasoning import write_tasks
 from examples.demo.report import sections
+from examples.demo.sums_game import SumsGame
 from python_backend.config import RunConfig, load_config
 from python_backend.errors import RlhfError
 from python_backend.models.modeling import load_critic, load_reward
 from python_backend.rewards.function import Sample, checked, load_function
-from python_backend.store.jsonl import write_jsonl
+from python_backend.store.jsonl import read_jsonl, write_jsonl
 from tools.report.curves import pictures, write_curves
 from tools.report.data import finish_run, load_run, paired_ci95
 from tools.report.page import write_page
@@ -527,3 +528,23 @@ def test_one_command_trains_and_leaves_every_file_that_it_promises(tmp_path: Pat
     assert {path.name for path in (run_dir / "logs").iterdir()} >= {"actor.log", "sidecar.log", "tritonserver.log"}
     model = hf.AutoModelForCausalLM.from_pretrained(run_dir / "policy")
     assert len(hf.AutoTokenizer.from_pretrained(run_dir / "policy")) <= model.config.vocab_size
+
+
+def test_the_games_are_known_and_hint_at_the_answer(tmp_path: Path):
+    pytest.importorskip("reasoning_gym", reason="the extra `rlvr` is not installed")
+    agent.write_games(tmp_path)
+    held_out, training = (read_jsonl(tmp_path / f"{name}.jsonl") for name in ("validation", "prompts"))
+    games = json.loads((tmp_path / agent.GAMES).read_text())
+    assert [len(held_out), len(training)] == [256, 1024]
+    asked = {games[str(row["seed"])][0] for row in held_out}
+    assert len(asked) == 256
+    assert not asked & {games[str(row["seed"])][0] for row in training}
+    game = SumsGame(str(tmp_path / agent.GAMES))
+    question, answer = games[str(held_out[0]["seed"])]
+    assert game.reset(held_out[0]) == question
+    asks = f"Try again: {question.rpartition(': ')[2]}"
+    assert game.step("I do not know.") == (f"I see no number. {asks}", 0.0, False)
+    assert game.step(f"{int(answer) - 1}") == (f"{int(answer) - 1} is too low. {asks}", 0.0, False)
+    assert game.step(f"1 + 1 = {int(answer) + 1}")[1:] == (0.0, True)
+    game.reset(held_out[0])
+    assert game.step(f"It is {answer}.") == ("That is right.", 1.0, True)
