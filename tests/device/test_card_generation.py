@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from actor.data.compute import in_a_thread_of
 from actor.data.rollout import Prompt, Rollout
-from actor.generation.cache import SlotCache
 from actor.generation.slots import Decoder
 from actor.policy.policy import Policy
 from actor.run.policies import _sample
@@ -53,9 +52,9 @@ def traced_steps(policy: Policy, **settings: Any) -> list[Trace]:
     """What is counted in each step of decoding."""
     step, traces = Decoder._write_on, []
 
-    def traced(decoder: Decoder, cache: SlotCache, *rest: Any) -> None:
+    def traced(decoder: Decoder) -> None:
         with Trace() as trace:
-            step(decoder, cache, *rest)
+            step(decoder)
         traces.append(trace)
 
     with pytest.MonkeyPatch.context() as patch:

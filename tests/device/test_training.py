@@ -4,7 +4,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from actor.data.rollout import PPOBatch
 from actor.generation.cache import shared_passes
 from actor.policy.policy import Policy
 from actor.run import policies
+from python_backend.config import RunConfig
 from python_backend.models.canary import CANARY_TOKENS, check_canary
 from python_backend.models.language_model import load_language_model
 from python_backend.models.modeling import load_critic, save_critic
@@ -221,7 +221,7 @@ def devices_of(policy: Policy) -> set[str]:
 def policy_session(ranks: Ranks, folder: Path, case: str, device: str) -> dict[str, Any]:
     """What an actor does with its policy; returns where this rank's tensors are, and what its threads launched."""
     section = policy_settings(folder, case, device=device)
-    config: Any = SimpleNamespace(actor=section, run=SimpleNamespace(seed=0))
+    config = RunConfig(actor=section)
     made: list[Policy] = []
     make_policy = policies.make_policy
 

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from actor.policy.checkpoint import save_checkpoint
 from actor.policy.policy import Policy
 from actor.policy.update import PolicyUpdate
 from actor.run.policies import follow_rank_0, make_policy
+from python_backend.config import RunConfig
 from python_backend.models.sharded_tensors import whole
 from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
 from python_backend.training.step import named_state
@@ -122,7 +122,7 @@ def all_cases(ranks: Ranks, folder: Path, work: Callable[..., Any], runs: list[t
 
 def session(ranks: AnyRanks, folder: Path, case: str, idle_s: float = 0.0) -> dict[str, Any] | None:
     """What an actor does with its policy: rollouts, updates, a checkpoint and the final policy, in `folder/written`."""
-    config: Any = SimpleNamespace(actor=settings_of(folder, case), run=SimpleNamespace(seed=0))
+    config = RunConfig(actor=settings_of(folder, case))
     if isinstance(ranks, Ranks) and ranks.rank:
         spoil_the_last_sampler(ranks)
         follow_rank_0(config, ranks)
