@@ -24,7 +24,6 @@ from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
 from python_backend.store.durable import refusal
 from python_backend.store.run_lock import in_progress
 from tools.doctor import Finding, failed, warning
-from tools.render import hidden_variables
 from tools.render_configs import render_configs
 from tools.server.health import is_triton
 from tools.server.ports import PORT_KEYS, check_ports, is_open, with_free_ports
@@ -138,7 +137,7 @@ def _functions(config: RunConfig) -> Iterator[str]:
     for name, term in config.functions.items():
         size = config.actor.algorithm.responses_per_prompt if term.groupwise else 1
         group = [_sample(row.columns, content, tokenizer)] * size
-        if error := trial(term, group, hidden_variables=hidden_variables(term, config)):
+        if error := trial(term, group, hidden_variables=config.hidden_variables(term.options)):
             yield f"rewards.{name}.function: {term.function} fails on the first prompt ({row.where}): {error}"
 
 

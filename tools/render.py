@@ -11,9 +11,8 @@ from python_backend.config.live_models import reward_is_live
 from python_backend.config.required_files import tokenizer_folder
 from python_backend.config.rewards import MODEL_TERM, RewardTerm, read_template
 from python_backend.config.sections import ServerSection
-from python_backend.rewards.function import KEY_OPTION, with_absolute_path
+from python_backend.rewards.function import with_absolute_path
 from python_backend.serving.templates import RowTemplate
-from python_backend.store import control_key
 from python_backend.store.durable import read_json
 from python_backend.wire import contract
 from python_backend.wire.contract import (
@@ -232,19 +231,6 @@ def render_rewards(
     return texts
 
 
-def hidden_variables(term: RewardTerm, config: RunConfig) -> list[str]:
-    """Return the environment variables that the processes of this term must not see: every key but a judge's own."""
-    judges = [each.options.get(KEY_OPTION) for each in config.functions.values()]
-    keys = [
-        control_key.VARIABLE,
-        control_key.TRAINING_VARIABLE,
-        config.server.training_key_env,
-        config.gateway.key_env,
-        *judges,
-    ]
-    return sorted({key for key in keys if isinstance(key, str)} - {term.options.get(KEY_OPTION)})
-
-
 def reward_parameters(config: RunConfig) -> dict[str, str | None]:
     """Return the parameters of reward_model that say which rewards it serves; None: it has no such parameter."""
     terms = config.rewards or {}
@@ -262,7 +248,7 @@ def _function_parameters(term: RewardTerm, config: RunConfig, place: Callable[[P
         "function": with_absolute_path(str(term.function), place),
         **({"options": json.dumps(term.options)} if term.options else {}),
         **({GROUPWISE: "true"} if term.groupwise else {}),
-        "hidden_variables": json.dumps(hidden_variables(term, config)),
+        "hidden_variables": json.dumps(config.hidden_variables(term.options)),
         "timeout_s": f"{term.timeout_s:g}",
         "workers": str(term.workers),
         "memory_mib": str(term.memory_mib),

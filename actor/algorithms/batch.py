@@ -234,8 +234,9 @@ def process_metrics(scores: Scores) -> dict[str, float]:
 
 
 def _conversation_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return the mean number of turns, and shares: of those that are trained as sampled, that a
-    limit ended, and that failed; empty without environments."""
+    """Return the mean number of turns and the share of them that is trained as sampled, and the shares of conversations
+    that a limit ended and that failed; empty without environments.
+    """
     found = rollout.trajectories
     if found is None:
         return {}

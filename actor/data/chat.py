@@ -18,7 +18,7 @@ class TemplateError(RlhfError):
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer's chat template; without one, texts are joined as they are."""
+    """A tokenizer's chat template, which conversations need whose prompts are messages."""
 
     tokenizer: Any
     tools: Sequence[dict[str, Any]] | None = None  # JSON schemas of functions, for the template

@@ -75,13 +75,20 @@ class Agent:
     """The environments of this process, and how the policy talks with them."""
 
     def __init__(
-        self, settings: EnvironmentSection, tokenizer: Any, *, max_prompt_tokens: int, in_step: bool = False
+        self,
+        settings: EnvironmentSection,
+        tokenizer: Any,
+        *,
+        max_prompt_tokens: int,
+        in_step: bool = False,
+        hidden_variables: Sequence[str] = (),
     ) -> None:
         """Start the workers of the environments.
 
         Args:
             in_step: all rows wait for the slowest environment, so that what is decoded together, and with it the last
                 bits of log-probs, does not depend on how fast environments are.
+            hidden_variables: environment variables that the workers do not inherit.
 
         Raises:
             RlhfError: the class of the environment cannot be used.
@@ -91,7 +98,7 @@ class Agent:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
         self._thread.start()
-        self._environments = Environments(settings)
+        self._environments = Environments(settings, hidden_variables=hidden_variables)
         self._limit = asyncio.Semaphore(settings.concurrent)
         try:
             self._call(self._environments.start())

@@ -35,6 +35,7 @@ def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> t
             policy.tokenizer,
             max_prompt_tokens=actor.prompts.max_tokens,
             in_step=config.run.deterministic,
+            hidden_variables=config.hidden_variables(config.environment.options),
         )
     return policy, PolicyUpdate.of(actor, policy, method)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -60,6 +60,8 @@ from python_backend.config.sections import (
 from python_backend.config.training import check_trainer, check_training
 from python_backend.errors import RlhfError
 from python_backend.models.placement import Place, check_cards, devices_of, ranks_here
+from python_backend.rewards.function import KEY_OPTION
+from python_backend.store import control_key
 
 __all__ = [
     "ActorSection",
@@ -217,6 +219,20 @@ class RunConfig(Section):
         """The reward terms that are Python functions, by name."""
         return function_terms(self.rewards or {})
 
+    def hidden_variables(self, options: Mapping[str, Any]) -> list[str]:
+        """Return the environment variables that processes of the user's code with these options must not see.
+
+        Every key of the run, but not the one that the options name.
+        """
+        keys = [
+            control_key.VARIABLE,
+            control_key.TRAINING_VARIABLE,
+            self.server.training_key_env,
+            self.gateway.key_env,
+            *(each.options.get(KEY_OPTION) for each in self.functions.values()),
+        ]
+        return sorted({key for key in keys if isinstance(key, str)} - {options.get(KEY_OPTION)})
+
     @property
     def serves_critic(self) -> bool:
         """Whether the critic is served and trained: if the algorithm uses it; without an actor, if the YAML has one."""
@@ -224,8 +240,7 @@ class RunConfig(Section):
 
     @property
     def serves_rewards(self) -> bool:
-        """Whether rewards are served: always, except in a YAML with a critic alone, or with an environment and without
-        `rewards`."""
+        """Whether rewards are served; not for a critic alone, nor with an environment and without `rewards`."""
         return self._roles != {"critic"} and (self.environment is None or self.rewards is not None)
 
     @property

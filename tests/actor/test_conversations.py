@@ -84,7 +84,7 @@ def sampled_of(response: Response) -> list[int]:
     return [token for token, is_theirs in zip(response.tokens, response.observed or (), strict=True) if not is_theirs]
 
 
-# ---- one conversation, with a policy that says what it is told ----
+# ---- one conversation, with a scripted policy ----
 
 
 def test_a_conversation_reads_as_the_template_would_render_it(agents: Callable[..., Agent]):

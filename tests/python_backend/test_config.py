@@ -588,3 +588,14 @@ def test_names_of_other_trainers_get_the_right_hint(tmp_path: Path, level: str):
             if "unknown key" in str(error) and not any(hint in str(error) for hint in hints):
                 wrong[name] = str(error)
     assert wrong == {}
+
+
+def test_user_code_sees_no_key_of_the_run_but_its_own(tmp_path: Path):
+    text = (
+        "{server: {training_key_env: A}, gateway: {key_env: B}, "
+        "rewards: {judge: {function: 'a.py:f', options: {api_key_env: C}}}}"
+    )
+    config = load(tmp_path, text)
+    hidden = {*config.hidden_variables({})}
+    assert hidden >= {"A", "B", "C"}
+    assert hidden - {*config.hidden_variables({"api_key_env": "C"})} == {"C"}
