@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -156,7 +155,7 @@ class Policy:
             "renew_sampler": self.renew_sampler,
             "write_state": lambda folder: self.write_state(Path(folder)),
             "read_state": lambda folder: self.read_state(Path(folder)),
-            "write_weights": lambda: self._write_weights(Path(os.devnull)),
+            "gather_weights": lambda: MergedWeights(self.causal(self.model)).gather(),
         }
 
     @torch.no_grad()
@@ -264,7 +263,8 @@ class Policy:
         """
         causal, merged = self.causal(self.sampler), folder / "merged.safetensors"
         folder.mkdir(parents=True, exist_ok=True)
-        self._write_weights(merged)
+        self.ranks.announce("gather_weights")
+        MergedWeights(self.causal(self.model)).write(merged)
         try:
             tensors = map_tensors([merged])
             for tied in causal.all_tied_weights_keys:
@@ -272,10 +272,6 @@ class Policy:
             causal.save_pretrained(folder, state_dict=tensors)
         finally:
             merged.unlink()
-
-    def _write_weights(self, file: Path) -> None:
-        self.ranks.announce("write_weights")
-        MergedWeights(self.causal(self.model)).write(file)
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote; not for LoRA, whose saved weights are merged. Raises CheckpointError."""

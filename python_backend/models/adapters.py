@@ -16,7 +16,7 @@ from torch import Size, Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from python_backend.checkpoints.inspection import CheckpointError, StoredAdapters
-from python_backend.checkpoints.tensor_file import write_tensors
+from python_backend.checkpoints.tensor_file import layout, write_tensors
 from python_backend.digests import DEFAULT, Algorithm
 
 LAYERS = (nn.Linear, Conv1D)
@@ -163,6 +163,11 @@ class MergedWeights(Mapping[str, Tensor]):
     def write(self, file: Path, integrity: Algorithm = DEFAULT) -> str:
         """Write all tensors to a safetensors file; return its digest."""
         return write_tensors(file, self.shapes(), self.__getitem__, integrity)
+
+    def gather(self) -> None:
+        """Take part in the `write` of another rank: read all tensors in its order, and write nothing; collective."""
+        for name in layout(self.shapes())[1]:
+            self[name]
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from actor.policy.policy import Policy
 from actor.policy.update import PolicyUpdate
 from actor.run.policies import follow_rank_0, make_policy
 from python_backend.config import RunConfig
+from python_backend.models import adapters
 from python_backend.models.sharded_tensors import whole
 from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
 from python_backend.training.step import named_state
@@ -125,6 +126,7 @@ def session(ranks: AnyRanks, folder: Path, case: str, idle_s: float = 0.0) -> di
     config = RunConfig(actor=settings_of(folder, case))
     if isinstance(ranks, Ranks) and ranks.rank:
         spoil_the_last_sampler(ranks)
+        adapters.write_tensors = None  # type: ignore[assignment]  # only rank 0 writes a file
         follow_rank_0(config, ranks)
         return None
     policy, update = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), ranks)
