@@ -17,7 +17,7 @@ from actor.data.compute import cancelled, in_a_thread_of
 from actor.data.prompts import PromptError, PromptReader, PromptStream, StepInputs, read_prompts
 from actor.data.rollout import PPOBatch, ScoredRollout
 from actor.policy.checkpoint import RunState
-from actor.run.collection import join_scored
+from actor.run.collection import all_rows
 from actor.run.metrics import Timers
 from actor.run.policies import make_policy
 from actor.run.recorder import Recorder
@@ -147,7 +147,7 @@ class PPORun:
         batch = await self.in_thread(self.make_batch, scored, rollout.dropped if self.scorer.has_critic else [])
         if self.scorer.has_critic:
             self.critic.send(step, await self.in_thread(critic_payload, batch))
-            batch = batch.first(len(scored.rollout.prompts))
+            batch = batch.first(len(batch.lengths) - sum(len(part.rollout.prompts) for part in rollout.dropped))
         if self.settings.one_step_off_policy and not is_last:
             # Before this step's update: the next rollout samples from a copy of the policy as of `step - 1`.
             await self.rollouts.begin(step + 1, updated=step - 1)
@@ -158,20 +158,21 @@ class PPORun:
                 update = await self.in_update_thread(self.policy_update.run, batch, seed=seed, kl_coef=self.kl.coef)
         if self.settings.one_step_off_policy:
             update["train_rollouts/policy_staleness"] = float(step - 1 - rollout.updated)
+        batch = batch.first(*scored.rollout.tokens.shape)
         await self.recorder.log_step(step, scored, batch, {**rollout.metrics, **update, **timers.metrics()})
         self.recorder.log_timeline(step, timers.spans)
         if trains_policy and (distance := await self.in_update_thread(sequence_kl, scored, batch.mask)) is not None:
             self.kl.update(distance, len(batch.lengths))
 
     def make_batch(self, scored: ScoredRollout, dropped: Sequence[ScoredRollout] = ()) -> PPOBatch:
-        """Return the training batch of a rollout and, for the critic alone, of the rows behind it."""
-        whole = join_scored([scored, *dropped], self.policy.pad_id) if dropped else scored
+        """Return the training batch of a rollout and its others, and of dropped rows for the critic alone."""
         return make_batch(
-            with_limits(whole, self.truncated, self.settings.algorithm.gamma),
+            with_limits(all_rows(scored, dropped, self.policy.pad_id), self.truncated, self.settings.algorithm.gamma),
             self.method,
             self.shaper,
             kl_coef=self.kl.coef,
             responses_per_prompt=self.settings.algorithm.responses_per_prompt,
+            owners=None if scored.others is None else scored.others.rollout.owners,
             num_dropped=sum(len(part.rollout.prompts) for part in dropped),
         )
 

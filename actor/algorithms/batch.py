@@ -24,6 +24,7 @@ def make_batch(
     *,
     kl_coef: float,
     responses_per_prompt: int = 1,
+    owners: Tensor | None = None,
     num_dropped: int = 0,
 ) -> PPOBatch:
     """Return the training batch of a rollout, with advantages and returns; rows without a score are masked out.
@@ -31,6 +32,8 @@ def make_batch(
     Args:
         kl_coef: KL coefficient of this step.
         responses_per_prompt: number of consecutive rows that share a prompt.
+        owners: int64 `[n]`, of the last n rows before the dropped ones, which are further rows of conversations: the
+            rows that these belong to. Within a group, conversations are compared, whatever their number of rows.
         num_dropped: rows at the end that only the critic learns from.
     """
     rollout, scores, process = scored.rollout, scored.scores, scored.scores.process
@@ -38,17 +41,27 @@ def make_batch(
     if rollout.trajectories is not None and method.settings.defaults.needs_groups:
         process = None  # total rewards are compared within groups
     kl = _token_kl(scored, mask, method)
-    counted = scores.scored & (torch.arange(len(mask)) < len(mask) - num_dropped)
+    owners = torch.tensor([], dtype=torch.int64) if owners is None else owners
+    kept = len(mask) - num_dropped
+    owner = torch.arange(len(mask))
+    owner[kept:] -= len(owners)
+    others = slice(kept - len(owners), kept)
+    owner[others] = owners
+    learned = scores.scored & (torch.arange(len(mask)) < kept)
+    if method.settings.mask_unfinished:
+        learned &= rollout.is_end
+    counted = learned.clone()
+    counted[others] = False
     inputs = AdvantageInputs(
         scores.rewards if process is None else process.outcome,
         torch.zeros_like(mask) if kl is None or method.kl_in_loss else kl_coef * kl,
         torch.where(mask > 0, scores.values[:, :-1], 0.0),
         mask,
         rollout.lengths,
-        torch.arange(len(mask)) // responses_per_prompt,
+        owner // responses_per_prompt,
         scores.scored,
         rollout.is_end,
-        counted & rollout.is_end if method.settings.mask_unfinished else counted,
+        counted,
         method.settings.gamma,
         method.settings.lam,
         method.settings.lam_values,
@@ -58,7 +71,11 @@ def make_batch(
     )
     inputs = shaper.run(inputs)
     advantages, returns = method.advantage(inputs)
-    weights = learned_mask = mask * inputs.counted[:, None]
+    if len(owners) and method.settings.defaults.needs_groups:  # then all tokens of a conversation have the same
+        each = (advantages * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+        advantages[others] = each[owners, None] * mask[others]
+    learned &= inputs.counted[owner]
+    weights = learned_mask = mask * learned[:, None]
     if method.loss_mean == "sequence":
         weights = weights / mask.sum(-1, keepdim=True).clamp(min=1)
     return PPOBatch(
@@ -240,8 +257,9 @@ def _conversation_metrics(rollout: Rollout) -> dict[str, float]:
     found = rollout.trajectories
     if found is None:
         return {}
+    others = rollout.others.trajectories or [] if rollout.others else []
     return {
-        "turns": sum(len(each.turns) for each in found) / len(found),
+        "turns": sum(len(each.turns) for each in (*found, *others)) / len(found),
         "truncated": sum(bool(each.truncated) for each in found) / len(found),
         "exact_turns": rollout.exact_turns,
         "failed_environments": sum(bool(each.error) for each in found) / len(found),

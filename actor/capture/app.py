@@ -105,7 +105,7 @@ def _add_trainer_routes(router: APIRouter, sessions: Sessions, export: Path | No
 
 
 def _rows(session: Session, group: str | None = None) -> list[dict[str, Any]]:
-    return [vars(row) for row in session.trajectories(group)]
+    return [row.exported(session.name, group or session.name) for row in session.rows()]
 
 
 async def _json(request: Request) -> Any:

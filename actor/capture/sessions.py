@@ -8,15 +8,15 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from actor.data.chat import Chat, Message, TemplateError
+from actor.data.recorded import RecordedRow, Version
 from python_backend.errors import RlhfError
 
 logger = logging.getLogger(__name__)
-Version = int | str | None  # of the policy's weights
 
 
 class CaptureError(RlhfError):
@@ -86,29 +86,30 @@ class PolicyCall:
 
 
 @dataclass
-class CapturedTrajectory:
-    """One conversation as a row to train on: n token ids, and who they are from."""
+class CapturedRow(RecordedRow):
+    """One conversation of a session as a row to train on."""
 
-    session: str
-    group: str
-    tokens: list[int] = field(default_factory=list)  # n
-    observed: list[bool] = field(default_factory=list)  # n; False: to train on
-    logprobs: list[float] = field(default_factory=list)  # n; 0 where observed
-    versions: list[Version] = field(default_factory=list)  # n; None where observed
-    turns: list[dict[str, Any]] = field(default_factory=list)  # start, end and reward of what is to train on
-    messages: list[Message] = field(default_factory=list)
+    calls: list[PolicyCall] = field(default_factory=list)  # whose replies are trained in this row
 
-    def add(self, call: PolicyCall, *, is_observed: bool) -> None:
-        """Append a call; `is_observed`: also its reply, which is trained in another row."""
-        before, reply = len(call.before), len(call.sampled.tokens)
-        start = len(self.tokens) + before
-        self.tokens += [*call.before, *call.sampled.tokens]
-        self.observed += [True] * before + [is_observed] * reply
-        self.logprobs += [0.0] * before + ([0.0] * reply if is_observed else call.sampled.logprobs)
-        self.versions += [None] * before + ([None] * reply if is_observed else call.sampled.versions)
-        self.messages += [*call.messages, call.reply]
-        if not is_observed:
-            self.turns.append({"start": start, "end": start + reply, "reward": call.reward})
+    @classmethod
+    def of(cls, leaf: PolicyCall, trained: Collection[PolicyCall]) -> CapturedRow:
+        """Return the row that ends with a call; replies that are `trained` in another row are observed in this one."""
+        row = cls()
+        for call in leaf.path:
+            row.observe(call.before)
+            row.messages += [*call.messages, call.reply]
+            if call in trained:
+                row.observe(call.sampled.tokens)
+            else:
+                row.calls.append(call)
+                row.sample(call.sampled.tokens, call.sampled.logprobs, call.sampled.versions, reward=call.reward)
+        return row
+
+    def exported(self, session: str, group: str) -> dict[str, Any]:
+        """Return the row as a line of JSON."""
+        columns = ("tokens", "observed", "logprobs", "versions", "messages")
+        turns = [{"start": turn.start, "end": turn.end, "reward": turn.reward} for turn in self.turns]
+        return {"session": session, "group": group, "turns": turns, **{name: getattr(self, name) for name in columns}}
 
 
 class Session:
@@ -158,18 +159,11 @@ class Session:
         self.calls.append(call)
         self._ends[_digest(call.digest, _identity(reply))] = call
 
-    def trajectories(self, group: str | None = None) -> list[CapturedTrajectory]:
-        """Return a row for each call that no other continues. A reply that several share is trained in the first.
-
-        `group`: name of the rows' group; default: the session's.
-        """
-        continued, trained, rows = {call.parent for call in self.calls}, set[PolicyCall](), []
+    def rows(self) -> list[CapturedRow]:
+        """Return a row for each call that no other continues. A reply that several share is trained in the first."""
+        continued, rows = {call.parent for call in self.calls}, list[CapturedRow]()
         for leaf in (call for call in self.calls if call not in continued):
-            row = CapturedTrajectory(self.name, group or self.name)
-            for call in leaf.path:
-                row.add(call, is_observed=call in trained)
-                trained.add(call)
-            rows.append(row)
+            rows.append(CapturedRow.of(leaf, {call for row in rows for call in row.calls}))
         return rows
 
 

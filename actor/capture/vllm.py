@@ -4,7 +4,8 @@ import asyncio
 import zlib
 from collections.abc import Sequence
 
-from actor.capture.sessions import CaptureError, Sampled, Sampling, Version
+from actor.capture.sessions import CaptureError, Sampled, Sampling
+from actor.data.recorded import Version
 from actor.vllm.connection import VllmClient
 from python_backend.client.errors import Kind, Trouble
 from python_backend.client.pool import ServerNames

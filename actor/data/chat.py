@@ -10,10 +10,15 @@ from python_backend.errors import RlhfError
 
 Message = dict[str, Any]
 PROBE = "Yes."  # a reply in the check of a chat template
+THOUGHT, THOUGHT_END = "<think>\nHm.\n</think>\n\n", "</think>"  # which templates remove from earlier replies
 
 
 class TemplateError(RlhfError):
     """The chat template cannot be used for conversations; the message says why."""
+
+
+class HistoryChanged(TemplateError):
+    """The chat template writes earlier messages anew, so what follows cannot be appended to what was sampled."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,14 @@ class Chat:
         """Return the text up to the begin of the policy's first reply. Raises TemplateError."""
         return self._rendered(messages, opens=True)
 
-    def after_reply(self, messages: Sequence[Message], last_token: int) -> list[int]:
+    def after_reply(self, messages: Sequence[Message], last_token: int, text: str = "") -> list[int]:
         """Return the token ids between a reply that ends with `last_token` and the policy's next reply.
 
-        They end the reply, if it has not done so itself, and have the messages that answer it. Raises TemplateError.
+        They end the reply, whose text is `text`, if it has not done so itself, and have the messages that answer it.
+
+        Raises TemplateError; HistoryChanged if the template would change the reply.
         """
-        end, rest = self._after_probe(messages)
+        end, rest = self._after_probe(messages, THOUGHT + PROBE if THOUGHT_END in text else PROBE)
         # The reply's own end is the template's, if it is not a stop string or another end-of-sequence token.
         ends = end.startswith(token := self.tokenizer.decode([last_token])) and bool(token)
         return self._ids((end[len(token) :] if ends else end) + rest)
@@ -45,18 +52,18 @@ class Chat:
     def check(self) -> None:
         """Raise TemplateError unless the template leaves a conversation as it is when messages follow."""
         if self.has_template:
-            self._after_probe([{"role": "user", "content": PROBE}])
+            self._after_probe([{"role": "user", "content": PROBE}], PROBE)
 
-    def _after_probe(self, answers: Sequence[Message]) -> tuple[str, str]:
+    def _after_probe(self, answers: Sequence[Message], reply: str) -> tuple[str, str]:
         """Return the text that ends a reply, and the text of the messages that follow, up to the next reply."""
-        talk = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
-        replied = self._rendered(talk[:1], opens=True) + PROBE
+        talk = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": reply}]
+        replied = self._rendered(talk[:1], opens=True) + reply
         ended = self._rendered(talk, opens=False)
         whole = self._rendered([*talk, *answers], opens=True)
         if not ended.startswith(replied) or not whole.startswith(ended):
-            raise TemplateError(
-                "the policy's chat template changes earlier messages of a conversation when others follow, so that the "
-                "policy would be trained on tokens that it has not sampled; use a template that only appends"
+            raise HistoryChanged(
+                "the policy's chat template changes earlier messages of a conversation when others follow"
+                + (", such as the thoughts of a reply" if reply != PROBE else "")
             )
         return ended[len(replied) :], whole[len(ended) :]
 

@@ -6,7 +6,7 @@ of a tensor `[B, S-1]` belongs to token t+1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,6 +74,7 @@ class Trajectory:
     messages: tuple[dict[str, Any], ...] = ()  # of the chat, for the reader
     truncated: str = ""  # the limit that ended it, such as `environment.max_turns`; empty: none
     error: str = ""  # why the environment failed; empty: it did not
+    later: float = 0.0  # rewards of turns in other rows of the conversation, which came after this row's last one
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,17 @@ class Rollout:
     logprobs: Tensor | None = None  # float32 [B, S-1] from generation, 0 outside the responses
     observed: Tensor | None = None  # bool [B, S], tokens of environments within the responses; None: there are none
     trajectories: list[Trajectory] | None = None  # B; None without environments
+    others: Rollout | None = None  # further rows of the same conversations; None: there are none
+    owners: Tensor | None = None  # int64 [B], of such others: the row whose conversation each belongs to
 
     @property
     def exact_turns(self) -> float:
         """Share of all turns whose tokens in the rows are those that were sampled."""
         exact = [
             [*turn.tokens] == row[turn.start : turn.end].tolist()
-            for row, trajectory in zip(self.rows(), self.trajectories or [], strict=True)
+            for part in (self, self.others)
+            if part is not None
+            for row, trajectory in zip(part.rows(), part.trajectories or [], strict=True)
             for turn in trajectory.turns
         ]
         return sum(exact) / max(1, len(exact))
@@ -110,7 +115,7 @@ class Rollout:
         return [row[:n].numpy() for row, n in zip(self.tokens[part], self.lengths[part].tolist(), strict=True)]
 
     def select(self, rows: Tensor) -> Rollout:
-        """Return the given rows (int64 indices `[n]`), in that order."""
+        """Return the given rows (int64 indices `[n]`), in that order, without their others."""
         return Rollout(
             [self.prompts[i] for i in rows.tolist()],
             self.tokens[rows],
@@ -124,7 +129,7 @@ class Rollout:
 
 
 def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
-    """Concatenate rollouts, padded to the longest row."""
+    """Concatenate rollouts, padded to the longest row, without their others."""
     width = max(part.tokens.shape[1] for part in parts)
     observed = [part.observed for part in parts if part.observed is not None]
     return Rollout(
@@ -223,12 +228,26 @@ class ScoredRollout:
     logprobs: Tensor | None  # float32 [B, S-1], under the policy that sampled the responses; None: not needed
     ref_logprobs: Tensor | None  # float32 [B, S-1], under the reference; ignored where not scored; None: not needed
     old_logprobs: Tensor | None = None  # float32 [B, S-1], which the probability ratio compares with; None: `logprobs`
+    others: ScoredRollout | None = None  # further rows of the same conversations, whose `owners` are rows of this one
 
     def select(self, rows: Tensor) -> ScoredRollout:
         """Return the given rows (int64 indices `[n]`), in that order."""
-        logprobs = (self.logprobs, self.ref_logprobs, self.old_logprobs)
-        parts = (None if tensor is None else tensor[rows] for tensor in logprobs)
-        return ScoredRollout(self.rollout.select(rows), self.scores.select(rows), *parts)
+        given = (self.logprobs, self.ref_logprobs, self.old_logprobs)
+        own, ref, old = (None if tensor is None else tensor[rows] for tensor in given)
+        found = ScoredRollout(self.rollout.select(rows), self.scores.select(rows), own, ref, old)
+        if self.others is None:
+            return found
+        return replace(found, others=self.others.of_owners({row: place for place, row in enumerate(rows.tolist())}))
+
+    def of_owners(self, places: Mapping[int, int]) -> ScoredRollout | None:
+        """Return the rows of the owners in `places`, whose values are their owners then; None if there are none."""
+        assert self.rollout.owners is not None
+        kept = [(i, places[owner]) for i, owner in enumerate(self.rollout.owners.tolist()) if owner in places]
+        if not kept:
+            return None
+        rows, owners = torch.tensor(kept).T
+        part = self.select(rows)
+        return replace(part, rollout=replace(part.rollout, owners=owners))
 
 
 @dataclass(frozen=True)
@@ -252,7 +271,10 @@ class PPOBatch:
     positive: Tensor | None = None  # bool [B], positive scores; None unless their likelihood is in the loss
     sampled_logprobs: Tensor | None = None  # float32 [B, S-1], of the engine that sampled, for importance factors
 
-    def first(self, count: int) -> PPOBatch:
-        """Return the first `count` rows."""
-        given = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
-        return replace(self, **{name: tensor[:count] for name, tensor in given.items()})
+    def first(self, rows: int, width: int | None = None) -> PPOBatch:
+        """Return the first rows, and of these the first `width` tokens; default: all."""
+        found = {name: tensor[:rows] for name, tensor in vars(self).items() if tensor is not None}
+        if width is not None:
+            wide = {name: tensor for name, tensor in found.items() if tensor.ndim == 2}
+            found |= {name: tensor[:, : width - (name != "tokens")] for name, tensor in wide.items()}
+        return replace(self, **found)

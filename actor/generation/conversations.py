@@ -5,70 +5,97 @@ thread and the event loop exchange turns and observations, and neither waits for
 """
 
 import asyncio
+import logging
+import math
 import queue
 import threading
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from actor.data.chat import Chat, Message, TemplateError, tool_calls
-from actor.data.rollout import Prompt, SampledTurn, Trajectory
+from actor.data.chat import Chat, HistoryChanged, Message, TemplateError, tool_calls
+from actor.data.recorded import RecordedRow
+from actor.data.rollout import Prompt, Trajectory
 from actor.generation.slots import Finished, Response
 from python_backend.config.environment import EnvironmentSection
 from python_backend.environments.pool import EnvironmentFailed, Environments, Instance
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY
 
+logger = logging.getLogger(__name__)
 SEED = "seed"  # column that environments receive, equal for all responses to a prompt
-Arrival = tuple[int, Sequence[int] | None] | BaseException
+ROW_STEP = 1 << 32  # between the numbers of a conversation's rows, of which the first is the prompt's index
+# A row's number and its tokens before the next turn, None at its end; or a conversation's index and its response.
+Arrival = tuple[int, Sequence[int] | None] | tuple[int, Response] | BaseException
+
+
+class Rows(Protocol):
+    """The rows of one conversation in the decoder."""
+
+    async def sampled(self, before: Sequence[int]) -> Response:
+        """Return the policy's turn behind `before`, which follows the tokens that the row has."""
+
+    def renew(self) -> None:
+        """Begin another row; the one before does not go on."""
 
 
 @dataclass
 class _Talk:
-    """The conversation of one row so far."""
+    """A conversation so far."""
 
-    prompt: Prompt
-    tokens: list[int] = field(default_factory=list)  # behind the prompt
-    observed: list[bool] = field(default_factory=list)  # of the environment, not of the policy
-    logprobs: list[float] = field(default_factory=list)
-    turns: list[SampledTurn] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
+    prompt: Prompt  # of the row
+    row: RecordedRow = field(default_factory=RecordedRow)
+    before: list[tuple[Prompt, RecordedRow]] = field(default_factory=list)  # rows that do not go on
+    messages: list[Message] = field(default_factory=list)  # behind the prompt of the first row
     truncated: str = ""
     error: str = ""
 
-    @property
-    def length(self) -> int:
-        """Tokens of the row so far."""
-        return len(self.prompt.tokens) + len(self.tokens)
-
-    def add(self, turn: Response) -> None:
-        """Append what the policy has sampled."""
-        start = self.length
-        self.tokens += turn.tokens
-        self.observed += [False] * len(turn.tokens)
-        self.logprobs += turn.logprobs or []
-        self.turns.append(SampledTurn(start, self.length, tokens=tuple(turn.tokens)))
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Append tokens that are not the policy's."""
-        self.tokens += tokens
-        self.observed += [True] * len(tokens)
-        self.logprobs += [0.0] * len(tokens)
-
-    def reward(self, amount: float | None) -> None:
-        """Add to the reward of the last turn."""
-        if self.turns and amount is not None:
-            self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + amount)
+    def begin(self, prompt: Prompt) -> None:
+        """Begin a row."""
+        if self.row.turns:
+            self.before.append((self.prompt, self.row))
+        self.prompt, self.row = prompt, RecordedRow()
+        self.row.observe(prompt.tokens.tolist())
 
     def response(self) -> Response:
         """Return the conversation as the response to its prompt."""
-        trajectory = Trajectory(tuple(self.turns), tuple(self.messages), self.truncated, self.error)
-        logprobs = self.logprobs if len(self.logprobs) == len(self.tokens) else None
-        ended = bool(self.turns) and not self.truncated and not self.error
-        return Response(self.tokens, ended, logprobs, self.prompt, self.observed, trajectory)
+        self.row.messages = self.messages
+        return as_response([*self.before, (self.prompt, self.row)], truncated=self.truncated, error=self.error)
+
+
+def as_response(
+    rows: Sequence[tuple[Prompt, RecordedRow]],
+    later: Sequence[float] | None = None,
+    *,
+    truncated: str = "",
+    error: str = "",
+) -> Response:
+    """Return a conversation as the response to its prompt: its last row, with the others beside it.
+
+    Args:
+        later: rewards that came after the turns of each row, in other rows; default: the rows follow each other.
+        truncated, error: as of `Trajectory`.
+    """
+    own = [sum(turn.reward for turn in row.turns) for _, row in rows]
+    later = [sum(own[i + 1 :]) for i in range(len(rows))] if later is None else later
+    found = []
+    for (prompt, row), rest in zip(rows, later, strict=True):
+        start = len(prompt.tokens)
+        logprobs = row.logprobs[start:]
+        found.append(
+            Response(
+                row.tokens[start:],
+                bool(row.turns) and not truncated and not error,
+                None if any(map(math.isnan, logprobs)) else logprobs,
+                prompt,
+                row.observed[start:],
+                Trajectory(tuple(row.turns), tuple(row.messages), truncated, error, rest),
+            )
+        )
+    return replace(found[-1], others=tuple(found[:-1]))
 
 
 class Agent:
@@ -94,7 +121,7 @@ class Agent:
             RlhfError: the class of the environment cannot be used.
         """
         self._settings, self._tokenizer, self._max_prompt_tokens = settings, tokenizer, max_prompt_tokens
-        self.longest, self.in_step = settings.max_tokens, in_step
+        self.longest, self.in_step, self._has_warned = settings.max_tokens, in_step, False
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
         self._thread.start()
@@ -108,9 +135,17 @@ class Agent:
             raise
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise TemplateError if a conversation about one of the prompts could not be continued as it was sampled."""
+        """Raise TemplateError if the policy's chat template cannot render conversations about the prompts."""
         if any(MESSAGES_KEY in prompt.metadata for prompt in prompts):
-            self._chat.check()
+            try:
+                self._chat.check()
+            except HistoryChanged as error:
+                self._warn_once(error)
+
+    def _warn_once(self, error: HistoryChanged) -> None:
+        if not self._has_warned:
+            logger.warning("%s: there, a conversation goes on as another sample of the same group", error)
+            self._has_warned = True
 
     def begin(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int) -> "Talks":
         """Begin the conversations of some rows; `finished` receives each one when it is over."""
@@ -124,23 +159,19 @@ class Agent:
             self._thread.join()
             self.loop.close()
 
-    async def talk(
-        self, prompt: Prompt, seed: int, sampled: Callable[[Sequence[int]], Awaitable[Response]]
-    ) -> Response:
+    async def talk(self, prompt: Prompt, seed: int, rows: Rows) -> Response:
         """Lead one conversation to its end; a failure of the environment is recorded in it.
 
         Args:
             seed: for the environment; conversations about the same prompt have the same one.
-            sampled: returns the policy's turn behind the tokens that it receives, which follow those before.
         """
         talk, instance = _Talk(prompt), None
-        shown = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}
         async with self._limit:
             try:
-                instance = await self._environments.open({SEED: seed, **prompt.metadata, **shown})
-                talk.prompt = self._begun(prompt, instance.observation)
-                await self._turns(talk, instance, sampled)
-                talk.reward(await instance.reward())
+                instance = await self._open(prompt, seed)
+                talk.begin(self._begun(prompt, instance.observation))
+                await self._turns(talk, instance, rows)
+                talk.row.reward(await instance.reward())
             except (EnvironmentFailed, TemplateError) as error:
                 talk.error = str(error)
             finally:
@@ -148,21 +179,23 @@ class Agent:
                     await instance.close()
         return talk.response()
 
-    async def _turns(
-        self, talk: _Talk, instance: Instance, sampled: Callable[[Sequence[int]], Awaitable[Response]]
-    ) -> None:
+    async def _open(self, prompt: Prompt, seed: int) -> Instance:
+        """Return an instance of the environment that has received the prompt's columns. Raises EnvironmentFailed."""
+        shown = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}
+        return await self._environments.open({SEED: seed, **prompt.metadata, **shown})
+
+    async def _turns(self, talk: _Talk, instance: Instance, rows: Rows) -> None:
         """Let policy and environment take turns until one of them ends the conversation, or a limit."""
         settings, deadline = self._settings, time.monotonic() + self._settings.timeout_s
         before: Sequence[int] = talk.prompt.tokens.tolist()
         for number in range(1, settings.max_turns + 1):
-            turn = await sampled(before)
-            talk.add(turn)
+            turn = await rows.sampled(before)
+            talk.row.sample(turn.tokens, turn.logprobs)
             text = self._tokenizer.decode(turn.tokens, skip_special_tokens=True)
             talk.messages.append({"role": "assistant", "content": text})
             if not turn.ended:
-                talk.truncated = (
-                    "environment.max_tokens" if talk.length >= self.longest else "actor.generation.max_new_tokens"
-                )
+                is_full = len(talk.row.tokens) >= self.longest
+                talk.truncated = "environment.max_tokens" if is_full else "actor.generation.max_new_tokens"
                 return
             answers = await self._answers(talk, instance, text)
             talk.messages += answers or ()
@@ -171,20 +204,25 @@ class Agent:
             if number == settings.max_turns:
                 talk.truncated = "environment.max_turns"
                 return
-            before = self._after(talk, turn, answers)
-            if talk.length + len(before) >= self.longest:
+            before, another = self._after(talk, turn, answers)
+            length = len(before) if another else len(talk.row.tokens) + len(before)
+            if length >= self.longest:
                 talk.truncated = "environment.max_tokens"
             if time.monotonic() > deadline:
                 talk.truncated = "environment.timeout_s"
             if talk.truncated:
                 return
-            talk.observe(before)
+            if another is None:
+                talk.row.observe(before)
+            else:
+                rows.renew()
+                talk.begin(another)
 
     async def _answers(self, talk: _Talk, instance: Instance, text: str) -> list[Message] | None:
         """Return the environment's answers to a turn; None at its end, or where the policy calls no tool."""
         if self._chat.tools is None:
             step = await instance.step(text)
-            talk.reward(step.reward)
+            talk.row.reward(step.reward)
             return None if step.done else [{"role": "user", "content": step.observation}]
         answers = []
         for call in tool_calls(text):
@@ -211,12 +249,22 @@ class Agent:
             )
         return begun
 
-    def _after(self, talk: _Talk, turn: Response, answers: Sequence[Message]) -> list[int]:
-        """Return the tokens between a turn and the next one."""
-        if MESSAGES_KEY in talk.prompt.metadata:
-            return self._chat.after_reply(answers, turn.tokens[-1])
-        text = "".join(str(answer["content"]) for answer in answers)
-        return [*self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+    def _after(self, talk: _Talk, turn: Response, answers: Sequence[Message]) -> tuple[list[int], Prompt | None]:
+        """Return the tokens between a turn and the next one, and the prompt of another row if these begin one."""
+        if MESSAGES_KEY not in talk.prompt.metadata:
+            text = "".join(str(answer["content"]) for answer in answers)
+            return [*self._tokenizer(text, add_special_tokens=False)["input_ids"]], None
+        try:
+            said = str(talk.messages[-1 - len(answers)]["content"])
+            return self._chat.after_reply(answers, turn.tokens[-1], said), None
+        except HistoryChanged as error:
+            self._warn_once(error)
+        first = talk.before[0][0] if talk.before else talk.prompt
+        whole = [*first.metadata[MESSAGES_KEY], *talk.messages]
+        text = self._chat.prompt(whole)
+        tokens = [*self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+        metadata = {**first.metadata, MESSAGES_KEY: whole}
+        return tokens, replace(first, text=text, tokens=np.array(tokens, np.int64), metadata=metadata)
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self.loop).result()
@@ -234,8 +282,7 @@ class Talks:
         self.size, self.longest = len(prompts), agent.longest
         self._loop, self._finished = agent.loop, finished
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self._turns: dict[int, asyncio.Future[Response]] = {}
-        self._done: dict[int, Response] = {}
+        self._turns: dict[int, asyncio.Future[Response]] = {}  # by the row's number
         self._missing = set(prompts)
         self._awaited, self._in_step = set(prompts), agent.in_step
         self._talks = [
@@ -248,10 +295,10 @@ class Talks:
 
         def deliver() -> None:
             waiting = self._turns.pop(index)
-            if not waiting.done():  # cancelled by `close`
+            if not waiting.done():  # cancelled by `close`, or by the agent
                 waiting.set_result(turn)
 
-        self._awaited.add(index)
+        self._awaited.add(index % ROW_STEP)
         self._loop.call_soon_threadsafe(deliver)
         return True
 
@@ -265,11 +312,14 @@ class Talks:
                 break
             if isinstance(arrival, BaseException):
                 raise arrival
-            found.append(arrival)
-            self._awaited.discard(arrival[0])
-            if arrival[1] is None:
-                self._missing.remove(arrival[0])
-                self._finished(arrival[0], self._done.pop(arrival[0]))
+            row, what = arrival
+            if isinstance(what, Response):
+                self._missing.remove(row)
+                self._finished(row, what)
+            else:
+                found.append((row, what))
+            if what is not None:  # at the end of a row, something of its conversation follows
+                self._awaited.discard(row % ROW_STEP)
         return sorted(found, key=lambda each: each[0]) if self._in_step else found
 
     def close(self) -> None:
@@ -278,17 +328,38 @@ class Talks:
             talk.cancel()
         self._arrivals.put(asyncio.CancelledError())
 
-    async def sampled(self, index: int, before: Sequence[int]) -> Response:
-        """Return the policy's next turn in row `index`, behind the tokens `before`."""
-        turn = self._turns[index] = self._loop.create_future()
-        self._arrivals.put((index, before))
+    async def sampled(self, row: int, before: Sequence[int]) -> Response:
+        """Return the policy's next turn in a row, behind the tokens `before`."""
+        turn = self._turns[row] = self._loop.create_future()
+        self._arrivals.put((row, before))
         return await turn
 
+    def leave(self, row: int) -> None:
+        """Let the decoder forget a row."""
+        self._arrivals.put((row, None))
+
     async def _talk(self, agent: Agent, index: int, prompt: Prompt, seed: int) -> None:
+        rows = TalkRows(self, index)
         try:
-            own_seed = seed_of(seed, prompt)
-            self._done[index] = await agent.talk(prompt, own_seed, lambda before: self.sampled(index, before))
-            self._arrivals.put((index, None))
+            response = await agent.talk(prompt, seed_of(seed, prompt), rows)
+            rows.renew()
+            self._arrivals.put((index, response))
         except BaseException as error:  # thread edge: the decoding thread raises it
             self._arrivals.put(error)
             raise
+
+
+class TalkRows:
+    """The rows of one conversation, each of which may have one turn at a time."""
+
+    def __init__(self, talks: Talks, index: int) -> None:
+        self._talks, self._row = talks, index
+
+    async def sampled(self, before: Sequence[int]) -> Response:
+        """Return the policy's turn behind `before`, which follows the tokens that the row has."""
+        return await self._talks.sampled(self._row, before)
+
+    def renew(self) -> None:
+        """Begin another row; the one before does not go on."""
+        self._talks.leave(self._row)
+        self._row += ROW_STEP

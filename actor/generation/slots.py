@@ -4,6 +4,8 @@ It replaces two modes of `transformers`: `generate`, which keeps every row in th
 copies its cache at each token, and continuous batching, which is built for paged attention on a GPU.
 """
 
+from __future__ import annotations
+
 import inspect
 import math
 from collections import deque
@@ -35,6 +37,7 @@ class Response:
     prompt: Prompt | None = None  # with which an environment has begun the conversation; None: as it was given
     observed: list[bool] | None = None  # tokens of the environment; None: there are none
     trajectory: Trajectory | None = None  # of a conversation
+    others: tuple[Response, ...] = ()  # further rows of the conversation
 
 
 Draws = Callable[[int], Iterator[float]]

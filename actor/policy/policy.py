@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -167,14 +168,21 @@ class Policy:
         `finished` is called with the prompt's index and a one-row rollout as soon as that response ends.
         """
         rows: list[Rollout | None] = [None] * len(prompts)
+        others: dict[int, list[Rollout]] = {}
 
         def keep(index: int, response: Response) -> None:
             row = rows[index] = row_of(response.prompt or prompts[index], response)
+            others[index] = [row_of(each.prompt or prompts[index], each) for each in response.others]
             finished(index, row)
 
         with self.computing(), self._stream.running():
             self._respond([*prompts], keep, seed=seed, greedy=greedy)
-        return join_rollouts([row for row in rows if row is not None], self.pad_id)
+        whole = join_rollouts([row for row in rows if row is not None], self.pad_id)
+        if not any(others.values()):
+            return whole
+        owners = torch.tensor([index for index in sorted(others) for _ in others[index]])
+        parts = [row for index in sorted(others) for row in others[index]]
+        return replace(whole, others=replace(join_rollouts(parts, self.pad_id), owners=owners))
 
     def _respond(self, prompts: list[Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
         """Generate the responses to prompts; see `Generation.run`. Each rank generates a share of them."""

@@ -41,6 +41,7 @@ class PolicyUpdate:
         is_one_update: bool,
         is_off_policy: bool = False,
         max_new_tokens: int = 1,
+        rollout_size: int | None = None,
         total_steps: int,
     ) -> None:
         """
@@ -49,6 +50,7 @@ class PolicyUpdate:
             is_off_policy: rollouts are of an older policy; with a correction, old log-probs are computed before the
                 update.
             max_new_tokens: of a response, the constant that `loss_mean: constant` divides by.
+            rollout_size: conversations of a step, which may have further rows; minibatches are then larger, not more.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         """
         self._policy, self._ranks = policy, policy.ranks
@@ -57,7 +59,7 @@ class PolicyUpdate:
         self._optimizer = optimizer
         self._is_one_update, self._total_steps = is_one_update, total_steps
         self._recomputes = is_off_policy and method.settings.correction is not None
-        self._max_new_tokens = max_new_tokens
+        self._max_new_tokens, self._rollout_size = max_new_tokens, rollout_size
         self._dropouts = adapter_dropouts(policy.model)
 
     @classmethod
@@ -71,6 +73,7 @@ class PolicyUpdate:
             is_one_update=actor.is_one_update,
             is_off_policy=actor.one_step_off_policy,
             max_new_tokens=actor.generation.max_new_tokens,
+            rollout_size=actor.rollout_size,
             total_steps=actor.optimizer_steps,
         )
 
@@ -125,7 +128,8 @@ class PolicyUpdate:
 
     def _minibatches(self, count: int, generator: torch.Generator) -> list[Tensor]:
         orders = [torch.randperm(count, generator=generator) for _ in range(self._settings.epochs)]
-        return [rows for order in orders for rows in order.split(self._settings.minibatch_size)]
+        size = math.ceil(self._settings.minibatch_size * max(1.0, count / (self._rollout_size or count)))
+        return [rows for order in orders for rows in order.split(size)]
 
     def _corrected(self, batch: PPOBatch) -> PPOBatch:
         """Return the batch with the importance factors of the correction, if there is one, and its old log-probs."""

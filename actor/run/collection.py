@@ -3,6 +3,7 @@
 import asyncio
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from actor.data.prompts import chances
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, join_rollouts, joined_logprobs
 from actor.policy.policy import Policy
 from actor.run.metrics import Timers
+from actor.scoring.environment import scores_of_others
 from actor.scoring.reference import Reference, only_known, with_one_version
 from actor.scoring.scorer import Scorer, join_scores
 from actor.scoring.stream import ScoringStream
@@ -82,13 +84,69 @@ async def collect(
         timers.note("scoring", *stream.span)
     finally:
         await asyncio.gather(*(each.close() for each in (stream, asked) if each is not None))
-    if start is None:
-        return ScoredRollout(rollout, scores, logprobs, None, old)
-    return ScoredRollout(rollout, await in_thread(only_known, scores, start), logprobs, start.logprobs, old)
+    if start is not None:
+        scores = await in_thread(only_known, scores, start)
+    scored = ScoredRollout(rollout, scores, logprobs, None if start is None else start.logprobs, old)
+    if rollout.others is None:
+        return scored
+    return await with_others(policy, scorer, reference, scored, versions=await ready, in_thread=in_thread)
+
+
+async def with_others(
+    policy: Policy,
+    scorer: Scorer,
+    reference: Reference,
+    scored: ScoredRollout,
+    *,
+    versions: VersionRange | None,
+    in_thread: InThread,
+) -> ScoredRollout:
+    """Return a scored rollout of conversations together with their other rows, scored likewise."""
+    rollout = scored.rollout.others
+    assert rollout is not None
+    logprobs = start = values = None
+    if scored.logprobs is not None:
+        logprobs = await in_thread(policy.sampled_logprobs, rollout)
+    if scored.ref_logprobs is not None:
+        asked = reference.stream(in_thread)
+        try:
+            for index in range(len(rollout.prompts)):
+                asked.take(index, rollout.select(torch.tensor([index])))
+            start = await asked.logprobs(rollout)
+        finally:
+            await asked.close()
+    if scorer.has_critic:
+        values = await scorer.values(rollout, versions)
+    own, scores = scores_of_others(rollout, scored.scores, values, scorer.environment_weight)
+    if start is not None:
+        scores = await in_thread(only_known, scores, start)
+    old = rollout.logprobs if scored.old_logprobs is not None else None
+    others = ScoredRollout(rollout, scores, logprobs, None if start is None else start.logprobs, old)
+    return replace(scored, scores=own, others=others)
 
 
 def join_scored(parts: Sequence[ScoredRollout], pad_id: int) -> ScoredRollout:
-    """Concatenate scored rollouts, padded to the longest row."""
+    """Concatenate scored rollouts, padded to the longest row; the others of all parts are joined, too."""
+    joined, first, others = _joined(parts, pad_id), 0, list[ScoredRollout]()
+    for part in parts:
+        count = len(part.rollout.prompts)
+        if part.others is not None and (found := part.others.of_owners({i: first + i for i in range(count)})):
+            others.append(found)
+        first += count
+    if not others:
+        return joined
+    owners = torch.cat([part.rollout.owners for part in others if part.rollout.owners is not None])
+    together = _joined(others, pad_id)
+    return replace(joined, others=replace(together, rollout=replace(together.rollout, owners=owners)))
+
+
+def all_rows(scored: ScoredRollout, dropped: Sequence[ScoredRollout], pad_id: int) -> ScoredRollout:
+    """Return the rows of a rollout, its others behind them, and the dropped ones at the end."""
+    parts = [part for part in (scored, scored.others, *dropped) if part is not None]
+    return _joined(parts, pad_id) if len(parts) > 1 else scored
+
+
+def _joined(parts: Sequence[ScoredRollout], pad_id: int) -> ScoredRollout:
     rollout = join_rollouts([part.rollout for part in parts], pad_id)
     width = rollout.tokens.shape[1]
     return ScoredRollout(

@@ -21,6 +21,8 @@ def with_environment(rollout: Rollout, scores: Scores, weight: float) -> Scores:
         for turn in trajectory.turns:
             rewards[row, turn.end - 1] = weight * turn.reward
             ends[row, turn.end - 1] = True
+        if trajectory.turns:
+            rewards[row, trajectory.turns[-1].end - 1] += weight * trajectory.later
     process, errors = scores.process, [trajectory.error for trajectory in rollout.trajectories]
     succeeded, total = torch.tensor([not error for error in errors]), rewards.sum(-1)
     if process is not None:
@@ -33,3 +35,34 @@ def with_environment(rollout: Rollout, scores: Scores, weight: float) -> Scores:
         components={**scores.components, COMPONENT: torch.where(succeeded, total, torch.nan)},
         process=ProcessRewards(rewards, ends, scores.rewards if process is None else process.outcome),
     )
+
+
+def scores_of_others(rollout: Rollout, main: Scores, values: Scores | None, weight: float) -> tuple[Scores, Scores]:
+    """Return the scores of conversations with the rewards of their other rows, and the scores of these.
+
+    Another row has the served rewards of its conversation, and at its last turn what came after it.
+
+    Args:
+        rollout: the other rows.
+        main: of the conversations, without the rewards in the other rows.
+        values: of the other rows; None: there is no critic.
+    """
+    assert rollout.owners is not None
+    assert rollout.trajectories is not None
+    assert main.process is not None
+    owners, count = rollout.owners, len(rollout.prompts)
+    known = values or Scores(
+        torch.zeros(count),
+        torch.zeros(rollout.tokens.shape),
+        torch.full((count,), -1),
+        torch.ones(count, dtype=torch.bool),
+        [],
+    )
+    served = dataclasses.replace(
+        known, rewards=main.process.outcome[owners], scored=known.scored & main.scored[owners], process=None
+    )
+    own = torch.tensor([sum(turn.reward for turn in trajectory.turns) for trajectory in rollout.trajectories])
+    more = torch.zeros_like(main.rewards).index_add(0, owners, weight * own) * main.scored
+    components = {**main.components, COMPONENT: main.components[COMPONENT] + more}
+    found = dataclasses.replace(main, rewards=main.rewards + more, components=components)
+    return found, with_environment(rollout, served, weight)

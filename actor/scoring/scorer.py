@@ -168,7 +168,7 @@ class Scorer:
             environment_weight: factor of the rewards that environments give.
         """
         self._client = client
-        self.has_critic, self._has_rewards, self._weight = with_critic, with_rewards, environment_weight
+        self.has_critic, self._has_rewards, self.environment_weight = with_critic, with_rewards, environment_weight
         self._tokenizer = tokenizer
         self.rows_per_request = rows_per_request
         self.sends_sentences = False
@@ -256,7 +256,7 @@ class Scorer:
         ask = functools.partial(self._ask, rollout, group_size, versions)
         parts = await each(lambda chunk: halved(chunk, ask, str, unit=unit), chunks)
         scores = await asyncio.to_thread(self._assembled, rollout, [*itertools.chain(*parts)])
-        return with_environment(rollout, scores, self._weight)
+        return with_environment(rollout, scores, self.environment_weight)
 
     async def values(self, rollout: Rollout, versions: VersionRange | None = None) -> Scores:
         """Return values, of these versions, without running the reward model; all rewards are 0."""

@@ -20,12 +20,13 @@ from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
 from actor.data.chat import Chat, TemplateError, tool_calls
 from actor.data.rollout import PPOBatch, Prompt, Rollout, SampledTurn, ScoredRollout, Scores, Trajectory, join_rollouts
-from actor.generation.conversations import Agent, seed_of
+from actor.generation.conversations import ROW_STEP, Agent, seed_of
 from actor.generation.engine import Generation, uniform_draws
 from actor.generation.slots import Decoder, Response, Rules
 from actor.policy.policy import row_of
+from actor.run.collection import all_rows, join_scored
 from actor.run.validation import read_texts
-from actor.scoring.environment import with_environment
+from actor.scoring.environment import scores_of_others, with_environment
 from benchmarks.workload import random_llama
 from python_backend.config.environment import EnvironmentSection
 from python_backend.errors import RlhfError
@@ -37,6 +38,14 @@ CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools[0].function.name }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETFUL = make_text_tokenizer(
+    "qwen2",
+    [*TEXTS, string.printable],
+    chat_template=CHATML.replace(
+        "{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content.split('</think>\n\n')[-1] }}"
+    ),
+    model_max_length=512,
 )
 TOKENIZER = make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=CHATML, model_max_length=512)
 EOS = TOKENIZER.eos_token_id
@@ -71,12 +80,16 @@ def talk(
     """Lead a conversation with a policy that says `replies`; return it, and the tokens that it has seen before each."""
     left, seen = [*replies], list[Sequence[int]]()
 
-    async def sampled(before: Sequence[int]) -> Response:
-        seen.append(before)
-        reply = ids(left.pop(0)) + [EOS] * ends
-        return Response(reply, ends, [-1.0] * len(reply))
+    class Scripted:
+        async def sampled(self, before: Sequence[int]) -> Response:
+            seen.append(before)
+            reply = ids(left.pop(0)) + [EOS] * ends
+            return Response(reply, ends, [-1.0] * len(reply))
 
-    found = asyncio.run_coroutine_threadsafe(agent.talk(prompt, 5, sampled), agent.loop).result()
+        def renew(self) -> None:
+            seen.clear()
+
+    found = asyncio.run_coroutine_threadsafe(agent.talk(prompt, 5, Scripted()), agent.loop).result()
     return found, [token for part in seen for token in part]
 
 
@@ -179,15 +192,63 @@ def test_texts_without_roles_are_joined(agents: Callable[..., Agent]):
     assert text == "Play. 2 left, seed 5.one<|im_end|>1 left after onetwo<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ messages | length }}", "{{ messages[-1].content }}", "{{ raise }}{{ 1 / 0 }}"]
-)
-def test_a_template_that_changes_what_was_said_is_refused(agents: Callable[..., Agent], template: str):
-    tokenizer = make_text_tokenizer("qwen2", chat_template=template)
+def test_a_template_that_cannot_render_a_conversation_is_refused(agents: Callable[..., Agent]):
+    tokenizer = make_text_tokenizer("qwen2", chat_template="{{ raise }}{{ 1 / 0 }}")
     agent = agents("Countdown", tokenizer)
     agent.check_prompts([Prompt("1", "a text", np.array([5]))])
     with pytest.raises(TemplateError, match="chat template"):
         agent.check_prompts([PROMPT])
+
+
+def test_a_template_that_removes_thoughts_begins_another_row(
+    agents: Callable[..., Agent], caplog: pytest.LogCaptureFixture
+):
+    agent, prompt = (
+        agents("Countdown", FORGETFUL),
+        dataclasses.replace(PROMPT, metadata={**PROMPT.metadata, "turns": 4}),
+    )
+    agent.check_prompts([prompt])
+    assert not caplog.records
+    thought = "<think>\nHm.\n</think>\n\n"
+    found, seen = talk(agent, ["one", f"{thought}two", "three", f"{thought}four"], prompt)
+    messages = [
+        {"role": "user", "content": "Play. 4 left, seed 5."},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "3 left after one"},
+        {"role": "assistant", "content": f"{thought}two"},
+        {"role": "user", "content": f"2 left after {thought}two"},
+        {"role": "assistant", "content": "three"},
+        {"role": "user", "content": "1 left after three"},
+        {"role": "assistant", "content": f"{thought}four"},
+    ]
+    assert found.trajectory is not None
+    assert [*found.trajectory.messages] == messages[1:]
+    (first,) = found.others
+    for row, until, given in ((first, 4, 1), (found, 8, 5)):
+        assert row.prompt is not None
+        assert row.trajectory is not None
+        text = FORGETFUL.decode([*row.prompt.tokens, *row.tokens])
+        assert text + "\n" == FORGETFUL.apply_chat_template(messages[:until], tokenize=False)
+        assert len(row.trajectory.turns) == 2
+        assert row.prompt.metadata["messages"] == messages[:given]
+    assert found.prompt is not None
+    theirs = [token for token, is_theirs in zip(found.tokens, found.observed or (), strict=True) if is_theirs]
+    assert seen == [*found.prompt.tokens, *theirs]
+    assert (first.trajectory.later, found.trajectory.later) == (0.5 + 2.0, 0.0)
+    (record,) = caplog.records
+    assert "thoughts" in record.message
+    assert "another sample of the same group" in record.message
+
+
+@pytest.mark.parametrize("template", ["{{ messages | length }}", "{{ messages[-1].content }}"])
+def test_with_a_template_that_only_knows_the_last_message_every_turn_is_a_row(
+    agents: Callable[..., Agent], template: str
+):
+    tokenizer = make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=template)
+    agent = agents("Countdown", tokenizer)
+    agent.check_prompts([PROMPT])
+    found, _ = talk(agent, ["one", "two"])
+    assert [len(row.trajectory.turns) for row in (found, *found.others) if row.trajectory] == [1, 1]
 
 
 def test_another_end_than_the_templates_is_completed():
@@ -250,6 +311,35 @@ def test_every_engine_samples_each_turn_from_the_whole_row(agents: Callable[...,
         assert not whole.logprobs[whole.mask == 0].any()
     else:
         assert whole.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "in_step", "slots"),
+    [("slots", False, 3), ("slots", True, 2), ("slots", True, 9), ("transformers", True, 3)],
+)
+def test_every_row_of_a_conversation_is_sampled_by_itself(
+    agents: Callable[..., Agent], model: Any, engine: str, in_step: bool, slots: int
+):
+    """A template that writes every reply anew, so that each turn begins a row, with draws of its own."""
+    said = "{{ '-' if m.role == 'assistant' and not loop.last else m.content }}"
+    tokenizer = make_text_tokenizer(
+        "qwen2", [*TEXTS, string.printable], chat_template=CHATML.replace("{{ m.content }}", said), model_max_length=512
+    )
+    agent, prompts, found = agents("Countdown", tokenizer), prompts_of(9), dict[int, Response]()
+    agent.in_step = in_step
+    actor = actor_section(max_new_tokens=8, generation_batch_size=slots, engine=engine)
+    generation = Generation(model, tokenizer, actor.generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
+    generation.agent = agent
+    generation.run(prompts, lambda i, response: found.update({i: response}), seed=3)
+    assert sorted(found) == [*range(9)]
+    assert max(len(response.others) for response in found.values()) > 1
+    for i, response in found.items():
+        for number, row in enumerate((*response.others, response)):
+            assert row.prompt is not None
+            decoder = Decoder(model, Rules(8, [EOS], BANNED), slots=1)
+            draws = uniform_draws(3, i + number * ROW_STEP)
+            assert row.tokens == one_response(decoder, row.prompt.tokens, draws, 8)
+            assert (row.logprobs is None) == (engine == "transformers")
 
 
 def test_the_same_seed_gives_the_same_conversations(agents: Callable[..., Agent], model: Any):
@@ -369,6 +459,70 @@ def test_nothing_at_a_token_of_the_environment_trains(name: str):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     assert found[0][0].any()
     assert not found[0][0][mask == 0].any()
+
+
+def with_other() -> ScoredRollout:
+    """Two conversations; the second has another row, which came first: a turn with the reward 3, and 4 after it."""
+    other = dataclasses.replace(row((2, 5, 3.0), length=5), owners=torch.tensor([1]))
+    assert other.trajectories is not None
+    other = dataclasses.replace(other, trajectories=[dataclasses.replace(other.trajectories[0], later=4.0)])
+    scored = scored_of(*ROWS, served=0.5, weight=2.0)
+    values = scored_of(other).scores
+    values = dataclasses.replace(values, values=torch.full((1, 5), 0.25), rewards=torch.zeros(1))
+    main, theirs = scores_of_others(other, scored.scores, values, 2.0)
+    logprobs = torch.full((1, 4), -1.0)
+    return dataclasses.replace(scored, scores=main, others=ScoredRollout(other, theirs, logprobs, None))
+
+
+def test_another_row_has_what_came_after_it():
+    scored = with_other()
+    assert scored.scores.rewards.tolist() == [6.5, 8.5 + 6.0]
+    assert scored.scores.components["environment"].tolist() == [6.0, 14.0]
+    assert scored.others is not None
+    process = scored.others.scores.process
+    assert process is not None
+    assert (process.rewards.tolist(), process.outcome.tolist()) == ([[0, 0, 0, 0, 14.0]], [0.5])
+    lost = dataclasses.replace(scored.scores, scored=torch.tensor([True, False]))
+    assert not scores_of_others(scored.others.rollout, lost, None, 1.0)[1].scored.any()
+    chosen = join_scored([scored, scored], 0).select(torch.tensor([3, 0]))
+    assert chosen.others is not None
+    assert chosen.others.rollout.owners is not None
+    assert chosen.others.rollout.owners.tolist() == [0]
+    assert scored.select(torch.tensor([0])).others is None
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "ppo"])
+def test_all_rows_of_a_conversation_train(name: str):
+    """Groups compare conversations, not rows, and their advantages are those of all of its turns."""
+    scored = with_other()
+    others = scored.others
+    assert others is not None
+    dropped = scored_of(*ROWS, served=0.5)
+    shaper = RewardShaper(actor_section().rewards, max_new_tokens=8)
+    batch = make_batch(
+        all_rows(scored, [dropped], 0),
+        method_of(name),
+        shaper,
+        kl_coef=0.0,
+        responses_per_prompt=2,
+        owners=others.rollout.owners,
+        num_dropped=2,
+    )
+    alone = batch_of(scored, name)
+    assert batch.groups is not None
+    assert batch.groups.tolist() == [0, 0, 0, 1, 1]
+    assert torch.equal(batch.advantages[:2], alone.advantages)
+    assert torch.equal(batch.policy_weights.any(-1), torch.tensor([True, True, True, False, False]))
+    mine = batch.advantages[2, 1:4]
+    if name == "ppo":
+        assert batch.returns[2, 3] == 14.5
+        assert mine[2] == 14.25
+    else:
+        assert mine.tolist() == [float(batch.advantages[1].max())] * 3
+        assert mine[0] > 0
+    assert batch.first(3).tokens.shape == (3, 7)
+    cut = batch.first(1, 6)
+    assert (cut.tokens.shape, cut.mask.shape, cut.lengths.shape) == ((1, 6), (1, 5), (1,))
 
 
 def test_lines_and_metrics_of_conversations():

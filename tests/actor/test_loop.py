@@ -820,7 +820,7 @@ class InstantPolicy(TinyPolicy):
 
     loop: asyncio.AbstractEventLoop
     sampler, reference = types.SimpleNamespace(device=torch.device("cpu")), None
-    vocab_size, halvings = 160, ()
+    vocab_size, pad_id, halvings = 160, 0, ()
     kept = tokenizer = make_text_tokenizer("qwen2")
 
     def __init__(self, width: int) -> None:
