@@ -30,15 +30,12 @@ async def refused(_: Request, error: Exception) -> JSONResponse:
     )
 
 
-def capture_router(
-    sessions: Sessions, sampler: Sampler, *, model: str, max_tokens: int, export: Path | None = None
-) -> APIRouter:
-    """Return the routes; the application must have `refused` as the handler of RlhfError.
+def capture_router(sessions: Sessions, sampler: Sampler, *, model: str, max_tokens: int) -> APIRouter:
+    """Return the routes of agents; the application must have `refused` as the handler of RlhfError.
 
     Args:
         model: name of the policy; requests may have any other.
         max_tokens: of a reply whose request sets no limit.
-        export: JSONL file for the trajectories of sessions that end; None: there is none.
     """
     router = APIRouter(prefix="/sessions/{name}", tags=["agents"])
 
@@ -72,11 +69,6 @@ def capture_router(
         """Name the policy."""
         return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "policy"}]}
 
-    _add_trainer_routes(router, sessions, export)
-    return router
-
-
-def _add_trainer_routes(router: APIRouter, sessions: Sessions, export: Path | None) -> None:
     @router.post("/reward")
     async def reward(name: Name, request: Request) -> dict[str, float]:
         """Add to the reward of the last call; return what it is then."""
@@ -84,6 +76,12 @@ def _add_trainer_routes(router: APIRouter, sessions: Sessions, export: Path | No
         last = sessions.find(name).calls[-1]
         last.reward += number(body, "reward", None, -1e9, 1e9)
         return {"reward": last.reward}
+
+    return router
+
+
+def add_trainer_routes(router: APIRouter, sessions: Sessions, export: Path | None) -> None:
+    """Add what reads and ends sessions. `export`: JSONL file for the rows of those that end; None: there is none."""
 
     @router.get("")
     async def read(name: Name) -> Response:

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -115,11 +116,12 @@ class CapturedRow(RecordedRow):
 class Session:
     """The calls of one agent, which may lead several conversations, also at the same time."""
 
-    def __init__(self, name: str, tokenizer: Any, max_tokens: int) -> None:
-        self.name, self.num_tokens = name, 0
+    def __init__(self, name: str, tokenizer: Any, max_tokens: int, max_calls: float) -> None:
+        self.name, self.num_tokens, self.limit = name, 0, ""
+        """`limit`: why a call was refused, `max_tokens` or `max_turns`; empty: none was."""
         self.calls: list[PolicyCall] = []
         self.used, self.in_flight, self.is_over = time.monotonic(), 0, False
-        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        self._tokenizer, self._max_tokens, self._max_calls = tokenizer, max_tokens, max_calls
         self._ends: dict[str, PolicyCall] = {}  # by the digest of the conversation with the call's reply
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall, int]:
@@ -127,6 +129,9 @@ class Session:
 
         Raises CaptureError if there is no room for it, TemplateError if the messages cannot be rendered.
         """
+        if len(self.calls) + self.in_flight > self._max_calls:
+            self.limit = "max_turns"
+            raise CaptureError(400, f"the session has had {self._max_calls} calls, the most: end it")
         digests = [_digest("", tools)]
         for message in messages:
             digests.append(_digest(digests[-1], _identity(message)))
@@ -134,7 +139,7 @@ class Session:
         parent, chat, before = self._ends.get(digests[known]), Chat(self._tokenizer, tools), None
         if parent is not None:
             try:
-                before = chat.after_reply(messages[known:], parent.sampled.tokens[-1])
+                before = chat.after_reply(messages[known:], parent.sampled.tokens[-1], parent.reply["content"])
             except TemplateError as error:
                 warn_once(f"a call does not continue its conversation but begins another trajectory: {error}")
         if before is None:
@@ -142,10 +147,12 @@ class Session:
             before = [*self._tokenizer(chat.prompt(messages), add_special_tokens=False)["input_ids"]]
         left = self._max_tokens - self.num_tokens - len(before)
         if left < 1:
+            self.limit = "max_tokens"
             raise CaptureError(
                 400,
                 f"messages: {len(before)} tokens beside the {self.num_tokens} of the session's earlier calls leave no "
-                f"room for a reply: end the session, or raise max_session_tokens ({self._max_tokens})",
+                f"room for a reply: end the session, or raise max_session_tokens, environment.max_tokens in a run "
+                f"({self._max_tokens})",
                 "messages",
             )
         return PolicyCall(parent, messages[known:], before, digests[-1]), left
@@ -170,16 +177,20 @@ class Session:
 class Sessions:
     """The open sessions, by name."""
 
-    def __init__(self, tokenizer: Any, *, most: int, most_tokens: int, idle_s: float) -> None:
+    def __init__(
+        self, tokenizer: Any, *, most: int, most_tokens: int, idle_s: float, most_calls: float = math.inf
+    ) -> None:
         """
         Args:
             most: number of open sessions.
             most_tokens: of all calls of a session; a prefix that several share counts once.
+            most_calls: of a session.
             idle_s: how long a session stays without a request.
 
         Raises TemplateError if the tokenizer has no chat template.
         """
-        self.tokenizer, self._most, self._most_tokens, self._idle_s = tokenizer, most, most_tokens, idle_s
+        self.tokenizer, self._most, self._idle_s = tokenizer, most, idle_s
+        self._most_tokens, self._most_calls = most_tokens, most_calls
         self._open: dict[str, Session] = {}
         chat = Chat(tokenizer)
         if not chat.has_template:
@@ -201,7 +212,7 @@ class Sessions:
         self._drop_idle()
         if name not in self._open and len(self._open) >= self._most:
             raise CaptureError(429, f"session {name}: {len(self._open)} others are open, the most: end some of them")
-        session = self._open.setdefault(name, Session(name, self.tokenizer, self._most_tokens))
+        session = self._open.setdefault(name, Session(name, self.tokenizer, self._most_tokens, self._most_calls))
         session.in_flight += 1
         try:
             yield session
@@ -223,6 +234,14 @@ class Sessions:
         """Forget a session; replies that arrive later are refused."""
         session.is_over = True
         del self._open[session.name]
+
+    def ended(self, name: str) -> Session | None:
+        """Forget a session and return it; None if it has no calls."""
+        session = self._open.get(name)
+        if session is None:
+            return None
+        self.end(session)
+        return session if session.calls else None
 
     def _drop_idle(self) -> None:
         oldest = time.monotonic() - self._idle_s

@@ -41,6 +41,9 @@ class Rows(Protocol):
     def renew(self) -> None:
         """Begin another row; the one before does not go on."""
 
+    async def alone(self, tokens: Sequence[int]) -> Response:
+        """Return a turn behind `tokens` in a row of its own; there may be several at the same time."""
+
 
 @dataclass
 class _Talk:
@@ -295,7 +298,9 @@ class Talks:
 
         def deliver() -> None:
             waiting = self._turns.pop(index)
-            if not waiting.done():  # cancelled by `close`, or by the agent
+            if waiting.done():  # cancelled by `close`, or because an agent has hung up
+                self.leave(index)
+            else:
                 waiting.set_result(turn)
 
         self._awaited.add(index % ROW_STEP)
@@ -350,7 +355,7 @@ class Talks:
 
 
 class TalkRows:
-    """The rows of one conversation, each of which may have one turn at a time."""
+    """The rows of one conversation."""
 
     def __init__(self, talks: Talks, index: int) -> None:
         self._talks, self._row = talks, index
@@ -363,3 +368,12 @@ class TalkRows:
         """Begin another row; the one before does not go on."""
         self._talks.leave(self._row)
         self._row += ROW_STEP
+
+    async def alone(self, tokens: Sequence[int]) -> Response:
+        """Return a turn behind `tokens` in a row of its own; there may be several at the same time."""
+        self._row += ROW_STEP
+        row = self._row
+        try:
+            return await self._talks.sampled(row, tokens)
+        finally:
+            self._talks.leave(row)

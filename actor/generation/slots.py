@@ -205,6 +205,7 @@ class Decoder:
                 row.logprobs = []
                 ready.append(row)
             elif row is not None:
+                del parked[index]
                 self._swap_parked(self._parked.index(row), len(self._parked) - 1)
                 self._parked.pop()
         # Longest first: a prompt that joins later mostly fits into the columns left of `end`, and padding stays small.

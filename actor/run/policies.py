@@ -8,9 +8,10 @@ import threading
 import torch
 
 from actor.algorithms.method import Method
+from actor.generation.conversations import Agent
 from actor.policy.policy import Policy
 from actor.policy.update import PolicyUpdate
-from python_backend.config import RunConfig
+from python_backend.config import ConfigError, EnvironmentSection, RunConfig
 from python_backend.errors import RlhfError
 from python_backend.models.card import use_card
 from python_backend.training.ranks import ALONE, AnyRanks, RankLost, Ranks
@@ -28,9 +29,7 @@ def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> t
 
         policy.generation = VllmGeneration(config, policy)
     if config.environment is not None:
-        from actor.generation.conversations import Agent  # deferred: HTTP
-
-        policy.generation.agent = Agent(
+        policy.generation.agent = _agent_class(config.environment)(
             config.environment,
             policy.tokenizer,
             max_prompt_tokens=actor.prompts.max_tokens,
@@ -38,6 +37,16 @@ def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> t
             hidden_variables=config.hidden_variables(config.environment.options),
         )
     return policy, PolicyUpdate.of(actor, policy, method)
+
+
+def _agent_class(environment: EnvironmentSection) -> type[Agent]:
+    if environment.agent is None:
+        return Agent
+    try:
+        from actor.capture.agents import CapturedAgents
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"environment.agent needs {error.name}: pip install '.[gateway]'") from error
+    return CapturedAgents
 
 
 def follow_rank_0(config: RunConfig, ranks: Ranks) -> None:

@@ -59,7 +59,12 @@ def scores_of_others(rollout: Rollout, main: Scores, values: Scores | None, weig
         [],
     )
     served = dataclasses.replace(
-        known, rewards=main.process.outcome[owners], scored=known.scored & main.scored[owners], process=None
+        known,
+        rewards=main.process.outcome[owners],
+        scored=known.scored & main.scored[owners],
+        components={name: each[owners] for name, each in main.components.items() if name != COMPONENT},
+        reward_versions=None if main.reward_versions is None else main.reward_versions[owners],
+        process=None,
     )
     own = torch.tensor([sum(turn.reward for turn in trajectory.turns) for trajectory in rollout.trajectories])
     more = torch.zeros_like(main.rewards).index_add(0, owners, weight * own) * main.scored

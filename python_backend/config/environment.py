@@ -21,19 +21,24 @@ class EnvironmentSection(Section):
     `environment_factory`. Each trajectory has an instance of its own."""
     url: Annotated[str, Field(pattern=r"^(ws|http)s?://[^\s/]+")] | None = None
     """An OpenEnv server, in place of `class`: `ws://` or `http://`. Each trajectory has a session of its own."""
+    agent: FunctionSpec | None = None
+    """An agent, in place of `class`: `path/to/file.py:name` or `package.module:name` of `run(base_url, task)`, sync or
+    async, which calls the policy at `base_url` as OpenAI's or Anthropic's API, and returns a reward or None. `task` has
+    the columns of the prompt and a `seed`."""
     options: Options = Field(default={})
-    """Keyword arguments of the class. With `url`: `action`, name of the action's text field (default `message`), and
-    `observation`, name of the observation's (default: its only text field, otherwise all fields as JSON)."""
+    """Keyword arguments of the class or the agent. With `url`: `action`, name of the action's text field (default
+    `message`), and `observation`, name of the observation's (default: its only text field, otherwise all fields as
+    JSON)."""
     reward: FunctionSpec | None = None
     """Function with TRL's signature that scores a trajectory by its environment: `f(environments, **columns)`."""
     weight: float = 1.0
     """Factor of the environment's own rewards."""
     max_turns: Count = 8
-    """Turns that the policy generates in a trajectory."""
+    """Turns that the policy generates in a trajectory; of an agent, its calls of the policy."""
     max_tokens: Count = 4096
     """Tokens of a trajectory: its prompt, the policy's turns and what the environment answers."""
     step_timeout_s: Seconds = 30.0
-    """Timeout for one call of the environment; on expiry the trajectory has failed."""
+    """Timeout for one call of the environment; on expiry the trajectory has failed. An agent only has `timeout_s`."""
     timeout_s: Seconds = 600.0
     """Timeout for a trajectory; on expiry it is truncated."""
     truncated: Literal["mask", "bootstrap", "score"] = "mask"
@@ -49,9 +54,13 @@ class EnvironmentSection(Section):
     """Limit on one observation, or one result of a tool, in characters."""
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> EnvironmentSection:
-        if (self.class_ is None) == (self.url is None):
-            raise ValueError("give class or url" if self.url is None else "class and url are both given; remove one")
+    def _one_of_three(self) -> EnvironmentSection:
+        kinds = {"class": self.class_, "url": self.url, "agent": self.agent}
+        given = [name for name, value in kinds.items() if value is not None]
+        if len(given) != 1:
+            raise ValueError(f"{' and '.join(given)} are given; keep one" if given else "give class, url or agent")
+        if self.agent is not None and self.reward is not None:
+            raise ValueError("reward scores environments, but an agent returns its reward itself; remove one of them")
         return self
 
 

@@ -19,7 +19,7 @@ from python_backend.rewards.function import KEY_OPTION, FunctionError
 from python_backend.workers.child import frame
 from python_backend.workers.process import START_LIMIT_S, WorkerProcess, inherited_environment
 
-OPENENV = "python_backend.environments.openenv:OpenEnv"
+OPENENV, AGENT = "python_backend.environments.openenv:OpenEnv", "python_backend.environments.agent:AgentRun"
 
 
 class EnvironmentFailed(RlhfError):
@@ -93,7 +93,10 @@ class Environments:
 
     def __init__(self, settings: EnvironmentSection, *, hidden_variables: Sequence[str] = ()) -> None:
         self._settings, self._hidden = settings, hidden_variables
-        self._name = settings.class_ or settings.url
+        self._name = settings.class_ or settings.url or settings.agent
+        self._kind = "class" if settings.class_ else "url" if settings.url else "agent"
+        self._more = {"class": {}, "url": {"url": settings.url}, "agent": {"run": settings.agent}}[self._kind]
+        self._limit_s = settings.step_timeout_s if settings.agent is None else settings.timeout_s
         self._workers: list[EnvironmentWorker] = []  # those that have ended, too
         self._starting = asyncio.Lock()
         self._is_closed = False
@@ -140,7 +143,7 @@ class Environments:
         answer = {"error": "the instance is closed, or an earlier call of it took too long"}
         if instance.number in instance.worker.instances:
             message = {"op": op, "instance": instance.number, "arguments": arguments}
-            answer = await instance.worker.ask(message, self._settings.step_timeout_s)
+            answer = await instance.worker.ask(message, self._limit_s)
         if "hung" in answer:
             instance.worker.takes_instances = False
             self.release(instance)
@@ -175,16 +178,16 @@ class Environments:
         settings = self._settings
         process = WorkerProcess(
             "python_backend.environments.worker",
-            settings.class_ or OPENENV,
+            settings.class_ or (OPENENV if settings.url else AGENT),
             memory_mib=settings.memory_mib,
             environment=inherited_environment(self._hidden, settings.options.get(KEY_OPTION)),
         )
         worker = EnvironmentWorker(process, *await asyncio.open_connection(sock=process.channel))
         self._workers.append(worker)
         message = {
-            "options": settings.options if settings.url is None else {**settings.options, "url": settings.url},
+            "options": {**settings.options, **self._more},
             "reward": settings.reward,
-            "timeout_s": settings.step_timeout_s,
+            "timeout_s": self._limit_s,
             "max_chars": settings.max_observation_chars,
             "describe": worker is self._workers[0],
         }
@@ -195,8 +198,7 @@ class Environments:
             if not worker.takes_instances:  # also if this was cancelled
                 self._in_background(worker.kill())
         if "error" in answer:
-            key = "class" if settings.url is None else "url"
-            raise FunctionError(f"environment.{key} {self._name}: {answer['error']}")
+            raise FunctionError(f"environment.{self._kind} {self._name}: {answer['error']}")
         if "tools" in answer:
             self.tools = answer["tools"]
 

@@ -376,7 +376,7 @@ async def test_sessions_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
             await say(caller, name, [USER])
         assert "2 others are open" in await caller.error(f"/sessions/c{CHAT}", {"messages": [USER]}, 429)
         long = {"messages": [{"role": "user", "content": "word " * 60}]}
-        assert "raise max_session_tokens (60)" in await caller.error(f"/sessions/a{CHAT}", long, 400)
+        assert "raise max_session_tokens" in await caller.error(f"/sessions/a{CHAT}", long, 400)
         await say(caller, "a", [USER], max_tokens=500)
         assert len(await rows(caller, "a")) == 2
     sampler = ScriptedSampler(reply=lambda _: "word " * 60)

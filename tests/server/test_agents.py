@@ -26,11 +26,13 @@ STEPS = 12
 
 def agent_run(folder: Path, checkpoints: Checkpoints, name: str = "Countdown", **sections: Any) -> LiveRun:
     folder.mkdir(parents=True)
-    rows = [{"prompt_id": str(i), "text": "The server ", "turns": 1 + i % 3} for i in range(16)]
+    rows: list[dict[str, Any]] = [{"id": str(i), "text": "The server ", "turns": 1 + i % 3} for i in range(16)]
+    if "agent" in sections.get("environment", {}):
+        rows = [{"id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}]} for i in range(16)]
     prompts = folder / "rows.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = {
-        "class": f"{CLASSES}:{name}",
+        "class": f"{CLASSES}:{name}" if name else None,
         "max_turns": 4,
         "max_tokens": POSITIONS,
         "truncated": "score",
@@ -65,6 +67,27 @@ def test_ppo_learns_from_turns_with_a_served_critic_and_a_served_reward(tmp_path
     said = [*read_jsonl(run.config.run.dir / "samples.jsonl")]
     assert {len(line["turn_rewards"]) for line in said} > {1}
     assert all(line["turns"][0]["role"] == "assistant" for line in said)
+
+
+def test_ppo_learns_from_every_context_of_an_agent(tmp_path: Path, checkpoints: Checkpoints):
+    """Each conversation has three rows; critic and policy train all of them."""
+    agent = {"agent": f"{CLASSES.with_name('agents.py')}:in_two_contexts"}
+    run = agent_run(tmp_path / "run", checkpoints, "", environment=agent, actor={"steps": 3})
+    system = start_system(run)
+    try:
+        code, log = run_actor(run, "actor")
+    finally:
+        system.stop()
+    assert code == 0, log
+    lines = [*read_jsonl(run.config.run.dir / "metrics.jsonl")]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert (line["train_rollouts/turns"], line["train_rollouts/exact_turns"]) == (4.0, 1.0)
+        assert line["train_rollouts/reward_environment"] == 1.5
+        assert line["train_rollouts/rewards"] != 1.5
+        assert line["train_optim/minibatches"] == 2.0
+        assert line["train_rollouts/masked_samples"] == 0
+    assert [line["weights_version"] for line in run.critic_updates(up_to=3)] == [1, 2, 3]
 
 
 def lines_of(log: Path) -> int:

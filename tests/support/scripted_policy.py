@@ -11,7 +11,7 @@ from fake_reward import Caller, gateway
 from live_system import TEXTS
 from tiny_tokenizers import make_text_tokenizer
 
-from actor.capture.app import capture_router
+from actor.capture.app import add_trainer_routes, capture_router
 from actor.capture.sessions import Sampled, Sampling, Sessions
 
 TEMPLATE = (
@@ -69,6 +69,7 @@ async def scripted_gateway(
 ) -> AsyncIterator[tuple[Caller, Sessions]]:
     """Run the gateway with the policy's routes; `most`: bounds of the sessions."""
     sessions = Sessions(tokenizer, **{"most": 1000, "most_tokens": 1_000_000, "idle_s": 600.0, **most})
-    router = capture_router(sessions, sampler, model="policy", max_tokens=500, export=export)
+    router = capture_router(sessions, sampler, model="policy", max_tokens=500)
+    add_trainer_routes(router, sessions, export)
     async with gateway("unused:1", key=key, more=[router]) as caller:
         yield caller, sessions

@@ -4,7 +4,7 @@ import contextlib
 
 from fastapi import APIRouter
 
-from actor.capture.app import capture_router
+from actor.capture.app import add_trainer_routes, capture_router
 from actor.capture.sessions import Sessions
 from actor.capture.vllm import VllmSampler
 from python_backend.checkpoints.tokenization import end_of_sequence, load_tokenizer, special_tokens
@@ -22,6 +22,6 @@ def policy_router(settings: ServedPolicySection, closing: contextlib.AsyncExitSt
     sessions = Sessions(
         tokenizer, most=settings.max_sessions, most_tokens=settings.max_session_tokens, idle_s=settings.idle_s
     )
-    return capture_router(
-        sessions, sampler, model=settings.model.name, max_tokens=settings.max_tokens, export=settings.export
-    )
+    router = capture_router(sessions, sampler, model=settings.model.name, max_tokens=settings.max_tokens)
+    add_trainer_routes(router, sessions, settings.export)
+    return router

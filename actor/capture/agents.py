@@ -1,0 +1,117 @@
+"""Agents as environments: programs in worker processes that call the policy over HTTP while it generates."""
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import uvicorn
+from fastapi import FastAPI
+
+from actor.capture.app import capture_router, refused
+from actor.capture.sessions import CapturedRow, CaptureError, Sampled, Sampling, Session, Sessions
+from actor.data.recorded import RecordedRow
+from actor.data.rollout import Prompt
+from actor.generation.conversations import Agent, Rows, as_response
+from actor.generation.slots import Response
+from python_backend.config.environment import EnvironmentSection
+from python_backend.environments.pool import EnvironmentFailed
+from python_backend.errors import RlhfError
+from python_backend.rewards.function import MESSAGES_KEY
+
+
+class CapturedAgents(Agent):
+    """The agents of this process: each has a session of a server on loopback, whose sampler is the decoder.
+
+    Every call is a row of its own in the decoder. The run decides how replies are sampled, not the requests.
+    """
+
+    _serving: Future[None] | None = None
+
+    def __init__(self, settings: EnvironmentSection, tokenizer: Any, **options: Any) -> None:
+        """Start the workers and the server. Arguments and errors as of `Agent`; rows never wait for each other."""
+        super().__init__(settings, tokenizer, **{**options, "in_step": False})
+        self._rows: dict[str, Rows] = {}
+        self._sessions = Sessions(
+            tokenizer,
+            most=settings.concurrent,
+            most_tokens=settings.max_tokens,
+            idle_s=math.inf,
+            most_calls=settings.max_turns,
+        )
+        app = FastAPI(openapi_url=None)
+        app.add_exception_handler(RlhfError, refused)
+        app.include_router(capture_router(self._sessions, self, model="policy", max_tokens=settings.max_tokens))
+        config = uvicorn.Config(app, port=0, log_config=None, log_level="warning", lifespan="off", access_log=False)
+        bound, self._server = config.bind_socket(), uvicorn.Server(config)
+        self._url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([bound]), self.loop)
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Do nothing: `Sessions` has checked the chat template, without which there is no agent."""
+
+    def close(self) -> None:
+        """End the server and all agents, once."""
+        if self._serving is not None:
+            self._server.should_exit = self._server.force_exit = True
+            self._serving.result()
+        super().close()
+
+    async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
+        """Return the policy's reply, as the run samples. Raises CaptureError for a session that is over."""
+        if session not in self._rows:
+            raise CaptureError(404, f"session {session} is over: its agent has ended")
+        turn = await self._rows[session].alone(tokens)
+        count = len(turn.tokens)
+        return Sampled(turn.tokens, turn.logprobs or [math.nan] * count, turn.ended, [None] * count)
+
+    async def talk(self, prompt: Prompt, seed: int, rows: Rows) -> Response:
+        """Run one agent to its end; return all of its conversations with the policy."""
+        name, instance, reward, error = uuid.uuid4().hex, None, None, ""
+        async with self._limit:
+            self._rows[name], deadline = rows, time.monotonic() + self._settings.timeout_s
+            try:
+                instance = await self._open(prompt, seed)
+                reward = (await instance.step(f"{self._url}/sessions/{name}/v1")).reward
+            except EnvironmentFailed as failure:
+                error = str(failure)
+            finally:
+                del self._rows[name]
+                if instance is not None:
+                    await instance.close()
+        session, truncated = self._sessions.ended(name), ""
+        if time.monotonic() > deadline:
+            truncated = "environment.timeout_s"
+        if session is None:
+            error = error or f"{self._settings.agent}: ended without a reply of the policy"
+            return as_response([(prompt, RecordedRow())], truncated=truncated, error="" if truncated else error)
+        last = session.calls[-1]
+        last.reward += reward or 0.0
+        if session.limit:
+            truncated = f"environment.{session.limit}"
+        elif not last.sampled.ended and not truncated:
+            truncated = "actor.generation.max_new_tokens"
+        found = sorted(session.rows(), key=lambda row: last in row.calls)  # the last call's at the end
+        return as_response(
+            [(self._prompt(prompt, row), row) for row in found],
+            [_later(session, row) for row in found],
+            truncated=truncated,
+            error="" if truncated else error,
+        )
+
+    def _prompt(self, prompt: Prompt, row: CapturedRow) -> Prompt:
+        """Return what the policy saw before its first reply in a row, whose messages then follow it."""
+        first = row.calls[-1].path[0]
+        row.messages = row.messages[len(first.messages) :]
+        text, tokens = self._tokenizer.decode(first.before), np.array(first.before, np.int64)
+        return Prompt(prompt.prompt_id, text, tokens, {**prompt.metadata, MESSAGES_KEY: [*first.messages]})
+
+
+def _later(session: Session, row: CapturedRow) -> float:
+    """Return the rewards of calls in other rows after the last one of a row."""
+    after: Sequence[Any] = session.calls[session.calls.index(row.calls[-1]) + 1 :]
+    return sum(call.reward for call in after)

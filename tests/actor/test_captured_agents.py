@@ -1,0 +1,129 @@
+"""Agents that call the policy over HTTP: every call is sampled by the decoder, every conversation is a row."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actor.capture.agents import CapturedAgents
+from actor.generation.conversations import ROW_STEP
+from actor.generation.engine import Generation, uniform_draws
+from actor.generation.slots import Decoder, Response, Rules
+from python_backend.config.environment import EnvironmentSection
+from python_backend.errors import RlhfError
+from tests.actor.test_conversations import BANNED, EOS, TOKENIZER, prompts_of, sampled_of
+from tests.actor.test_conversations import model as model  # a fixture
+from tests.actor.test_generation import one_response
+from tests.support.settings import actor_section
+
+AGENTS = Path(__file__).parents[1] / "support" / "agents.py"
+
+
+@pytest.fixture
+def agents() -> Iterator[Callable[..., CapturedAgents]]:
+    begun: list[CapturedAgents] = []
+
+    def begin(name: str, **settings: Any) -> CapturedAgents:
+        section = EnvironmentSection.model_validate({"agent": f"{AGENTS}:{name}", "max_tokens": 300, **settings})
+        begun.append(CapturedAgents(section, TOKENIZER, max_prompt_tokens=100))
+        return begun[-1]
+
+    yield begin
+    for agent in begun:
+        agent.close()
+
+
+def responses(model: Any, agent: CapturedAgents, count: int, **settings: Any) -> list[Response]:
+    actor = actor_section(**{"max_new_tokens": 8, "generation_batch_size": 3, **settings})
+    engine = Generation(model, TOKENIZER, actor.generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
+    engine.agent = agent
+    found: dict[int, Response] = {}
+    engine.run(prompts_of(count), lambda i, response: found.update({i: response}), seed=3)
+    assert not agent._sessions._open
+    return [found[i] for i in range(count)]
+
+
+@pytest.mark.parametrize("engine", ["slots", "transformers"])
+def test_every_call_is_sampled_from_the_tokens_so_far(agents: Callable[..., CapturedAgents], model: Any, engine: str):
+    found = responses(model, agents("converse", options={"turns": 3}), 5, engine=engine)
+    for i, response in enumerate(found):
+        assert response.prompt is not None
+        assert response.trajectory is not None
+        assert response.trajectory.error == ""
+        row = [*response.prompt.tokens.tolist(), *response.tokens]
+        said = [message["content"] for message in response.trajectory.messages]
+        assert said[1::2] == [f"More {i}." for i in range(len(said) // 2)]
+        for number, turn in enumerate(response.trajectory.turns, 1):
+            decoder, draws = Decoder(model, Rules(8, [EOS], BANNED), slots=1), uniform_draws(3, i + number * ROW_STEP)
+            assert row[turn.start : turn.end] == [*turn.tokens] == one_response(decoder, row[: turn.start], draws, 8)
+        last = response.trajectory.turns[-1]
+        assert last.reward == len(said[-1]) or response.others
+        if response.logprobs is not None:
+            ids = torch.tensor([row])
+            with torch.no_grad():
+                logits = model(ids).logits.index_fill(-1, torch.tensor(BANNED), -torch.inf)
+            expected = logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[last.start - 1 :, 0]
+            start = last.start - len(response.prompt.tokens)
+            assert response.logprobs[start:] == pytest.approx(expected.tolist(), abs=1e-3)
+    assert {len(each.trajectory.turns) for each in found if each.trajectory} == {3}
+    assert (found[0].logprobs is None) == (engine == "transformers")
+
+
+def test_contexts_are_rows_of_one_conversation(agents: Callable[..., CapturedAgents], model: Any):
+    """Three rows: the plan, and two that share a reply, which is trained once; more rows than slots at once."""
+    for response in responses(model, agents("in_two_contexts"), 6):
+        rows = [*response.others, response]
+        assert len(rows) == 3
+        assert response.trajectory is not None
+        assert response.trajectory.messages[-2]["content"] == "right"
+        assert response.trajectory.turns[-1].reward == 1.5
+        assert all(row.trajectory and row.trajectory.later == 1.5 for row in response.others)
+        assert sum(len(row.trajectory.turns) for row in rows if row.trajectory) == 4
+        for row in rows:
+            assert row.trajectory is not None
+            assert sampled_of(row) == [token for turn in row.trajectory.turns for token in turn.tokens]
+        first = min(rows, key=lambda row: len(row.trajectory.turns) if row.trajectory else 0)
+        assert first.prompt is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "error", "truncated"),
+    [
+        ("failing", {}, "ValueError: lost the way (agents.py:", ""),
+        ("wrong", {}, "the reward is 'good'; return a finite number or None", ""),
+        ("idle", {}, "ended without a reply of the policy", ""),
+        ("converse", {"max_turns": 1}, "", "environment.max_turns"),
+        ("converse", {"max_tokens": 40}, "", "environment.max_tokens"),
+        ("converse", {"timeout_s": 1e-6}, "", "environment.timeout_s"),
+    ],
+)
+def test_failures_and_limits_say_so(
+    agents: Callable[..., CapturedAgents], model: Any, name: str, settings: dict[str, Any], error: str, truncated: str
+):
+    (found,) = responses(model, agents(name, **settings), 1)
+    assert found.trajectory is not None
+    assert (found.trajectory.truncated, bool(found.trajectory.error)) == (truncated, bool(error))
+    assert error in found.trajectory.error
+    assert not found.ended
+
+
+@pytest.mark.timeout(120)
+def test_an_agent_that_hangs_up_leaves_no_slot_behind(agents: Callable[..., CapturedAgents], model: Any):
+    for response in responses(model, agents("impatient"), 2, generation_batch_size=2):
+        assert response.trajectory is not None
+        assert (len(response.trajectory.turns), response.trajectory.error) == (2, "")
+
+
+def test_a_reward_may_be_posted_for_a_call(agents: Callable[..., CapturedAgents], model: Any):
+    (found,) = responses(model, agents("rewarding"), 1)
+    assert found.trajectory is not None
+    assert [turn.reward for turn in found.trajectory.turns] == [0.25, 0.0]
+
+
+def test_an_agent_that_cannot_be_imported_or_called_is_refused(agents: Callable[..., CapturedAgents]):
+    with pytest.raises(RlhfError, match=r"environment.agent .*agents.py:absent"):
+        agents("absent")
+    with pytest.raises(RlhfError, match="unexpected keyword argument 'colour'"):
+        agents("converse", options={"colour": 1})

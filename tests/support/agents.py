@@ -1,0 +1,72 @@
+"""Agents as users write them, with a client of their own: `urllib`."""
+
+import asyncio
+import http.client
+import json
+import urllib.parse
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+
+def ask(base_url: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the policy's reply as a message."""
+    body = json.dumps({"model": "policy", "messages": messages, "temperature": 0.3}).encode()
+    request = urllib.request.Request(f"{base_url}/chat/completions", body, headers={"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)["choices"][0]["message"]
+
+
+def converse(base_url: str, task: dict[str, Any], turns: int = 2) -> float:
+    """A conversation of some turns; the reward is the number of characters of the last reply."""
+    messages = [*task["messages"]]
+    for turn in range(turns):
+        messages.append(ask(base_url, messages))
+        messages.append({"role": "user", "content": f"More {turn}."})
+    return len(messages[-2]["content"])
+
+
+async def in_two_contexts(base_url: str, task: dict[str, Any]) -> float:
+    """Two conversations at the same time, and a third that continues the first one's begin in another way."""
+    one, two = [*task["messages"]], [{"role": "user", "content": "Plan."}]
+    with ThreadPoolExecutor(2) as pool:
+        loop = asyncio.get_running_loop()
+        replies = await asyncio.gather(*(loop.run_in_executor(pool, ask, base_url, each) for each in (one, two)))
+    for said in ("left", "right"):
+        ask(base_url, [*one, replies[0], {"role": "user", "content": said}])
+    return 1.5
+
+
+def rewarding(base_url: str, task: dict[str, Any]) -> None:
+    """Post a reward for the first of two calls."""
+    messages = [*task["messages"], ask(base_url, task["messages"])]
+    reward = urllib.request.Request(base_url.removesuffix("/v1") + "/reward", b'{"reward": 0.25}')
+    urllib.request.urlopen(reward, timeout=60).close()
+    ask(base_url, [*messages, {"role": "user", "content": "More."}])
+
+
+def impatient(base_url: str, task: dict[str, Any]) -> float:
+    """Hang up during some calls."""
+    address = urllib.parse.urlsplit(base_url)
+    for _ in range(4):
+        call = http.client.HTTPConnection(address.netloc)
+        call.request("POST", f"{address.path}/chat/completions", json.dumps({"messages": task["messages"]}))
+        call.close()
+    return converse(base_url, task)
+
+
+def failing(base_url: str, task: dict[str, Any]) -> float:
+    """Fail after a call."""
+    ask(base_url, task["messages"])
+    raise ValueError("lost the way")
+
+
+def idle(base_url: str, task: dict[str, Any]) -> float:
+    """Call nothing."""
+    return 1.0
+
+
+def wrong(base_url: str, task: dict[str, Any]) -> Any:
+    """Return what is no reward."""
+    ask(base_url, task["messages"])
+    return "good"
