@@ -3,6 +3,7 @@
 Only in `make test-trl`.
 """
 
+import asyncio
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import pytest
 import yaml
 from bare_client import ask
 from live_system import ENVIRONMENT, POSITIONS, Checkpoints, direct_rewards, make_run, start_system
+from scripted_policy import TOKENIZER, ScriptedSampler, scripted_gateway
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import POSITIONS as TEXT_POSITIONS
 from tiny_tokenizers import VOCAB, make_text_tokenizer
@@ -27,6 +29,7 @@ from benchmarks.trl import prepare_environment
 from python_backend.wire.contract import METADATA, REWARD_MODEL, REWARDS, SENTENCES, texts_array
 from tools.import_checkpoint import main
 
+CHAT = "/v1/chat/completions"
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
 
@@ -73,6 +76,39 @@ def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpo
     np.testing.assert_allclose(found[known], direct_rewards(checkpoints.reward, ids)[known], atol=1e-5)
     logged = [entry["reward"] for entry in json.loads((tmp_path / "log.json").read_text()) if "reward" in entry]
     assert logged[0] == pytest.approx(found[:8].mean(), abs=1e-4)
+
+
+def test_grpo_trains_on_rows_that_agents_have_left(tmp_path: Path) -> None:
+    """Ten groups of two sessions, with two turns each; all but the replies is masked."""
+    theirs = prepare_environment(Path(os.environ["TRL_ENVIRONMENT"]), print)
+    export = tmp_path / "rows.jsonl"
+
+    async def play() -> None:
+        sampler = ScriptedSampler(reply=lambda prompt: f"I say {len(prompt)}.")
+        async with scripted_gateway(sampler, export=export) as (caller, _):
+            for i in range(20):
+                name, messages = f"s{i}", [{"role": "user", "content": f"Play {i // 2}."}]
+                for _ in range(2):
+                    reply = (await caller.post(f"/sessions/{name}{CHAT}", {"messages": messages}))[1]
+                    messages += [reply["choices"][0]["message"], {"role": "user", "content": "More" * (1 + i % 2)}]
+                await caller.post(f"/sessions/{name}/reward", {"reward": i % 3})
+                await caller.post(f"/sessions/{name}/end", {"group": f"g{i // 2}"})
+
+    asyncio.run(play())
+    save_tiny(tmp_path / "policy", "qwen2", "language", vocab_size=len(TOKENIZER), max_position_embeddings=256)
+    TOKENIZER.save_pretrained(tmp_path / "policy")
+    script = [str(theirs), str(ROOT / "tests/support/trl_capture.py"), str(tmp_path / "policy"), str(tmp_path)]
+    subprocess.run([*script, str(ROOT / "docs/gateway.md")], env={**os.environ, **ENVIRONMENT}, check=True)
+    rows = [json.loads(line) for line in export.read_text().splitlines()]
+    steps = [entry for entry in json.loads((tmp_path / "log.json").read_text()) if "reward" in entry]
+    assert len(steps) == 5
+    for number, entry in enumerate(steps):
+        own = rows[4 * number : 4 * number + 4]
+        assert entry["reward"] == pytest.approx(np.mean([sum(t["reward"] for t in row["turns"]) for row in own]))
+        sampled = [sum(turn["end"] - turn["start"] for turn in row["turns"]) for row in own]
+        assert entry["completions/mean_length"] == np.mean(sampled)
+        assert math.isfinite(entry["loss"])
+        assert entry["grad_norm"] > 0
 
 
 @pytest.fixture(scope="module")
