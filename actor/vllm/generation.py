@@ -12,6 +12,7 @@ import numpy as np
 
 from actor.data.compute import cancelled
 from actor.data.rollout import Prompt
+from actor.generation.conversations import ROW_STEP
 from actor.generation.engine import Generation
 from actor.generation.slots import Finished, Partner, Response
 from actor.policy.policy import Policy
@@ -108,7 +109,7 @@ class VllmGeneration(Generation):
             sampling = self._sampling([seed, row, *([turns[row]] if turns[row] else ())], left, greedy=greedy)
             turns[row] += 1
             async with limit:
-                turn = await self._respond(pool, rows[row], sampling)
+                turn = await self._respond(pool, rows[row], sampling, session=row % ROW_STEP)
             rows[row] += turn.tokens
             partner.take(row, turn)
 
@@ -159,10 +160,14 @@ class VllmGeneration(Generation):
         return sampling
 
     async def _respond(
-        self, pool: ServerPool[VllmConnection], tokens: list[int], sampling: Mapping[str, Any]
+        self, pool: ServerPool[VllmConnection], tokens: list[int], sampling: Mapping[str, Any], *, session: int
     ) -> Response:
-        """Return the response to one prompt from any server, with retries and failover."""
-        attempts = Attempts(MODEL, self._client, self._budget, retries=self._client.retries)
+        """Return the response to one prompt from any server, with retries and failover.
+
+        The turns of a conversation, a `session`, go to the same server, which has the tokens before them in its cache.
+        """
+        sticky = None if self.agent is None else session
+        attempts = Attempts(MODEL, self._client, self._budget, retries=self._client.retries, session=sticky)
         return self._response(await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling)))
 
     def _response(self, choice: Mapping[str, Any]) -> Response:

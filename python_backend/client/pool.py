@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -268,7 +269,13 @@ class ServerPool(Generic[C]):
 
     @contextlib.asynccontextmanager
     async def one(
-        self, model: str, *, writes: bool, patient: bool, demanded: VersionRange | None = None
+        self,
+        model: str,
+        *,
+        writes: bool,
+        patient: bool,
+        demanded: VersionRange | None = None,
+        session: int | None = None,
     ) -> AsyncIterator[Server[C]]:
         """Select a server for one attempt, which counts as in flight until the end of the block.
 
@@ -277,12 +284,13 @@ class ServerPool(Generic[C]):
             writes: the request changes state, so select the same server as last time while that one is healthy.
             patient: if no server is healthy, True: wait for one; False: return one that was set aside.
             demanded: versions that may answer; a server that has just refused to serve them is the last choice.
+            session: selects the same server for the same session, as long as the same ones are healthy.
 
         Raises:
             RequestFailed: no server was healthy for `max_outage_s`, or an address cannot be resolved.
         """
         self._models.add(model)
-        choose = self._writing if writes else functools.partial(self._least_busy, demanded=demanded)
+        choose = self._writing if writes else functools.partial(self._least_busy, demanded=demanded, session=session)
         server = await self._find(model, choose, patient=patient and self._settings.max_outage_s > 0)
         suspended = server.suspended.get(model)
         if demanded is not None and model in server.behind:  # this request tries it again; others wait for its answer
@@ -340,7 +348,13 @@ class ServerPool(Generic[C]):
             while True:
                 if turn:
                     await self.turns.come(turn, lambda: self.writer(attempts.model))
-                chosen = self.one(attempts.model, writes=turn is not None, patient=patient, demanded=attempts.demanded)
+                chosen = self.one(
+                    attempts.model,
+                    writes=turn is not None,
+                    patient=patient,
+                    demanded=attempts.demanded,
+                    session=attempts.session,
+                )
                 async with chosen as server:
                     try:
                         with self.turns.under_way(turn, server.url):
@@ -432,8 +446,10 @@ class ServerPool(Generic[C]):
             await self._wait(model)
         return server
 
-    def _least_busy(self, model: str, *, demanded: VersionRange | None = None) -> Server[C] | None:
-        """Return the available server with the fewest requests in flight, None if there is none.
+    def _least_busy(
+        self, model: str, *, demanded: VersionRange | None = None, session: int | None = None
+    ) -> Server[C] | None:
+        """Return the available server with the fewest requests in flight, or that of the session; None: there is none.
 
         One that lacks the demanded versions is chosen only if all do.
         Ties go to the one that was chosen for this model the longest ago. One order for all models would not do: rows
@@ -441,7 +457,12 @@ class ServerPool(Generic[C]):
         """
         server = min(
             (server for server in self.servers if server.takes(model)),
-            key=lambda server: (server.lacks(model, demanded), server.in_flight, server.last_turns.get(model, 0)),
+            key=lambda server: (
+                server.lacks(model, demanded),
+                0 if session is None else zlib.crc32(f"{session} {server.url}".encode()),
+                server.in_flight,
+                server.last_turns.get(model, 0),
+            ),
             default=None,
         )
         if server:

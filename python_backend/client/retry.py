@@ -84,9 +84,14 @@ class Attempts:
         outlast_s: float = 0.0,
         repeats_failures: bool = False,
         demanded: VersionRange | None = None,
+        session: int | None = None,
     ) -> None:
-        """`demanded`: the versions of the weights that may answer the request; None: any."""
-        self.model, self.budget, self.demanded = model, budget, demanded
+        """
+        Args:
+            demanded: the versions of the weights that may answer the request; None: any.
+            session: requests of the same one go to the same server, while that is healthy.
+        """
+        self.model, self.budget, self.demanded, self.session = model, budget, demanded, session
         self._unserved_since: float | None = None
         self._outlast_s, self._busy_since, self._pauses = outlast_s, 0.0, 0
         self.retried = 0  # attempts after the first

@@ -1,7 +1,6 @@
 """`actor.generation.engine: vllm`, against fake servers that fail on demand; test_vllm_run.py has a real one."""
 
 import asyncio
-import dataclasses
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from fake_vllm import FakeVllm
 from safetensors.numpy import load_file
 from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
+from actor.data.rollout import Prompt
 from actor.generation.conversations import Agent
 from actor.generation.slots import Response
 from actor.vllm.generation import VllmGeneration
@@ -213,17 +213,19 @@ async def test_a_server_that_does_not_load_costs_one_timeout(setup: Setup, monke
 
 
 async def test_a_turn_is_a_request_with_the_whole_row(setup: Setup):
-    async with FakeVllm() as server:
-        here = setup(server)
+    """The turns of a conversation go to one server, and the conversations to all of them."""
+    async with FakeVllm() as one, FakeVllm() as two:
+        here = setup(one, two)
         settings = EnvironmentSection.model_validate({"class": f"{ENVIRONMENTS}:Countdown", "max_tokens": 60})
         here.generation.agent = Agent(settings, here.policy.tokenizer, max_prompt_tokens=40)
-        prompts = [dataclasses.replace(prompt, metadata={"turns": 2}) for prompt in PROMPTS]
+        prompts = [Prompt(str(i), "", np.array([5 + i % 8, 5 + i // 8]), {"turns": 2}) for i in range(24)]
         found: dict[int, Response] = {}
         try:
             await asyncio.to_thread(here.generation.run, prompts, lambda i, talk: found.update({i: talk}), seed=1)
         finally:
             here.generation.agent.close()
-        assert len(server.requests) == 2 * len(PROMPTS)
+        assert all(server.requests for server in (one, two)), "conversations are balanced"
+        assert len(one.requests) + len(two.requests) == 2 * len(prompts)
         for talk in found.values():
             assert talk.prompt is not None
             assert talk.trajectory is not None
@@ -232,9 +234,9 @@ async def test_a_turn_is_a_request_with_the_whole_row(setup: Setup):
             turns = talk.trajectory.turns
             assert [row[turn.start : turn.end] for turn in turns] == [[5, 6, 7, 1]] * 2
             befores = [row[: turn.start] for turn in turns]
-            asked = [request for request in server.requests if request["token_ids"] in befores]
-            assert len(asked) == 2
-            assert len({request["sampling_params"]["seed"] for request in asked}) == 2
+            asked = [[each for each in server.requests if each["token_ids"] in befores] for server in (one, two)]
+            assert sorted(map(len, asked)) == [0, 2]
+            assert len({request["sampling_params"]["seed"] for request in max(asked, key=len)}) == 2
 
 
 @pytest.mark.parametrize("call", ["/pause", "/collective_rpc"])
