@@ -263,6 +263,7 @@ def _conversation_metrics(rollout: Rollout) -> dict[str, float]:
         "truncated": sum(bool(each.truncated) for each in found) / len(found),
         "exact_turns": rollout.exact_turns,
         "failed_environments": sum(bool(each.error) for each in found) / len(found),
+        "restarted_environments": sum(each.restarts for each in found) / len(found),
     }
 
 

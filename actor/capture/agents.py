@@ -16,7 +16,7 @@ from actor.capture.app import capture_router, refused
 from actor.capture.sessions import CapturedRow, CaptureError, Sampled, Sampling, Session, Sessions
 from actor.data.recorded import RecordedRow
 from actor.data.rollout import Prompt
-from actor.generation.conversations import Agent, Rows, as_response
+from actor.generation.conversations import Agent, TalkRows, as_response
 from actor.generation.slots import Response
 from python_backend.config.environment import EnvironmentSection
 from python_backend.environments.pool import EnvironmentFailed
@@ -35,7 +35,7 @@ class CapturedAgents(Agent):
     def __init__(self, settings: EnvironmentSection, tokenizer: Any, **options: Any) -> None:
         """Start the workers and the server. Arguments and errors as of `Agent`; rows never wait for each other."""
         super().__init__(settings, tokenizer, **{**options, "in_step": False})
-        self._rows: dict[str, Rows] = {}
+        self._rows: dict[str, TalkRows] = {}
         self._sessions = Sessions(
             tokenizer,
             most=settings.concurrent,
@@ -69,7 +69,7 @@ class CapturedAgents(Agent):
         count = len(turn.tokens)
         return Sampled(turn.tokens, turn.logprobs or [math.nan] * count, turn.ended, [None] * count)
 
-    async def talk(self, prompt: Prompt, seed: int, rows: Rows) -> Response:
+    async def talk(self, prompt: Prompt, seed: int, rows: TalkRows, *, may_restart: bool = False) -> Response:
         """Run one agent to its end; return all of its conversations with the policy."""
         name, instance, reward, error = uuid.uuid4().hex, None, None, ""
         async with self._limit:
@@ -78,12 +78,14 @@ class CapturedAgents(Agent):
                 instance = await self._open(prompt, seed)
                 reward = (await instance.step(f"{self._url}/sessions/{name}/v1")).reward
             except EnvironmentFailed as failure:
+                if failure.is_lost and may_restart:
+                    raise
                 error = str(failure)
             finally:
                 del self._rows[name]
+                session, truncated = self._sessions.ended(name), ""
                 if instance is not None:
                     await instance.close()
-        session, truncated = self._sessions.ended(name), ""
         if time.monotonic() > deadline:
             truncated = "environment.timeout_s"
         if session is None:

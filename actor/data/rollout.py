@@ -74,6 +74,7 @@ class Trajectory:
     messages: tuple[dict[str, Any], ...] = ()  # of the chat, for the reader
     truncated: str = ""  # the limit that ended it, such as `environment.max_turns`; empty: none
     error: str = ""  # why the environment failed; empty: it did not
+    restarts: int = 0  # how often it has begun again, as its environment was lost
     later: float = 0.0  # rewards of turns in other rows of the conversation, which came after this row's last one
 
 

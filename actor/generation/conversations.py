@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -30,19 +30,6 @@ SEED = "seed"  # column that environments receive, equal for all responses to a 
 ROW_STEP = 1 << 32  # between the numbers of a conversation's rows, of which the first is the prompt's index
 # A row's number and its tokens before the next turn, None at its end; or a conversation's index and its response.
 Arrival = tuple[int, Sequence[int] | None] | tuple[int, Response] | BaseException
-
-
-class Rows(Protocol):
-    """The rows of one conversation in the decoder."""
-
-    async def sampled(self, before: Sequence[int]) -> Response:
-        """Return the policy's turn behind `before`, which follows the tokens that the row has."""
-
-    def renew(self) -> None:
-        """Begin another row; the one before does not go on."""
-
-    async def alone(self, tokens: Sequence[int]) -> Response:
-        """Return a turn behind `tokens` in a row of its own; there may be several at the same time."""
 
 
 @dataclass
@@ -95,7 +82,7 @@ def as_response(
                 None if any(map(math.isnan, logprobs)) else logprobs,
                 prompt,
                 row.observed[start:],
-                Trajectory(tuple(row.turns), tuple(row.messages), truncated, error, rest),
+                Trajectory(tuple(row.turns), tuple(row.messages), truncated, error, later=rest),
             )
         )
     return replace(found[-1], others=tuple(found[:-1]))
@@ -125,6 +112,7 @@ class Agent:
         """
         self._settings, self._tokenizer, self._max_prompt_tokens = settings, tokenizer, max_prompt_tokens
         self.longest, self.in_step, self._has_warned = settings.max_tokens, in_step, False
+        self.restarts = settings.restarts
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
         self._thread.start()
@@ -162,11 +150,12 @@ class Agent:
             self._thread.join()
             self.loop.close()
 
-    async def talk(self, prompt: Prompt, seed: int, rows: Rows) -> Response:
+    async def talk(self, prompt: Prompt, seed: int, rows: "TalkRows", *, may_restart: bool = False) -> Response:
         """Lead one conversation to its end; a failure of the environment is recorded in it.
 
         Args:
             seed: for the environment; conversations about the same prompt have the same one.
+            may_restart: raise EnvironmentFailed instead if the environment is lost.
         """
         talk, instance = _Talk(prompt), None
         async with self._limit:
@@ -175,7 +164,11 @@ class Agent:
                 talk.begin(self._begun(prompt, instance.observation))
                 await self._turns(talk, instance, rows)
                 talk.row.reward(await instance.reward())
-            except (EnvironmentFailed, TemplateError) as error:
+            except EnvironmentFailed as error:
+                if error.is_lost and may_restart:
+                    raise
+                talk.error = str(error)
+            except TemplateError as error:
                 talk.error = str(error)
             finally:
                 if instance is not None:
@@ -187,7 +180,7 @@ class Agent:
         shown = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}
         return await self._environments.open({SEED: seed, **prompt.metadata, **shown})
 
-    async def _turns(self, talk: _Talk, instance: Instance, rows: Rows) -> None:
+    async def _turns(self, talk: _Talk, instance: Instance, rows: "TalkRows") -> None:
         """Let policy and environment take turns until one of them ends the conversation, or a limit."""
         settings, deadline = self._settings, time.monotonic() + self._settings.timeout_s
         before: Sequence[int] = talk.prompt.tokens.tolist()
@@ -344,11 +337,19 @@ class Talks:
         self._arrivals.put((row, None))
 
     async def _talk(self, agent: Agent, index: int, prompt: Prompt, seed: int) -> None:
-        rows = TalkRows(self, index)
+        rows, restarts, response = TalkRows(self, index), 0, None
         try:
-            response = await agent.talk(prompt, seed_of(seed, prompt), rows)
-            rows.renew()
-            self._arrivals.put((index, response))
+            while response is None:
+                try:
+                    may_restart = restarts < agent.restarts
+                    response = await agent.talk(prompt, seed_of(seed, prompt), rows, may_restart=may_restart)
+                except EnvironmentFailed as error:
+                    restarts += 1
+                    logger.warning("a conversation begins again: %s", error)
+                rows.renew()
+            assert response.trajectory is not None
+            trajectory = replace(response.trajectory, restarts=restarts)
+            self._arrivals.put((index, replace(response, trajectory=trajectory)))
         except BaseException as error:  # thread edge: the decoding thread raises it
             self._arrivals.put(error)
             raise

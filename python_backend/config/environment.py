@@ -41,6 +41,9 @@ class EnvironmentSection(Section):
     """Timeout for one call of the environment; on expiry the trajectory has failed. An agent only has `timeout_s`."""
     timeout_s: Seconds = 600.0
     """Timeout for a trajectory; on expiry it is truncated."""
+    restarts: Annotated[int, Field(ge=0)] = 2
+    """How often a trajectory begins again whose environment is lost: its worker has died, or a call raised an OSError,
+    as when its server hangs up."""
     truncated: Literal["mask", "bootstrap", "score"] = "mask"
     """Of a trajectory that reaches a limit: `mask` leaves it out, `bootstrap` adds the critic's value of its end,
     `score` takes the rewards until then."""

@@ -30,17 +30,22 @@ class OpenEnv:
         self._socket: aiohttp.ClientWebSocketResponse[Any]
 
     async def reset(self, row: Mapping[str, Any]) -> str:
-        """Open a session, with the row's `seed` if it has one; while the server is full, try again."""
+        """Open a session, with the row's `seed` if it has one; while the server is full or down, try again."""
         data = {"seed": row["seed"]} if row.get("seed") is not None else {}
         end = time.monotonic() + 0.9 * self._timeout_s  # before the call itself times out, which would not say why
         for attempt in itertools.count():
             await self.close()
             self._session = aiohttp.ClientSession()
-            self._socket = await self._session.ws_connect(self._url, max_msg_size=MAX_MESSAGE_BYTES)
-            reply = await self._exchange("reset", data)
             pause = backoff_s(0.1, attempt)
-            if reply["data"].get("code") != FULL or time.monotonic() + pause > end:
-                break
+            is_late = time.monotonic() + pause > end
+            try:
+                self._socket = await self._session.ws_connect(self._url, max_msg_size=MAX_MESSAGE_BYTES)
+                reply = await self._exchange("reset", data)
+                if is_late or reply["data"].get("code") != FULL:
+                    break
+            except (OSError, aiohttp.ClientConnectionError):
+                if is_late:
+                    raise
             await asyncio.sleep(pause)
         return self._text(_content(reply)["observation"])
 

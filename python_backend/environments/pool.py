@@ -23,7 +23,12 @@ OPENENV, AGENT = "python_backend.environments.openenv:OpenEnv", "python_backend.
 
 
 class EnvironmentFailed(RlhfError):
-    """A call of an environment has failed; the message names the environment, what was called, and the cause."""
+    """A call of an environment has failed; the message names the environment, what was called, and the cause.
+
+    `is_lost`: not by itself, but because its worker has died, or with an OSError, as when its server hangs up.
+    """
+
+    is_lost = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class EnvironmentWorker:
     async def ask(self, message: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """Send a message and return its answer: with `error` if the process ends, also with `hung` after `limit_s`."""
         if self._obituary is not None:
-            return {"error": self._obituary}
+            return {"error": self._obituary, "lost": True}
         number = next(self._numbers)
         future = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
@@ -81,7 +86,7 @@ class EnvironmentWorker:
         self._obituary = await asyncio.to_thread(self._process.obituary)
         for future in self._pending.values():
             if not future.done():
-                future.set_result({"error": self._obituary})
+                future.set_result({"error": self._obituary, "lost": True})
         await asyncio.to_thread(self._process.kill)
 
 
@@ -140,7 +145,7 @@ class Environments:
 
     async def ask(self, instance: "Instance", what: str, op: str, **arguments: Any) -> dict[str, Any]:
         """Return the answer to a call of an instance, named `what` in errors. Raises EnvironmentFailed."""
-        answer = {"error": "the instance is closed, or an earlier call of it took too long"}
+        answer: dict[str, Any] = {"error": "the instance is closed, or an earlier call of it took too long"}
         if instance.number in instance.worker.instances:
             message = {"op": op, "instance": instance.number, "arguments": arguments}
             answer = await instance.worker.ask(message, self._limit_s)
@@ -148,7 +153,9 @@ class Environments:
             instance.worker.takes_instances = False
             self.release(instance)
         if "error" in answer:
-            raise EnvironmentFailed(f"{self._name}: {what}: {answer['error']}")
+            failure = EnvironmentFailed(f"{self._name}: {what}: {answer['error']}")
+            failure.is_lost = answer.get("lost", False)
+            raise failure
         return answer
 
     def release(self, instance: "Instance") -> None:

@@ -290,6 +290,11 @@ def generated(model: Any, agent: Agent | None, prompts: list[Prompt], **settings
     return join_rollouts([rows[i] for i in range(len(prompts))], 0)
 
 
+def unscored(whole: Rollout) -> Scores:
+    nothing = torch.zeros(whole.tokens.shape)
+    return Scores(nothing[:, 0], nothing, torch.full((len(nothing),), -1), torch.ones(len(nothing)).bool(), [])
+
+
 @pytest.mark.parametrize("engine", ["slots", "transformers"])
 def test_every_engine_samples_each_turn_from_the_whole_row(agents: Callable[..., Agent], model: Any, engine: str):
     whole = generated(model, agents("Countdown"), prompts_of(9), engine=engine)
@@ -358,12 +363,22 @@ def test_a_failing_environment_costs_its_own_rows(agents: Callable[..., Agent], 
     assert whole.trajectories is not None
     assert [bool(trajectory.error) for trajectory in whole.trajectories] == [i in (1, 4) for i in range(6)]
     assert int(whole.mask[1].sum()) == 0
-    nothing = torch.zeros(6, whole.tokens.shape[1])
-    scores = Scores(nothing[:, 0], nothing, torch.full((6,), -1), torch.ones(6).bool(), [])
-    found = with_environment(whole, scores, 1.0)
+    found = with_environment(whole, unscored(whole), 1.0)
     assert found.scored.tolist() == [i not in (1, 4) for i in range(6)]
     assert len(found.failures) == 2
     assert torch.isnan(found.components["environment"][[1, 4]]).all()
+
+
+@pytest.mark.parametrize(("losses", "failed"), [(4, 0), (1000, 6)])
+def test_a_conversation_whose_environment_is_lost_begins_again(
+    agents: Callable[..., Agent], model: Any, losses: int, failed: int
+):
+    whole = generated(model, agents("Fragile", options={"losses": losses}, restarts=4), prompts_of(6))
+    assert whole.trajectories is not None
+    assert sum(bool(each.error) for each in whole.trajectories) == failed
+    assert sum(each.restarts for each in whole.trajectories) == (4 * 6 if failed else losses)
+    assert whole.exact_turns == 1.0
+    assert text_metrics(whole, unscored(whole))["restarted_environments"] == (4 if failed else losses / 6)
 
 
 def test_closing_ends_a_generation_that_waits(agents: Callable[..., Agent], model: Any):

@@ -104,7 +104,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "{environment: {class: a.py:B}, reward: {model: checkpoints/mine}}",
             "reward.model has no effect: with an environment, rewards names what counts beside its own",
         ),
-        ("environment: {class: a.py:B, url: 'ws://h'}", "class and url are both given; remove one"),
+        ("environment: {class: a.py:B, url: 'ws://h'}", "class and url are given; keep one"),
         ("actor: {optimizer: {betas: [0.9, 1.0]}}", "actor.optimizer.betas.1: Input should be less than 1 (got 1.0)"),
         ("actor: {optimizer: {betas: [0.9]}}", "actor.optimizer.betas.1 is missing"),
         (

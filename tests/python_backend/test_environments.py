@@ -5,14 +5,15 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import environment_classes
 import psutil
 import pytest
-from aiohttp import WSMsgType, web
+from aiohttp import web
+from openenv_server import OpenEnvServer
 
 from python_backend.config import ConfigError, EnvironmentSection, load_config
 from python_backend.environments.pool import EnvironmentFailed, Environments, Instance, StepResult
@@ -279,7 +280,7 @@ def test_the_section_has_a_class_or_a_url(tmp_path: Path) -> None:
     dumped = config.model_dump(mode="json")["environment"]
     assert EnvironmentSection.model_validate(dumped) == config.environment
     for override, message in {
-        "environment.url=ws://a": "class and url are both given; remove one",
+        "environment.url=ws://a": "class and url are given; keep one",
         "environment.class=null": "give class or url",
         "environment.klass=a.py:B": "unknown key environment.klass; did you mean environment.class?",
         "environment=3": "its keys are class, url, options",
@@ -289,48 +290,6 @@ def test_the_section_has_a_class_or_a_url(tmp_path: Path) -> None:
 
 
 # ---- OpenEnv ----
-
-Serve = Callable[[web.Request], Any]
-
-
-class OpenEnvServer:
-    """Speaks OpenEnv's protocol over `/ws`: echoes actions of the field `message`, for at most two sessions."""
-
-    def __init__(self) -> None:
-        self.sessions = self.refused = 0
-        self.resets: list[dict[str, Any]] = []
-        self.transports: list[asyncio.Transport | None] = []
-
-    async def session(self, request: web.Request) -> web.WebSocketResponse:
-        """Serve one session."""
-        socket = web.WebSocketResponse()
-        await socket.prepare(request)
-        if self.sessions == 2:
-            self.refused += 1
-            await socket.send_json({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}})
-            return socket
-        self.sessions += 1
-        self.transports.append(request.transport)
-        try:
-            async for message in socket:
-                assert message.type is WSMsgType.TEXT
-                await self._answer(socket, **message.json())
-        finally:
-            self.sessions -= 1
-        return socket
-
-    async def _answer(self, socket: web.WebSocketResponse, type: str, data: dict[str, Any]) -> None:
-        text = data.get("message")
-        if type == "reset":
-            self.resets.append(data)
-        if text == "go":
-            await socket.close()
-        elif text == "raise":
-            await socket.send_json({"type": "error", "data": {"message": "no", "code": "EXECUTION_ERROR"}})
-        else:
-            fields = {"echo": text or "start", "board": [1, "é"], "metadata": {}}
-            reply = {"observation": fields, "reward": None if type == "reset" else 0.5, "done": text == "end"}
-            await socket.send_json({"type": "observation", "data": reply})
 
 
 @contextlib.asynccontextmanager
@@ -366,7 +325,18 @@ async def test_an_openenv_server_is_an_environment() -> None:
         await site.stop()
         for transport in server.transports:
             transport.abort()  # type: ignore[union-attr]
-        assert await failure(two.step("x"), url) == f"step: {gone}"
+        with pytest.raises(EnvironmentFailed, match=gone) as caught:
+            await two.step("x")
+        assert caught.value.is_lost
+        waiting = asyncio.create_task(environments.open({}))
+        again = web.TCPSite(site._runner, "127.0.0.1", int(url.rpartition(":")[2]))
+        await again.start()
+        assert (await waiting).observation == "start"
+
+
+async def test_an_openenv_server_that_stays_away_is_a_sentence_in_the_end() -> None:
+    async with served() as (_, url, site), running(url=url, step_timeout_s=LIMIT_S) as environments:
+        await site.stop()
         assert "ClientConnectorError: Cannot connect to host 127.0.0.1" in await failure(environments.open({}), url)
 
 

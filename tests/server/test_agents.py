@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from safetensors.numpy import load_file
 
 from python_backend.config import load_config
 from python_backend.store.jsonl import read_jsonl
+from tools.server.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"
@@ -32,7 +35,7 @@ def agent_run(folder: Path, checkpoints: Checkpoints, name: str = "Countdown", *
     prompts = folder / "rows.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = {
-        "class": f"{CLASSES}:{name}" if name else None,
+        **({"class": f"{CLASSES}:{name}"} if name else {}),
         "max_turns": 4,
         "max_tokens": POSITIONS,
         "truncated": "score",
@@ -131,3 +134,34 @@ def test_an_actor_killed_in_the_middle_of_turns_resumes_with_the_same_bits(tmp_p
     assert all((found[0][1][name] == found[1][1][name]).all() for name in found[0][1])
     commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in commands if "environments.worker" in line and str(tmp_path) in line]
+
+
+def test_a_run_outlasts_the_deaths_of_its_openenv_server(tmp_path: Path, checkpoints: Checkpoints):
+    """Conversations that it takes along begin again; nothing of them is kept, and no reward is invented."""
+    port, log = free_port(), tmp_path / "steps.log"
+    command = [sys.executable, str(CLASSES.with_name("openenv_server.py")), str(port), "0.05", str(log)]
+    environment = {"url": f"http://127.0.0.1:{port}", "restarts": 10}
+    run = without_server(agent_run(tmp_path / "run", checkpoints, "", environment=environment))
+    log.touch()
+    server, luck = subprocess.Popen(command), random.Random(0)
+    try:
+        actor = run.start("actor", module="actor")
+        for _ in range(KILLS):
+            seen = lines_of(log) + luck.randrange(1, 20)
+            wait_for(functools.partial(lambda seen: lines_of(log) >= seen, seen), actor)
+            server.kill()
+            server.wait()
+            server = subprocess.Popen(command)
+        code = actor.process.wait(timeout=600)
+    finally:
+        server.kill()
+        server.wait()
+    assert code == 0, actor.log.read_text()
+    lines = [*read_jsonl(run.config.run.dir / "metrics.jsonl")]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert sum(line["train_rollouts/restarted_environments"] for line in lines) > 0
+    for line in lines:
+        assert line["train_rollouts/failed_environments"] == line["train_rollouts/masked_samples"] == 0
+        assert line["train_rollouts/exact_turns"] == 1.0
+    for line in read_jsonl(run.config.run.dir / "rollouts.jsonl"):
+        assert line["reward"] == 0.5 * [turn["role"] for turn in line["turns"]].count("user")

@@ -194,6 +194,22 @@ class Countdown:
         return f"{self.left} left after {action}", 0.5 if self.left else 2.0, not self.left
 
 
+class Fragile(Countdown):
+    """Loses its server in the first `losses` steps of its worker."""
+
+    steps = 0
+
+    def __init__(self, losses: int) -> None:
+        self.losses = losses
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Count, or fail."""
+        Fragile.steps += 1
+        if Fragile.steps <= self.losses:
+            raise ConnectionError("the server has hung up")
+        return super().step(action)
+
+
 class Logged(Countdown):
     """Writes a line for each step."""
 

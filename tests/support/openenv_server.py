@@ -1,0 +1,59 @@
+"""A server that speaks OpenEnv's protocol: `python openenv_server.py PORT SLEEP_S LOG`."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from aiohttp import WSMsgType, web
+
+
+class OpenEnvServer:
+    """Speaks OpenEnv's protocol over `/ws`: echoes actions of the field `message`, for at most `most` sessions."""
+
+    def __init__(self, most: int = 2, sleep_s: float = 0.0, log: str = os.devnull) -> None:
+        self.most, self.sleep_s, self.log = most, sleep_s, log
+        self.sessions = self.refused = 0
+        self.resets: list[dict[str, Any]] = []
+        self.transports: list[asyncio.Transport | None] = []
+
+    async def session(self, request: web.Request) -> web.WebSocketResponse:
+        """Serve one session."""
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        if self.sessions == self.most:
+            self.refused += 1
+            await socket.send_json({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}})
+            return socket
+        self.sessions += 1
+        self.transports.append(request.transport)
+        try:
+            async for message in socket:
+                assert message.type is WSMsgType.TEXT
+                await self._answer(socket, **message.json())
+        finally:
+            self.sessions -= 1
+        return socket
+
+    async def _answer(self, socket: web.WebSocketResponse, type: str, data: dict[str, Any]) -> None:
+        text = data.get("message")
+        if type == "reset":
+            self.resets.append(data)
+        if text == "go":
+            await socket.close()
+        elif text == "raise":
+            await socket.send_json({"type": "error", "data": {"message": "no", "code": "EXECUTION_ERROR"}})
+        else:
+            with Path(self.log).open("a") as file:
+                file.write(f"{text!r}\n")
+            await asyncio.sleep(self.sleep_s)
+            fields = {"echo": text or "start", "board": [1, "é"], "metadata": {}}
+            reply = {"observation": fields, "reward": None if type == "reset" else 0.5, "done": text == "end"}
+            await socket.send_json({"type": "observation", "data": reply})
+
+
+if __name__ == "__main__":
+    app = web.Application()
+    app.router.add_get("/ws", OpenEnvServer(1000, float(sys.argv[2]), sys.argv[3]).session)
+    web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None, reuse_port=True)
