@@ -281,7 +281,7 @@ def test_the_section_has_a_class_or_a_url(tmp_path: Path) -> None:
     assert EnvironmentSection.model_validate(dumped) == config.environment
     for override, message in {
         "environment.url=ws://a": "class and url are given; keep one",
-        "environment.class=null": "give class or url",
+        "environment.class=null": "give class, url or agent",
         "environment.klass=a.py:B": "unknown key environment.klass; did you mean environment.class?",
         "environment=3": "its keys are class, url, options",
     }.items():

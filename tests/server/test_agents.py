@@ -141,7 +141,8 @@ def test_a_run_outlasts_the_deaths_of_its_openenv_server(tmp_path: Path, checkpo
     port, log = free_port(), tmp_path / "steps.log"
     command = [sys.executable, str(CLASSES.with_name("openenv_server.py")), str(port), "0.05", str(log)]
     environment = {"url": f"http://127.0.0.1:{port}", "restarts": 10}
-    run = without_server(agent_run(tmp_path / "run", checkpoints, "", environment=environment))
+    actor = {"validation_size": 0}
+    run = without_server(agent_run(tmp_path / "run", checkpoints, "", environment=environment, actor=actor))
     log.touch()
     server, luck = subprocess.Popen(command), random.Random(0)
     try:
