@@ -272,7 +272,7 @@ async def test_a_worker_that_cannot_start_again_fails_the_next_instance(tmp_path
             await environments.open({})
 
 
-def test_the_section_has_a_class_or_a_url(tmp_path: Path) -> None:
+def test_the_section_has_a_class_a_url_or_an_agent(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("environment: {class: 'a.py:B', options: {x: 1}}")
     config = load_config(path)
@@ -283,7 +283,7 @@ def test_the_section_has_a_class_or_a_url(tmp_path: Path) -> None:
         "environment.url=ws://a": "class and url are given; keep one",
         "environment.class=null": "give class, url or agent",
         "environment.klass=a.py:B": "unknown key environment.klass; did you mean environment.class?",
-        "environment=3": "its keys are class, url, options",
+        "environment=3": "its keys are class, url, agent, options",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(message)):
             load_config(path, [override])
