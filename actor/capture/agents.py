@@ -88,7 +88,7 @@ class CapturedAgents(Agent):
                     await instance.close()
         if time.monotonic() > deadline:
             truncated = "environment.timeout_s"
-        if session is None:
+        if session is None or not session.calls:
             error = error or f"{self._settings.agent}: ended without a reply of the policy"
             return as_response([(prompt, RecordedRow())], truncated=truncated, error="" if truncated else error)
         last = session.calls[-1]
@@ -109,11 +109,14 @@ class CapturedAgents(Agent):
         """Return what the policy saw before its first reply in a row, whose messages then follow it."""
         first = row.calls[-1].path[0]
         row.messages = row.messages[len(first.messages) :]
-        text, tokens = self._tokenizer.decode(first.before), np.array(first.before, np.int64)
-        return Prompt(prompt.prompt_id, text, tokens, {**prompt.metadata, MESSAGES_KEY: [*first.messages]})
+        return Prompt(
+            prompt.prompt_id,
+            self._tokenizer.decode(first.before),
+            np.array(first.before, np.int64),
+            {**prompt.metadata, MESSAGES_KEY: [*first.messages]},
+        )
 
 
 def _later(session: Session, row: CapturedRow) -> float:
     """Return the rewards of calls in other rows after the last one of a row."""
-    after: Sequence[Any] = session.calls[session.calls.index(row.calls[-1]) + 1 :]
-    return sum(call.reward for call in after)
+    return sum(call.reward for call in session.calls[session.calls.index(row.calls[-1]) + 1 :])

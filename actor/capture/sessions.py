@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import logging
@@ -13,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from actor.data.chat import Chat, Message, TemplateError
+from actor.data.chat import Chat, Message, TemplateError, warn_once
 from actor.data.recorded import RecordedRow, Version
 from python_backend.errors import RlhfError
 
@@ -236,24 +235,16 @@ class Sessions:
         del self._open[session.name]
 
     def ended(self, name: str) -> Session | None:
-        """Forget a session and return it; None if it has no calls."""
-        session = self._open.get(name)
-        if session is None:
-            return None
-        self.end(session)
-        return session if session.calls else None
+        """Forget a session and return it; None if it is unknown."""
+        if session := self._open.get(name):
+            self.end(session)
+        return session
 
     def _drop_idle(self) -> None:
         oldest = time.monotonic() - self._idle_s
         for session in [each for each in self._open.values() if not each.in_flight and each.used < oldest]:
             logger.warning("session %s: dropped with %d calls, as it was not ended", session.name, len(session.calls))
             self.end(session)
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Log a warning, unless this process has done so."""
-    logger.warning(message)
 
 
 def _identity(message: Message) -> list[Any]:

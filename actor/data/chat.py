@@ -1,6 +1,8 @@
 """Texts of conversations: the prompt, and what follows a reply of the policy, which is never rendered again."""
 
+import functools
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +10,7 @@ from typing import Any
 
 from python_backend.errors import RlhfError
 
+logger = logging.getLogger(__name__)
 Message = dict[str, Any]
 PROBE = "Yes."  # a reply in the check of a chat template
 THOUGHT, THOUGHT_END = "<think>\nHm.\n</think>\n\n", "</think>"  # which templates remove from earlier replies
@@ -19,6 +22,12 @@ class TemplateError(RlhfError):
 
 class HistoryChanged(TemplateError):
     """The chat template writes earlier messages anew, so what follows cannot be appended to what was sampled."""
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning, unless this process has done so."""
+    logger.warning(message)
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,19 @@ class Chat:
         # The reply's own end is the template's, if it is not a stop string or another end-of-sequence token.
         ends = end.startswith(token := self.tokenizer.decode([last_token])) and bool(token)
         return self._ids((end[len(token) :] if ends else end) + rest)
+
+    def calls(self, before: Sequence[int], reply: Sequence[int]) -> "list[ToolCall]":
+        """Return the tool calls in a reply behind the tokens `before`, in the format of the tokenizer's chat template.
+
+        Its `response_template` tells transformers that format; without, it is that of Hermes and Qwen.
+        """
+        if getattr(self.tokenizer, "response_template", None) is None:
+            return tool_calls(self.tokenizer.decode(reply, skip_special_tokens=True))
+        try:
+            found = self.tokenizer.parse_response([*reply], prefix=[*before], tools=self.tools and [*self.tools])
+        except Exception as error:  # of what the policy has written
+            return [ToolCall(error=f"the reply cannot be parsed: {error}")]
+        return [_checked(call.get("function")) for call in found.get("tool_calls", ())]
 
     def check(self) -> None:
         """Raise TemplateError unless the template leaves a conversation as it is when messages follow."""
@@ -103,6 +125,10 @@ def _call(text: str) -> ToolCall:
         found = json.loads(text)
     except ValueError as error:
         return ToolCall(error=f"the tool call is not valid JSON: {error}")
+    return _checked(found)
+
+
+def _checked(found: Any) -> ToolCall:
     arguments = found.get("arguments", {}) if isinstance(found, dict) else None
     if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
         return ToolCall(error='a tool call must be an object with "name", a text, and "arguments", an object')

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from actor.data.chat import Chat, HistoryChanged, Message, TemplateError, tool_calls
+from actor.data.chat import Chat, HistoryChanged, Message, TemplateError, warn_once
 from actor.data.recorded import RecordedRow
 from actor.data.rollout import Prompt, Trajectory
 from actor.generation.slots import Finished, Response
@@ -27,6 +27,7 @@ from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY
 
 logger = logging.getLogger(__name__)
 SEED = "seed"  # column that environments receive, equal for all responses to a prompt
+ANOTHER_ROW = "%s: there, a conversation goes on as another sample of the same group"
 ROW_STEP = 1 << 32  # between the numbers of a conversation's rows, of which the first is the prompt's index
 # A row's number and its tokens before the next turn, None at its end; or a conversation's index and its response.
 Arrival = tuple[int, Sequence[int] | None] | tuple[int, Response] | BaseException
@@ -111,8 +112,7 @@ class Agent:
             RlhfError: the class of the environment cannot be used.
         """
         self._settings, self._tokenizer, self._max_prompt_tokens = settings, tokenizer, max_prompt_tokens
-        self.longest, self.in_step, self._has_warned = settings.max_tokens, in_step, False
-        self.restarts = settings.restarts
+        self.longest, self.in_step, self.restarts = settings.max_tokens, in_step, settings.restarts
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
         self._thread.start()
@@ -131,12 +131,7 @@ class Agent:
             try:
                 self._chat.check()
             except HistoryChanged as error:
-                self._warn_once(error)
-
-    def _warn_once(self, error: HistoryChanged) -> None:
-        if not self._has_warned:
-            logger.warning("%s: there, a conversation goes on as another sample of the same group", error)
-            self._has_warned = True
+                warn_once(ANOTHER_ROW % error)
 
     def begin(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int) -> "Talks":
         """Begin the conversations of some rows; `finished` receives each one when it is over."""
@@ -221,7 +216,8 @@ class Agent:
             talk.row.reward(step.reward)
             return None if step.done else [{"role": "user", "content": step.observation}]
         answers = []
-        for call in tool_calls(text):
+        turn = talk.row.turns[-1]
+        for call in self._chat.calls(talk.row.tokens[: turn.start], turn.tokens):
             result = call.error or await instance.call(call.name, call.arguments or {})
             answers.append({"role": "tool", "name": call.name, "content": result})
         return answers or None
@@ -254,7 +250,7 @@ class Agent:
             said = str(talk.messages[-1 - len(answers)]["content"])
             return self._chat.after_reply(answers, turn.tokens[-1], said), None
         except HistoryChanged as error:
-            self._warn_once(error)
+            warn_once(ANOTHER_ROW % error)
         first = talk.before[0][0] if talk.before else talk.prompt
         whole = [*first.metadata[MESSAGES_KEY], *talk.messages]
         text = self._chat.prompt(whole)

@@ -18,7 +18,7 @@ from actor.algorithms.batch import make_batch, text_metrics, with_limits
 from actor.algorithms.inputs import ClipRange, LossInputs
 from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
-from actor.data.chat import Chat, TemplateError, tool_calls
+from actor.data.chat import Chat, TemplateError, tool_calls, warn_once
 from actor.data.rollout import PPOBatch, Prompt, Rollout, SampledTurn, ScoredRollout, Scores, Trajectory, join_rollouts
 from actor.generation.conversations import ROW_STEP, Agent, seed_of
 from actor.generation.engine import Generation, uniform_draws
@@ -184,6 +184,37 @@ def test_calls_are_found_in_a_reply():
     assert tool_calls("no call") == []
 
 
+def test_tools_are_called_in_the_format_of_the_tokenizers_template(agents: Callable[..., Agent]):
+    """Qwen3.5's and GLM's kind, which the tokenizer describes to transformers."""
+    tokenizer = make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=CHATML, model_max_length=512)
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"<call>\s*<function=(?P<name>[^\n>]+)>",
+                "close_pattern": r"</call>\s*",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>",
+                    "value_parser": {"name": "json", "args": {"allow_non_json": True}},
+                },
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+        },
+    }
+    prompt = dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user", "content": ""}]})
+    replies = ["<call><function=increment><step>2</step></call>", "<call><function=fly></call>", "Done."]
+    found, _ = talk(agents("IncrementEnv", tokenizer, max_tokens=2000), replies, prompt)
+    assert found.trajectory is not None
+    said = [message["content"] for message in found.trajectory.messages if message["role"] == "tool"]
+    assert said[0] == "2"
+    assert "there is no tool fly; the tools: increment" in said[1]
+    assert found.ended
+
+
 def test_texts_without_roles_are_joined(agents: Callable[..., Agent]):
     prompt = Prompt("1", "Play.", np.array(ids("Play.")), {"turns": 2})
     found, _ = talk(agents("Countdown"), ["one", "two"], prompt)
@@ -203,6 +234,7 @@ def test_a_template_that_cannot_render_a_conversation_is_refused(agents: Callabl
 def test_a_template_that_removes_thoughts_begins_another_row(
     agents: Callable[..., Agent], caplog: pytest.LogCaptureFixture
 ):
+    warn_once.cache_clear()
     agent, prompt = (
         agents("Countdown", FORGETFUL),
         dataclasses.replace(PROMPT, metadata={**PROMPT.metadata, "turns": 4}),
