@@ -2,14 +2,12 @@
 
 import contextlib
 import subprocess
-import time
-import urllib.error
-import urllib.request
 import venv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import wait_until
 from examples.demo import sums_game
 from examples.demo.pretrained import Built, Log, build_once, code_fingerprint
 from examples.demo.reasoning import HELD_OUT_SEED, NUM_HELD_OUT, NUM_TRAIN, TRAIN_SEED, drawn_sums
@@ -17,11 +15,12 @@ from python_backend.errors import RlhfError
 from python_backend.store.durable import write_json
 from python_backend.store.jsonl import write_jsonl
 from tools.server.child import Child
+from tools.server.health import get_page
 from tools.server.ports import free_port
 
 OPENENV = "openenv==0.10.0"
 GAMES = "games.json"
-START_S = 120.0
+OPENING = "Solve a sum in at most three tries.\n"
 
 
 def prepare(out_dir: Path, log: Log = print) -> Built:
@@ -49,7 +48,8 @@ def write_games(folder: Path) -> None:
             if len(found) < number and question not in known:
                 found[str(seed)] = question, entry["answer"]
                 known |= {question} if name == "validation" else set()
-        write_jsonl(folder / f"{name}.jsonl", ({"prompt_id": f"{name}-{seed}", "seed": int(seed)} for seed in found))
+        rows = ({"prompt_id": f"{name}-{seed}", "text": OPENING, "seed": int(seed)} for seed in found)
+        write_jsonl(folder / f"{name}.jsonl", rows)
         games |= found
     write_json(folder / GAMES, games, durable=False)
 
@@ -68,24 +68,11 @@ def _server(prepared: Path, log_dir: Path) -> Iterator[str]:
     arguments = [str(prepared.absolute() / GAMES), str(port)]
     game = Child("game server", arguments, log_dir / "game_server.log", {}, command=command)
     try:
-        deadline = time.monotonic() + START_S
-        while not _answers(f"http://127.0.0.1:{port}/health"):
-            game.raise_if_failed()
-            if time.monotonic() > deadline:
-                raise RlhfError(f"the game server did not answer within {START_S:g} s; see {game.log_path}")
-            time.sleep(0.2)
+        wait_until(lambda: get_page(f"127.0.0.1:{port}", "/health") != "", game)
         yield f"http://127.0.0.1:{port}"
     finally:
         game.process.kill()
         game.process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=1.0):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def _install(folder: Path, package: str) -> None:
