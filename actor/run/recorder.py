@@ -23,7 +23,7 @@ from actor.policy.checkpoint import (
 )
 from actor.run.metrics import ActorMetrics, Metric, MetricsLog, Trackers, finite
 from actor.run.staleness import VersionSteps, staleness_metrics
-from actor.run.validation import Validation, explained, read_texts, samples
+from actor.run.validation import Validation, explained, read_texts, samples, turn_tokens
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.client.client import TritonClient
@@ -175,6 +175,8 @@ class Recorder:
         }
         self._log.write(step, {**line, **measured})
         texts = read_texts(scored.rollout, scores, self._policy.tokenizer, limit=self._settings.logged_texts)
+        for index, text in enumerate(texts if scored.rollout.trajectories else ()):
+            text["turn_tokens"] = turn_tokens(scored.rollout, batch, self._policy.tokenizer, index)
         self._log.add_texts([{"step": step, **text} for text in texts])
         end_step(step)
         logger.info(

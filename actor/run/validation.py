@@ -7,7 +7,7 @@ from typing import Any
 from actor.algorithms.advantages import explained_variance
 from actor.algorithms.batch import score_returns, sequence_kl
 from actor.data.compute import InThread
-from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
+from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
 from actor.policy.policy import Policy
 from actor.run.collection import collect
 from actor.run.metrics import Timers
@@ -149,6 +149,15 @@ def _conversation(rollout: Rollout, scores: Scores, index: int) -> dict[str, Any
     if scores.versions[index] >= 0:
         line["turn_values"] = [float(values[turn.start - 1 : turn.end - 1].mean()) for turn in trajectory.turns]
     return line | {name: text for name in ("truncated", "error") if (text := getattr(trajectory, name))}
+
+
+def turn_tokens(rollout: Rollout, batch: PPOBatch, tokenizer: Any, index: int) -> list[list[tuple[str, float, float]]]:
+    """Return the sampled tokens of a conversation by turn: text, the critic's value before it, 0 without, advantage."""
+    row, columns = rollout.tokens[index], (batch.prev_values[index].tolist(), batch.advantages[index].tolist())
+    return [
+        [(tokenizer.decode([int(row[t])]), *(column[t - 1] for column in columns)) for t in range(turn.start, turn.end)]
+        for turn in (rollout.trajectories or [])[index].turns
+    ]
 
 
 def _question(prompt: Prompt) -> dict[str, str]:

@@ -469,10 +469,11 @@ class TestCommand:
         page = self.page_of(folder)
         for text, count in (
             ("<small>+0.50</small><b>policy</b><span>I look.</span><code>look(where=&#34;&lt;up&gt;&#34;)</code>", 6),
-            ("<b>look</b><span>a\nb</span>", 6),
+            ("<b>look</b><span>a\nb</span>", 6 + 4),  # samples, and a training rollout of each step
             ("<small>-1.00</small><b>policy</b><code>{up}</code>", 6),
-            ("<b>environment</b><span>Wrong.</span>", 6),
-            ("<p>ended</p>", 4),
+            ("<b>environment</b><span>Wrong.</span>", 6 + 4),
+            ('<i title="value ', 4 * 4),  # tokens
+            ("<p>ended</p>", 4 + 4),
             ("<p>truncated: environment.max_turns</p>", 2),
             ("<p>error: worker died</p>", 4),
             ("Failed environments: 1 of 4 prompts", 1),
@@ -483,6 +484,16 @@ class TestCommand:
         conversation = Conversation.of(row)
         assert conversation is not None
         assert [said.value for said in conversation.said] == [0.25, None, 1.0, None]
+        tokens = [["Wr", 0.5, -1.0], ["<ong>", 0.25, 3.0]]
+        other = Conversation.of({**row, "turn_rewards": [-1.0], "turn_values": [1.0], "turn_tokens": [tokens]})
+        assert other is not None
+        assert [(said.reward, said.value) for said in other.said] == [
+            (None, None),
+            (None, None),
+            (-1.0, 1.0),
+            (None, None),
+        ]
+        assert other.said[2].tokens == tokens
 
     def grpo(self, folder: Path) -> Path:
         """A whole run with a reward function: no critic, no validation, no reference."""

@@ -1,7 +1,7 @@
 """Conversations with environments, as a run's JSON lines have them, for the page."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ class Said:
     """What the environment gave for a turn of the policy; None for other messages."""
     value: float | None
     """The critic's mean value over the turn's tokens; None if it has none."""
+    tokens: Sequence[tuple[str, float, float]] = ()
+    """Each token's text, value before it, and advantage; of training rollouts."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,14 @@ class Conversation:
         """Return the conversation of a line of samples.jsonl or rollouts.jsonl; None if it has none."""
         if "turns" not in row:
             return None
-        rewards, values = iter(row["turn_rewards"]), iter(row.get("turn_values", ()))
-        said = []
+        # The last turns of the policy are those of the row; others before them are trained in other rows.
+        left, said = sum(message["role"] == "assistant" for message in row["turns"]), list[Said]()
+        columns = [row["turn_rewards"][::-1], row.get("turn_values", [])[::-1], row.get("turn_tokens", [])[::-1]]
         for message in row["turns"]:
             if message["role"] == "assistant":
-                said.append(Said("policy", _parts(message["content"]), next(rewards), next(values, None)))
+                left -= 1
+                reward, value, tokens = (column[left] if left < len(column) else None for column in columns)
+                said.append(Said("policy", _parts(message["content"]), reward, value, tokens or ()))
             else:
                 said.append(Said(message.get("name") or "environment", [(message["content"], False)], None, None))
         endings = (f"{name}: {row[name]}" for name in ("error", "truncated") if name in row)

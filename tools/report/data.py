@@ -239,7 +239,7 @@ class RunRecord:
     pairs: list[Pair]
     validations: list[dict[str, Any]]  # every n-th line; empty if the run does not validate
     changes: list[dict[str, Any]]  # resumes with other settings, as CHANGES_FILE has them
-    texts: list[dict[str, Any]]  # from training rollouts, if the run has no pairs
+    texts: list[dict[str, Any]]  # from training rollouts, if the run has no pairs, or conversations
     is_finished: bool  # the actor has done its last step and validation
     in_progress: bool
     has_policy: bool
@@ -297,7 +297,7 @@ def _load(run_dir: Path, summary: dict[str, Any], is_finished: bool) -> RunRecor
         pairs=pairs,
         validations=read_steps(run_dir / "validations.jsonl"),
         changes=list(each_line(run_dir / CHANGES_FILE)),
-        texts=[] if pairs else _read_texts(run_dir),
+        texts=[] if pairs and pairs[0].conversation_before is None else _read_texts(run_dir),
         is_finished=is_finished,
         in_progress=in_progress(run_dir),
         has_policy=loading_line(run_dir) is not None,
