@@ -172,7 +172,6 @@ class PPORun:
             self.shaper,
             kl_coef=self.kl.coef,
             responses_per_prompt=self.settings.algorithm.responses_per_prompt,
-            owners=None if scored.others is None else scored.others.rollout.owners,
             num_dropped=sum(len(part.rollout.prompts) for part in dropped),
         )
 

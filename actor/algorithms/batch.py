@@ -24,16 +24,16 @@ def make_batch(
     *,
     kl_coef: float,
     responses_per_prompt: int = 1,
-    owners: Tensor | None = None,
     num_dropped: int = 0,
 ) -> PPOBatch:
     """Return the training batch of a rollout, with advantages and returns; rows without a score are masked out.
 
+    Within a group, conversations are compared, whatever their number of rows: rows with other `owners` than themselves
+    have the advantage of these, if the algorithm needs groups, and share the weight of the conversation.
+
     Args:
         kl_coef: KL coefficient of this step.
         responses_per_prompt: number of consecutive rows that share a prompt.
-        owners: int64 `[n]`, of the last n rows before the dropped ones, which are further rows of conversations: the
-            rows that these belong to. Within a group, conversations are compared, whatever their number of rows.
         num_dropped: rows at the end that only the critic learns from.
     """
     rollout, scores, process = scored.rollout, scored.scores, scored.scores.process
@@ -41,27 +41,26 @@ def make_batch(
     if rollout.trajectories is not None and method.settings.defaults.needs_groups:
         process = None  # total rewards are compared within groups
     kl = _token_kl(scored, mask, method)
-    owners = torch.tensor([], dtype=torch.int64) if owners is None else owners
-    kept = len(mask) - num_dropped
-    owner = torch.arange(len(mask))
-    owner[kept:] -= len(owners)
-    others = slice(kept - len(owners), kept)
-    owner[others] = owners
-    learned = scores.scored & (torch.arange(len(mask)) < kept)
+    owner, is_other = _owners(rollout)
+    learned = scores.scored & (torch.arange(len(mask)) < len(mask) - num_dropped)
     if method.settings.mask_unfinished:
         learned &= rollout.is_end
-    counted = learned.clone()
-    counted[others] = False
+    in_groups, penalty = method.settings.defaults.needs_groups, torch.zeros_like(mask)
+    if kl is not None and not method.kl_in_loss:
+        penalty = kl_coef * kl
+    rewards = scores.rewards if process is None else process.outcome
+    if in_groups:  # they are compared by totals
+        rewards = rewards.index_add(0, owner[is_other], -(penalty * mask)[is_other].sum(-1))
     inputs = AdvantageInputs(
-        scores.rewards if process is None else process.outcome,
-        torch.zeros_like(mask) if kl is None or method.kl_in_loss else kl_coef * kl,
+        rewards,
+        penalty,
         torch.where(mask > 0, scores.values[:, :-1], 0.0),
         mask,
         rollout.lengths,
         owner // responses_per_prompt,
-        scores.scored,
+        scores.scored & ~(is_other & in_groups),
         rollout.is_end,
-        counted,
+        learned & ~is_other,
         method.settings.gamma,
         method.settings.lam,
         method.settings.lam_values,
@@ -71,13 +70,13 @@ def make_batch(
     )
     inputs = shaper.run(inputs)
     advantages, returns = method.advantage(inputs)
-    if len(owners) and method.settings.defaults.needs_groups:  # then all tokens of a conversation have the same
-        each = (advantages * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-        advantages[others] = each[owners, None] * mask[others]
-    learned &= inputs.counted[owner]
-    weights = learned_mask = mask * learned[:, None]
+    sampled = mask.sum(-1)
+    if in_groups:  # then all tokens of a conversation have the same advantage
+        each = (advantages * mask).sum(-1) / sampled.clamp(min=1)
+        advantages = torch.where(is_other[:, None], each[owner, None] * mask, advantages)
+    weights = learned_mask = mask * (learned & inputs.counted[owner])[:, None]
     if method.loss_mean == "sequence":
-        weights = weights / mask.sum(-1, keepdim=True).clamp(min=1)
+        weights = weights / torch.zeros_like(sampled).index_add(0, owner, sampled)[owner, None].clamp(min=1)
     return PPOBatch(
         rollout.tokens,
         rollout.lengths,
@@ -95,6 +94,13 @@ def make_batch(
         positive=scores.rewards > 0 if method.settings.positive_nll else None,
         sampled_logprobs=scored.logprobs if rollout.logprobs is None else rollout.logprobs,
     )
+
+
+def _owners(rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """Return the row whose conversation each row belongs to, int64 `[B]`, and whether that is another one."""
+    own = torch.arange(len(rollout.prompts))
+    owner = own if rollout.owners is None else rollout.owners
+    return owner, owner != own
 
 
 def with_limits(scored: ScoredRollout, treatment: str, gamma: float) -> ScoredRollout:
@@ -119,10 +125,11 @@ def with_limits(scored: ScoredRollout, treatment: str, gamma: float) -> ScoredRo
         return replace(scored, scores=replace(scores, scored=scores.scored & is_over))
     if treatment == "bootstrap":
         assert scores.process is not None
-        rewards = scores.process.rewards.clone()
+        rewards, owner = scores.process.rewards.clone(), _owners(rollout)[0]
+        ends = scores.values[owner, rollout.lengths[owner] - 1]  # of the conversations
         for row, trajectory in enumerate(rollout.trajectories or ()):
             if trajectory.truncated and trajectory.turns:
-                rewards[row, trajectory.turns[-1].end - 1] += gamma * scores.values[row, rollout.lengths[row] - 1]
+                rewards[row, trajectory.turns[-1].end - 1] += gamma * ends[row]
         scores = replace(scores, process=replace(scores.process, rewards=rewards))
     return replace(scored, rollout=replace(rollout, is_end=rollout.is_end | ~is_over), scores=scores)
 
@@ -185,7 +192,8 @@ def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -
     """Return the `train_rollouts/…` metrics of one step: means over scored rows or response tokens."""
     scores = scored.scores
     rewards = scores.rewards[scores.scored]
-    metrics = {**text_metrics(scored.rollout, scores), "kl_coef": kl_coef}
+    others = () if scored.others is None else (scored.others.rollout,)
+    metrics = {**text_metrics(replace(scored.rollout, others=others), scores), "kl_coef": kl_coef}
     distance = sequence_kl(scored, batch.mask)
     if batch.kl is not None and distance is not None:
         kl_sum = (batch.kl * batch.mask).sum(-1)[scores.scored]
@@ -257,7 +265,7 @@ def _conversation_metrics(rollout: Rollout) -> dict[str, float]:
     found = rollout.trajectories
     if found is None:
         return {}
-    others = rollout.others.trajectories or [] if rollout.others else []
+    others = [each for part in rollout.others for each in part.trajectories or ()]
     return {
         "turns": sum(len(each.turns) for each in (*found, *others)) / len(found),
         "truncated": sum(bool(each.truncated) for each in found) / len(found),

@@ -54,55 +54,58 @@ class CapturedAgents(Agent):
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Do nothing: `Sessions` has checked the chat template, without which there is no agent."""
 
-    def close(self) -> None:
-        """End the server and all agents, once."""
+    async def _end(self) -> None:
+        await super()._end()  # first, as the server waits for the agents' connections
         if self._serving is not None:
-            self._server.should_exit = self._server.force_exit = True
-            self._serving.result()
-        super().close()
+            self._server.should_exit = True
+            await asyncio.wrap_future(self._serving)
 
     async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
         """Return the policy's reply, as the run samples. Raises CaptureError for a session that is over."""
         if session not in self._rows:
             raise CaptureError(404, f"session {session} is over: its agent has ended")
-        turn = await self._rows[session].alone(tokens)
+        try:
+            turn = await self._rows[session].alone(tokens)
+        except asyncio.CancelledError as error:
+            raise CaptureError(409, f"session {session} is over: the rollout was interrupted") from error
         count = len(turn.tokens)
         return Sampled(turn.tokens, turn.logprobs or [math.nan] * count, turn.ended, [None] * count)
 
     async def talk(self, prompt: Prompt, seed: int, rows: TalkRows, *, may_restart: bool = False) -> Response:
         """Run one agent to its end; return all of its conversations with the policy."""
-        name, instance, reward, error = uuid.uuid4().hex, None, None, ""
+        name, instance, reward, failed = uuid.uuid4().hex, None, None, None
         async with self._limit:
             self._rows[name], deadline = rows, time.monotonic() + self._settings.timeout_s
             try:
                 instance = await self._open(prompt, seed)
                 reward = (await instance.step(f"{self._url}/sessions/{name}/v1")).reward
             except EnvironmentFailed as failure:
-                if failure.is_lost and may_restart:
-                    raise
-                error = str(failure)
+                failed = failure
             finally:
                 del self._rows[name]
                 session, truncated = self._sessions.ended(name), ""
                 if instance is not None:
                     await instance.close()
-        if time.monotonic() > deadline:
+        if session is not None and session.limit:
+            truncated = f"environment.{session.limit}"
+        elif time.monotonic() > deadline:
             truncated = "environment.timeout_s"
+        if failed is not None and failed.is_lost and may_restart and not truncated:
+            raise failed
+        error = "" if failed is None or truncated else str(failed)
         if session is None or not session.calls:
-            error = error or f"{self._settings.agent}: ended without a reply of the policy"
-            return as_response([(prompt, RecordedRow())], truncated=truncated, error="" if truncated else error)
+            error = error or ("" if truncated else f"{self._settings.agent}: ended without a reply of the policy")
+            return as_response([(prompt, RecordedRow())], truncated=truncated, error=error)
         last = session.calls[-1]
         last.reward += reward or 0.0
-        if session.limit:
-            truncated = f"environment.{session.limit}"
-        elif not last.sampled.ended and not truncated:
-            truncated = "actor.generation.max_new_tokens"
+        if not last.sampled.ended and not truncated:
+            truncated, error = "actor.generation.max_new_tokens", ""
         found = sorted(session.rows(), key=lambda row: last in row.calls)  # the last call's at the end
         return as_response(
             [(self._prompt(prompt, row), row) for row in found],
             [_later(session, row) for row in found],
             truncated=truncated,
-            error="" if truncated else error,
+            error=error,
         )
 
     def _prompt(self, prompt: Prompt, row: CapturedRow) -> Prompt:

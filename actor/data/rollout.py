@@ -75,6 +75,7 @@ class Trajectory:
     truncated: str = ""  # the limit that ended it, such as `environment.max_turns`; empty: none
     error: str = ""  # why the environment failed; empty: it did not
     restarts: int = 0  # how often it has begun again, as its environment was lost
+    opening: str = ""  # text of the prompt before `messages`, where these begin in an earlier row
     later: float = 0.0  # rewards of turns in other rows of the conversation, which came after this row's last one
 
 
@@ -90,16 +91,15 @@ class Rollout:
     logprobs: Tensor | None = None  # float32 [B, S-1] from generation, 0 outside the responses
     observed: Tensor | None = None  # bool [B, S], tokens of environments within the responses; None: there are none
     trajectories: list[Trajectory] | None = None  # B; None without environments
-    others: Rollout | None = None  # further rows of the same conversations; None: there are none
-    owners: Tensor | None = None  # int64 [B], of such others: the row whose conversation each belongs to
+    others: tuple[Rollout, ...] = ()  # further rows of the same conversations
+    owners: Tensor | None = None  # int64 [B], the row whose conversation each belongs to; None: its own
 
     @property
     def exact_turns(self) -> float:
         """Share of all turns whose tokens in the rows are those that were sampled."""
         exact = [
             [*turn.tokens] == row[turn.start : turn.end].tolist()
-            for part in (self, self.others)
-            if part is not None
+            for part in (self, *self.others)
             for row, trajectory in zip(part.rows(), part.trajectories or [], strict=True)
             for turn in trajectory.turns
         ]
@@ -133,6 +133,7 @@ def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
     """Concatenate rollouts, padded to the longest row, without their others."""
     width = max(part.tokens.shape[1] for part in parts)
     observed = [part.observed for part in parts if part.observed is not None]
+    owners = [part.owners for part in parts if part.owners is not None]
     return Rollout(
         [prompt for part in parts for prompt in part.prompts],
         joined([part.tokens for part in parts], width, padding=pad_id),
@@ -142,6 +143,7 @@ def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
         joined_logprobs([part.logprobs for part in parts], width),
         joined(observed, width) if observed else None,
         [each for part in parts for each in part.trajectories or ()] or None,
+        owners=torch.cat(owners) if len(owners) == len(parts) else None,
     )
 
 

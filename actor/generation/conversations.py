@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,7 +55,10 @@ class _Talk:
     def response(self) -> Response:
         """Return the conversation as the response to its prompt."""
         self.row.messages = self.messages
-        return as_response([*self.before, (self.prompt, self.row)], truncated=self.truncated, error=self.error)
+        found = as_response([*self.before, (self.prompt, self.row)], truncated=self.truncated, error=self.error)
+        if not self.before or found.trajectory is None:
+            return found
+        return replace(found, trajectory=replace(found.trajectory, opening=self.before[0][0].text))
 
 
 def as_response(
@@ -117,7 +121,8 @@ class Agent:
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
         self._thread.start()
         self._environments = Environments(settings, hidden_variables=hidden_variables)
-        self._limit = asyncio.Semaphore(settings.concurrent)
+        self.concurrent = settings.concurrent
+        self._limit = asyncio.Semaphore(self.concurrent)
         try:
             self._call(self._environments.start())
             self._chat = Chat(tokenizer, self._environments.tools)
@@ -140,10 +145,13 @@ class Agent:
     def close(self) -> None:
         """End all environments, once."""
         if self._thread.is_alive():
-            self._call(self._environments.close())
+            self._call(self._end())
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self.loop.close()
+
+    async def _end(self) -> None:
+        await self._environments.close()
 
     async def talk(self, prompt: Prompt, seed: int, rows: "TalkRows", *, may_restart: bool = False) -> Response:
         """Lead one conversation to its end; a failure of the environment is recorded in it.
@@ -276,7 +284,9 @@ class Talks:
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._turns: dict[int, asyncio.Future[Response]] = {}  # by the row's number
         self._missing = set(prompts)
-        self._awaited, self._in_step = set(prompts), agent.in_step
+        self._in_step = agent.in_step
+        self._later = deque(prompts)  # they begin in this order, when there is room for their environments
+        self._awaited = {self._later.popleft() for _ in range(min(agent.concurrent, len(prompts)))}
         self._talks = [
             asyncio.run_coroutine_threadsafe(self._talk(agent, index, prompt, seed), self._loop)
             for index, prompt in prompts.items()
@@ -309,6 +319,7 @@ class Talks:
             row, what = arrival
             if isinstance(what, Response):
                 self._missing.remove(row)
+                self._awaited |= {self._later.popleft()} if self._later else set()
                 self._finished(row, what)
             else:
                 found.append((row, what))
@@ -320,6 +331,7 @@ class Talks:
         """End the conversations that are not over, and their environments; `next` then raises CancelledError."""
         for talk in self._talks:
             talk.cancel()
+        self._loop.call_soon_threadsafe(lambda: [turn.cancel() for turn in self._turns.values()])  # of agents, too
         self._arrivals.put(asyncio.CancelledError())
 
     async def sampled(self, row: int, before: Sequence[int]) -> Response:

@@ -168,21 +168,18 @@ class Policy:
         `finished` is called with the prompt's index and a one-row rollout as soon as that response ends.
         """
         rows: list[Rollout | None] = [None] * len(prompts)
-        others: dict[int, list[Rollout]] = {}
+        others: list[Rollout] = []
 
         def keep(index: int, response: Response) -> None:
             row = rows[index] = row_of(response.prompt or prompts[index], response)
-            others[index] = [row_of(each.prompt or prompts[index], each) for each in response.others]
+            more = (row_of(each.prompt or prompts[index], each) for each in response.others)
+            others.extend(replace(each, owners=torch.tensor([index])) for each in more)
             finished(index, row)
 
         with self.computing(), self._stream.running():
             self._respond([*prompts], keep, seed=seed, greedy=greedy)
         whole = join_rollouts([row for row in rows if row is not None], self.pad_id)
-        if not any(others.values()):
-            return whole
-        owners = torch.tensor([index for index in sorted(others) for _ in others[index]])
-        parts = [row for index in sorted(others) for row in others[index]]
-        return replace(whole, others=replace(join_rollouts(parts, self.pad_id), owners=owners))
+        return replace(whole, others=tuple(sorted(others, key=lambda row: int(row.owners or 0))))
 
     def _respond(self, prompts: list[Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
         """Generate the responses to prompts; see `Generation.run`. Each rank generates a share of them."""

@@ -99,7 +99,8 @@ class PolicyUpdate:
                 continue
             total = float(batch.policy_weights[rows].sum())
             # Of the mean over tokens, which all metrics are.
-            scale = total / (len(rows) * self._max_new_tokens) if self._method.loss_mean == "constant" else 1.0
+            responses = len(rows) / self._rows_each(len(batch.lengths))
+            scale = total / (responses * self._max_new_tokens) if self._method.loss_mean == "constant" else 1.0
             sums = self._gradients(
                 batch, rows, total, kl_coef, scale=scale, seed=int(torch.randint(1 << 62, (), generator=generator))
             )
@@ -128,8 +129,12 @@ class PolicyUpdate:
 
     def _minibatches(self, count: int, generator: torch.Generator) -> list[Tensor]:
         orders = [torch.randperm(count, generator=generator) for _ in range(self._settings.epochs)]
-        size = math.ceil(self._settings.minibatch_size * max(1.0, count / (self._rollout_size or count)))
+        size = math.ceil(self._settings.minibatch_size * self._rows_each(count))
         return [rows for order in orders for rows in order.split(size)]
+
+    def _rows_each(self, count: int) -> float:
+        """Return the mean number of rows of a conversation; 1 without any."""
+        return max(1.0, count / (self._rollout_size or count))
 
     def _corrected(self, batch: PPOBatch) -> PPOBatch:
         """Return the batch with the importance factors of the correction, if there is one, and its old log-probs."""

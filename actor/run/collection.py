@@ -87,7 +87,7 @@ async def collect(
     if start is not None:
         scores = await in_thread(only_known, scores, start)
     scored = ScoredRollout(rollout, scores, logprobs, None if start is None else start.logprobs, old)
-    if rollout.others is None:
+    if not rollout.others:
         return scored
     return await with_others(policy, scorer, reference, scored, versions=await ready, in_thread=in_thread)
 
@@ -101,17 +101,21 @@ async def with_others(
     versions: VersionRange | None,
     in_thread: InThread,
 ) -> ScoredRollout:
-    """Return a scored rollout of conversations together with their other rows, scored likewise."""
-    rollout = scored.rollout.others
-    assert rollout is not None
+    """Return a scored rollout of conversations together with their other rows, scored likewise.
+
+    A conversation counts as scored if all of its rows are.
+    """
+    rollout = join_rollouts(scored.rollout.others, policy.pad_id)
+    assert rollout.owners is not None
     logprobs = start = values = None
     if scored.logprobs is not None:
         logprobs = await in_thread(policy.sampled_logprobs, rollout)
     if scored.ref_logprobs is not None:
         asked = reference.stream(in_thread)
         try:
-            for index in range(len(rollout.prompts)):
-                asked.take(index, rollout.select(torch.tensor([index])))
+            for index, row in enumerate(scored.rollout.others):
+                asked.take(index, row)
+            await asyncio.sleep(0)  # the rows are queued
             start = await asked.logprobs(rollout)
         finally:
             await asked.close()
@@ -122,6 +126,8 @@ async def with_others(
         scores = await in_thread(only_known, scores, start)
     old = rollout.logprobs if scored.old_logprobs is not None else None
     others = ScoredRollout(rollout, scores, logprobs, None if start is None else start.logprobs, old)
+    whole = own.scored.index_fill(0, rollout.owners[~scores.scored], value=False)
+    own = replace(own, scored=whole, failures=sorted({*own.failures, *scores.failures}))
     return replace(scored, scores=own, others=others)
 
 
@@ -133,17 +139,19 @@ def join_scored(parts: Sequence[ScoredRollout], pad_id: int) -> ScoredRollout:
         if part.others is not None and (found := part.others.of_owners({i: first + i for i in range(count)})):
             others.append(found)
         first += count
-    if not others:
-        return joined
-    owners = torch.cat([part.rollout.owners for part in others if part.rollout.owners is not None])
-    together = _joined(others, pad_id)
-    return replace(joined, others=replace(together, rollout=replace(together.rollout, owners=owners)))
+    return replace(joined, others=_joined(others, pad_id)) if others else joined
 
 
 def all_rows(scored: ScoredRollout, dropped: Sequence[ScoredRollout], pad_id: int) -> ScoredRollout:
-    """Return the rows of a rollout, its others behind them, and the dropped ones at the end."""
+    """Return the rows of a rollout, its others behind them, and the dropped ones at the end, with the owner of each."""
     parts = [part for part in (scored, scored.others, *dropped) if part is not None]
-    return _joined(parts, pad_id) if len(parts) > 1 else scored
+    if len(parts) == 1:
+        return scored
+    whole, first = _joined(parts, pad_id), len(scored.rollout.prompts)
+    if scored.others is None or (own := scored.others.rollout.owners) is None:
+        return whole
+    owners = torch.cat([torch.arange(first), own, torch.arange(first + len(own), len(whole.rollout.prompts))])
+    return replace(whole, rollout=replace(whole.rollout, owners=owners))
 
 
 def _joined(parts: Sequence[ScoredRollout], pad_id: int) -> ScoredRollout:

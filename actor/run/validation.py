@@ -101,7 +101,7 @@ def read_texts(rollout: Rollout, scores: Scores, tokenizer: Any, limit: int | No
     for i, row in enumerate(rollout.rows(slice(limit))):
         prompt = rollout.prompts[i]
         text = {
-            "prompt": prompt.text,
+            "prompt": _opening(rollout, i) or prompt.text,
             "response": tokenizer.decode(row[prompt.tokens.size :].tolist(), skip_special_tokens=True),
             "reward": float(scores.rewards[i]) if scores.scored[i] else None,
             **_conversation(rollout, scores, i),
@@ -118,7 +118,7 @@ def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str,
             "prompt_id": prompt.prompt_id,
             "when": when,
             **text,
-            **_question(prompt),
+            **({} if _opening(rollout, i) else _question(prompt)),
             **_steps(scores, i),
             "ended": bool(rollout.is_end[i]),
         }
@@ -149,6 +149,10 @@ def _conversation(rollout: Rollout, scores: Scores, index: int) -> dict[str, Any
     if scores.versions[index] >= 0:
         line["turn_values"] = [float(values[turn.start - 1 : turn.end - 1].mean()) for turn in trajectory.turns]
     return line | {name: text for name in ("truncated", "error") if (text := getattr(trajectory, name))}
+
+
+def _opening(rollout: Rollout, index: int) -> str:
+    return rollout.trajectories[index].opening if rollout.trajectories else ""
 
 
 def turn_tokens(rollout: Rollout, batch: PPOBatch, tokenizer: Any, index: int) -> list[list[tuple[str, float, float]]]:

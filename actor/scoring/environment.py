@@ -49,7 +49,6 @@ def scores_of_others(rollout: Rollout, main: Scores, values: Scores | None, weig
     """
     assert rollout.owners is not None
     assert rollout.trajectories is not None
-    assert main.process is not None
     owners, count = rollout.owners, len(rollout.prompts)
     known = values or Scores(
         torch.zeros(count),
@@ -60,7 +59,7 @@ def scores_of_others(rollout: Rollout, main: Scores, values: Scores | None, weig
     )
     served = dataclasses.replace(
         known,
-        rewards=main.process.outcome[owners],
+        rewards=(main.rewards - main.components[COMPONENT].nan_to_num())[owners],
         scored=known.scored & main.scored[owners],
         components={name: each[owners] for name, each in main.components.items() if name != COMPONENT},
         reward_versions=None if main.reward_versions is None else main.reward_versions[owners],

@@ -109,6 +109,24 @@ def test_failures_and_limits_say_so(
     assert not found.ended
 
 
+def test_a_limit_is_no_loss_although_clients_raise_an_oserror(agents: Callable[..., CapturedAgents], model: Any):
+    (found,) = responses(model, agents("converse", options={"turns": 3}, max_turns=2), 1)
+    assert found.trajectory is not None
+    assert (found.trajectory.truncated, found.trajectory.restarts) == ("environment.max_turns", 0)
+
+
+@pytest.mark.timeout(120)
+def test_interrupted_agents_end_at_once(agents: Callable[..., CapturedAgents], model: Any):
+    """As when memory is short: the others begin again, in the only place that there is."""
+    agent = agents("converse", concurrent=1)
+    talks = agent.begin({0: prompts_of(1)[0]}, lambda *_: None, seed=0)
+    assert talks.next(wait=True)
+    talks.close()
+    (found,) = responses(model, agent, 1)
+    assert found.trajectory is not None
+    assert (len(found.trajectory.turns), found.trajectory.error) == (2, "")
+
+
 @pytest.mark.timeout(120)
 def test_an_agent_that_hangs_up_leaves_no_slot_behind(agents: Callable[..., CapturedAgents], model: Any):
     for response in responses(model, agents("impatient"), 2, generation_batch_size=2):

@@ -256,6 +256,8 @@ def test_a_template_that_removes_thoughts_begins_another_row(
     assert found.trajectory is not None
     assert [*found.trajectory.messages] == messages[1:]
     (first,) = found.others
+    assert first.prompt is not None
+    assert found.trajectory.opening == first.prompt.text
     for row, until, given in ((first, 4, 1), (found, 8, 5)):
         assert row.prompt is not None
         assert row.trajectory is not None
@@ -377,6 +379,16 @@ def test_every_row_of_a_conversation_is_sampled_by_itself(
             draws = uniform_draws(3, i + number * ROW_STEP)
             assert row.tokens == one_response(decoder, row.prompt.tokens, draws, 8)
             assert (row.logprobs is None) == (engine == "transformers")
+
+
+@pytest.mark.timeout(120)
+def test_conversations_in_step_do_not_await_those_that_have_no_room(agents: Callable[..., Agent], model: Any):
+    agent = agents("Countdown", concurrent=2)
+    agent.in_step = True
+    one = generated(model, agent, prompts_of(5))
+    assert one.trajectories is not None
+    assert all(trajectory.turns for trajectory in one.trajectories)
+    assert torch.equal(one.tokens, generated(model, agent, prompts_of(5)).tokens)
 
 
 def test_the_same_seed_gives_the_same_conversations(agents: Callable[..., Agent], model: Any):
@@ -546,19 +558,15 @@ def test_all_rows_of_a_conversation_train(name: str):
     assert others is not None
     dropped = scored_of(*ROWS, served=0.5)
     shaper = RewardShaper(actor_section().rewards, max_new_tokens=8)
-    batch = make_batch(
-        all_rows(scored, [dropped], 0),
-        method_of(name),
-        shaper,
-        kl_coef=0.0,
-        responses_per_prompt=2,
-        owners=others.rollout.owners,
-        num_dropped=2,
-    )
+    whole = all_rows(scored, [dropped], 0)
+    batch = make_batch(whole, method_of(name), shaper, kl_coef=0.0, responses_per_prompt=2, num_dropped=2)
     alone = batch_of(scored, name)
     assert batch.groups is not None
-    assert batch.groups.tolist() == [0, 0, 0, 1, 1]
+    assert batch.groups[:3].tolist() == [0, 0, 0]
+    assert not (batch.groups[3:] == 0).any()
     assert torch.equal(batch.advantages[:2], alone.advantages)
+    if method_of(name).loss_mean == "sequence":
+        assert batch.policy_weights[:3].sum(-1).tolist() == pytest.approx([1, 2 / 5, 3 / 5])
     assert torch.equal(batch.policy_weights.any(-1), torch.tensor([True, True, True, False, False]))
     mine = batch.advantages[2, 1:4]
     if name == "ppo":
@@ -570,6 +578,26 @@ def test_all_rows_of_a_conversation_train(name: str):
     assert batch.first(3).tokens.shape == (3, 7)
     cut = batch.first(1, 6)
     assert (cut.tokens.shape, cut.mask.shape, cut.lengths.shape) == ((1, 6), (1, 5), (1,))
+
+
+def test_the_divergence_of_another_row_counts_for_its_conversation():
+    """The KL penalty of all rows is part of a total; normalised are the scores of conversations alone."""
+    scored = with_other()
+    assert scored.others is not None
+    theirs = dataclasses.replace(scored.others, ref_logprobs=torch.full((1, 4), -1.5))
+    whole = all_rows(dataclasses.replace(scored, others=theirs, ref_logprobs=scored.logprobs), [], 0)
+    given = {"name": "rloo", "responses_per_prompt": 2, "mask_unfinished": False}
+    actor = actor_section(algorithm=given, rewards={"normalization": "running"}, rollout_size=2)
+    method = Method.of(actor.algorithm, actor.kl)
+    shaper = RewardShaper(actor_section().rewards, max_new_tokens=8)
+    found, plain = (make_batch(whole, method, shaper, kl_coef=coef, responses_per_prompt=2) for coef in (0.1, 0.0))
+    lost = plain.advantages[1].max() - found.advantages[1].max()
+    assert found.kl is not None
+    assert lost == pytest.approx(0.1 * float((found.kl * found.mask).sum()), abs=1e-5)
+    assert lost > 0
+    normalised = RewardShaper(actor.rewards, max_new_tokens=8)
+    make_batch(whole, method, normalised, kl_coef=0.0, responses_per_prompt=2)
+    assert normalised.moments.count == 2
 
 
 def test_lines_and_metrics_of_conversations():
@@ -600,5 +628,12 @@ def test_limits_mask_bootstrap_or_score():
     process = with_limits(scored, "bootstrap", 0.5).scores.process
     assert process is not None
     assert process.rewards[0].tolist() == pytest.approx([0, 0, 0, 1, 0, 0, 2 + 0.5 * 0.8, 0, 0])  # V of token 8: 0.8
+    other = row((2, 4, 0.5), length=4, truncated="environment.max_turns")
+    joined_rows = scored_of(ROWS[1], limited, other)
+    owned = dataclasses.replace(joined_rows.rollout, owners=torch.tensor([0, 1, 1]))
+    process = with_limits(dataclasses.replace(joined_rows, rollout=owned), "bootstrap", 0.5).scores.process
+    assert process is not None
+    tail = 0.5 * float(joined_rows.scores.values[1, 8])
+    assert process.rewards[2, 3] == pytest.approx(0.5 + tail), "of its conversation's end, not of its own"
     with pytest.raises(RlhfError, match=r"limits ended them \(environment.max_turns\); raise them, or set"):
         with_limits(scored_of(limited), "mask", 0.5)

@@ -75,7 +75,7 @@ def test_ppo_learns_from_turns_with_a_served_critic_and_a_served_reward(tmp_path
 def test_ppo_learns_from_every_context_of_an_agent(tmp_path: Path, checkpoints: Checkpoints):
     """Each conversation has three rows; critic and policy train all of them."""
     agent = {"agent": f"{CLASSES.with_name('agents.py')}:in_two_contexts"}
-    run = agent_run(tmp_path / "run", checkpoints, "", environment=agent, actor={"steps": 3})
+    run = agent_run(tmp_path / "run", checkpoints, "", environment=agent, actor={"steps": 3, "kl_reference": "triton"})
     system = start_system(run)
     try:
         code, log = run_actor(run, "actor")

@@ -13,7 +13,7 @@ def ask(base_url: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the policy's reply as a message."""
     body = json.dumps({"model": "policy", "messages": messages, "temperature": 0.3}).encode()
     request = urllib.request.Request(f"{base_url}/chat/completions", body, headers={"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=600) as reply:
         return json.load(reply)["choices"][0]["message"]
 
 
