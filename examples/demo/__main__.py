@@ -65,8 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prepare-only", action="store_true", help="do not run it")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override of a key in the YAML file")
     arguments = parser.parse_intermixed_args(argv)  # options may stand between overrides
-    if arguments.recipe == "agent" and arguments.quick:
-        parser.error("the recipe agent has no quick form: its policy needs a chat template")
     os.environ.update({key: value for key, value in LIBRARY_ENV.items() if key not in os.environ})
     path = CONFIGS[arguments.recipe]
     seed = load_config(Path(path), arguments.overrides).run.seed
@@ -79,8 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = load_config(Path(path), ["run.dir=runs/demo-sao", *arguments.overrides]).run.dir.absolute()
         return sao.compare(folder, overrides, seed)
     if arguments.recipe == "agent":
-        server, logs = arguments.cache_dir / "agent", load_config(Path(path), arguments.overrides).run.logs_dir
-        return agent.play(server, ["--fresh", "--config", path, *overrides], logs)
+        return agent.play(arguments.cache_dir / "agent", ["--fresh", "--config", path, *overrides])
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "tools", "run", "--fresh", "--config", path, *overrides])
 

@@ -54,19 +54,19 @@ def write_games(folder: Path) -> None:
     write_json(folder / GAMES, games, durable=False)
 
 
-def play(prepared: Path, arguments: Sequence[str], log_dir: Path) -> int:
+def play(prepared: Path, arguments: Sequence[str]) -> int:
     """Run `tools run` with these arguments against a server of the game; return its exit code."""
     from tools import run
 
-    with _server(prepared, log_dir) as url:
+    with _server(prepared) as url:
         return run.main([*arguments, f"environment.url={url}"])
 
 
 @contextlib.contextmanager
-def _server(prepared: Path, log_dir: Path) -> Iterator[str]:
+def _server(prepared: Path) -> Iterator[str]:
     port, command = free_port(), [str(prepared.absolute() / "server" / "bin" / "python"), sums_game.__file__]
     arguments = [str(prepared.absolute() / GAMES), str(port)]
-    game = Child("game server", arguments, log_dir / "game_server.log", {}, command=command)
+    game = Child("game server", arguments, prepared / "game_server.log", {}, command=command)
     try:
         wait_until(lambda: get_page(f"127.0.0.1:{port}", "/health") != "", game)
         yield f"http://127.0.0.1:{port}"

@@ -28,6 +28,8 @@ class OpenEnv:
         self._action, self._observation = action, observation
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse[Any]
+        self._received: asyncio.Queue[aiohttp.WSMessage]
+        self._receiving: asyncio.Task[None]
 
     async def reset(self, row: Mapping[str, Any]) -> str:
         """Open a session, with the row's `seed` if it has one; while the server is full or down, try again."""
@@ -40,6 +42,8 @@ class OpenEnv:
             is_late = time.monotonic() + pause > end
             try:
                 self._socket = await self._session.ws_connect(self._url, max_msg_size=MAX_MESSAGE_BYTES)
+                self._received = asyncio.Queue()
+                self._receiving = asyncio.create_task(self._receive())
                 reply = await self._exchange("reset", data)
                 if is_late or reply["data"].get("code") != FULL:
                     break
@@ -62,10 +66,19 @@ class OpenEnv:
     async def _exchange(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(ConnectionResetError):  # a server that is full sends its error and closes at once
             await self._socket.send_json({"type": kind, "data": data})
-        reply = await self._socket.receive()
+        reply = await self._received.get()
         if reply.type is not aiohttp.WSMsgType.TEXT:
+            self._received.put_nowait(reply)  # for further calls
             raise ConnectionError("the server has closed the connection")
         return reply.json()
+
+    async def _receive(self) -> None:
+        """Receive all the time: meanwhile the server's pings are answered, without which it hangs up after a while."""
+        is_open = True
+        while is_open:
+            message = await self._socket.receive()
+            is_open = message.type is aiohttp.WSMsgType.TEXT
+            self._received.put_nowait(message)
 
     def _text(self, observation: Mapping[str, Any]) -> str:
         texts = [value for value in observation.values() if isinstance(value, str)]

@@ -334,6 +334,14 @@ async def test_an_openenv_server_is_an_environment() -> None:
         assert (await waiting).observation == "start"
 
 
+async def test_an_idle_session_answers_the_servers_pings() -> None:
+    async with served() as (server, url, _), running(url=url, step_timeout_s=20) as environments:
+        instance = await environments.open({})
+        while server.pongs < 1:
+            await asyncio.sleep(0.01)
+        assert await instance.step("hello") == StepResult("hello", 0.5, False)
+
+
 async def test_an_openenv_server_that_stays_away_is_a_sentence_in_the_end() -> None:
     async with served() as (_, url, site), running(url=url, step_timeout_s=LIMIT_S) as environments:
         await site.stop()

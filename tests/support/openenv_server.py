@@ -14,13 +14,13 @@ class OpenEnvServer:
 
     def __init__(self, most: int = 2, sleep_s: float = 0.0, log: str = os.devnull) -> None:
         self.most, self.sleep_s, self.log = most, sleep_s, log
-        self.sessions = self.refused = 0
+        self.sessions = self.refused = self.pongs = 0
         self.resets: list[dict[str, Any]] = []
         self.transports: list[asyncio.Transport | None] = []
 
     async def session(self, request: web.Request) -> web.WebSocketResponse:
         """Serve one session."""
-        socket = web.WebSocketResponse()
+        socket = web.WebSocketResponse(autoping=False)
         await socket.prepare(request)
         if self.sessions == self.most:
             self.refused += 1
@@ -30,8 +30,10 @@ class OpenEnvServer:
         self.transports.append(request.transport)
         try:
             async for message in socket:
-                assert message.type is WSMsgType.TEXT
-                await self._answer(socket, **message.json())
+                self.pongs += message.type is WSMsgType.PONG
+                if message.type is WSMsgType.TEXT:
+                    await self._answer(socket, **message.json())
+                    await socket.ping()
         finally:
             self.sessions -= 1
         return socket
