@@ -15,7 +15,8 @@ RlhfError                    the user can fix it; the message names what is wron
   BadGroup                   the group of a row
   WorkerDied                 the process of a reward function or of environments
   EnvironmentFailed          a call of an environment
-  TemplateError              a chat template that changes what was said
+  TemplateError              a chat template that cannot be used for conversations
+    HistoryChanged           ... as it writes earlier messages anew
   Unavailable                a request that cannot be served now (503)
   StepFailed                 a step that the sidecar reported as failed (500)
   RequestFailed              a request that is not retried any more

@@ -50,7 +50,7 @@ def make_batch(
         penalty = kl_coef * kl
     rewards = scores.rewards if process is None else process.outcome
     if in_groups:  # they are compared by totals
-        rewards = rewards.index_add(0, owner[is_other], -(penalty * mask)[is_other].sum(-1))
+        rewards = rewards.index_add(0, owner[is_other], -(penalty * mask)[is_other].sum(-1).to(rewards))
     inputs = AdvantageInputs(
         rewards,
         penalty,
@@ -98,7 +98,7 @@ def make_batch(
 
 def _owners(rollout: Rollout) -> tuple[Tensor, Tensor]:
     """Return the row whose conversation each row belongs to, int64 `[B]`, and whether that is another one."""
-    own = torch.arange(len(rollout.prompts))
+    own = torch.arange(len(rollout.lengths))
     owner = own if rollout.owners is None else rollout.owners
     return owner, owner != own
 

@@ -6,9 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from actor.data.chat import Message
-from actor.data.rollout import SampledTurn
 
 Version = int | str | None  # of the policy's weights
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """What the policy sampled between two observations of an environment."""
+
+    start: int  # index of its first token in the row
+    end: int  # index after its last token
+    reward: float = 0.0  # given by the environment after it
+    tokens: tuple[int, ...] = ()  # as they were sampled
 
 
 @dataclass

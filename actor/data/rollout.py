@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actor.data.recorded import SampledTurn
+
 
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
     """Return a mask that is 1 where position t scores a response token: t in [prompt_length - 1, length - 1).
@@ -54,16 +56,6 @@ class Prompt:
     tokens: np.ndarray  # int64 [P]
     metadata: dict[str, Any] = field(default_factory=dict)  # the row's other columns
     num_special: int = 0  # special tokens before the text, which truncation keeps
-
-
-@dataclass(frozen=True)
-class SampledTurn:
-    """What the policy sampled between two observations of an environment."""
-
-    start: int  # index of its first token in the row
-    end: int  # index after its last token
-    reward: float = 0.0  # given by the environment after it
-    tokens: tuple[int, ...] = ()  # as they were sampled
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from actor.algorithms.inputs import ClipRange, LossInputs
 from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
 from actor.data.chat import Chat, TemplateError, tool_calls, warn_once
-from actor.data.rollout import PPOBatch, Prompt, Rollout, SampledTurn, ScoredRollout, Scores, Trajectory, join_rollouts
+from actor.data.recorded import SampledTurn
+from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, join_rollouts
 from actor.generation.conversations import ROW_STEP, Agent, seed_of
 from actor.generation.engine import Generation, uniform_draws
 from actor.generation.slots import Decoder, Response, Rules

@@ -17,7 +17,7 @@ def main() -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     policy, out, page = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]).read_text()
-    code = next(block for block in page.split("```python\n")[1:] if "def exported" in block).partition("```")[0]
+    code = next(block for block in page.split("```py\n")[1:] if "def exported" in block).partition("```")[0]
     given: dict[str, Any] = {"json": json}
     exec(code.replace("runs/agents/rows.jsonl", str(out / "rows.jsonl")), given)
     torch.set_num_threads(1)

@@ -24,7 +24,8 @@ from recorded_run import RecordedRun
 from rich.console import Console
 from synthetic_run import EVIL, write_run
 
-from actor.data.rollout import SampledTurn, Trajectory
+from actor.data.recorded import SampledTurn
+from actor.data.rollout import Trajectory
 from python_backend.config import RunConfig
 from python_backend.store.jsonl import JsonlTail, read_jsonl
 from python_backend.store.run_lock import only_actor, only_run
