@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +159,28 @@ def test_rows_reach_the_other_ranks_as_they_are() -> None:
     assert width == 70_000
     assert [row.dtype for row in received] == [np.dtype(np.int64)] * len(rows)
     assert [row.tolist() for row in received] == [row.tolist() for row in rows]
+
+
+def test_a_rank_loads_one_model_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may begin a load while a refused one still ends on another rank: both would count votes together."""
+    log, may_end = [], threading.Event()
+
+    def load(group: Any, loader: str, folder: Path, *_: Any) -> Mock:
+        log.append(folder)
+        may_end.wait()
+        log.append(folder)
+        return Mock()
+
+    monkeypatch.setattr("python_backend.serving.ranks.process.load_part", load)
+    rank = Rank(SimpleNamespace())  # type: ignore[arg-type]
+    for key in range(2):
+        message = {"op": "load", "key": key, "unused": [], "loader": "", "folder": str(key), "served": None}
+        rank.execute({**message, "options": {}}, Mock())
+    time.sleep(0.2)  # enough to begin both, if they may
+    may_end.set()
+    with rank._loaded:
+        rank._loaded.wait_for(lambda: len(rank._models) == 2)
+    assert log[0] == log[1] != log[2] == log[3]
 
 
 def test_a_rank_that_fails_before_the_others_vote_ends_the_same_block() -> None:

@@ -53,6 +53,7 @@ class Rank:
         self._group = group
         self._models: dict[int, Model] = {}
         self._loaded = threading.Condition()
+        self._loading = threading.Lock()  # rank 0 may begin the next load while a refused one ends here
 
     def execute(self, message: dict[str, Any], payload: Callable[[], bytes]) -> None:
         """Execute one message. Raises an exception if this rank is then out of step with the others.
@@ -72,7 +73,8 @@ class Rank:
     def _load(self, message: dict[str, Any]) -> None:
         served = None if message["served"] is None else self._model(message["served"])
         try:
-            model = load_part(self._group, message["loader"], Path(message["folder"]), served, message["options"])
+            with self._loading:
+                model = load_part(self._group, message["loader"], Path(message["folder"]), served, message["options"])
         except Exception as error:  # thread edge: rank 0 gets the same error, and no message will name this model
             logger.warning("rank %d: %s", torch.distributed.get_rank(), error)
             return
