@@ -51,15 +51,20 @@ def agent_run(folder: Path, checkpoints: Checkpoints, name: str = "Countdown", *
     return make_run(folder, checkpoints, environment=environment, actor=given, rewards={"model": {}}, **sections)
 
 
-def test_ppo_learns_from_turns_with_a_served_critic_and_a_served_reward(tmp_path: Path, checkpoints: Checkpoints):
-    run = agent_run(tmp_path / "run", checkpoints)
+def steps_of(run: LiveRun) -> list[dict[str, Any]]:
+    """The metrics of each step, of a run beside its servers."""
     system = start_system(run)
     try:
         code, log = run_actor(run, "actor")
     finally:
         system.stop()
     assert code == 0, log
-    lines = [*read_jsonl(run.config.run.dir / "metrics.jsonl")]
+    return [*read_jsonl(run.config.run.dir / "metrics.jsonl")]
+
+
+def test_ppo_learns_from_turns_with_a_served_critic_and_a_served_reward(tmp_path: Path, checkpoints: Checkpoints):
+    run = agent_run(tmp_path / "run", checkpoints)
+    lines = steps_of(run)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
         assert line["train_rollouts/rewards"] != line["train_rollouts/reward_environment"] > 0
@@ -76,13 +81,7 @@ def test_ppo_learns_from_every_context_of_an_agent(tmp_path: Path, checkpoints: 
     """Each conversation has three rows; critic and policy train all of them."""
     agent = {"agent": f"{CLASSES.with_name('agents.py')}:in_two_contexts"}
     run = agent_run(tmp_path / "run", checkpoints, "", environment=agent, actor={"steps": 3, "kl_reference": "triton"})
-    system = start_system(run)
-    try:
-        code, log = run_actor(run, "actor")
-    finally:
-        system.stop()
-    assert code == 0, log
-    lines = [*read_jsonl(run.config.run.dir / "metrics.jsonl")]
+    lines = steps_of(run)
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
         assert (line["train_rollouts/turns"], line["train_rollouts/exact_turns"]) == (4.0, 1.0)
