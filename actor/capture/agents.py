@@ -46,7 +46,7 @@ class CapturedAgents(Agent):
         app = FastAPI(openapi_url=None)
         app.add_exception_handler(RlhfError, refused)
         app.include_router(capture_router(self._sessions, self, model="policy", max_tokens=settings.max_tokens))
-        config = uvicorn.Config(app, "127.0.0.1", 0, log_config=None, lifespan="off", access_log=False)
+        config = uvicorn.Config(app, "127.0.0.1", 0, log_config=None, log_level="warning", lifespan="off")
         bound, self._server = config.bind_socket(), uvicorn.Server(config)
         self._url = f"http://127.0.0.1:{bound.getsockname()[1]}"
         self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([bound]), self.loop)
