@@ -238,8 +238,9 @@ class Agent:
             added = self._tokenizer(observation or "", add_special_tokens=False)["input_ids"]
             begun = replace(prompt, text=text, tokens=np.append(prompt.tokens, np.array(added, np.int64)))
         else:
-            last = {**messages[-1], "content": messages[-1]["content"] + (observation or "")}
-            text = self._chat.prompt(messages := [*messages[:-1], last])
+            content, more = messages[-1]["content"], observation or ""
+            content = content + more if isinstance(content, str) else [*content, {"type": "text", "text": more}]
+            text = self._chat.prompt(messages := [*messages[:-1], {**messages[-1], "content": content}])
             tokens = np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
             begun = replace(prompt, text=text, tokens=tokens, metadata={**prompt.metadata, MESSAGES_KEY: messages})
         if len(begun.tokens) > self._max_prompt_tokens:

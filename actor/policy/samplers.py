@@ -10,17 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from actor.data.rollout import Prompt, Rollout
+from actor.data.recorded import SampledTurn
+from actor.data.rollout import Prompt, Rollout, Trajectory
 from actor.generation.engine import Generation
 from actor.generation.slots import Finished, Response
 from python_backend.errors import RlhfError
-from python_backend.training.ranks import Mailbox, Operations, Ranks, dealt
+from python_backend.training.ranks import Mailbox, Operations, Ranks, as_tensor, dealt, value_of
 
 POLL_S = 0.002
 
@@ -49,14 +50,13 @@ class OtherSamplers:
         Raises as `_receive`.
         """
         self._lane.announce("respond", seed=seed, greedy=greedy)
-        lengths = torch.tensor([len(prompt.tokens) for prompt in prompts])
-        tokens = torch.from_numpy(np.concatenate([prompt.tokens for prompt in prompts]))
+        message = {"prompts": as_tensor(prompts)}
         for rank in self._others:
-            self._mail.send(rank, {"tokens": tokens, "lengths": lengths})
+            self._mail.send(rank, message)
 
         def take(_: int, message: Mapping[str, Tensor]) -> None:
-            logprobs = message["logprobs"].tolist() if "logprobs" in message else None
-            finished(int(message["index"]), Response(message["tokens"].tolist(), bool(message["ended"]), logprobs))
+            index, response = value_of(message["row"])
+            finished(index, _response(response))
 
         missing = {rank: len(self._rows_of(rank, len(prompts))) for rank in self._others}
         rows, abandoned = self._rows_of(0, len(prompts)), threading.Event()
@@ -93,9 +93,7 @@ class OtherSamplers:
         """
 
         def answer_prompts(*, seed: int, greedy: bool) -> None:
-            message = self._message_of_rank_0()
-            parts = message["tokens"].split(message["lengths"].tolist())
-            prompts = [Prompt("", "", tokens.numpy()) for tokens in parts]
+            prompts = [_prompt(each) for each in value_of(self._message_of_rank_0()["prompts"])]
             with self._reported():
                 respond(self._rows_of(self._rank, len(prompts)), prompts, self._send_row, seed=seed, greedy=greedy)
 
@@ -113,8 +111,7 @@ class OtherSamplers:
         self._closed.set()
 
     def _send_row(self, index: int, response: Response) -> None:
-        row = {"index": index, "tokens": response.tokens, "ended": response.ended, "logprobs": response.logprobs}
-        self._mail.send(0, {name: torch.tensor(value) for name, value in row.items() if value is not None})
+        self._mail.send(0, {"row": as_tensor([index, response])})
 
     def _rows_of(self, rank: int, count: int) -> range:
         """Return the prompts of `count` that a rank answers: neighbours, so that most groups stay together."""
@@ -153,3 +150,16 @@ class OtherSamplers:
             yield
         except RlhfError as error:
             self._mail.send_error(0, error)
+
+
+def _prompt(found: dict[str, Any]) -> Prompt:
+    return Prompt(**{**found, "tokens": np.array(found["tokens"], np.int64)})
+
+
+def _response(found: dict[str, Any]) -> Response:
+    prompt, trajectory = found["prompt"], found["trajectory"]
+    if trajectory is not None:
+        turns = (SampledTurn(**{**turn, "tokens": tuple(turn["tokens"])}) for turn in trajectory["turns"])
+        trajectory = Trajectory(**{**trajectory, "turns": tuple(turns), "messages": tuple(trajectory["messages"])})
+    others = tuple(_response(each) for each in found["others"])
+    return Response(**{**found, "prompt": prompt and _prompt(prompt), "trajectory": trajectory, "others": others})

@@ -48,9 +48,9 @@ class EnvironmentSection(Section):
     """Of a trajectory that reaches a limit: `mask` leaves it out, `bootstrap` adds the critic's value of its end,
     `score` takes the rewards until then."""
     workers: Count = 1
-    """Number of worker processes; each holds many instances."""
+    """Number of worker processes of each of the `actor.ranks`; each holds many instances."""
     concurrent: Count = 256
-    """How many trajectories may have an instance at the same time; others wait."""
+    """How many trajectories of a rank may have an instance at the same time; others wait."""
     memory_mib: Count = 4096
     """Memory limit of a worker; the environment gets a MemoryError beyond it."""
     max_observation_chars: Count = 20000
@@ -81,7 +81,6 @@ def check_environment(environment: EnvironmentSection, actor: ActorSection) -> N
             "or score"
         )
     unfit = {
-        "actor.ranks": actor.ranks > 1,
         "actor.algorithm.prompt_candidates": algorithm.prompt_candidates > 1,
         "actor.rewards.overlong_tokens": actor.rewards.overlong_tokens > 0,
     }

@@ -328,8 +328,7 @@ class Mailbox:
 
     def send_error(self, to: int, error: RlhfError | OSError) -> None:
         """Make the next `receive` of rank `to` raise RankFailed."""
-        text = f"rank {self._rank}: {error}".encode()
-        self.send(to, {ERROR: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
+        self.send(to, {ERROR: as_tensor(f"rank {self._rank}: {error}")})
 
     def receive(self, sender: int) -> dict[str, Tensor] | None:
         """Return the next message of rank `sender`, or None if there is none yet. Raises RankFailed."""
@@ -340,5 +339,21 @@ class Mailbox:
         self._store.delete_key(key)
         self._received[sender] += 1
         if ERROR in tensors:
-            raise RankFailed(bytes(tensors[ERROR].tolist()).decode())
+            raise RankFailed(value_of(tensors[ERROR]))
         return tensors
+
+
+def as_tensor(value: Any) -> Tensor:
+    """Return a value as JSON, uint8 `[bytes]`; dataclasses become objects, arrays lists, and all else texts."""
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, np.ndarray):
+            return part.tolist()
+        return vars(part) if dataclasses.is_dataclass(part) else str(part)
+
+    return torch.frombuffer(bytearray(json.dumps(value, default=plain).encode()), dtype=torch.uint8)
+
+
+def value_of(tensor: Tensor) -> Any:
+    """Return the value of a tensor that `as_tensor` has made."""
+    return json.loads(tensor.numpy().tobytes())

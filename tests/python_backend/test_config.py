@@ -97,8 +97,8 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "environment.truncated is bootstrap, which needs a critic, but reinforce++ has none",
         ),
         (
-            "{environment: {class: a.py:B}, actor: {ranks: 2}}",
-            "actor.ranks cannot be used with an environment; remove one of them",
+            "{environment: {class: a.py:B}, actor: {rewards: {overlong_tokens: 2}}}",
+            "actor.rewards.overlong_tokens cannot be used with an environment; remove one of them",
         ),
         (
             "{environment: {class: a.py:B}, reward: {model: checkpoints/mine}}",

@@ -1,5 +1,6 @@
 """Policy training on several ranks: the results of one process, the sampler, and checkpoints of any number of ranks."""
 
+import string
 import time
 from collections.abc import Callable
 from functools import partial
@@ -9,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from live_system import make_tokenizer
+from live_system import TEXTS, make_tokenizer
 from tiny_checkpoints import save_tiny
+from tiny_tokenizers import make_text_tokenizer
 from transformers import AutoModelForCausalLM
 
 from actor.algorithms.method import Method
-from actor.data.rollout import PPOBatch, Prompt
+from actor.data.rollout import PPOBatch, Prompt, Rollout
 from actor.policy import policy as policy_module
 from actor.policy.checkpoint import save_checkpoint
 from actor.policy.policy import Policy
@@ -29,6 +31,7 @@ from tests.support import ranks as support
 from tests.support.policy_training import load_checkpoint, states
 from tests.support.settings import actor_section
 
+ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"
 PROMPTS = [Prompt(str(i), "", np.asarray([5, 6, 7, 8][: 2 + i % 3])) for i in range(7)]
 on_ranks = partial(support.on_ranks, timeout_s=900)  # several models, one after the other
 LENGTHS, PROMPT, UPDATES = [9, 4, 12, 7, 5, 10, 6], 3, 5
@@ -171,6 +174,34 @@ def spoil_the_last_sampler(ranks: Ranks) -> None:
     Policy.follow_sampling = spoiled  # type: ignore[method-assign]
 
 
+def conversations(ranks: AnyRanks, folder: Path) -> list[dict[str, Any]] | None:
+    """What is known of conversations with an environment, some of which fail, and of their other rows."""
+    settings = {"prompts_max_tokens": 100, "max_new_tokens": 6, "stop_strings": [*string.ascii_lowercase]}
+    actor = actor_section(model=folder, **settings)
+    environment = {"class": f"{ENVIRONMENTS}:Countdown", "max_tokens": 200}
+    config = RunConfig.model_validate({"actor": actor, "environment": environment})
+    if isinstance(ranks, Ranks) and ranks.rank:
+        follow_rank_0(config, ranks)
+        return None
+    policy, _ = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), ranks)
+    said = {"messages": [{"role": "user", "content": "Play."}]}
+    prompts = [Prompt(str(i // 2), "", np.array([5]), {**said, "turns": i % 4 - 1}) for i in range(9)]
+    try:
+        policy.renew_sampler()
+        rollout = policy.generate(prompts, seed=3)
+    finally:
+        policy.close()
+    found = [{name: getattr(part, name) for name in Rollout.__annotations__} for part in (rollout, *rollout.others)]
+    return [
+        {
+            "metadata": [prompt.metadata for prompt in part.pop("prompts")],
+            **{name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in part.items()},
+        }
+        for part in found
+        if part.pop("others") is not None
+    ]
+
+
 def weights_of(policy: Policy) -> list[np.ndarray]:
     return [p.detach().clone().numpy() for p in policy.sampler.parameters()]
 
@@ -195,6 +226,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, tied in (("untied", False), ("tied", True)):
         save_tiny(root / name, "llama", "language", vocab_size=200, tie_word_embeddings=tied)
         make_tokenizer().save_pretrained(root / name)
+    for name, reply in (("keeps replies", "m.content"), ("changes replies", "m.content if loop.last else '-'")):
+        save_tiny(root / name, "llama", "language", vocab_size=200, max_position_embeddings=256)
+        template = f"{{% for m in messages %}}{{{{ {reply} }}}}\n{{% endfor %}}"
+        texts = [*TEXTS, string.printable]
+        made = make_text_tokenizer("qwen2", texts, chat_template=template, model_max_length=256)
+        made.save_pretrained(root / name)
     return root
 
 
@@ -257,6 +294,20 @@ def test_a_run_on_ranks_is_that_of_one_process(folder: Path, size: int, case: st
             assert loaded["moments"].keys() == alone["moments"].keys()
             assert all(np.array_equal(loaded["moments"][name], t) for name, t in alone["moments"].items())
             assert readers != writers or largest(loaded["then"], weights["weights at the end"]) == 0
+
+
+@pytest.mark.parametrize("template", ["keeps replies", "changes replies"])
+def test_conversations_on_ranks_are_those_of_one_process(folder: Path, template: str):
+    """Also where a template changes replies, so that each turn begins a row."""
+    one, (found, _) = conversations(ALONE, folder / template), on_ranks(2, conversations, folder / template)
+    assert one is not None
+    for ours, theirs in zip(found, one, strict=True):
+        for mine, others in zip(ours.pop("logprobs"), theirs.pop("logprobs"), strict=True):
+            assert mine == pytest.approx(others, abs=1e-4)
+        assert ours == theirs
+    assert {bool(trajectory.error) for trajectory in one[0]["trajectories"]} == {False, True}
+    assert max(len(trajectory.turns) for trajectory in one[0]["trajectories"]) == (2 if len(one) == 1 else 1)
+    assert (len(one) > 1) == (template == "changes replies")
 
 
 @pytest.mark.slow
