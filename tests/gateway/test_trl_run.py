@@ -98,7 +98,8 @@ def test_grpo_trains_on_rows_that_agents_have_left(tmp_path: Path) -> None:
     save_tiny(tmp_path / "policy", "qwen2", "language", vocab_size=len(TOKENIZER), max_position_embeddings=256)
     TOKENIZER.save_pretrained(tmp_path / "policy")
     script = [str(theirs), str(ROOT / "tests/support/trl_capture.py"), str(tmp_path / "policy"), str(tmp_path)]
-    subprocess.run([*script, str(ROOT / "docs/gateway.md")], env={**os.environ, **ENVIRONMENT}, check=True)
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*script, str(ROOT / "docs/gateway.md")], env=environment, check=True)
     rows = [json.loads(line) for line in export.read_text().splitlines()]
     steps = [entry for entry in json.loads((tmp_path / "log.json").read_text()) if "reward" in entry]
     assert len(steps) == 5

@@ -6,6 +6,7 @@ Arguments: the policy's folder, an output folder, the number of steps. Writes ea
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,7 @@ from tools.gateway.trainer_rewards import trl_reward
 
 def main() -> None:
     """Train."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
-
-    torch.set_num_threads(1)
-    policy, out, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    out, steps = Path(sys.argv[2]), int(sys.argv[3])
 
     def recorded(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
         rewards = trl_reward(prompts, completions, **columns)
@@ -29,14 +24,30 @@ def main() -> None:
         return rewards
 
     prompts = [{"prompt": text, "answer": "5"} for text in ("Open the", "A lovely", "The parser", "Bad weather")]
+    settings = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8}
+    train(sys.argv[1], out, prompts * 50, recorded, max_steps=steps, **settings)
+
+
+def train(
+    policy: str,
+    out: Path,
+    rows: Sequence[dict[str, Any]],
+    reward: Callable[..., Any],
+    *,
+    rollout: Callable[..., Any] | None = None,
+    **settings: Any,
+) -> None:
+    """Train with these settings of TRL's GRPOConfig; write what the trainer logs to `log.json`."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(1)
     arguments = GRPOConfig(
         output_dir=str(out / "trl"),
-        max_steps=steps,
         use_cpu=True,
         bf16=False,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=8,
         learning_rate=1e-3,
         beta=0.0,
         report_to="none",
@@ -44,15 +55,15 @@ def main() -> None:
         logging_steps=1,
         disable_tqdm=True,
         gradient_checkpointing=False,
+        **settings,
     )
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(policy, local_files_only=True)
     trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=recorded,
+        model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, local_files_only=True),
+        reward_funcs=reward,
         args=arguments,
-        processing_class=tokenizer,
-        train_dataset=Dataset.from_list(prompts * 50),
+        processing_class=AutoTokenizer.from_pretrained(policy, local_files_only=True),
+        train_dataset=Dataset.from_list([*rows]),
+        rollout_func=rollout,
     )
     trainer.train()
     (out / "log.json").write_text(json.dumps(trainer.state.log_history))
