@@ -23,7 +23,7 @@ from actor.run.policies import make_policy
 from actor.run.recorder import Recorder
 from actor.run.rollouts import RemoteCritic, Rollouts
 from actor.run.stopping import Stop, Stopped, TimeLimit, end_forwards, stopped_early
-from actor.run.validation import Validator
+from actor.run.validation import validate
 from actor.scoring.reference import make_reference
 from actor.scoring.scorer import Scorer
 from python_backend.client.client import TritonClient
@@ -41,7 +41,7 @@ class PPORun:
         self.settings = actor = config.actor
         self.truncated = "score" if config.environment is None else config.environment.truncated
         self.stop = Stop()
-        seed, validation, has_critic = config.run.seed, actor.validation, actor.algorithm.uses_critic
+        self.seed = seed = config.run.seed
         log_choices(config)
         self.method = Method.of(actor.algorithm, actor.kl)
         self.policy, self.policy_update = make_policy(config, self.method, ranks)
@@ -51,11 +51,8 @@ class PPORun:
         self.reference = make_reference(config, client, self.policy)
         reader = PromptReader.of(config, self.policy.tokenizer, self.policy.vocab_size)
         stream = PromptStream(actor.prompts.sources, reader, seed=seed)
-        held_out = (
-            read_prompts(validation.prompts, reader, limit=validation.size)
-            if validation.prompts and validation.size
-            else []
-        )
+        held_out = actor.validation.prompts if actor.validation.size else None
+        self.held_out = [] if held_out is None else read_prompts(held_out, reader, limit=actor.validation.size)
         self.inputs = StepInputs(
             stream,
             seed,
@@ -64,7 +61,7 @@ class PPORun:
             actor.algorithm.prompt_candidates,
         )
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
-        self.recorder = Recorder(config, state, client, has_critic=has_critic)
+        self.recorder = Recorder(config, state, client, has_critic=actor.algorithm.uses_critic)
         device = self.policy.sampler.device
         self.in_thread = in_a_thread_of(actor.threads, device)
         # A second thread, so that the update can run beside a rollout.
@@ -78,16 +75,6 @@ class PPORun:
             self.reference,
             self.critic,
             publish_every=config.trainer.publish.every,
-            in_thread=self.in_thread,
-        )
-        self.validator = Validator(
-            held_out,
-            self.policy,
-            self.scorer,
-            self.reference,
-            greedy=validation.greedy,
-            with_kl=actor.kl.uses_reference,
-            seed=seed,
             in_thread=self.in_thread,
         )
 
@@ -116,7 +103,7 @@ class PPORun:
         settings, limit = self.settings, TimeLimit(self.settings.max_minutes)
         await self.scorer.compare_tokenizers()
         await self.reference.compare()
-        prompts = [*self.inputs.stream.first_prompts(), *self.validator.prompts]
+        prompts = [*self.inputs.stream.first_prompts(), *self.held_out]
         self.scorer.check_prompts(prompts)
         self.policy.generation.check_prompts(prompts)
         self.done = await self.stop.or_done(self.recorder.resume())
@@ -177,10 +164,20 @@ class PPORun:
 
     async def validate(self, when: str) -> None:
         """Validate the current policy; do nothing if there are no held-out prompts."""
-        if self.validator.prompts:
+        if self.held_out:
             start = time.monotonic()
             await self.stop.or_done(self.rollouts.settle())  # a rollout in progress uses the sampler
-            result = await self.stop.or_done(self.validator.run())
+            validation = validate(
+                self.policy,
+                self.scorer,
+                self.reference,
+                self.held_out,
+                greedy=self.settings.validation.greedy,
+                with_kl=self.settings.kl.uses_reference,
+                seed=self.seed,
+                in_thread=self.in_thread,
+            )
+            result = await self.stop.or_done(validation)
             await self.recorder.log_validation(when, self.done, result, seconds=time.monotonic() - start)
 
     async def leave(self) -> None:

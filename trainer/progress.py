@@ -54,54 +54,48 @@ class StoppedWaiting(RlhfError):
     """A stop was requested while waiting for a server or the disk; nothing is lost, the journal holds the step."""
 
 
-class Patience:
-    """Retries operations that fail with a transient disk error, with exponential backoff."""
+def until_done(
+    what: str,
+    action: Callable[[], T],
+    stop: threading.Event,
+    show: Callable[[str, str | None], None] = lambda *_: None,
+) -> T:
+    """Call `action`, and again after growing pauses while it fails with an error in `CURABLE`; return its result.
 
-    def __init__(self, stop: threading.Event, show: Callable[[str, str | None], None] = lambda *_: None) -> None:
-        """Create a retrier.
+    Args:
+        what: the operation, for messages: "publishing step 3".
+        action: must be safe to repeat after an OSError.
+        stop: ends the retries when set.
+        show: called with the operation and its error, and with None as the error once a retry has succeeded; must not
+            raise.
 
-        Args:
-            stop: ends the retries when set.
-            show: called with the operation and its error, and with None as the error once a retry has succeeded; must
-                not raise.
-        """
-        self._stop = stop
-        self._show = show
-
-    def until_done(self, what: str, action: Callable[[], T]) -> T:
-        """Call `action`, and again as long as it fails with an error in `CURABLE`; return its result.
-
-        Args:
-            what: the operation, for messages: "publishing step 3".
-            action: must be safe to repeat after an OSError.
-
-        Raises:
-            StoppedWaiting: a stop was requested during the retries; the message names the error.
-            OSError: `action` failed with an error that is not in `CURABLE`.
-        """
-        pause_s, remind_at, refused = FIRST_PAUSE_S, 0.0, False
-        while True:
-            try:
-                result = action()
-            except OSError as error:
-                if error.errno not in CURABLE:
-                    raise
-                refused, trouble = True, str(error)
-            else:
-                if refused:
-                    logger.warning("%s: succeeded, the disk is writable again", what)
-                    self._show(what, None)
-                return result
-            if time.monotonic() >= remind_at:
-                logger.error("%s: disk error, retrying: %s", what, trouble)
-                remind_at = time.monotonic() + REMIND_EVERY_S
-            self._show(what, trouble)
-            if self._stop.wait(pause_s):
-                raise StoppedWaiting(
-                    f"stopped while {what}, after a disk error: {trouble}; nothing is lost: the journal has every "
-                    "accepted request, and the next start continues from there"
-                )
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    Raises:
+        StoppedWaiting: a stop was requested during the retries; the message names the error.
+        OSError: `action` failed with an error that is not in `CURABLE`.
+    """
+    pause_s, remind_at, refused = FIRST_PAUSE_S, 0.0, False
+    while True:
+        try:
+            result = action()
+        except OSError as error:
+            if error.errno not in CURABLE:
+                raise
+            refused, trouble = True, str(error)
+        else:
+            if refused:
+                logger.warning("%s: succeeded, the disk is writable again", what)
+                show(what, None)
+            return result
+        if time.monotonic() >= remind_at:
+            logger.error("%s: disk error, retrying: %s", what, trouble)
+            remind_at = time.monotonic() + REMIND_EVERY_S
+        show(what, trouble)
+        if stop.wait(pause_s):
+            raise StoppedWaiting(
+                f"stopped while {what}, after a disk error: {trouble}; nothing is lost: the journal has every "
+                "accepted request, and the next start continues from there"
+            )
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 BEAT_S = 0.5
@@ -165,7 +159,6 @@ class SidecarProgress:
         self._exported = SidecarMetrics(config)
         self.epoch = epoch
         self._stop = stop
-        self._patience = Patience(stop, self.show_trouble)
         self._last_beat = 0.0
         self._state = "starting"
         self._give_up_at: float | None = None
@@ -203,8 +196,9 @@ class SidecarProgress:
             thread.join()
 
     def persist(self, what: str, action: Callable[[], T]) -> T:
-        """Run a disk operation with a heartbeat and retries; return its result. Raises as `Patience.until_done`."""
-        return self._patience.until_done(what, self.working(what)(action))  # a heartbeat around each attempt
+        """Run a disk operation with a heartbeat and retries; return its result. Raises as `until_done`."""
+        # A heartbeat around each attempt.
+        return until_done(what, self.working(what)(action), self._stop, self.show_trouble)
 
     def wait(self, state: str) -> None:
         """Renew the heartbeat, which shows `state`; called again and again while a server is waited for.

@@ -14,7 +14,7 @@ from trainer.critic_checkpoints import CriticCheckpoints
 from trainer.critic_state import CriticState
 from trainer.critic_versions import CriticVersions
 from trainer.pending_entries import PendingEntries
-from trainer.progress import Patience, SidecarProgress, StoppedWaiting
+from trainer.progress import SidecarProgress, StoppedWaiting, until_done
 from trainer.publish import Publisher, initialise_stores
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
     folder = CheckpointFolder(config.run.dir / "checkpoints" / "critic", config.run.integrity)
     with contextlib.ExitStack() as held:
         # Errors are not shown in the heartbeat yet: until we hold the lock, it may belong to another sidecar.
-        epoch = Patience(stop).until_done("starting", lambda: held.enter_context(journal.lock()))
+        epoch = until_done("starting", lambda: held.enter_context(journal.lock()), stop)
         progress = SidecarProgress(config, journal, epoch=epoch, stop=stop)
         progress.persist("tidying up the journal", journal.sweep)
         progress.persist("making version 0", lambda: initialise_stores(config, ranks, progress.wait))

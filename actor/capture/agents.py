@@ -83,7 +83,7 @@ class CapturedAgents(Agent):
                 failed = failure
             finally:
                 del self._rows[name]
-                session, truncated = self._sessions.ended(name), ""
+                session, truncated = self._sessions.end(name), ""
                 if instance is not None:
                     await instance.close()
         if session is not None and session.limit:

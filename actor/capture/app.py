@@ -98,7 +98,7 @@ def add_trainer_routes(router: APIRouter, sessions: Sessions, export: Path | Non
                 append_jsonl(export, rows)
             except OSError as error:
                 raise CaptureError(500, f"session {name} stays open, as its export failed: {error}") from error
-        sessions.end(session)
+        sessions.end(session.name)
         return JSONResponse({"trajectories": rows})
 
 

@@ -229,22 +229,18 @@ class Sessions:
         self._open[name].used = time.monotonic()
         return self._open[name]
 
-    def end(self, session: Session) -> None:
-        """Forget a session; replies that arrive later are refused."""
-        session.is_over = True
-        del self._open[session.name]
-
-    def ended(self, name: str) -> Session | None:
-        """Forget a session and return it; None if it is unknown."""
-        if session := self._open.get(name):
-            self.end(session)
+    def end(self, name: str) -> Session | None:
+        """Forget a session and return it, None if it is unknown; replies that arrive later are refused."""
+        session = self._open.pop(name, None)
+        if session is not None:
+            session.is_over = True
         return session
 
     def _drop_idle(self) -> None:
         oldest = time.monotonic() - self._idle_s
         for session in [each for each in self._open.values() if not each.in_flight and each.used < oldest]:
             logger.warning("session %s: dropped with %d calls, as it was not ended", session.name, len(session.calls))
-            self.end(session)
+            self.end(session.name)
 
 
 def _identity(message: Message) -> list[Any]:

@@ -36,15 +36,7 @@ class SlotCache(Cache):
         for layer in self.layers:
             layer.window = (first, last, begin, end)
 
-    def copy_row(self, source: int, target: int, begin: int, end: int) -> None:
-        """Copy columns `begin:end` of row `source` to row `target`, and what it has seen."""
-        if self.seen is not None:
-            self.seen[target] = self.seen[source]
-        for layer in self.layers:
-            for whole in layer.tensors():
-                whole[target, :, begin:end] = whole[source, :, begin:end]
-
-    def copy_rows(self, sources: Tensor, first: int, begin: int, end: int) -> None:
+    def copy_rows(self, sources: Tensor | Sequence[int], first: int, begin: int, end: int) -> None:
         """Copy columns `begin:end` of rows `sources`, int64 `[n]`, and what they have seen, to rows from `first` on.
 
         All at once: a card would take longer to start a copy of each row than to do them all.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -269,22 +270,27 @@ class Generation:
 
     def _plain_turns(self, rows: Sequence[Sequence[int]], draws: Sequence[Iterator[float]] | None) -> list[Response]:
         """Return what follows the tokens of each row, of which the first is the longest."""
-        width = len(rows[0])
-        ids = torch.full((len(rows), width), self._pad_id, dtype=torch.int64)
-        for row, tokens in zip(ids, rows, strict=True):
-            row[width - len(tokens) :] = torch.tensor(tokens)
-        lengths = torch.tensor([len(tokens) for tokens in rows])
-        attention = (torch.arange(width)[None] >= width - lengths[:, None]).long()
-        device = self._model.device
+        s, width, device = self._settings, len(rows[0]), self._model.device
+        padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+        ids = padded([torch.tensor(row) for row in rows], padding_value=self._pad_id)
+        attention = padded([torch.ones(len(row), dtype=torch.int64) for row in rows])
         stop = _Stop(width, self._has_stop)
         drawing = [] if draws is None else [_Draw(self._rules(), draws)]
         with _no_defaults(self._model):
             output = self._model.generate(
                 ids.to(device),
                 attention_mask=attention.to(device),
-                generation_config=self._generation_config(),
+                generation_config=GenerationConfig(
+                    do_sample=False,
+                    max_new_tokens=s.max_new_tokens,
+                    min_new_tokens=s.min_new_tokens or None,
+                    repetition_penalty=s.repetition_penalty,
+                    pad_token_id=self._pad_id,
+                    eos_token_id=self._eos_ids,
+                    suppress_tokens=self._banned_ids or None,
+                ),
                 logits_processor=LogitsProcessorList(drawing),
-                stopping_criteria=StoppingCriteriaList([stop] if self._settings.stop_strings else []),
+                stopping_criteria=StoppingCriteriaList([stop] if s.stop_strings else []),
             ).cpu()
         turns = []
         for i, row in enumerate(output[:, width:]):
@@ -292,18 +298,6 @@ class Generation:
             end = min([*ends, *([stop.ends[i]] if i in stop.ends else [])], default=None)
             turns.append(Response(row[:end].tolist(), end is not None))
         return turns
-
-    def _generation_config(self) -> GenerationConfig:
-        s = self._settings
-        return GenerationConfig(
-            do_sample=False,
-            max_new_tokens=s.max_new_tokens,
-            min_new_tokens=s.min_new_tokens or None,
-            repetition_penalty=s.repetition_penalty,
-            pad_token_id=self._pad_id,
-            eos_token_id=self._eos_ids,
-            suppress_tokens=self._banned_ids or None,
-        )
 
 
 class _Draw(LogitsProcessor):

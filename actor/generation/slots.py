@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -160,7 +159,7 @@ class Decoder:
             NotFinite: the model's logits are not finite.
         """
         self._begin(min(self._slots, partner.size), partner.longest)
-        waiting: deque[tuple[int, Sequence[int]]] = deque()
+        waiting: list[tuple[int, Sequence[int]]] = []
         ready: list[_Row] = []  # parked rows that can go on
         while True:
             wait = not self._rows and not ready and not (waiting and self._free)
@@ -191,7 +190,7 @@ class Decoder:
         return self._cache.rows - len(self._rows) - len(self._parked)
 
     def _sorted_in(
-        self, came: list[tuple[int, Sequence[int] | None]], waiting: deque[tuple[int, Sequence[int]]]
+        self, came: list[tuple[int, Sequence[int] | None]], waiting: list[tuple[int, Sequence[int]]]
     ) -> list[_Row]:
         """Add new rows to `waiting`, remove complete ones, and return those that can go on with their new tokens."""
         parked, ready = {row.index: row for row in self._parked}, []
@@ -209,12 +208,10 @@ class Decoder:
                 self._swap_parked(self._parked.index(row), len(self._parked) - 1)
                 self._parked.pop()
         # Longest first: a prompt that joins later mostly fits into the columns left of `end`, and padding stays small.
-        ordered = sorted(waiting, key=lambda each: (-len(each[1]), each[0]))
-        waiting.clear()
-        waiting.extend(ordered)
+        waiting.sort(key=lambda each: (-len(each[1]), each[0]))
         return ready
 
-    def _next_prompts(self, waiting: deque[tuple[int, Sequence[int]]], free: int) -> list[tuple[int, Sequence[int]]]:
+    def _next_prompts(self, waiting: list[tuple[int, Sequence[int]]], free: int) -> list[tuple[int, Sequence[int]]]:
         """Remove and return up to `free` prompts for one forward pass, which computes a shared prompt once."""
         new: list[tuple[int, Sequence[int]]] = []
         distinct: set[tuple[int, ...]] = set()
@@ -222,7 +219,7 @@ class Decoder:
             distinct.add(tuple(waiting[0][1]))
             if len(distinct) > 1 and len(distinct) * len(new[0][1]) > (self._token_budget or math.inf):
                 break
-            new.append(waiting.popleft())
+            new.append(waiting.pop(0))
         return new
 
     def _take_in(self, new: list[tuple[int, Sequence[int]]], draws: Draws | None) -> None:
@@ -369,14 +366,14 @@ class Decoder:
                 cache.swap(i, last, min(row.start, self._rows[last].start), self._end)
                 cache.shift(slice(last, last + 1), row.start, self._end, 0)
             elif i < last:
-                cache.copy_row(last, i, self._rows[last].start, self._end)
+                cache.copy_rows([last], i, self._rows[last].start, self._end)
             self._rows[i] = self._rows[last]
             self._rows.pop()
             if goes_on:
                 self._parked.insert(0, row)
             elif self._parked:  # their last one takes the slot between the others and the rows
                 end = len(self._rows) + len(self._parked)
-                cache.copy_row(end, len(self._rows), 0, self._parked[-1].cached)
+                cache.copy_rows([end], len(self._rows), 0, self._parked[-1].cached)
                 self._parked.insert(0, self._parked.pop())
 
     def _ends_by_itself(self, row: _Row) -> bool:
@@ -409,7 +406,7 @@ class Decoder:
         behind = max(first + len(self._parked), first + count)
         moved = min(count, len(self._parked))
         for i, row in enumerate(self._parked[:moved]):
-            self._cache.copy_row(first + i, behind + i, 0, row.cached)
+            self._cache.copy_rows([first + i], behind + i, 0, row.cached)
         self._parked = self._parked[moved:] + self._parked[:moved]
 
 

@@ -94,8 +94,12 @@ class OtherSamplers:
 
         def answer_prompts(*, seed: int, greedy: bool) -> None:
             prompts = [_prompt(each) for each in value_of(self._message_of_rank_0()["prompts"])]
+
+            def send(index: int, response: Response) -> None:
+                self._mail.send(0, {"row": as_tensor([index, response])})
+
             with self._reported():
-                respond(self._rows_of(self._rank, len(prompts)), prompts, self._send_row, seed=seed, greedy=greedy)
+                respond(self._rows_of(self._rank, len(prompts)), prompts, send, seed=seed, greedy=greedy)
 
         def answer_rows(*, reference: bool) -> None:
             message = self._message_of_rank_0()
@@ -109,9 +113,6 @@ class OtherSamplers:
     def close(self) -> None:
         """Let calls in other threads that wait for other ranks raise CancelledError."""
         self._closed.set()
-
-    def _send_row(self, index: int, response: Response) -> None:
-        self._mail.send(0, {"row": as_tensor([index, response])})
 
     def _rows_of(self, rank: int, count: int) -> range:
         """Return the prompts of `count` that a rank answers: neighbours, so that most groups stay together."""

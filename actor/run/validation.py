@@ -35,54 +35,47 @@ class Validation:
         return float(self.scores.rewards[self.scores.scored].mean())
 
 
-class Validator:
-    """Validates the policy on the held-out prompts; do not call `run` if there are none."""
+async def validate(
+    policy: Policy,
+    scorer: Scorer,
+    reference: Reference,
+    prompts: list[Prompt],
+    *,
+    greedy: bool,
+    with_kl: bool,
+    seed: int,
+    in_thread: InThread,
+) -> Validation:
+    """Generate one response per held-out prompt, sampled or greedy, score them, and return the result.
 
-    def __init__(
-        self,
-        prompts: list[Prompt],
-        policy: Policy,
-        scorer: Scorer,
-        reference: Reference,
-        *,
-        greedy: bool,
-        with_kl: bool,
-        seed: int,
-        in_thread: InThread,
-    ) -> None:
-        """`seed`: the seed of the run; every validation uses it, so that validations are comparable."""
-        self.prompts = prompts
-        self._greedy, self._with_kl = greedy, with_kl
-        self._policy, self._scorer, self._reference = policy, scorer, reference
-        self._seed, self._in_thread = seed + SEED_OFFSET, in_thread
+    `seed`: the seed of the run; every validation uses it, so that validations are comparable.
 
-    async def run(self) -> Validation:
-        """Generate one response per prompt, sampled or greedy, score them, and return the result. Raises NotFinite."""
-        await self._in_thread(self._policy.renew_sampler)
-        ready: asyncio.Future[VersionRange | None] = asyncio.get_running_loop().create_future()
-        ready.set_result(None)
-        with span("validation"):
-            scored = await collect(
-                self._policy,
-                self._scorer,
-                self._reference,
-                self.prompts,
-                seed=self._seed,
-                greedy=self._greedy,
-                ready=ready,
-                in_thread=self._in_thread,
-                timers=Timers(),
-                with_kl=self._with_kl,
-                with_logprobs=False,
-            )
-        return await self._in_thread(_measured, scored)
+    Raises: NotFinite from generation.
+    """
+    await in_thread(policy.renew_sampler)
+    ready: asyncio.Future[VersionRange | None] = asyncio.get_running_loop().create_future()
+    ready.set_result(None)
+    with span("validation"):
+        scored = await collect(
+            policy,
+            scorer,
+            reference,
+            prompts,
+            seed=seed + SEED_OFFSET,
+            greedy=greedy,
+            ready=ready,
+            in_thread=in_thread,
+            timers=Timers(),
+            with_kl=with_kl,
+            with_logprobs=False,
+        )
+    return await in_thread(_measured, scored)
 
 
 def _measured(scored: ScoredRollout) -> Validation:
     whole, scores = scored.rollout, scored.scores
-    mask = whole.mask
     of_variance = explained(whole, scores, scores) if scores.has_values else None
-    return Validation(whole, scores, sequence_kl(scored, mask), of_variance)
+    return Validation(whole, scores, sequence_kl(scored, whole.mask), of_variance)
 
 
 def explained(rollout: Rollout, rewarded: Scores, valued: Scores) -> float:

@@ -1,7 +1,7 @@
 """Groups of the rows that a groupwise reward function receives together: the responses to one prompt."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from python_backend.errors import RlhfError
@@ -38,3 +38,15 @@ def group_key(metadata: Mapping[str, Any]) -> GroupKey:
         return PROMPT_KEY, json.dumps(prompt, sort_keys=True)
     except RecursionError as error:
         raise BadGroup(f"{METADATA}.{PROMPT_KEY}: nested too deeply for JSON; send {GROUP_KEY} instead") from error
+
+
+def grouped(rows: Iterable[Mapping[str, Any]]) -> tuple[list[list[int]], dict[int, str]]:
+    """Return the rows of each group, given the metadata of all rows, and the error of each row without a group."""
+    groups: dict[GroupKey, list[int]] = {}
+    errors = {}
+    for i, metadata in enumerate(rows):
+        try:
+            groups.setdefault(group_key(metadata), []).append(i)
+        except BadGroup as error:
+            errors[i] = str(error)
+    return [*groups.values()], errors

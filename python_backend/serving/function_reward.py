@@ -16,7 +16,7 @@ import numpy as np
 
 from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, TextCodec
 from python_backend.rewards.function import Sample
-from python_backend.rewards.groups import BadGroup, GroupKey, group_key
+from python_backend.rewards.groups import grouped
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
 from python_backend.serving.requests import request_limits
 from python_backend.serving.scheduling import RoundRobin
@@ -83,25 +83,14 @@ class FunctionReward:
             if call.header(contract.PROBE_HEADER) is not None:
                 _answer(call, [ScoreOutcome()] * len(samples))
                 return
-            groups, errors = self._groups(samples)
+            groups, errors = [[i] for i in range(len(samples))], dict[int, str]()
+            if self._groupwise:
+                groups, errors = grouped(sample.metadata for sample in samples)
             self._pool.submit(([samples[i] for i in rows], functools.partial(pending.done, rows)) for rows in groups)
             for row, cause in errors.items():
                 pending.done([row], [ScoreOutcome(error=cause)])
         except Exception as error:  # thread edge: an error fails this request only
             _refuse(call, error)
-
-    def _groups(self, samples: list[Sample]) -> tuple[list[list[int]], dict[int, str]]:
-        """Return the rows of each group, in the order of the request, and the error of each row without a group."""
-        if not self._groupwise:
-            return [[i] for i in range(len(samples))], {}
-        groups: dict[GroupKey, list[int]] = {}
-        errors = {}
-        for i, sample in enumerate(samples):
-            try:
-                groups.setdefault(group_key(sample.metadata), []).append(i)
-            except BadGroup as error:
-                errors[i] = str(error)
-        return [*groups.values()], errors
 
     def _samples(self, call: Call) -> Iterator[Sample]:
         sentences, encoded = call.array(contract.SENTENCES), call.array(contract.METADATA)

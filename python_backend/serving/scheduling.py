@@ -71,7 +71,6 @@ class _Row(Generic[Owner]):
     number: int  # unique and ascending, so that rows are totally ordered by (length, number)
     owner: Owner = field(compare=False)
     index: int = field(compare=False)
-    turn: int = field(compare=False)
 
 
 class RowPool(Generic[Owner]):
@@ -110,7 +109,7 @@ class RowPool(Generic[Owner]):
         earlier = 0
         for index, length in enumerate(lengths):
             turn = self._served_tokens + LONG_REQUEST_SHARE * earlier
-            row = _Row(length, next(self._numbers), owner, index, turn)
+            row = _Row(length, next(self._numbers), owner, index)
             insort(self._by_length, row)
             heapq.heappush(self._by_turn, (turn, row.number, row))
             earlier += length

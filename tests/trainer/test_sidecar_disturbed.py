@@ -43,7 +43,7 @@ from python_backend.store.sealed_folder import verify_folder
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import ContractError
 from trainer.checkpoint import CheckpointFolder
-from trainer.progress import Patience, SidecarProgress, StoppedWaiting
+from trainer.progress import SidecarProgress, StoppedWaiting, until_done
 from trainer.publish import Publisher, Reload
 from trainer.sidecar import Sidecar
 
@@ -668,8 +668,10 @@ def test_patience_retries_what_waiting_can_cure_and_shows_it(caplog: pytest.LogC
             raise error
         return "done"
 
-    patience = Patience(threading.Event(), lambda *item: shown.append(item))
-    assert patience.until_done("writing", action) == "done"
+    def patient(what: str) -> str:
+        return until_done(what, action, threading.Event(), lambda *item: shown.append(item))
+
+    assert patient("writing") == "done"
     assert shown == [
         ("writing", "[Errno 30] Read-only file system"),
         ("writing", "[Errno 110] Timed out"),
@@ -678,7 +680,7 @@ def test_patience_retries_what_waiting_can_cure_and_shows_it(caplog: pytest.LogC
     ]
     assert len(refusals(caplog)) == 1
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
-        patience.until_done("reading", action)
+        patient("reading")
 
 
 def test_safetensors_errors_of_the_disk_are_os_errors(tmp_path: Path):

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from http import HTTPStatus
 
 import numpy as np
@@ -21,7 +21,7 @@ from python_backend.client.connection import timeout
 from python_backend.client.errors import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
 from python_backend.client.served import ServedModel
 from python_backend.config import GatewaySection
-from python_backend.rewards.groups import BadGroup, group_key
+from python_backend.rewards.groups import grouped
 from python_backend.wire.contract import (
     COMPUTE_US,
     MESSAGES,
@@ -144,7 +144,11 @@ class RewardSource:
         deadline = asyncio.get_running_loop().time() + self._deadline_s
         room = Room(ROWS_IN_FLIGHT * self._client.num_servers)
         failures = [_unscorable(row) for row in rows]
-        parts = _groups(rows) if served.groupwise else _requests(rows, failures, served.max_request_bytes)
+        if served.groupwise:
+            groups, errors = grouped(row.metadata for row in rows)
+            parts = [*groups, *([i] for i in errors)]  # alone, so that the server explains it
+        else:
+            parts = _requests(rows, failures, served.max_request_bytes)
 
         async def score_part(part: list[int]) -> list[RowResult]:
             failed = next((failures[i] for i in part if failures[i]), None)
@@ -250,17 +254,6 @@ def _requests(rows: Sequence[Row], failures: Sequence[RowResult | None], most_ch
                 parts.append(part)
             part.append(i)
     return parts
-
-
-def _groups(rows: Sequence[Row]) -> list[list[int]]:
-    """Return the indices of the rows of each group."""
-    groups: dict[Hashable, list[int]] = {}
-    for i, row in enumerate(rows):
-        try:
-            groups.setdefault(group_key(row.metadata), []).append(i)
-        except BadGroup:  # sent alone, so that the server explains it
-            groups[i] = [i]
-    return [*groups.values()]
 
 
 def _unscorable(row: Row) -> RowResult | None:
