@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from actor.capture.app import capture_router, refused
+from actor.capture.dialects import refuse
 from actor.capture.sessions import CapturedRow, CaptureError, Sampled, Sampling, Session, Sessions
 from actor.data.recorded import RecordedRow
 from actor.data.rollout import Prompt
@@ -61,9 +61,11 @@ class CapturedAgents(Agent):
             await asyncio.wrap_future(self._serving)
 
     async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
-        """Return the policy's reply, as the run samples. Raises CaptureError for a session that is over."""
+        """Return the policy's reply, as the run samples. Raises CaptureError at its end, or for other stop strings."""
         if session not in self._rows:
             raise CaptureError(404, f"session {session} is over: its agent has ended")
+        if more := [stop for stop in sampling.stop if stop not in self._stop_strings]:
+            refuse("stop", more, "must be in actor.generation.stop_strings: a run decides what ends a reply")
         try:
             turn = await self._rows[session].alone(tokens)
         except asyncio.CancelledError as error:
@@ -73,29 +75,28 @@ class CapturedAgents(Agent):
 
     async def talk(self, prompt: Prompt, seed: int, rows: TalkRows, *, may_restart: bool = False) -> Response:
         """Run one agent to its end; return all of its conversations with the policy."""
-        name, instance, reward, failed = uuid.uuid4().hex, None, None, None
-        async with self._limit:
-            self._rows[name], deadline = rows, time.monotonic() + self._settings.timeout_s
-            try:
-                instance = await self._open(prompt, seed)
-                reward = (await instance.step(f"{self._url}/sessions/{name}/v1")).reward
-            except EnvironmentFailed as failure:
-                failed = failure
-            finally:
-                del self._rows[name]
-                session, truncated = self._sessions.end(name), ""
-                if instance is not None:
-                    await instance.close()
+        name, instance, reward, failed, truncated = uuid.uuid4().hex, None, None, None, ""
+        self._rows[name], deadline = rows, rows.clock() + self._settings.timeout_s
+        try:
+            instance = await self._open(prompt, seed)
+            reward = (await instance.step(f"{self._url}/sessions/{name}/v1", rows.clock)).reward
+        except EnvironmentFailed as failure:
+            failed = failure
+        finally:
+            if rows.clock() > deadline:
+                truncated = "environment.timeout_s"
+            del self._rows[name]
+            session = self._sessions.end(name)
+            if instance is not None:
+                await instance.close()
         if session is not None and session.limit:
             truncated = f"environment.{session.limit}"
-        elif time.monotonic() > deadline:
-            truncated = "environment.timeout_s"
         if failed is not None and failed.is_lost and may_restart and not truncated:
             raise failed
         error = "" if failed is None or truncated else str(failed)
         if session is None or not session.calls:
-            error = error or ("" if truncated else f"{self._settings.agent}: ended without a reply of the policy")
-            return as_response([(prompt, RecordedRow())], truncated=truncated, error=error)
+            error = str(failed or f"{self._settings.agent}: ended without a reply of the policy")
+            return as_response([(prompt, RecordedRow())], error=error)
         last = session.calls[-1]
         last.reward += reward or 0.0
         if not last.sampled.ended and not truncated:

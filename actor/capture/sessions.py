@@ -138,7 +138,8 @@ class Session:
         parent, chat, before = self._ends.get(digests[known]), Chat(self._tokenizer, tools), None
         if parent is not None:
             try:
-                before = chat.after_reply(messages[known:], parent.sampled.tokens[-1], parent.reply["content"])
+                said = " ".join(call.reply["content"] for call in parent.path)
+                before = chat.after_reply(messages[known:], parent.sampled.tokens[-1], said)
             except TemplateError as error:
                 warn_once(f"a call does not continue its conversation but begins another trajectory: {error}")
         if before is None:

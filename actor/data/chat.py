@@ -13,7 +13,8 @@ from python_backend.errors import RlhfError
 logger = logging.getLogger(__name__)
 Message = dict[str, Any]
 PROBE = "Yes."  # a reply in the check of a chat template
-THOUGHT, THOUGHT_END = "<think>\nHm.\n</think>\n\n", "</think>"  # which templates remove from earlier replies
+THOUGHT_BEGIN, THOUGHT_END = "<think>\n", "</think>"
+THOUGHT = f"{THOUGHT_BEGIN}Hm.\n{THOUGHT_END}\n\n"  # which templates remove from earlier replies
 
 
 class TemplateError(RlhfError):
@@ -44,7 +45,12 @@ class Chat:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text up to the begin of the policy's first reply. Raises TemplateError."""
-        return self._rendered(messages, opens=True)
+        tools = {"tools": [*self.tools]} if self.tools else {}
+        try:
+            found = self.tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True, **tools)
+        except Exception as error:  # templates are programs and may raise anything
+            raise TemplateError(f"the policy's chat template cannot render a conversation: {error}") from error
+        return str(found)
 
     def after_reply(self, messages: Sequence[Message], last_token: int, text: str = "") -> list[int]:
         """Return the token ids between a reply that ends with `last_token` and the policy's next reply.
@@ -53,10 +59,9 @@ class Chat:
 
         Raises TemplateError; HistoryChanged if the template would change the reply.
         """
-        end, rest = self._after_probe(messages, THOUGHT + PROBE if THOUGHT_END in text else PROBE)
+        rest = self._after_probe(messages, THOUGHT + PROBE if THOUGHT_END in text else PROBE)
         # The reply's own end is the template's, if it is not a stop string or another end-of-sequence token.
-        ends = end.startswith(token := self.tokenizer.decode([last_token])) and bool(token)
-        return self._ids((end[len(token) :] if ends else end) + rest)
+        return self._ids(rest.removeprefix(self.tokenizer.decode([last_token])))
 
     def calls(self, before: Sequence[int], reply: Sequence[int]) -> "list[ToolCall]":
         """Return the tool calls in a reply behind the tokens `before`, in the format of the tokenizer's chat template.
@@ -72,32 +77,30 @@ class Chat:
         return [_checked(call.get("function")) for call in found.get("tool_calls", ())]
 
     def check(self) -> None:
-        """Raise TemplateError unless the template leaves a conversation as it is when messages follow."""
-        if self.has_template:
-            self._after_probe([{"role": "user", "content": PROBE}], PROBE)
+        """Raise TemplateError unless the template shows the tools.
 
-    def _after_probe(self, answers: Sequence[Message], reply: str) -> tuple[str, str]:
-        """Return the text that ends a reply, and the text of the messages that follow, up to the next reply."""
-        talk = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": reply}]
-        replied = self._rendered(talk[:1], opens=True) + reply
-        ended = self._rendered(talk, opens=False)
-        whole = self._rendered([*talk, *answers], opens=True)
-        if not ended.startswith(replied) or not whole.startswith(ended):
+        Raise HistoryChanged unless it leaves a conversation as it is when messages follow: results, if there are tools.
+        """
+        asked = [{"role": "user", "content": PROBE}]
+        if self.tools and self.prompt(asked) == Chat(self.tokenizer).prompt(asked):
+            raise TemplateError("the policy's chat template does not show tools to the policy: use one that does")
+        if self.has_template:
+            self._after_probe([{"role": "tool", "name": "t", "content": PROBE}] if self.tools else asked, PROBE)
+
+    def _after_probe(self, answers: Sequence[Message], reply: str) -> str:
+        """Return the text between a reply and the next one: its end, and the messages that follow."""
+        asked = [{"role": "user", "content": PROBE}]
+        opening = self.prompt(asked)
+        if opening.endswith(THOUGHT_BEGIN):  # every reply goes on with a thought
+            reply = THOUGHT + PROBE
+        replied = opening.removesuffix(THOUGHT_BEGIN) + reply
+        whole = self.prompt([*asked, {"role": "assistant", "content": reply}, *answers])
+        if not whole.startswith(replied):
             raise HistoryChanged(
                 "the policy's chat template changes earlier messages of a conversation when others follow"
                 + (", such as the thoughts of a reply" if reply != PROBE else "")
             )
-        return ended[len(replied) :], whole[len(ended) :]
-
-    def _rendered(self, messages: Sequence[Message], *, opens: bool) -> str:
-        tools = {"tools": [*self.tools]} if self.tools else {}
-        try:
-            found = self.tokenizer.apply_chat_template(
-                [*messages], tokenize=False, add_generation_prompt=opens, **tools
-            )
-        except Exception as error:  # templates are programs and may raise anything
-            raise TemplateError(f"the policy's chat template cannot render a conversation: {error}") from error
-        return str(found)
+        return whole[len(replied) :]
 
     def _ids(self, text: str) -> list[int]:
         return [*self.tokenizer(text, add_special_tokens=False)["input_ids"]]
@@ -123,7 +126,7 @@ def tool_calls(text: str) -> list[ToolCall]:
 def _call(text: str) -> ToolCall:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ToolCall(error=f"the tool call is not valid JSON: {error}")
     return _checked(found)
 
@@ -132,4 +135,8 @@ def _checked(found: Any) -> ToolCall:
     arguments = found.get("arguments", {}) if isinstance(found, dict) else None
     if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
         return ToolCall(error='a tool call must be an object with "name", a text, and "arguments", an object')
+    try:
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:  # lone surrogates, NaN
+        return ToolCall(error=f"the tool call cannot be written as JSON in UTF-8: {error}")
     return ToolCall(found["name"], arguments)

@@ -85,7 +85,10 @@ class PromptReader:
         text, adds = columns[source], self.add_special_tokens
         if source == MESSAGES_KEY or (source == "prompt" and isinstance(text, list)):
             metadata[MESSAGES_KEY] = text
-            text, adds = _rendered(text, f"{where}: {source}", self.tokenizer), False
+            rendered = _rendered(text, f"{where}: {source}", self.tokenizer)
+            if self.has_environment and not (text and isinstance(text[-1].get("content"), (str, list))):
+                raise PromptError(f"{where}: {source}: no last message with a content, to which environments add")
+            text, adds = rendered, False
         if not isinstance(text, str):
             raise PromptError(f"{where}: {source}: must be a string, got {text!r}")
         before, ids = (

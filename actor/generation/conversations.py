@@ -104,6 +104,7 @@ class Agent:
         max_prompt_tokens: int,
         in_step: bool = False,
         hidden_variables: Sequence[str] = (),
+        stop_strings: Sequence[str] = (),
     ) -> None:
         """Start the workers of the environments.
 
@@ -111,18 +112,20 @@ class Agent:
             in_step: all rows wait for the slowest environment, so that what is decoded together, and with it the last
                 bits of log-probs, does not depend on how fast environments are.
             hidden_variables: environment variables that the workers do not inherit.
+            stop_strings: what ends a turn of the policy.
 
         Raises:
             RlhfError: the class of the environment cannot be used.
         """
         self._settings, self._tokenizer, self._max_prompt_tokens = settings, tokenizer, max_prompt_tokens
+        self._stop_strings = {*stop_strings}
         self.longest, self.in_step, self.restarts = settings.max_tokens, in_step, settings.restarts
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
         self._thread.start()
         self._environments = Environments(settings, hidden_variables=hidden_variables)
         self.concurrent = settings.concurrent
-        self._limit = asyncio.Semaphore(self.concurrent)
+        self.limit = asyncio.Semaphore(self.concurrent)
         try:
             self._call(self._environments.start())
             self._chat = Chat(tokenizer, self._environments.tools)
@@ -132,7 +135,10 @@ class Agent:
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise TemplateError if the policy's chat template cannot render conversations about the prompts."""
-        if any(MESSAGES_KEY in prompt.metadata for prompt in prompts):
+        are_chats = {MESSAGES_KEY in prompt.metadata for prompt in prompts}
+        if self._chat.tools and False in are_chats:
+            raise TemplateError("the environment has tools, which only prompts with `messages` show to the policy")
+        if True in are_chats:
             try:
                 self._chat.check()
             except HistoryChanged as error:
@@ -161,21 +167,20 @@ class Agent:
             may_restart: raise EnvironmentFailed instead if the environment is lost.
         """
         talk, instance = _Talk(prompt), None
-        async with self._limit:
-            try:
-                instance = await self._open(prompt, seed)
-                talk.begin(self._begun(prompt, instance.observation))
-                await self._turns(talk, instance, rows)
-                talk.row.reward(await instance.reward())
-            except EnvironmentFailed as error:
-                if error.is_lost and may_restart:
-                    raise
-                talk.error = str(error)
-            except TemplateError as error:
-                talk.error = str(error)
-            finally:
-                if instance is not None:
-                    await instance.close()
+        try:
+            instance = await self._open(prompt, seed)
+            talk.begin(self._begun(prompt, instance.observation))
+            await self._turns(talk, instance, rows)
+            talk.row.reward(await instance.reward())
+        except EnvironmentFailed as error:
+            if error.is_lost and may_restart:
+                raise
+            talk.error = str(error)
+        except TemplateError as error:
+            talk.error = str(error)
+        finally:
+            if instance is not None:
+                await instance.close()
         return talk.response()
 
     async def _open(self, prompt: Prompt, seed: int) -> Instance:
@@ -185,7 +190,7 @@ class Agent:
 
     async def _turns(self, talk: _Talk, instance: Instance, rows: "TalkRows") -> None:
         """Let policy and environment take turns until one of them ends the conversation, or a limit."""
-        settings, deadline = self._settings, time.monotonic() + self._settings.timeout_s
+        settings, deadline = self._settings, rows.clock() + self._settings.timeout_s
         before: Sequence[int] = talk.prompt.tokens.tolist()
         for number in range(1, settings.max_turns + 1):
             turn = await rows.sampled(before)
@@ -207,7 +212,7 @@ class Agent:
             length = len(before) if another else len(talk.row.tokens) + len(before)
             if length >= self.longest:
                 talk.truncated = "environment.max_tokens"
-            if time.monotonic() > deadline:
+            if rows.clock() > deadline:
                 talk.truncated = "environment.timeout_s"
             if talk.truncated:
                 return
@@ -245,8 +250,8 @@ class Agent:
             begun = replace(prompt, text=text, tokens=tokens, metadata={**prompt.metadata, MESSAGES_KEY: messages})
         if len(begun.tokens) > self._max_prompt_tokens:
             raise EnvironmentFailed(
-                f"the prompt has {len(begun.tokens)} tokens with the environment's first observation, more than "
-                f"actor.prompts.max_tokens ({self._max_prompt_tokens})"
+                f"the prompt has {len(begun.tokens)} tokens with the environment's tools and first observation, more "
+                f"than actor.prompts.max_tokens ({self._max_prompt_tokens})"
             )
         return begun
 
@@ -348,14 +353,17 @@ class Talks:
     async def _talk(self, agent: Agent, index: int, prompt: Prompt, seed: int) -> None:
         rows, restarts, response = TalkRows(self, index), 0, None
         try:
-            while response is None:
-                try:
-                    may_restart = restarts < agent.restarts
-                    response = await agent.talk(prompt, seed_of(seed, prompt), rows, may_restart=may_restart)
-                except EnvironmentFailed as error:
-                    restarts += 1
-                    logger.warning("a conversation begins again: %s", error)
-                rows.renew()
+            async with (
+                agent.limit
+            ):  # over restarts, too: in step, all wait for this one, and so would who took its place
+                while response is None:
+                    try:
+                        may_restart = restarts < agent.restarts
+                        response = await agent.talk(prompt, seed_of(seed, prompt), rows, may_restart=may_restart)
+                    except EnvironmentFailed as error:
+                        restarts += 1
+                        logger.warning("a conversation begins again: %s", error)
+                    rows.renew()
             assert response.trajectory is not None
             trajectory = replace(response.trajectory, restarts=restarts)
             self._arrivals.put((index, replace(response, trajectory=trajectory)))
@@ -369,10 +377,26 @@ class TalkRows:
 
     def __init__(self, talks: Talks, index: int) -> None:
         self._talks, self._row = talks, index
+        self._asked, self._since, self._waited = 0, 0.0, 0.0
+
+    def clock(self) -> float:
+        """Return the seconds of a clock that stands still while the policy is asked for a turn."""
+        return (self._since if self._asked else time.monotonic()) - self._waited
 
     async def sampled(self, before: Sequence[int]) -> Response:
         """Return the policy's turn behind `before`, which follows the tokens that the row has."""
-        return await self._talks.sampled(self._row, before)
+        return await self._sampled(self._row, before)
+
+    async def _sampled(self, row: int, before: Sequence[int]) -> Response:
+        if not self._asked:
+            self._since = time.monotonic()
+        self._asked += 1
+        try:
+            return await self._talks.sampled(row, before)
+        finally:
+            self._asked -= 1
+            if not self._asked:
+                self._waited += time.monotonic() - self._since
 
     def renew(self) -> None:
         """Begin another row; the one before does not go on."""
@@ -384,6 +408,6 @@ class TalkRows:
         self._row += ROW_STEP
         row = self._row
         try:
-            return await self._talks.sampled(row, tokens)
+            return await self._sampled(row, tokens)
         finally:
             self._talks.leave(row)

@@ -89,18 +89,20 @@ class PolicyUpdate:
         """
         self._ranks.announce("update", seed=seed, kl_coef=kl_coef)
         batch = self._corrected(self._ranks.broadcast(batch, PPOBatch))
-        s = self._settings
+        s, taught = self._settings, batch.policy_weights.any(-1)
+        each = float(taught.sum()) / max(
+            1, int(taught[: self._rollout_size].sum())
+        )  # rows of a conversation that is learned
         generator = torch.Generator().manual_seed(seed)
         totals: dict[str, float] = {}
         seen = taken = norms = 0.0
         for rows in self._minibatches(len(batch.lengths), generator):
-            rows = rows[batch.policy_weights[rows].any(-1)]  # rows without any weight have no gradient
+            rows = rows[taught[rows]]  # rows without any weight have no gradient
             if not len(rows):
                 continue
             total = float(batch.policy_weights[rows].sum())
             # Of the mean over tokens, which all metrics are.
-            responses = len(rows) / self._rows_each(len(batch.lengths))
-            scale = total / (responses * self._max_new_tokens) if self._method.loss_mean == "constant" else 1.0
+            scale = total * each / (len(rows) * self._max_new_tokens) if self._method.loss_mean == "constant" else 1.0
             sums = self._gradients(
                 batch, rows, total, kl_coef, scale=scale, seed=int(torch.randint(1 << 62, (), generator=generator))
             )

@@ -29,13 +29,16 @@ def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> t
 
         policy.generation = VllmGeneration(config, policy)
     if config.environment is not None:
-        policy.generation.agent = _agent_class(config.environment)(
+        make_agent = functools.partial(
+            _agent_class(config.environment),
             config.environment,
             policy.tokenizer,
             max_prompt_tokens=actor.prompts.max_tokens,
             in_step=config.run.deterministic,
             hidden_variables=config.hidden_variables(config.environment.options),
+            stop_strings=actor.generation.stop_strings,
         )
+        policy.generation.agent = ranks.together(make_agent)
     return policy, PolicyUpdate.of(actor, policy, method)
 
 
@@ -57,8 +60,8 @@ def follow_rank_0(config: RunConfig, ranks: Ranks) -> None:
     """
     try:
         policy, update = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), ranks)
-    except RlhfError as error:  # process edge: rank 0, which has the same files, reports it and ends the job
-        logger.warning("the policy cannot be loaded: %s", error)
+    except RlhfError as error:  # process edge: rank 0, which has met it, too, reports it and ends the job
+        logger.warning("rank %d cannot begin: %s", ranks.rank, error)
         ranks.operations.follow({})
         return
     threading.Thread(target=_sample, args=(policy, config.actor.threads), daemon=True).start()

@@ -82,7 +82,9 @@ def check_environment(environment: EnvironmentSection, actor: ActorSection) -> N
         )
     unfit = {
         "actor.algorithm.prompt_candidates": algorithm.prompt_candidates > 1,
+        "actor.prompts.too_long: truncate": actor.prompts.too_long == "truncate",
         "actor.rewards.overlong_tokens": actor.rewards.overlong_tokens > 0,
+        "actor.rewards.missing_eos_penalty": actor.rewards.missing_eos_penalty > 0,
     }
     if wrong := [key for key, is_wrong in unfit.items() if is_wrong]:
         raise ValueError(f"{wrong[0]} cannot be used with an environment; remove one of them")

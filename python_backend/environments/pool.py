@@ -8,7 +8,8 @@ In both cases the next `open` starts another one.
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Coroutine, Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,15 +58,22 @@ class EnvironmentWorker:
         """Return whether it can take another instance."""
         return self.takes_instances and self._obituary is None and self._process.is_alive()
 
-    async def ask(self, message: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """Send a message and return its answer: with `error` if the process ends, also with `hung` after `limit_s`."""
+    async def ask(
+        self, message: dict[str, Any], limit_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> dict[str, Any]:
+        """Send a message and return its answer: with `error` if the process ends, also with `hung` after `limit_s`.
+
+        `clock`: what counts the seconds; it may stand still.
+        """
         if self._obituary is not None:
             return {"error": self._obituary, "lost": True}
         number = next(self._numbers)
         future = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
             self._writer.write(frame({**message, "number": number}))
-            await asyncio.wait([future], timeout=limit_s)
+            end = clock() + limit_s
+            while not future.done() and (left := end - clock()) > 0:
+                await asyncio.wait([future], timeout=left)
         finally:
             del self._pending[number]
         return future.result() if future.done() else {"error": f"took longer than {limit_s:g} s", "hung": True}
@@ -143,12 +151,14 @@ class Environments:
         while self._background:
             await asyncio.wait(self._background)
 
-    async def ask(self, instance: "Instance", what: str, op: str, **arguments: Any) -> dict[str, Any]:
+    async def ask(
+        self, instance: "Instance", what: str, op: str, clock: Callable[[], float] = time.monotonic, **arguments: Any
+    ) -> dict[str, Any]:
         """Return the answer to a call of an instance, named `what` in errors. Raises EnvironmentFailed."""
         answer: dict[str, Any] = {"error": "the instance is closed, or an earlier call of it took too long"}
         if instance.number in instance.worker.instances:
             message = {"op": op, "instance": instance.number, "arguments": arguments}
-            answer = await instance.worker.ask(message, self._limit_s)
+            answer = await instance.worker.ask(message, self._limit_s, clock)
         if "hung" in answer:
             instance.worker.takes_instances = False
             self.release(instance)
@@ -220,9 +230,9 @@ class Instance:
         self.worker, self.number, self._environments = worker, number, environments
         worker.instances.add(number)
 
-    async def step(self, action: str) -> StepResult:
-        """Act. Raises EnvironmentFailed."""
-        answer = await self._environments.ask(self, "step", "step", action=action)
+    async def step(self, action: str, clock: Callable[[], float] = time.monotonic) -> StepResult:
+        """Act, within a limit that `clock` counts. Raises EnvironmentFailed."""
+        answer = await self._environments.ask(self, "step", "step", clock, action=action)
         return StepResult(answer["observation"], answer["reward"], answer["done"])
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:

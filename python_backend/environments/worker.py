@@ -93,7 +93,8 @@ class HostedEnvironment:
             return {"text": self._text(await self._call(str, result), "the result")}
         except BadEnvironment as error:
             cause = error.__cause__ or error  # without the place in the code, which is not for the model
-            return {"text": f"error: {describe(cause.with_traceback(None))}"}
+            text = f"error: {describe(cause.with_traceback(None))}"
+            return {"text": text.encode(errors="backslashreplace").decode()}
 
     async def reward(self) -> dict[str, Any]:
         """Return the sum of `get_reward` and the reward function; None where there is neither, or both return None."""

@@ -27,7 +27,7 @@ def agents() -> Iterator[Callable[..., CapturedAgents]]:
 
     def begin(name: str, **settings: Any) -> CapturedAgents:
         section = EnvironmentSection.model_validate({"agent": f"{AGENTS}:{name}", "max_tokens": 300, **settings})
-        begun.append(CapturedAgents(section, TOKENIZER, max_prompt_tokens=100))
+        begun.append(CapturedAgents(section, TOKENIZER, max_prompt_tokens=100, stop_strings=["\n"]))
         return begun[-1]
 
     yield begin
@@ -96,7 +96,10 @@ def test_contexts_are_rows_of_one_conversation(agents: Callable[..., CapturedAge
         ("idle", {}, "ended without a reply of the policy", ""),
         ("converse", {"max_turns": 1}, "", "environment.max_turns"),
         ("converse", {"max_tokens": 40}, "", "environment.max_tokens"),
-        ("converse", {"timeout_s": 1e-6}, "", "environment.timeout_s"),
+        ("lingering", {"timeout_s": 3}, "", "environment.timeout_s"),
+        ("converse", {"timeout_s": 1e-6}, "took longer than 1e-06 s", ""),
+        ("stopping", {"options": {"stop": "\n"}}, "", ""),
+        ("stopping", {"options": {"stop": "x"}}, 'stop: ["x"] must be in actor.generation.stop_strings', ""),
     ],
 )
 def test_failures_and_limits_say_so(
@@ -106,7 +109,7 @@ def test_failures_and_limits_say_so(
     assert found.trajectory is not None
     assert (found.trajectory.truncated, bool(found.trajectory.error)) == (truncated, bool(error))
     assert error in found.trajectory.error
-    assert not found.ended
+    assert found.ended == (not error and not truncated)
 
 
 def test_a_limit_is_no_loss_although_clients_raise_an_oserror(agents: Callable[..., CapturedAgents], model: Any):

@@ -4,6 +4,8 @@ import asyncio
 import dataclasses
 import string
 import threading
+import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,11 @@ from actor.algorithms.batch import make_batch, text_metrics, with_limits
 from actor.algorithms.inputs import ClipRange, LossInputs
 from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
-from actor.data.chat import Chat, TemplateError, tool_calls, warn_once
+from actor.data.chat import Chat, HistoryChanged, TemplateError, tool_calls, warn_once
 from actor.data.recorded import SampledTurn
 from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, join_rollouts
-from actor.generation.conversations import ROW_STEP, Agent, seed_of
+from actor.generation import conversations
+from actor.generation.conversations import ROW_STEP, Agent, Talks, seed_of
 from actor.generation.engine import Generation, uniform_draws
 from actor.generation.slots import Decoder, Response, Rules
 from actor.policy.policy import row_of
@@ -82,6 +85,8 @@ def talk(
     left, seen = [*replies], list[Sequence[int]]()
 
     class Scripted:
+        clock = staticmethod(time.monotonic)
+
         async def sampled(self, before: Sequence[int]) -> Response:
             seen.append(before)
             reply = ids(left.pop(0)) + [EOS] * ends
@@ -121,6 +126,15 @@ def test_a_conversation_reads_as_the_template_would_render_it(agents: Callable[.
     assert (found.ended, found.trajectory.truncated, found.trajectory.error) == (True, "", "")
     assert [*found.trajectory.messages] == messages[1:]
     assert found.logprobs == [0.0 if is_theirs else -1.0 for is_theirs in found.observed or ()]
+
+
+def test_an_observation_is_added_to_a_message_of_several_parts(agents: Callable[..., Agent]):
+    parts = [{"type": "text", "text": "Play."}]
+    agent = agents("Countdown")
+    prompt = dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user", "content": parts}], "turns": 1})
+    found, _ = talk(agent, ["one"], prompt)
+    assert found.prompt is not None
+    assert found.prompt.metadata["messages"][0]["content"] == [*parts, {"type": "text", "text": " 1 left, seed 5."}]
 
 
 @pytest.mark.parametrize(
@@ -183,6 +197,52 @@ def test_calls_are_found_in_a_reply():
     assert (found[0].name, found[0].arguments, found[0].error) == ("look", {"where": "up"}, "")
     assert '"name", a text' in found[1].error
     assert tool_calls("no call") == []
+
+
+@pytest.mark.parametrize("name", ['"\\ud800", "arguments": {}', '"look", "arguments": {"at": NaN}', "[" * 5000])
+def test_a_call_that_has_no_encoding_is_answered(agents: Callable[..., Agent], name: str):
+    prompt = dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user", "content": ""}]})
+    found, _ = talk(agents("IncrementEnv", max_tokens=9000), [f'<tool_call>{{"name": {name}}}</tool_call>', ""], prompt)
+    assert found.trajectory is not None
+    assert found.trajectory.messages[1]["content"].startswith("the tool call ")
+    assert found.ended
+
+
+@pytest.mark.parametrize(
+    ("template", "keeps"),
+    [
+        ("{{ '<think>\n\n</think>\n\n' if loop.last and m.role == 'assistant' else '' }}{{ m.content }}", True),
+        ("{{ m.content.split('</think>\n\n')[-1] if m.role == 'assistant' and not loop.last else m.content }}", False),
+    ],
+)
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+def test_what_follows_a_reply_is_the_templates(template: str, keeps: bool, opening: str):
+    """Qwen3 adds an empty thought to a last reply; Qwen3.5 begins replies with a thought, which R1 forgets."""
+    text = CHATML.replace("{{ m.content }}", template).replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")
+    chat = Chat(make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=text, model_max_length=512))
+    said, more = [{"role": "user", "content": "Hi."}], [{"role": "user", "content": "Go on."}]
+    reply = "Hm.\n</think>\n\nYes." if opening else "Yes."
+    if opening and not keeps:
+        with pytest.raises(HistoryChanged):
+            chat.check()
+        return
+    chat.check()
+    row = chat.tokenizer(chat.prompt(said) + reply, add_special_tokens=False)["input_ids"]
+    row += [EOS, *chat.after_reply(more, EOS, reply)]
+    written = {"role": "assistant", "content": opening + reply}
+    assert chat.tokenizer.decode(row) == chat.prompt([*said, written, *more])
+
+
+def test_tools_that_the_policy_would_not_see_are_refused(agents: Callable[..., Agent]):
+    blind = make_text_tokenizer(
+        "qwen2", TEXTS, chat_template=CHATML.replace("{% if tools %}", "{% if false %}"), model_max_length=512
+    )
+    chats = [dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user", "content": ""}]})]
+    with pytest.raises(TemplateError, match="does not show tools"):
+        agents("IncrementEnv", blind).check_prompts(chats)
+    with pytest.raises(TemplateError, match="prompts with `messages`"):
+        agents("IncrementEnv").check_prompts([Prompt("0", "Count.", np.array([5]))])
+    agents("IncrementEnv").check_prompts(chats)
 
 
 def test_tools_are_called_in_the_format_of_the_tokenizers_template(agents: Callable[..., Agent]):
@@ -380,6 +440,31 @@ def test_every_row_of_a_conversation_is_sampled_by_itself(
             draws = uniform_draws(3, i + number * ROW_STEP)
             assert row.tokens == one_response(decoder, row.prompt.tokens, draws, 8)
             assert (row.logprobs is None) == (engine == "transformers")
+
+
+def test_a_conversation_has_no_time_limit_while_the_policy_is_busy(
+    agents: Callable[..., Agent], model: Any, monkeypatch: pytest.MonkeyPatch
+):
+    now, sampled = [0.0], Talks.sampled
+
+    async def slowly(talks: Talks, row: int, before: Sequence[int]) -> Response:
+        turn = await sampled(talks, row, before)
+        now[0] += 1000
+        return turn
+
+    monkeypatch.setattr(Talks, "sampled", slowly)
+    monkeypatch.setattr(conversations, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    whole = generated(model, agents("Countdown", timeout_s=500), prompts_of(4)[2:3], max_new_tokens=50)
+    assert whole.trajectories is not None
+    assert (len(whole.trajectories[0].turns), whole.trajectories[0].truncated) == (3, "")
+
+
+@pytest.mark.timeout(120)
+def test_conversations_in_step_keep_their_place_when_they_begin_again(agents: Callable[..., Agent], model: Any):
+    agent = agents("Fragile", options={"losses": 2}, concurrent=1)
+    agent.in_step = True
+    whole = generated(model, agent, prompts_of(3))
+    assert [trajectory.error for trajectory in whole.trajectories or ()] == [""] * 3
 
 
 @pytest.mark.timeout(120)

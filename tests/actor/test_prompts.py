@@ -87,6 +87,14 @@ def test_bad_rows_are_refused_by_line(tmp_path: Path, lines: list[Any], message:
         read(write(tmp_path, *lines), tokenizer=Chat(), max_tokens=5)
 
 
+@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": None}]])
+def test_an_environment_needs_a_message_to_add_to(tmp_path: Path, messages: list[Any]):
+    path = write(tmp_path, {"messages": messages})
+    assert read(path, tokenizer=Chat())
+    with pytest.raises(PromptError, match=r"prompts.jsonl:1: messages: no last message with a content, to which env"):
+        read(path, tokenizer=Chat(), has_environment=True)
+
+
 def test_messages_need_a_chat_template(tmp_path: Path):
     message = "prompts.jsonl:1: messages: the policy's tokenizer has no chat template; use a text prompt instead"
     with pytest.raises(PromptError, match=re.escape(message)):

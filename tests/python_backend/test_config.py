@@ -101,6 +101,10 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "actor.rewards.overlong_tokens cannot be used with an environment; remove one of them",
         ),
         (
+            "{environment: {class: a.py:B}, actor: {prompts: {too_long: truncate}}}",
+            "actor.prompts.too_long: truncate cannot be used with an environment; remove one of them",
+        ),
+        (
             "{environment: {class: a.py:B}, reward: {model: checkpoints/mine}}",
             "reward.model has no effect: with an environment, rewards names what counts beside its own",
         ),

@@ -3,15 +3,17 @@
 import asyncio
 import http.client
 import json
+import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
-def ask(base_url: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
+def ask(base_url: str, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     """Return the policy's reply as a message."""
-    body = json.dumps({"model": "policy", "messages": messages, "temperature": 0.3}).encode()
+    body = json.dumps({"model": "policy", "messages": messages, "temperature": 0.3, **more}).encode()
     request = urllib.request.Request(f"{base_url}/chat/completions", body, headers={"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=600) as reply:
         return json.load(reply)["choices"][0]["message"]
@@ -59,6 +61,20 @@ def failing(base_url: str, task: dict[str, Any]) -> float:
     """Fail after a call."""
     ask(base_url, task["messages"])
     raise ValueError("lost the way")
+
+
+def lingering(base_url: str, task: dict[str, Any]) -> None:
+    """Never end after a call."""
+    ask(base_url, task["messages"])
+    time.sleep(3600)
+
+
+def stopping(base_url: str, task: dict[str, Any], stop: str) -> None:
+    """Want a reply to end at a string; say why it cannot."""
+    try:
+        ask(base_url, task["messages"], stop=stop)
+    except urllib.error.HTTPError as error:
+        raise ValueError(json.load(error)["error"]["message"]) from None
 
 
 def idle(base_url: str, task: dict[str, Any]) -> float:

@@ -194,6 +194,14 @@ class Countdown:
         return f"{self.left} left after {action}", 0.5 if self.left else 2.0, not self.left
 
 
+class Unplaced(Countdown):
+    """Has no place on rank 1."""
+
+    def __init__(self) -> None:
+        if os.environ.get("RANK") == "1":
+            raise ValueError("no place")
+
+
 class Fragile(Countdown):
     """Loses its server in the first `losses` steps of its worker."""
 

@@ -174,11 +174,11 @@ def spoil_the_last_sampler(ranks: Ranks) -> None:
     Policy.follow_sampling = spoiled  # type: ignore[method-assign]
 
 
-def conversations(ranks: AnyRanks, folder: Path) -> list[dict[str, Any]] | None:
+def conversations(ranks: AnyRanks, folder: Path, name: str = "Countdown") -> list[dict[str, Any]] | None:
     """What is known of conversations with an environment, some of which fail, and of their other rows."""
     settings = {"prompts_max_tokens": 100, "max_new_tokens": 6, "stop_strings": [*string.ascii_lowercase]}
     actor = actor_section(model=folder, **settings)
-    environment = {"class": f"{ENVIRONMENTS}:Countdown", "max_tokens": 200}
+    environment = {"class": f"{ENVIRONMENTS}:{name}", "max_tokens": 200}
     config = RunConfig.model_validate({"actor": actor, "environment": environment})
     if isinstance(ranks, Ranks) and ranks.rank:
         follow_rank_0(config, ranks)
@@ -308,6 +308,11 @@ def test_conversations_on_ranks_are_those_of_one_process(folder: Path, template:
     assert {bool(trajectory.error) for trajectory in one[0]["trajectories"]} == {False, True}
     assert max(len(trajectory.turns) for trajectory in one[0]["trajectories"]) == (2 if len(one) == 1 else 1)
     assert (len(one) > 1) == (template == "changes replies")
+
+
+def test_an_environment_that_one_rank_cannot_start_ends_them_all(folder: Path):
+    with pytest.raises(RuntimeError, match=r"rank 0: RankFailed: rank 1: environment.class .*: ValueError: no place"):
+        on_ranks(2, conversations, folder / "keeps replies", "Unplaced")
 
 
 @pytest.mark.slow
