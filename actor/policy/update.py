@@ -90,9 +90,7 @@ class PolicyUpdate:
         self._ranks.announce("update", seed=seed, kl_coef=kl_coef)
         batch = self._corrected(self._ranks.broadcast(batch, PPOBatch))
         s, taught = self._settings, batch.policy_weights.any(-1)
-        each = float(taught.sum()) / max(
-            1, int(taught[: self._rollout_size].sum())
-        )  # rows of a conversation that is learned
+        each = int(taught.sum()) / max(1, int(taught[: self._rollout_size].sum()))  # rows of a conversation
         generator = torch.Generator().manual_seed(seed)
         totals: dict[str, float] = {}
         seen = taken = norms = 0.0
