@@ -832,11 +832,6 @@ def under_load(models: list[str]) -> list[str]:
     return [name for name in models if name in SMALL] or models[:1]
 
 
-def largest(models: list[str]) -> list[str]:
-    """Return the last of those models."""
-    return under_load(models)[-1:]
-
-
 class Part(NamedTuple):
     """A part of the benchmark."""
 

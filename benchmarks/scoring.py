@@ -269,22 +269,22 @@ def unpack(body: bytes) -> list[np.ndarray]:
     return np.split(numbers[count + 1 :], np.cumsum(numbers[1:count]))
 
 
-def _token_body(rows: list[np.ndarray]) -> bytes:
-    return json.dumps({"inputs": [{"tokens": row.tolist()} for row in rows]}).encode()
-
-
-def _text_body(rows: list[np.ndarray]) -> bytes:
-    return json.dumps({"query": [" ".join(f"w{token}" for token in row) for row in rows]}).encode()
-
-
 def _rewards(content: bytes) -> np.ndarray:
     return np.asarray(json.loads(content)["rewards"], np.float32)
 
 
 FORMS: dict[str, tuple[str, Callable[[list[np.ndarray]], bytes], Callable[[bytes], np.ndarray]]] = {
     "binary": ("/score", pack, partial(np.frombuffer, dtype=np.float32)),
-    "tokens": ("/v1/rewards", _token_body, _rewards),
-    "texts": ("/get_reward", _text_body, _rewards),
+    "tokens": (
+        "/v1/rewards",
+        lambda rows: json.dumps({"inputs": [{"tokens": row.tolist()} for row in rows]}).encode(),
+        _rewards,
+    ),
+    "texts": (
+        "/get_reward",
+        lambda rows: json.dumps({"query": [" ".join(f"w{token}" for token in row) for row in rows]}).encode(),
+        _rewards,
+    ),
 }
 """Path of a request, the body of token rows, and the rewards in the reply's body."""
 

@@ -294,17 +294,13 @@ class Decoder:
     def _logits(self, cache: SlotCache, ids: Tensor, starts: Tensor, begin: int, end: int) -> Tensor:
         """Return next-token logits, float32 `[rows, V]`; `ids` `[rows, T]` occupy the last columns before `end`."""
         columns = torch.arange(begin, end, device=ids.device)[None]
-        inputs: dict[str, Any] = {}
-        if "position_ids" in self._takes:
-            inputs["position_ids"] = (columns[:, -ids.shape[1] :] - starts).clamp(min=0)
-        if "logits_to_keep" in self._takes:
-            inputs["logits_to_keep"] = 1
+        some = {"position_ids": (columns[:, -ids.shape[1] :] - starts).clamp(min=0), "logits_to_keep": 1}
         output = self._model(
             input_ids=ids,
             attention_mask=(columns >= starts).long(),
             past_key_values=cache,
             use_cache=True,
-            **inputs,
+            **{name: value for name, value in some.items() if name in self._takes},
         )
         return output.logits[:, -1].float()
 

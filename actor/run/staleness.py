@@ -74,7 +74,7 @@ class VersionSteps:
             return 0
         step = self._steps[known]
         for _ in range(version - known):
-            step = self._next_published(step)
+            step = min(step // size * size + size for size in (self._every, self._save_every))  # published next
         later = min((self._steps[number] for number in self._steps if number > version), default=sent + 1)
         return step if version == known or step < later else 0
 
@@ -93,10 +93,6 @@ class VersionSteps:
 
     def _is_published(self, step: int) -> bool:
         return step % self._every == 0 or step % self._save_every == 0
-
-    def _next_published(self, step: int) -> int:
-        following = (step // size * size + size for size in (self._every, self._save_every))
-        return min(following)
 
 
 def staleness_metrics(histogram: dict[int, int]) -> dict[str, Metric]:

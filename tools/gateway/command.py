@@ -175,8 +175,6 @@ def check_key(settings: GatewaySection) -> str | None:
 
 async def serve(config: RunConfig) -> None:
     """Serve until a signal arrives. Raises OSError if the port or a certificate cannot be used."""
-    import uvicorn
-
     from tools.gateway.app import create_app
     from tools.gateway.policy import policy_router
 

@@ -116,7 +116,8 @@ def vllm_arguments(config: RunConfig, url: str) -> list[str]:
     policy, generation = config.actor.policy, config.actor.generation
     longest, _ = config.longest_row
     host, _, port = url.rpartition(":")
-    adapters = ["--enable-lora", "--max-lora-rank", str(_rank_limit(policy.lora_rank))] if policy.lora_rank else []
+    limit = next(limit for limit in RANK_LIMITS if limit >= policy.lora_rank)
+    adapters = ["--enable-lora", "--max-lora-rank", str(limit)] if policy.lora_rank else []
     return [
         "serve",
         str(Path(policy.model).absolute()),
@@ -134,8 +135,3 @@ def vllm_arguments(config: RunConfig, url: str) -> list[str]:
         *adapters,
         *generation.vllm.arguments,
     ]
-
-
-def _rank_limit(lora_rank: int) -> int:
-    """Return the smallest limit that vLLM accepts for adapters of this rank."""
-    return next(limit for limit in RANK_LIMITS if limit >= lora_rank)
