@@ -368,8 +368,8 @@ def served_role(config: RunConfig, key: str) -> Role:
         else:
             model = placed(token_model(section.model, getattr(torch, section.dtype)))
         parameters = model.num_parameters()
-        longest, _ = config.longest_row
-        longest = min(longest, limits_of(model).max_length or longest)  # the server refuses longer rows
+        # The server refuses longer rows.
+        longest = min(filter(None, (config.longest_row[0], limits_of(model).max_length)))
         ids_shape = (max(1, budget // longest), longest)
         if is_reference and section.dtype == "bfloat16":
             use_bfloat16(model, model.get_output_embeddings())
