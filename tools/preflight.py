@@ -119,10 +119,8 @@ def _missing_trackers(config: RunConfig) -> Iterator[str]:
 
 def _tokenizers(config: RunConfig) -> Iterator[str]:
     """The critic's values belong to the policy's tokens; a reward model with another tokenizer receives texts."""
-    if not config.serves_critic:
-        return
     policy, critic = config.actor.policy.model, config.critic.model
-    if not same_tokenizer(policy, critic):
+    if config.serves_critic and not same_tokenizer(policy, critic):
         yield (
             f"critic.model: the tokenizer of {critic} differs from that of actor.policy.model "
             f"({policy}), but values belong to the policy's tokens; start the critic from a model with the policy's"
