@@ -220,9 +220,9 @@ def peak_bytes(device: str) -> int:
 def planned_bytes(role: str, config: RunConfig) -> int:
     """Return the plan for the work of `run_role`: an update without generation, and without verifying a version."""
     if role == "actor":
-        return policy_training(config.actor).sizes.total
+        return policy_training(config).sizes.total
     if role == "generation":
-        return policy_training(config.actor).sizes.weights + generation_sizes(config.actor)[0].total
+        return policy_training(config).sizes.weights + generation_sizes(config)[0].total
     sizes = roles_of(config)[role].sizes
     return sizes.total - (sizes.copies if role == "trainer" else 0)
 

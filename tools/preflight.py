@@ -1,9 +1,11 @@
 """Checks of a configuration, for `tools run`, which refuses to start, and `tools doctor`; and of a running server.
 
-Reads the first rows of the prompt files, and calls each reward function once, in a worker as on the server, on the
-first prompt of the run.
+Reads the first rows of the prompt files, calls each reward function once, in a worker as on the server, on the first
+prompt of the run, and starts a worker of the environment.
 """
 
+import asyncio
+import contextlib
 import importlib
 import importlib.util
 import itertools
@@ -17,8 +19,9 @@ from actor.data.prompt_files import PromptError, begun, read_rows, source_of
 from actor.run.row_limits import check_lengths, receives_texts
 from python_backend.checkpoints.inspection import stored_dtypes
 from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer, same_tokenizer
-from python_backend.config import ConfigError, RewardTerm, RunConfig
+from python_backend.config import ConfigError, EnvironmentSection, RewardTerm, RunConfig
 from python_backend.config.required_files import check_files, has_chat_template, tokenizer_folder
+from python_backend.environments.pool import Environments
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
 from python_backend.store.durable import refusal
@@ -48,7 +51,7 @@ def check_run(config: RunConfig) -> None:
     check_prompts(config)
     if starts_vllm(config):
         check_vllm(config)
-    problems = [*_missing_trackers(config), *_tokenizers(config), *_functions(config)]
+    problems = [*_missing_trackers(config), *_tokenizers(config), *_functions(config), *_environment(config)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -116,10 +119,8 @@ def _missing_trackers(config: RunConfig) -> Iterator[str]:
 
 def _tokenizers(config: RunConfig) -> Iterator[str]:
     """The critic's values belong to the policy's tokens; a reward model with another tokenizer receives texts."""
-    if not config.serves_critic:
-        return
     policy, critic = config.actor.policy.model, config.critic.model
-    if not same_tokenizer(policy, critic):
+    if config.serves_critic and not same_tokenizer(policy, critic):
         yield (
             f"critic.model: the tokenizer of {critic} differs from that of actor.policy.model "
             f"({policy}), but values belong to the policy's tokens; start the critic from a model with the policy's"
@@ -146,14 +147,28 @@ def trial(term: RewardTerm, group: list[Sample], *, hidden_variables: Sequence[s
     call = FunctionCall(str(term.function), term.timeout_s, term.groupwise, term.options, hidden_variables)
     outcomes: queue.SimpleQueue[list[ScoreOutcome]] = queue.SimpleQueue()
     try:
-        pool = WorkerPool(call, num_workers=1, memory_mib=term.memory_mib)
+        with contextlib.closing(WorkerPool(call, num_workers=1, memory_mib=term.memory_mib)) as pool:
+            pool.submit([(group, outcomes.put)])
+            return next((outcome.error for outcome in outcomes.get() if outcome.error), "")
     except FunctionError as error:
         return str(error)
+
+
+def _environment(config: RunConfig) -> Iterator[str]:
+    """Start a worker of the environment, which imports its class or agent, and its reward; make an instance."""
+
+    async def start(settings: EnvironmentSection) -> None:
+        environments = Environments(
+            settings.model_copy(update={"workers": 1}), hidden_variables=config.hidden_variables(settings.options)
+        )
+        await environments.start()
+        await environments.close()
+
     try:
-        pool.submit([(group, outcomes.put)])
-        return next((outcome.error for outcome in outcomes.get() if outcome.error), "")
-    finally:
-        pool.close()
+        if config.environment is not None:
+            asyncio.run(start(config.environment))
+    except FunctionError as error:
+        yield str(error)
 
 
 def _sample(columns: dict[str, Any], content: Any, tokenizer: Any) -> Sample:
@@ -165,14 +180,14 @@ def _sample(columns: dict[str, Any], content: Any, tokenizer: Any) -> Sample:
 
 
 def files(config: RunConfig) -> Iterator[Finding]:
-    """Check the checkpoints, prompts and reward functions that the configuration names, a line for each problem."""
+    """Check the files, reward functions and environment that the configuration names, a line for each problem."""
     try:
         check_run(config)
     except ConfigError as error:
         for line in str(error).splitlines():
             yield failed("files", line)
     else:
-        yield Finding("files", "checkpoints, prompts and reward functions are there")
+        yield Finding("files", "checkpoints, prompts, reward functions and environment are there")
         if config.has_actor:
             yield _text_prompts(config)
 

@@ -103,7 +103,7 @@ def add_trainer_routes(router: APIRouter, sessions: Sessions, export: Path | Non
 
 
 def _rows(session: Session, group: str | None = None) -> list[dict[str, Any]]:
-    return [row.exported(session.name, group or session.name) for row in session.rows()]
+    return [row.exported(session, group) for row in session.rows()]
 
 
 async def _json(request: Request) -> Any:

@@ -105,11 +105,16 @@ class CapturedRow(RecordedRow):
                 row.sample(call.sampled.tokens, call.sampled.logprobs, call.sampled.versions, reward=call.reward)
         return row
 
-    def exported(self, session: str, group: str) -> dict[str, Any]:
-        """Return the row as a line of JSON."""
+    def exported(self, session: Session, group: str | None) -> dict[str, Any]:
+        """Return the row of a session as a line of JSON; `group`: by default the session's name."""
         columns = ("tokens", "observed", "logprobs", "versions", "messages")
-        turns = [{"start": turn.start, "end": turn.end, "reward": turn.reward} for turn in self.turns]
-        return {"session": session, "group": group, "turns": turns, **{name: getattr(self, name) for name in columns}}
+        return {
+            "session": session.name,
+            "group": group or session.name,
+            "session_reward": sum(call.reward for call in session.calls),
+            "turns": [{"start": turn.start, "end": turn.end, "reward": turn.reward} for turn in self.turns],
+            **{name: getattr(self, name) for name in columns},
+        }
 
 
 class Session:

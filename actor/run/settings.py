@@ -19,6 +19,7 @@ CHANGES_FILE = "changes.jsonl"  # a line for each resume with other settings: {"
 CONTENTS_FILE = "contents.json"  # {setting: hash of the file or folder that it names}
 GUARDED = (
     "reward",
+    "environment.",
     "actor.algorithm.",
     "actor.rewards.",
     "actor.policy.model",
@@ -27,7 +28,10 @@ GUARDED = (
 )
 # Settings of a guarded section that change how fast a reward is computed, or which one later, but not its value.
 MECHANICS = set(ModelSection.model_fields) - {"model", "dtype", "max_length"}
-MECHANICS |= {"timeout_s", "workers", "memory_mib", "store", "reload", "max_failed_fraction"}
+MECHANICS |= {
+    *("timeout_s", "workers", "memory_mib", "store", "reload", "max_failed_fraction"),
+    *("concurrent", "step_timeout_s", "restarts"),  # of an environment, whose `timeout_s` truncates, so it is guarded
+}
 PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
 OPERATION = (*PROCESSES, "actor.steps", "actor.max_minutes", "actor.client.", "actor.generation.vllm.servers")
 CONTENT = "its content"  # in the place of a value, where the file that a setting names has changed
@@ -39,7 +43,7 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     A run without a checkpoint has no earlier start. Settings of its operation, such as ports, are not compared.
 
     Args:
-        accepted: whether reward, algorithm and policy may change.
+        accepted: whether reward, environment, algorithm and policy may change.
 
     Raises:
         ConfigError: one of these changed, and this was not accepted; or the settings of the earlier start are damaged.
@@ -79,7 +83,7 @@ def describe_changes(changed: Mapping[str, list[Any]]) -> list[str]:
 
 
 def write_settings(config: RunConfig, changed: Mapping[str, list[Any]]) -> None:
-    """Write the settings of a run, and hashes of the reward that they name, into its folder; record what changed."""
+    """Write the settings of a run, and hashes of the files that they name, into its folder; record what changed."""
     folder = config.run.dir
     if changed:
         append_jsonl(folder / CHANGES_FILE, [{"step": last_step(folder), "changed": changed}])
@@ -88,14 +92,16 @@ def write_settings(config: RunConfig, changed: Mapping[str, list[Any]]) -> None:
 
 
 def read_contents(config: RunConfig) -> dict[str, str]:
-    """Return a hash of each file of the user's functions and of the reward model, by setting.
+    """Return a hash of each file of the user's functions and environment, and of the reward model, by setting.
 
     What this machine does not have, because the server runs on another, is left out.
     """
-    specs = {f"rewards.{name}.function": str(term.function) for name, term in config.functions.items()}
+    specs = {f"rewards.{name}.function": term.function for name, term in config.functions.items()}
+    if (own := config.environment) is not None:
+        specs |= {"environment.class": own.class_, "environment.agent": own.agent, "environment.reward": own.reward}
     contents: dict[str, str] = {}
     for key, spec in {**specs, **config.actor.algorithm.own_functions}.items():
-        if found := FILE_SPEC.fullmatch(spec):
+        if found := FILE_SPEC.fullmatch(spec or ""):
             with contextlib.suppress(OSError):
                 contents[key] = hashlib.sha256(Path(found["file"]).read_bytes()).hexdigest()
     if config.uses_reward_model:
@@ -148,7 +154,9 @@ def _differs(key: str, was: Any, new: Any) -> bool:
 
 
 def _is_guarded(key: str) -> bool:
-    return key.startswith(GUARDED) and (".options." in key or _name(key) not in MECHANICS)
+    return key.startswith(GUARDED) and (
+        ".options." in key or key == "environment.timeout_s" or _name(key) not in MECHANICS
+    )
 
 
 def _name(key: str) -> str:

@@ -39,7 +39,7 @@ def add_accept_changes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept-changes",
         action="store_true",
-        help="resume although reward, algorithm or policy differ from those of the earlier start",
+        help="resume although reward, environment, algorithm or policy differ from those of the earlier start",
     )
 
 

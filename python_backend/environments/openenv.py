@@ -32,7 +32,10 @@ class OpenEnv:
         self._receiving: asyncio.Task[None]
 
     async def reset(self, row: Mapping[str, Any]) -> str:
-        """Open a session, with the row's `seed` if it has one; while the server is full or down, try again."""
+        """Open a session, with the row's `seed` if it has one; while the server is full or down, try again.
+
+        Raises ConnectionError if it stays down, RuntimeError if it stays full.
+        """
         data = {"seed": row["seed"]} if row.get("seed") is not None else {}
         end = time.monotonic() + 0.9 * self._timeout_s  # before the call itself times out, which would not say why
         for attempt in itertools.count():
@@ -47,9 +50,9 @@ class OpenEnv:
                 reply = await self._exchange("reset", data)
                 if is_late or reply["data"].get("code") != FULL:
                     break
-            except (OSError, aiohttp.ClientConnectionError):
+            except (OSError, aiohttp.ClientError) as error:  # also a proxy's 502 while the server restarts
                 if is_late:
-                    raise
+                    raise ConnectionError(f"no session at {self._url}: {error}") from error
             await asyncio.sleep(pause)
         return self._text(_content(reply)["observation"])
 

@@ -302,15 +302,18 @@ async def test_the_best_validation_is_the_highest_of_one_version_with_scores(
 
 
 CODE = "def verify(sample):\n    return 1.0\n"
+GAME = {"class": "game.py:Game", "options": {"workers": 1}}
 
 
 def config_of(run: Path, weight: float = 1.0, timeout_s: float = 2.0, **actor: Any) -> RunConfig:
     (run.parent / "mine.py").touch()
     options = {name: actor.pop(name) for name in ("workers",) if name in actor}
+    environment = actor.pop("environment", None)
     function = f"{run.parent / 'mine.py'}:verify"
     term = {"function": function, "weight": weight, "timeout_s": timeout_s, "options": options}
     settings = nested(ActorSection, {"algorithm_name": "reinforce++", **actor})
-    return RunConfig.model_validate({"run": {"dir": run}, "rewards": {"verdict": term}, "actor": settings})
+    sections = {"run": {"dir": run}, "rewards": {"verdict": term}, "actor": settings, "environment": environment}
+    return RunConfig.model_validate(sections)
 
 
 def after_five_steps(run: Path, **settings: Any) -> Path:
@@ -331,6 +334,28 @@ def after_five_steps(run: Path, **settings: Any) -> Path:
         ({}, {"algorithm_clip_ratio": 0.5}, "actor.algorithm.clip_ratio: None -> 0.5", True),
         ({"algorithm_loss_mean": "token"}, {}, "actor.algorithm.loss_mean: token -> auto", True),
         ({}, {"model": "other"}, "actor.policy.model: checkpoints/policy -> other", True),
+        *(
+            ({"environment": GAME}, {"environment": {**GAME, key: new}}, f"environment.{key}: {old} -> {new}", guarded)
+            for key, old, new, guarded in (
+                ("class", "game.py:Game", "game.py:Hard", True),
+                ("reward", None, "game.py:score", True),
+                ("weight", 1.0, 2.0, True),
+                ("truncated", "mask", "score", True),
+                ("max_turns", 8, 9, True),
+                ("timeout_s", 600.0, 60.0, True),
+                ("step_timeout_s", 30.0, 60.0, False),
+                ("workers", 1, 2, False),
+                ("concurrent", 256, 64, False),
+                ("memory_mib", 4096, 512, False),
+                ("restarts", 2, 0, False),
+            )
+        ),
+        (
+            {"environment": GAME},
+            {"environment": {**GAME, "options": {"workers": 9}}},
+            "environment.options.workers: 1 -> 9",
+            True,
+        ),
         ({}, {"prompts_path": "other.jsonl"}, "actor.prompts.path: data/prompts.jsonl -> other.jsonl", False),
     ],
 )
@@ -374,6 +399,18 @@ def test_the_code_of_a_reward_function_may_not_change_silently(tmp_path: Path):
     (run / "settings.json").write_text("{")
     with pytest.raises(ConfigError, match=r"settings.json is not JSON: .*; delete the file to resume"):
         find_changes(config, accepted=False)
+
+
+def test_the_code_of_an_environment_may_not_change_silently(tmp_path: Path):
+    code, score = tmp_path / "game.py", tmp_path / "score.py"
+    game, agent = {"class": f"{code}:Game", "reward": f"{score}:score"}, {"agent": f"{code}:run"}
+    for file, environment, key in ((code, game, "class"), (score, game, "reward"), (code, agent, "agent")):
+        code.write_text(CODE)
+        score.write_text(CODE)
+        run = after_five_steps(tmp_path / key, environment=environment)
+        file.write_text(f"{CODE}# edited\n")
+        with pytest.raises(ConfigError, match=rf"(?m)^  environment.{key}: the file's content$"):
+            find_changes(config_of(run, environment=environment), accepted=False)
 
 
 def test_a_changed_reward_is_refused_before_anything_starts(tmp_path: Path, checkpoints: Checkpoints):

@@ -421,7 +421,7 @@ def test_generation(checkpoints: Path, precision: str, settings: dict[str, Any])
     before = peak.now
     rollout, generating = peak.of(generate, policy, num)
     assert peak.of(policy.logprobs, rollout)[1] < generating
-    near(planned(generation_sizes, config.actor)[0].total, generating - before)
+    near(planned(generation_sizes, config)[0].total, generating - before)
 
 
 def generate(policy: Policy, num: int = ROWS) -> Rollout:

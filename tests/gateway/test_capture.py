@@ -156,9 +156,14 @@ async def test_edited_history_and_other_contexts_are_rows_of_their_own() -> None
     assert [row["tokens"][: len(shared)] == shared for row in found] == [True, True, False, False, False]
 
 
-async def test_a_template_that_changes_replies_makes_each_call_a_row(caplog: pytest.LogCaptureFixture) -> None:
+def stripping() -> Any:
+    """A tokenizer whose chat template changes replies."""
     strips = TEMPLATE.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' else '…' }}")
-    tokenizer = make_text_tokenizer("qwen2", ["Yes. Hello …"], chat_template=strips, model_max_length=1000)
+    return make_text_tokenizer("qwen2", ["Yes. Hello …"], chat_template=strips, model_max_length=1000)
+
+
+async def test_a_template_that_changes_replies_makes_each_call_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = stripping()
     with caplog.at_level(logging.WARNING):
         async with scripted_gateway(ScriptedSampler(), tokenizer=tokenizer) as (caller, _):
             messages = [USER]
@@ -171,6 +176,23 @@ async def test_a_template_that_changes_replies_makes_each_call_a_row(caplog: pyt
     tokenizer.chat_template = None
     with pytest.raises(TemplateError, match="no chat template"):
         Sessions(tokenizer, most=1, most_tokens=1, idle_s=1)
+
+
+async def test_each_row_of_a_session_has_the_rewards_of_all_calls_also_for_trl(tmp_path: Path) -> None:
+    """Three rows; the middle call and the last one are rewarded. The code for TRL is that of docs/gateway.md."""
+    export, page = tmp_path / "rows.jsonl", Path(__file__).resolve().parents[2] / "docs/gateway.md"
+    async with scripted_gateway(ScriptedSampler(), tokenizer=stripping(), export=export) as (caller, _):
+        messages = [USER]
+        for reward in (0.0, 0.5, 1.0):
+            messages += [await say(caller, "s", messages), USER]
+            await caller.post("/sessions/s/reward", {"reward": reward})
+        await caller.post("/sessions/s/end", {})
+    found = read_jsonl(export)
+    assert [row["turns"][0]["reward"] for row in found] == [0.0, 0.5, 1.0]
+    code = next(block for block in page.read_text().split("```py\n") if "def exported" in block).partition("```")[0]
+    given: Json = {"json": json, "open": lambda _: export.read_text().splitlines()}
+    exec(code, given)
+    assert given["exported"]([""] * 3, None)["reward"] == [1.5] * 3
 
 
 # ---- replies ----

@@ -105,7 +105,7 @@ def test_grpo_trains_on_rows_that_agents_have_left(tmp_path: Path) -> None:
     assert len(steps) == 5
     for number, entry in enumerate(steps):
         own = rows[4 * number : 4 * number + 4]
-        assert entry["reward"] == pytest.approx(np.mean([sum(t["reward"] for t in row["turns"]) for row in own]))
+        assert entry["reward"] == pytest.approx(np.mean([row["session_reward"] for row in own]))
         sampled = [sum(turn["end"] - turn["start"] for turn in row["turns"]) for row in own]
         assert entry["completions/mean_length"] == np.mean(sampled)
         assert math.isfinite(entry["loss"])

@@ -5,7 +5,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -345,7 +345,41 @@ async def test_an_idle_session_answers_the_servers_pings() -> None:
 async def test_an_openenv_server_that_stays_away_is_a_sentence_in_the_end() -> None:
     async with served() as (_, url, site), running(url=url, step_timeout_s=LIMIT_S) as environments:
         await site.stop()
-        assert "ClientConnectorError: Cannot connect to host 127.0.0.1" in await failure(environments.open({}), url)
+        socket = f"{url}/ws"
+        sentence = f"reset: ConnectionError: no session at {socket}: Cannot connect to host 127.0.0.1"
+        assert (await failure(environments.open({}), url)).startswith(sentence)
+
+
+def proxy_without_server(request: web.Request) -> web.Response:
+    return web.Response(status=502)
+
+
+def hang_up(request: web.Request) -> web.Response:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def test_a_proxy_without_its_openenv_server_is_awaited() -> None:
+    async with served() as (server, url, _), running(url=url, step_timeout_s=20) as environments:
+        server.failing = [proxy_without_server, hang_up]
+        assert (await environments.open({})).observation == "start"
+        assert server.refused == 2
+
+
+@pytest.mark.parametrize(
+    ("failing", "cause"), [(proxy_without_server, "502, message="), (hang_up, "Server disconnected")]
+)
+async def test_a_conversation_is_lost_while_an_openenv_server_is_behind_a_proxy_that_does_not_reach_it(
+    failing: Callable[[web.Request], web.Response], cause: str
+) -> None:
+    async with served() as (server, url, _), running(url=url, step_timeout_s=LIMIT_S) as environments:
+        server.failing = [failing] * 1000
+        with pytest.raises(
+            EnvironmentFailed, match=f"reset: ConnectionError: no session at {url}/ws: {cause}"
+        ) as caught:
+            await environments.open({})
+        assert caught.value.is_lost
 
 
 async def test_a_full_openenv_server_is_a_sentence_in_the_end() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ class OpenEnvServer:
     def __init__(self, most: int = 2, sleep_s: float = 0.0, log: str = os.devnull) -> None:
         self.most, self.sleep_s, self.log = most, sleep_s, log
         self.sessions = self.refused = self.pongs = 0
+        self.failing: list[Callable[[web.Request], web.Response]] = []  # of the next requests, in place of a session
         self.resets: list[dict[str, Any]] = []
         self.transports: list[asyncio.Transport | None] = []
 
-    async def session(self, request: web.Request) -> web.WebSocketResponse:
+    async def session(self, request: web.Request) -> web.StreamResponse:
         """Serve one session."""
+        if self.failing:
+            self.refused += 1
+            return self.failing.pop(0)(request)
         socket = web.WebSocketResponse(autoping=False)
         await socket.prepare(request)
         if self.sessions == self.most:

@@ -86,12 +86,12 @@ def test_live_bytes_are_those_of_real_tensors(tmp_path: Path, family: str):
 def test_training_needs_weights_gradients_and_moments(tmp_path: Path):
     config = config_of(tmp_path)
     parameters = sum(p.numel() for p in save_tiny(tmp_path / "x", "llama", "language").parameters())
-    role = policy_training(config.actor)
+    role = policy_training(config)
     assert (role.parameters, role.trained) == (parameters, parameters)
     assert role.sizes.gradients == 4 * parameters
     assert 4 * parameters <= role.sizes.weights <= 4 * parameters + 64  # and rotary frequencies
     assert 8 * parameters <= role.sizes.optimizer <= 8 * parameters + 4 * 64  # and a step count for each tensor
-    one_pass = policy_training(config_of(tmp_path, minibatch_size=ROWS // 2).actor)
+    one_pass = policy_training(config_of(tmp_path, minibatch_size=ROWS // 2))
     assert role.notes == one_pass.notes
     assert role.sizes.activations > one_pass.sizes.activations > 0  # two: the first one's gradients are there
     assert _moments_8bit(4095) == 8 * 4095  # small tensors keep moments of 32 bits
@@ -107,7 +107,7 @@ def test_the_cache_is_the_slot_decoders(tmp_path: Path):
     ids = torch.zeros(1, PROMPT, dtype=torch.int64)
     model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
     real = sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors())
-    assert generation_sizes(config.actor)[0].cache == real == 2 * 2 * 4 * ROWS * (span + span // 2) * 8
+    assert generation_sizes(config)[0].cache == real == 2 * 2 * 4 * ROWS * (span + span // 2) * 8
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_copies_of_the_policy(tmp_path: Path, settings: dict[str, Any], copies: 
 def test_settings_that_save_memory_do(tmp_path: Path, of: str):
     def sizes(**settings: Any) -> Sizes:
         if of == "policy":
-            return policy_training(config_of(tmp_path, **settings).actor).sizes
+            return policy_training(config_of(tmp_path, **settings)).sizes
         trainer = config.trainer.model_copy(update=settings)
         return trainer_role(config.model_copy(update={"trainer": trainer})).sizes
 
@@ -166,6 +166,24 @@ def test_served_models_and_their_ranks(tmp_path: Path):
     sizes = roles["trainer"].sizes
     each = shown(2 * sizes.weights + sizes.gradients)
     assert f"each micro-batch, trainer: {each} per rank" in traffic_lines(config, roles)[-1]
+
+
+def test_conversations_with_an_environment_are_planned_at_their_longest(tmp_path: Path):
+    environment = ("environment.class=game.py:Game", "environment.max_tokens=24", "environment.max_turns=3")
+    long, plain = (
+        config_of(tmp_path, "rewards={model: {}}", "reward.max_length=64", *more, kl_reference="triton")
+        for more in (environment, ())
+    )
+    roles, short = roles_of(long), roles_of(plain)
+    for key in ("actor", "trainer", "reward", "critic", "reference"):
+        assert "rows x 24 tokens" in roles[key].notes[0]
+        assert f"rows x {PROMPT + RESPONSE} tokens" in short[key].notes[0]
+    assert roles["actor"].sizes.cache == 3 * short["actor"].sizes.cache
+    assert long.environment is not None
+    one_turn = long.environment.model_copy(update={"max_turns": 1})
+    updates = [policy_training(each).sizes for each in (long, long.model_copy(update={"environment": one_turn}))]
+    assert updates[0].activations > updates[1].activations  # log-probs of 12 tokens instead of 4
+    assert f"each step, network: {shown(2 * ROWS * 24 * 8)} of requests" in traffic_lines(long, roles)[0]
 
 
 @pytest.mark.parametrize(

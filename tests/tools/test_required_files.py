@@ -331,7 +331,18 @@ def group(samples):
 
 def trl(prompts, completions, **columns):
     return [float(len(text)) for text in completions]
+
+
+class Game:
+    def __init__(self, highest=9): ...
+    def reset(self, row): ...
+    def step(self, action): ...
+
+
+def run(base_url, task): ...
 """
+LONGEST = "environment.max_tokens=100"
+PLAYED = (LONGEST, "environment.class={file}:Game")
 
 
 @pytest.mark.parametrize(
@@ -344,6 +355,15 @@ def trl(prompts, completions, **columns):
         (["rewards.mine.function={file}:slow", "rewards.mine.timeout_s=0.1"], "took longer than 0.1 s and was killed"),
         (["rewards.mine.function={file}:group"], "TypeError: object of type 'Sample' has no len()"),
         (["rewards.mine.options={{margin: 2}}"], "margin"),
+        ([*PLAYED, "environment.reward={file}:trl"], ""),
+        ([LONGEST, "environment.agent={file}:run"], ""),
+        (
+            [LONGEST, "environment.class={file}:Gam"],
+            "environment.class {file}:Gam: {file}:Gam cannot be imported: {file} has no",
+        ),
+        ([*PLAYED, "environment.options={{lowest: 1}}"], "{file}:Game: options.lowest: unknown; the options: highest"),
+        ([*PLAYED, "environment.reward={file}:scor"], "{file}:scor cannot be imported: {file} has no 'scor'"),
+        ([LONGEST, "environment.agent={file}:walk"], "environment.agent {file}:walk: "),
         (["critic.model={other_policy}"], "critic.model: the tokenizer of {other_policy} differs"),
         (["actor.trackers=[mlflow]"], "actor.trackers: mlflow is not installed; pip install mlflow, or remove it"),
     ],

@@ -42,7 +42,8 @@ REMEDIES = {  # section -> {largest part: settings that make it smaller}
         "gradients": "actor.policy.lora_rank or actor.ranks",
         "optimizer": "actor.policy.lora_rank or actor.ranks",
         "activations": "actor.policy.gradient_checkpointing, actor.policy.token_budget or actor.generation.batch_size",
-        "cache": "actor.generation.batch_size, actor.generation.max_new_tokens or actor.prompts.max_tokens",
+        "cache": "actor.generation.batch_size, actor.generation.max_new_tokens or actor.prompts.max_tokens, with an "
+        "environment environment.max_tokens",
     },
     "trainer": {
         "weights": "trainer.lora_rank with trainer.precision: bfloat16, or trainer.ranks",
@@ -225,7 +226,7 @@ def _capacity(device: str, given_gib: float | None) -> int:
 def traffic_lines(config: RunConfig, roles: Mapping[str, Role]) -> list[str]:
     """Return what a step, a publish and a checkpoint move over network and disk at the longest rows, a line each."""
     actor, publish, has_critic = config.actor, config.trainer.publish, config.serves_critic
-    tokens = actor.rollout_size * (actor.prompts.max_tokens + actor.generation.max_new_tokens)
+    tokens = actor.rollout_size * config.longest_row[0]
     token_bytes = 8 if config.server.tokens_dtype == "INT64" else 4
     asked = tokens * token_bytes * (1 + actor.kl.serves_reference)
     answered = actor.rollout_size * FLOAT + tokens * FLOAT * (has_critic + actor.kl.serves_reference)

@@ -109,8 +109,8 @@ def on_heap(sizes: Sizes, device: str) -> Sizes:
 def policy_role(config: RunConfig) -> Role:
     """Return the policy with its copies, its training and its generation."""
     actor = config.actor
-    trained = policy_training(actor)
-    generating, whole = generation_sizes(actor)
+    trained = policy_training(config)
+    generating, whole = generation_sizes(config)
     if actor.generation.engine == "vllm":
         generating = Sizes()
     update = trained.sizes
@@ -123,9 +123,9 @@ def policy_role(config: RunConfig) -> Role:
     return replace(trained, sizes=replace(update, copies=copies, cache=generating.cache, activations=activations))
 
 
-def policy_training(actor: ActorSection) -> Role:
+def policy_training(config: RunConfig) -> Role:
     """Return the policy with its training alone."""
-    settings, responses = actor.policy, actor.generation.max_new_tokens
+    actor, settings, responses = config.actor, config.actor.policy, _most_sampled(config)
     causal = causal_model(settings.model)
     parameters = causal.num_parameters()
 
@@ -140,7 +140,7 @@ def policy_training(actor: ActorSection) -> Role:
         settings,
         outputs,
         parameters=parameters,
-        longest=actor.prompts.max_tokens + responses,
+        longest=config.longest_row[0],
         batch=min(actor.update.minibatch_size, actor.rollout_size),
         ranks=actor.ranks,
         optimizer=actor.optimizer.kind,
@@ -179,7 +179,7 @@ def trainer_role(config: RunConfig) -> Role:
         settings,
         outputs,
         parameters=parameters,
-        longest=config.actor.prompts.max_tokens + config.actor.generation.max_new_tokens,
+        longest=config.longest_row[0],
         batch=min(settings.global_batch_size, config.actor.rollout_size),
         ranks=settings.ranks,
         optimizer=settings.optimizer.kind,
@@ -256,12 +256,18 @@ def _planned(attention: str) -> str:
     return "sdpa" if attention == FLASH_ATTENTION else attention
 
 
-def generation_sizes(actor: ActorSection) -> tuple[Sizes, int]:
+def _most_sampled(config: RunConfig) -> int:
+    """Return the most tokens of a row that the policy samples."""
+    turns = 1 if config.environment is None else config.environment.max_turns
+    return min(config.longest_row[0] - 1, turns * config.actor.generation.max_new_tokens)
+
+
+def generation_sizes(config: RunConfig) -> tuple[Sizes, int]:
     """Return the cache and the working memory of generation and log-probs, and the bytes of the model when frozen."""
+    actor, (span, _) = config.actor, config.longest_row
     settings, generation, width = actor.policy, actor.generation, actor.prompts.max_tokens
     slots = min(generation.batch_size, -(-max(actor.rollout_size, actor.validation.size) // actor.ranks))
     distinct = min(-(-slots // actor.algorithm.responses_per_prompt), max(1, settings.token_budget // width))
-    span = width + generation.max_new_tokens
     copied, model = causal_model(settings.model), causal_model(settings.model)
     for each in (copied, model):
         _policy_model(each, settings)
@@ -291,7 +297,7 @@ def generation_sizes(actor: ActorSection) -> tuple[Sizes, int]:
         stack.close()
         del cache, logits
         ids = torch.zeros(_rows(settings.token_budget, span, actor.rollout_size), span, dtype=torch.int64)
-        logprobs_of(model, ids, generation.max_new_tokens, settings.precision, is_linear=is_linear)
+        logprobs_of(model, ids, _most_sampled(config), settings.precision, is_linear=is_linear)
         activations = max(0, live.peak - before - stored)
         return on_heap(Sizes(cache=stored, activations=activations), settings.device), whole
 
@@ -362,8 +368,8 @@ def served_role(config: RunConfig, key: str) -> Role:
         else:
             model = placed(token_model(section.model, getattr(torch, section.dtype)))
         parameters = model.num_parameters()
-        longest = config.actor.prompts.max_tokens + config.actor.generation.max_new_tokens
-        longest = min(longest, limits_of(model).max_length or longest)  # the server refuses longer rows
+        # The server refuses longer rows.
+        longest = min(filter(None, (config.longest_row[0], limits_of(model).max_length)))
         ids_shape = (max(1, budget // longest), longest)
         if is_reference and section.dtype == "bfloat16":
             use_bfloat16(model, model.get_output_embeddings())
