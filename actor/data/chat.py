@@ -77,13 +77,13 @@ class Chat:
         return [_checked(call.get("function")) for call in found.get("tool_calls", ())]
 
     def check(self) -> None:
-        """Raise TemplateError unless the template shows the tools.
+        """Warn if the template does not show the tools.
 
         Raise HistoryChanged unless it leaves a conversation as it is when messages follow: results, if there are tools.
         """
         asked = [{"role": "user", "content": PROBE}]
         if self.tools and self.prompt(asked) == Chat(self.tokenizer).prompt(asked):
-            raise TemplateError("the policy's chat template does not show tools to the policy: use one that does")
+            warn_once("the policy's chat template leaves out the environment's tools: describe them in the prompts")
         if self.has_template:
             self._after_probe([{"role": "tool", "name": "t", "content": PROBE}] if self.tools else asked, PROBE)
 

@@ -137,7 +137,7 @@ class Agent:
         """Raise TemplateError if the policy's chat template cannot render conversations about the prompts."""
         are_chats = {MESSAGES_KEY in prompt.metadata for prompt in prompts}
         if self._chat.tools and False in are_chats:
-            raise TemplateError("the environment has tools, which only prompts with `messages` show to the policy")
+            warn_once("prompts that are texts do not show the environment's tools: describe them there")
         if True in are_chats:
             try:
                 self._chat.check()

@@ -233,16 +233,17 @@ def test_what_follows_a_reply_is_the_templates(template: str, keeps: bool, openi
     assert chat.tokenizer.decode(row) == chat.prompt([*said, written, *more])
 
 
-def test_tools_that_the_policy_would_not_see_are_refused(agents: Callable[..., Agent]):
+def test_tools_that_the_policy_would_not_see_are_named(agents: Callable[..., Agent], caplog: pytest.LogCaptureFixture):
     blind = make_text_tokenizer(
         "qwen2", TEXTS, chat_template=CHATML.replace("{% if tools %}", "{% if false %}"), model_max_length=512
     )
     chats = [dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user", "content": ""}]})]
-    with pytest.raises(TemplateError, match="does not show tools"):
-        agents("IncrementEnv", blind).check_prompts(chats)
-    with pytest.raises(TemplateError, match="prompts with `messages`"):
-        agents("IncrementEnv").check_prompts([Prompt("0", "Count.", np.array([5]))])
+    warn_once.cache_clear()
     agents("IncrementEnv").check_prompts(chats)
+    assert not caplog.records
+    agents("IncrementEnv", blind).check_prompts(chats)
+    agents("IncrementEnv").check_prompts([Prompt("0", "Count.", np.array([5]))])
+    assert ["chat template" in record.message for record in caplog.records] == [True, False]
 
 
 def test_tools_are_called_in_the_format_of_the_tokenizers_template(agents: Callable[..., Agent]):
