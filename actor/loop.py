@@ -133,7 +133,7 @@ class PPORun:
         check_failures(scored.scores, self.settings.rewards.max_failed_fraction)
         batch = await self.in_thread(self.make_batch, scored, rollout.dropped if self.scorer.has_critic else [])
         if self.scorer.has_critic:
-            self.critic.send(step, await self.in_thread(critic_payload, batch))
+            self.critic.send(step, await self.in_thread(critic_payload, batch, scored.scores))
             batch = batch.first(len(batch.lengths) - sum(len(part.rollout.prompts) for part in rollout.dropped))
         if self.settings.one_step_off_policy and not is_last:
             # Before this step's update: the next rollout samples from a copy of the policy as of `step - 1`.

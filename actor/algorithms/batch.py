@@ -12,7 +12,7 @@ from actor.algorithms.losses import kl_estimate
 from actor.algorithms.method import Method
 from actor.algorithms.reinforce_plus_plus import advantage as returns_to_go
 from actor.algorithms.stages import RewardShaper
-from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
+from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, joined
 from python_backend.errors import RlhfError
 from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
 
@@ -106,21 +106,14 @@ def _owners(rollout: Rollout) -> tuple[Tensor, Tensor]:
 def with_limits(scored: ScoredRollout, treatment: str, gamma: float) -> ScoredRollout:
     """Return the rollout with `environment.truncated` applied to the conversations that a limit has ended.
 
-    `mask` leaves them out, `bootstrap` adds the discounted value of their last token to the reward of their last turn,
-    and `score` takes them as they are.
-
-    Raises: RlhfError if nothing would be left.
+    `mask` leaves them out, be it all, `bootstrap` adds the discounted value of their last token to the reward of their
+    last turn, and `score` takes them as they are.
     """
     rollout, scores = scored.rollout, scored.scores
     limits = [trajectory.truncated for trajectory in rollout.trajectories or ()]
     is_over = torch.tensor([not limit for limit in limits])
     if not any(limits):
         return scored
-    if treatment == "mask" and not (is_over & scores.scored).any():
-        raise RlhfError(
-            f"no conversation has come to its end: limits ended them ({', '.join(sorted({*limits} - {''}))}); raise "
-            "them, or set environment.truncated to score"
-        )
     if treatment == "mask":
         return replace(scored, scores=replace(scores, scored=scores.scored & is_over))
     if treatment == "bootstrap":
@@ -142,11 +135,17 @@ def _token_kl(scored: ScoredRollout, mask: Tensor, method: Method) -> Tensor | N
     return torch.where(mask > 0, kl_estimate(scored.logprobs, scored.ref_logprobs, method.kl_estimator), 0.0)
 
 
-def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
+def critic_payload(batch: PPOBatch, scores: Scores) -> dict[str, np.ndarray]:
     """Return the inputs of a critic_train request, packed as `TrainPayload`: the scored rows, without padding.
 
     A row may lack its score because the critic cannot take it, and the server refuses a payload that has such a row.
+    The journal has an update of each step: if limits have ended all conversations, of which the batch has none then,
+    those with `scores` are sent, whose returns are the values that they have, so that nothing new is learned.
     """
+    if not batch.mask.any():
+        batch, values = batch.first(len(scores.scored)), joined([scores.values], batch.tokens.shape[1])[:, :-1]
+        known = torch.arange(values.shape[1]) < (batch.lengths - 1)[:, None] * scores.scored[:, None]
+        batch = replace(batch, mask=known.float(), returns=values, prev_values=values)
     scored = batch.mask.any(-1)
     ends = batch.lengths[:, None] * scored[:, None]  # nothing of the other rows
     inside = torch.arange(batch.tokens.shape[1]) < ends
@@ -169,11 +168,14 @@ def check_failures(scores: Scores, max_failed_fraction: float) -> None:
 
 
 def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float | None:
-    """Return the mean KL per sequence (summed k1, nats) over scored rows; None without reference log-probs."""
-    if scored.logprobs is None or scored.ref_logprobs is None:
+    """Return the mean KL per sequence (summed k1, nats) over rows with a token in the mask.
+
+    None without such a row, or without reference log-probs.
+    """
+    if scored.logprobs is None or scored.ref_logprobs is None or not mask.any():
         return None
     signed = torch.where(mask > 0, scored.logprobs - scored.ref_logprobs, 0.0).sum(-1)
-    return float(signed[scored.scores.scored].mean())
+    return float(signed[mask.any(-1)].mean())
 
 
 def score_returns(scores: Scores, rollout: Rollout) -> tuple[Tensor, Tensor]:

@@ -4,13 +4,15 @@ Large files are written in a thread: on the event loop they would delay response
 """
 
 import asyncio
+import functools
 import logging
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from actor.algorithms.batch import process_metrics, rollout_metrics, text_metrics
-from actor.data.rollout import PPOBatch, ScoredRollout, Scores
+from actor.data.rollout import PPOBatch, ScoredRollout, Scores, Trajectory
 from actor.policy.checkpoint import (
     RunState,
     check_checkpoint_of,
@@ -47,7 +49,7 @@ class Recorder:
     """Records one run: its metrics, validations and checkpoints."""
 
     def __init__(self, config: RunConfig, state: RunState, client: TritonClient, *, has_critic: bool) -> None:
-        self._settings = config.actor
+        self._config, self._settings = config, config.actor
         self._publish_every = config.trainer.publish.every
         self._dir = config.run.dir
         self._run_id, self._integrity = config.run.identity, config.run.integrity
@@ -189,11 +191,17 @@ class Recorder:
             seconds,
         )
         _warn_of_failures(f"step {step}", scores)
-        self._warn_of_excluded(step, await asyncio.to_thread(lambda: batch.policy_weights.any(-1).tolist()))
+        is_taught = await asyncio.to_thread(lambda: batch.policy_weights.any(-1).tolist())
+        self._warn_of_excluded(step, is_taught, scored.rollout.trajectories)
 
-    def _warn_of_excluded(self, step: int, is_taught: list[bool]) -> None:
-        """Warn if fewer than half of the responses contribute to the update: the first, 10th, 100th, … time."""
-        if (taught := sum(is_taught)) >= (total := len(is_taught)) / 2:
+    def _warn_of_excluded(self, step: int, is_taught: list[bool], trajectories: list[Trajectory] | None) -> None:
+        """Warn if fewer than half of the responses contribute to the update: the first, 10th, 100th, … time.
+
+        Of conversations, the limits that ended them are named; `_warn_of_failures` has why others failed.
+        """
+        ends = [each.truncated for each, known in zip(trajectories or (), is_taught, strict=False) if not known]
+        limits = [name for name, _ in Counter(filter(None, ends)).most_common()]
+        if (taught := sum(is_taught)) >= (total := len(is_taught)) / 2 or (trajectories and not limits):
             return
         self._num_mostly_excluded += 1
         if taught and str(self._num_mostly_excluded).strip("0") != "1":
@@ -204,11 +212,15 @@ class Recorder:
             else "the policy is not updated: no response ended"
         )
         logger.warning(
-            "step %d: %s within actor.generation.max_new_tokens (%d); raise it, or set "
-            "actor.algorithm.mask_unfinished to false (so far in %d steps of this start)",
+            "step %d: %s within %s; raise %s, or set %s (so far in %d steps of this start)",
             step,
             what,
-            self._settings.generation.max_new_tokens,
+            ", ".join(
+                f"{name} ({functools.reduce(getattr, name.split('.'), self._config)})"
+                for name in limits or ["actor.generation.max_new_tokens"]
+            ),
+            "them" if len(limits) > 1 else "it",
+            "environment.truncated to score" if limits else "actor.algorithm.mask_unfinished to false",
             self._num_mostly_excluded,
         )
 

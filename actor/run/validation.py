@@ -75,7 +75,7 @@ async def validate(
 def _measured(scored: ScoredRollout) -> Validation:
     whole, scores = scored.rollout, scored.scores
     of_variance = explained(whole, scores, scores) if scores.has_values else None
-    return Validation(whole, scores, sequence_kl(scored, whole.mask), of_variance)
+    return Validation(whole, scores, sequence_kl(scored, whole.mask * scores.scored[:, None]), of_variance)
 
 
 def explained(rollout: Rollout, rewarded: Scores, valued: Scores) -> float:
