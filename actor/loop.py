@@ -75,6 +75,7 @@ class PPORun:
             self.reference,
             self.critic,
             publish_every=config.trainer.publish.every,
+            truncated=self.truncated,
             in_thread=self.in_thread,
         )
 

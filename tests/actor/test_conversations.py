@@ -25,7 +25,7 @@ from actor.generation.conversations import ROW_STEP, Agent, seed_of
 from actor.generation.engine import Generation, uniform_draws
 from actor.generation.slots import Decoder, Response, Rules
 from actor.policy.policy import row_of
-from actor.run.collection import all_rows, join_scored
+from actor.run.collection import all_rows, by_spread, group_metrics, join_scored
 from actor.run.validation import read_texts
 from actor.scoring.environment import scores_of_others, with_environment
 from benchmarks.workload import random_llama
@@ -636,3 +636,24 @@ def test_limits_mask_bootstrap_or_score():
     tail = 0.5 * float(joined_rows.scores.values[1, 8])
     assert process.rewards[2, 3] == pytest.approx(0.5 + tail), "of its conversation's end, not of its own"
     assert not with_limits(scored_of(limited), "mask", 0.5).scores.scored.any()
+
+
+@pytest.mark.parametrize(
+    ("truncated", "mask_unfinished", "differs"), [("score", True, True), ("mask", True, False), ("mask", False, False)]
+)
+def test_a_group_differs_in_the_scores_that_are_learned(truncated: str, mask_unfinished: bool, differs: bool):
+    """Two conversations have come to their end with 1, two have met a limit at 0."""
+    limited = row((2, 4, 0.0), length=6, truncated="environment.max_turns")
+    scored = scored_of(*[row((2, 4, 1.0), length=6)] * 2, limited, limited)
+    given = {"name": "grpo", "responses_per_prompt": 4, "mask_unfinished": mask_unfinished}
+    settings = actor_section(algorithm=given, rollout_size=4).algorithm
+    assert [len(part.scores.scored) for part in by_spread(scored, settings, truncated)] == [
+        4 * differs,
+        4 - 4 * differs,
+    ]
+    assert group_metrics([scored], settings, truncated, None) == {"train_rollouts/useful_prompts": float(differs)}
+    taught = with_limits(scored, truncated, 1.0)
+    method = Method.of(settings, actor_section().kl)
+    shaper = RewardShaper(actor_section().rewards, max_new_tokens=8)
+    batch = make_batch(taught, method, shaper, kl_coef=0.0, responses_per_prompt=4)
+    assert bool(batch.advantages.any()) == differs
