@@ -12,7 +12,7 @@ from actor.algorithms.losses import kl_estimate
 from actor.algorithms.method import Method
 from actor.algorithms.reinforce_plus_plus import advantage as returns_to_go
 from actor.algorithms.stages import RewardShaper
-from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, joined
+from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
 from python_backend.errors import RlhfError
 from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
 
@@ -143,7 +143,7 @@ def critic_payload(batch: PPOBatch, scores: Scores) -> dict[str, np.ndarray]:
     those with `scores` are sent, whose returns are the values that they have, so that nothing new is learned.
     """
     if not batch.mask.any():
-        batch, values = batch.first(len(scores.scored)), joined([scores.values], batch.tokens.shape[1])[:, :-1]
+        batch, values = batch.first(*scores.values.shape), scores.values[:, :-1]
         known = torch.arange(values.shape[1]) < (batch.lengths - 1)[:, None] * scores.scored[:, None]
         batch = replace(batch, mask=known.float(), returns=values, prev_values=values)
     scored = batch.mask.any(-1)
@@ -167,15 +167,21 @@ def check_failures(scores: Scores, max_failed_fraction: float) -> None:
         )
 
 
-def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float | None:
-    """Return the mean KL per sequence (summed k1, nats) over rows with a token in the mask.
+def sequence_kl(whole: ScoredRollout, mask: Tensor) -> float | None:
+    """Return the mean KL per sequence (summed k1, nats), of all rows of a conversation, over those in the mask.
 
-    None without such a row, or without reference log-probs.
+    None if the mask is empty, or without reference log-probs.
     """
-    if scored.logprobs is None or scored.ref_logprobs is None or not mask.any():
+    if whole.logprobs is None or whole.ref_logprobs is None or not mask.any():
         return None
-    signed = torch.where(mask > 0, scored.logprobs - scored.ref_logprobs, 0.0).sum(-1)
-    return float(signed[mask.any(-1)].mean())
+    return _mean_per_sequence(whole, torch.where(mask > 0, whole.logprobs - whole.ref_logprobs, 0.0), mask)
+
+
+def _mean_per_sequence(whole: ScoredRollout, values: Tensor, mask: Tensor) -> float:
+    """Return the mean over conversations of the sums of `[B, S-1]`, 0 outside the mask, in all of their rows."""
+    owner, is_other = _owners(whole.rollout)
+    sums = torch.zeros_like(values[:, 0]).index_add(0, owner, values.sum(-1))
+    return float(sums[mask.any(-1) & ~is_other].mean())
 
 
 def score_returns(scores: Scores, rollout: Rollout) -> tuple[Tensor, Tensor]:
@@ -190,21 +196,26 @@ def score_returns(scores: Scores, rollout: Rollout) -> tuple[Tensor, Tensor]:
 # Metrics of rollouts: the `train_rollouts/…` of a step, and those of a validation.
 
 
-def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -> dict[str, float]:
-    """Return the `train_rollouts/…` metrics of one step: means over scored rows or response tokens."""
+def rollout_metrics(
+    scored: ScoredRollout, whole: ScoredRollout, batch: PPOBatch, *, kl_coef: float
+) -> dict[str, float]:
+    """Return the `train_rollouts/…` metrics of one step: means over scored rows or response tokens.
+
+    `whole` and `batch` have the others of `scored` as well.
+    """
     scores = scored.scores
     rewards = scores.rewards[scores.scored]
     others = () if scored.others is None else (scored.others.rollout,)
     metrics = {**text_metrics(replace(scored.rollout, others=others), scores), "kl_coef": kl_coef}
-    distance = sequence_kl(scored, batch.mask)
+    distance = sequence_kl(whole, batch.mask)
     if batch.kl is not None and distance is not None:
-        kl_sum = (batch.kl * batch.mask).sum(-1)[scores.scored]
+        penalty = kl_coef * _mean_per_sequence(whole, batch.kl, batch.mask)
         metrics |= {
             "init_policy_kl": float(masked_mean(batch.kl, batch.mask)),
             "init_policy_kl_per_sequence": distance,
-            "rewards_with_kl": float((rewards - kl_coef * kl_sum).mean()),
+            "rewards_with_kl": float(rewards.mean()) - penalty,
         }
-    ours, theirs = scored.logprobs, scored.rollout.logprobs
+    ours, theirs = whole.logprobs, whole.rollout.logprobs
     if ours is not None and theirs is not None and ours is not theirs:
         gap = torch.where(batch.mask > 0, ours - theirs, 0.0).abs()
         metrics |= {
@@ -234,7 +245,7 @@ def text_metrics(rollout: Rollout, scores: Scores) -> dict[str, float]:
         "rollout_size": float(len(scores.scored)),
         "response_lengths": float(rollout.lengths.float().mean()),
         "prompt_lengths": float(rollout.prompt_lengths.float().mean()),
-        "generation_length": float(rollout.mask.sum(-1).mean()),
+        "generation_length": sum(float(part.mask.sum()) for part in (rollout, *rollout.others)) / len(scores.scored),
         "rewards": float(rewards.mean()),
         "rewards_std": float(rewards.std(correction=0)),
         "fraction_of_samples_properly_ended": float(rollout.is_end.float().mean()),

@@ -266,10 +266,8 @@ class PPOBatch:
     positive: Tensor | None = None  # bool [B], positive scores; None unless their likelihood is in the loss
     sampled_logprobs: Tensor | None = None  # float32 [B, S-1], of the engine that sampled, for importance factors
 
-    def first(self, rows: int, width: int | None = None) -> PPOBatch:
-        """Return the first rows, and of these the first `width` tokens; default: all."""
+    def first(self, rows: int, width: int) -> PPOBatch:
+        """Return the first rows, and of these the first `width` tokens."""
         found = {name: tensor[:rows] for name, tensor in vars(self).items() if tensor is not None}
-        if width is not None:
-            wide = {name: tensor for name, tensor in found.items() if tensor.ndim == 2}
-            found |= {name: tensor[:, : width - (name != "tokens")] for name, tensor in wide.items()}
-        return replace(self, **found)
+        wide = {name: tensor for name, tensor in found.items() if tensor.ndim == 2}
+        return replace(self, **found | {name: each[:, : width - (name != "tokens")] for name, each in wide.items()})

@@ -125,11 +125,11 @@ async def with_others(
     own, scores = scores_of_others(rollout, scored.scores, values, scorer.environment_weight)
     if start is not None:
         scores = await in_thread(only_known, scores, start)
-    old = rollout.logprobs if scored.old_logprobs is not None else None
-    others = ScoredRollout(rollout, scores, logprobs, None if start is None else start.logprobs, old)
     whole = own.scored.index_fill(0, rollout.owners[~scores.scored], value=False)
     own = replace(own, scored=whole, failures=sorted({*own.failures, *scores.failures}))
-    return replace(scored, scores=own, others=others)
+    old = rollout.logprobs if scored.old_logprobs is not None else None
+    ref, scores = None if start is None else start.logprobs, replace(scores, scored=whole[rollout.owners])
+    return replace(scored, scores=own, others=ScoredRollout(rollout, scores, logprobs, ref, old))
 
 
 def join_scored(parts: Sequence[ScoredRollout], pad_id: int) -> ScoredRollout:

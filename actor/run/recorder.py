@@ -157,13 +157,21 @@ class Recorder:
             set_log_position(version=self.weights_version)
             logger.info("the critic is at step %d and serves version %d", step, self.weights_version)
 
-    async def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:
-        """Write the metrics and texts of a step, and warn if few responses contributed to the update."""
+    async def log_step(
+        self, step: int, scored: ScoredRollout, whole: ScoredRollout, batch: PPOBatch, measured: dict[str, float]
+    ) -> float | None:
+        """Write the metrics and texts of a step, and warn if few responses contributed to the update.
+
+        Args:
+            whole: `scored` and its others; `batch` has the same rows.
+
+        Returns the mean KL of a sequence; None if it is not known.
+        """
         scores = scored.scores
         if self._has_critic:
             set_log_position(version=int(scores.versions.max()))
         self._masked_samples += int((~scores.scored).sum())
-        metrics = await asyncio.to_thread(rollout_metrics, scored, batch, kl_coef=self._state.kl.coef)
+        metrics = await asyncio.to_thread(rollout_metrics, scored, whole, batch, kl_coef=self._state.kl.coef)
         seconds = measured["timers/step_time"]
         line = {
             **metrics,
@@ -186,13 +194,14 @@ class Recorder:
             step,
             self._settings.steps,
             metrics["train_rollouts/rewards"],
-            _in_nats(metrics.get("train_rollouts/init_policy_kl_per_sequence")),
+            _in_nats(distance := metrics.get("train_rollouts/init_policy_kl_per_sequence")),
             f", scored by weights version {scores.versions.max()}" if self._has_critic else "",
             seconds,
         )
         _warn_of_failures(f"step {step}", scores)
         is_taught = await asyncio.to_thread(lambda: batch.policy_weights.any(-1).tolist())
-        self._warn_of_excluded(step, is_taught, scored.rollout.trajectories)
+        self._warn_of_excluded(step, is_taught[: len(scores.scored)], scored.rollout.trajectories)
+        return distance
 
     def _warn_of_excluded(self, step: int, is_taught: list[bool], trajectories: list[Trajectory] | None) -> None:
         """Warn if fewer than half of the responses contribute to the update: the first, 10th, 100th, … time.
@@ -398,8 +407,9 @@ class Recorder:
         }
         before = self._validations.get("before")
         if before is not None:  # not kept across a resume
-            scores = await scorer.values(before.rollout)
-            figures["ev_last"] = await asyncio.to_thread(explained, before.rollout, before.scores, scores)
+            whole = before.whole
+            scores = await scorer.values(whole.rollout)
+            figures["ev_last"] = await asyncio.to_thread(explained, whole.rollout, whole.scores, scores)
         return figures
 
     def _validation(self, when: str) -> dict[str, Any]:

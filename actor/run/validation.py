@@ -9,7 +9,7 @@ from actor.algorithms.batch import score_returns, sequence_kl
 from actor.data.compute import InThread
 from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
 from actor.policy.policy import Policy
-from actor.run.collection import collect
+from actor.run.collection import all_rows, collect
 from actor.run.metrics import Timers
 from actor.scoring.reference import Reference
 from actor.scoring.scorer import Scorer
@@ -28,6 +28,7 @@ class Validation:
     scores: Scores
     kl: float | None  # nats per sequence, k1, over scored rows; None without reference log-probs
     explained_variance: float | None  # of the scores' Monte-Carlo returns; None without a critic
+    whole: ScoredRollout  # its rows, and further ones of its conversations
 
     @property
     def reward(self) -> float:
@@ -73,9 +74,10 @@ async def validate(
 
 
 def _measured(scored: ScoredRollout) -> Validation:
-    whole, scores = scored.rollout, scored.scores
-    of_variance = explained(whole, scores, scores) if scores.has_values else None
-    return Validation(whole, scores, sequence_kl(scored, whole.mask * scores.scored[:, None]), of_variance)
+    whole = all_rows(scored, (), pad_id=0)
+    of_variance = explained(whole.rollout, whole.scores, whole.scores) if scored.scores.has_values else None
+    kl = sequence_kl(whole, whole.rollout.mask * whole.scores.scored[:, None])
+    return Validation(scored.rollout, scored.scores, kl, of_variance, whole)
 
 
 def explained(rollout: Rollout, rewarded: Scores, valued: Scores) -> float:

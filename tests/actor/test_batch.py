@@ -46,7 +46,7 @@ def fields(batch: PPOBatch) -> dict[str, Tensor]:
 
 
 def metrics_of(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float = 0.1) -> dict[str, float]:
-    found = rollout_metrics(scored, batch, kl_coef=kl_coef)
+    found = rollout_metrics(scored, scored, batch, kl_coef=kl_coef)
     return {name.removeprefix("train_rollouts/"): value for name, value in found.items()}
 
 

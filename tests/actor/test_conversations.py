@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import string
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ import torch
 from live_system import TEXTS
 from tiny_tokenizers import make_text_tokenizer
 
-from actor.algorithms.batch import make_batch, text_metrics, with_limits
+from actor.algorithms.batch import (
+    make_batch,
+    rollout_metrics,
+    score_returns,
+    sequence_kl,
+    text_metrics,
+    with_limits,
+)
 from actor.algorithms.inputs import ClipRange, LossInputs
 from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
@@ -25,8 +33,8 @@ from actor.generation.conversations import ROW_STEP, Agent, seed_of
 from actor.generation.engine import Generation, uniform_draws
 from actor.generation.slots import Decoder, Response, Rules
 from actor.policy.policy import row_of
-from actor.run.collection import all_rows, by_spread, group_metrics, join_scored
-from actor.run.validation import read_texts
+from actor.run.collection import all_rows, by_spread, group_metrics, join_scored, with_others
+from actor.run.validation import _measured, read_texts
 from actor.scoring.environment import scores_of_others, with_environment
 from benchmarks.workload import random_llama
 from python_backend.config.environment import EnvironmentSection
@@ -550,6 +558,28 @@ def test_another_row_has_what_came_after_it():
     assert scored.select(torch.tensor([0])).others is None
 
 
+async def test_a_conversation_is_scored_whole_or_not_at_all():
+    """The critic refuses the second one's first row, of two others; the first conversation has another, too."""
+    rows = [dataclasses.replace(ROWS[1], owners=torch.tensor([owner])) for owner in (1, 1, 0)]
+    scored = scored_of(*ROWS, served=0.5)
+    whole = dataclasses.replace(scored.rollout, others=tuple(rows))
+
+    async def values(rollout: Rollout, _: object) -> Scores:
+        return dataclasses.replace(scored_of(*rows).scores, scored=torch.tensor([False, True, True]), failures=["no"])
+
+    found = await with_others(
+        types.SimpleNamespace(pad_id=0),  # type: ignore[arg-type]
+        types.SimpleNamespace(has_critic=True, environment_weight=1.0, values=values),  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        dataclasses.replace(scored, rollout=whole, logprobs=None),
+        versions=None,
+        in_thread=asyncio.to_thread,  # type: ignore[arg-type]
+    )
+    assert found.others is not None
+    assert found.scores.scored.tolist() == [True, False]
+    assert found.others.scores.scored.tolist() == [False, False, True]
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo", "ppo"])
 def test_all_rows_of_a_conversation_train(name: str):
     """Groups compare conversations, not rows, and their advantages are those of all of its turns."""
@@ -575,7 +605,6 @@ def test_all_rows_of_a_conversation_train(name: str):
     else:
         assert mine.tolist() == [float(batch.advantages[1].max())] * 3
         assert mine[0] > 0
-    assert batch.first(3).tokens.shape == (3, 7)
     cut = batch.first(1, 6)
     assert (cut.tokens.shape, cut.mask.shape, cut.lengths.shape) == ((1, 6), (1, 5), (1,))
 
@@ -598,6 +627,38 @@ def test_the_divergence_of_another_row_counts_for_its_conversation():
     normalised = RewardShaper(actor.rewards, max_new_tokens=8)
     make_batch(whole, method, normalised, kl_coef=0.0, responses_per_prompt=2)
     assert normalised.moments.count == 2
+
+
+def test_metrics_count_all_rows_of_the_conversations_in_the_update():
+    """The third conversation has met a limit. The KL is 0.5 nats per token of the first, 1 of the second's two rows."""
+    parts, limited = with_other(), row((2, 5, 1.0), length=5, truncated="environment.max_turns")
+    assert parts.others is not None
+    scored = join_scored([parts, scored_of(limited)], 0)
+    assert scored.others is not None
+    assert scored.logprobs is not None
+    own = dataclasses.replace(scored, ref_logprobs=scored.logprobs - torch.tensor([[0.5], [1.0], [9.0]]))
+    theirs = dataclasses.replace(scored.others, ref_logprobs=scored.others.logprobs - 1.0)
+    own = dataclasses.replace(own, others=theirs)
+    whole = all_rows(own, (), 0)
+    taught, shaper = with_limits(whole, "mask", 1.0), RewardShaper(actor_section().rewards, max_new_tokens=8)
+    batch = make_batch(taught, method_of("ppo"), shaper, kl_coef=0.0)
+    distance = (3 * 0.5 + 2 * 1.0 + 3 * 1.0) / 2
+    assert sequence_kl(whole, batch.mask) == pytest.approx(distance)
+    assert sequence_kl(whole, torch.zeros_like(batch.mask)) is None
+    metrics = rollout_metrics(own, whole, batch, kl_coef=0.1)
+    found = {name: metrics[f"train_rollouts/{name}"] for name in ("generation_length", "init_policy_kl_per_sequence")}
+    assert found == pytest.approx({"generation_length": (3 + 2 + 3 + 3) / 3, "init_policy_kl_per_sequence": distance})
+    rewards = float(own.scores.rewards.mean())
+    assert metrics["train_rollouts/rewards_with_kl"] == pytest.approx(rewards - 0.1 * distance, abs=1e-5)
+    used = batch.mask > 0
+    by_hand = 1 - (batch.rewards_to_go - batch.prev_values)[used].var() / batch.rewards_to_go[used].var()
+    assert metrics["train_rollouts/explained_variance"] == pytest.approx(float(by_hand), abs=1e-5)
+    assert used.sum(-1).tolist() == [3, 2, 0, 3]
+    validation = _measured(own)
+    assert validation.kl == pytest.approx((2 * distance + 3 * 9.0) / 3)
+    returns, mask = score_returns(whole.scores, whole.rollout)
+    by_hand = 1 - (whole.scores.values[:, :-1] - returns)[mask > 0].var() / returns[mask > 0].var()
+    assert validation.explained_variance == pytest.approx(float(by_hand), abs=1e-5)
 
 
 def test_lines_and_metrics_of_conversations():

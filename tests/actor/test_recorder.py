@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from actor.algorithms.losses import KLControl
 from actor.algorithms.stages import RewardShaper
-from actor.data.rollout import Prompt, Rollout, Scores, Trajectory
+from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, Trajectory
 from actor.policy.checkpoint import RunState, critic_steps, saved_steps
 from actor.policy.policy import Policy
 from actor.run.metrics import ActorMetrics, MetricsLog, Trackers
@@ -117,7 +117,7 @@ def validation(reward: float, version: int | None = None) -> Validation:
     rollout = Rollout([Prompt("1", "a", np.ones(1, np.int64))], torch.ones(1, 2, dtype=torch.int64), one + 1, one, yes)
     versions = None if version is None else one * version
     scores = Scores(torch.tensor([reward]), torch.zeros(1, 2), one, yes, [], reward_versions=versions)
-    return Validation(rollout, scores, kl=0.5, explained_variance=None)
+    return Validation(rollout, scores, 0.5, None, ScoredRollout(rollout, scores, None, None))
 
 
 async def validates(recorder: Recorder, *results: tuple[int, Validation]) -> list[int | None]:

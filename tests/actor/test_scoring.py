@@ -481,6 +481,6 @@ def test_without_a_kl_penalty_the_reference_is_asked_only_every_nth_step(
     for step, measured in enumerate(known, 1):
         scored = collected(run, step)
         assert (scored.ref_logprobs is not None) == measured
-        metrics = rollout_metrics(scored, run.make_batch(scored), kl_coef=0.0)
+        metrics = rollout_metrics(scored, scored, run.make_batch(scored), kl_coef=0.0)
         assert any("kl_per_seq" in name for name in metrics) == measured
     assert len(server.rows) == 8 * sum(known)
