@@ -36,8 +36,11 @@ from actor.policy.policy import row_of
 from actor.run.collection import all_rows, by_spread, group_metrics, join_scored, with_others
 from actor.run.validation import _measured, read_texts
 from actor.scoring.environment import scores_of_others, with_environment
+from actor.scoring.scorer import Scorer
 from benchmarks.workload import random_llama
+from python_backend.client.served import ServedModel
 from python_backend.config.environment import EnvironmentSection
+from python_backend.rewards.function import Sample, load_function
 from tests.actor.test_generation import one_response
 from tests.support.settings import actor_section
 
@@ -280,6 +283,35 @@ def test_a_template_that_removes_thoughts_begins_another_row(
     (record,) = caplog.records
     assert "thoughts" in record.message
     assert "another sample of the same group" in record.message
+
+
+@pytest.mark.parametrize(("tokenizer", "num_rows"), [(TOKENIZER, 1), (FORGETFUL, 2)])
+def test_functions_receive_the_messages_of_a_conversation(agents: Callable[..., Agent], tokenizer: Any, num_rows: int):
+    """From the first reply on, also where the template has begun another row; of prompts without roles, the text."""
+    replies, turns = ["one", "<think>\nHm.\n</think>\n\ntwo", "three"], {"turns": 3}
+    prompt = dataclasses.replace(PROMPT, metadata={**PROMPT.metadata, **turns})
+    plain = Prompt("1", "Play.", np.array(ids("Play.")), turns)
+    found = [talk(agents("Countdown", tokenizer), replies, each)[0] for each in (prompt, plain)]
+    assert len(found[0].others) == num_rows - 1
+    rollout = join_rollouts([row_of(each.prompt, each) for each in found if each.prompt], 0)
+    scorer = Scorer(None, tokenizer, rows_per_request=1)  # type: ignore[arg-type]
+    scorer.reward = ServedModel(components=("a",))
+    chat, text = scorer._texts(rollout, range(2), 1)[0]
+    echo = load_function(f"{CLASSES.with_name('trl_functions.py')}:echo")
+    begun = [{"role": "user", "content": "Play. 3 left, seed 5."}]
+    completion = [
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "2 left after one"},
+        {"role": "assistant", "content": replies[1]},
+        {"role": "user", "content": f"1 left after {replies[1]}"},
+        {"role": "assistant", "content": "three"},
+    ]
+    assert chat["reply_messages"] == completion
+    expected = {"prompts": [begun], "completions": [completion], "turns": [3]}
+    assert echo(Sample("", metadata={**chat, "expected": expected})) == 1
+    said = "one2 left after one<think>\nHm.\n</think>\n\ntwo1 left after <think>\nHm.\n</think>\n\ntwothree"
+    expected = {"prompts": ["Play. 3 left, seed 5."], "completions": [said], "turns": [3]}
+    assert echo(Sample("", metadata={**text, "expected": expected})) == 1
 
 
 @pytest.mark.parametrize("template", ["{{ messages | length }}", "{{ messages[-1].content }}"])

@@ -207,6 +207,8 @@ def test_a_column_is_refused_only_where_it_would_be_replaced():
     prompt = Prompt("1", "a", np.asarray([1]), {"group": "mine"})
     check_prompts(plain, [prompt])
     assert row_metadata(plain, prompt, "b", 3)["group"] == "mine"
+    with pytest.raises(PromptError, match="prompt 1 has a column 'reply_messages'"):
+        check_prompts(plain, [Prompt("1", "a", np.asarray([1]), {"reply_messages": []})])
     with pytest.raises(PromptError, match="prompt 1 has a column 'group'"):
         check_prompts(groupwise, [prompt])
     with pytest.raises(PromptError, match="has a column 'step_ends'"):
