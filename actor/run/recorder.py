@@ -184,9 +184,10 @@ class Recorder:
             **{f"out_of_memory/{each.setting}": each.count for each in self._state.policy.halvings if each.count},
         }
         self._log.write(step, {**line, **measured})
-        texts = read_texts(scored.rollout, scores, self._policy.tokenizer, limit=self._settings.logged_texts)
+        limit = min(self._settings.logged_texts, len(scores.scored))
+        texts = read_texts(whole.rollout, whole.scores, self._policy.tokenizer, limit)
         for index, text in enumerate(texts if scored.rollout.trajectories else ()):
-            text["turn_tokens"] = turn_tokens(scored.rollout, batch, self._policy.tokenizer, index)
+            text["turn_tokens"] = turn_tokens(whole.rollout, batch, self._policy.tokenizer, index)
         self._log.add_texts([{"step": step, **text} for text in texts])
         end_step(step)
         logger.info(

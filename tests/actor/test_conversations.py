@@ -34,7 +34,7 @@ from actor.generation.engine import Generation, uniform_draws
 from actor.generation.slots import Decoder, Response, Rules
 from actor.policy.policy import row_of
 from actor.run.collection import all_rows, by_spread, group_metrics, join_scored, with_others
-from actor.run.validation import _measured, read_texts
+from actor.run.validation import Validation, _measured, read_texts, samples, turn_tokens
 from actor.scoring.environment import scores_of_others, with_environment
 from actor.scoring.scorer import Scorer
 from benchmarks.workload import random_llama
@@ -707,6 +707,32 @@ def test_lines_and_metrics_of_conversations():
     assert (lines[0]["truncated"], lines[2]["error"], lines[2]["reward"]) == ("environment.max_turns", "died", None)
     without = dataclasses.replace(scored.scores, versions=torch.full((4,), -1))
     assert "turn_values" not in read_texts(scored.rollout, without, TOKENIZER)[0]
+
+
+def test_lines_have_the_turns_of_all_rows():
+    """The first row's prompt, and the turns of both; the other conversation has its own alone."""
+    whole = all_rows(with_other(), (), 0)
+    trajectories = [*(whole.rollout.trajectories or ())]
+    for i, text in ((0, "alone"), (1, "later"), (2, "first")):
+        message = {"role": "assistant", "content": text}
+        trajectories[i] = dataclasses.replace(trajectories[i], messages=(message,))
+    prompts = [dataclasses.replace(prompt, text=str(i)) for i, prompt in enumerate(whole.rollout.prompts)]
+    rollout = dataclasses.replace(whole.rollout, trajectories=trajectories, prompts=prompts)
+    alone, both = read_texts(rollout, whole.scores, TOKENIZER, 2)
+    assert (alone["prompt"], alone["turn_rewards"], len(alone["turns"])) == ("0", [1.0, 2.0], 1)
+    assert (both["prompt"], both["turn_rewards"]) == ("2", [3.0, 0.0, 4.0])
+    assert [message["content"] for message in both["turns"]] == ["first", "later"]
+    values = whole.scores.values[1]
+    assert both["turn_values"] == pytest.approx([0.25, float(values[1]), float(values[4])])
+    batch = batch_of(dataclasses.replace(whole, rollout=rollout), "ppo")
+    found = turn_tokens(rollout, batch, TOKENIZER, 1)
+    assert [len(turn) for turn in found] == [3, 1, 1]
+    assert [value for _, value, _ in found[0]] == [0.25] * 3
+    assert [advantage for *_, advantage in found[0]] == batch.advantages[2, 1:4].tolist()
+    validation = Validation(
+        with_other().rollout, with_other().scores, None, None, dataclasses.replace(whole, rollout=rollout)
+    )
+    assert [line["turn_rewards"] for line in samples(validation, "after", TOKENIZER)] == [[1.0, 2.0], [3.0, 0.0, 4.0]]
 
 
 def test_limits_mask_bootstrap_or_score():
