@@ -135,7 +135,7 @@ class PPORun:
         whole = await self.in_thread(all_rows, scored, (), self.policy.pad_id)
         batch = await self.in_thread(self.make_batch, scored, rollout.dropped if self.scorer.has_critic else [])
         if self.scorer.has_critic:
-            self.critic.send(step, await self.in_thread(critic_payload, batch, scored.scores))
+            self.critic.send(step, await self.in_thread(critic_payload, batch))
             batch = batch.first(*whole.rollout.tokens.shape)
         if self.settings.one_step_off_policy and not is_last:
             # Before this step's update: the next rollout samples from a copy of the policy as of `step - 1`.

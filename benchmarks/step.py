@@ -178,7 +178,7 @@ class MeasuredRun(PPORun):
         with timers.phase("init_logprobs"):
             ref_logprobs = await self.in_thread(self.policy.logprobs, rollout, reference=True)  # computed in the actor
         batch = await self.in_thread(self.make_batch, ScoredRollout(rollout, scores, logprobs, ref_logprobs))
-        await self.critic.train(step, critic_payload(batch, scores))
+        await self.critic.train(step, critic_payload(batch))
         with timers.phase("train_time"):
             await self.in_thread(self.policy_update.run, batch, seed=seed, kl_coef=self.kl.coef)
         self.recorder.log_timeline(step, timers.spans)

@@ -135,24 +135,21 @@ def _token_kl(scored: ScoredRollout, mask: Tensor, method: Method) -> Tensor | N
     return torch.where(mask > 0, kl_estimate(scored.logprobs, scored.ref_logprobs, method.kl_estimator), 0.0)
 
 
-def critic_payload(batch: PPOBatch, scores: Scores) -> dict[str, np.ndarray]:
+def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
     """Return the inputs of a critic_train request, packed as `TrainPayload`: the scored rows, without padding.
 
     A row may lack its score because the critic cannot take it, and the server refuses a payload that has such a row.
-    The journal has an update of each step: if limits have ended all conversations, of which the batch has none then,
-    those with `scores` are sent, whose returns are the values that they have, so that nothing new is learned.
+    The journal has an update of each step: if limits have ended all conversations, two tokens without targets are sent.
     """
-    if not batch.mask.any():
-        batch, values = batch.first(*scores.values.shape), scores.values[:, :-1]
-        known = torch.arange(values.shape[1]) < (batch.lengths - 1)[:, None] * scores.scored[:, None]
-        batch = replace(batch, mask=known.float(), returns=values, prev_values=values)
-    scored = batch.mask.any(-1)
-    ends = batch.lengths[:, None] * scored[:, None]  # nothing of the other rows
+    scored, lengths = batch.mask.any(-1), batch.lengths
+    if not scored.any():
+        scored, lengths = torch.arange(len(lengths)) == lengths.argmax(), lengths.clamp(max=2)
+    ends = lengths[:, None] * scored[:, None]  # nothing of the other rows
     inside = torch.arange(batch.tokens.shape[1]) < ends
     targets = {RETURNS: batch.returns, PREV_VALUES: batch.prev_values, MASK: batch.mask}
     return {
         TOKENS: batch.tokens[inside][None].numpy(),
-        SEQUENCE_LENGTHS: batch.lengths[scored, None].numpy(),
+        SEQUENCE_LENGTHS: lengths[scored, None].numpy(),
         **{name: tensor[inside[:, 1:]][None].numpy() for name, tensor in targets.items()},
     }
 
