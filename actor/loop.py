@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from actor.algorithms.batch import check_failures, critic_payload, make_batch, sequence_kl, with_limits
+from actor.algorithms.batch import check_failures, critic_payload, make_batch, with_limits
 from actor.algorithms.losses import KLControl
 from actor.algorithms.method import Method, log_choices
 from actor.algorithms.stages import RewardShaper
@@ -75,6 +75,7 @@ class PPORun:
             self.reference,
             self.critic,
             publish_every=config.trainer.publish.every,
+            truncated=self.truncated,
             in_thread=self.in_thread,
         )
 
@@ -131,10 +132,11 @@ class PPORun:
         timers.include(rollout.timers)
         scored = rollout.scored
         check_failures(scored.scores, self.settings.rewards.max_failed_fraction)
+        whole = await self.in_thread(all_rows, scored, (), self.policy.pad_id)
         batch = await self.in_thread(self.make_batch, scored, rollout.dropped if self.scorer.has_critic else [])
         if self.scorer.has_critic:
             self.critic.send(step, await self.in_thread(critic_payload, batch))
-            batch = batch.first(len(batch.lengths) - sum(len(part.rollout.prompts) for part in rollout.dropped))
+            batch = batch.first(*whole.rollout.tokens.shape)
         if self.settings.one_step_off_policy and not is_last:
             # Before this step's update: the next rollout samples from a copy of the policy as of `step - 1`.
             await self.rollouts.begin(step + 1, updated=step - 1)
@@ -145,11 +147,12 @@ class PPORun:
                 update = await self.in_update_thread(self.policy_update.run, batch, seed=seed, kl_coef=self.kl.coef)
         if self.settings.one_step_off_policy:
             update["train_rollouts/policy_staleness"] = float(step - 1 - rollout.updated)
-        batch = batch.first(*scored.rollout.tokens.shape)
-        await self.recorder.log_step(step, scored, batch, {**rollout.metrics, **update, **timers.metrics()})
+        distance = await self.recorder.log_step(
+            step, scored, whole, batch, {**rollout.metrics, **update, **timers.metrics()}
+        )
         self.recorder.log_timeline(step, timers.spans)
-        if trains_policy and (distance := await self.in_update_thread(sequence_kl, scored, batch.mask)) is not None:
-            self.kl.update(distance, len(batch.lengths))
+        if trains_policy and distance is not None:
+            self.kl.update(distance, len(scored.scores.scored))
 
     def make_batch(self, scored: ScoredRollout, dropped: Sequence[ScoredRollout] = ()) -> PPOBatch:
         """Return the training batch of a rollout and its others, and of dropped rows for the critic alone."""

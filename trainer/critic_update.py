@@ -168,6 +168,8 @@ class CriticUpdate:
     ) -> UpdateReport:
         """Train on one payload: `epochs` passes over its global batches, in the order received.
 
+        A global batch whose mask is all 0 is left out; without any other, nothing changes.
+
         Args:
             payload: a validated payload; other ranks than 0 pass None.
             progress: called after each micro-batch with the number done so far.
@@ -209,12 +211,12 @@ class CriticUpdate:
                 continue
             norms.append(norm)
             loss_sum, token_sum = loss_sum + loss * num_tokens, token_sum + num_tokens
-        if not norms:
+        if not norms and skipped:
             raise failure
         return UpdateReport(
-            loss_sum / token_sum,
-            float(np.mean(norms)),
-            self.settings.optimizer.learning_rate(self.optimizer_step - 1),
+            loss_sum / (token_sum or 1),
+            float(np.mean(norms or 0.0)),
+            self.settings.optimizer.learning_rate(max(0, self.optimizer_step - 1)),
             len(norms),
             skipped,
             time.monotonic() - start,

@@ -106,21 +106,14 @@ def _owners(rollout: Rollout) -> tuple[Tensor, Tensor]:
 def with_limits(scored: ScoredRollout, treatment: str, gamma: float) -> ScoredRollout:
     """Return the rollout with `environment.truncated` applied to the conversations that a limit has ended.
 
-    `mask` leaves them out, `bootstrap` adds the discounted value of their last token to the reward of their last turn,
-    and `score` takes them as they are.
-
-    Raises: RlhfError if nothing would be left.
+    `mask` leaves them out, be it all, `bootstrap` adds the discounted value of their last token to the reward of their
+    last turn, and `score` takes them as they are.
     """
     rollout, scores = scored.rollout, scored.scores
     limits = [trajectory.truncated for trajectory in rollout.trajectories or ()]
     is_over = torch.tensor([not limit for limit in limits])
     if not any(limits):
         return scored
-    if treatment == "mask" and not (is_over & scores.scored).any():
-        raise RlhfError(
-            f"no conversation has come to its end: limits ended them ({', '.join(sorted({*limits} - {''}))}); raise "
-            "them, or set environment.truncated to score"
-        )
     if treatment == "mask":
         return replace(scored, scores=replace(scores, scored=scores.scored & is_over))
     if treatment == "bootstrap":
@@ -146,14 +139,17 @@ def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
     """Return the inputs of a critic_train request, packed as `TrainPayload`: the scored rows, without padding.
 
     A row may lack its score because the critic cannot take it, and the server refuses a payload that has such a row.
+    The journal has an update of each step: if limits have ended all conversations, two tokens without targets are sent.
     """
-    scored = batch.mask.any(-1)
-    ends = batch.lengths[:, None] * scored[:, None]  # nothing of the other rows
+    scored, lengths = batch.mask.any(-1), batch.lengths
+    if not scored.any():
+        scored, lengths = torch.arange(len(lengths)) == lengths.argmax(), lengths.clamp(max=2)
+    ends = lengths[:, None] * scored[:, None]  # nothing of the other rows
     inside = torch.arange(batch.tokens.shape[1]) < ends
     targets = {RETURNS: batch.returns, PREV_VALUES: batch.prev_values, MASK: batch.mask}
     return {
         TOKENS: batch.tokens[inside][None].numpy(),
-        SEQUENCE_LENGTHS: batch.lengths[scored, None].numpy(),
+        SEQUENCE_LENGTHS: lengths[scored, None].numpy(),
         **{name: tensor[inside[:, 1:]][None].numpy() for name, tensor in targets.items()},
     }
 
@@ -168,12 +164,21 @@ def check_failures(scores: Scores, max_failed_fraction: float) -> None:
         )
 
 
-def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float | None:
-    """Return the mean KL per sequence (summed k1, nats) over scored rows; None without reference log-probs."""
-    if scored.logprobs is None or scored.ref_logprobs is None:
+def sequence_kl(whole: ScoredRollout, mask: Tensor) -> float | None:
+    """Return the mean KL per sequence (summed k1, nats), of all rows of a conversation, over those in the mask.
+
+    None if the mask is empty, or without reference log-probs.
+    """
+    if whole.logprobs is None or whole.ref_logprobs is None or not mask.any():
         return None
-    signed = torch.where(mask > 0, scored.logprobs - scored.ref_logprobs, 0.0).sum(-1)
-    return float(signed[scored.scores.scored].mean())
+    return _mean_per_sequence(whole, torch.where(mask > 0, whole.logprobs - whole.ref_logprobs, 0.0), mask)
+
+
+def _mean_per_sequence(whole: ScoredRollout, values: Tensor, mask: Tensor) -> float:
+    """Return the mean over conversations of the sums of `[B, S-1]`, 0 outside the mask, in all of their rows."""
+    owner, is_other = _owners(whole.rollout)
+    sums = torch.zeros_like(values[:, 0]).index_add(0, owner, values.sum(-1))
+    return float(sums[mask.any(-1) & ~is_other].mean())
 
 
 def score_returns(scores: Scores, rollout: Rollout) -> tuple[Tensor, Tensor]:
@@ -188,21 +193,26 @@ def score_returns(scores: Scores, rollout: Rollout) -> tuple[Tensor, Tensor]:
 # Metrics of rollouts: the `train_rollouts/…` of a step, and those of a validation.
 
 
-def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -> dict[str, float]:
-    """Return the `train_rollouts/…` metrics of one step: means over scored rows or response tokens."""
+def rollout_metrics(
+    scored: ScoredRollout, whole: ScoredRollout, batch: PPOBatch, *, kl_coef: float
+) -> dict[str, float]:
+    """Return the `train_rollouts/…` metrics of one step: means over scored rows or response tokens.
+
+    `whole` and `batch` have the others of `scored` as well.
+    """
     scores = scored.scores
     rewards = scores.rewards[scores.scored]
     others = () if scored.others is None else (scored.others.rollout,)
     metrics = {**text_metrics(replace(scored.rollout, others=others), scores), "kl_coef": kl_coef}
-    distance = sequence_kl(scored, batch.mask)
+    distance = sequence_kl(whole, batch.mask)
     if batch.kl is not None and distance is not None:
-        kl_sum = (batch.kl * batch.mask).sum(-1)[scores.scored]
+        penalty = kl_coef * _mean_per_sequence(whole, batch.kl, batch.mask)
         metrics |= {
             "init_policy_kl": float(masked_mean(batch.kl, batch.mask)),
             "init_policy_kl_per_sequence": distance,
-            "rewards_with_kl": float((rewards - kl_coef * kl_sum).mean()),
+            "rewards_with_kl": float(rewards.mean()) - penalty,
         }
-    ours, theirs = scored.logprobs, scored.rollout.logprobs
+    ours, theirs = whole.logprobs, whole.rollout.logprobs
     if ours is not None and theirs is not None and ours is not theirs:
         gap = torch.where(batch.mask > 0, ours - theirs, 0.0).abs()
         metrics |= {
@@ -232,7 +242,7 @@ def text_metrics(rollout: Rollout, scores: Scores) -> dict[str, float]:
         "rollout_size": float(len(scores.scored)),
         "response_lengths": float(rollout.lengths.float().mean()),
         "prompt_lengths": float(rollout.prompt_lengths.float().mean()),
-        "generation_length": float(rollout.mask.sum(-1).mean()),
+        "generation_length": sum(float(part.mask.sum()) for part in (rollout, *rollout.others)) / len(scores.scored),
         "rewards": float(rewards.mean()),
         "rewards_std": float(rewards.std(correction=0)),
         "fraction_of_samples_properly_ended": float(rollout.is_end.float().mean()),

@@ -67,7 +67,6 @@ class Trajectory:
     truncated: str = ""  # the limit that ended it, such as `environment.max_turns`; empty: none
     error: str = ""  # why the environment failed; empty: it did not
     restarts: int = 0  # how often it has begun again, as its environment was lost
-    opening: str = ""  # text of the prompt before `messages`, where these begin in an earlier row
     later: float = 0.0  # rewards of turns in other rows of the conversation, which came after this row's last one
 
 
@@ -266,10 +265,8 @@ class PPOBatch:
     positive: Tensor | None = None  # bool [B], positive scores; None unless their likelihood is in the loss
     sampled_logprobs: Tensor | None = None  # float32 [B, S-1], of the engine that sampled, for importance factors
 
-    def first(self, rows: int, width: int | None = None) -> PPOBatch:
-        """Return the first rows, and of these the first `width` tokens; default: all."""
+    def first(self, rows: int, width: int) -> PPOBatch:
+        """Return the first rows, and of these the first `width` tokens."""
         found = {name: tensor[:rows] for name, tensor in vars(self).items() if tensor is not None}
-        if width is not None:
-            wide = {name: tensor for name, tensor in found.items() if tensor.ndim == 2}
-            found |= {name: tensor[:, : width - (name != "tokens")] for name, tensor in wide.items()}
-        return replace(self, **found)
+        wide = {name: tensor for name, tensor in found.items() if tensor.ndim == 2}
+        return replace(self, **found | {name: each[:, : width - (name != "tokens")] for name, each in wide.items()})

@@ -55,10 +55,7 @@ class _Talk:
     def response(self) -> Response:
         """Return the conversation as the response to its prompt."""
         self.row.messages = self.messages
-        found = as_response([*self.before, (self.prompt, self.row)], truncated=self.truncated, error=self.error)
-        if not self.before or found.trajectory is None:
-            return found
-        return replace(found, trajectory=replace(found.trajectory, opening=self.before[0][0].text))
+        return as_response([*self.before, (self.prompt, self.row)], truncated=self.truncated, error=self.error)
 
 
 def as_response(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from actor.algorithms.advantages import subtract_mean
+from actor.algorithms.batch import with_limits
 from actor.data.compute import InThread
 from actor.data.prompts import chances
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, join_rollouts, joined_logprobs
@@ -124,11 +125,11 @@ async def with_others(
     own, scores = scores_of_others(rollout, scored.scores, values, scorer.environment_weight)
     if start is not None:
         scores = await in_thread(only_known, scores, start)
-    old = rollout.logprobs if scored.old_logprobs is not None else None
-    others = ScoredRollout(rollout, scores, logprobs, None if start is None else start.logprobs, old)
     whole = own.scored.index_fill(0, rollout.owners[~scores.scored], value=False)
     own = replace(own, scored=whole, failures=sorted({*own.failures, *scores.failures}))
-    return replace(scored, scores=own, others=others)
+    old = rollout.logprobs if scored.old_logprobs is not None else None
+    ref, scores = None if start is None else start.logprobs, replace(scores, scored=whole[rollout.owners])
+    return replace(scored, scores=own, others=ScoredRollout(rollout, scores, logprobs, ref, old))
 
 
 def join_scored(parts: Sequence[ScoredRollout], pad_id: int) -> ScoredRollout:
@@ -166,29 +167,31 @@ def _joined(parts: Sequence[ScoredRollout], pad_id: int) -> ScoredRollout:
     )
 
 
-def by_spread(scored: ScoredRollout, group_size: int, *, mask_unfinished: bool) -> tuple[ScoredRollout, ScoredRollout]:
+def by_spread(scored: ScoredRollout, settings: AlgorithmSection, truncated: str) -> tuple[ScoredRollout, ScoredRollout]:
     """Divide the rows into those of groups whose scores differ, and those of groups that give no gradient.
 
     Args:
-        group_size: number of consecutive rows that answer the same prompt.
-        mask_unfinished: responses that did not end do not count.
+        settings: consecutive `responses_per_prompt` rows are a group; with `mask_unfinished`, responses that did not
+            end do not count.
+        truncated: `environment.truncated`, of conversations that a limit has ended.
 
     Source: Yu et al. 2025 (arXiv 2503.14476), section 3.2.
     """
-    differs = has_spread(scored, group_size, mask_unfinished=mask_unfinished)
-    rows = torch.arange(len(scored.scores.scored)).view(-1, group_size)
+    differs = has_spread(scored, settings, truncated)
+    rows = torch.arange(len(scored.scores.scored)).view(-1, settings.responses_per_prompt)
     return scored.select(rows[differs].flatten()), scored.select(rows[~differs].flatten())
 
 
-def has_spread(scored: ScoredRollout, group_size: int, *, mask_unfinished: bool) -> Tensor:
+def has_spread(scored: ScoredRollout, settings: AlgorithmSection, truncated: str) -> Tensor:
     """Return whether the scores of each group differ, bool `[groups]`; the arguments are those of `by_spread`."""
-    scores, groups = scored.scores, torch.arange(len(scored.scores.scored)) // group_size
-    counted = scores.scored & scored.rollout.is_end if mask_unfinished else scores.scored
-    return (subtract_mean(scores.rewards, groups, counted) != 0).view(-1, group_size).any(-1)
+    scored, size = with_limits(scored, truncated, settings.gamma), settings.responses_per_prompt
+    scores, groups = scored.scores, torch.arange(len(scored.scores.scored)) // size
+    counted = scores.scored & scored.rollout.is_end if settings.mask_unfinished else scores.scored
+    return (subtract_mean(scores.rewards, groups, counted) != 0).view(-1, size).any(-1)
 
 
 def group_metrics(
-    parts: Sequence[ScoredRollout], settings: AlgorithmSection, seen: tuple[float, float] | None
+    parts: Sequence[ScoredRollout], settings: AlgorithmSection, truncated: str, seen: tuple[float, float] | None
 ) -> dict[str, float]:
     """Return the share of the prompts of all parts whose responses differ in score, and how well the critic knew which.
 
@@ -196,10 +199,11 @@ def group_metrics(
     them than one without.
 
     Args:
+        settings, truncated: as of `by_spread`.
         seen: lowest and highest score so far; None: the critic is not asked about prompts.
     """
     size = settings.responses_per_prompt
-    differs = torch.cat([has_spread(part, size, mask_unfinished=settings.mask_unfinished) for part in parts])
+    differs = torch.cat([has_spread(part, settings, truncated) for part in parts])
     metrics = {"train_rollouts/useful_prompts": float(differs.float().mean())}
     if seen and differs.any() and not differs.all():
         first = [part.scores.values.gather(1, part.rollout.prompt_lengths[:, None] - 1)[::size, 0] for part in parts]

@@ -4,13 +4,15 @@ Large files are written in a thread: on the event loop they would delay response
 """
 
 import asyncio
+import functools
 import logging
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from actor.algorithms.batch import process_metrics, rollout_metrics, text_metrics
-from actor.data.rollout import PPOBatch, ScoredRollout, Scores
+from actor.data.rollout import PPOBatch, ScoredRollout, Scores, Trajectory
 from actor.policy.checkpoint import (
     RunState,
     check_checkpoint_of,
@@ -47,7 +49,7 @@ class Recorder:
     """Records one run: its metrics, validations and checkpoints."""
 
     def __init__(self, config: RunConfig, state: RunState, client: TritonClient, *, has_critic: bool) -> None:
-        self._settings = config.actor
+        self._config, self._settings = config, config.actor
         self._publish_every = config.trainer.publish.every
         self._dir = config.run.dir
         self._run_id, self._integrity = config.run.identity, config.run.integrity
@@ -155,13 +157,21 @@ class Recorder:
             set_log_position(version=self.weights_version)
             logger.info("the critic is at step %d and serves version %d", step, self.weights_version)
 
-    async def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:
-        """Write the metrics and texts of a step, and warn if few responses contributed to the update."""
+    async def log_step(
+        self, step: int, scored: ScoredRollout, whole: ScoredRollout, batch: PPOBatch, measured: dict[str, float]
+    ) -> float | None:
+        """Write the metrics and texts of a step, and warn if few responses contributed to the update.
+
+        Args:
+            whole: `scored` and its others; `batch` has the same rows.
+
+        Returns the mean KL of a sequence; None if it is not known.
+        """
         scores = scored.scores
         if self._has_critic:
             set_log_position(version=int(scores.versions.max()))
         self._masked_samples += int((~scores.scored).sum())
-        metrics = await asyncio.to_thread(rollout_metrics, scored, batch, kl_coef=self._state.kl.coef)
+        metrics = await asyncio.to_thread(rollout_metrics, scored, whole, batch, kl_coef=self._state.kl.coef)
         seconds = measured["timers/step_time"]
         line = {
             **metrics,
@@ -174,9 +184,10 @@ class Recorder:
             **{f"out_of_memory/{each.setting}": each.count for each in self._state.policy.halvings if each.count},
         }
         self._log.write(step, {**line, **measured})
-        texts = read_texts(scored.rollout, scores, self._policy.tokenizer, limit=self._settings.logged_texts)
+        limit = min(self._settings.logged_texts, len(scores.scored))
+        texts = read_texts(whole.rollout, whole.scores, self._policy.tokenizer, limit)
         for index, text in enumerate(texts if scored.rollout.trajectories else ()):
-            text["turn_tokens"] = turn_tokens(scored.rollout, batch, self._policy.tokenizer, index)
+            text["turn_tokens"] = turn_tokens(whole.rollout, batch, self._policy.tokenizer, index)
         self._log.add_texts([{"step": step, **text} for text in texts])
         end_step(step)
         logger.info(
@@ -184,16 +195,23 @@ class Recorder:
             step,
             self._settings.steps,
             metrics["train_rollouts/rewards"],
-            _in_nats(metrics.get("train_rollouts/init_policy_kl_per_sequence")),
+            _in_nats(distance := metrics.get("train_rollouts/init_policy_kl_per_sequence")),
             f", scored by weights version {scores.versions.max()}" if self._has_critic else "",
             seconds,
         )
         _warn_of_failures(f"step {step}", scores)
-        self._warn_of_excluded(step, await asyncio.to_thread(lambda: batch.policy_weights.any(-1).tolist()))
+        is_taught = await asyncio.to_thread(lambda: batch.policy_weights.any(-1).tolist())
+        self._warn_of_excluded(step, is_taught[: len(scores.scored)], scored.rollout.trajectories)
+        return distance
 
-    def _warn_of_excluded(self, step: int, is_taught: list[bool]) -> None:
-        """Warn if fewer than half of the responses contribute to the update: the first, 10th, 100th, … time."""
-        if (taught := sum(is_taught)) >= (total := len(is_taught)) / 2:
+    def _warn_of_excluded(self, step: int, is_taught: list[bool], trajectories: list[Trajectory] | None) -> None:
+        """Warn if fewer than half of the responses contribute to the update: the first, 10th, 100th, … time.
+
+        Of conversations, the limits that ended them are named; `_warn_of_failures` has why others failed.
+        """
+        ends = [each.truncated for each, known in zip(trajectories or (), is_taught, strict=False) if not known]
+        limits = [name for name, _ in Counter(filter(None, ends)).most_common()]
+        if (taught := sum(is_taught)) >= (total := len(is_taught)) / 2 or (trajectories and not limits):
             return
         self._num_mostly_excluded += 1
         if taught and str(self._num_mostly_excluded).strip("0") != "1":
@@ -204,11 +222,15 @@ class Recorder:
             else "the policy is not updated: no response ended"
         )
         logger.warning(
-            "step %d: %s within actor.generation.max_new_tokens (%d); raise it, or set "
-            "actor.algorithm.mask_unfinished to false (so far in %d steps of this start)",
+            "step %d: %s within %s; raise %s, or set %s (so far in %d steps of this start)",
             step,
             what,
-            self._settings.generation.max_new_tokens,
+            ", ".join(
+                f"{name} ({functools.reduce(getattr, name.split('.'), self._config)})"
+                for name in limits or ["actor.generation.max_new_tokens"]
+            ),
+            "them" if len(limits) > 1 else "it",
+            "environment.truncated to score" if limits else "actor.algorithm.mask_unfinished to false",
             self._num_mostly_excluded,
         )
 
@@ -386,8 +408,9 @@ class Recorder:
         }
         before = self._validations.get("before")
         if before is not None:  # not kept across a resume
-            scores = await scorer.values(before.rollout)
-            figures["ev_last"] = await asyncio.to_thread(explained, before.rollout, before.scores, scores)
+            whole = before.whole
+            scores = await scorer.values(whole.rollout)
+            figures["ev_last"] = await asyncio.to_thread(explained, whole.rollout, whole.scores, scores)
         return figures
 
     def _validation(self, when: str) -> dict[str, Any]:

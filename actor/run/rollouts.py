@@ -104,11 +104,13 @@ class Rollouts:
         critic: RemoteCritic,
         *,
         publish_every: int,
+        truncated: str,
         in_thread: InThread,
     ) -> None:
+        """`truncated`: `environment.truncated`; of no account without environments."""
         self._settings, self.inputs, self._publish_every = settings, inputs, publish_every
         self._policy, self._scorer, self._reference, self._critic = policy, scorer, reference, critic
-        self._in_thread = in_thread
+        self._in_thread, self._truncated = in_thread, truncated
         self._begun: asyncio.Task[Collected] | None = None
 
     async def begin(self, step: int, *, updated: int) -> asyncio.Task[Collected]:
@@ -142,7 +144,7 @@ class Rollouts:
                 if algorithm.max_resampled:
                     scored, dropped, metrics = await self._resampled(scored, step, ready, timers)
                 if algorithm.responses_per_prompt > 1:
-                    metrics |= group_metrics([scored, *dropped], algorithm, seen)
+                    metrics |= group_metrics([scored, *dropped], algorithm, self._truncated, seen)
         finally:
             await cancelled([ready])
         return Collected(scored, dropped, timers, updated, metrics)
@@ -195,7 +197,7 @@ class Rollouts:
         """
         algorithm, pad_id = self._settings.algorithm, self._policy.pad_id
         size, dropped = algorithm.responses_per_prompt, list[ScoredRollout]()
-        useful, useless = by_spread(scored, size, mask_unfinished=algorithm.mask_unfinished)
+        useful, useless = by_spread(scored, algorithm, self._truncated)
         for repeat in range(1, algorithm.max_resampled + 1):
             if not (missing := len(useless.rollout.prompts) // size):
                 break
@@ -203,7 +205,7 @@ class Rollouts:
             read = partial(self.inputs.more_prompts_of, step, missing)
             prompts = await self._prompts(step, read, ready, timers, repeat)
             more = await self._collect(prompts, step, ready, timers, repeat)
-            found, useless = by_spread(more, size, mask_unfinished=algorithm.mask_unfinished)
+            found, useless = by_spread(more, algorithm, self._truncated)
             useful = join_scored([useful, found], pad_id)
         rollouts = [part.rollout for part in dropped]
         metrics = {

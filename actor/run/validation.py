@@ -9,7 +9,7 @@ from actor.algorithms.batch import score_returns, sequence_kl
 from actor.data.compute import InThread
 from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
 from actor.policy.policy import Policy
-from actor.run.collection import collect
+from actor.run.collection import all_rows, collect
 from actor.run.metrics import Timers
 from actor.scoring.reference import Reference
 from actor.scoring.scorer import Scorer
@@ -28,6 +28,7 @@ class Validation:
     scores: Scores
     kl: float | None  # nats per sequence, k1, over scored rows; None without reference log-probs
     explained_variance: float | None  # of the scores' Monte-Carlo returns; None without a critic
+    whole: ScoredRollout  # its rows, and further ones of its conversations
 
     @property
     def reward(self) -> float:
@@ -73,9 +74,10 @@ async def validate(
 
 
 def _measured(scored: ScoredRollout) -> Validation:
-    whole, scores = scored.rollout, scored.scores
-    of_variance = explained(whole, scores, scores) if scores.has_values else None
-    return Validation(whole, scores, sequence_kl(scored, whole.mask), of_variance)
+    whole = all_rows(scored, (), pad_id=0)
+    of_variance = explained(whole.rollout, whole.scores, whole.scores) if scored.scores.has_values else None
+    kl = sequence_kl(whole, whole.rollout.mask * whole.scores.scored[:, None])
+    return Validation(scored.rollout, scored.scores, kl, of_variance, whole)
 
 
 def explained(rollout: Rollout, rewarded: Scores, valued: Scores) -> float:
@@ -88,13 +90,13 @@ def explained(rollout: Rollout, rewarded: Scores, valued: Scores) -> float:
 def read_texts(rollout: Rollout, scores: Scores, tokenizer: Any, limit: int | None = None) -> list[dict[str, Any]]:
     """Return prompt, response, reward (None if unavailable) and a live reward model's version of the first rows.
 
-    A conversation with an environment has its turns, too.
+    A conversation with an environment has its turns, too, in all of its rows.
     """
     texts, versions = [], scores.reward_versions
     for i, row in enumerate(rollout.rows(slice(limit))):
         prompt = rollout.prompts[i]
         text = {
-            "prompt": _opening(rollout, i) or prompt.text,
+            "prompt": rollout.prompts[_rows(rollout, i)[0]].text,
             "response": tokenizer.decode(row[prompt.tokens.size :].tolist(), skip_special_tokens=True),
             "reward": float(scores.rewards[i]) if scores.scored[i] else None,
             **_conversation(rollout, scores, i),
@@ -105,17 +107,18 @@ def read_texts(rollout: Rollout, scores: Scores, tokenizer: Any, limit: int | No
 
 def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str, Any]]:
     """Return one line per response of a validation, for samples.jsonl."""
-    rollout, scores = validation.rollout, validation.scores
+    rollout, scores, limit = validation.whole.rollout, validation.scores, len(validation.rollout.prompts)
+    texts = read_texts(rollout, validation.whole.scores, tokenizer, limit)
     return [
         {
             "prompt_id": prompt.prompt_id,
             "when": when,
             **text,
-            **({} if _opening(rollout, i) else _question(prompt)),
+            **_question(rollout.prompts[_rows(rollout, i)[0]]),
             **_steps(scores, i),
             "ended": bool(rollout.is_end[i]),
         }
-        for i, (prompt, text) in enumerate(zip(rollout.prompts, read_texts(rollout, scores, tokenizer), strict=True))
+        for i, (prompt, text) in enumerate(zip(validation.rollout.prompts, texts, strict=True))
     ]
 
 
@@ -134,26 +137,36 @@ def _conversation(rollout: Rollout, scores: Scores, index: int) -> dict[str, Any
     """
     if rollout.trajectories is None:
         return {}
-    trajectory, values = rollout.trajectories[index], scores.values[index]
+    rows = [(i, rollout.trajectories[i]) for i in _rows(rollout, index)]
     line: dict[str, Any] = {
-        "turns": [*trajectory.messages],
-        "turn_rewards": [turn.reward for turn in trajectory.turns],
+        "turns": [message for _, row in rows for message in row.messages],
+        "turn_rewards": [turn.reward for _, row in rows for turn in row.turns],
     }
     if scores.versions[index] >= 0:
-        line["turn_values"] = [float(values[turn.start - 1 : turn.end - 1].mean()) for turn in trajectory.turns]
-    return line | {name: text for name in ("truncated", "error") if (text := getattr(trajectory, name))}
+        line["turn_values"] = [
+            float(scores.values[i, turn.start - 1 : turn.end - 1].mean()) for i, row in rows for turn in row.turns
+        ]
+    return line | {name: text for name in ("truncated", "error") if (text := getattr(rows[-1][1], name))}
 
 
-def _opening(rollout: Rollout, index: int) -> str:
-    return rollout.trajectories[index].opening if rollout.trajectories else ""
+def _rows(rollout: Rollout, index: int) -> list[int]:
+    """Return the rows of a conversation in order; its own is the last."""
+    others = [] if rollout.owners is None else (rollout.owners == index).nonzero()[1:, 0].tolist()
+    return [*others, index]
 
 
 def turn_tokens(rollout: Rollout, batch: PPOBatch, tokenizer: Any, index: int) -> list[list[tuple[str, float, float]]]:
     """Return the sampled tokens of a conversation by turn: text, the critic's value before it, 0 without, advantage."""
-    row, columns = rollout.tokens[index], (batch.prev_values[index].tolist(), batch.advantages[index].tolist())
     return [
-        [(tokenizer.decode([int(row[t])]), *(column[t - 1] for column in columns)) for t in range(turn.start, turn.end)]
-        for turn in (rollout.trajectories or [])[index].turns
+        [
+            (
+                tokenizer.decode([int(rollout.tokens[i, t])]),
+                *(float(each[i, t - 1]) for each in (batch.prev_values, batch.advantages)),
+            )
+            for t in range(turn.start, turn.end)
+        ]
+        for i in _rows(rollout, index)
+        for turn in (rollout.trajectories or [])[i].turns
     ]
 
 

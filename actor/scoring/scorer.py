@@ -25,7 +25,7 @@ from python_backend.client.served import ServedModel
 from python_backend.config import RunConfig
 from python_backend.config.rewards import MODEL_TERM
 from python_backend.errors import RlhfError
-from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY
+from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from python_backend.rewards.groups import GROUP_KEY
 from python_backend.wire.contract import (
     CRITIC,
@@ -47,7 +47,7 @@ from python_backend.wire.contract import (
 
 def check_prompts(reward: ServedModel, prompts: Sequence[Prompt]) -> None:
     """Raise PromptError if a prompt column has a name that the actor uses for rewards."""
-    reserved = {PROMPT_KEY, RESPONSE_KEY, *((GROUP_KEY,) if reward.groupwise else ())}
+    reserved = {PROMPT_KEY, RESPONSE_KEY, REPLY_KEY, *((GROUP_KEY,) if reward.groupwise else ())}
     for prompt in prompts if reward.reads_texts else ():
         taken = reserved & prompt.metadata.keys()
         if taken:
@@ -62,10 +62,21 @@ def check_prompts(reward: ServedModel, prompts: Sequence[Prompt]) -> None:
             )
 
 
-def row_metadata(reward: ServedModel, prompt: Prompt, response: str, group: int) -> dict[str, Any]:
-    """Return a row's metadata; `group` is the row's group within the request, sent if a function is groupwise."""
-    texts = {PROMPT_KEY: prompt.text, RESPONSE_KEY: response} if reward.reads_texts else {}
-    return {**prompt.metadata, **texts, **({GROUP_KEY: group} if reward.groupwise else {})}
+def row_metadata(
+    reward: ServedModel, prompt: Prompt, response: str, group: int, reply: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Return a row's metadata.
+
+    Args:
+        group: the row's group within the request, sent if a function is groupwise.
+        reply: messages of a conversation with an environment, from the policy's first one on.
+    """
+    texts = {PROMPT_KEY: prompt.text, RESPONSE_KEY: response, **({REPLY_KEY: [*reply]} if reply else {})}
+    return {
+        **prompt.metadata,
+        **(texts if reward.reads_texts else {}),
+        **({GROUP_KEY: group} if reward.groupwise else {}),
+    }
 
 
 # Process rewards as the server replies with them, placed on the policy's tokens.
@@ -309,7 +320,13 @@ class Scorer:
         """Return the metadata of rows and, if they are sent as texts, their sentences, or both texts of each pair."""
         responses = [self._response(rollout, i) for i in chunk]
         metadata = [
-            row_metadata(self.reward, rollout.prompts[i], response, i // group_size)
+            row_metadata(
+                self.reward,
+                rollout.prompts[i],
+                response,
+                i // group_size,
+                rollout.trajectories[i].messages if rollout.trajectories and self._is_chat(rollout, i) else (),
+            )
             for i, response in zip(chunk, responses, strict=True)
         ]
         if self.reward.takes_pairs:

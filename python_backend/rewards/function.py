@@ -57,6 +57,7 @@ def take_counts() -> dict[str, float]:
 PROMPT_KEY = "prompt"  # reserved metadata keys: the actor stores both texts there, and a chat's messages
 RESPONSE_KEY = "response"
 MESSAGES_KEY = "messages"
+REPLY_KEY = "reply_messages"  # of a chat with an environment: what followed the prompt, from the first reply on
 FILE_SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 LONGEST_ERROR = 500  # in characters; longer messages are truncated before they are sent
@@ -90,7 +91,10 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     """Token ids as sent. For a sentence: ids from the reward's tokenizer, no special tokens added, at most 32768."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Columns of the prompt's line in the prompt file. The actor adds `prompt`, `response` and (chats) `messages`."""
+    """Columns of the prompt's line in the prompt file. The actor adds `prompt`, `response` and (chats) `messages`.
+
+    `reply_messages` are those of a chat with an environment, from the first reply on.
+    """
 
     @property
     def prompt(self) -> str | None:
@@ -212,7 +216,7 @@ class TrlFunction:
         """Return the score, or NOT_APPLICABLE for None; for a list of samples, a list of them."""
         samples = given if isinstance(given, list) else [given]
         prompts, completions = zip(*map(_texts, samples), strict=True)
-        columns = samples[0].metadata.keys() - {PROMPT_KEY, RESPONSE_KEY, MESSAGES_KEY}
+        columns = samples[0].metadata.keys() - {PROMPT_KEY, RESPONSE_KEY, MESSAGES_KEY, REPLY_KEY}
         lists = {
             **{name: [sample.metadata.get(name) for sample in samples] for name in columns},
             "prompts": [*prompts],
@@ -230,8 +234,10 @@ def _texts(sample: Sample) -> tuple[Any, Any]:
     messages, text = sample.metadata.get(MESSAGES_KEY), sample.text if sample.response is None else sample.response
     if not isinstance(messages, list):
         return sample.prompt, text
-    end = reply_start(messages) if sample.response is None else len(messages)
-    return messages[:end], messages[end:] or [{"role": "assistant", "content": text}]
+    end, reply = reply_start(messages) if sample.response is None else len(messages), sample.metadata.get(REPLY_KEY, [])
+    # The prompt of a conversation's last row may have its first replies, too.
+    end -= max((n for n in range(len(reply)) if messages[end - n : end] == reply[:n]), default=0)
+    return messages[:end], reply or messages[end:] or [{"role": "assistant", "content": text}]
 
 
 def group_scores(value: Any, size: int) -> list[Any]:

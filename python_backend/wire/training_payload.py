@@ -71,11 +71,11 @@ class SentPayload:
         return self.lengths if len(self.lengths) == len(self.tokens) else self.lengths.sum(keepdims=True)
 
     def check(self) -> None:
-        """Validate the values.
+        """Validate the values. A mask may be all 0: the step then changes nothing.
 
         Raises:
-            ContractError: NaN or infinity, a negative mask, a nonzero mask beyond the end of a row, a token outside the
-                vocabulary, or a mask that is all 0.
+            ContractError: NaN or infinity, a negative mask, a nonzero mask beyond the end of a row, or a token outside
+                the vocabulary.
         """
         for name, array in self.targets.items():
             _expect_targets(name, array)
@@ -89,8 +89,6 @@ class SentPayload:
                     "tokens has one entry fewer"
                 )
         expect_vocabulary(self.tokens, self._ends, self.limits)
-        if not mask.max() > 0:
-            raise ContractError(f"{MASK}: all 0, there is nothing to train on")
 
     def packed(self) -> TrainPayload:
         """Return the rows without padding, as views of the received arrays if there is none. Does not validate."""

@@ -46,7 +46,7 @@ def fields(batch: PPOBatch) -> dict[str, Tensor]:
 
 
 def metrics_of(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float = 0.1) -> dict[str, float]:
-    found = rollout_metrics(scored, batch, kl_coef=kl_coef)
+    found = rollout_metrics(scored, scored, batch, kl_coef=kl_coef)
     return {name.removeprefix("train_rollouts/"): value for name, value in found.items()}
 
 
@@ -63,7 +63,8 @@ def test_the_mask_holds_response_tokens():
 
 def test_the_critic_receives_the_scored_rows_without_padding():
     """Row 2 was not scored because it is longer than the critic's positions, which refuses a payload that has it."""
-    batch = make_batch(scored_rollout(scored=[True, True, False, True]), **SETTINGS)
+    scored = scored_rollout(scored=[True, True, False, True])
+    batch = make_batch(scored, **SETTINGS)
     payload = critic_payload(batch)
     assert payload[TOKENS].shape == (1, 5 + 4 + 3)
     sent = train_payload(payload, Limits(30, max_length=5))
@@ -79,6 +80,10 @@ def test_the_critic_receives_the_scored_rows_without_padding():
     assert sent.digest() == train_payload(padded, Limits(30)).digest()  # which other trainers may send
     alone = make_batch(scored_rollout(scored=[True, False, False, False]), **SETTINGS)
     assert train_payload(critic_payload(alone), Limits(30)).lengths.tolist() == [5]
+    none = dataclasses.replace(scored.scores, scored=torch.zeros(4, dtype=torch.bool))
+    limited = make_batch(dataclasses.replace(scored, scores=none), **SETTINGS)
+    nothing = train_payload(critic_payload(limited), Limits(30, max_length=5))
+    assert (nothing.lengths.tolist(), nothing.mask.tolist(), nothing.returns.tolist()) == ([2], [0], [0])
 
 
 def test_returns_by_hand():

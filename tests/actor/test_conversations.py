@@ -16,7 +16,14 @@ import torch
 from live_system import TEXTS
 from tiny_tokenizers import make_text_tokenizer
 
-from actor.algorithms.batch import make_batch, text_metrics, with_limits
+from actor.algorithms.batch import (
+    make_batch,
+    rollout_metrics,
+    score_returns,
+    sequence_kl,
+    text_metrics,
+    with_limits,
+)
 from actor.algorithms.inputs import ClipRange, LossInputs
 from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
@@ -28,12 +35,14 @@ from actor.generation.conversations import ROW_STEP, Agent, Talks, seed_of
 from actor.generation.engine import Generation, uniform_draws
 from actor.generation.slots import Decoder, Response, Rules
 from actor.policy.policy import row_of
-from actor.run.collection import all_rows, join_scored
-from actor.run.validation import read_texts
+from actor.run.collection import all_rows, by_spread, group_metrics, join_scored, with_others
+from actor.run.validation import Validation, _measured, read_texts, samples, turn_tokens
 from actor.scoring.environment import scores_of_others, with_environment
+from actor.scoring.scorer import Scorer
 from benchmarks.workload import random_llama
+from python_backend.client.served import ServedModel
 from python_backend.config.environment import EnvironmentSection
-from python_backend.errors import RlhfError
+from python_backend.rewards.function import Sample, load_function
 from tests.actor.test_generation import one_response
 from tests.support.settings import actor_section
 
@@ -319,7 +328,6 @@ def test_a_template_that_removes_thoughts_begins_another_row(
     assert [*found.trajectory.messages] == messages[1:]
     (first,) = found.others
     assert first.prompt is not None
-    assert found.trajectory.opening == first.prompt.text
     for row, until, given in ((first, 4, 1), (found, 8, 5)):
         assert row.prompt is not None
         assert row.trajectory is not None
@@ -334,6 +342,35 @@ def test_a_template_that_removes_thoughts_begins_another_row(
     (record,) = caplog.records
     assert "thoughts" in record.message
     assert "another sample of the same group" in record.message
+
+
+@pytest.mark.parametrize(("tokenizer", "num_rows"), [(TOKENIZER, 1), (FORGETFUL, 2)])
+def test_functions_receive_the_messages_of_a_conversation(agents: Callable[..., Agent], tokenizer: Any, num_rows: int):
+    """From the first reply on, also where the template has begun another row; of prompts without roles, the text."""
+    replies, turns = ["one", "<think>\nHm.\n</think>\n\ntwo", "three"], {"turns": 3}
+    prompt = dataclasses.replace(PROMPT, metadata={**PROMPT.metadata, **turns})
+    plain = Prompt("1", "Play.", np.array(ids("Play.")), turns)
+    found = [talk(agents("Countdown", tokenizer), replies, each)[0] for each in (prompt, plain)]
+    assert len(found[0].others) == num_rows - 1
+    rollout = join_rollouts([row_of(each.prompt, each) for each in found if each.prompt], 0)
+    scorer = Scorer(None, tokenizer, rows_per_request=1)  # type: ignore[arg-type]
+    scorer.reward = ServedModel(components=("a",))
+    chat, text = scorer._texts(rollout, range(2), 1)[0]
+    echo = load_function(f"{CLASSES.with_name('trl_functions.py')}:echo")
+    begun = [{"role": "user", "content": "Play. 3 left, seed 5."}]
+    completion = [
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "2 left after one"},
+        {"role": "assistant", "content": replies[1]},
+        {"role": "user", "content": f"1 left after {replies[1]}"},
+        {"role": "assistant", "content": "three"},
+    ]
+    assert chat["reply_messages"] == completion
+    expected = {"prompts": [begun], "completions": [completion], "turns": [3]}
+    assert echo(Sample("", metadata={**chat, "expected": expected})) == 1
+    said = "one2 left after one<think>\nHm.\n</think>\n\ntwo1 left after <think>\nHm.\n</think>\n\ntwothree"
+    expected = {"prompts": ["Play. 3 left, seed 5."], "completions": [said], "turns": [3]}
+    assert echo(Sample("", metadata={**text, "expected": expected})) == 1
 
 
 @pytest.mark.parametrize("template", ["{{ messages | length }}", "{{ messages[-1].content }}"])
@@ -637,6 +674,28 @@ def test_another_row_has_what_came_after_it():
     assert scored.select(torch.tensor([0])).others is None
 
 
+async def test_a_conversation_is_scored_whole_or_not_at_all():
+    """The critic refuses the second one's first row, of two others; the first conversation has another, too."""
+    rows = [dataclasses.replace(ROWS[1], owners=torch.tensor([owner])) for owner in (1, 1, 0)]
+    scored = scored_of(*ROWS, served=0.5)
+    whole = dataclasses.replace(scored.rollout, others=tuple(rows))
+
+    async def values(rollout: Rollout, _: object) -> Scores:
+        return dataclasses.replace(scored_of(*rows).scores, scored=torch.tensor([False, True, True]), failures=["no"])
+
+    found = await with_others(
+        types.SimpleNamespace(pad_id=0),  # type: ignore[arg-type]
+        types.SimpleNamespace(has_critic=True, environment_weight=1.0, values=values),  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        dataclasses.replace(scored, rollout=whole, logprobs=None),
+        versions=None,
+        in_thread=asyncio.to_thread,  # type: ignore[arg-type]
+    )
+    assert found.others is not None
+    assert found.scores.scored.tolist() == [True, False]
+    assert found.others.scores.scored.tolist() == [False, False, True]
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo", "ppo"])
 def test_all_rows_of_a_conversation_train(name: str):
     """Groups compare conversations, not rows, and their advantages are those of all of its turns."""
@@ -662,7 +721,6 @@ def test_all_rows_of_a_conversation_train(name: str):
     else:
         assert mine.tolist() == [float(batch.advantages[1].max())] * 3
         assert mine[0] > 0
-    assert batch.first(3).tokens.shape == (3, 7)
     cut = batch.first(1, 6)
     assert (cut.tokens.shape, cut.mask.shape, cut.lengths.shape) == ((1, 6), (1, 5), (1,))
 
@@ -687,6 +745,38 @@ def test_the_divergence_of_another_row_counts_for_its_conversation():
     assert normalised.moments.count == 2
 
 
+def test_metrics_count_all_rows_of_the_conversations_in_the_update():
+    """The third conversation has met a limit. The KL is 0.5 nats per token of the first, 1 of the second's two rows."""
+    parts, limited = with_other(), row((2, 5, 1.0), length=5, truncated="environment.max_turns")
+    assert parts.others is not None
+    scored = join_scored([parts, scored_of(limited)], 0)
+    assert scored.others is not None
+    assert scored.logprobs is not None
+    own = dataclasses.replace(scored, ref_logprobs=scored.logprobs - torch.tensor([[0.5], [1.0], [9.0]]))
+    theirs = dataclasses.replace(scored.others, ref_logprobs=scored.others.logprobs - 1.0)
+    own = dataclasses.replace(own, others=theirs)
+    whole = all_rows(own, (), 0)
+    taught, shaper = with_limits(whole, "mask", 1.0), RewardShaper(actor_section().rewards, max_new_tokens=8)
+    batch = make_batch(taught, method_of("ppo"), shaper, kl_coef=0.0)
+    distance = (3 * 0.5 + 2 * 1.0 + 3 * 1.0) / 2
+    assert sequence_kl(whole, batch.mask) == pytest.approx(distance)
+    assert sequence_kl(whole, torch.zeros_like(batch.mask)) is None
+    metrics = rollout_metrics(own, whole, batch, kl_coef=0.1)
+    found = {name: metrics[f"train_rollouts/{name}"] for name in ("generation_length", "init_policy_kl_per_sequence")}
+    assert found == pytest.approx({"generation_length": (3 + 2 + 3 + 3) / 3, "init_policy_kl_per_sequence": distance})
+    rewards = float(own.scores.rewards.mean())
+    assert metrics["train_rollouts/rewards_with_kl"] == pytest.approx(rewards - 0.1 * distance, abs=1e-5)
+    used = batch.mask > 0
+    by_hand = 1 - (batch.rewards_to_go - batch.prev_values)[used].var() / batch.rewards_to_go[used].var()
+    assert metrics["train_rollouts/explained_variance"] == pytest.approx(float(by_hand), abs=1e-5)
+    assert used.sum(-1).tolist() == [3, 2, 0, 3]
+    validation = _measured(own)
+    assert validation.kl == pytest.approx((2 * distance + 3 * 9.0) / 3)
+    returns, mask = score_returns(whole.scores, whole.rollout)
+    by_hand = 1 - (whole.scores.values[:, :-1] - returns)[mask > 0].var() / returns[mask > 0].var()
+    assert validation.explained_variance == pytest.approx(float(by_hand), abs=1e-5)
+
+
 def test_lines_and_metrics_of_conversations():
     limited = row((2, 4, 1.0), (6, 7, 2.0), length=9, truncated="environment.max_turns")
     scored = scored_of(limited, limited, row(length=2, error="died"), ROWS[1], weight=2.0)
@@ -701,6 +791,32 @@ def test_lines_and_metrics_of_conversations():
     assert (lines[0]["truncated"], lines[2]["error"], lines[2]["reward"]) == ("environment.max_turns", "died", None)
     without = dataclasses.replace(scored.scores, versions=torch.full((4,), -1))
     assert "turn_values" not in read_texts(scored.rollout, without, TOKENIZER)[0]
+
+
+def test_lines_have_the_turns_of_all_rows():
+    """The first row's prompt, and the turns of both; the other conversation has its own alone."""
+    whole = all_rows(with_other(), (), 0)
+    trajectories = [*(whole.rollout.trajectories or ())]
+    for i, text in ((0, "alone"), (1, "later"), (2, "first")):
+        message = {"role": "assistant", "content": text}
+        trajectories[i] = dataclasses.replace(trajectories[i], messages=(message,))
+    prompts = [dataclasses.replace(prompt, text=str(i)) for i, prompt in enumerate(whole.rollout.prompts)]
+    rollout = dataclasses.replace(whole.rollout, trajectories=trajectories, prompts=prompts)
+    alone, both = read_texts(rollout, whole.scores, TOKENIZER, 2)
+    assert (alone["prompt"], alone["turn_rewards"], len(alone["turns"])) == ("0", [1.0, 2.0], 1)
+    assert (both["prompt"], both["turn_rewards"]) == ("2", [3.0, 0.0, 4.0])
+    assert [message["content"] for message in both["turns"]] == ["first", "later"]
+    values = whole.scores.values[1]
+    assert both["turn_values"] == pytest.approx([0.25, float(values[1]), float(values[4])])
+    batch = batch_of(dataclasses.replace(whole, rollout=rollout), "ppo")
+    found = turn_tokens(rollout, batch, TOKENIZER, 1)
+    assert [len(turn) for turn in found] == [3, 1, 1]
+    assert [value for _, value, _ in found[0]] == [0.25] * 3
+    assert [advantage for *_, advantage in found[0]] == batch.advantages[2, 1:4].tolist()
+    validation = Validation(
+        with_other().rollout, with_other().scores, None, None, dataclasses.replace(whole, rollout=rollout)
+    )
+    assert [line["turn_rewards"] for line in samples(validation, "after", TOKENIZER)] == [[1.0, 2.0], [3.0, 0.0, 4.0]]
 
 
 def test_limits_mask_bootstrap_or_score():
@@ -722,5 +838,25 @@ def test_limits_mask_bootstrap_or_score():
     assert process is not None
     tail = 0.5 * float(joined_rows.scores.values[1, 8])
     assert process.rewards[2, 3] == pytest.approx(0.5 + tail), "of its conversation's end, not of its own"
-    with pytest.raises(RlhfError, match=r"limits ended them \(environment.max_turns\); raise them, or set"):
-        with_limits(scored_of(limited), "mask", 0.5)
+    assert not with_limits(scored_of(limited), "mask", 0.5).scores.scored.any()
+
+
+@pytest.mark.parametrize(
+    ("truncated", "mask_unfinished", "differs"), [("score", True, True), ("mask", True, False), ("mask", False, False)]
+)
+def test_a_group_differs_in_the_scores_that_are_learned(truncated: str, mask_unfinished: bool, differs: bool):
+    """Two conversations have come to their end with 1, two have met a limit at 0."""
+    limited = row((2, 4, 0.0), length=6, truncated="environment.max_turns")
+    scored = scored_of(*[row((2, 4, 1.0), length=6)] * 2, limited, limited)
+    given = {"name": "grpo", "responses_per_prompt": 4, "mask_unfinished": mask_unfinished}
+    settings = actor_section(algorithm=given, rollout_size=4).algorithm
+    assert [len(part.scores.scored) for part in by_spread(scored, settings, truncated)] == [
+        4 * differs,
+        4 - 4 * differs,
+    ]
+    assert group_metrics([scored], settings, truncated, None) == {"train_rollouts/useful_prompts": float(differs)}
+    taught = with_limits(scored, truncated, 1.0)
+    method = Method.of(settings, actor_section().kl)
+    shaper = RewardShaper(actor_section().rewards, max_new_tokens=8)
+    batch = make_batch(taught, method, shaper, kl_coef=0.0, responses_per_prompt=4)
+    assert bool(batch.advantages.any()) == differs

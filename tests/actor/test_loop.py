@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from live_system import Checkpoints, make_run, validations_of
+from live_system import TEXTS, Checkpoints, make_run, validations_of
 from test_recorder import TinyPolicy
 from tiny_tokenizers import make_text_tokenizer
 
@@ -51,7 +52,8 @@ from python_backend.config import ActorSection, RunConfig
 from python_backend.digests import digest_of
 from python_backend.store.durable import read_json
 from python_backend.store.jsonl import read_jsonl
-from python_backend.wire.contract import CRITIC, REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION, VersionRange
+from python_backend.wire.contract import CRITIC, REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION, Limits, VersionRange
+from python_backend.wire.training_payload import TrainPayload, train_payload
 from tests.support.settings import actor_section, nested
 
 PATIENCE_S = 120.0
@@ -412,6 +414,53 @@ def test_a_run_goes_on_after_failed_critic_updates(
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[-1]["client/failed_critic_updates"] == 1
     assert all(f"the gradients of {step} are not finite" in caplog.text for step in (1, 4))
+
+
+class Remembering(Server):
+    """A critic that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: list[TrainPayload] = []
+
+    async def train(self, payload: Any, **given: Any) -> TrainAnswer:
+        self.received.append(train_payload(payload, Limits(1000)))
+        return await super().train(payload, **given)
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_steps_in_which_limits_end_all_conversations_change_nothing(
+    tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """The critic has each of its steps, without targets; a start resumes after them."""
+    prompts, classes = tmp_path / "prompts.jsonl", Path(__file__).parents[1] / "support" / "environment_classes.py"
+    prompts.write_text("".join(json.dumps({"text": text, "turns": 99}) + "\n" for text in TEXTS[:4]))
+    kl = {"kl_coef": 0.1, "kl_target": 1.0, "kl_horizon": 10}
+    for steps in (2, 3):
+        actor = {**SMALL, **kl, "algorithm_name": name, "prompts_path": str(prompts), "steps": steps}
+        actor |= {"responses_per_prompt": 2 if name == "grpo" else 1, "max_resampled": int(name == "grpo")}
+        environment = {"class": f"{classes}:Countdown", "max_tokens": 200, "max_turns": 3}
+        config = make_run(
+            tmp_path / "run", checkpoints, actor=actor, environment=environment, rewards={"model": {}}
+        ).config
+        run = PPORun(config, server := Remembering())  # type: ignore[arg-type]
+        server.tokenizer = run.policy.tokenizer
+        before = [parameter.clone() for parameter in run.policy.model.parameters()]
+        go(run)
+        assert all(map(torch.equal, before, run.policy.model.parameters()))
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["train_rollouts/truncated"] for line in lines] == [1.0] * 3
+    assert [line["train_optim/minibatches"] for line in lines] == [0.0] * 3
+    assert [line["train_rollouts/kl_coef"] for line in lines] == [0.1] * 3
+    assert not {"NaN", "null", "Infinity"} & {*re.findall(r"\w+", (tmp_path / "run" / "metrics.jsonl").read_text())}
+    said = [record.message for record in caplog.records if "not updated" in record.message]
+    assert [message.split(" (so")[0] for message in said] == [
+        f"step {step}: the policy is not updated: no response ended within actor.generation.max_new_tokens (3); raise "
+        "it, or set environment.truncated to score"
+        for step in (1, 2, 3)
+    ]
+    assert len(server.received) == (name == "ppo")
+    assert not any(payload.mask.any() for payload in server.received)
 
 
 # ---- stops: signals ----

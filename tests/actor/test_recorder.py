@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from actor.algorithms.losses import KLControl
 from actor.algorithms.stages import RewardShaper
-from actor.data.rollout import Prompt, Rollout, Scores
+from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, Trajectory
 from actor.policy.checkpoint import RunState, critic_steps, saved_steps
 from actor.policy.policy import Policy
 from actor.run.metrics import ActorMetrics, MetricsLog, Trackers
@@ -33,6 +33,7 @@ from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.client.errors import RequestFailed
 from python_backend.client.retry import RequestCounters
 from python_backend.config import ActorSection, ConfigError, PolicySection, RunConfig, load_config
+from python_backend.config.environment import EnvironmentSection
 from python_backend.errors import RlhfError
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import WeightsStore
@@ -116,7 +117,7 @@ def validation(reward: float, version: int | None = None) -> Validation:
     rollout = Rollout([Prompt("1", "a", np.ones(1, np.int64))], torch.ones(1, 2, dtype=torch.int64), one + 1, one, yes)
     versions = None if version is None else one * version
     scores = Scores(torch.tensor([reward]), torch.zeros(1, 2), one, yes, [], reward_versions=versions)
-    return Validation(rollout, scores, kl=0.5, explained_variance=None)
+    return Validation(rollout, scores, 0.5, None, ScoredRollout(rollout, scores, None, None))
 
 
 async def validates(recorder: Recorder, *results: tuple[int, Validation]) -> list[int | None]:
@@ -127,6 +128,28 @@ async def validates(recorder: Recorder, *results: tuple[int, Validation]) -> lis
         await recorder.log_validation("between", step, result, seconds=0.1)
         best.append(json.loads(file.read_text())["step"] if file.exists() else None)
     return best
+
+
+def test_the_limits_that_leave_conversations_out_are_named(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+):
+    """The most frequent one first, of the excluded alone; a failure of the environment has a warning of its own."""
+    turns, tokens = "environment.max_turns", "environment.max_tokens"
+    found = [Trajectory((), truncated=limit) for limit in (tokens, turns, turns, "environment.timeout_s")]
+    recorder = recorder_of(tmp_path, server)
+    recorder._config = recorder._config.model_copy(
+        update={"environment": EnvironmentSection.model_validate({"class": "a.py:B", "max_turns": 5})}
+    )
+    recorder._warn_of_excluded(4, [False, False, False, True, *[False] * 4], [*found, *[Trajectory(())] * 4])
+    recorder._warn_of_excluded(5, [False] * 3 + [True], [Trajectory((), error="died")] * 4)
+    (record,) = caplog.records
+    assert record.message == (
+        f"step 4: 7 of 8 responses are excluded from the update, mostly because they did not end within {turns} (5), "
+        f"{tokens} (4096); raise them, or set environment.truncated to score (so far in 1 steps of this start)"
+    )
+    recorder._warn_of_excluded(6, [False] * 2, None)
+    assert "no response ended within actor.generation.max_new_tokens (" in caplog.text
+    assert "; raise it, or set actor.algorithm.mask_unfinished to false" in caplog.text
 
 
 # ---- checkpoints ----

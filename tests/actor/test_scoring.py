@@ -207,6 +207,8 @@ def test_a_column_is_refused_only_where_it_would_be_replaced():
     prompt = Prompt("1", "a", np.asarray([1]), {"group": "mine"})
     check_prompts(plain, [prompt])
     assert row_metadata(plain, prompt, "b", 3)["group"] == "mine"
+    with pytest.raises(PromptError, match="prompt 1 has a column 'reply_messages'"):
+        check_prompts(plain, [Prompt("1", "a", np.asarray([1]), {"reply_messages": []})])
     with pytest.raises(PromptError, match="prompt 1 has a column 'group'"):
         check_prompts(groupwise, [prompt])
     with pytest.raises(PromptError, match="has a column 'step_ends'"):
@@ -481,6 +483,6 @@ def test_without_a_kl_penalty_the_reference_is_asked_only_every_nth_step(
     for step, measured in enumerate(known, 1):
         scored = collected(run, step)
         assert (scored.ref_logprobs is not None) == measured
-        metrics = rollout_metrics(scored, run.make_batch(scored), kl_coef=0.0)
+        metrics = rollout_metrics(scored, scored, run.make_batch(scored), kl_coef=0.0)
         assert any("kl_per_seq" in name for name in metrics) == measured
     assert len(server.rows) == 8 * sum(known)

@@ -174,7 +174,6 @@ PADDED = [
         {"mask": at(padded()["mask"], (1, 1), 1)},
         "mask[1, 1]: 1, must be 0: a sequence of 2 tokens has one entry fewer",
     ),
-    ({"mask": np.zeros((3, 3), np.float32)}, "mask: all 0"),
     ({"sequence_lengths": at(LENGTHS, (0, 0), 5)}, "sequence_lengths[0]: 5, must be between 1 and 4, the"),
     ({"sequence_lengths": at(LENGTHS, (0, 0), 0)}, "sequence_lengths[0]: 0"),
     ({"sequence_lengths": LENGTHS[:2]}, "sequence_lengths: shape [2, 1], must be [3, 1]"),

@@ -98,13 +98,14 @@ class RecordedRun:
         for step in numbers:
             scored = self._scored(step / 10)
             batch = make_batch(scored, self._method, self._shaper, kl_coef=0.0, responses_per_prompt=2)
-            asyncio.run(self._recorder.log_step(step, scored, batch, {"timers/generate": 0.5, "timers/step_time": 1.0}))
+            measured = {"timers/generate": 0.5, "timers/step_time": 1.0}
+            asyncio.run(self._recorder.log_step(step, scored, scored, batch, measured))
         return self
 
     def validated(self, when: str, step: int, reward: float) -> RecordedRun:
         """Record a validation."""
         scored = self._scored(reward)
-        result = Validation(scored.rollout, scored.scores, 0.25, None)
+        result = Validation(scored.rollout, scored.scores, 0.25, None, scored)
         asyncio.run(self._recorder.log_validation(when, step, result, seconds=0.1))
         return self
 

@@ -234,6 +234,18 @@ def test_a_global_batch_without_a_mask_takes_no_step(checkpoint: Path):
     assert math.isfinite(reports[0].loss_mean)
 
 
+def test_a_payload_without_a_mask_changes_nothing(checkpoint: Path):
+    """Also as the first one of a run, and beside momentum."""
+    nothing = train_payload({**arrays(), "mask": np.zeros_like(arrays()["mask"])}, Limits(VOCAB))
+    update, reports = trained(checkpoint, [nothing, payload(12), nothing])
+    alone = trained(checkpoint, [payload(12)])[0]
+    assert torch.equal(weights(update), weights(alone))
+    assert update.optimizer_step == alone.optimizer_step
+    for report in (reports[0], reports[2]):
+        assert (report.optimizer_steps, report.loss_mean, report.grad_norm) == (0, 0.0, 0.0)
+        assert report.lr > 0
+
+
 def test_a_gradient_that_is_not_finite_is_skipped(checkpoint: Path):
     update = CriticUpdate(load_critic(checkpoint), settings(global_batch_size=6))
     calls = []
