@@ -318,20 +318,21 @@ class Scorer:
         self, rollout: Rollout, chunk: Sequence[int], group_size: int
     ) -> tuple[list[dict[str, Any]], list[str] | None, list[str] | None]:
         """Return the metadata of rows and, if they are sent as texts, their sentences, or both texts of each pair."""
-        responses = [self._response(rollout, i) for i in chunk]
+        said = [self._said(rollout, i) for i in chunk]
         metadata = [
-            row_metadata(
-                self.reward,
-                rollout.prompts[i],
-                response,
-                i // group_size,
-                rollout.trajectories[i].messages if rollout.trajectories and self._is_chat(rollout, i) else (),
-            )
-            for i, response in zip(chunk, responses, strict=True)
+            row_metadata(self.reward, prompt, response, i // group_size, reply)
+            for i, (prompt, response, reply) in zip(chunk, said, strict=True)
         ]
-        if self.reward.takes_pairs:
-            return metadata, [self._prompt(rollout, i) for i in chunk], responses
-        return metadata, [self.render(rollout, i) for i in chunk] if self.sends_sentences else None, None
+        if not self.sends_sentences:
+            return metadata, None, None
+        pairs, ends = self.reward.takes_pairs, rollout.prompt_lengths.tolist()
+        texts = [  # of a chat only the response, because the messages are sent as metadata
+            ("" if pairs else response)
+            if self._is_chat(rollout, i)
+            else self._text(rollout, i, end=ends[i] if pairs else None)
+            for i, (_, response, _) in zip(chunk, said, strict=True)
+        ]
+        return metadata, texts, [response for _, response, _ in said] if pairs else None
 
     def _assembled(self, rollout: Rollout, parts: list[Part]) -> Scores:
         if self.sends_sentences and self.reward.granularity is not None:
@@ -349,23 +350,21 @@ class Scorer:
     def _is_chat(rollout: Rollout, index: int) -> bool:
         return MESSAGES_KEY in rollout.prompts[index].metadata
 
-    def render(self, rollout: Rollout, index: int) -> str:
-        """Return the text for a reward model with another tokenizer.
+    def _said(self, rollout: Rollout, index: int) -> tuple[Prompt, str, Sequence[Mapping[str, Any]]]:
+        """Return prompt and response, and the messages of a chat with an environment from the policy's first one on.
 
-        For a chat prompt, it is the text of the reply only, because the messages are sent as metadata.
+        Of such a chat, the response is the policy's last message, and the prompt has all those before it.
         """
-        if self._is_chat(rollout, index):
-            return self._response(rollout, index)
-        return self._text(rollout, index)
-
-    def _prompt(self, rollout: Rollout, index: int) -> str:
-        """Return the text of a prompt; of a chat, nothing, because the messages are sent as metadata."""
-        return (
-            "" if self._is_chat(rollout, index) else self._text(rollout, index, end=int(rollout.prompt_lengths[index]))
-        )
-
-    def _response(self, rollout: Rollout, index: int) -> str:
-        return self._text(rollout, index, start=int(rollout.prompt_lengths[index]))
+        prompt, response = rollout.prompts[index], self._text(rollout, index, start=int(rollout.prompt_lengths[index]))
+        reply = rollout.trajectories[index].messages if rollout.trajectories and self._is_chat(rollout, index) else ()
+        answers = [n for n, message in enumerate(reply) if message["role"] == "assistant"]
+        if not answers:
+            return prompt, response, reply
+        messages, last = prompt.metadata[MESSAGES_KEY], answers[-1]
+        # The prompt of a conversation's last row may have its first replies, too.
+        known = max(n for n in range(last + 1) if messages[len(messages) - n :] == [*reply[:n]])
+        before = {**prompt.metadata, MESSAGES_KEY: [*messages, *reply[known:last]]}
+        return dataclasses.replace(prompt, metadata=before), reply[last]["content"], reply
 
     def _text(self, rollout: Rollout, index: int, *, start: int = 0, end: int | None = None) -> str:
         row = rollout.tokens[index, start : int(rollout.lengths[index]) if end is None else end]

@@ -355,7 +355,8 @@ def test_functions_receive_the_messages_of_a_conversation(agents: Callable[..., 
     rollout = join_rollouts([row_of(each.prompt, each) for each in found if each.prompt], 0)
     scorer = Scorer(None, tokenizer, rows_per_request=1)  # type: ignore[arg-type]
     scorer.reward = ServedModel(components=("a",))
-    chat, text = scorer._texts(rollout, range(2), 1)[0]
+    scorer.sends_sentences = True
+    (chat, text), sentences, _ = scorer._texts(rollout, range(2), 1)
     echo = load_function(f"{CLASSES.with_name('trl_functions.py')}:echo")
     begun = [{"role": "user", "content": "Play. 3 left, seed 5."}]
     completion = [
@@ -366,6 +367,8 @@ def test_functions_receive_the_messages_of_a_conversation(agents: Callable[..., 
         {"role": "assistant", "content": "three"},
     ]
     assert chat["reply_messages"] == completion
+    assert chat["messages"] == [*begun, *completion[:-1]]
+    assert (chat["response"], sentences[0]) == ("three", "three")
     expected = {"prompts": [begun], "completions": [completion], "turns": [3]}
     assert echo(Sample("", metadata={**chat, "expected": expected})) == 1
     said = "one2 left after one<think>\nHm.\n</think>\n\ntwo1 left after <think>\nHm.\n</think>\n\ntwothree"
