@@ -25,7 +25,7 @@ from actor.run.rollouts import RemoteCritic, Rollouts
 from actor.run.stopping import Stop, Stopped, TimeLimit, end_forwards, stopped_early
 from actor.run.validation import validate
 from actor.scoring.reference import make_reference
-from actor.scoring.scorer import Scorer
+from actor.scoring.scorer import Scorer, check_prompts
 from python_backend.client.client import TritonClient
 from python_backend.config import RunConfig
 from python_backend.training.ranks import ALONE, AnyRanks
@@ -105,7 +105,7 @@ class PPORun:
         await self.scorer.compare_tokenizers()
         await self.reference.compare()
         prompts = [*self.inputs.stream.first_prompts(), *self.held_out]
-        self.scorer.check_prompts(prompts)
+        check_prompts(self.scorer.reward, prompts)
         self.policy.generation.check_prompts(prompts)
         self.done = await self.stop.or_done(self.recorder.resume())
         is_last = self.done >= settings.steps

@@ -30,7 +30,7 @@ from benchmarks.measurement import Record
 from benchmarks.processes import free_ports
 from chaos.system import ChaosSystem, Verdict, verdict
 from python_backend.monitoring.log_lines import say
-from python_backend.store.jsonl import JsonlTail, read_jsonl
+from python_backend.store.jsonl import NewLines, read_jsonl
 from python_backend.store.sealed_folder import read_state
 from tools.report.curves import figure_of
 from tools.server.shared_memory import SHARED_MEMORY
@@ -90,7 +90,7 @@ class Soak:
         self.samples: list[UsageSample] = []
         self._system, self._seconds, self._random = system, minutes * 60, generator
         self._metrics = system.config.run.dir / "metrics.jsonl"
-        self._started, self._new_lines, self._step = time.monotonic(), JsonlTail(self._metrics), 0
+        self._started, self._new_lines, self._step = time.monotonic(), NewLines(self._metrics), 0
         self._victims: list[str] = []
         self._next_kill_s = 0.0  # set once the first step is complete
         self._next_sample_s = 0.0
@@ -106,7 +106,7 @@ class Soak:
         """Run for the whole duration, longer if growth was not measured for long enough, or until `enough` is set."""
         while not self._is_over(now := time.monotonic() - self._started) and not enough.is_set():
             self._system.look()
-            for line in self._new_lines.read_new():
+            for line in self._new_lines.read_objects():
                 self._step = line["step"]
             if now >= self._next_sample_s:
                 self._next_sample_s = now + max(1.0, self._seconds / NUM_SAMPLES)

@@ -232,7 +232,7 @@ class MetricsLog:
     """
 
     def __init__(
-        self, run_dir: Path, *, first_step: int, trackers: Trackers | None = None, exported: ActorMetrics | None = None
+        self, run_dir: Path, *, first_step: int, trackers: Trackers, exported: ActorMetrics | None = None
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -262,8 +262,7 @@ class MetricsLog:
         self._board.flush()
         if self._exported is not None:
             self._exported.chart(metrics)
-        if self._trackers is not None:
-            self._trackers.log({name: value for name, value in metrics.items() if not isinstance(value, dict)}, step)
+        self._trackers.log({name: value for name, value in metrics.items() if not isinstance(value, dict)}, step)
 
     def add_texts(self, texts: Sequence[Mapping[str, Any]]) -> None:
         """Write texts, of `read_texts` and with their step, to rollouts.jsonl, TensorBoard and trackers' tables."""
@@ -271,11 +270,10 @@ class MetricsLog:
         for i, text in enumerate(texts):
             shown = f"reward {text['reward']}\n\n**{text['prompt']}**{text['response']}"
             self._board.add_text(f"train_rollouts/text_{i}", shown, text["step"])
-        if self._trackers is not None and texts:
+        if texts:
             self._trackers.add_texts(texts)
 
     def close(self) -> None:
         """Close the event file and the trackers."""
         self._board.close()
-        if self._trackers is not None:
-            self._trackers.finish()
+        self._trackers.finish()

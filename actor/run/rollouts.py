@@ -17,7 +17,7 @@ from actor.run.metrics import Timers
 from actor.run.recorder import Recorder
 from actor.run.staleness import needed_update
 from actor.scoring.reference import Reference
-from actor.scoring.scorer import Scorer
+from actor.scoring.scorer import Scorer, check_prompts
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import ServerFailed
 from python_backend.config import ActorSection
@@ -154,7 +154,7 @@ class Rollouts:
     ) -> list[Prompt]:
         """Return the prompts that `read` returns, or of candidates those that the critic prefers, once per response."""
         prompts, candidates = await self._in_thread(read), self.inputs.candidates
-        self._scorer.check_prompts(prompts)
+        check_prompts(self._scorer.reward, prompts)
         if candidates > 1:
             scores, count = self.inputs.known[step].scores, len(prompts) // candidates
             chosen = list(range(count))

@@ -130,11 +130,6 @@ def tokens_with(ends: Sequence[int], tokenizer: Any, ids: Sequence[int]) -> list
     return [None if end >= reached[-1] else least(end) for end in ends]
 
 
-def empty_process_rewards(rows: int, width: int) -> ProcessRewards:
-    """Return rewards of `rows` responses of `width` tokens, all without steps."""
-    return ProcessRewards(torch.zeros(rows, width), torch.zeros(rows, width, dtype=torch.bool), torch.zeros(rows))
-
-
 def place_process_rewards(
     rewards: ProcessRewards, chunk: slice, answer: Mapping[str, np.ndarray], weight: float
 ) -> None:
@@ -238,10 +233,6 @@ class Scorer:
                 f"reward.process.granularity is token, but the tokens of {self.reward.folder} are not the policy's "
                 f"({self._tokenizer.name_or_path}); use a reward model with the policy's tokenizer, or set it to step"
             )
-
-    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise PromptError if a prompt column has a name that the actor uses for rewards."""
-        check_prompts(self.reward, prompts)
 
     async def _describe(self, model: str) -> ServedModel:
         try:
@@ -381,7 +372,8 @@ def _assemble(rollout: Rollout, parts: list[Part], reward: ServedModel) -> Score
     versions, scored = torch.full((count,), -1, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
     components = torch.full((count, len(reward.components)), torch.nan)
     reward_versions = torch.full((count,), -1, dtype=torch.int64) if reward.is_live else None
-    steps = None if reward.granularity is None else empty_process_rewards(count, width)
+    nothing = ProcessRewards(torch.zeros(count, width), torch.zeros(count, width, dtype=torch.bool), torch.zeros(count))
+    steps = None if reward.granularity is None else nothing
     failures, num_explained = [], 0
     for indices, answer in parts:
         if isinstance(answer, str):

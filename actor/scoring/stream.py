@@ -112,11 +112,12 @@ class ScoringStream(RowStream[Scores]):
         group_size: int = 1,
     ) -> None:
         size = group_size if scorer.reward.groupwise else 1
-
-        async def ask(rollout: Rollout) -> Scores:
-            return await scorer.score(rollout, size, versions=ready.result())
-
-        super().__init__(ask, ready=ready, rows_per_request=rows_per_request, group_size=size)
+        super().__init__(
+            lambda rollout: scorer.score(rollout, size, versions=ready.result()),
+            ready=ready,
+            rows_per_request=rows_per_request,
+            group_size=size,
+        )
 
     async def scores(self, width: int) -> Scores:
         """Return the scores of all rows, ordered by prompt index, with values padded to `width` tokens."""

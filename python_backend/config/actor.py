@@ -485,7 +485,12 @@ def check_actor(actor: ActorSection) -> None:
         )
     if (loss := LOSSES.get(algorithm.loss_name)) is not None and loss.is_on_policy:
         _check_on_policy(actor)
-    _check_vllm(generation, actor.policy.device)
+    own_vllm = generation.engine == "vllm" and not generation.vllm.servers
+    if own_vllm and actor.policy.device != "cpu" and not generation.vllm.cuda_devices:
+        raise ValueError(
+            "actor.generation.vllm.cuda_devices is not set, so vLLM would take most of the first GPU; name its GPUs, "
+            "such as '1', or running servers in actor.generation.vllm.servers"
+        )
     _check_ratios(actor)
     _check_critic_settings(algorithm)
     if algorithm.critic_warmup_steps >= actor.steps:
@@ -500,7 +505,12 @@ def check_actor(actor: ActorSection) -> None:
         )
     if "" in generation.stop_strings:
         raise ValueError("actor.generation.stop_strings contains an empty string, which ends every response; remove it")
-    _check_adapters(actor.policy)
+    policy = actor.policy
+    if not policy.lora_rank and (policy.lora_targets != "all-linear" or policy.lora_dropout):
+        raise ValueError(
+            f"actor.policy.lora_targets ({policy.lora_targets}) and actor.policy.lora_dropout "
+            f"({policy.lora_dropout:g}) need actor.policy.lora_rank above 0; set it, or remove them"
+        )
     _check_rewards(actor)
     _check_prompts(actor.prompts, actor.steps)
 
@@ -538,19 +548,6 @@ def _check_active_files(files: Sequence[PromptFileSection], steps: int) -> None:
             raise ValueError(
                 f"actor.prompts.files: {twice[0]} occurs more than once in step {step}; give disjoint steps"
             )
-
-
-def _check_vllm(generation: GenerationSection, device: str) -> None:
-    """Reject a vLLM server on GPUs that are not named."""
-    if (
-        generation.engine == "vllm"
-        and device != "cpu"
-        and not (generation.vllm.servers or generation.vllm.cuda_devices)
-    ):
-        raise ValueError(
-            "actor.generation.vllm.cuda_devices is not set, so vLLM would take most of the first GPU; name its GPUs, "
-            "such as '1', or running servers in actor.generation.vllm.servers"
-        )
 
 
 def _check_critic_settings(algorithm: AlgorithmSection) -> None:
@@ -598,15 +595,6 @@ def _check_ratios(actor: ActorSection) -> None:
         raise ValueError(
             f"actor.algorithm.dual_clip ({algorithm.dual_clip:g}) has no effect on the loss {algorithm.loss_name}; "
             "remove it, or set actor.algorithm.loss: clipped"
-        )
-
-
-def _check_adapters(policy: PolicySection) -> None:
-    """Reject LoRA settings if `lora_rank` is 0."""
-    if not policy.lora_rank and (policy.lora_targets != "all-linear" or policy.lora_dropout):
-        raise ValueError(
-            f"actor.policy.lora_targets ({policy.lora_targets}) and actor.policy.lora_dropout "
-            f"({policy.lora_dropout:g}) need actor.policy.lora_rank above 0; set it, or remove them"
         )
 
 

@@ -3,6 +3,7 @@
 Readers yield one object at a time, because the files of a run of months do not fit in memory.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -87,7 +88,7 @@ def drop_steps_from(first_step: int, path: Path) -> None:
     replace_file(path, (raw for line, raw in _parsed_lines(path) if line["step"] < first_step))
 
 
-class JsonlTail:
+class NewLines:
     """Follows a file that another process appends to. The file may not exist yet, and may be replaced later."""
 
     def __init__(self, path: Path) -> None:
@@ -95,11 +96,10 @@ class JsonlTail:
         self._inode = 0
         self._offset = 0
 
-    def read_new(self) -> Iterator[dict[str, Any]]:
-        """Yield the objects added since the last call.
+    def read(self) -> Iterator[bytes]:
+        """Yield the complete lines added since the last call, with their ends.
 
-        An unterminated last line is left for the next call; a line that is not JSON is skipped. A file that was
-        replaced or truncated is read from the start again.
+        A file that was replaced or truncated is read from the start again.
         """
         try:
             file = self._path.open("rb")
@@ -115,11 +115,13 @@ class JsonlTail:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(row, dict):
+                yield line
+
+    def read_objects(self) -> Iterator[dict[str, Any]]:
+        """Yield those of the lines that are JSON objects."""
+        for line in self.read():
+            with contextlib.suppress(ValueError):
+                if isinstance(row := json.loads(line), dict):
                     yield row
 
 

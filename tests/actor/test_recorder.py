@@ -482,7 +482,7 @@ def test_a_step_is_shown_and_summed(tmp_path: Path) -> None:
     assert "step" not in before
 
     def two_steps(metrics: ActorMetrics) -> None:
-        log = MetricsLog(tmp_path, first_step=1, exported=metrics)
+        log = MetricsLog(tmp_path, first_step=1, trackers=Trackers([], tmp_path, ""), exported=metrics)
         log.write(1, LINE)
         log.write(2, {**LINE, "train_rollouts/rewards": 0.75, "timers/score_wait": 1.0})
         log.chart({"val_rollouts/rewards": 0.875}, 2)
@@ -515,13 +515,13 @@ def test_a_step_is_shown_and_summed(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path):
-    log = MetricsLog(tmp_path, first_step=1)
+    log = MetricsLog(tmp_path, first_step=1, trackers=Trackers([], tmp_path, ""))
     for step in (1, 2, 3):
         log.write(step, {"a": float(step)})
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "a"')  # killed while writing
-    log = MetricsLog(tmp_path, first_step=3)
+    log = MetricsLog(tmp_path, first_step=3, trackers=Trackers([], tmp_path, ""))
     log.write(3, {"a": 30.0})
     log.close()
     assert [(line["step"], line["a"]) for line in read_jsonl(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 30)]
@@ -571,7 +571,7 @@ def test_both_trackers_receive_what_the_files_hold(said: list[tuple[Any, ...]], 
         ("mlflow.end_run",),
     ]
     assert [list(line.values()) for line in read_jsonl(tmp_path / "rollouts.jsonl")] == rows
-    MetricsLog(tmp_path, first_step=1).close()  # a run that repeats step 1
+    MetricsLog(tmp_path, first_step=1, trackers=Trackers([], tmp_path, "")).close()  # a run that repeats step 1
     assert read_jsonl(tmp_path / "rollouts.jsonl") == []
 
 

@@ -27,7 +27,7 @@ from synthetic_run import EVIL, write_run
 from actor.data.recorded import SampledTurn
 from actor.data.rollout import Trajectory
 from python_backend.config import RunConfig
-from python_backend.store.jsonl import JsonlTail, read_jsonl
+from python_backend.store.jsonl import NewLines, read_jsonl
 from python_backend.store.run_lock import only_actor, only_run
 from tools.report.conversations import Conversation
 from tools.report.curves import (
@@ -851,17 +851,17 @@ def test_an_error_leaves_a_usable_terminal(tmp_path: Path):
 
 def test_a_tail_waits_for_the_end_of_a_line_and_follows_a_file_that_was_replaced_or_cut(tmp_path: Path):
     path = tmp_path / "x.jsonl"
-    tail = JsonlTail(path)
-    assert list(tail.read_new()) == []
+    tail = NewLines(path)
+    assert list(tail.read_objects()) == []
     append(path, {"a": 1}, torn='{"a": ')
-    assert list(tail.read_new()) == [{"a": 1}]
-    assert list(tail.read_new()) == []
+    assert list(tail.read_objects()) == [{"a": 1}]
+    assert list(tail.read_objects()) == []
     with path.open("a") as file:
         file.write('2}\n[3]\nno json\n{"a": 3}\n')
-    assert next(tail.read_new()) == {"a": 2}
-    assert next(tail.read_new()) == {"a": 3}, "what was not taken comes next"
+    assert next(tail.read_objects()) == {"a": 2}
+    assert next(tail.read_objects()) == {"a": 3}, "what was not taken comes next"
     append(tmp_path / "new", *({"a": number} for number in range(9)))
     (tmp_path / "new").replace(path)
-    assert list(tail.read_new()) == [{"a": number} for number in range(9)]
+    assert list(tail.read_objects()) == [{"a": number} for number in range(9)]
     path.write_text('{"a": 4}\n')
-    assert list(tail.read_new()) == [{"a": 4}]
+    assert list(tail.read_objects()) == [{"a": 4}]

@@ -22,7 +22,7 @@ from rich.spinner import Spinner
 from rich.table import Column, Table
 from rich.text import Text
 
-from python_backend.store.jsonl import JsonlTail
+from python_backend.store.jsonl import NewLines
 from python_backend.store.run_lock import RUN_LOCK_FILE
 from tools.report.data import PHASES, SHOWN_S, Thinned, formatted, number, phase_seconds
 
@@ -43,8 +43,8 @@ class RunDisplay:
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live: Live | None = None
         self._phase_file = Path(run_dir) / RUN_LOCK_FILE
-        self._metrics = JsonlTail(Path(run_dir) / "metrics.jsonl")
-        self._critic_metrics = JsonlTail(Path(run_dir) / "critic_metrics.jsonl")
+        self._metrics = NewLines(Path(run_dir) / "metrics.jsonl")
+        self._critic_metrics = NewLines(Path(run_dir) / "critic_metrics.jsonl")
         self._total = total_steps
         self._every = max(1, round(total_steps / PLAIN_LINES))
         self._recent: tuple[dict[str, Any], ...] = ()  # the last steps
@@ -109,13 +109,13 @@ class RunDisplay:
     def _read(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of new steps; each is part of the displayed state before it is yielded."""
         # rich's thread may be drawing from these objects: they are replaced or appended to, never changed otherwise.
-        for row in self._critic_metrics.read_new():
+        for row in self._critic_metrics.read_objects():
             kind = row.get("reload")
             if kind:
                 self._reloads = self._reloads | {kind: row}
                 self._num_reloads[kind] += 1
         known = 0
-        for row in self._metrics.read_new():
+        for row in self._metrics.read_objects():
             step = row.get("step")
             if not isinstance(step, int):
                 continue

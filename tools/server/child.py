@@ -15,6 +15,7 @@ from typing import IO
 from python_backend.errors import RlhfError
 from python_backend.monitoring.log_lines import as_text, parsed
 from python_backend.process import how_ended
+from python_backend.store.jsonl import NewLines
 
 # Reads the server's log: readable lines, the tail for an error message, and failures that Triton does not report.
 
@@ -48,24 +49,6 @@ _STUB_FAILURES = (
         "nvidia-pytriton in this virtual environment",
     ),
 )
-
-
-class NewLines:
-    """Reads the lines that a process adds to its log, also after `set_aside_if_large` has truncated it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def read(self) -> list[bytes]:
-        """Return the complete lines that were added since the last call."""
-        with self._path.open("rb") as log:
-            if log.seek(0, os.SEEK_END) < self._offset:
-                self._offset = 0
-            log.seek(self._offset)
-            text, end, _ = log.read().rpartition(b"\n")
-        self._offset += len(text) + len(end)
-        return text.split(b"\n")
 
 
 def relay_lines(path: Path, ended: Callable[[], bool], log: Callable[[str], None]) -> None:
