@@ -203,7 +203,7 @@ class Sessions:
         try:
             chat.check()
         except TemplateError as error:
-            warn_once(f"every call of an agent begins a trajectory of its own: {error}")
+            warn_once(f"a call of an agent may begin another trajectory: {error}")
 
     def __len__(self) -> int:
         return len(self._open)

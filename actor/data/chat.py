@@ -60,8 +60,11 @@ class Chat:
         Raises TemplateError; HistoryChanged if the template would change the reply.
         """
         rest = self._after_probe(messages, THOUGHT + PROBE if THOUGHT_END in text else PROBE)
+        tokens, end = self._ids(rest), self.tokenizer.decode([last_token])
         # The reply's own end is the template's, if it is not a stop string or another end-of-sequence token.
-        return self._ids(rest.removeprefix(self.tokenizer.decode([last_token])))
+        if tokens[:1] == [last_token]:
+            return tokens[1:]
+        return self._ids(rest.removeprefix(end)) if end.isspace() else tokens
 
     def calls(self, before: Sequence[int], reply: Sequence[int]) -> "list[ToolCall]":
         """Return the tool calls in a reply behind the tokens `before`, in the format of the tokenizer's chat template.
@@ -77,7 +80,7 @@ class Chat:
         return [_checked(call.get("function")) for call in found.get("tool_calls", ())]
 
     def check(self) -> None:
-        """Warn if the template does not show the tools.
+        """Warn if the template does not show the tools; raise TemplateError if it does not show their results.
 
         Raise HistoryChanged unless it leaves a conversation as it is when messages follow: results, if there are tools.
         """
@@ -85,7 +88,9 @@ class Chat:
         if self.tools and self.prompt(asked) == Chat(self.tokenizer).prompt(asked):
             warn_once("the policy's chat template leaves out the environment's tools: describe them in the prompts")
         if self.has_template:
-            self._after_probe([{"role": "tool", "name": "t", "content": PROBE}] if self.tools else asked, PROBE)
+            results = [{"role": "tool", "name": "t", "content": PROBE}] if self.tools else asked
+            if PROBE not in self._after_probe(results, PROBE):
+                raise TemplateError("the policy's chat template leaves out the results of tools: use another one")
 
     def _after_probe(self, answers: Sequence[Message], reply: str) -> str:
         """Return the text between a reply and the next one: its end, and the messages that follow."""

@@ -67,6 +67,7 @@ class Trajectory:
     truncated: str = ""  # the limit that ended it, such as `environment.max_turns`; empty: none
     error: str = ""  # why the environment failed; empty: it did not
     restarts: int = 0  # how often it has begun again, as its environment was lost
+    known: int = 0  # how many of `messages` the row's prompt has, too
     later: float = 0.0  # rewards of turns in other rows of the conversation, which came after this row's last one
 
 

@@ -42,6 +42,7 @@ class _Talk:
     row: RecordedRow = field(default_factory=RecordedRow)
     before: list[tuple[Prompt, RecordedRow]] = field(default_factory=list)  # rows that do not go on
     messages: list[Message] = field(default_factory=list)  # behind the prompt of the first row
+    known: int = 0  # how many of them the row's prompt has
     truncated: str = ""
     error: str = ""
 
@@ -49,13 +50,14 @@ class _Talk:
         """Begin a row."""
         if self.row.turns:
             self.before.append((self.prompt, self.row))
-        self.prompt, self.row = prompt, RecordedRow()
+        self.prompt, self.row, self.known = prompt, RecordedRow(), len(self.messages)
         self.row.observe(prompt.tokens.tolist())
 
     def response(self) -> Response:
         """Return the conversation as the response to its prompt."""
         self.row.messages = self.messages
-        return as_response([*self.before, (self.prompt, self.row)], truncated=self.truncated, error=self.error)
+        rows = [*self.before, (self.prompt, self.row)]
+        return as_response(rows, truncated=self.truncated, error=self.error, known=self.known)
 
 
 def as_response(
@@ -64,12 +66,13 @@ def as_response(
     *,
     truncated: str = "",
     error: str = "",
+    known: int = 0,
 ) -> Response:
     """Return a conversation as the response to its prompt: its last row, with the others beside it.
 
     Args:
         later: rewards that came after the turns of each row, in other rows; default: the rows follow each other.
-        truncated, error: as of `Trajectory`.
+        truncated, error, known: as of `Trajectory`.
     """
     own = [sum(turn.reward for turn in row.turns) for _, row in rows]
     later = [sum(own[i + 1 :]) for i in range(len(rows))] if later is None else later
@@ -84,7 +87,7 @@ def as_response(
                 None if any(map(math.isnan, logprobs)) else logprobs,
                 prompt,
                 row.observed[start:],
-                Trajectory(tuple(row.turns), tuple(row.messages), truncated, error, later=rest),
+                Trajectory(tuple(row.turns), tuple(row.messages), truncated, error, known=known, later=rest),
             )
         )
     return replace(found[-1], others=tuple(found[:-1]))

@@ -111,11 +111,11 @@ class Generation:
                 not on the rows decoded beside it (except for rounding of probabilities).
             greedy: take the most likely token instead of sampling.
         """
-        self.run_rows(range(len(prompts)), prompts, finished, seed=seed, greedy=greedy)
+        self.run_rows(dict(enumerate(prompts)), finished, seed=seed, greedy=greedy)
 
-    def run_rows(self, rows: range, prompts: Sequence[Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
-        """Generate the responses of `run` to the prompts with the indices `rows` only."""
-        missing = list(rows)
+    def run_rows(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
+        """Generate the responses of `run` to some of the prompts, given by index."""
+        missing = list(prompts)
 
         def keep(index: int, response: Response) -> None:
             missing.remove(index)
@@ -134,8 +134,8 @@ class Generation:
                 else:
                     self._plain(partner, draws, slots)
 
-        if rows:
-            self.memory.repeat(respond, least=1, most=len(rows))
+        if prompts:
+            self.memory.repeat(respond, least=1, most=len(prompts))
 
     @contextlib.contextmanager
     def _partner_of(self, prompts: Mapping[int, Prompt], finished: Finished, seed: int) -> Iterator[Partner]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -192,9 +192,9 @@ class Policy:
         """Execute what rank 0 announces to do with the samplers. All ranks but rank 0; ends only with an exception."""
         assert self._samplers is not None
 
-        def respond(rows: range, prompts: list[Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
+        def respond(prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
             with self.computing(), self._stream.running():
-                self.generation.run_rows(rows, prompts, finished, seed=seed, greedy=greedy)
+                self.generation.run_rows(prompts, finished, seed=seed, greedy=greedy)
 
         self._samplers.follow(respond, self._own_logprobs)
 

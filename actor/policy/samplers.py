@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,9 +51,10 @@ class OtherSamplers:
         Raises as `_receive`.
         """
         self._lane.announce("respond", seed=seed, greedy=greedy)
-        message = {"prompts": as_tensor(prompts)}
+        sent = prompts if generation.agent else [replace(prompt, text="", metadata={}) for prompt in prompts]
         for rank in self._others:
-            self._mail.send(rank, message)
+            own = self._rows_of(rank, len(prompts))
+            self._mail.send(rank, {"prompts": as_tensor([own.start, sent[own.start : own.stop]])})
 
         def take(_: int, message: Mapping[str, Tensor]) -> None:
             index, response = value_of(message["row"])
@@ -63,7 +65,7 @@ class OtherSamplers:
         with ThreadPoolExecutor(1, "rows") as thread:
             received = thread.submit(self._receive, missing, take, abandoned)
             try:
-                generation.run_rows(rows, prompts, finished, seed=seed, greedy=greedy)
+                generation.run_rows({row: prompts[row] for row in rows}, finished, seed=seed, greedy=greedy)
             except BaseException:
                 abandoned.set()
                 raise
@@ -87,19 +89,20 @@ class OtherSamplers:
         return out
 
     def follow(self, respond: Callable[..., None], own: OwnLogprobs) -> None:
-        """Execute what rank 0 announces, by `respond(rows, prompts, finished, seed=, greedy=)` and `own`.
+        """Execute what rank 0 announces, by `respond(prompts, finished, seed=, greedy=)` and `own`.
 
         All ranks but rank 0; ends only with an exception.
         """
 
         def answer_prompts(*, seed: int, greedy: bool) -> None:
-            prompts = [_prompt(each) for each in value_of(self._message_of_rank_0()["prompts"])]
+            first, found = value_of(self._message_of_rank_0()["prompts"])
+            prompts = dict(enumerate(map(_prompt, found), first))
 
             def send(index: int, response: Response) -> None:
                 self._mail.send(0, {"row": as_tensor([index, response])})
 
             with self._reported():
-                respond(self._rows_of(self._rank, len(prompts)), prompts, send, seed=seed, greedy=greedy)
+                respond(prompts, send, seed=seed, greedy=greedy)
 
         def answer_rows(*, reference: bool) -> None:
             message = self._message_of_rank_0()

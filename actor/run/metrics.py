@@ -49,13 +49,18 @@ class WandbTracker:
 
     def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log these rows as a table; W&B joins the tables of all steps under one name."""
-        columns = list(rows[0])
-        table = self._table(columns=columns, data=[[row[name] for name in columns] for row in rows])
+        columns = columns_of(rows)
+        table = self._table(columns=columns, data=[[row.get(name) for name in columns] for row in rows])
         self._run.log({TABLE: table}, step=rows[0]["step"])
 
     def finish(self) -> None:
         """Flush pending data and close the run."""
         self._run.finish()
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the columns of all rows; not all have each, such as the error of a conversation."""
+    return [*dict.fromkeys(name for row in rows for name in row)]
 
 
 class MlflowTracker:
@@ -72,7 +77,8 @@ class MlflowTracker:
 
     def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log these rows as a table, one file per step: `log_table` would rewrite the run's whole table each time."""
-        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+        columns = columns_of(rows)
+        table = {"columns": columns, "data": [[row.get(name) for name in columns] for row in rows]}
         self._mlflow.log_dict(table, f"{TABLE}/{rows[0]['step']:08d}.json")
 
     def finish(self) -> None:

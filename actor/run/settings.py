@@ -33,7 +33,8 @@ MECHANICS |= {
     *("concurrent", "step_timeout_s", "restarts"),  # of an environment, whose `timeout_s` truncates, so it is guarded
 }
 PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
-OPERATION = (*PROCESSES, "actor.steps", "actor.max_minutes", "actor.client.", "actor.generation.vllm.servers")
+PLACES = ("actor.generation.vllm.servers", "environment.url")
+OPERATION = (*PROCESSES, *PLACES, "actor.steps", "actor.max_minutes", "actor.client.")
 CONTENT = "its content"  # in the place of a value, where the file that a setting names has changed
 
 

@@ -1,7 +1,9 @@
 """Validation on held-out prompts, sampled with the same seed each time and scored by the server."""
 
 import asyncio
+import operator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from actor.algorithms.advantages import explained_variance
@@ -138,8 +140,14 @@ def _conversation(rollout: Rollout, scores: Scores, index: int) -> dict[str, Any
     if rollout.trajectories is None:
         return {}
     rows = [(i, rollout.trajectories[i]) for i in _rows(rollout, index)]
+    turns, seen = list[dict[str, Any]](), [rollout.prompts[rows[0][0]].metadata.get(MESSAGES_KEY, [])]
+    for i, row in rows:
+        whole = [*rollout.prompts[i].metadata.get(MESSAGES_KEY, ()), *row.messages[row.known :]]
+        new = [len([*takewhile(bool, map(operator.eq, whole, earlier))]) for earlier in seen]
+        turns += whole[max(new) :]
+        seen.append(whole)
     line: dict[str, Any] = {
-        "turns": [message for _, row in rows for message in row.messages],
+        "turns": turns,
         "turn_rewards": [turn.reward for _, row in rows for turn in row.turns],
     }
     if scores.versions[index] >= 0:

@@ -25,7 +25,7 @@ from python_backend.client.served import ServedModel
 from python_backend.config import RunConfig
 from python_backend.config.rewards import MODEL_TERM
 from python_backend.errors import RlhfError
-from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
+from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, last_reply
 from python_backend.rewards.groups import GROUP_KEY
 from python_backend.wire.contract import (
     CRITIC,
@@ -333,7 +333,7 @@ class Scorer:
     def _on_tokens(self, rollout: Rollout, chunk: Sequence[int], answer: Answer) -> Answer:
         if isinstance(answer, str):
             return answer
-        rows, firsts = rollout.rows(_slice(chunk)), rollout.prompt_lengths[_slice(chunk)].tolist()
+        rows, firsts = rollout.rows(_slice(chunk)), [self._reply_start(rollout, i) for i in chunk]
         starts = [first if self._is_chat(rollout, i) else 0 for i, first in zip(chunk, firsts, strict=True)]
         return ends_on_tokens(answer, self._tokenizer, rows, starts, firsts)
 
@@ -341,21 +341,25 @@ class Scorer:
     def _is_chat(rollout: Rollout, index: int) -> bool:
         return MESSAGES_KEY in rollout.prompts[index].metadata
 
+    def _reply_start(self, rollout: Rollout, index: int) -> int:
+        """Return where the response begins in its row; of a chat with an environment, the policy's last message."""
+        turns = rollout.trajectories[index].turns if rollout.trajectories and self._is_chat(rollout, index) else ()
+        return turns[-1].start if turns else int(rollout.prompt_lengths[index])
+
     def _said(self, rollout: Rollout, index: int) -> tuple[Prompt, str, Sequence[Mapping[str, Any]]]:
         """Return prompt and response, and the messages of a chat with an environment from the policy's first one on.
 
         Of such a chat, the response is the policy's last message, and the prompt has all those before it.
         """
-        prompt, response = rollout.prompts[index], self._text(rollout, index, start=int(rollout.prompt_lengths[index]))
-        reply = rollout.trajectories[index].messages if rollout.trajectories and self._is_chat(rollout, index) else ()
-        answers = [n for n, message in enumerate(reply) if message["role"] == "assistant"]
-        if not answers:
-            return prompt, response, reply
-        messages, last = prompt.metadata[MESSAGES_KEY], answers[-1]
-        # The prompt of a conversation's last row may have its first replies, too.
-        known = max(n for n in range(last + 1) if messages[len(messages) - n :] == [*reply[:n]])
-        before = {**prompt.metadata, MESSAGES_KEY: [*messages, *reply[known:last]]}
-        return dataclasses.replace(prompt, metadata=before), reply[last]["content"], reply
+        prompt, start = rollout.prompts[index], self._reply_start(rollout, index)
+        response = self._text(rollout, index, start=start)
+        if not rollout.trajectories or not self._is_chat(rollout, index) or not rollout.trajectories[index].turns:
+            return prompt, response, ()
+        reply, known = rollout.trajectories[index].messages, rollout.trajectories[index].known
+        last = last_reply(reply)
+        before = {**prompt.metadata, MESSAGES_KEY: [*prompt.metadata[MESSAGES_KEY], *reply[known:last]]}
+        text = self._tokenizer.decode(rollout.tokens[index, :start].tolist())
+        return dataclasses.replace(prompt, text=text, metadata=before), reply[last]["content"], reply
 
     def _text(self, rollout: Rollout, index: int, *, start: int = 0, end: int | None = None) -> str:
         row = rollout.tokens[index, start : int(rollout.lengths[index]) if end is None else end]

@@ -75,14 +75,14 @@ class VllmGeneration(Generation):
             with contextlib.suppress(RuntimeError):  # `run` is just ending: the loop is closed
                 loop.call_soon_threadsafe(task.cancel)
 
-    def run_rows(self, rows: range, prompts: Sequence[Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
-        """Generate the responses of `run` to the prompts with the indices `rows` only; `renew` was called before.
+    def run_rows(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
+        """Generate the responses of `run` to some of the prompts, given by index; `renew` was called before.
 
         Raises:
             RequestFailed: the servers were unavailable for `actor.client.max_outage_s`, or refuse a request.
             RlhfError: a server was started without something that is needed.
         """
-        with self._partner_of({row: prompts[row] for row in rows}, finished, seed) as partner:
+        with self._partner_of(prompts, finished, seed) as partner:
             asyncio.run(self._run(partner, seed=seed, greedy=greedy))
 
     async def _run(self, partner: Partner, *, seed: int, greedy: bool) -> None:

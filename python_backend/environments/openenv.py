@@ -51,6 +51,8 @@ class OpenEnv:
                 if is_late or reply["data"].get("code") != FULL:
                     break
             except (OSError, aiohttp.ClientError) as error:  # also a proxy's 502 while the server restarts
+                if isinstance(error, aiohttp.WSServerHandshakeError) and error.status < 500:  # such as of a wrong path
+                    raise
                 if is_late:
                     raise ConnectionError(f"no session at {self._url}: {error}") from error
             await asyncio.sleep(pause)

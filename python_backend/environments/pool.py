@@ -20,6 +20,7 @@ from python_backend.rewards.function import KEY_OPTION, FunctionError
 from python_backend.workers.child import frame
 from python_backend.workers.process import START_LIMIT_S, WorkerProcess, inherited_environment
 
+SHORTEST_WAIT_S = 0.05  # for a limit of a clock that may stand still
 OPENENV, AGENT = "python_backend.environments.openenv:OpenEnv", "python_backend.environments.agent:AgentRun"
 
 
@@ -73,7 +74,7 @@ class EnvironmentWorker:
             self._writer.write(frame({**message, "number": number}))
             end = clock() + limit_s
             while not future.done() and (left := end - clock()) > 0:
-                await asyncio.wait([future], timeout=left)
+                await asyncio.wait([future], timeout=max(left, SHORTEST_WAIT_S))
         finally:
             del self._pending[number]
         return future.result() if future.done() else {"error": f"took longer than {limit_s:g} s", "hung": True}

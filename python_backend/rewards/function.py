@@ -234,10 +234,15 @@ def _texts(sample: Sample) -> tuple[Any, Any]:
     messages, text = sample.metadata.get(MESSAGES_KEY), sample.text if sample.response is None else sample.response
     if not isinstance(messages, list):
         return sample.prompt, text
-    end, reply = reply_start(messages) if sample.response is None else len(messages), sample.metadata.get(REPLY_KEY, [])
-    # The prompt of a conversation's last row may have its first replies, too.
-    end -= max((n for n in range(len(reply)) if messages[end - n : end] == reply[:n]), default=0)
-    return messages[:end], reply or messages[end:] or [{"role": "assistant", "content": text}]
+    if reply := sample.metadata.get(REPLY_KEY):
+        return messages[: len(messages) - last_reply(reply)], reply
+    end = reply_start(messages) if sample.response is None else len(messages)
+    return messages[:end], messages[end:] or [{"role": "assistant", "content": text}]
+
+
+def last_reply(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return the index of the policy's last message, of which there must be one."""
+    return max(i for i, message in enumerate(messages) if message["role"] == "assistant")
 
 
 def group_scores(value: Any, size: int) -> list[Any]:

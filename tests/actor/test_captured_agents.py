@@ -97,7 +97,7 @@ def test_contexts_are_rows_of_one_conversation(agents: Callable[..., CapturedAge
         ("converse", {"max_turns": 1}, "", "environment.max_turns"),
         ("converse", {"max_tokens": 40}, "", "environment.max_tokens"),
         ("lingering", {"timeout_s": 3}, "", "environment.timeout_s"),
-        ("converse", {"timeout_s": 1e-6}, "took longer than 1e-06 s", ""),
+        ("asleep", {"timeout_s": 1}, "took longer than 1 s", ""),
         ("stopping", {"options": {"stop": "\n"}}, "", ""),
         ("stopping", {"options": {"stop": "x"}}, 'stop: ["x"] must be in actor.generation.stop_strings', ""),
     ],

@@ -69,6 +69,11 @@ def lingering(base_url: str, task: dict[str, Any]) -> None:
     time.sleep(3600)
 
 
+def asleep(base_url: str, task: dict[str, Any]) -> None:
+    """Never begin."""
+    time.sleep(3600)
+
+
 def stopping(base_url: str, task: dict[str, Any], stop: str) -> None:
     """Want a reply to end at a string; say why it cannot."""
     try:
