@@ -1,5 +1,6 @@
 """Agents that call the policy over HTTP: every call is sampled by the decoder, every conversation is a row."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,15 @@ import pytest
 import torch
 
 from actor.capture.agents import CapturedAgents
+from actor.data.rollout import join_rollouts
 from actor.generation.conversations import ROW_STEP
 from actor.generation.engine import Generation, uniform_draws
 from actor.generation.slots import Decoder, Response, Rules
+from actor.policy.policy import row_of
+from actor.run.validation import read_texts
 from python_backend.config.environment import EnvironmentSection
 from python_backend.errors import RlhfError
-from tests.actor.test_conversations import BANNED, EOS, TOKENIZER, prompts_of, sampled_of
+from tests.actor.test_conversations import BANNED, EOS, TOKENIZER, prompts_of, sampled_of, unscored
 from tests.actor.test_conversations import model as model  # a fixture
 from tests.actor.test_generation import one_response
 from tests.support.settings import actor_section
@@ -73,7 +77,7 @@ def test_every_call_is_sampled_from_the_tokens_so_far(agents: Callable[..., Capt
 
 def test_contexts_are_rows_of_one_conversation(agents: Callable[..., CapturedAgents], model: Any):
     """Three rows: the plan, and two that share a reply, which is trained once; more rows than slots at once."""
-    for response in responses(model, agents("in_two_contexts"), 6):
+    for i, response in enumerate(responses(model, agents("in_two_contexts"), 6)):
         rows = [*response.others, response]
         assert len(rows) == 3
         assert response.trajectory is not None
@@ -84,8 +88,19 @@ def test_contexts_are_rows_of_one_conversation(agents: Callable[..., CapturedAge
         for row in rows:
             assert row.trajectory is not None
             assert sampled_of(row) == [token for turn in row.trajectory.turns for token in turn.tokens]
+        turns, whole = turns_of(rows), [row.trajectory for row in rows if row.trajectory]
+        assert sum(message["role"] == "assistant" for message in turns) == sum(len(each.turns) for each in whole)
+        users = [message["content"] for message in turns if message["role"] == "user"]
+        assert users == ["Play." * (i % 3), "left", "right"]  # behind the plan's prompt and reply
         first = min(rows, key=lambda row: len(row.trajectory.turns) if row.trajectory else 0)
         assert first.prompt is not None
+
+
+def turns_of(rows: list[Response]) -> list[dict[str, Any]]:
+    """The turns of a conversation, as samples.jsonl has them."""
+    parts = [row_of(row.prompt, row) for row in (rows[-1], *rows[:-1]) if row.prompt is not None]
+    whole = dataclasses.replace(join_rollouts(parts, 0), owners=torch.zeros(len(rows), dtype=torch.int64))
+    return list(read_texts(whole, unscored(whole), TOKENIZER, 1)[0]["turns"])
 
 
 @pytest.mark.parametrize(

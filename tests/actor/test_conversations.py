@@ -252,6 +252,10 @@ def test_tools_that_the_policy_would_not_see_are_named(agents: Callable[..., Age
     assert not caplog.records
     agents("IncrementEnv", blind).check_prompts(chats)
     agents("IncrementEnv").check_prompts([Prompt("0", "Count.", np.array([5]))])
+    without_results = CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}")
+    deaf = make_text_tokenizer("qwen2", TEXTS, chat_template=without_results, model_max_length=512)
+    with pytest.raises(TemplateError, match="leaves out the results of tools"):
+        agents("IncrementEnv", deaf).check_prompts(chats)
     assert ["chat template" in record.message for record in caplog.records] == [True, False]
 
 
@@ -369,6 +373,11 @@ def test_functions_receive_the_messages_of_a_conversation(agents: Callable[..., 
     assert chat["reply_messages"] == completion
     assert chat["messages"] == [*begun, *completion[:-1]]
     assert (chat["response"], sentences[0]) == ("three", "three")
+    assert chat["prompt"] == tokenizer.apply_chat_template(chat["messages"], tokenize=False, add_generation_prompt=True)
+    found_ends = scorer._on_tokens(rollout, range(1), {"step_ends": np.array([[3, 5]])})["step_ends"][0]
+    last = rollout.trajectories[0].turns[-1] if rollout.trajectories else None
+    assert last is not None
+    assert found_ends.tolist() == [last.start + 2, int(rollout.lengths[0]) - 1]
     expected = {"prompts": [begun], "completions": [completion], "turns": [3]}
     assert echo(Sample("", metadata={**chat, "expected": expected})) == 1
     said = "one2 left after one<think>\nHm.\n</think>\n\ntwo1 left after <think>\nHm.\n</think>\n\ntwothree"
@@ -393,6 +402,7 @@ def test_another_end_than_the_templates_is_completed():
     rest = ids("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
     assert chat.after_reply(answer, EOS) == rest
     assert chat.after_reply(answer, ids("!")[-1]) == [EOS, *rest]
+    assert chat.after_reply(answer, ids("<")[-1]) == [EOS, *rest]
 
 
 # ---- a model's conversations, by every engine ----

@@ -554,7 +554,10 @@ def test_both_trackers_receive_what_the_files_hold(said: list[tuple[Any, ...]], 
         ["step", "prompt", "response", "reward"],
         [[1, "Once", " upon a time", 0.5], [1, "Twice", "…", None]],
     )
-    log.add_texts([dict(zip(columns, row, strict=True)) for row in rows])
+    columns.append("error")  # which not every row has
+    rows[1].append("lost")
+    log.add_texts([dict(zip(columns, row, strict=False)) for row in rows])
+    rows[0].append(None)
     log.add_texts([])
     log.close()
     point, table = {"train_rollouts/rewards": 0.5}, {"columns": columns, "data": rows}  # no histogram: TensorBoard's
@@ -570,7 +573,7 @@ def test_both_trackers_receive_what_the_files_hold(said: list[tuple[Any, ...]], 
         ("wandb.finish",),
         ("mlflow.end_run",),
     ]
-    assert [list(line.values()) for line in read_jsonl(tmp_path / "rollouts.jsonl")] == rows
+    assert [list(line.values()) for line in read_jsonl(tmp_path / "rollouts.jsonl")] == [rows[0][:-1], rows[1]]
     MetricsLog(tmp_path, first_step=1, trackers=Trackers([], tmp_path, "")).close()  # a run that repeats step 1
     assert read_jsonl(tmp_path / "rollouts.jsonl") == []
 

@@ -34,6 +34,7 @@ MODULES = {
     "actor": "actor/__main__.py",
     "trainer": "trainer/__main__.py",
     "tools.server.drain": "tools/server/drain.py",
+    "examples.demo": "examples/demo/__main__.py",
 }
 OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)+=.*")
 KEY = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.(?:\w+|<name>))+")

@@ -354,6 +354,19 @@ def proxy_without_server(request: web.Request) -> web.Response:
     return web.Response(status=502)
 
 
+def wrong_path(request: web.Request) -> web.Response:
+    return web.Response(status=404)
+
+
+async def test_a_wrong_path_of_an_openenv_server_is_said_at_once() -> None:
+    async with served() as (server, url, _), running(url=url, step_timeout_s=20) as environments:
+        server.failing = [wrong_path]
+        with pytest.raises(EnvironmentFailed, match="404, message=") as failed:
+            await environments.open({})
+        assert not failed.value.is_lost
+        assert server.refused == 1
+
+
 def hang_up(request: web.Request) -> web.Response:
     assert request.transport is not None
     request.transport.abort()
