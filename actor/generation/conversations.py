@@ -353,9 +353,8 @@ class Talks:
     async def _talk(self, agent: Agent, index: int, prompt: Prompt, seed: int) -> None:
         rows, restarts, response = TalkRows(self, index), 0, None
         try:
-            async with (
-                agent.limit
-            ):  # over restarts, too: in step, all wait for this one, and so would who took its place
+            # Over restarts, too: in step, all wait for this one, and so would who took its place.
+            async with agent.limit:
                 while response is None:
                     try:
                         may_restart = restarts < agent.restarts
