@@ -525,7 +525,7 @@ def test_a_reward_model_with_another_tokenizer_or_a_template_is_sent_sentences(
     serve_reward(template="{{ response }}, said {{ prompt }}")
     scorer, scores = scored(finished, rollout)
     assert scorer.sends_sentences
-    texts = [f"{scorer._response(rollout, i)}, said {text}" for i, text in enumerate(TEXTS)]
+    texts = [f"{scorer._said(rollout, i)[1]}, said {text}" for i, text in enumerate(TEXTS)]
     rows = [np.asarray(ours(text)["input_ids"]) for text in texts]
     np.testing.assert_allclose(scores.rewards, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE, rtol=0)
     with ControlPlane(finished.run.config.server.grpc_url) as control:  # its refusal of tokens is a sign of life
