@@ -139,7 +139,7 @@ def test_a_run_outlasts_the_deaths_of_its_openenv_server(tmp_path: Path, checkpo
     """Conversations that it takes along begin again; nothing of them is kept, and no reward is invented."""
     port, log = free_port(), tmp_path / "steps.log"
     command = [sys.executable, str(CLASSES.with_name("openenv_server.py")), str(port), "0.05", str(log)]
-    environment = {"url": f"http://127.0.0.1:{port}", "restarts": 10}
+    environment = {"url": f"http://127.0.0.1:{port}", "restarts": KILLS}
     actor = {"validation_size": 0}
     run = without_server(agent_run(tmp_path / "run", checkpoints, "", environment=environment, actor=actor))
     log.touch()
@@ -156,7 +156,7 @@ def test_a_run_outlasts_the_deaths_of_its_openenv_server(tmp_path: Path, checkpo
     finally:
         server.kill()
         server.wait()
-    assert code == 0, actor.log.read_text()
+    assert code == 0, actor.log_path.read_text()
     lines = [*read_jsonl(run.config.run.dir / "metrics.jsonl")]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert sum(line["train_rollouts/restarted_environments"] for line in lines) > 0
