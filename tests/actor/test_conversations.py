@@ -243,19 +243,23 @@ def test_what_follows_a_reply_is_the_templates(template: str, keeps: bool, openi
 
 
 def test_tools_that_the_policy_would_not_see_are_named(agents: Callable[..., Agent], caplog: pytest.LogCaptureFixture):
-    blind = make_text_tokenizer(
-        "qwen2", TEXTS, chat_template=CHATML.replace("{% if tools %}", "{% if false %}"), model_max_length=512
-    )
-    chats = [dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user", "content": ""}]})]
+    agent, chats = agents("IncrementEnv"), [dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user"}]})]
     warn_once.cache_clear()
-    agents("IncrementEnv").check_prompts(chats)
+    agent.check_prompts(chats)
     assert not caplog.records
-    agents("IncrementEnv", blind).check_prompts(chats)
-    agents("IncrementEnv").check_prompts([Prompt("0", "Count.", np.array([5]))])
-    without_results = CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}")
-    deaf = make_text_tokenizer("qwen2", TEXTS, chat_template=without_results, model_max_length=512)
-    with pytest.raises(TemplateError, match="leaves out the results of tools"):
-        agents("IncrementEnv", deaf).check_prompts(chats)
+    for seen, unseen in (
+        ("{% if tools %}", "{% if false %}"),
+        ("{{ m.content }}", "{{ m.content if m.role != 'tool' }}"),
+    ):
+        template = CHATML.replace(seen, unseen)
+        made = make_text_tokenizer("qwen2", TEXTS, chat_template=template, model_max_length=512)
+        agent._chat = Chat(made, agent._chat.tools)
+        if "tool" in unseen:
+            with pytest.raises(TemplateError, match="leaves out the results of tools"):
+                agent.check_prompts(chats)
+        else:
+            agent.check_prompts(chats)
+    agent.check_prompts([Prompt("0", "Count.", np.array([5]))])
     assert ["chat template" in record.message for record in caplog.records] == [True, False]
 
 

@@ -259,7 +259,9 @@ def one_response(decoder: Decoder, tokens: Sequence[int], draws: Iterator[float]
     return found
 
 
-@pytest.mark.parametrize(("slots", "budget"), [(1, None), (3, 20), (5, None), (40, 30)])
+@pytest.mark.parametrize(
+    ("slots", "budget"), [pytest.param(1, None, marks=pytest.mark.slow), (3, 20), (5, None), (40, 30)]
+)
 @pytest.mark.parametrize("name", ["llama", "learned positions", "every other layer slides"])
 def test_rows_go_on_in_their_slots_as_if_each_turn_were_generated_from_the_whole_row(
     name: str, slots: int, budget: int | None
