@@ -379,7 +379,7 @@ class TalkRows:
         self._asked, self._since, self._waited = 0, 0.0, 0.0
 
     def clock(self) -> float:
-        """Return the seconds of a clock that stands still while the policy is asked for a turn."""
+        """Return a time in seconds that does not count what the conversation has waited for the policy."""
         return (self._since if self._asked else time.monotonic()) - self._waited
 
     async def sampled(self, before: Sequence[int]) -> Response:

@@ -15,7 +15,7 @@ import torch
 
 from actor.data.compute import each
 from actor.data.prompts import PromptError
-from actor.data.rollout import ProcessRewards, Prompt, Rollout, Scores, joined
+from actor.data.rollout import ProcessRewards, Prompt, Rollout, Scores, Trajectory, joined
 from actor.scoring.environment import with_environment
 from python_backend.checkpoints.tokenization import fingerprint
 from python_backend.client.batching import halved
@@ -341,23 +341,27 @@ class Scorer:
     def _is_chat(rollout: Rollout, index: int) -> bool:
         return MESSAGES_KEY in rollout.prompts[index].metadata
 
+    def _conversation(self, rollout: Rollout, index: int) -> Trajectory | None:
+        """Return the trajectory of a chat with an environment in which the policy has said something, or None."""
+        found = rollout.trajectories[index] if rollout.trajectories and self._is_chat(rollout, index) else None
+        return found if found is not None and found.turns else None
+
     def _reply_start(self, rollout: Rollout, index: int) -> int:
-        """Return where the response begins in its row; of a chat with an environment, the policy's last message."""
-        turns = rollout.trajectories[index].turns if rollout.trajectories and self._is_chat(rollout, index) else ()
-        return turns[-1].start if turns else int(rollout.prompt_lengths[index])
+        """Return where the response begins in its row; of a conversation, the policy's last message."""
+        conversation = self._conversation(rollout, index)
+        return int(rollout.prompt_lengths[index]) if conversation is None else conversation.turns[-1].start
 
     def _said(self, rollout: Rollout, index: int) -> tuple[Prompt, str, Sequence[Mapping[str, Any]]]:
-        """Return prompt and response, and the messages of a chat with an environment from the policy's first one on.
+        """Return prompt and response, and the messages of a conversation from the policy's first one on.
 
-        Of such a chat, the response is the policy's last message, and the prompt has all those before it.
+        Of a conversation, the response is the policy's last message, and the prompt has all those before it.
         """
         prompt, start = rollout.prompts[index], self._reply_start(rollout, index)
-        response = self._text(rollout, index, start=start)
-        if not rollout.trajectories or not self._is_chat(rollout, index) or not rollout.trajectories[index].turns:
-            return prompt, response, ()
-        reply, known = rollout.trajectories[index].messages, rollout.trajectories[index].known
-        last = last_reply(reply)
-        before = {**prompt.metadata, MESSAGES_KEY: [*prompt.metadata[MESSAGES_KEY], *reply[known:last]]}
+        conversation = self._conversation(rollout, index)
+        if conversation is None:
+            return prompt, self._text(rollout, index, start=start), ()
+        reply, last = conversation.messages, last_reply(conversation.messages)
+        before = {**prompt.metadata, MESSAGES_KEY: [*prompt.metadata[MESSAGES_KEY], *reply[conversation.known : last]]}
         text = self._tokenizer.decode(rollout.tokens[index, :start].tolist())
         return dataclasses.replace(prompt, text=text, metadata=before), reply[last]["content"], reply
 

@@ -20,7 +20,7 @@ from python_backend.rewards.function import KEY_OPTION, FunctionError
 from python_backend.workers.child import frame
 from python_backend.workers.process import START_LIMIT_S, WorkerProcess, inherited_environment
 
-SHORTEST_WAIT_S = 0.05  # for a limit of a clock that may stand still
+SHORTEST_WAIT_S = 0.05  # for an answer, if `clock` does not advance meanwhile
 OPENENV, AGENT = "python_backend.environments.openenv:OpenEnv", "python_backend.environments.agent:AgentRun"
 
 
@@ -64,7 +64,7 @@ class EnvironmentWorker:
     ) -> dict[str, Any]:
         """Send a message and return its answer: with `error` if the process ends, also with `hung` after `limit_s`.
 
-        `clock`: what counts the seconds; it may stand still.
+        `clock`: returns the time in seconds; it need not advance all the time.
         """
         if self._obituary is not None:
             return {"error": self._obituary, "lost": True}
