@@ -152,15 +152,15 @@ def test_a_constant_denominator_scales_the_mean_over_tokens(checkpoint: Path):
 
 
 def test_the_constant_counts_conversations_not_rows(checkpoint: Path):
-    """One of two is masked, which has four of the six rows."""
+    """One of three is masked, which has four of the six rows."""
     losses = {}
     for mean in ("token", "constant"):
-        settings = {"loss_mean": mean, "max_new_tokens": 20, "algorithm_name": "reinforce++", "rollout_size": 2}
-        policy = make_policy(checkpoint, minibatch_size=2, **settings)
+        settings = {"loss_mean": mean, "max_new_tokens": 20, "algorithm_name": "reinforce++", "rollout_size": 3}
+        policy = make_policy(checkpoint, minibatch_size=3, **settings)
         batch = make_batch(policy)
-        taught = batch.mask * torch.tensor([[1.0], [0.0], [1.0], [0.0], [0.0], [0.0]])
+        taught = batch.mask * torch.tensor([[1.0], [1.0], [0.0], [0.0], [0.0], [0.0]])
         losses[mean] = updated(policy, dataclasses.replace(batch, policy_weights=taught))[0]
-    assert losses["constant"]["loss"] == pytest.approx(losses["token"]["loss"] * float(taught.sum()) / 20)
+    assert losses["constant"]["loss"] == pytest.approx(losses["token"]["loss"] * float(taught.sum()) / 40)
 
 
 def test_the_likelihood_of_positive_examples_rises(checkpoint: Path):
