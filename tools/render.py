@@ -13,7 +13,6 @@ from python_backend.config.rewards import MODEL_TERM, RewardTerm, read_template
 from python_backend.config.sections import ServerSection
 from python_backend.rewards.function import with_absolute_path
 from python_backend.serving.templates import RowTemplate
-from python_backend.store.durable import read_json
 from python_backend.wire import contract
 from python_backend.wire.contract import (
     BANNED_TOKEN_IDS,
@@ -287,13 +286,10 @@ def reference_parameters(config: RunConfig) -> dict[str, str]:
 def _banned_token_ids(policy: Path) -> str:
     if not (policy / "config.json").is_file():
         return ""
-    from python_backend.checkpoints.tokenization import end_of_sequence, load_tokenizer, special_tokens
+    from python_backend.checkpoints.tokenization import special_tokens_in
 
-    folder = policy.absolute()
     try:
-        config = read_json(folder / "config.json") or {}
-        size = (config.get("text_config") or config).get("vocab_size")
-        return json.dumps(special_tokens(load_tokenizer(folder), end_of_sequence(folder), vocab_size=size).banned_ids)
+        return contract.id_ranges(special_tokens_in(policy.absolute()).banned_ids)
     except ValueError as error:
         raise ConfigError(f"actor.policy.model: {error}") from error
 

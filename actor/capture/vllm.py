@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from actor.capture.sessions import CaptureError, Sampled, Sampling
 from actor.data.recorded import Version
-from actor.vllm.connection import VllmClient
+from actor.vllm.connection import VllmClient, token_rules
 from python_backend.client.errors import Kind, Trouble
 from python_backend.client.pool import ServerNames
 
@@ -14,9 +14,12 @@ from python_backend.client.pool import ServerNames
 class VllmSampler:
     """A sampler over vLLM servers: each session has its own order of them, for their prefix caches."""
 
-    def __init__(self, addresses: Sequence[str], *, eos_ids: Sequence[int], deadline_s: float) -> None:
+    def __init__(
+        self, addresses: Sequence[str], *, eos_ids: Sequence[int], banned_ids: Sequence[int] = (), deadline_s: float
+    ) -> None:
         """`addresses`: as `actor.client.servers`. `deadline_s`: timeout of one reply of one server."""
-        self._names, self._eos_ids, self._deadline_s = ServerNames(addresses), [*eos_ids], deadline_s
+        self._names, self._deadline_s = ServerNames(addresses), deadline_s
+        self._tokens = token_rules(eos_ids, banned_ids)
         self._servers: dict[str, VllmClient] = {}
         self._checked: set[str] = set()
 
@@ -27,9 +30,7 @@ class VllmSampler:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "logprobs": 0,
-            "stop_token_ids": self._eos_ids,
-            "ignore_eos": True,
-            "skip_special_tokens": False,
+            **self._tokens,
             **({"stop": [*sampling.stop], "include_stop_str_in_output": True} if sampling.stop else {}),
         }
         troubles, urls = [], await self._names.urls()

@@ -7,6 +7,7 @@ announces. Sampling has a list of operations of its own, without collectives, so
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from actor.data.rollout import Prompt, Rollout, join_rollouts
 from actor.generation.cache import can_share, response_hidden, shared_passes
@@ -253,12 +255,20 @@ class Policy:
         self.ranks.gather(None)  # no rank may generate before its sampler has the new weights
 
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face folder: safetensors, configuration, tokenizer; adapters are merged into the weights."""
+        """Write a Hugging Face folder: safetensors, configuration, tokenizer; adapters are merged into the weights.
+
+        Its generation config names the ends and the padding of this run.
+        """
         if self.settings.lora_rank or self._models.is_sliced(self.model):
             self._save_in_parts(folder)
         else:
             self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        # In the file: transformers refuses to save a changed GenerationConfig whose other settings it only warns about.
+        file = folder / GENERATION_CONFIG_NAME
+        ends = [token for token in self.eos_ids if token < self.vocab_size] or self.eos_ids
+        named = {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": self.pad_id}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **named}, indent=2) + "\n")
 
     def _save_in_parts(self, folder: Path) -> None:
         """Save the policy, with its adapters merged in if it has any, one tensor at a time.

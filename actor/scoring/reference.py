@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from python_backend.client.client import TritonClient
 from python_backend.client.errors import UNKNOWN_MODEL, RequestFailed
 from python_backend.config import RunConfig
 from python_backend.errors import RlhfError
-from python_backend.wire.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, REFERENCE, TEMPERATURE
+from python_backend.wire.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, REFERENCE, TEMPERATURE, id_ranges
 
 
 class OwnReference:
@@ -100,7 +99,7 @@ class ServedReference:
                 f"the server's {REFERENCE} computes in {served.get('dtype')}, the actor in {precision}: the "
                 "KL would not start at 0; set reference.dtype and actor.policy.precision to the same value"
             )
-        expected = {TEMPERATURE: repr(policy.temperature), BANNED_TOKEN_IDS: json.dumps(policy.banned_ids)}
+        expected = {TEMPERATURE: repr(policy.temperature), BANNED_TOKEN_IDS: id_ranges(policy.banned_ids)}
         for name, ours in expected.items():
             if served.get(name) != ours:
                 raise RlhfError(

@@ -76,6 +76,13 @@ GENERATE = "/inference/v1/generate"
 COMPLETE = ("stop", "length")  # finish_reason of a whole response
 HINT = "; is vLLM running there?"
 LOGPROBS_MODE = "processed_logprobs"  # at the sampling temperature
+BAN_BIAS = -100.0  # added to the logits of banned tokens; the least that vLLM takes
+
+
+def token_rules(eos_ids: Sequence[int], banned_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the sampling parameters that let a response end with these tokens alone, and never have others."""
+    rules = {"stop_token_ids": [*eos_ids], "ignore_eos": True, "skip_special_tokens": False}
+    return rules | ({"logit_bias": {str(token): BAN_BIAS for token in banned_ids}} if banned_ids else {})
 
 
 class VllmClient:

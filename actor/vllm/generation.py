@@ -16,7 +16,7 @@ from actor.generation.conversations import ROW_STEP
 from actor.generation.engine import Generation
 from actor.generation.slots import Finished, Partner, Response
 from actor.policy.policy import Policy
-from actor.vllm.connection import HINT, PolicyVersions, VllmConnection
+from actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
 from python_backend.client.pool import ServerPool
 from python_backend.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
 from python_backend.config import ConfigError, RunConfig
@@ -24,7 +24,6 @@ from python_backend.errors import RlhfError
 
 MODEL = "vLLM"  # in error messages
 VERSIONS_FOLDER = "policy_versions"
-BAN_BIAS = -100.0  # added to the logits of banned tokens; the least that vLLM takes
 
 
 class VllmGeneration(Generation):
@@ -147,14 +146,10 @@ class VllmGeneration(Generation):
             "logprobs": 0,
             "repetition_penalty": s.repetition_penalty,
             "temperature": 0.0 if greedy else s.temperature,
-            "stop_token_ids": self._eos_ids,
-            "ignore_eos": True,
-            "skip_special_tokens": False,
+            **token_rules(self._eos_ids, self._banned_ids),
         }
         if not greedy:
             sampling |= {"top_k": s.top_k, "top_p": s.top_p}
-        if self._banned_ids:
-            sampling["logit_bias"] = {str(token): BAN_BIAS for token in self._banned_ids}
         if s.stop_strings:
             sampling |= {"stop": list(s.stop_strings), "include_stop_str_in_output": True}
         return sampling

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError
 
 # A long text is tokenised only in part: first as many characters as `max_length` tokens are likely to need, then twice
 # as many while that yields too few tokens. Tokens next to the cut may be wrong, so spare ones are added and discarded.
@@ -224,7 +224,8 @@ class SpecialTokens:
 
     eos_ids: list[int]  # ascending; each ends a response
     pad_id: int
-    banned_ids: list[int]  # ascending; never sampled: padding and BOS, unless they are among `eos_ids`
+    banned_ids: list[int]
+    """Ascending; never sampled: ids without an entry in the tokenizer, and padding and BOS unless they end a response."""
 
 
 def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: int | None = None) -> SpecialTokens:
@@ -232,9 +233,9 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: i
 
     Args:
         eos: `eos_token_id` of the model's generation config.
-        vocab_size: number of rows of the model's embedding table. A tokenizer may define ids beyond it, which the model
-            can neither generate nor embed. `banned_ids` omits them, and `pad_id` is another id if the padding token is
-            one of them.
+        vocab_size: number of rows of the model's embedding table; None: as many as the tokenizer has entries. A
+            tokenizer may define ids beyond it, which the model can neither generate nor embed. `banned_ids` omits
+            them, and `pad_id` is another id if the padding token is one of them.
 
     Raises:
         CheckpointError: neither the tokenizer nor `eos` has an end-of-sequence token.
@@ -249,7 +250,41 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: i
 
     pad_id = next(i for i in (tokenizer.pad_token_id, *eos_ids, 0) if known(i))
     banned = {i for i in (tokenizer.pad_token_id, tokenizer.bos_token_id) if known(i)} - set(eos_ids)
-    return SpecialTokens(eos_ids, pad_id, sorted(banned))
+    return SpecialTokens(eos_ids, pad_id, sorted(banned.union(ids_without_entry(tokenizer, vocab_size or 0))))
+
+
+def ids_without_entry(tokenizer: Any, vocab_size: int) -> list[int]:
+    """Return the ids below `vocab_size` that are not in the tokenizer, ascending: no text has them, and they have none.
+
+    Embeddings are often padded to a multiple of a power of two, and a vocabulary may have gaps.
+    """
+    entries = set(tokenizer.get_vocab().values())
+    return [i for i in range(vocab_size) if i not in entries and not _has_entry(tokenizer, i)]
+
+
+def _has_entry(tokenizer: Any, token: int) -> bool:
+    """Return whether there is an entry that `get_vocab` lacks because another token has the same text."""
+    try:
+        found = tokenizer.convert_ids_to_tokens(token)
+    except (LookupError, ValueError):  # raised by tokenizers that are not the `tokenizers` library's
+        return False
+    return found is not None and found != tokenizer.unk_token
+
+
+def special_tokens_in(folder: Path) -> SpecialTokens:
+    """Return the special tokens of the language model in `folder`, without loading it; see `special_tokens`.
+
+    Raises:
+        CheckpointError: as `special_tokens`; or the folder has no tokenizer or no configuration.
+    """
+    return special_tokens(load_tokenizer(folder), end_of_sequence(folder), vocab_size=num_embeddings(folder))
+
+
+def num_embeddings(folder: Path) -> int | None:
+    """Return the size of the embedding table that config.json in `folder` states; None if it states none."""
+    file = folder / CONFIG_FILE
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    return (config.get("text_config") or config).get("vocab_size")
 
 
 def end_of_sequence(folder: Path) -> int | list[int] | None:

@@ -4,7 +4,6 @@ Replies with `logprobs` FP32 [B, S], zero-padded. Index t is the log-prob of tok
 at the sampling temperature, with banned tokens excluded.
 """
 
-import json
 from collections.abc import Mapping
 
 from python_backend.models.batching import padded_rows
@@ -26,7 +25,7 @@ def serve(args: Mapping[str, str]) -> Engine:
     folder = parameters.path("model")
     temperature, banned = parameters.text(contract.TEMPERATURE), parameters.text(contract.BANNED_TOKEN_IDS)
     model: LanguageModel = process.load(
-        "load_language_model", folder, temperature=float(temperature), banned_token_ids=json.loads(banned)
+        "load_language_model", folder, temperature=float(temperature), banned_token_ids=contract.ids_in(banned)
     )
     limits = read_limits(model.limits, parameters)
 

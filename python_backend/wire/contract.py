@@ -5,6 +5,7 @@ Imports only numpy, because every process imports it. Training payloads are in `
 Shapes: `B` rows of a request, `S` its padded length, `N` rows of a training payload, `T` tokens of a packed payload.
 """
 
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -46,7 +47,7 @@ AFTER_COMPONENT = "after_component"  # FP32 [B, 1]; makes Triton run the models 
 REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights
 GROUPWISE = "groupwise"  # parameter: "true" if a reward function needs all responses to a prompt in one request
 TEMPERATURE = "temperature"  # parameter: sampling temperature of the log-probs
-BANNED_TOKEN_IDS = "banned_token_ids"  # parameter, JSON list: ids that are never sampled
+BANNED_TOKEN_IDS = "banned_token_ids"  # parameter, `id_ranges`: ids that are never sampled
 CHECKPOINT_FINGERPRINT = "checkpoint_fingerprint"  # parameter: fingerprint of the reference weights
 RETURNS = "returns"  # FP32 [N, S-1]; packed: [1, T-N]
 PREV_VALUES = "prev_values"  # same as returns
@@ -380,6 +381,32 @@ def decode(name: str, item: Any) -> str:
         return item.decode("utf-8") if isinstance(item, bytes) else str(item)
     except UnicodeDecodeError as error:
         raise ContractError(f"{name}: not UTF-8: {error}") from error
+
+
+def id_ranges(ids: Iterable[int]) -> str:
+    """Return ascending ids as a JSON list, with [first, last] in place of more than two that follow each other.
+
+    The embeddings of a published model may have thousands of rows more than its tokenizer has entries.
+    """
+    runs: list[list[int]] = []
+    for token in ids:
+        if runs and runs[-1][-1] == token - 1:
+            runs[-1].append(token)
+        else:
+            runs.append([token])
+    parts: list[Any] = []
+    for run in runs:
+        parts += run if len(run) < 3 else [[run[0], run[-1]]]
+    return json.dumps(parts)
+
+
+def ids_in(ranges: str) -> list[int]:
+    """Return the ids that `id_ranges` has written."""
+    ids: list[int] = []
+    for part in json.loads(ranges):
+        first, last = part if isinstance(part, list) else (part, part)
+        ids += range(first, last + 1)
+    return ids
 
 
 def expect_integers(name: str, array: np.ndarray) -> None:

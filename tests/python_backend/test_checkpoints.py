@@ -289,6 +289,7 @@ def test_tokens_with_a_role(
     expected: tuple[list[int], int, list[int]] | None,
 ):
     tokenizer: Any = SimpleNamespace(**dict(zip(("eos_token_id", "pad_token_id", "bos_token_id"), ids, strict=True)))
+    tokenizer.get_vocab = lambda: {str(i): i for i in range(13)}
     if expected is None:
         with pytest.raises(ValueError, match="define no end-of-sequence token"):
             special_tokens(tokenizer, eos)

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from actor.capture.app import add_trainer_routes, capture_router
 from actor.capture.sessions import Sessions
 from actor.capture.vllm import VllmSampler
-from python_backend.checkpoints.tokenization import end_of_sequence, load_tokenizer, special_tokens
+from python_backend.checkpoints.tokenization import load_tokenizer, special_tokens_in
 from python_backend.config.sections import ServedPolicySection
 
 
@@ -16,8 +16,10 @@ def policy_router(settings: ServedPolicySection, closing: contextlib.AsyncExitSt
     if settings.export is not None:
         settings.export.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(settings.model)
-    eos_ids = special_tokens(tokenizer, end_of_sequence(settings.model)).eos_ids
-    sampler = VllmSampler(settings.servers, eos_ids=eos_ids, deadline_s=settings.deadline_s)
+    special = special_tokens_in(settings.model)
+    sampler = VllmSampler(
+        settings.servers, eos_ids=special.eos_ids, banned_ids=special.banned_ids, deadline_s=settings.deadline_s
+    )
     closing.push_async_callback(sampler.close)
     sessions = Sessions(
         tokenizer, most=settings.max_sessions, most_tokens=settings.max_session_tokens, idle_s=settings.idle_s
