@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from python_backend.checkpoints.tokenization import encode_prompt, fingerprint, load_tokenizer
+from python_backend.checkpoints.tokenization import encode_prompt, fingerprint, load_tokenizer, reply_end
 from python_backend.config import ConfigError, RunConfig, RunSection
 from python_backend.config.required_files import has_tokenizer
 from python_backend.errors import NotFinite
@@ -150,7 +150,8 @@ def rows_of_file(path: Path, model: Path, *, special: bool) -> Iterator[tuple[st
     """Yield place and content of each line of a JSONL file, tokenised with the tokenizer of `model`.
 
     A line has a `prompt` (text, messages or token ids), a `response` (text or token ids) and the `return` of each of
-    its tokens, a number. As the policy's, a text response ends with the end-of-sequence token.
+    its tokens, a number. As the policy's, a text response ends with the end-of-sequence token; one to messages, with
+    the chat template's end of a reply.
 
     Args:
         special: begin text prompts with the tokenizer's BOS.
@@ -159,12 +160,15 @@ def rows_of_file(path: Path, model: Path, *, special: bool) -> Iterator[tuple[st
         RlhfError: a line is not such an object, or the model has no tokenizer, which texts need.
     """
     tokenizer = functools.cache(lambda: load_tokenizer(model.absolute()))
+    chat_end = functools.cache(lambda: reply_end(tokenizer()))
     for where, line in named_lines(path, KEY, FIELDS):
         prompt, response, target = [line.get(name) for name in FIELDS]
+        end = chat_end() if isinstance(prompt, list) and isinstance(response, str) and not _is_ids(prompt) else None
         if prompt and isinstance(prompt, str | list) and not _is_ids(prompt):
             prompt = _prompt_ids(tokenizer(), prompt, where, special=special)
         if isinstance(response, str):
-            end, response = tokenizer().eos_token_id, tokenizer()(response, add_special_tokens=False)["input_ids"]
+            end = tokenizer().eos_token_id if end is None else end
+            response = tokenizer()(response, add_special_tokens=False)["input_ids"]
             response += [] if end in (None, *response[-1:]) else [end]
         if not (_is_ids(prompt) and _is_ids(response) and isinstance(target, int | float) and -3e38 < target < 3e38):
             raise ConfigError(

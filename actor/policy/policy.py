@@ -96,6 +96,12 @@ class Policy:
         causal = self.causal(self.model)
         special = special_tokens(self.tokenizer, causal.generation_config.eos_token_id, vocab_size=self.vocab_size)
         self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
+        if special.template_end is not None and ranks.rank == 0:
+            logger.info(
+                "responses also end with %r, with which the chat template ends a reply: neither the tokenizer nor the "
+                "generation config names it",
+                self.tokenizer.convert_ids_to_tokens(special.template_end),
+            )
         self.generation = Generation(
             self.causal(self.sampler),
             self.tokenizer,

@@ -166,6 +166,11 @@ def finite(line: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def has_signal(line: Mapping[str, Any]) -> bool:
+    """Return whether a response of a step has an advantage other than 0, by the step's line of metrics.jsonl."""
+    return any(line.get(f"train_rollouts/advantages_{name}", 1.0) != 0 for name in ("mean", "std"))
+
+
 class Timers:
     """Durations and time spans of the phases of one step; phases may overlap."""
 

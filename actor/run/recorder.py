@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ from actor.policy.checkpoint import (
     saved_steps,
     set_aside,
 )
-from actor.run.metrics import ActorMetrics, Metric, MetricsLog, Trackers, finite
+from actor.run.metrics import ActorMetrics, Metric, MetricsLog, Trackers, finite, has_signal
 from actor.run.staleness import VersionSteps, staleness_metrics
 from actor.run.validation import Validation, explained, read_texts, samples, turn_tokens
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import RequestFailed
-from python_backend.config import RunConfig
+from python_backend.config import AlgorithmSection, RunConfig
 from python_backend.models.card import card_bytes
 from python_backend.monitoring.log_lines import set_log_position
 from python_backend.monitoring.tracing import end_step
@@ -43,6 +44,9 @@ from python_backend.wire.contract import STEP_AHEAD
 logger = logging.getLogger(__name__)
 TIMELINE_FILE = "timeline.jsonl"
 VALIDATIONS_FILE = "validations.jsonl"
+CUT = "actor.generation.max_new_tokens"  # the limit of a response, as `Trajectory.truncated` has it
+GRADIENT = "train_optim/grad_norm"
+FIRST_STEPS = 3  # after which a gradient that was always 0 is no chance
 
 
 class Recorder:
@@ -71,6 +75,8 @@ class Recorder:
         self._unsaved: int | None = None  # newest step whose critic_save failed
         self._masked_samples = 0
         self._num_mostly_excluded = 0  # steps in which fewer than half of the responses contribute
+        self._gradients: list[float] = []  # norms of the first steps of this start that update the policy
+        self._is_first, self._knows_no_signal = True, False
         self._exported = ActorMetrics(config, client.counters, lambda: self.failed_critic_updates)
         self._log: MetricsLog
         self.version_steps: VersionSteps
@@ -183,7 +189,8 @@ class Recorder:
             **card_bytes(self._state.policy.sampler.device),
             **{f"out_of_memory/{each.setting}": each.count for each in self._state.policy.halvings if each.count},
         }
-        self._log.write(step, {**line, **measured})
+        line |= measured
+        self._log.write(step, line)
         limit = min(self._settings.logged_texts, len(scores.scored))
         texts = read_texts(whole.rollout, whole.scores, self._policy.tokenizer, limit)
         for index, text in enumerate(texts if scored.rollout.trajectories else ()):
@@ -200,9 +207,43 @@ class Recorder:
             seconds,
         )
         _warn_of_failures(f"step {step}", scores)
+        self._warn_of_no_learning(step, line, scored.rollout.trajectories or ())
         is_taught = await asyncio.to_thread(lambda: batch.policy_weights.any(-1).tolist())
         self._warn_of_excluded(step, is_taught[: len(scores.scored)], scored.rollout.trajectories)
         return distance
+
+    def _warn_of_no_learning(self, step: int, line: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
+        """Warn, once of each, if no response of the first step ended, a step has no signal, or the first no gradient.
+
+        Args:
+            line: the step's line of metrics.jsonl.
+        """
+        first, self._is_first = self._is_first, False
+        has_ends = bool(line["train_rollouts/fraction_of_samples_properly_ended"])
+        if first and not has_ends and all(each.truncated == CUT for each in trajectories):
+            ids = self._policy.eos_ids
+            ends = [f"{self._policy.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ids]
+            logger.warning(
+                "step %d: no response ended within %s (%d) by %s: raise it, or, if the policy ends its responses with "
+                "another token, name that as eos_token_id in generation_config.json of actor.policy.model",
+                step,
+                CUT,
+                self._settings.generation.max_new_tokens,
+                " or ".join(ends),
+            )
+        why = "there are advantages, so check actor.policy.freeze and actor.optimizer"
+        if not has_signal(line):
+            why = _why_no_signal(self._settings.algorithm, has_ends)
+            if not self._knows_no_signal:
+                logger.warning(
+                    "step %d has no signal: %s (steps_without_signal in the summary counts these)", step, why
+                )
+            self._knows_no_signal = True
+        wanted = min(FIRST_STEPS, self._settings.steps)
+        if GRADIENT in line and len(self._gradients) < wanted:
+            self._gradients.append(line[GRADIENT])
+            if len(self._gradients) == wanted and not any(self._gradients):
+                logger.warning("the gradient is 0 in each of the first %d steps: %s", wanted, why)
 
     def _warn_of_excluded(self, step: int, is_taught: list[bool], trajectories: list[Trajectory] | None) -> None:
         """Warn if fewer than half of the responses contribute to the update: the first, 10th, 100th, … time.
@@ -376,7 +417,7 @@ class Recorder:
             "outage_seconds": self._client.counters.outage_seconds,
             "masked_samples": self._masked_samples,
             "seconds_total": seconds,
-            "seconds_per_step": await asyncio.to_thread(self._seconds_per_step),
+            **await asyncio.to_thread(self._step_figures),
         }
         await asyncio.to_thread(write_json, self._dir / "actor_summary.json", finite(summary))
         return summary
@@ -416,9 +457,26 @@ class Recorder:
     def _validation(self, when: str) -> dict[str, Any]:
         return read_json(self._dir / f"validation_{when}.json") or {}
 
-    def _seconds_per_step(self) -> float:
-        seconds = [line["timers/step_time"] for line in each_line(self._dir / "metrics.jsonl")]
-        return sum(seconds) / max(1, len(seconds))
+    def _step_figures(self) -> dict[str, float]:
+        """Return the summary entries of the steps, those before a resume included."""
+        lines = [(line["timers/step_time"], has_signal(line)) for line in each_line(self._dir / "metrics.jsonl")]
+        return {
+            "steps_without_signal": sum(not is_useful for _, is_useful in lines),
+            "seconds_per_step": sum(seconds for seconds, _ in lines) / max(1, len(lines)),
+        }
+
+
+def _why_no_signal(algorithm: AlgorithmSection, has_ends: bool) -> str:
+    """Return why no response of a step has an advantage other than 0, and what to do."""
+    if algorithm.mask_unfinished and not has_ends:
+        return f"no response counts, because none ended; raise {CUT}"
+    check = "check what the reward returns (rollouts.jsonl has texts and rewards)"
+    if not algorithm.defaults.needs_groups:
+        return f"all advantages are 0; {check}"
+    return (
+        f"all rewards are equal within each group; {check}, raise actor.algorithm.responses_per_prompt, or choose "
+        "prompts that are neither too easy nor too hard"
+    )
 
 
 def _in_nats(kl: float | None) -> str:

@@ -223,10 +223,11 @@ def same_tokenizer(one: Path, other: Path) -> bool:
 class SpecialTokens:
     """Special token ids used in generation."""
 
-    eos_ids: list[int]  # ascending; each ends a response
+    eos_ids: list[int]  # ascending; each ends a response: of tokenizer, generation config and chat template
     pad_id: int
     banned_ids: list[int]
-    """Ascending; never sampled: ids without an entry in the tokenizer, and padding and BOS unless they end a response."""
+    """Ascending; never sampled: ids without an entry in the tokenizer; padding and BOS, unless they end responses."""
+    template_end: int | None = None  # among `eos_ids` because of the chat template alone
 
 
 def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: int | None = None) -> SpecialTokens:
@@ -239,19 +240,24 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: i
             them, and `pad_id` is another id if the padding token is one of them.
 
     Raises:
-        CheckpointError: neither the tokenizer nor `eos` has an end-of-sequence token.
+        CheckpointError: neither the tokenizer nor `eos` nor the chat template has an end-of-sequence token.
     """
     ids = eos if isinstance(eos, list) else [eos]
-    eos_ids = sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None})
+    named = {i for i in (*ids, tokenizer.eos_token_id) if i is not None}
+    end = reply_end(tokenizer)
+    eos_ids = sorted(named if end is None else named | {end})
     if not eos_ids:
-        raise CheckpointError("the policy's tokenizer and generation config define no end-of-sequence token")
+        raise CheckpointError(
+            "the policy's tokenizer, generation config and chat template define no end-of-sequence token"
+        )
 
     def known(token: int | None) -> bool:
         return token is not None and (vocab_size is None or token < vocab_size)
 
     pad_id = next(i for i in (tokenizer.pad_token_id, *eos_ids, 0) if known(i))
     banned = {i for i in (tokenizer.pad_token_id, tokenizer.bos_token_id) if known(i)} - set(eos_ids)
-    return SpecialTokens(eos_ids, pad_id, sorted(banned.union(ids_without_entry(tokenizer, vocab_size or 0))))
+    banned.update(ids_without_entry(tokenizer, vocab_size or 0))
+    return SpecialTokens(eos_ids, pad_id, sorted(banned), None if end in named else end)
 
 
 def ids_without_entry(tokenizer: Any, vocab_size: int) -> list[int]:
@@ -294,16 +300,28 @@ def turn_ends(tokenizer: Any) -> list[int]:
     These are the added tokens behind a reply at the end of a conversation, and the one directly behind a reply that
     another message follows: a template may have an end for each, or only the token with which the next message begins.
     """
+    return sorted({*_turn_ends(tokenizer)})
+
+
+def reply_end(tokenizer: Any) -> int | None:
+    """Return the token with which a policy ends a reply by its chat template; None if the template has none.
+
+    Only the first of `turn_ends`: in some templates another one ends a part of a reply, as gpt-oss's <|end|>.
+    """
+    return next(iter(_turn_ends(tokenizer)), None)
+
+
+def _turn_ends(tokenizer: Any) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         return []
     named = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     named -= {tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}
     added = {i for i in named if tokenizer.decode([i]).strip()}  # some tokenizers have white space as added tokens
     question, reply = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
-    ends = added & {*_behind_reply(tokenizer, [question, reply])}
+    ends = [i for i in _behind_reply(tokenizer, [question, reply]) if i in added]
     following = _behind_reply(tokenizer, [question, reply, {**question, "content": NEXT_PROBE}])
     first = next((i for i in following if i in added or tokenizer.decode([i]).strip()), None)
-    return sorted(ends | (added & {first}))
+    return [*ends, *(added & {first})]
 
 
 def _behind_reply(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:

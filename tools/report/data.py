@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from actor.run.metrics import has_signal
 from actor.run.settings import CHANGES_FILE, SETTINGS_FILE, read_settings
 from python_backend.errors import RlhfError
 from python_backend.rewards.function import describe, load_function
@@ -219,6 +220,7 @@ SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with the
     "failed_requests": "Requests that failed, by the client's count.",
     "server_failures": "Requests that failed, by the server's own count (nv_inference_request_failure).",
     "masked_samples": "Samples that were excluded from training because they have no reward.",
+    "steps_without_signal": "Steps in which no response had an advantage, such as groups of equal rewards.",
     "seconds_total": "Seconds of the last `tools run`, from its start to the report.",
     "seconds_per_step": "Mean seconds per step.",
     "swap_ms_p50": "Median milliseconds from publishing to serving, by swap.",
@@ -338,17 +340,19 @@ def _actor_figures(run_dir: Path) -> dict[str, Any]:
 def _step_figures(run_dir: Path) -> dict[str, Any]:
     """Return the figures of the steps so far, from metrics.jsonl and critic_metrics.jsonl."""
     last: dict[str, Any] = {}
-    num_rows, seconds, masked = 0, 0.0, 0
+    num_rows, seconds, masked, useless = 0, 0.0, 0, 0
     for row in each_line(run_dir / "metrics.jsonl"):
         last, num_rows = row, num_rows + 1
         seconds += row.get("timers/step_time", 0.0)
         masked += int(row.get("train_rollouts/masked_samples", 0))
+        useless += not has_signal(row)
     if not last:
         return {"steps": 0}
     figures = {
         "steps": last["step"],
         "failed_requests": int(last.get("client/failed_requests", 0)),
         "masked_samples": masked,
+        "steps_without_signal": useless,
         "seconds_per_step": seconds / num_rows,
     }
     if "train_rollouts/weights_version" in last:
