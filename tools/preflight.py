@@ -34,6 +34,7 @@ from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import probe
 from tools.server.vllm import check_vllm, starts_vllm
 from tools.status import server_urls
+from tools.token_checks import template_problem, token_findings, token_problems
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 CHECKED_ROWS = 1000  # of each prompt file
@@ -52,6 +53,7 @@ def check_run(config: RunConfig) -> None:
     if starts_vllm(config):
         check_vllm(config)
     problems = [*_missing_trackers(config), *_tokenizers(config), *_functions(config), *_environment(config)]
+    problems += token_problems(config)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -101,14 +103,18 @@ def _check_templates(config: RunConfig, prompts: str) -> None:
             f"actor.policy.model: {policy} has no chat template, but {prompts} contains conversations; save a "
             "template there as chat_template.jinja, or give the prompts as plain texts"
         )
-    renders = config.uses_reward_model and config.reward.template is None and not has_chat_template(reward)
-    if renders and receives_texts(config):
+    renders = config.uses_reward_model and config.reward.template is None and receives_texts(config)
+    if renders and not has_chat_template(reward):
         raise ConfigError(
             f"reward.model: {reward} has no chat template, but must render the conversations in {prompts}, "
             "because it receives texts (reward.text: pair, reward.process.mark, or another tokenizer than the "
             "policy's); save the template that it was trained with as chat_template.jinja in its folder "
             "(`{{ messages[-1]['content'] }}` scores only the reply), or give the prompts as plain texts"
         )
+    renderers = {"actor.policy.model": policy, **({"reward.model": reward} if renders else {})}
+    for key, folder in renderers.items():
+        if problem := template_problem(folder):
+            raise ConfigError(f"{key}: {problem}, or give the prompts in {prompts} as plain texts")
 
 
 def _missing_trackers(config: RunConfig) -> list[str]:
@@ -189,6 +195,7 @@ def files(config: RunConfig) -> Iterator[Finding]:
         yield Finding("files", "checkpoints, prompts, reward functions and environment are there")
         if config.has_actor:
             yield _text_prompts(config)
+            yield from token_findings(config)
 
 
 def _text_prompts(config: RunConfig) -> Finding:

@@ -14,7 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, add_tensors, change_config, save_tiny, save_with_value_head
-from transformers import AutoModelForCausalLM
+from tiny_tokenizers import CHATS, PLAIN_CHAT, save_chat_policy
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from python_backend.checkpoints.inspection import (
     CheckpointError,
@@ -24,7 +27,7 @@ from python_backend.checkpoints.inspection import (
     inspect_checkpoint,
 )
 from python_backend.checkpoints.tensor_file import write_tensors
-from python_backend.checkpoints.tokenization import end_of_sequence, special_tokens
+from python_backend.checkpoints.tokenization import end_of_sequence, special_tokens, special_tokens_in
 
 
 def refused(*parts: object):
@@ -296,3 +299,41 @@ def test_tokens_with_a_role(
     else:
         special = special_tokens(tokenizer, eos, vocab_size=vocab_size)
         assert (special.eos_ids, special.pad_id, special.banned_ids) == expected
+
+
+NO_EOS = {"eos_token": "<|endoftext|>"}  # which pads, too; the template ends turns with <|im_end|>
+BY_PLACE = CHATS["qwen2"].replace("<|im_end|>", "{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "ends", "banned", "template_end"),
+    [
+        ({}, [2], [0, 1], None),
+        ({"more": 16}, [2], [0, 1, *range(160, 176)], None),
+        ({"more": -8}, [2], [0, 1], None),  # its last entries cannot be embedded
+        (NO_EOS, [0, 2], [1], 2),
+        ({**NO_EOS, "ends": [0, 2]}, [0, 2], [1], None),
+        ({**NO_EOS, "ends": 2}, [0, 2], [1], None),
+        ({**NO_EOS, "chat_template": None}, [0], [1], None),  # a base model
+        ({**NO_EOS, "chat_template": PLAIN_CHAT}, [0], [1], None),  # no token ends a turn
+        ({**NO_EOS, "chat_template": "{{ raise_exception('no') }}"}, [0], [1], None),
+        ({**NO_EOS, "chat_template": BY_PLACE}, [0], [1], None),  # <|im_end|> may end a part of a reply
+        ({"more": 2, "ends": [2, 161]}, [2, 161], [0, 1, 160, 161], None),  # an end that no text has
+    ],
+    ids=str,
+)
+def test_tokenizer_embeddings_generation_config_and_template_are_compared(
+    tmp_path: Path, settings: dict[str, Any], ends: list[int], banned: list[int], template_end: int | None
+):
+    tokenizer = save_chat_policy(tmp_path, **settings)
+    special = special_tokens_in(tmp_path)
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert (special.eos_ids, special.banned_ids, special.template_end) == (ends, banned, template_end)
+
+
+def test_gaps_in_a_vocabulary_are_no_entries_and_equal_texts_are():
+    words = {"a": 0, "</s>": 1, "b": 3, "c": 7}
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "a")), eos_token="</s>")
+    assert special_tokens(tokenizer, None, vocab_size=10).banned_ids == [2, 4, 5, 6, 8, 9]
+    tokenizer.get_vocab = lambda: {"a": 0, "</s>": 1}  # as one in Python whose pieces have equal texts
+    assert special_tokens(tokenizer, None, vocab_size=10).banned_ids == [2, 4, 5, 6, 8, 9]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from python_backend.wire import contract
-from python_backend.wire.contract import ContractError, Limits, scoring_rows
+from python_backend.wire.contract import ContractError, Limits, id_ranges, ids_in, scoring_rows
 from python_backend.wire.texts import metadata_rows, text_bytes
 from python_backend.wire.training_payload import sent_payload, train_payload
 
@@ -345,3 +345,18 @@ def test_limits_are_inclusive():
 def test_what_is_wrong_is_refused_by_field_and_value(call: Callable[..., Any], arguments: tuple, message: str):
     with refused(message):
         call(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([], "[]"),
+        ([0, 2], "[0, 2]"),
+        ([0, 1], "[0, 1]"),
+        ([0, 1, 2, 5], "[[0, 2], 5]"),
+        ([2, *range(151_665, 151_936)], "[2, [151665, 151935]]"),  # Qwen2.5's
+    ],
+)
+def test_banned_ids_are_written_as_ranges(ids: list[int], text: str):
+    assert id_ranges(ids) == text
+    assert ids_in(text) == ids

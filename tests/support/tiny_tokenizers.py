@@ -76,6 +76,25 @@ def save_text_reward(
     return tokenizer
 
 
+def save_chat_policy(
+    folder: Path, *, more: int = 0, ends: int | list[int] | None = None, seed: int = 0, **settings: Any
+) -> PreTrainedTokenizerFast:
+    """Save a random policy with ChatML and its tokenizer; return the tokenizer.
+
+    Args:
+        more: number of embeddings that the tokenizer has no entry for.
+        ends: `eos_token_id` of the generation config; default: the tokenizer's.
+        settings: arguments of `make_text_tokenizer`, such as `eos_token`, which is <|im_end|>.
+    """
+    tokenizer = make_text_tokenizer("qwen2", **settings)
+    ids = {"eos_token_id": tokenizer.eos_token_id if ends is None else ends, "bos_token_id": None}
+    ids["pad_token_id"] = tokenizer.pad_token_id
+    sizes = {"vocab_size": len(tokenizer) + more, "max_position_embeddings": POSITIONS}
+    save_tiny(folder, "llama", "language", seed=seed, **sizes, **ids)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
 def _model(family: str, special: list[AddedToken], texts: Sequence[str]) -> Tokenizer:
     """Return the tokenizer without a post-processor; the same texts always give the same ids."""
     if family in ("bert", "deberta-v3"):  # the library's trainers give other ids each time

@@ -1,0 +1,95 @@
+"""Compares what tokenizer, embeddings, generation config and chat template of a run's models say of ends and sizes."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from actor.run.row_limits import receives_texts
+from python_backend.checkpoints.tokenization import (
+    PROBE,
+    SpecialTokens,
+    ids_without_entry,
+    load_tokenizer,
+    num_embeddings,
+    special_tokens_in,
+)
+from python_backend.config import RunConfig
+from python_backend.config.required_files import has_tokenizer
+from tools.doctor import Finding, warning
+
+RESIZE = "resize its embeddings to the tokenizer (resize_token_embeddings)"
+
+
+def token_problems(config: RunConfig) -> Iterator[str]:
+    """Yield which models receive the policy's tokens and lack some that it may sample: a run would end at these."""
+    folder = config.actor.policy.model.absolute()
+    tokenizer, size, special = load_tokenizer(folder), num_embeddings(folder), special_tokens_in(folder)
+    entries = sorted(tokenizer.get_vocab().values())
+    sampled = [i for i in entries if (size is None or i < size) and i not in special.banned_ids]
+    for role, section in config.served_sections.items():
+        known = num_embeddings(section.model)
+        lacking = [i for i in sampled if i >= (known or i + 1)]
+        if lacking and not (role == "reward" and receives_texts(config)):
+            yield (
+                f"{role}.model: {section.model} has {known} embeddings, none for {_named(tokenizer, lacking)}, which "
+                f"the policy may sample; {RESIZE}, or start from a model of the policy's size"
+            )
+
+
+def template_problem(folder: Path) -> str | None:
+    """Return which tokens of the chat template in `folder` the model cannot embed; None if there is none."""
+    tokenizer, size = load_tokenizer(folder.absolute()), num_embeddings(folder)
+    question, reply = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
+    try:
+        text = str(tokenizer.apply_chat_template([question, reply], tokenize=False))
+    except Exception:  # templates are programs and may raise anything; where one is used, that is reported
+        return None
+    lacking = [i for i in sorted({*tokenizer(text, add_special_tokens=False)["input_ids"]}) if i >= (size or i + 1)]
+    if not lacking:
+        return None
+    named = _named(tokenizer, lacking)
+    return f"{folder} has {size} embeddings, none for {named}, which its chat template writes; {RESIZE}"
+
+
+def token_findings(config: RunConfig) -> Iterator[Finding]:
+    """Yield what ends a response of the policy, and where the sizes of a model's tokenizer and embeddings differ."""
+    folder = config.actor.policy.model.absolute()
+    tokenizer, size, special = load_tokenizer(folder), num_embeddings(folder), special_tokens_in(folder)
+    yield _ends(tokenizer, special, size)
+    if unused := len(ids_without_entry(tokenizer, size or 0)):
+        yield Finding(
+            "embeddings",
+            f"actor.policy.model: {unused} of {size} have no entry in the tokenizer, and are never sampled",
+        )
+    served = {f"{role}.model": section.model for role, section in config.served_sections.items()}
+    for key, model in {"actor.policy.model": folder, **served}.items():
+        known = num_embeddings(model)
+        if known is None or not has_tokenizer(model):
+            continue
+        own = load_tokenizer(model.absolute())
+        if lacking := [i for i in sorted(own.get_vocab().values()) if i >= known]:
+            text = (
+                f"{key}: {known}, none for {_named(own, lacking)} of the tokenizer: no text may have them, or {RESIZE}"
+            )
+            yield warning("embeddings", text)
+
+
+def _ends(tokenizer: Any, special: SpecialTokens, size: int | None) -> Finding:
+    dead = [i for i in special.eos_ids if i in special.banned_ids or i >= (size or i + 1)]
+    ends = [i for i in special.eos_ids if i not in dead]
+    text = f"a response ends with {_named(tokenizer, ends)}" if ends else "no response can end before max_new_tokens"
+    if dead:
+        why = "without an entry in the tokenizer or an embedding; correct eos_token_id in generation_config.json"
+        return warning("ends", f"{text}; {_named(tokenizer, dead)} is an end of the policy's {why}")
+    if special.template_end is not None:
+        end = _named(tokenizer, [special.template_end])
+        why = "because the chat template ends a reply with it, though neither tokenizer nor generation_config.json does"
+        return warning(
+            "ends", f"{text}; {end} {why}: name it there (eos_token_id), as the run's own policy folder will"
+        )
+    return Finding("ends", text + ", one of which is padding, too: it stays an end" * (special.pad_id in ends))
+
+
+def _named(tokenizer: Any, ids: Sequence[int]) -> str:
+    first = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in ids[:3])
+    return first if len(ids) <= 3 else f"{first} and {len(ids) - 3} more"
