@@ -79,8 +79,8 @@ def _ends(tokenizer: Any, special: SpecialTokens, size: int | None) -> Finding:
     ends = [i for i in special.eos_ids if i not in dead]
     text = f"a response ends with {_named(tokenizer, ends)}" if ends else "no response can end before max_new_tokens"
     if dead:
-        why = "without an entry in the tokenizer or an embedding; correct eos_token_id in generation_config.json"
-        return warning("ends", f"{text}; {_named(tokenizer, dead)} is an end of the policy's {why}")
+        why = "without an entry in the tokenizer or an embedding: name others there, or in its template"
+        return warning("ends", f"{text}; generation_config.json or template name {_named(tokenizer, dead)}, {why}")
     if special.template_end is not None:
         end = _named(tokenizer, [special.template_end])
         why = "because the chat template ends a reply with it, though neither tokenizer nor generation_config.json does"

@@ -46,7 +46,7 @@ TIMELINE_FILE = "timeline.jsonl"
 VALIDATIONS_FILE = "validations.jsonl"
 CUT = "actor.generation.max_new_tokens"  # the limit of a response, as `Trajectory.truncated` has it
 GRADIENT = "train_optim/grad_norm"
-FIRST_STEPS = 3  # after which a gradient that was always 0 is no chance
+FIRST_STEPS = 3  # after which a gradient that was always 0 is no accident
 
 
 class Recorder:
@@ -75,7 +75,9 @@ class Recorder:
         self._unsaved: int | None = None  # newest step whose critic_save failed
         self._masked_samples = 0
         self._num_mostly_excluded = 0  # steps in which fewer than half of the responses contribute
-        self._gradients: list[float] = []  # norms of the first steps of this start that update the policy
+        self._taught: list[
+            bool
+        ] = []  # whether there is a gradient, but for the KL's, in the first steps with an update
         self._is_first, self._knows_no_signal = True, False
         self._exported = ActorMetrics(config, client.counters, lambda: self.failed_critic_updates)
         self._log: MetricsLog
@@ -207,16 +209,19 @@ class Recorder:
             seconds,
         )
         _warn_of_failures(f"step {step}", scores)
-        self._warn_of_no_learning(step, line, scored.rollout.trajectories or ())
         is_taught = await asyncio.to_thread(lambda: batch.policy_weights.any(-1).tolist())
+        self._warn_of_no_learning(step, line, any(is_taught), scored.rollout.trajectories or ())
         self._warn_of_excluded(step, is_taught[: len(scores.scored)], scored.rollout.trajectories)
         return distance
 
-    def _warn_of_no_learning(self, step: int, line: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
+    def _warn_of_no_learning(
+        self, step: int, line: Mapping[str, Any], counts: bool, trajectories: Sequence[Trajectory]
+    ) -> None:
         """Warn, once of each, if no response of the first step ended, a step has no signal, or the first no gradient.
 
         Args:
             line: the step's line of metrics.jsonl.
+            counts: whether any response contributes to the update; `_warn_of_excluded` says why not.
         """
         first, self._is_first = self._is_first, False
         has_ends = bool(line["train_rollouts/fraction_of_samples_properly_ended"])
@@ -231,19 +236,19 @@ class Recorder:
                 self._settings.generation.max_new_tokens,
                 " or ".join(ends),
             )
-        why = "there are advantages, so check actor.policy.freeze and actor.optimizer"
+        has_gradient, why = bool(line.get(GRADIENT)), "there are advantages, so check actor.policy.freeze"
         if not has_signal(line):
-            why = _why_no_signal(self._settings.algorithm, has_ends)
-            if not self._knows_no_signal:
+            has_gradient, why = False, _why_no_signal(self._settings.algorithm) if counts else "no response counts"
+            if counts and not self._knows_no_signal:
                 logger.warning(
                     "step %d has no signal: %s (steps_without_signal in the summary counts these)", step, why
                 )
-            self._knows_no_signal = True
+                self._knows_no_signal = True
         wanted = min(FIRST_STEPS, self._settings.steps)
-        if GRADIENT in line and len(self._gradients) < wanted:
-            self._gradients.append(line[GRADIENT])
-            if len(self._gradients) == wanted and not any(self._gradients):
-                logger.warning("the gradient is 0 in each of the first %d steps: %s", wanted, why)
+        if GRADIENT in line and len(self._taught) < wanted:
+            self._taught.append(has_gradient)
+            if len(self._taught) == wanted and not any(self._taught):
+                logger.warning("the gradient of the loss is 0 in each of the first %d steps: %s", wanted, why)
 
     def _warn_of_excluded(self, step: int, is_taught: list[bool], trajectories: list[Trajectory] | None) -> None:
         """Warn if fewer than half of the responses contribute to the update: the first, 10th, 100th, … time.
@@ -466,10 +471,8 @@ class Recorder:
         }
 
 
-def _why_no_signal(algorithm: AlgorithmSection, has_ends: bool) -> str:
-    """Return why no response of a step has an advantage other than 0, and what to do."""
-    if algorithm.mask_unfinished and not has_ends:
-        return f"no response counts, because none ended; raise {CUT}"
+def _why_no_signal(algorithm: AlgorithmSection) -> str:
+    """Return why no response of a step has an advantage other than 0, though some count, and what to do."""
     check = "check what the reward returns (rollouts.jsonl has texts and rewards)"
     if not algorithm.defaults.needs_groups:
         return f"all advantages are 0; {check}"

@@ -55,6 +55,7 @@ from python_backend.store.jsonl import read_jsonl
 from python_backend.wire.contract import CRITIC, REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION, Limits, VersionRange
 from python_backend.wire.training_payload import TrainPayload, train_payload
 from tests.support.settings import actor_section, nested
+from tools.report.data import load_run
 
 PATIENCE_S = 120.0
 STEPS = 3
@@ -497,6 +498,23 @@ def test_a_policy_with_more_embeddings_than_entries_whose_turns_do_not_end_with_
     assert (written["pad_token_id"], special.template_end, special.banned_ids) == (0, None, run.policy.banned_ids)
     assert (num_embeddings(policy), fingerprint(load_tokenizer(policy))) == (176, fingerprint(tokenizer))
     assert load_tokenizer(policy).chat_template == tokenizer.chat_template
+
+
+class Same(Server):
+    async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
+        return {REWARDS: np.ones((len(rows), 1), np.float32)}
+
+
+def test_a_run_whose_groups_have_equal_rewards_says_so(
+    tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    summary = go(make_grpo(tmp_path, checkpoints, Same(), validation_size=0))
+    assert (summary["steps_without_signal"], load_run(tmp_path).summary["steps_without_signal"]) == (3, 3)
+    said = [record.message for record in caplog.records if "within each group" in record.message]
+    assert [message.split(": ")[0] for message in said] == [
+        "step 1 has no signal",
+        "the gradient of the loss is 0 in each of the first 3 steps",
+    ]
 
 
 # ---- stops: signals ----

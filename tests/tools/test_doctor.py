@@ -16,16 +16,20 @@ import sysconfig
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from live_system import Checkpoints, System, make_run, wait_for
 from small_disk import small_disk
+from tiny_checkpoints import save_tiny
+from tiny_tokenizers import CHATS, save_chat_policy
 
-from python_backend.config import ServerSection
+from python_backend.config import ConfigError, ServerSection, load_config
 from python_backend.wire.contract import CRITIC_SAVE
 from tools import doctor
 from tools.doctor import Finding, Level, run_checks
+from tools.preflight import check_run
 from tools.server.container import BODY_LIMIT
 from tools.server.triton_home import (
     STUB,
@@ -37,6 +41,7 @@ from tools.server.triton_home import (
     server_environment,
 )
 from tools.server.tritonserver import TritonServer
+from tools.token_checks import token_findings
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -220,6 +225,81 @@ def test_what_text_prompts_begin_with(config: Path, checkpoints: Checkpoints) ->
     ):
         found = findings(str(config), *overrides)["prompts"]
         assert (found.level, found.text[: len(told)]) == (level, told)
+
+
+BASE = {"eos_token": "<|endoftext|>"}
+ENDS = "a response ends with '<|endoftext|>' (0), '<|im_end|>' (2)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [("ok", "ends", "a response ends with '<|im_end|>' (2)")]),
+        (BASE, [("warning", "ends", f"{ENDS}; '<|im_end|>' (2) because the chat template ends a reply with it")]),
+        ({**BASE, "ends": [0, 2]}, [("ok", "ends", f"{ENDS}, one of which is padding, too")]),
+        (
+            {"more": 2, "ends": [2, 161, 200]},
+            [
+                (
+                    "warning",
+                    "ends",
+                    "a response ends with '<|im_end|>' (2); generation_config.json or template name None (161), ",
+                ),
+                (
+                    "ok",
+                    "embeddings",
+                    "actor.policy.model: 2 of 162 have no entry in the tokenizer, and are never sampled",
+                ),
+            ],
+        ),
+        (
+            {"more": -2},
+            [
+                ("ok", "ends", "a response ends with '<|im_end|>' (2)"),
+                ("warning", "embeddings", "actor.policy.model: 158, none for "),
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_what_ends_a_response_and_sizes_that_differ(
+    tmp_path: Path, config: Path, settings: dict[str, Any], expected: list[tuple[str, str, str]]
+) -> None:
+    save_chat_policy(tmp_path / "policy", **settings)
+    overrides = [f"actor.policy.model={tmp_path / 'policy'}", "actor.algorithm.name=grpo"]
+    found = [*token_findings(load_config(config, [*overrides, "actor.algorithm.responses_per_prompt=2"]))]
+    assert [(each.level.value, each.name) for each in found] == [(level, name) for level, name, _ in expected]
+    assert all(each.text.startswith(text) for each, (_, _, text) in zip(found, expected, strict=True))
+
+
+def test_models_without_embeddings_for_what_the_policy_may_send_are_refused(tmp_path: Path, config: Path) -> None:
+    """By name, before the start: a run would end at the first such token."""
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
+    tokenizer = save_chat_policy(tmp_path / "policy", more=8)
+    added = {"extra_special_tokens": ["<end>"], "chat_template": CHATS["qwen2"].replace("<|im_end|>", "<end>")}
+    save_chat_policy(tmp_path / "added", more=-1, **added)
+    for name, size in {"small": 156, "enough": 160}.items():
+        save_tiny(tmp_path / name, "llama", "critic", vocab_size=size, max_position_embeddings=64)
+        tokenizer.save_pretrained(tmp_path / name)
+    grpo = ["actor.algorithm.name=grpo", "actor.algorithm.responses_per_prompt=2"]
+    for model, changes, told in (
+        ("policy", [f"critic.model={tmp_path / 'enough'}"], None),
+        (
+            "policy",
+            [f"critic.model={tmp_path / 'small'}"],
+            "critic.model: .*small has 156 embeddings, none for .* and 1 ",
+        ),
+        ("added", grpo, None),  # the template is not used
+        (
+            "added",
+            [*grpo, f"actor.prompts.path={chats}"],
+            r"added has 160 embeddings, none for '<end>' \(160\), which its",
+        ),
+    ):
+        settings = ["actor.prompts.max_tokens=40", f"actor.policy.model={tmp_path / model}", *changes]
+        with contextlib.nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+            check_run(load_config(config, settings))
 
 
 def test_what_is_wrong_with_a_configuration_has_a_line_each(config: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from sidecar_rig import Killed, Rig, kill_at
 from test_critic_update import payload
 from tiny_checkpoints import save_tiny
-from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer
+from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer, save_chat_policy
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import CriticSection, RunConfig, TrainerSection
@@ -29,7 +29,7 @@ from python_backend.wire.training_payload import TrainPayload
 from tests.support.settings import nested
 from trainer.checkpoint import CheckpointFolder
 from trainer.critic_update import CriticUpdate, TrainingRow, split_rows
-from trainer.pretraining import explained_variance, packed, pretrained, read_rows, split
+from trainer.pretraining import explained_variance, packed, pretrained, read_rows, rows_of_file, split
 from trainer.publish import initialise_store, initialise_stores
 
 STEPS = 6  # of an earlier run, 32 rows each
@@ -374,6 +374,16 @@ def test_a_line_of_a_file_is_what_the_actor_would_have_sent(root: Path, tmp_path
         update={"prompts": bare.actor.prompts.model_copy(update={"add_special_tokens": False})}
     )
     assert read_rows(bare.model_copy(update={"actor": actor}), LIMITS)[0].tokens.tolist() == [*hello, *responses[0]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "end"), [("hello", "<|endoftext|>"), (MESSAGES, "<|im_end|>"), ([5, 6], "<|endoftext|>")]
+)
+def test_a_reply_to_messages_ends_as_the_chat_template_ends_it(tmp_path: Path, prompt: Any, end: str):
+    tokenizer = save_chat_policy(tmp_path / "critic", eos_token="<|endoftext|>")
+    file = write(tmp_path / "data.jsonl", {"prompt": prompt, "response": "a good film", "return": 2})
+    [(_, payload)] = rows_of_file(file, tmp_path / "critic", special=True)
+    assert tokenizer.decode(payload.tokens).endswith(f"a good film{end}")
 
 
 def test_the_critic_learns_from_a_file(root: Path, tmp_path: Path):
