@@ -11,6 +11,7 @@ from python_backend.checkpoints.tokenization import (
     ids_without_entry,
     load_tokenizer,
     num_embeddings,
+    reply_end,
     special_tokens_in,
 )
 from python_backend.config import RunConfig
@@ -39,16 +40,21 @@ def token_problems(config: RunConfig) -> Iterator[str]:
 def template_problem(folder: Path) -> str | None:
     """Return which tokens of the chat template in `folder` the model cannot embed; None if there is none."""
     tokenizer, size = load_tokenizer(folder.absolute()), num_embeddings(folder)
-    question, reply = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
-    try:
-        text = str(tokenizer.apply_chat_template([question, reply], tokenize=False))
-    except Exception:  # templates are programs and may raise anything; where one is used, that is reported
-        return None
-    lacking = [i for i in sorted({*tokenizer(text, add_special_tokens=False)["input_ids"]}) if i >= (size or i + 1)]
+    ids = tokenizer(_rendered(tokenizer), add_special_tokens=False)["input_ids"]
+    lacking = [i for i in sorted({*ids}) if i >= (size or i + 1)]
     if not lacking:
         return None
     named = _named(tokenizer, lacking)
     return f"{folder} has {size} embeddings, none for {named}, which its chat template writes; {RESIZE}"
+
+
+def _rendered(tokenizer: Any) -> str:
+    """Return a question and a reply, both `PROBE`, in the chat template; "" if there is none or it refuses them."""
+    question, reply = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
+    try:
+        return str(tokenizer.apply_chat_template([question, reply], tokenize=False))
+    except Exception:  # templates are programs and may raise anything; where one is used, that is reported
+        return ""
 
 
 def token_findings(config: RunConfig) -> Iterator[Finding]:
@@ -56,6 +62,10 @@ def token_findings(config: RunConfig) -> Iterator[Finding]:
     folder = config.actor.policy.model.absolute()
     tokenizer, size, special = load_tokenizer(folder), num_embeddings(folder), special_tokens_in(folder)
     yield _ends(tokenizer, special, size)
+    behind = _rendered(tokenizer).rpartition(PROBE)[2].strip()
+    if behind and reply_end(tokenizer) is None and not config.actor.generation.stop_strings:
+        told = f"the chat template ends a reply with {behind!r}, which is no special token: no response ends there"
+        yield warning("ends", f"{told}; set actor.generation.stop_strings to [{behind!r}], or add it to the tokenizer")
     if unused := len(ids_without_entry(tokenizer, size or 0)):
         yield Finding(
             "embeddings",

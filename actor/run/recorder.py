@@ -226,15 +226,15 @@ class Recorder:
         first, self._is_first = self._is_first, False
         has_ends = bool(line["train_rollouts/fraction_of_samples_properly_ended"])
         if first and not has_ends and all(each.truncated == CUT for each in trajectories):
-            ids = self._policy.eos_ids
+            generation, ids = self._settings.generation, self._policy.eos_ids
             ends = [f"{self._policy.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ids]
             logger.warning(
                 "step %d: no response ended within %s (%d) by %s: raise it, or, if the policy ends its responses with "
                 "another token, name that as eos_token_id in generation_config.json of actor.policy.model",
                 step,
                 CUT,
-                self._settings.generation.max_new_tokens,
-                " or ".join(ends),
+                generation.max_new_tokens,
+                " or ".join([*ends, *map(repr, generation.stop_strings)]),
             )
         has_gradient, why = bool(line.get(GRADIENT)), "there are advantages, so check actor.policy.freeze"
         if not has_signal(line):

@@ -1,6 +1,7 @@
 """`actor.policy`: adapters, checkpoints that resume bit for bit or are refused, and what a policy in bfloat16 holds."""
 
 import contextlib
+import json
 import os
 import shutil
 from collections import Counter
@@ -213,6 +214,16 @@ def test_an_exported_checkpoint_loads_with_transformers_and_peft(
     for wrong, text in (refused if settings else {**refused, "--peft": ""}).items():
         assert export([str(tmp_path), wrong]) == 2
         assert text in capsys.readouterr().err
+
+
+def test_a_saved_policy_names_the_ends_of_the_run_and_keeps_doubtful_settings(tmp_path: Path):
+    """Such as a temperature without sampling, which transformers saves only in a GenerationConfig as it was loaded."""
+    start = save_policy(tmp_path / "start")
+    published = {"eos_token_id": [1, 5, 999], "do_sample": False, "temperature": 0.6}
+    (start / "generation_config.json").write_text(json.dumps(published))
+    make_policy(start).save(tmp_path / "policy")
+    found = json.loads((tmp_path / "policy" / "generation_config.json").read_text())
+    assert {**found, **published, "eos_token_id": [1, 5], "pad_token_id": 2} == found
 
 
 @pytest.mark.parametrize(

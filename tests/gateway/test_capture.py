@@ -505,6 +505,7 @@ async def test_a_vllm_server_that_returns_other_logprobs_is_not_used() -> None:
 async def test_the_gateway_of_a_yaml_serves_the_policy(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path / "policy")
     (tmp_path / "policy" / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    (tmp_path / "policy" / "config.json").write_text(json.dumps({"vocab_size": len(TOKENIZER) + 2}))
     export = tmp_path / "new" / "rows.jsonl"
     async with FakeVllm() as server, contextlib.AsyncExitStack() as closing:
         server.answer = lambda body: {"token_ids": [*ids("Hi."), EOS], "weight_versions": []}
@@ -516,4 +517,6 @@ async def test_the_gateway_of_a_yaml_serves_the_policy(tmp_path: Path) -> None:
             assert "finish_reason 'abort'" in await caller.error(f"/sessions/s{CHAT}", {"messages": [USER]}, 503)
     [row] = read_jsonl(export)
     assert trained(row | {"versions": [None if seen else 0 for seen in row["observed"]]}) == [[*ids("Hi."), EOS]]
-    assert server.requests[0]["sampling_params"]["stop_token_ids"] == [EOS]
+    sent = server.requests[0]["sampling_params"]
+    assert sent["stop_token_ids"] == [EOS]
+    assert {str(len(TOKENIZER) + more) for more in (0, 1)} <= {*sent["logit_bias"]}

@@ -238,6 +238,13 @@ ENDS = "a response ends with '<|endoftext|>' (0), '<|im_end|>' (2)"
         (BASE, [("warning", "ends", f"{ENDS}; '<|im_end|>' (2) because the chat template ends a reply with it")]),
         ({**BASE, "ends": [0, 2]}, [("ok", "ends", f"{ENDS}, one of which is padding, too")]),
         (
+            {"chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }} END\n{% endfor %}"},
+            [
+                ("ok", "ends", "a response ends with '<|im_end|>' (2)"),
+                ("warning", "ends", "the chat template ends a reply with 'END', which is no special token"),
+            ],
+        ),
+        (
             {"more": 2, "ends": [2, 161, 200]},
             [
                 (

@@ -72,6 +72,7 @@ ACTOR = {
     "failed_critic_updates": 0,
     "failed_requests": 0,
     "masked_samples": 0,
+    "steps_without_signal": 1,
     "retries": 1,
     "seconds_total": 10.0,
     "seconds_per_step": 2.5,
