@@ -53,7 +53,6 @@ def check_run(config: RunConfig) -> None:
     if starts_vllm(config):
         check_vllm(config)
     problems = [*_missing_trackers(config), *_tokenizers(config), *_functions(config), *_environment(config)]
-    problems += token_problems(config)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -103,16 +102,16 @@ def _check_templates(config: RunConfig, prompts: str) -> None:
             f"actor.policy.model: {policy} has no chat template, but {prompts} contains conversations; save a "
             "template there as chat_template.jinja, or give the prompts as plain texts"
         )
-    renders = config.uses_reward_model and config.reward.template is None and receives_texts(config)
-    if renders and not has_chat_template(reward):
+    renders = config.uses_reward_model and config.reward.template is None and not has_chat_template(reward)
+    if renders and receives_texts(config):
         raise ConfigError(
             f"reward.model: {reward} has no chat template, but must render the conversations in {prompts}, "
             "because it receives texts (reward.text: pair, reward.process.mark, or another tokenizer than the "
             "policy's); save the template that it was trained with as chat_template.jinja in its folder "
             "(`{{ messages[-1]['content'] }}` scores only the reply), or give the prompts as plain texts"
         )
-    renderers = {"actor.policy.model": policy, **({"reward.model": reward} if renders else {})}
-    for key, folder in renderers.items():
+    rendered = {"actor.policy.model": policy, **({"reward.model": reward} if config.uses_reward_model else {})}
+    for key, folder in rendered.items():
         if problem := template_problem(folder):
             raise ConfigError(f"{key}: {problem}, or give the prompts in {prompts} as plain texts")
 
@@ -130,6 +129,7 @@ def _tokenizers(config: RunConfig) -> Iterator[str]:
             f"critic.model: the tokenizer of {critic} differs from that of actor.policy.model "
             f"({policy}), but values belong to the policy's tokens; start the critic from a model with the policy's"
         )
+    yield from token_problems(config)
 
 
 def _functions(config: RunConfig) -> Iterator[str]:

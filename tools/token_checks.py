@@ -26,7 +26,8 @@ def token_problems(config: RunConfig) -> Iterator[str]:
     folder = config.actor.policy.model.absolute()
     tokenizer, size, special = load_tokenizer(folder), num_embeddings(folder), special_tokens_in(folder)
     entries = sorted(tokenizer.get_vocab().values())
-    sampled = [i for i in entries if (size is None or i < size) and i not in special.banned_ids]
+    banned = {*special.banned_ids}
+    sampled = [i for i in entries if (size is None or i < size) and i not in banned]
     for role, section in config.served_sections.items():
         known = num_embeddings(section.model)
         lacking = [i for i in sampled if i >= (known or i + 1)]

@@ -464,59 +464,6 @@ def test_steps_in_which_limits_end_all_conversations_change_nothing(
     assert not any(payload.mask.any() for payload in server.received)
 
 
-# ---- ends and sizes: what tokenizer, embeddings, generation config and chat template say of them ----
-
-
-class Narrow(Server):
-    """Refuses tokens that the policy's tokenizer has no entry for, as a reward model of its size does."""
-
-    async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
-        if (largest := max(int(row.max()) for row in rows)) >= len(self.tokenizer):
-            raise RequestFailed(f"{largest} is outside the vocabulary [0, {len(self.tokenizer)})")
-        return await super().rewards(rows)
-
-
-@pytest.mark.parametrize(("engine", "lora_rank"), [("slots", 0), ("transformers", 2)])
-def test_a_policy_with_more_embeddings_than_entries_whose_turns_do_not_end_with_eos(
-    tmp_path: Path, checkpoints: Checkpoints, engine: str, lora_rank: int
-) -> None:
-    """As Qwen2.5's base models: a run samples no id beyond the tokenizer, responses end, and its policy says so."""
-    start, policy = tmp_path / "start", tmp_path / "run" / "policy"
-    tokenizer = save_chat_policy(start, more=16, eos_token="<|endoftext|>")
-    settings = {"model": str(start), "engine": engine, "lora_rank": lora_rank, "lora_dropout": 0.0}
-    run = make_grpo(tmp_path / "run", checkpoints, Narrow(), **settings, prompts_max_tokens=40)
-    run.policy.causal(run.policy.model).lm_head.weight.data[tokenizer.convert_tokens_to_ids("<|im_end|>")] -= 0.5
-    batches = watched_batches(run)
-    go(run)
-    line = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
-    assert 0 < line["train_rollouts/fraction_of_samples_properly_ended"] < 1
-    assert math.isfinite(line["train_optim/grad_norm"])
-    assert max(int(batch.tokens.max()) for batch in batches) < len(tokenizer)
-    written, special = read_json(policy / "generation_config.json"), special_tokens_in(policy)
-    assert written is not None
-    assert written["eos_token_id"] == special.eos_ids == run.policy.eos_ids == [0, 2]
-    assert (written["pad_token_id"], special.template_end, special.banned_ids) == (0, None, run.policy.banned_ids)
-    assert (num_embeddings(policy), fingerprint(load_tokenizer(policy))) == (176, fingerprint(tokenizer))
-    assert load_tokenizer(policy).chat_template == tokenizer.chat_template
-
-
-class Same(Server):
-    async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
-        return {REWARDS: np.ones((len(rows), 1), np.float32)}
-
-
-def test_a_run_whose_groups_have_equal_rewards_says_so(
-    tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
-) -> None:
-    summary = go(make_grpo(tmp_path, checkpoints, Same(), validation_size=0))
-    assert (summary["steps_without_signal"], load_run(tmp_path).summary["steps_without_signal"]) == (3, 3)
-    said = [record.message for record in caplog.records if "within each group" in record.message]
-    assert [message.split(": ")[0] for message in said] == [
-        "step 1 has no signal",
-        "the gradient of the loss is 0 in each of the first 3 steps",
-    ]
-
-
 # ---- stops: signals ----
 
 PROGRAM = """
@@ -596,6 +543,59 @@ async def test_work_that_is_done_first_has_a_result_and_other_work_is_cancelled(
     with pytest.raises(Stopped):
         await stop.or_done(works[1])
     assert all(work.cancelled() for work in works)
+
+
+# ---- ends and sizes: what tokenizer, embeddings, generation config and chat template say of them ----
+
+
+class Narrow(Server):
+    """Refuses tokens that the policy's tokenizer has no entry for, as a reward model of its size does."""
+
+    async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
+        if (largest := max(int(row.max()) for row in rows)) >= len(self.tokenizer):
+            raise RequestFailed(f"{largest} is outside the vocabulary [0, {len(self.tokenizer)})")
+        return await super().rewards(rows)
+
+
+@pytest.mark.parametrize(("engine", "lora_rank"), [("slots", 0), ("transformers", 2)])
+def test_a_policy_with_more_embeddings_than_entries_whose_turns_do_not_end_with_eos(
+    tmp_path: Path, checkpoints: Checkpoints, engine: str, lora_rank: int
+) -> None:
+    """As Qwen2.5's base models: a run samples no id beyond the tokenizer, responses end, and its policy says so."""
+    start, policy = tmp_path / "start", tmp_path / "run" / "policy"
+    tokenizer = save_chat_policy(start, more=16, eos_token="<|endoftext|>")
+    settings = {"model": str(start), "engine": engine, "lora_rank": lora_rank, "lora_dropout": 0.0}
+    run = make_grpo(tmp_path / "run", checkpoints, Narrow(), **settings, prompts_max_tokens=40)
+    run.policy.causal(run.policy.model).lm_head.weight.data[tokenizer.convert_tokens_to_ids("<|im_end|>")] -= 0.5
+    batches = watched_batches(run)
+    go(run)
+    line = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
+    assert 0 < line["train_rollouts/fraction_of_samples_properly_ended"] < 1
+    assert math.isfinite(line["train_optim/grad_norm"])
+    assert max(int(batch.tokens.max()) for batch in batches) < len(tokenizer)
+    written, special = read_json(policy / "generation_config.json"), special_tokens_in(policy)
+    assert written is not None
+    assert written["eos_token_id"] == special.eos_ids == run.policy.eos_ids == [0, 2]
+    assert (written["pad_token_id"], special.template_end, special.banned_ids) == (0, None, run.policy.banned_ids)
+    assert (num_embeddings(policy), fingerprint(load_tokenizer(policy))) == (176, fingerprint(tokenizer))
+    assert load_tokenizer(policy).chat_template == tokenizer.chat_template
+
+
+class Same(Server):
+    async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
+        return {REWARDS: np.ones((len(rows), 1), np.float32)}
+
+
+def test_a_run_whose_groups_have_equal_rewards_says_so(
+    tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    summary = go(make_grpo(tmp_path, checkpoints, Same(), validation_size=0))
+    assert (summary["steps_without_signal"], load_run(tmp_path).summary["steps_without_signal"]) == (3, 3)
+    said = [record.message for record in caplog.records if "within each group" in record.message]
+    assert [message.split(": ")[0] for message in said] == [
+        "step 1 has no signal",
+        "the gradient of the loss is 0 in each of the first 3 steps",
+    ]
 
 
 # ---- stops: a run that leaves in the middle of each phase of a step ----

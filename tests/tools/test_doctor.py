@@ -227,6 +227,26 @@ def test_what_text_prompts_begin_with(config: Path, checkpoints: Checkpoints) ->
         assert (found.level, found.text[: len(told)]) == (level, told)
 
 
+def test_what_is_wrong_with_a_configuration_has_a_line_each(config: Path, tmp_path: Path) -> None:
+    settings = [
+        f"reward.model={tmp_path / 'none'}",
+        f"actor.prompts.path={tmp_path / 'no.jsonl'}",
+        "critic.device=cuda:98",
+        "server.training_key_env=NOT_SET",
+    ]
+    found = [each for each in doctor.findings(config, settings) if each.level is not Level.OK]
+    reward, prompts, device, rendering = found
+    assert {each.level for each in found} == {Level.FAILED}
+    assert (reward.name, reward.text.split()[0]) == ("files", "reward.model:")
+    assert (prompts.name, prompts.text.split()[0]) == ("files", "actor.prompts.path:")
+    assert device.text.startswith("critic.device: cuda:98 needs 99 GPUs; ")
+    assert device.text.endswith(", or set it to cpu")
+    assert rendering.text.startswith("server.training_key_env names NOT_SET")
+    unknown = findings(str(config), "actor.algorithm.name=gpro")
+    assert [each.name for each in unknown.values() if each.level is Level.FAILED] == ["configuration"]
+    assert unknown["disk"].level is Level.OK
+
+
 BASE = {"eos_token": "<|endoftext|>"}
 ENDS = "a response ends with '<|endoftext|>' (0), '<|im_end|>' (2)"
 
@@ -307,26 +327,6 @@ def test_models_without_embeddings_for_what_the_policy_may_send_are_refused(tmp_
         settings = ["actor.prompts.max_tokens=40", f"actor.policy.model={tmp_path / model}", *changes]
         with contextlib.nullcontext() if told is None else pytest.raises(ConfigError, match=told):
             check_run(load_config(config, settings))
-
-
-def test_what_is_wrong_with_a_configuration_has_a_line_each(config: Path, tmp_path: Path) -> None:
-    settings = [
-        f"reward.model={tmp_path / 'none'}",
-        f"actor.prompts.path={tmp_path / 'no.jsonl'}",
-        "critic.device=cuda:98",
-        "server.training_key_env=NOT_SET",
-    ]
-    found = [each for each in doctor.findings(config, settings) if each.level is not Level.OK]
-    reward, prompts, device, rendering = found
-    assert {each.level for each in found} == {Level.FAILED}
-    assert (reward.name, reward.text.split()[0]) == ("files", "reward.model:")
-    assert (prompts.name, prompts.text.split()[0]) == ("files", "actor.prompts.path:")
-    assert device.text.startswith("critic.device: cuda:98 needs 99 GPUs; ")
-    assert device.text.endswith(", or set it to cpu")
-    assert rendering.text.startswith("server.training_key_env names NOT_SET")
-    unknown = findings(str(config), "actor.algorithm.name=gpro")
-    assert [each.name for each in unknown.values() if each.level is Level.FAILED] == ["configuration"]
-    assert unknown["disk"].level is Level.OK
 
 
 def has_ended(process: psutil.Process) -> bool:
