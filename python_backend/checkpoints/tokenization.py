@@ -15,6 +15,7 @@ CHARACTERS_PER_TOKEN = 8
 SPARE_TOKENS = 64
 LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
 SENTENCEPIECE_SPACE = "\u2581"  # which SentencePiece puts before a text
+PROBE, NEXT_PROBE = "Yes.", "Why?"  # contents of messages that show what a chat template writes around them
 LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # how many characters `_parts` searches for a word boundary
 
 
@@ -250,6 +251,34 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: i
     pad_id = next(i for i in (tokenizer.pad_token_id, *eos_ids, 0) if known(i))
     banned = {i for i in (tokenizer.pad_token_id, tokenizer.bos_token_id) if known(i)} - set(eos_ids)
     return SpecialTokens(eos_ids, pad_id, sorted(banned))
+
+
+def turn_ends(tokenizer: Any) -> list[int]:
+    """Return the ids, ascending, of the tokens with which the chat template ends a reply; [] if it has none.
+
+    These are the added tokens behind a reply at the end of a conversation, and the one directly behind a reply that
+    another message follows: a template may have an end for each, or only the token with which the next message begins.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return []
+    named = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    named -= {tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}
+    added = {i for i in named if tokenizer.decode([i]).strip()}  # some tokenizers have white space as added tokens
+    question, reply = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
+    ends = added & {*_behind_reply(tokenizer, [question, reply])}
+    following = _behind_reply(tokenizer, [question, reply, {**question, "content": NEXT_PROBE}])
+    first = next((i for i in following if i in added or tokenizer.decode([i]).strip()), None)
+    return sorted(ends | (added & {first}))
+
+
+def _behind_reply(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Return the ids of what the template writes behind the last `PROBE`, up to `NEXT_PROBE`; [] if it refuses."""
+    try:
+        text = str(tokenizer.apply_chat_template([*messages], tokenize=False))
+    except Exception:  # templates are programs and may raise anything; the caller that needs the text reports it
+        return []
+    behind = text.rpartition(PROBE)[2] if PROBE in text else ""
+    return list(tokenizer(behind.partition(NEXT_PROBE)[0], add_special_tokens=False)["input_ids"])
 
 
 def end_of_sequence(folder: Path) -> int | list[int] | None:
