@@ -18,6 +18,7 @@ from live_system import TEXTS
 from served_model import served_model
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import CHATS, PLAIN_CHAT, POSITIONS, VOCAB, make_text_tokenizer, save_text_reward
+from tokenizers import AddedToken
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -28,7 +29,7 @@ from transformers import (
 from triton_python_backend_utils import InferenceResponse, Request
 
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.checkpoints.tokenization import encode_bare_text, encode_text, single_tokens
+from python_backend.checkpoints.tokenization import encode_bare_text, encode_text, single_tokens, turn_ends
 from python_backend.config import RunConfig
 from python_backend.models.modeling import RewardModel, quiet_transformers
 from python_backend.serving.requests import RowReader
@@ -281,6 +282,32 @@ def test_cutting_keeps_the_special_tokens(side: str, max_length: int):
     assert len(rendered) <= max_length
     assert (rendered[0], rendered[-1]) == (whole[0], whole[-1])
     assert not {whole[0], whole[-1]} & {*rendered[1:-1]}
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ROLES = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (None, []),
+        (PLAIN_CHAT, []),
+        (CHATML, ["<|im_end|>"]),
+        (CHATML.replace("<|im_end|>", "{{ eos_token }}"), ["</s>"]),
+        (ROLES + "<|im_end|>\n{% endfor %}{% if not add_generation_prompt %}</s>{% endif %}", ["</s>", "<|im_end|>"]),
+        (ROLES + "{% endfor %}", ["<|user|>"]),
+        (ROLES + "{{ '<|return|>' if loop.last else '<|im_end|>' }}{% endfor %}", ["<|im_end|>", "<|return|>"]),
+        (ROLES + " END {% endfor %}", []),
+        ("{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}", []),
+        ("{{ raise_exception('no') }}", []),
+    ],
+)
+def test_the_tokens_with_which_a_template_ends_a_reply(template: str | None, ends: list[str]) -> None:
+    tokenizer = make_text_tokenizer("llama", chat_template=template)
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>", "<|return|>")])
+    tokenizer.add_tokens([AddedToken("<|user|>", special=False), AddedToken("\n", special=False)])
+    assert tokenizer.convert_ids_to_tokens(turn_ends(tokenizer)) == ends
 
 
 @pytest.mark.filterwarnings("ignore:This sequence already has </s>")
