@@ -152,72 +152,6 @@ def test_the_limits_that_leave_conversations_out_are_named(
     assert "; raise it, or set actor.algorithm.mask_unfinished to false" in caplog.text
 
 
-def line_of(ended: float = 1.0, advantage: float = 1.0, gradient: float | None = 1.0) -> dict[str, float]:
-    names = ("rollouts/fraction_of_samples_properly_ended", "rollouts/advantages_std", "optim/grad_norm")
-    values = zip(names, (ended, advantage, gradient), strict=True)
-    return {"train_rollouts/advantages_mean": 0.0, **{f"train_{n}": value for n, value in values if value is not None}}
-
-
-GRPO = {"algorithm_name": "grpo", "responses_per_prompt": 2}
-FINE, EQUAL, CUT_OFF = line_of(), line_of(advantage=0.0, gradient=0.0), line_of(ended=0.0)
-NOT_ENDED = (
-    "step 1: no response ended within actor.generation.max_new_tokens (128) by '</s>' (1) or '<end>' (7): raise it"
-)
-EQUAL_IN_GROUPS = "all rewards are equal within each group; check what the reward returns"
-
-
-@pytest.mark.parametrize(
-    ("settings", "lines", "said"),
-    [
-        ({}, [FINE, CUT_OFF, EQUAL, FINE], ["step 3 has no signal: all advantages are 0; check"]),
-        ({}, [line_of(ended=0.1)] * 4, []),
-        ({}, [CUT_OFF] * 4, [NOT_ENDED]),
-        (
-            GRPO,
-            [EQUAL] * 5,
-            [f"step 1 has no signal: {EQUAL_IN_GROUPS}", f"0 in each of the first 3 steps: {EQUAL_IN_GROUPS}"],
-        ),
-        (
-            {**GRPO, "mask_unfinished": True},
-            [line_of(0.0, 0.0, 0.0)] * 4,
-            [NOT_ENDED, "0 in each of the first 3 steps: no response counts"],
-        ),
-        (
-            {"steps": 2},
-            [line_of(gradient=0.0)] * 2,
-            ["of the first 2 steps: there are advantages, so check actor.policy"],
-        ),
-        ({}, [line_of(gradient=None), *[line_of(gradient=0.0)] * 3], ["in each of the first 3 steps"]),  # a warm-up
-        ({}, [line_of(gradient=0.0)] * 2 + [FINE] * 2, []),
-    ],
-)
-def test_a_run_that_learns_nothing_says_so_once(
-    tmp_path: Path,
-    server: Server,
-    caplog: pytest.LogCaptureFixture,
-    settings: dict[str, Any],
-    lines: list[dict[str, float]],
-    said: list[str],
-):
-    recorder = recorder_of(tmp_path, server, **{"mask_unfinished": False, **settings})
-    tokenizer = types.SimpleNamespace(convert_ids_to_tokens={1: "</s>", 7: "<end>"}.get)
-    recorder._policy.tokenizer, recorder._policy.eos_ids = tokenizer, [1, 7]  # type: ignore[assignment]
-    for step, line in enumerate(lines, 1):
-        recorder._warn_of_no_learning(step, line, line != line_of(0.0, 0.0, 0.0), ())
-    found = [record.message for record in caplog.records]
-    assert len(found) == len(said)
-    assert all(part in message for part, message in zip(said, found, strict=True))
-
-
-def test_conversations_that_other_limits_end_are_not_cut_by_the_length_of_a_turn(
-    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
-):
-    recorder_of(tmp_path, server)._warn_of_no_learning(
-        1, CUT_OFF, True, [Trajectory((), truncated="environment.max_turns")]
-    )
-    assert caplog.records == []
-
-
 # ---- checkpoints ----
 
 
@@ -343,6 +277,75 @@ async def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(
     server.fails = False
     await ends(recorder)
     assert server.saved == [(1, [1]), (2, [1, 2])]
+
+
+# ---- steps that teach nothing ----
+
+
+def line_of(ended: float = 1.0, advantage: float = 1.0, gradient: float | None = 1.0) -> dict[str, float]:
+    names = ("rollouts/fraction_of_samples_properly_ended", "rollouts/advantages_std", "optim/grad_norm")
+    values = zip(names, (ended, advantage, gradient), strict=True)
+    return {"train_rollouts/advantages_mean": 0.0, **{f"train_{n}": value for n, value in values if value is not None}}
+
+
+GRPO = {"algorithm_name": "grpo", "responses_per_prompt": 2}
+FINE, EQUAL, CUT_OFF = line_of(), line_of(advantage=0.0, gradient=0.0), line_of(ended=0.0)
+NOT_ENDED = (
+    "step 1: no response ended within actor.generation.max_new_tokens (128) by '</s>' (1) or '<end>' (7): raise it"
+)
+EQUAL_IN_GROUPS = "all rewards are equal within each group; check what the reward returns"
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines", "said"),
+    [
+        ({}, [FINE, CUT_OFF, EQUAL, FINE], ["step 3 has no signal: all advantages are 0; check"]),
+        ({}, [line_of(ended=0.1)] * 4, []),
+        ({}, [CUT_OFF] * 4, [NOT_ENDED]),
+        (
+            GRPO,
+            [EQUAL] * 5,
+            [f"step 1 has no signal: {EQUAL_IN_GROUPS}", f"0 in each of the first 3 steps: {EQUAL_IN_GROUPS}"],
+        ),
+        (
+            {**GRPO, "mask_unfinished": True},
+            [line_of(0.0, 0.0, 0.0)] * 4,
+            [NOT_ENDED, "0 in each of the first 3 steps: no response counts"],
+        ),
+        (
+            {"steps": 2},
+            [line_of(gradient=0.0)] * 2,
+            ["of the first 2 steps: there are advantages, so check actor.policy"],
+        ),
+        ({}, [line_of(gradient=None), *[line_of(gradient=0.0)] * 3], ["in each of the first 3 steps"]),  # a warm-up
+        ({}, [line_of(gradient=0.0)] * 2 + [FINE] * 2, []),
+    ],
+)
+def test_a_run_that_learns_nothing_says_so_once(
+    tmp_path: Path,
+    server: Server,
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
+    lines: list[dict[str, float]],
+    said: list[str],
+):
+    recorder = recorder_of(tmp_path, server, **{"mask_unfinished": False, **settings})
+    tokenizer = types.SimpleNamespace(convert_ids_to_tokens={1: "</s>", 7: "<end>"}.get)
+    recorder._policy.tokenizer, recorder._policy.eos_ids = tokenizer, [1, 7]  # type: ignore[assignment]
+    for step, line in enumerate(lines, 1):
+        recorder._warn_of_no_learning(step, line, line != line_of(0.0, 0.0, 0.0), ())
+    found = [record.message for record in caplog.records]
+    assert len(found) == len(said)
+    assert all(part in message for part, message in zip(said, found, strict=True))
+
+
+def test_conversations_that_other_limits_end_are_not_cut_by_the_length_of_a_turn(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+):
+    recorder_of(tmp_path, server)._warn_of_no_learning(
+        1, CUT_OFF, True, [Trajectory((), truncated="environment.max_turns")]
+    )
+    assert caplog.records == []
 
 
 # ---- validations ----
