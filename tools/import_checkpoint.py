@@ -17,6 +17,7 @@ from python_backend.checkpoints.tokenization import load_tokenizer, same_tokeniz
 from python_backend.config import RunConfig
 from python_backend.config.command_line import reporting
 from python_backend.config.required_files import has_chat_template
+from python_backend.config.yaml_file import read_yaml
 from tools.arguments import parse_or_complete
 
 FROM_REWARD = "from-reward"
@@ -80,7 +81,7 @@ def import_checkpoints(reward: Path | None, critic: Path | None, *, try_out: boo
     if rewards is not None and critics is not None:
         _compare_tokenizers(rewards, critics)
     text = render_yaml(rewards, critics)
-    RunConfig.model_validate(yaml.safe_load(text))
+    RunConfig.model_validate(read_yaml(text))
     return text
 
 

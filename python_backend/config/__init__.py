@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
-import yaml
 from pydantic import BaseModel, PrivateAttr, ValidationError, model_validator
 
 from python_backend.config.actor import (
@@ -58,6 +57,7 @@ from python_backend.config.sections import (
     check_ranks,
 )
 from python_backend.config.training import check_trainer, check_training
+from python_backend.config.yaml_file import read_yaml
 from python_backend.errors import RlhfError
 from python_backend.models.placement import Place, check_cards, devices_of, ranks_here
 from python_backend.rewards.function import KEY_OPTION
@@ -328,11 +328,12 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(path)
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        data = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    data = {} if data is None else data  # an empty file: all defaults
     if not isinstance(data, dict):
         raise ConfigError(
             f"{path} must contain sections ({', '.join(RunConfig.model_fields)}), not a {type(data).__name__}"
@@ -385,8 +386,8 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"override {override!r} must have the form section.key=value, for example actor.steps=3")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        value = read_yaml(text)
+    except ValueError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
     *parents, last = key.split(".")
     for parent in parents:
@@ -431,6 +432,8 @@ def _describe(item: Any) -> str:
         return f"{location} must be a list (got {item['input']!r})"
     if item["type"] != "extra_forbidden":
         reason = item["msg"].removeprefix("Value error, ")
+        if isinstance(item["input"], bool) and item["type"] in ("string_type", "literal_error"):
+            reason += "; YAML reads yes, no, on and off as true and false, so put such a text in quotes"
         return f"{location}: {reason} (got {item['input']!r})" if location else reason
     section, _, name = location.rpartition(".")
     elsewhere = key_of(section.partition(".")[0], name)

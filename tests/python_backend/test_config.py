@@ -80,7 +80,29 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "unknown key zzz; known: run, server, reward, rewards, critic, reference, trainer, actor, environment, "
             "gateway, monitoring, report",
         ),
-        ("1: 2", "1: Keys should be strings"),
+        ("1: 2", "my.yaml is not valid YAML: line 1: the key 1 must be text, but YAML reads it as int; put it in quot"),
+        ("{rewards: {a: {options: {\non: 1}}}}", "line 2: the key rewards.a.options.on must be text, but YAML reads"),
+        ("run: {dir: a}\nactor: {}\nrun: {seed: 1}", "line 3: run is given twice, first in line 1; keep one of them"),
+        ("actor:\n kl:\n  coef: 1\n  'coef': 1", "line 4: actor.kl.coef is given twice, first in line 3"),
+        ("actor: {prompts: {files: [{path: a}, {path: b, path: c}]}}", "actor.prompts.files.1.path is given twice"),
+        ("rewards: {a: {options: {b: [{c: {d: 1, d: 2}}]}}}", "line 1: rewards.a.options.b.0.c.d is given twice"),
+        (
+            "reward: &a {threads: 1}\ncritic: {<<: *a, <<: *a}",
+            "line 2: critic.<< is given twice, first in line 2; writ",
+        ),
+        ("run: &a {dir: *a}", "line 1: run.dir contains itself; remove its alias"),
+        ("run: {dir: a}\n---\nrun: {dir: b}", "line 2, column 1: a second document begins here, which would not be"),
+        ("run:\n\tdir: a", r"line 2, column 1: found character '\t' that cannot start any token; indent with spaces"),
+        ("actor: {steps: 010}", "line 1, column 16: 010 begins with 0, which some read as octal"),
+        ("actor: {max_minutes: 1:30}", "actor.max_minutes: Input should be a valid number, unable to parse string"),
+        ("run: {dir: \0}", "my.yaml is not valid YAML: unacceptable character #x0000"),
+        ("[" * 5000, "my.yaml is not valid YAML: its values are nested too deeply"),
+        ("reward: {standardization: off}", "(got False)"),
+        (
+            "run: {run_id: no}",
+            "YAML reads yes, no, on and off as true and false, so put such a text in quotes (got Fal",
+        ),
+        ("[]", "my.yaml must contain sections"),
         ("actor: {steps: 0}", "actor.steps: Input should be greater than or equal to 1 (got 0)"),
         ("actor: {steps: many}", "actor.steps: Input should be a valid integer"),
         ("actor: {optimizer: {lr: .nan}}", "actor.optimizer.lr: Input should be a finite number (got nan)"),
@@ -244,7 +266,8 @@ def test_all_problems_are_said_at_once_each_with_its_source(tmp_path: Path):
 def test_overrides_win_over_the_file(tmp_path: Path):
     config = load(
         tmp_path,
-        "actor: {steps: 3, optimizer: {lr: 1e-3}}",  # which YAML 1.1 reads as text
+        "actor: {steps: 3, optimizer: {lr: 1e-3}}",
+        "actor.steps=4",
         "actor.steps=5",
         "actor.client.retries=0",
         "run.dir=runs/a=b",
@@ -265,6 +288,7 @@ def test_overrides_win_over_the_file(tmp_path: Path):
         ("actor.steps", "override 'actor.steps' must have the form section.key=value"),
         ("=3", "override '=3' must have the form"),
         ("actor.steps=[", "override 'actor.steps=[': the value is not valid YAML"),
+        ("actor={steps: 1, steps: 2}", "the value is not valid YAML: line 1: steps is given twice"),
         ("actor.stepz=3", "override 'actor.stepz=3': unknown key actor.stepz; did you mean actor.steps?"),
         ("actr.steps=3", "override 'actr.steps=3': unknown key actr; did you mean actor?"),
         ("actor..steps=3", "override 'actor..steps=3': unknown key actor."),
@@ -301,6 +325,19 @@ def test_an_override_of_one_section_leaves_its_alias_alone(tmp_path: Path):
     config = load(tmp_path, "reward: &same {threads: 2}\ncritic: *same\n", *overrides)
     found = [(str(section.model), section.threads) for section in (config.reward, config.critic)]
     assert found == [("a", 2), ("b", 3)]
+
+
+def test_merge_keys_and_the_numbers_of_yaml_1_2(tmp_path: Path):
+    text = (
+        "reward: &a {threads: 2, workers: 3}\ncritic: &b {<<: *a, threads: 4}\nreference: {<<: [*b, *a], workers: 9}\n"
+    )
+    config = load(tmp_path, text)
+    sections = (config.reward, config.critic, config.reference)
+    assert [(each.threads, each.workers) for each in sections] == [(2, 3), (4, 3), (4, 9)]
+    values = "{a: 1e-6, b: 1:30, c: .5, d: 1_000, e: -0x10, f: 0, g: 1e, h: '010', i: 1.2.3, j: 2e5, k: 0.5}"
+    config = load(tmp_path, f"rewards: {{a: {{function: 'a.py:f', options: {values}}}}}")
+    found = [*config.functions["a"].options.values()]
+    assert found == [1e-6, "1:30", 0.5, 1000, -16, 0, "1e", "010", "1.2.3", 2e5, 0.5]
 
 
 # ---- run.deterministic ----
