@@ -41,7 +41,7 @@ def read_yaml(text: str) -> Any:
     """Return the one document in `text`, None if it is empty.
 
     Raises:
-        ValueError: the text is not valid YAML, or a key is given twice or is not text; the message begins with the line.
+        ValueError: the text is not valid YAML, or a key is given twice or is not text; the message names the line.
     """
     try:
         loader = _Loader(text)
