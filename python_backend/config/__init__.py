@@ -42,6 +42,7 @@ from python_backend.config.rewards import (
     Terms,
     check_terms,
     check_token_rewards,
+    check_weights,
     function_terms,
 )
 from python_backend.config.sections import (
@@ -158,6 +159,7 @@ class RunConfig(Section):
         if "actor" not in self.model_fields_set or self.actor.model_fields_set == {"client"}:
             self._roles = frozenset({"reward", "rewards", "critic"} & self.model_fields_set)
         check_terms(self.rewards or {})
+        check_weights(self.rewards, self.environment)
         slow = [name for name, term in self.functions.items() if term.timeout_s >= self.actor.client.deadline_s]
         if slow:
             raise ValueError(

@@ -132,6 +132,12 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "reward.model (checkpoints/mine) has no effect: with an environment, rewards names what counts beside its",
         ),
         ("environment: {class: a.py:B, url: 'ws://h'}", "class and url are given; keep one"),
+        ("rewards: {a: {function: a.py:f, weight: 0}}", "rewards.a.weight is 0, so every reward would be 0; set one"),
+        (
+            "rewards: {model: {weight: 0}, a: {function: a.py:f, weight: 0}}",
+            "rewards.model.weight and rewards.a.weight are 0, so every reward would be 0",
+        ),
+        ("environment: {class: a.py:B, weight: 0}", "environment.weight is 0, so every reward would be 0"),
         ("actor: {optimizer: {betas: [0.9, 1.0]}}", "actor.optimizer.betas.1: Input should be less than 1 (got 1.0)"),
         ("actor: {optimizer: {betas: [0.9]}}", "actor.optimizer.betas.1 is missing"),
         (
@@ -409,6 +415,7 @@ def test_a_reward_model_that_would_not_count_is_refused_with_the_remedy(tmp_path
             load(tmp_path, f"reward: {{model: {model}}}", FUNCTION)
     load(tmp_path, "reward: {model: checkpoints/mine}", FUNCTION, "rewards.model={}")
     load(tmp_path, "rewards: {model: {weight: 2}}")
+    load(tmp_path, "environment: {class: a.py:B}\nrewards: {a: {function: a.py:f, weight: 0}}")
 
 
 # ---- run.deterministic ----
