@@ -38,6 +38,7 @@ PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
 PLACES = ("actor.generation.vllm.servers", "environment.url")
 OPERATION = (*PROCESSES, *PLACES, "actor.steps", "actor.max_minutes", "actor.client.")
 RESULTS = ("run.seed", "run.deterministic")  # settings of the processes that change what the run computes
+KEPT = ("critic.model", "critic.attribute_weights", "critic.standardization", "critic.pretrain_epochs")
 CONTENT = "its content"  # in the place of a value, where the file that a setting names has changed
 
 
@@ -68,6 +69,10 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
         for key in {**before, **now}
         if _differs(key, before.get(key), now.get(key))
     }
+    if (config.run.weights_dir / "CURRENT").exists():  # the critic's version 0 was made before
+        changed = {
+            f"{key} (without effect)" if key.startswith(KEPT) else key: values for key, values in changed.items()
+        }
     if isinstance(earlier, RunConfig):
         changed |= _scheduled(earlier, config, changed, step)
     contents = read_contents(config)

@@ -160,7 +160,9 @@ def check_token_rewards(reward: RewardSection) -> None:
     logit, process = reward.logit, reward.process
     if logit is not None or process is not None:
         what = "reward.logit" if logit is not None else "reward.process"
-        _need(reward, what, merge_attributes=True, pooling="auto", store=False, append_eos=False)
+        if reward.merge_attributes is False:
+            _need(reward, what, merge_attributes=True)
+        _need(reward, what, pooling="auto", store=False, append_eos=False)
     if logit is not None:
         _need(reward, "reward.logit", attribute_weights=None, tensor_parallel=1)
         if reward.score == "probability" and not logit.against:

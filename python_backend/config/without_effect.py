@@ -49,7 +49,7 @@ def _of_served(config: RunConfig) -> Iterator[Rule]:
     # How fast it would be served cannot be meant for anything else.
     yield not config.actor.kl.serves_reference, why, ("reference.model", "reference.dtype")
     yield not reward.store, "reward.store is false", ("reward.reload",)
-    yield not reward.merge_attributes, "reward.merge_attributes is false", ("reward.attribute_weights",)
+    yield reward.merge_attributes is False, "reward.merge_attributes is false", ("reward.attribute_weights",)
     is_token = reward.process is not None and reward.process.granularity == "token"
     yield is_token, "reward.process.granularity is token", ("reward.process.separator",)
     yield from _of_training("trainer", config.trainer.lora_rank, config.trainer.optimizer)

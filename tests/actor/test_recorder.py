@@ -467,6 +467,17 @@ def test_the_seed_and_reproducibility_are_among_the_changes(tmp_path: Path):
     assert lines == ["run.seed: 0 -> 7", "run.deterministic: False -> True"]
 
 
+def test_a_critic_is_not_made_again_at_a_resume(tmp_path: Path):
+    run = after_five_steps(tmp_path / "run", name="ppo")
+    config = config_of(run, name="ppo")
+    other = config.model_copy(update={"critic": config.critic.model_copy(update={"model": Path("other")})})
+    assert describe_changes(find_changes(other, accepted=False)) == ["critic.model: checkpoints/critic -> other"]
+    (run / "weights" / "critic").mkdir(parents=True)
+    (run / "weights" / "critic" / "CURRENT").touch()
+    (line,) = describe_changes(find_changes(other, accepted=False))
+    assert line == "critic.model (without effect): checkpoints/critic -> other"
+
+
 def test_measured_settings_are_no_change(tmp_path: Path):
     run = {"run": {"dir": after_five_steps(tmp_path / "run")}, "critic": {}}
     written, measured = ({**run, "reward": reward} for reward in ({}, {"workers": 2}))

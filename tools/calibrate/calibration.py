@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig
+from python_backend.config.labels import attribute_weights, merges
 from python_backend.config.sections import UNMEASURED
 from python_backend.store.durable import read_json, write_json
 
@@ -181,7 +182,9 @@ def _loading(role: str, section: ModelSection) -> tuple[str, dict[str, Any]]:
     if isinstance(section, RewardSection) and section.logit is not None:
         return "logit", section.logit.model_dump()
     if isinstance(section, RewardSection) and section.process is not None:
-        return "process", {"attribute_weights": section.attribute_weights}
+        return "process", {"attribute_weights": attribute_weights(section)}
+    if isinstance(section, RewardSection):
+        return role, {"attribute_weights": attribute_weights(section), "merge_attributes": merges(section) is not False}
     return role, {}
 
 
