@@ -99,7 +99,10 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def schedule_changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
-    """Return a text with both learning rates of optimizer step `step`, counted from 0, if they differ; else []."""
+    """Return a text with both learning rates of optimizer step `step`, counted from 0, as a list.
+
+    [] if they are equal, or are those of `optimizer.lr`, which `changes` names.
+    """
     names = [name for name in DECIDING if name.startswith("optimizer.") and name in old]
     was, now = (
         CriticOptimizerSection.model_validate(
@@ -107,7 +110,8 @@ def schedule_changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) 
         ).learning_rate(step)
         for settings in (old, new)
     )
-    return [] if was == now else [f"learning rate of the next optimizer step: was {was:.6g}, now {now:.6g}"]
+    is_named = (was, now) == (old["optimizer.lr"], new["optimizer.lr"])
+    return [] if was == now or is_named else [f"learning rate of the next optimizer step: was {was:.6g}, now {now:.6g}"]
 
 
 KEEP_FILE = "keep_steps.json"

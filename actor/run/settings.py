@@ -99,7 +99,8 @@ def _scheduled(earlier: RunConfig, config: RunConfig, changed: Mapping[str, Any]
             each.actor.optimizer.learning_rate(at, total_steps=each.actor.optimizer_steps)
             for each, at in ((earlier, taken - 1), (earlier, taken), (config, taken))
         )
-        if not math.isclose(was, new, rel_tol=1e-6, abs_tol=1e-12):
+        is_named = (was, new) == (earlier.actor.optimizer.lr, config.actor.optimizer.lr)  # among the changes
+        if not is_named and not math.isclose(was, new, rel_tol=1e-6, abs_tol=1e-12):
             if earlier.actor.steps != config.actor.steps:
                 found["actor.steps"] = [earlier.actor.steps, config.actor.steps]
             key = f"actor.optimizer.lr in step {step + 1}, after {last:.3g} in step {step}"

@@ -417,6 +417,7 @@ TWO = [{"path": "a", "until_step": 5}, {"path": "b", "from_step": 3, "weight": 3
         ),
         ({**COSINE, "optimizer_max_steps": 40, "steps": 5}, {**COSINE, "optimizer_max_steps": 40, "steps": 10}, []),
         ({"steps": 5}, {"steps": 10}, []),
+        ({"steps": 5}, {"steps": 10, "lr": 0.5}, ["actor.optimizer.lr: 9e-07 -> 0.5"]),
         (
             {"steps": 50, "warmup_steps": 20},
             {"steps": 50, "warmup_steps": 40},

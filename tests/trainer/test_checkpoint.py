@@ -263,6 +263,7 @@ def test_each_setting_decides_the_weights_or_is_known_not_to():
     [
         ({}, 5, []),
         ({"weight_decay": 0.5}, 5, []),
+        ({"lr": 0.5}, 10, []),  # `changes` names it
         ({"lr": 0.5}, 5, ["learning rate of the next optimizer step: was 0.06, now 0.3"]),
         ({"max_steps": 30}, 20, ["learning rate of the next optimizer step: was 0, now 0.05"]),
     ],
