@@ -53,6 +53,8 @@ def _of_served(config: RunConfig) -> Iterator[Rule]:
     is_token = reward.process is not None and reward.process.granularity == "token"
     yield is_token, "reward.process.granularity is token", ("reward.process.separator",)
     yield from _of_training("trainer", config.trainer.lora_rank, config.trainer.optimizer)
+    is_adapter = config.trainer.publish.format == "adapter"
+    yield is_adapter, "trainer.publish.format is adapter", ("trainer.publish.dtype",)
     has_port = monitoring.actor_port is not None or monitoring.trainer_port is not None
     yield not has_port, "neither monitoring.actor_port nor trainer_port is set", ("monitoring.host",)
     yield not config.has_actor, "no policy is trained", ("monitoring.actor_port",)

@@ -384,6 +384,11 @@ WITHOUT_EFFECT = {  # overrides, of which the last have no effect, the number of
     ),
     "LoRA": (["actor.policy.lora_alpha=2"], 1, "actor.policy.lora_rank is 0"),
     "the critic's LoRA": (["trainer.lora_alpha=2"], 1, "trainer.lora_rank is 0"),
+    "versions": (
+        ["trainer.lora_rank=2", "trainer.publish.format=adapter", "trainer.publish.dtype=bfloat16"],
+        1,
+        "trainer.publish.format is adapter",
+    ),
     "moments": (["actor.rewards.mean=1", "actor.rewards.std=2"], 2, "actor.rewards.normalization is not static"),
     "overlong": (["actor.rewards.overlong_penalty=2"], 1, "actor.rewards.overlong_tokens is 0"),
     "schedule": (["actor.optimizer.max_steps=9"], 1, "without actor.optimizer.min_lr, the rate is constant"),
