@@ -26,11 +26,13 @@ def attribute_weights(reward: RewardSection) -> list[float] | None:
     count, names = reward_head(info).num_labels, info.label_names
     listed = f"{reward.model} has {count} label{'s'[: count > 1]} ({', '.join(names)})"
     if given is None:
-        if count > (1 if reward.process is None else 2) and reward.merge_attributes is None:
-            *first, last = choices(names, good=names[-1])
-            raise CheckpointError(
-                f"{listed}, and nothing says which of them is the reward: set {', '.join(first)} or {last}"
-            )
+        ways = choices(names, good=names[-1])
+        if reward.process is not None:
+            is_open, ways = count > 2, ways[:1]  # of two, the second is that of a right step, as published
+        else:
+            is_open = count > 1 and reward.merge_attributes is None
+        if is_open:
+            raise CheckpointError(f"{listed}, and nothing says which of them is the reward: set {' or '.join(ways)}")
         return None
     if not isinstance(given, dict):
         if len(given) != count:

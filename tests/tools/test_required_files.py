@@ -479,7 +479,11 @@ LABELS: dict[
     "twice": (["a", "a", "b"], ["reward.attribute_weights={{a: 1, b: 2}}"], ["must name once (several times: a)"]),
     "too few": (["BAD", "GOOD"], ["reward.attribute_weights=[1]"], [PAIR, "but reward.attribute_weights has 1 numb"]),
     "steps of two": (["BAD", "GOOD"], ["reward.process={{separator: .}}"], (None, None)),
-    "steps of three": (["a", "b", "c"], ["reward.process={{separator: .}}"], ["3 labels (a, b, c), and nothing says"]),
+    "steps of three": (
+        ["a", "b", "c"],
+        ["reward.process={{separator: .}}"],
+        ["3 labels (a, b, c), and nothing says", "(a number for each)$"],
+    ),
 }
 
 
@@ -502,7 +506,7 @@ def test_no_label_is_chosen_for_the_user(names: list[str], settings: list[str], 
             check()
         assert str(caught.value).startswith("reward.model: ")
         for part in expected:
-            assert part.format(model=model) in str(caught.value)
+            assert part.format(model=model) in f"{caught.value}$"
 
 
 def parameters_of(text: str) -> dict[str, str]:
