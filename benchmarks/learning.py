@@ -106,7 +106,6 @@ def configuration(settings: argparse.Namespace, folder: Path, algorithm: str, se
     return {
         "run": {"dir": str(folder / "run"), "seed": seed},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
-        "reward": served,
         "rewards": {
             "task": {"function": f"benchmarks.reward_functions:{'is_solved' if is_mixture else 'share_of_word'}"}
         },

@@ -4,7 +4,7 @@ Only the trial imports torch. Pickled weights are refused without being opened.
 """
 
 import argparse
-import json
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from python_backend.checkpoints.inspection import CheckpointError, CheckpointInf
 from python_backend.checkpoints.tokenization import load_tokenizer, same_tokenizer
 from python_backend.config import RunConfig
 from python_backend.config.command_line import reporting
+from python_backend.config.labels import choices
 from python_backend.config.required_files import has_chat_template
+from python_backend.config.yaml_file import read_yaml
 from tools.arguments import parse_or_complete
 
 FROM_REWARD = "from-reward"
@@ -52,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         arguments.out.write_text(text, encoding="utf-8")
         print(f"\nwrote {arguments.out}")
+    if "# choose" in text:
+        print("not yet usable: the reward model has several labels; choose one of the lines in its section")
     return 0
 
 
@@ -80,7 +84,7 @@ def import_checkpoints(reward: Path | None, critic: Path | None, *, try_out: boo
     if rewards is not None and critics is not None:
         _compare_tokenizers(rewards, critics)
     text = render_yaml(rewards, critics)
-    RunConfig.model_validate(yaml.safe_load(text))
+    RunConfig.model_validate(read_yaml(text))
     return text
 
 
@@ -95,8 +99,6 @@ def render_yaml(reward: CheckpointInfo | None, critic: CheckpointInfo | None) ->
     if reward is not None:
         assert reward.head is not None
         sections["reward"] = {**_common(reward), "pooling": "auto"}
-        if reward.head.num_labels > 1:
-            sections["reward"]["merge_attributes"] = True
         sections["reward"]["standardization"] = "model"
     if critic is not None:
         sections["critic"] = {**_common(critic), "standardization": "model"}
@@ -105,7 +107,7 @@ def render_yaml(reward: CheckpointInfo | None, critic: CheckpointInfo | None) ->
             sections["critic"]["standardization"] = {"mean": constants.mean, "std": constants.std}
     text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
     if reward is not None and reward.head is not None and reward.head.num_labels > 1:
-        text = text.replace("  merge_attributes: true\n", f"  merge_attributes: true\n{_weights_hint(reward)}")
+        text = text.replace("reward:\n", f"reward:\n{_label_choices(reward)}", 1)
     return text
 
 
@@ -113,11 +115,14 @@ def _common(info: CheckpointInfo) -> dict[str, Any]:
     return {"model": str(info.folder), "dtype": suggested_dtype(info)}
 
 
-def _weights_hint(info: CheckpointInfo) -> str:
-    assert info.head is not None
-    names = ", ".join(info.labels) if len(info.labels) == info.head.num_labels else f"{info.head.num_labels} labels"
-    ones = json.dumps([1.0] * info.head.num_labels)
-    return f"  # attribute_weights: {ones}  # default: 1/A each; attributes: {json.dumps(names, ensure_ascii=False)}\n"
+def _label_choices(info: CheckpointInfo) -> str:
+    """Return the settings that say which label is the reward, as comments: the user must choose one."""
+    names = info.label_names
+    goods = reversed(names) if len(names) == 2 else names[:1]
+    found = sorted({choice for good in goods for choice in choices(names, good)})  # the weights first
+    lines = ["choose which of the labels is the reward: remove the # of one line (without one, the model is refused)"]
+    lines += ["  # ".join(choice.removeprefix("reward.").removesuffix(")").split(" (")) for choice in found]
+    return "".join(f"  # {line}\n" for line in lines)
 
 
 def _report(role: str, info: CheckpointInfo) -> None:
@@ -157,8 +162,10 @@ def _import_reward(info: CheckpointInfo, try_out: bool) -> None:
         return
     from python_backend.models.modeling import load_reward
 
-    _, score = _try_out(info, load_reward, "score")
-    print(f"  {'trial':<13} loads; the row of tokens 1 to {TRIAL_TOKENS} scores {', '.join(f'{x:.4f}' for x in score)}")
+    names = info.label_names if len(info.label_names) > 1 else [""]
+    _, score = _try_out(info, functools.partial(load_reward, merge_attributes=len(names) == 1), "score")
+    scores = ", ".join(f"{name} {x:.4f}".lstrip() for name, x in zip(names, score, strict=True))
+    print(f"  {'trial':<13} loads; the row of tokens 1 to {TRIAL_TOKENS} scores {scores}")
     if info.tokenizer is not None:
         tokenizer = load_tokenizer(info.folder)
         tokens = tokenizer.convert_ids_to_tokens(tokenizer(TRIAL_TEXT)["input_ids"])  # special tokens included

@@ -21,6 +21,7 @@ from python_backend.checkpoints.inspection import stored_dtypes
 from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer, same_tokenizer
 from python_backend.config import ConfigError, EnvironmentSection, RewardTerm, RunConfig
 from python_backend.config.required_files import check_files, has_chat_template, tokenizer_folder
+from python_backend.config.without_effect import without_effect
 from python_backend.environments.pool import Environments
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
@@ -213,6 +214,12 @@ def _text_prompts(config: RunConfig) -> Finding:
     return Finding("prompts", f"text prompts begin with {' '.join(before) or 'no special token'}")
 
 
+def settings(config: RunConfig) -> Iterator[Finding]:
+    """Name the settings without effect in this run, a line for each reason."""
+    for each in without_effect(config):
+        yield warning("settings", f"without effect in this run: {each}")
+
+
 def devices(config: RunConfig) -> Iterator[Finding]:
     """Check that torch can use the GPUs that the configuration names."""
     on_gpus = [place for place in config.places if place.cards]
@@ -312,6 +319,7 @@ def disk_bytes(config: RunConfig) -> int:
 
 
 CHECKS = {
+    "settings": settings,
     "files": files,
     "devices": devices,
     "rendering": rendering,

@@ -18,6 +18,7 @@ from typing import Any
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
 from python_backend.config import ConfigError, ModelSection, RunConfig, load_config
 from python_backend.config.command_line import reporting, run_parser
+from python_backend.config.labels import attribute_weights, merges
 from python_backend.config.live_models import reward_is_live
 from python_backend.config.sections import UNMEASURED, ServerSection
 from python_backend.wire import contract
@@ -156,12 +157,16 @@ def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
 
     def checkpoint(name: str) -> str:
         section, scale = config.reward, config.reward.standardization
+        try:
+            weights = attribute_weights(section)
+        except CheckpointError as error:
+            raise ConfigError(f"reward.model: {error}") from error
         parameters = {
             **_scoring_parameters(section, config.server, place),
             "standardization": scale if isinstance(scale, str) else json.dumps(scale.model_dump()),
             "pooling": section.pooling,
-            "attribute_weights": json.dumps(section.attribute_weights),
-            "merge_attributes": json.dumps(section.merge_attributes),
+            "attribute_weights": json.dumps(weights),
+            "merge_attributes": json.dumps(merges(section)),
             "text": section.text,
             contract.LABELS: json.dumps(_labels(config)),
             "add_special_tokens": json.dumps(section.add_special_tokens),
@@ -251,7 +256,7 @@ def _stale(out: Path, files: Mapping[Path, str]) -> list[Path]:
 
 def _num_rewards(config: RunConfig) -> int:
     """Return the number of rewards per row: the checkpoint's number of labels if they are not merged, else 1."""
-    num_labels = 1 if config.reward.merge_attributes else max(1, len(_labels(config)))
+    num_labels = max(1, len(_labels(config))) if config.reward.merge_attributes is False else 1
     if num_labels > 1 and config.rewards is not None:
         raise ConfigError(
             f"reward.merge_attributes: false gives {num_labels} rewards per row, but `rewards` needs one per row; "

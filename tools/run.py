@@ -20,6 +20,7 @@ import psutil
 from actor.run.settings import describe_changes, find_changes, write_settings
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_accept_changes, limit_access, report, reporting, run_parser
+from python_backend.config.without_effect import effect_line
 from python_backend.errors import REPORTED, RlhfError
 from python_backend.process import StopSignals
 from python_backend.store.durable import numbers_in, read_json
@@ -83,8 +84,11 @@ class Run:
             self._display.log(f"on GPUs: {gpus}")
         self._display.phase("choosing serving settings")
         changed = find_changes(self.config, accepted=self._accepts_changes)
-        for change in describe_changes(changed):
-            self._display.log(f"resuming with another setting: {change}")
+        for line in (
+            *filter(None, [effect_line(self.config)]),
+            *(f"resuming with another setting: {change}" for change in describe_changes(changed)),
+        ):
+            self._display.log(line)
         with self._signals.raising():
             self._override(*settle(self.config, self._display.log))
         self.config.run.dir.mkdir(parents=True, exist_ok=True)

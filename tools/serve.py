@@ -15,6 +15,7 @@ from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import limit_access, log_to_stderr, reporting, run_parser
 from python_backend.config.live_models import live_models
 from python_backend.config.required_files import check_files
+from python_backend.config.without_effect import effect_line
 from python_backend.monitoring.log_lines import say
 from python_backend.process import StopRequested, StopSignals
 from python_backend.store.control_key import control_key
@@ -81,6 +82,8 @@ def _prepared(path: Path, overrides: list[str]) -> RunConfig:
     check_files(config, server=True)
     if config.gpu_precisions:
         say(f"on GPUs: {config.gpu_precisions}")
+    if not config.has_actor and (line := effect_line(config)):
+        say(line)
     overrides = [*overrides, *settle(config, say)]
     config = load_config(path, overrides)
     ensure_first_version(config, path, overrides)

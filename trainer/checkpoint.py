@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError
-from python_backend.config import TrainerSection
+from python_backend.config import CriticOptimizerSection, TrainerSection
 from python_backend.digests import DEFAULT, Algorithm
 from python_backend.store import durable
 from python_backend.store.sealed_folder import DIGESTS, STATE_FILE, DamagedCheckpoint, read_state, sealed
@@ -96,6 +96,22 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for name, (before, after) in pairs.items()
         if before != after
     ]
+
+
+def schedule_changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
+    """Return a text with both learning rates of optimizer step `step`, counted from 0, as a list.
+
+    [] if they are equal, or are those of `optimizer.lr`, which `changes` names.
+    """
+    names = [name for name in DECIDING if name.startswith("optimizer.") and name in old]
+    was, now = (
+        CriticOptimizerSection.model_validate(
+            {name.removeprefix("optimizer."): deciding(settings, name) for name in names}
+        ).learning_rate(step)
+        for settings in (old, new)
+    )
+    is_named = (was, now) == (old["optimizer.lr"], new["optimizer.lr"])
+    return [] if was == now or is_named else [f"learning rate of the next optimizer step: was {was:.6g}, now {now:.6g}"]
 
 
 KEEP_FILE = "keep_steps.json"

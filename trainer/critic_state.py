@@ -27,6 +27,7 @@ from trainer.checkpoint import (
     changes,
     deciding_settings,
     fingerprint,
+    schedule_changes,
 )
 from trainer.critic_update import CriticUpdate, UpdateReport, load_update
 from trainer.progress import SidecarProgress
@@ -104,9 +105,13 @@ class CriticState:
             logger.warning(
                 "the critic was trained up to step %d under other settings (%s); the new ones apply from here on",
                 state.step,
-                "; ".join(changes(state.settings, self.deciding_settings)) or "removed settings",
+                "; ".join(self._changes(state)) or "removed settings",
             )
         self._progress.persist("restoring results", lambda: self._journal.restore_results(state.results))
+
+    def _changes(self, state: CheckpointState) -> list[str]:
+        old, new = state.settings, self.deciding_settings
+        return [*changes(old, new), *schedule_changes(old, new, state.optimizer_step)]
 
     def restore_newest(self, *, at_most: int | None = None) -> CheckpointState | None:
         """Load the newest checkpoint up to `at_most`; the main loop replays the steps after it.

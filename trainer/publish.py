@@ -15,6 +15,7 @@ import numpy as np
 
 from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError
 from python_backend.config import CriticSection, RewardSection, RunConfig
+from python_backend.config.labels import attribute_weights
 from python_backend.config.live_models import LiveModel, live_model, live_models
 from python_backend.config.sections import constants_of
 from python_backend.models.canary import canary_outputs
@@ -374,8 +375,8 @@ def reward_loader(section: RewardSection) -> Callable[..., RewardModel]:
     return functools.partial(
         load_reward,
         pooling=section.pooling,
-        attribute_weights=section.attribute_weights,
-        merge_attributes=section.merge_attributes,
+        attribute_weights=attribute_weights(section),
+        merge_attributes=section.merge_attributes is not False,
         standardization=constants_of(section.standardization),
     )
 

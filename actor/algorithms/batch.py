@@ -254,6 +254,8 @@ def text_metrics(rollout: Rollout, scores: Scores) -> dict[str, float]:
     metrics |= process_metrics(scores) | _conversation_metrics(rollout)
     for name, component in scores.components.items():
         finite = component[torch.isfinite(component)]
+        if missing := len(component) - len(finite):  # it failed, or does not apply
+            metrics[f"reward_{name}_missing"] = float(missing)
         if finite.numel():  # a reward that failed on every row has no mean
             metrics[f"reward_{name}"] = float(finite.mean())
     return metrics

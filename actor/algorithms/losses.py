@@ -245,12 +245,12 @@ class KLControl:
             horizon: time constant of the controller, in responses.
         """
         self.coef = coef
-        self._target = target
+        self.target = target
         self._horizon = horizon
 
     def update(self, kl: float, samples: int) -> None:
         """Adapt the coefficient to the mean KL per sequence (nats, k1) of a rollout with `samples` responses."""
-        if self._target is None:
+        if self.target is None:
             return
-        error = min(max(kl / self._target - 1, -MOST_ERROR), MOST_ERROR)
+        error = min(max(kl / self.target - 1, -MOST_ERROR), MOST_ERROR)
         self.coef *= 1 + error * min(samples / self._horizon, 1.0)

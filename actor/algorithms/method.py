@@ -16,6 +16,7 @@ from torch import Tensor
 from actor.algorithms.inputs import Advantage, AdvantageInputs, ClipRange, Loss, LossInputs
 from python_backend.config import AlgorithmSection, KLSection, RunConfig
 from python_backend.config.algorithms import LOSSES
+from python_backend.config.without_effect import effect_line
 from python_backend.rewards.function import FunctionError, describe, import_function
 
 # A user's own advantage function and loss: whatever is wrong with one is a single sentence that names it.
@@ -150,15 +151,7 @@ class Method:
 
 
 def log_choices(config: RunConfig) -> None:
-    """Log the algorithm's settings, and warn of those that have no effect because every probability ratio is 1."""
-    actor = config.actor
-    logger.info("actor.algorithm.name: %s sets %s", actor.algorithm.name, config.published_choices)
-    given = actor.algorithm.model_fields_set & {"loss", "clip_ratio", "clip_ratio_high", "dual_clip"}
-    if actor.is_one_update and given:
-        logger.warning(
-            "actor.algorithm.%s has no effect: a rollout is one minibatch, used once by the policy that sampled it, so "
-            "every probability ratio is 1; set actor.update.minibatch_size below actor.rollout_size (%d), or "
-            "actor.update.epochs above 1",
-            min(given),
-            actor.rollout_size,
-        )
+    """Log the algorithm's settings, and those of the run that have no effect."""
+    logger.info("actor.algorithm.name: %s sets %s", config.actor.algorithm.name, config.published_choices)
+    if line := effect_line(config):
+        logger.info("%s", line)

@@ -156,6 +156,7 @@ def restore(folder: Path, state: Mapping[str, Any], run: RunState) -> None:
         )
     policy.read_state(folder)
     policy.optimizer_step = state["optimizer_step"]
-    run.kl.coef = state["kl_coef"]
+    if run.kl.target is not None:  # a fixed one is as configured now
+        run.kl.coef = state["kl_coef"]
     run.shaper.moments = RunningMoments(*state["reward_moments"])
     run.inputs.restore(state["step"], state)

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from python_backend.errors import RlhfError
 from python_backend.rewards.function import FILE_SPEC
 from python_backend.store.durable import numbers_in, read_json, write_json
 from python_backend.store.jsonl import append_jsonl
+from python_backend.store.sealed_folder import STATE_FILE
 
 SETTINGS_FILE = "settings.json"
 CHANGES_FILE = "changes.jsonl"  # a line for each resume with other settings: {"step": …, "changed": {key: [old, new]}}
@@ -35,13 +37,16 @@ MECHANICS |= {
 PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
 PLACES = ("actor.generation.vllm.servers", "environment.url")
 OPERATION = (*PROCESSES, *PLACES, "actor.steps", "actor.max_minutes", "actor.client.")
+RESULTS = ("run.seed", "run.deterministic")  # settings of the processes that change what the run computes
+KEPT = ("critic.model", "critic.attribute_weights", "critic.standardization", "critic.pretrain_epochs")
 CONTENT = "its content"  # in the place of a value, where the file that a setting names has changed
 
 
 def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     """Return what changed since the earlier start of a run that resumes, as {`section.key`: [old, new]}.
 
-    A run without a checkpoint has no earlier start. Settings of its operation, such as ports, are not compared.
+    A run without a checkpoint has no earlier start. Settings of its operation, such as ports, are not compared, but
+    what follows from them is: the learning rate of the next step depends on `actor.steps`.
 
     Args:
         accepted: whether reward, environment, algorithm and policy may change.
@@ -52,7 +57,8 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     folder, now = config.run.dir, flat_settings(config)
     step = last_step(folder)
     try:
-        before = read_settings(folder / SETTINGS_FILE) if step else {}
+        earlier = _read_config(folder / SETTINGS_FILE) if step else {}
+        before = earlier if isinstance(earlier, dict) else flat_settings(earlier)
         known = (read_json(folder / CONTENTS_FILE) or {}) if before else {}
     except ValueError as error:
         raise ConfigError(f"{error}; delete the file to resume without comparing the settings") from error
@@ -63,6 +69,12 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
         for key in {**before, **now}
         if _differs(key, before.get(key), now.get(key))
     }
+    if (config.run.weights_dir / "CURRENT").exists():  # the critic's version 0 was made before
+        changed = {
+            f"{key} (without effect)" if key.startswith(KEPT) else key: values for key, values in changed.items()
+        }
+    if isinstance(earlier, RunConfig):
+        changed |= _scheduled(earlier, config, changed, step)
     contents = read_contents(config)
     changed |= {key: ["", CONTENT] for key in contents if key in known and known[key] != contents[key]}
     guarded = describe_changes({key: values for key, values in changed.items() if _is_guarded(key)})
@@ -73,6 +85,47 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
             + "\npass --accept-changes to go on with these, or set them back; `tools run --fresh` starts over"
         )
     return changed
+
+
+def _scheduled(earlier: RunConfig, config: RunConfig, changed: Mapping[str, Any], step: int) -> dict[str, list[Any]]:
+    """Return what the earlier settings and those of now give for the step after `step`, where it differs.
+
+    Learning rate, KL coefficient and files of prompts; also `actor.steps`, if the learning rate follows from it.
+    """
+    state = read_json(config.run.dir / "checkpoints" / "actor" / str(step) / STATE_FILE) or {}
+    found: dict[str, list[Any]] = {}
+    if taken := state.get("optimizer_step"):
+        last, was, new = (
+            each.actor.optimizer.learning_rate(at, total_steps=each.actor.optimizer_steps)
+            for each, at in ((earlier, taken - 1), (earlier, taken), (config, taken))
+        )
+        is_named = (was, new) == (earlier.actor.optimizer.lr, config.actor.optimizer.lr)  # among the changes
+        if not is_named and not math.isclose(was, new, rel_tol=1e-6, abs_tol=1e-12):
+            if earlier.actor.steps != config.actor.steps:
+                found["actor.steps"] = [earlier.actor.steps, config.actor.steps]
+            key = f"actor.optimizer.lr in step {step + 1}, after {last:.3g} in step {step}"
+            found[key] = [_short(was), _short(new)]
+    kl, coef = config.actor.kl, state.get("kl_coef")
+    is_adaptive = (earlier.actor.kl.target, kl.target) != (None, None)
+    if coef is not None and is_adaptive and {"actor.kl.coef", "actor.kl.target"} & changed.keys():
+        new = kl.coef if kl.target is None else coef  # as a checkpoint restores it
+        found[f"actor.kl.coef in step {step + 1}, which actor.kl.target adapts"] = [_short(coef), _short(new)]
+    if earlier.actor.prompts.files or config.actor.prompts.files:
+        shares = [_shares(each, step + 1) for each in (earlier, config)]
+        if shares[0] != shares[1]:
+            found[f"actor.prompts.files in step {step + 1}"] = shares
+    return found
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _shares(config: RunConfig, step: int) -> dict[str, float]:
+    """Return the share of each file of prompts that is active in `step`."""
+    active = [file for file in config.actor.prompts.sources if file.is_active(step)]
+    total = sum(file.weight for file in active)
+    return {str(file.path): _short(file.weight / total) for file in active}
 
 
 def describe_changes(changed: Mapping[str, list[Any]]) -> list[str]:
@@ -118,15 +171,20 @@ def last_step(run_dir: Path) -> int:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Return settings.json as {`section.key`: value}, without the sections that the run does not use."""
+    config = _read_config(path)
+    return config if isinstance(config, dict) else flat_settings(config)
+
+
+def _read_config(path: Path) -> RunConfig | dict[str, Any]:
+    """Return settings.json; as {`section.key`: value} if it is missing, or from a version with other keys."""
     try:
         sections = read_json(path) or {}
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     try:
-        config = RunConfig.model_validate(sections)
-    except (ValueError, RlhfError):  # written by a version with other keys
+        return RunConfig.model_validate(sections) if sections else {}
+    except (ValueError, RlhfError):
         return flattened(sections)
-    return flat_settings(config) if sections else {}
 
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:
@@ -151,7 +209,7 @@ def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _differs(key: str, was: Any, new: Any) -> bool:
     is_measured = new == "auto" and _name(key) in UNMEASURED  # settings.json has what was measured
-    return was != new and not is_measured and not key.startswith(OPERATION)
+    return was != new and not is_measured and (key in RESULTS or not key.startswith(OPERATION))
 
 
 def _is_guarded(key: str) -> bool:

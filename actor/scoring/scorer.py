@@ -133,8 +133,9 @@ def tokens_with(ends: Sequence[int], tokenizer: Any, ids: Sequence[int]) -> list
 def place_process_rewards(
     rewards: ProcessRewards, chunk: slice, answer: Mapping[str, np.ndarray], weight: float
 ) -> None:
-    """Write the process rewards of a response's rows to the rows `chunk` of `rewards`, times `weight`."""
+    """Write the process rewards of a response's rows to the rows `chunk` of `rewards`, times `weight`; 0: all are 0."""
     found, ends = torch.tensor(answer[STEP_REWARDS]), torch.tensor(answer[STEP_ENDS])
+    found = found if weight else torch.zeros_like(found)  # whatever they are, they only chart
     row, step = (ends >= 0).nonzero(as_tuple=True)
     index = (row + chunk.start, ends[row, step])
     rewards.rewards.index_put_(index, weight * found[row, step], accumulate=True)  # a token may end two steps

@@ -9,11 +9,11 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
 
-import yaml
 from pydantic import BaseModel, PrivateAttr, ValidationError, model_validator
 
 from python_backend.config.actor import (
@@ -42,6 +42,7 @@ from python_backend.config.rewards import (
     Terms,
     check_terms,
     check_token_rewards,
+    check_weights,
     function_terms,
 )
 from python_backend.config.sections import (
@@ -58,6 +59,7 @@ from python_backend.config.sections import (
     check_ranks,
 )
 from python_backend.config.training import check_trainer, check_training
+from python_backend.config.yaml_file import read_yaml
 from python_backend.errors import RlhfError
 from python_backend.models.placement import Place, check_cards, devices_of, ranks_here
 from python_backend.rewards.function import KEY_OPTION
@@ -99,6 +101,13 @@ class ConfigError(RlhfError, ValueError):
     """The YAML or an override is invalid; the message names the key, the value and what to do."""
 
 
+@dataclass(frozen=True)
+class _Written:
+    """Keys that the user has set: configurations with the same values are equal whether or not these are defaults."""
+
+    keys: frozenset[str] = field(default=frozenset(), compare=False)
+
+
 class RunConfig(Section):
     """The whole configuration file."""
 
@@ -131,6 +140,7 @@ class RunConfig(Section):
     """`path/to/file.py:name` or `package.module:name` of a function that adds sections to the run's report."""
 
     _roles: frozenset[str] = PrivateAttr(frozenset())  # what a YAML without `actor` names of the models to serve
+    _written: _Written = PrivateAttr(_Written())
 
     @model_validator(mode="before")
     @classmethod
@@ -149,6 +159,7 @@ class RunConfig(Section):
         if "actor" not in self.model_fields_set or self.actor.model_fields_set == {"client"}:
             self._roles = frozenset({"reward", "rewards", "critic"} & self.model_fields_set)
         check_terms(self.rewards or {})
+        check_weights(self.rewards, self.environment)
         slow = [name for name, term in self.functions.items() if term.timeout_s >= self.actor.client.deadline_s]
         if slow:
             raise ValueError(
@@ -168,11 +179,6 @@ class RunConfig(Section):
         check_actor(self.actor)
         if self.environment is not None:
             check_environment(self.environment, self.actor)
-            if self.rewards is None and self.reward.model != RewardSection().model:
-                raise ValueError(
-                    "reward.model has no effect: with an environment, rewards names what counts beside its own; add "
-                    "rewards: {model: {}}, or remove reward.model"
-                )
         check_optimizer("actor.optimizer", self.actor.optimizer, total_steps=self.actor.optimizer_steps)
         check_optimizer("trainer.optimizer", self.trainer.optimizer)
         check_training(
@@ -185,6 +191,11 @@ class RunConfig(Section):
         if not self.run.share_cards:
             check_cards(self.places)
         return self
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The keys that the YAML and the command line set, as `section.key`, but not to 0, false, null or `auto`."""
+        return self._written.keys
 
     @property
     def longest_row(self) -> tuple[int, str]:
@@ -328,11 +339,12 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(path)
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        data = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    data = {} if data is None else data  # an empty file: all defaults
     if not isinstance(data, dict):
         raise ConfigError(
             f"{path} must contain sections ({', '.join(RunConfig.model_fields)}), not a {type(data).__name__}"
@@ -341,13 +353,40 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply_override(data, override)
     try:
-        config = _with_trainer(_with_reference(RunConfig.model_validate(data)))
+        config = RunConfig.model_validate(data)
+        config._written = _Written(frozenset(_leaves(data)))
+        config = _with_trainer(_with_reference(config))
+        _check_reward_model(config)
         return with_fixed_values(config) if config.run.deterministic else config
     except ValidationError as error:
         problems = [(".".join(map(str, item["loc"])), _describe(item)) for item in error.errors()]
     except ValueError as error:
         problems = [("", str(error))]
     raise ConfigError("\n".join(f"{_source(path, overrides, *problem)}: {problem[1]}" for problem in problems))
+
+
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the keys of nested dictionaries, joined by dots, without those that ask for nothing, as 0 and `auto` do."""
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif value and value != "auto":
+            yield f"{prefix}{key}"
+
+
+def _check_reward_model(config: RunConfig) -> None:
+    """Raise ValueError if the reward model is named, but not among the rewards that count."""
+    if config.uses_reward_model or "reward.model" not in config.written:
+        return
+    why = (
+        "rewards names what counts"
+        if config.rewards
+        else "with an environment, rewards names what counts beside its own"
+    )
+    raise ValueError(
+        f"reward.model ({config.reward.model}) has no effect: {why}, and has no term `model`; add "
+        "rewards.model: {weight: 1.0}, or remove reward.model"
+    )
 
 
 def _with_reference(config: RunConfig) -> RunConfig:
@@ -385,8 +424,8 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"override {override!r} must have the form section.key=value, for example actor.steps=3")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        value = read_yaml(text)
+    except ValueError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
     *parents, last = key.split(".")
     for parent in parents:
@@ -431,6 +470,8 @@ def _describe(item: Any) -> str:
         return f"{location} must be a list (got {item['input']!r})"
     if item["type"] != "extra_forbidden":
         reason = item["msg"].removeprefix("Value error, ")
+        if isinstance(item["input"], bool) and item["type"] in ("string_type", "literal_error"):
+            reason += "; YAML reads yes, no, on and off as true and false, so put such a text in quotes"
         return f"{location}: {reason} (got {item['input']!r})" if location else reason
     section, _, name = location.rpartition(".")
     elsewhere = key_of(section.partition(".")[0], name)
@@ -474,10 +515,10 @@ def _term_keys(location: tuple[int | str, ...]) -> list[str]:
 def keys_of(section: type[BaseModel], prefix: str) -> list[str]:
     """Return the names of a section's keys and sections, each with `prefix`."""
     keys = []
-    for attribute, field in section.model_fields.items():
-        name = field.alias or attribute
+    for attribute, info in section.model_fields.items():
+        name = info.alias or attribute
         keys.append(prefix + name)
-        for part in (field.annotation, *get_args(field.annotation)):  # union members, as in `Section | None`
+        for part in (info.annotation, *get_args(info.annotation)):  # union members, as in `Section | None`
             if isinstance(part, type) and issubclass(part, BaseModel):
                 keys += keys_of(part, f"{prefix}{name}.")
     return keys

@@ -5,12 +5,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, inspect_checkpoint, reward_head
+from python_backend.checkpoints.inspection import (
+    CheckpointError,
+    check_checkpoint,
+    fingerprint_weights,
+    inspect_checkpoint,
+    reward_head,
+)
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.config import ConfigError, RewardSection, RunConfig
+from python_backend.config.labels import attribute_weights
 from python_backend.config.training import missing_packages
 from python_backend.rewards.function import FILE_SPEC
 from python_backend.store.durable import read_json
+from python_backend.store.weights import WeightsStore
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 WAYS_OUT = {
@@ -78,7 +86,7 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
         for role, section in config.served_sections.items()
     }
     if config.uses_reward_model and problems["reward.model"] is None:
-        problems["reward.model"] = _of_reward(config.reward, whole_run=whole_run)
+        problems["reward.model"] = _of_reward(config.reward, whole_run=whole_run) or _refused(_of_store, config)
     for role, section in config.served_sections.items():
         if section.tensor_parallel > 1 and problems[f"{role}.model"] is None:
             problems[f"{role}.model"] = _refused(check_tensor_parallel, section.model, section.tensor_parallel)
@@ -94,6 +102,21 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
         )
     specs = {f"rewards.{name}.function": str(term.function) for name, term in config.functions.items()}
     return problems | _of_functions(specs)
+
+
+def _of_store(config: RunConfig) -> None:
+    """Raise CheckpointError if `reward.model` would not be served because the store has versions of another model."""
+    store = WeightsStore(config.run.reward_weights_dir)
+    current = store.current() if config.reward.store else None
+    if current is None:
+        return
+    wanted = fingerprint_weights(config.reward.model)
+    if wanted not in (fingerprint_weights(store.folder(version)) for version in (current, 0)):
+        raise CheckpointError(
+            f"{config.reward.model} has other weights than versions 0 and {current} in {store.root}, from which "
+            "reward.store serves, so it would not be served; publish it with `python -m tools weights publish --model "
+            "reward FOLDER`, set reward.model back, or start in another folder (run.dir)"
+        )
 
 
 def _of_actor(config: RunConfig) -> dict[str, str | None]:
@@ -121,8 +144,14 @@ def _of_checkpoint(folder: Path, way_out: str = "") -> str | None:
 
 def _of_reward(reward: RewardSection, *, whole_run: bool) -> str | None:
     folder = reward.model
-    if reward.logit is None and (problem := _refused(lambda: reward_head(inspect_checkpoint(folder)))):
+    if reward.logit is None and (
+        problem := _refused(lambda: reward_head(inspect_checkpoint(folder))) or _refused(attribute_weights, reward)
+    ):
         return problem
+    if whole_run and reward.merge_attributes is False and (count := len(inspect_checkpoint(folder).label_names)) > 1:
+        return (
+            f"{folder} would give {count} rewards per row, but the run needs one; remove reward.merge_attributes: false"
+        )
     if (reward.logit or reward.process) and not has_tokenizer(folder):
         return f"{folder} has no tokenizer, which reward.logit and reward.process need; save it there"
     if whole_run and not has_tokenizer(folder):

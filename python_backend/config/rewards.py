@@ -13,6 +13,7 @@ from python_backend.config.fields import Count, Seconds, Section
 from python_backend.rewards.function import TIMEOUT_OPTION, check_spec
 
 if TYPE_CHECKING:
+    from python_backend.config.environment import EnvironmentSection
     from python_backend.config.sections import RewardSection
 
 MODEL_TERM = "model"  # the model of the section `reward`
@@ -42,7 +43,7 @@ class RewardTerm(Section):
     """One of the rewards whose weighted sum counts: `model`, of the section `reward`, or a Python function."""
 
     weight: float = 1.0
-    """Factor of the score. With 0 the score is only logged, but a sample for which it fails still has no reward."""
+    """Factor of the score. With 0 the score is only charted, and a sample for which it fails has its reward."""
     function: FunctionSpec | None = None
     """`path/to/file.py:name` or `package.module:name`, called with one `Sample`; not allowed for `model`."""
     groupwise: bool = False
@@ -58,6 +59,18 @@ class RewardTerm(Section):
 
 
 Terms = Annotated[dict[str, RewardTerm], Field(min_length=1)]
+
+
+def check_weights(terms: dict[str, RewardTerm] | None, environment: EnvironmentSection | None) -> None:
+    """Raise ValueError if all rewards that there are have the weight 0."""
+    weights = {f"rewards.{name}.weight": term.weight for name, term in (terms or {}).items()}
+    if environment is not None:
+        weights["environment.weight"] = environment.weight
+    if weights and not any(weights.values()):
+        raise ValueError(
+            f"{' and '.join(weights)} {'is' if len(weights) == 1 else 'are'} 0, so every reward would be 0; set one "
+            "that counts to another weight"
+        )
 
 
 def check_terms(terms: dict[str, RewardTerm]) -> None:
@@ -147,7 +160,9 @@ def check_token_rewards(reward: RewardSection) -> None:
     logit, process = reward.logit, reward.process
     if logit is not None or process is not None:
         what = "reward.logit" if logit is not None else "reward.process"
-        _need(reward, what, merge_attributes=True, pooling="auto", store=False, append_eos=False)
+        if reward.merge_attributes is False:
+            _need(reward, what, merge_attributes=True)
+        _need(reward, what, pooling="auto", store=False, append_eos=False)
     if logit is not None:
         _need(reward, "reward.logit", attribute_weights=None, tensor_parallel=1)
         if reward.score == "probability" and not logit.against:

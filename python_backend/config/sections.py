@@ -320,10 +320,13 @@ class RewardSection(ModelSection, TokenRewardSettings):
     """Pooling of a linear head: `last` (index length-1), `mean`, or `auto`. `auto` is `last`, except for `sentences`:
     for them it takes the last token that is not the padding token, as transformers does. Encoders with a pooled head
     support only `auto`."""
-    attribute_weights: list[float] | None = None
-    """Weights of the A labels in the merged sum; default: 1/A each."""
-    merge_attributes: bool = True
-    """Return the weighted sum of the labels, [B, 1]; otherwise all A labels, [B, A]."""
+    attribute_weights: list[float] | dict[str, float] | None = None
+    """Weights of the A labels in their sum, which is then the reward: a list, or by the names in config.json, such as
+    {NEGATIVE: -1, POSITIVE: 1}, the log-odds of POSITIVE. A model of several labels needs these or
+    `merge_attributes`."""
+    merge_attributes: bool | None = None
+    """`true`: return the weighted sum of the labels, [B, 1], by default their mean; `false`: all A labels, [B, A].
+    Default: the sum if there are `attribute_weights`; otherwise a model of several labels is refused."""
     text: Literal["joined", "pair"] = "joined"
     """What the reward model was trained on: `joined`, prompt and response as one text or chat; `pair`, prompt and
     response as the two texts of a pair (`tokenizer(prompt, response)`), which the actor and the gateway then send."""
@@ -339,6 +342,13 @@ class RewardSection(ModelSection, TokenRewardSettings):
     """With `store`: how instances switch to a published version, as in `critic.reload`."""
     gate: GateSection | None = None
     """With `store`: accuracy on pairs of texts that a new version must reach before it is served; default: none."""
+
+    @model_validator(mode="after")
+    def _weighted(self) -> RewardSection:
+        given = self.attribute_weights
+        if given is not None and not any(given.values() if isinstance(given, dict) else given):
+            raise ValueError(f"reward.attribute_weights ({given}) are all 0, so every reward would be 0")
+        return self
 
     @model_validator(mode="after")
     def _stored(self) -> RewardSection:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from python_backend.serving.triton import Call, Parameters, answer_each, triton_model
+from python_backend.serving.triton import Call, Parameters, answer_each, log_error, triton_model
 from python_backend.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARD_WEIGHTS, REWARDS, texts_array
 
 # The weighted sum of several rewards; a row with a missing component has no reward.
@@ -18,10 +18,11 @@ from python_backend.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWAR
 def weighted_sum(
     names: Sequence[str], weights: np.ndarray, components: np.ndarray, causes: Mapping[str, Sequence[str]]
 ) -> tuple[np.ndarray, list[str]]:
-    """Return `(rewards, errors)` of B rows; a row has a reward if all its components and their sum are finite.
+    """Return `(rewards, errors)` of B rows; a row has a reward if all components that count, and their sum, are finite.
 
     NaN without a cause means that the function does not apply to the row: the component is left out of the sum. If no
-    component applies, the row has no reward.
+    component applies, the row has no reward. Components of weight 0 are only charted: whether they fail or apply does
+    not touch a row. If all are, because only an environment's rewards count, every row has the reward 0.
 
     Args:
         names: names of the C components, for error messages.
@@ -33,7 +34,8 @@ def weighted_sum(
         rewards float32 `[B]`, NaN where there is an error; B errors, empty where there is a reward.
     """
     given = np.asarray([causes.get(name, ["no cause"] * len(components)) for name in names]).T != ""
-    applies = given | ~np.isnan(components)
+    counts = weights != 0
+    applies = (given | ~np.isnan(components)) & counts
     with np.errstate(over="ignore", invalid="ignore"):  # an overflow becomes an error message below
         rewards = (np.where(applies, components, 0.0) @ weights).astype(np.float32)
     errors = []
@@ -43,7 +45,7 @@ def weighted_sum(
             for j, name in enumerate(names)
             if applies[i, j] and not np.isfinite(row[j])
         ]
-        if not applies[i].any():
+        if counts.any() and not applies[i].any():
             failed = ["no reward function applies to this row"]
         if not failed and not np.isfinite(rewards[i]):
             failed = [f"the weighted sum is {rewards[i]:g}, must be finite"]
@@ -58,6 +60,7 @@ class WeightedSum:
         parameters = Parameters(args)
         self._names: list[str] = json.loads(parameters.text(REWARD_COMPONENTS))
         self._weights = np.asarray(json.loads(parameters.text(REWARD_WEIGHTS)), np.float64)
+        self._silent = {name for name, weight in zip(self._names, self._weights, strict=True) if weight == 0}
 
     def execute(self, calls: Sequence[Call]) -> None:
         """Answer the requests at once."""
@@ -75,6 +78,10 @@ class WeightedSum:
             if found is not None:
                 causes[name] = [item.decode() for item in found[:, 0]]
         rewards, errors = weighted_sum(self._names, self._weights, components, causes)
+        for name in self._silent & causes.keys():
+            if cause := next(filter(None, causes[name]), ""):  # which no reply contains
+                self._silent.remove(name)
+                log_error(f"{name}, which has weight 0 and is only charted, failed for the first time: {cause}")
         return {
             REWARDS: rewards[:, None],
             REWARD_COMPONENTS: np.where(np.isfinite(components), components, np.float32(np.nan)),

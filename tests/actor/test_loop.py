@@ -464,6 +464,15 @@ def test_steps_in_which_limits_end_all_conversations_change_nothing(
     assert not any(payload.mask.any() for payload in server.received)
 
 
+@pytest.mark.parametrize("target", [None, 1e9])
+def test_a_fixed_kl_coefficient_may_change_at_a_resume(tmp_path: Path, checkpoints: Checkpoints, target: float | None):
+    for steps, coef in ((1, 0.1), (2, 0.5)):
+        go(make_ppo(tmp_path / "run", checkpoints, **SMALL, steps=steps, kl_coef=coef, kl_target=target))
+    first, second = (line["train_rollouts/kl_coef"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    assert first == 0.1
+    assert second == 0.5 if target is None else second < 0.1
+
+
 # ---- stops: signals ----
 
 PROGRAM = """

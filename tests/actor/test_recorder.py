@@ -471,6 +471,83 @@ def test_changed_settings_are_listed_and_recorded(
     assert find_changes(config, accepted=False) == {}
 
 
+COSINE = {"lr": 5e-5, "min_lr": 0.0, "update_minibatch_size": 64}  # two optimizer steps in each step
+TWO = [{"path": "a", "until_step": 5}, {"path": "b", "from_step": 3, "weight": 3.0}]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "lines"),
+    [
+        ({**COSINE, "steps": 5}, {**COSINE, "steps": 5}, []),
+        (
+            {**COSINE, "steps": 5},
+            {**COSINE, "steps": 10},
+            ["actor.steps: 5 -> 10", "actor.optimizer.lr in step 6, after 1.22e-06 in step 5: 0.0 -> 2.5e-05"],
+        ),
+        ({**COSINE, "optimizer_max_steps": 40, "steps": 5}, {**COSINE, "optimizer_max_steps": 40, "steps": 10}, []),
+        ({"steps": 5}, {"steps": 10}, []),
+        ({"steps": 5}, {"steps": 10, "lr": 0.5}, ["actor.optimizer.lr: 9e-07 -> 0.5"]),
+        (
+            {"steps": 50, "warmup_steps": 20},
+            {"steps": 50, "warmup_steps": 40},
+            [
+                "actor.optimizer.warmup_steps: 20 -> 40",
+                "actor.optimizer.lr in step 6, after 4.5e-07 in step 5: 4.95e-07 -> 2.475e-07",
+            ],
+        ),
+        ({"steps": 50}, {"steps": 50, "kl_coef": 0.5}, ["actor.kl.coef: 0.01 -> 0.5"]),
+        (
+            {"steps": 50, "kl_target": 6.0},
+            {"steps": 50, "kl_target": 6.0, "kl_coef": 0.5},
+            ["actor.kl.coef: 0.01 -> 0.5", "actor.kl.coef in step 6, which actor.kl.target adapts: 0.02 -> 0.02"],
+        ),
+        (
+            {"steps": 50, "kl_target": 6.0},
+            {"steps": 50},
+            ["actor.kl.target: 6.0 -> None", "actor.kl.coef in step 6, which actor.kl.target adapts: 0.02 -> 0.01"],
+        ),
+        (
+            {"steps": 50, "prompts_files": TWO},
+            {"steps": 50, "prompts_files": [{**TWO[0], "until_step": 6}, TWO[1]]},
+            [
+                "actor.prompts.files in step 6: {'b': 1.0} -> {'a': 0.25, 'b': 0.75}",
+            ],
+        ),
+    ],
+)
+def test_a_schedule_that_changes_at_a_resume_is_named_with_both_values(
+    tmp_path: Path, before: dict[str, Any], now: dict[str, Any], lines: list[str]
+):
+    run = after_five_steps(tmp_path / "run", **before)
+    state = {"optimizer_step": 10, "kl_coef": 0.02 if "kl_target" in before else 0.01}
+    (run / "checkpoints" / "actor" / "5" / "state.json").write_text(json.dumps(state))
+    config = config_of(run, **now)
+    changed = find_changes(config, accepted=False)
+    found = [line for line in describe_changes(changed) if not line.startswith("actor.prompts.files: ")]
+    assert found == lines
+    write_settings(config, changed)
+    assert find_changes(config, accepted=False) == {}
+
+
+def test_the_seed_and_reproducibility_are_among_the_changes(tmp_path: Path):
+    run = after_five_steps(tmp_path / "run")
+    config = config_of(run)
+    changed = config.model_copy(update={"run": config.run.model_copy(update={"seed": 7, "deterministic": True})})
+    lines = describe_changes(find_changes(changed, accepted=False))
+    assert lines == ["run.seed: 0 -> 7", "run.deterministic: False -> True"]
+
+
+def test_a_critic_is_not_made_again_at_a_resume(tmp_path: Path):
+    run = after_five_steps(tmp_path / "run", name="ppo")
+    config = config_of(run, name="ppo")
+    other = config.model_copy(update={"critic": config.critic.model_copy(update={"model": Path("other")})})
+    assert describe_changes(find_changes(other, accepted=False)) == ["critic.model: checkpoints/critic -> other"]
+    (run / "weights" / "critic").mkdir(parents=True)
+    (run / "weights" / "critic" / "CURRENT").touch()
+    (line,) = describe_changes(find_changes(other, accepted=False))
+    assert line == "critic.model (without effect): checkpoints/critic -> other"
+
+
 def test_measured_settings_are_no_change(tmp_path: Path):
     run = {"run": {"dir": after_five_steps(tmp_path / "run")}, "critic": {}}
     written, measured = ({**run, "reward": reward} for reward in ({}, {"workers": 2}))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from live_system import Checkpoints, make_run
 from tiny_tokenizers import make_text_tokenizer
 
-from actor.algorithms.batch import rollout_metrics
+from actor.algorithms.batch import rollout_metrics, text_metrics
 from actor.data.prompts import PromptError
 from actor.data.rollout import (
     ProcessRewards,
@@ -256,6 +256,28 @@ def test_rewards_of_tokens_are_placed_where_the_server_says(tokenizer: Any):
     joined = join_scores([scores, scores], rollout.tokens.shape[1] + 2).select(torch.tensor([2]))
     assert joined.process is not None
     assert joined.process.rewards.tolist() == [[*process.rewards[0].tolist(), 0, 0]]
+
+
+def test_a_process_reward_of_weight_0_only_charts(tokenizer: Any):
+    """Whatever its steps are, the row has the other terms' reward; the rows without it are counted."""
+    rollout = written(tokenizer, " A file. A day.", " the")
+    first = int(rollout.prompt_lengths[0])
+    answer = {
+        "rewards": [[6.0], [3.0]],
+        "step_rewards": [[NAN], [0.125]],
+        "step_ends": [[first + 1], [first]],
+        "reward_components": [[NAN, 2.0], [0.125, 1.0]],
+        "reward_errors": [[b""], [b""]],
+    }
+    names = {"reward_components": '["model", "length"]', "reward_weights": "[0.0, 3.0]", "process": "step"}
+    scores = score(Client(answer, **names), tokenizer, rollout)
+    assert scores.process is not None
+    assert (scores.scored.tolist(), scores.failures) == ([True, True], [])
+    assert scores.process.outcome.tolist() == [6.0, 3.0]
+    assert not scores.process.rewards.any()
+    metrics = text_metrics(rollout, scores)
+    found = {name: value for name, value in metrics.items() if name.startswith("reward_")}
+    assert found == {"reward_model": 0.125, "reward_model_missing": 1.0, "reward_length": 1.5}
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

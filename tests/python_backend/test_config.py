@@ -11,6 +11,7 @@ import yaml
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.config.algorithms import ALGORITHMS, KL_ESTIMATORS, LOSSES
 from python_backend.config.required_files import check_critic, check_files
+from python_backend.config.without_effect import effect_line, without_effect
 from python_backend.models.placement import device_of, devices_of, own_device
 from tools.calibrate.calibration import settle
 
@@ -58,7 +59,7 @@ def test_what_the_yaml_says_overrides_what_was_published(tmp_path: Path, written
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_repositorys_own_files_are_valid(path: Path):
-    load_config(path)
+    assert without_effect(load_config(path)) == []
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,29 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "unknown key zzz; known: run, server, reward, rewards, critic, reference, trainer, actor, environment, "
             "gateway, monitoring, report",
         ),
-        ("1: 2", "1: Keys should be strings"),
+        ("1: 2", "my.yaml is not valid YAML: line 1: the key 1 must be text, but YAML reads it as int; put it in quot"),
+        ("{rewards: {a: {options: {\non: 1}}}}", "line 2: the key rewards.a.options.on must be text, but YAML reads"),
+        ("run: {dir: a}\nactor: {}\nrun: {seed: 1}", "line 3: run is given twice, first in line 1; keep one of them"),
+        ("actor:\n kl:\n  coef: 1\n  'coef': 1", "line 4: actor.kl.coef is given twice, first in line 3"),
+        ("actor: {prompts: {files: [{path: a}, {path: b, path: c}]}}", "actor.prompts.files.1.path is given twice"),
+        ("rewards: {a: {options: {b: [{c: {d: 1, d: 2}}]}}}", "line 1: rewards.a.options.b.0.c.d is given twice"),
+        (
+            "reward: &a {threads: 1}\ncritic: {<<: *a, <<: *a}",
+            "line 2: critic.<< is given twice, first in line 2; writ",
+        ),
+        ("run: &a {dir: *a}", "line 1: run.dir contains itself; remove its alias"),
+        ("run: {dir: a}\n---\nrun: {dir: b}", "line 2, column 1: a second document begins here, which would not be"),
+        ("run:\n\tdir: a", r"line 2, column 1: found character '\t' that cannot start any token; indent with spaces"),
+        ("actor: {steps: 010}", "line 1, column 16: 010 begins with 0, which some read as octal"),
+        ("actor: {max_minutes: 1:30}", "actor.max_minutes: Input should be a valid number, unable to parse string"),
+        ("run: {dir: \0}", "my.yaml is not valid YAML: unacceptable character #x0000"),
+        ("[" * 5000, "my.yaml is not valid YAML: its values are nested too deeply"),
+        ("reward: {standardization: off}", "(got False)"),
+        (
+            "run: {run_id: no}",
+            "YAML reads yes, no, on and off as true and false, so put such a text in quotes (got Fal",
+        ),
+        ("[]", "my.yaml must contain sections"),
         ("actor: {steps: 0}", "actor.steps: Input should be greater than or equal to 1 (got 0)"),
         ("actor: {steps: many}", "actor.steps: Input should be a valid integer"),
         ("actor: {optimizer: {lr: .nan}}", "actor.optimizer.lr: Input should be a finite number (got nan)"),
@@ -106,9 +129,15 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ),
         (
             "{environment: {class: a.py:B}, reward: {model: checkpoints/mine}}",
-            "reward.model has no effect: with an environment, rewards names what counts beside its own",
+            "reward.model (checkpoints/mine) has no effect: with an environment, rewards names what counts beside its",
         ),
         ("environment: {class: a.py:B, url: 'ws://h'}", "class and url are given; keep one"),
+        ("rewards: {a: {function: a.py:f, weight: 0}}", "rewards.a.weight is 0, so every reward would be 0; set one"),
+        (
+            "rewards: {model: {weight: 0}, a: {function: a.py:f, weight: 0}}",
+            "rewards.model.weight and rewards.a.weight are 0, so every reward would be 0",
+        ),
+        ("environment: {class: a.py:B, weight: 0}", "environment.weight is 0, so every reward would be 0"),
         ("actor: {optimizer: {betas: [0.9, 1.0]}}", "actor.optimizer.betas.1: Input should be less than 1 (got 1.0)"),
         ("actor: {optimizer: {betas: [0.9]}}", "actor.optimizer.betas.1 is missing"),
         (
@@ -244,7 +273,8 @@ def test_all_problems_are_said_at_once_each_with_its_source(tmp_path: Path):
 def test_overrides_win_over_the_file(tmp_path: Path):
     config = load(
         tmp_path,
-        "actor: {steps: 3, optimizer: {lr: 1e-3}}",  # which YAML 1.1 reads as text
+        "actor: {steps: 3, optimizer: {lr: 1e-3}}",
+        "actor.steps=4",
         "actor.steps=5",
         "actor.client.retries=0",
         "run.dir=runs/a=b",
@@ -265,6 +295,7 @@ def test_overrides_win_over_the_file(tmp_path: Path):
         ("actor.steps", "override 'actor.steps' must have the form section.key=value"),
         ("=3", "override '=3' must have the form"),
         ("actor.steps=[", "override 'actor.steps=[': the value is not valid YAML"),
+        ("actor={steps: 1, steps: 2}", "the value is not valid YAML: line 1: steps is given twice"),
         ("actor.stepz=3", "override 'actor.stepz=3': unknown key actor.stepz; did you mean actor.steps?"),
         ("actr.steps=3", "override 'actr.steps=3': unknown key actr; did you mean actor?"),
         ("actor..steps=3", "override 'actor..steps=3': unknown key actor."),
@@ -301,6 +332,95 @@ def test_an_override_of_one_section_leaves_its_alias_alone(tmp_path: Path):
     config = load(tmp_path, "reward: &same {threads: 2}\ncritic: *same\n", *overrides)
     found = [(str(section.model), section.threads) for section in (config.reward, config.critic)]
     assert found == [("a", 2), ("b", 3)]
+
+
+def test_merge_keys_and_the_numbers_of_yaml_1_2(tmp_path: Path):
+    text = (
+        "reward: &a {threads: 2, workers: 3}\ncritic: &b {<<: *a, threads: 4}\nreference: {<<: [*b, *a], workers: 9}\n"
+    )
+    config = load(tmp_path, text)
+    sections = (config.reward, config.critic, config.reference)
+    assert [(each.threads, each.workers) for each in sections] == [(2, 3), (4, 3), (4, 9)]
+    values = "{a: 1e-6, b: 1:30, c: .5, d: 1_000, e: -0x10, f: 0, g: 1e, h: '010', i: 1.2.3, j: 2e5, k: 0.5}"
+    config = load(tmp_path, f"rewards: {{a: {{function: 'a.py:f', options: {values}}}}}")
+    found = [*config.functions["a"].options.values()]
+    assert found == [1e-6, "1:30", 0.5, 1000, -16, 0, "1e", "010", "1.2.3", 2e5, 0.5]
+
+
+GROUPS = "actor.algorithm={name: grpo, responses_per_prompt: 2}"
+FUNCTION = "rewards={f: {function: a.py:f}}"
+WITHOUT_EFFECT = {  # overrides, of which the last have no effect, the number of these, and why
+    "the critic": ([GROUPS, "critic.model=a", "trainer.optimizer.lr=1", "actor.max_staleness=2"], 3, "grpo has no cri"),
+    "its metrics": ([GROUPS, "actor.client.train_deadline_s=9", "monitoring.trainer_port=9"], 2, "grpo has no critic"),
+    "the reward model": ([FUNCTION, "reward.device=cuda", "reward.process.mark=x"], 2, "no reward model is served"),
+    "the reference": (
+        ["reference.threads=2", "reference.model=a"],
+        1,
+        "actor.kl.reference is actor: the initial policy",
+    ),
+    "no KL": (["actor.kl.coef=0", "actor.kl.estimator=k2", "actor.kl.penalty_in=loss"], 2, "coef and every are 0"),
+    "a KL in every step": (["actor.kl.every=2"], 1, "the KL is measured in every step"),
+    "a fixed KL": (["actor.kl.horizon=9"], 1, "actor.kl.target is not set"),
+    "lambda": (["actor.algorithm.name=reinforce++", "actor.algorithm.lam=0.5"], 1, "advantages have no lambda"),
+    "both lambdas": (["actor.algorithm.name=vapo", "actor.algorithm.lam=0.5"], 1, "which take its place"),
+    "discount": ([GROUPS, "actor.algorithm.gamma=0.5"], 1, "are not discounted"),
+    "clip": (
+        ["actor.algorithm={name: rloo, responses_per_prompt: 2}", "actor.algorithm.clip_ratio=0.1"],
+        1,
+        "the loss reinforce has no probability ratio",
+    ),
+    "one minibatch": (
+        ["actor.rollout_size=8", "actor.algorithm.clip_ratio=0.1", "actor.update.max_kl=0.1"],
+        2,
+        "every probability ratio is 1; set actor.update.minibatch_size below actor.rollout_size (8)",
+    ),
+    "validation": (["actor.validation.every=2", "actor.validation.greedy=true"], 2, "validation.prompts is not set"),
+    "no validation": (["actor.validation.size=0", "actor.validation.prompts=a"], 1, "actor.validation.size is 0"),
+    "vLLM": (["actor.generation.vllm.servers=['a:1']"], 1, "actor.generation.engine is slots"),
+    "adapters": (
+        ["actor.generation.engine=vllm", "actor.policy.lora_rank=2", "actor.generation.vllm.compare_weights=true"],
+        1,
+        "with LoRA, vLLM loads only adapters",
+    ),
+    "LoRA": (["actor.policy.lora_alpha=2"], 1, "actor.policy.lora_rank is 0"),
+    "the critic's LoRA": (["trainer.lora_alpha=2"], 1, "trainer.lora_rank is 0"),
+    "versions": (
+        ["trainer.lora_rank=2", "trainer.publish.format=adapter", "trainer.publish.dtype=bfloat16"],
+        1,
+        "trainer.publish.format is adapter",
+    ),
+    "moments": (["actor.rewards.mean=1", "actor.rewards.std=2"], 2, "actor.rewards.normalization is not static"),
+    "overlong": (["actor.rewards.overlong_penalty=2"], 1, "actor.rewards.overlong_tokens is 0"),
+    "schedule": (["actor.optimizer.max_steps=9"], 1, "without actor.optimizer.min_lr, the rate is constant"),
+    "store": (["reward.reload=triton"], 1, "reward.store is false"),
+    "attributes": (["reward.merge_attributes=false", "reward.attribute_weights=[1, 2]"], 1, "merge_attributes is fal"),
+    "every token": (["reward.process={granularity: token}", "reward.process.separator=x"], 1, "granularity is token"),
+    "ports": (["monitoring.host=a"], 1, "neither monitoring.actor_port nor trainer_port is set"),
+    "bits": (["run.deterministic=true", "critic.token_budget=9"], 1, "each row is scored alone"),
+    "an agent": (["environment.agent=a.py:f", "environment.step_timeout_s=9"], 1, "has only environment.timeout_s"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "count", "why"), WITHOUT_EFFECT.values(), ids=WITHOUT_EFFECT.keys())
+def test_settings_without_effect_are_named_with_the_reason(tmp_path: Path, overrides: list[str], count: int, why: str):
+    assert without_effect(load(tmp_path, "", *overrides[:-count])) == []
+    config = load(tmp_path, "", *overrides)
+    keys = sorted(override.partition("=")[0] for override in overrides[-count:])
+    (found,) = without_effect(config)
+    assert found.startswith(f"{', '.join(keys)}")
+    assert why in found
+    assert effect_line(config) == f"settings without effect in this run: {found}"
+    assert without_effect(RunConfig.model_validate(config.model_dump(mode="json"))) == []  # not written by the user
+
+
+def test_a_reward_model_that_would_not_count_is_refused_with_the_remedy(tmp_path: Path):
+    message = "rewards names what counts, and has no term `model`; add rewards.model: {weight: 1.0}, or remove reward.m"
+    for model in ("checkpoints/reward", "checkpoints/mine"):  # the default, too
+        with pytest.raises(ConfigError, match=re.escape(f"reward.model ({model}) has no effect: {message}")):
+            load(tmp_path, f"reward: {{model: {model}}}", FUNCTION)
+    load(tmp_path, "reward: {model: checkpoints/mine}", FUNCTION, "rewards.model={}")
+    load(tmp_path, "rewards: {model: {weight: 2}}")
+    load(tmp_path, "environment: {class: a.py:B}\nrewards: {a: {function: a.py:f, weight: 0}}")
 
 
 # ---- run.deterministic ----

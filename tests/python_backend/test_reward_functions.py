@@ -562,6 +562,27 @@ def test_a_row_without_a_finite_sum_has_no_reward_and_a_cause(
     assert errors == [error, ""]
 
 
+@pytest.mark.parametrize(
+    ("weights", "row", "causes", "reward", "error"),
+    [
+        ([1, 0], [3, np.nan], ["", "ValueError: x"], 3, ""),
+        ([1, 0], [3, np.inf], ["", ""], 3, ""),
+        ([1, 0], [3, np.nan], ["", ""], 3, ""),
+        ([1, 0], [np.nan, 2], ["ValueError: x", ""], np.nan, "a: ValueError: x"),
+        ([1, 0], [np.nan, np.nan], ["ValueError: x", "KeyError: y"], np.nan, "a: ValueError: x"),
+        ([1, 0], [np.nan, 2], ["", ""], np.nan, "no reward function applies to this row"),
+        ([0, 0], [np.nan, 2], ["ValueError: x", ""], 0, ""),  # beside an environment's own rewards
+    ],
+)
+def test_a_term_of_weight_0_never_touches_a_row(
+    weights: list[float], row: list[float], causes: list[str], reward: float, error: str
+) -> None:
+    by_name = {name: [cause] for name, cause in zip("ab", causes, strict=True)}
+    rewards, errors = weighted_sum(["a", "b"], np.asarray(weights, float), np.asarray([row], np.float32), by_name)
+    np.testing.assert_array_equal(rewards, np.asarray([reward], np.float32))
+    assert errors == [error]
+
+
 def test_a_model_always_applies() -> None:
     rewards, errors = weighted_sum(["model"], np.asarray([1.0]), np.asarray([[np.nan]], np.float32), {})
     assert (np.isnan(rewards).all(), errors) == (True, ["model: scored nan, must be finite"])

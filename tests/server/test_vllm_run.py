@@ -98,7 +98,6 @@ def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[
     return {
         "run": {"dir": str(folder / "run")},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
-        "reward": served,
         "rewards": {"share": {"function": "benchmarks.reward_functions:share_of_word"}},
         "critic": served,
         "actor": {

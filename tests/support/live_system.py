@@ -278,6 +278,8 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
         for key, value in section.items():
             old = data.setdefault(name, {}).get(key)
             data[name][key] = {**old, **value} if isinstance(old, dict) else value
+    if "model" not in data.get("rewards", data["reward"]):
+        data["reward"].pop("model")  # would have no effect, and be refused
     data["actor"], data["trainer"] = nested(ActorSection, data["actor"]), nested(TrainerSection, data["trainer"])
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run.yaml"

@@ -13,8 +13,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from live_system import Checkpoints, FinishedRun, make_run
 from shebang import SHEBANG
 
@@ -27,6 +29,7 @@ from python_backend.store.run_lock import only_run
 from python_backend.store.weights import ServingRecord
 from tools import __main__ as program_module
 from tools import run as tools_run
+from tools import serve as tools_serve
 from tools import status, weights
 from tools.__main__ import COMMANDS
 from tools.arguments import parse_or_complete
@@ -246,6 +249,29 @@ def test_the_newest_policy_is_named_after_an_error(
     assert says in line
     if says == "export":
         assert line == f"policy: python -m tools export '{folder}' writes that of step 7 as a Hugging Face folder"
+
+
+@pytest.mark.parametrize("command", [tools_run, tools_serve], ids=["run", "serve"])
+def test_settings_without_effect_are_named_once_at_the_start(
+    command: Any,
+    tmp_path: Path,
+    checkpoints: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = make_run(tmp_path, checkpoints, reward={"reload": "triton"}).path
+    if command is tools_serve:  # for another trainer
+        data = {name: section for name, section in yaml.safe_load(path.read_text()).items() if name != "actor"}
+        path.write_text(yaml.safe_dump(data))
+
+    def settle(*_: object) -> list[str]:
+        raise RlhfError("that is enough")
+
+    monkeypatch.setattr(command, "settle", settle)
+    assert command.main(["--config", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.count("settings without effect in this run: reward.reload (reward.store is false)\n") == 1
+    assert "error: that is enough" in shown.err
 
 
 @pytest.mark.parametrize("pause", ["-1", "0", "nan", "often"])

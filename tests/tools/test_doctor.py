@@ -227,6 +227,15 @@ def test_what_text_prompts_begin_with(config: Path, checkpoints: Checkpoints) ->
         assert (found.level, found.text[: len(told)]) == (level, told)
 
 
+def test_settings_without_effect(config: Path) -> None:
+    found = findings(str(config), "actor.kl.horizon=9")["settings"]
+    assert (found.level, found.text) == (
+        Level.WARNING,
+        "without effect in this run: actor.kl.horizon (actor.kl.target is not set)",
+    )
+    assert "settings" not in findings(str(config), "actor.kl.horizon=9", "actor.kl.target=1")
+
+
 def test_what_is_wrong_with_a_configuration_has_a_line_each(config: Path, tmp_path: Path) -> None:
     settings = [
         f"reward.model={tmp_path / 'none'}",

@@ -17,7 +17,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from python_backend.config import load_config
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.config import RewardSection, load_config
+from python_backend.config.labels import attribute_weights
 from python_backend.config.sections import Standardization
 from python_backend.models.modeling import load_reward
 from tools.import_checkpoint import main
@@ -77,10 +79,19 @@ def test_a_critic_from_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "labels        helpfulness, verbosity" in said
     assert "its 2 outputs merged into one" in said
     text = said[said.index("\nreward:\n") :]
-    assert "# attribute_weights: [1.0, 1.0]" in text
+    text, _, told = text.partition("not yet usable")
+    assert "choose one of the lines" in told
     sections = yaml.safe_load(text)
     assert sections["critic"]["model"] == sections["reward"]["model"] == str(tmp_path)
-    assert sections["reward"]["merge_attributes"] is True
+    reward = RewardSection.model_validate(sections["reward"])
+    with pytest.raises(CheckpointError, match=r"has 2 labels \(helpfulness, verbosity\), and nothing says which of"):
+        attribute_weights(reward)  # nothing is chosen for the user
+    chosen = text.replace(
+        "# attribute_weights: {helpfulness: -1, verbosity: 1}", "attribute_weights: {helpfulness: -1, verbosity: 1}"
+    )
+    assert attribute_weights(RewardSection.model_validate(yaml.safe_load(chosen)["reward"])) == [-1, 1]
+    assert text.count("\n  # merge_attributes: ") == text.count("\n  # attribute_weights: ") == 2
+    assert re.search(r"tokens 1 to 8 scores helpfulness -?\d\S+, verbosity -?\d", said)
 
 
 def test_the_same_tokenizer_and_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -375,10 +375,10 @@ def test_labels_are_declared_only_with_probabilities(tmp_path: Path) -> None:
     """The gateway requests the probabilities of a model with labels."""
     save_tiny(tmp_path, "llama", "critic", num_labels=2)
     make_tokenizer().save_pretrained(tmp_path)
-    for more in ({}, {"process": {}}):
+    for more in ({"merge_attributes": True}, {"process": {}}):
         config = parsed(reward={"model": str(tmp_path), **more})["reward_model"]
         has_probabilities = "probabilities" in {output.name for output in config.output}
-        assert has_probabilities == (parameters(config)["labels"] != "[]") == (not more)
+        assert has_probabilities == (parameters(config)["labels"] != "[]") == ("process" not in more)
 
 
 def test_a_term_sees_no_key_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What a run needs before anything starts: only what it uses is rendered, loaded, measured, demanded and checked."""
 
 import asyncio
+import functools
 import json
 import re
 import shutil
@@ -16,7 +17,7 @@ import pytest
 import reward_functions
 import yaml
 from live_system import Checkpoints, make_run, make_tokenizer
-from tiny_checkpoints import save_tiny
+from tiny_checkpoints import change_config, save_tiny
 from tiny_models import regions
 
 import actor.__main__
@@ -31,12 +32,14 @@ from python_backend.config import ActorSection, ConfigError, RunConfig, load_con
 from python_backend.config.required_files import check_critic, check_files
 from python_backend.config.sections import UNMEASURED
 from python_backend.errors import RlhfError
+from python_backend.store.weights import WeightsStore
 from tests.support.settings import nested
 from tools import render_configs
 from tools.calibrate import calibration
 from tools.plan.command import roles_of, traffic_lines
 from tools.preflight import check_prompts, check_run
 from tools.server.tritonserver import load_order
+from trainer.publish import copy_checkpoint
 
 ALGORITHMS = ("ppo", "rloo")  # with a critic, and without one
 FUNCTION = {"verdict": {"function": f"{reward_functions.__file__}:token_sum", "workers": 1}}
@@ -130,7 +133,8 @@ def test_what_is_missing_is_named_before_anything_starts(
 ) -> None:
     """All of it at once, a line each, and nothing that the run does without."""
     path = write_yaml(tmp_path, algorithm, reward, checkpoints)
-    missing = [f"{role}.model={tmp_path / role}" for role in ("reward", "critic", "actor.policy")]
+    unused = ["reward"] if reward == "functions" else []  # which would be refused by itself
+    missing = [f"{role}.model={tmp_path / role}" for role in ("reward", "critic", "actor.policy") if role not in unused]
     overrides = [*missing, f"actor.prompts.path={tmp_path / 'none'}"]
     assert tools.run.main(["--fresh", "--config", str(path), *overrides]) == 2
     lines = capsys.readouterr().err.removeprefix("error: ").splitlines()
@@ -377,7 +381,11 @@ def test_a_run_is_refused_with_one_line_for_each_problem(
     file.write_text(FUNCTIONS)
     names = {**vars(checkpoints), "file": file}
     run = make_run(tmp_path, checkpoints)
-    given = [f"rewards.mine.function={file}:good", *(setting.format(**names) for setting in settings)]
+    given = [
+        "rewards.model={}",
+        f"rewards.mine.function={file}:good",
+        *(setting.format(**names) for setting in settings),
+    ]
     config = load_config(run.path, given)
     if not problem:
         check_run(config)
@@ -449,6 +457,88 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
             check("same", conversation, **settings)
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
     check("other", conversation)
+
+
+PAIR, ODDS = "{model} has 2 labels (BAD, GOOD)", "reward.attribute_weights: {{BAD: -1, GOOD: 1}} (the log-odds of GOOD"
+LABELS: dict[
+    str, tuple[list[str], list[str], Any]
+] = {  # names; settings; weights and merging, or what the refusal says
+    "one": (["LABEL_0"], [], (None, None)),
+    "one of three": (["a", "b", "c"], ["reward.attribute_weights=[0, 1, 0]"], ([0, 1, 0], True)),
+    "two": (["BAD", "GOOD"], [], [PAIR, ODDS, "reward.merge_attributes: true (their mean)"]),
+    "three": (["a", "b c", "no"], [], ["3 labels (a, b c, no)", 'weights: {{a: 1, "b c": 1, "no": 1}} (a number for']),
+    "unnamed": (["LABEL_0", "LABEL_1"], [], ["2 labels (LABEL_0, LABEL_1)", "{{LABEL_0: -1, LABEL_1: 1}}"]),
+    "their mean": (["BAD", "GOOD"], ["reward.merge_attributes=true"], (None, True)),
+    "both": (["BAD", "GOOD"], ["reward.merge_attributes=false"], (None, False)),
+    "by name": (["BAD", "GOOD"], ["reward.attribute_weights={{GOOD: 1, BAD: -1}}"], ([-1, 1], True)),
+    "unknown": (
+        ["BAD", "GOOD"],
+        ["reward.attribute_weights={{GOOD: 1, WORSE: 1}}"],
+        [PAIR, "each of which reward.attribute_weights must name once (unknown: WORSE; missing: BAD)"],
+    ),
+    "twice": (["a", "a", "b"], ["reward.attribute_weights={{a: 1, b: 2}}"], ["must name once (several times: a)"]),
+    "too few": (["BAD", "GOOD"], ["reward.attribute_weights=[1]"], [PAIR, "but reward.attribute_weights has 1 numb"]),
+    "steps of two": (["BAD", "GOOD"], ["reward.process={{separator: .}}"], (None, None)),
+    "steps of three": (
+        ["a", "b", "c"],
+        ["reward.process={{separator: .}}"],
+        ["3 labels (a, b, c), and nothing says", "(a number for each)$"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("names", "settings", "expected"), LABELS.values(), ids=LABELS.keys())
+def test_no_label_is_chosen_for_the_user(names: list[str], settings: list[str], expected: Any, tmp_path: Path) -> None:
+    model = tmp_path / "reward"
+    save_tiny(model, "llama", "reward", num_labels=len(names))
+    make_tokenizer().save_pretrained(model)
+    change_config(model, id2label=dict(enumerate(names)))
+    path = tmp_path / "my.yaml"
+    path.write_text(f"reward: {{model: {model}, device: cpu}}\n")
+    config = load_config(path, [setting.format() for setting in settings])
+    if isinstance(expected, tuple):
+        check_files(config, server=True)
+        found = parameters_of(render_configs.render_configs(config)["reward_model"])
+        assert (json.loads(found["attribute_weights"]), json.loads(found["merge_attributes"])) == expected
+        return
+    for check in (lambda: check_files(config, server=True), lambda: render_configs.render_configs(config)):
+        with pytest.raises(ConfigError) as caught:
+            check()
+        assert str(caught.value).startswith("reward.model: ")
+        for part in expected:
+            assert part.format(model=model) in f"{caught.value}$"
+
+
+def parameters_of(text: str) -> dict[str, str]:
+    config = render_configs.parse_config("reward_model", text)
+    return {name: value.string_value for name, value in config.parameters.items()}
+
+
+def test_a_run_needs_one_reward_per_row_before_the_server_starts(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    save_tiny(tmp_path / "two", "llama", "reward", num_labels=2)
+    make_tokenizer().save_pretrained(tmp_path / "two")
+    run = make_run(tmp_path / "run", checkpoints)
+    config = load_config(run.path, [f"reward.model={tmp_path / 'two'}", "reward.merge_attributes=false"])
+    check_files(config, server=True)
+    with pytest.raises(ConfigError, match=r"two would give 2 rewards per row, but the run needs one; remove reward.m"):
+        check_files(config, server=True, actor=True)
+
+
+def test_another_reward_model_than_that_of_the_store_is_refused(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """It would not be served."""
+    run = make_run(
+        tmp_path / "run", checkpoints, reward={"store": True}, actor={"name": "grpo", "responses_per_prompt": 2}
+    )
+    store = WeightsStore(run.config.run.reward_weights_dir)
+    for number, folder in enumerate((checkpoints.reward, checkpoints.other_reward)):
+        check_files(run.config, server=True)
+        store.add(functools.partial(copy_checkpoint, folder), run_id="run", step=0, parent=None, epoch=0)
+        store.set_current(number)
+    check_files(run.config, server=True)  # version 0
+    check_files(load_config(run.path, [f"reward.model={checkpoints.other_reward}"]), server=True)  # version 1
+    config = load_config(run.path, [f"reward.model={checkpoints.critic}"])
+    with pytest.raises(ConfigError, match=r"critic has other weights than versions 0 and 1 in .*so it would not be se"):
+        check_files(config, server=True)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from trainer.checkpoint import (
     deciding,
     deciding_settings,
     fingerprint,
+    schedule_changes,
 )
 from trainer.critic_update import CriticUpdate
 from trainer.trained_critic import build_critic
@@ -255,6 +256,22 @@ def test_each_setting_decides_the_weights_or_is_known_not_to():
     for name, default in UNLESS_DEFAULT.items():
         value = operator.attrgetter(name)(old)
         assert (list(value) if isinstance(value, tuple) else value) == default
+
+
+@pytest.mark.parametrize(
+    ("new", "step", "expected"),
+    [
+        ({}, 5, []),
+        ({"weight_decay": 0.5}, 5, []),
+        ({"lr": 0.5}, 10, []),  # `changes` names it
+        ({"lr": 0.5}, 5, ["learning rate of the next optimizer step: was 0.06, now 0.3"]),
+        ({"max_steps": 30}, 20, ["learning rate of the next optimizer step: was 0, now 0.05"]),
+    ],
+)
+def test_a_changed_schedule_is_named_with_both_learning_rates(new: dict[str, Any], step: int, expected: list[str]):
+    schedule = {"lr": 0.1, "min_lr": 0.0, "warmup_steps": 10, "constant_steps": 0, "max_steps": 20}
+    old, now = (deciding_settings(trainer_section(**{**schedule, **more})) for more in ({}, new))
+    assert schedule_changes(json.loads(json.dumps(old)), now, step) == expected
 
 
 def test_settings_that_were_read_back_are_the_same():

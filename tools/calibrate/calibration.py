@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig
+from python_backend.config.labels import attribute_weights
 from python_backend.config.sections import UNMEASURED
 from python_backend.store.durable import read_json, write_json
 
@@ -180,9 +182,15 @@ def _loading(role: str, section: ModelSection) -> tuple[str, dict[str, Any]]:
     """Return the worker's name for how the model is loaded, and the loader's options."""
     if isinstance(section, RewardSection) and section.logit is not None:
         return "logit", section.logit.model_dump()
-    if isinstance(section, RewardSection) and section.process is not None:
-        return "process", {"attribute_weights": section.attribute_weights}
-    return role, {}
+    if not isinstance(section, RewardSection):
+        return role, {}
+    try:
+        options = {"attribute_weights": attribute_weights(section)}
+    except CheckpointError as error:
+        raise ConfigError(f"{role}.model: {error}") from error
+    if section.process is not None:
+        return "process", options
+    return role, {**options, "merge_attributes": section.merge_attributes is not False}
 
 
 def _identity(section: ModelSection, cores: int) -> str:

@@ -1,0 +1,89 @@
+"""Reads YAML without its silent surprises: a key given twice, a number that is read as another one or as text."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+_FLOAT = r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+_NUMBERS = {  # the first that matches counts
+    "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)\Z"),
+    "tag:yaml.org,2002:float": re.compile(rf"(?:{_FLOAT})\Z"),
+}
+_TEXT, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the numbers of YAML 1.2: `1e-6` is one, and `1:30`, in YAML 1.1 the number 90, none."""
+
+    def construct_number(self, node: yaml.ScalarNode) -> int:
+        """Return an integer. Raises ConstructorError if it has leading zeros: YAML 1.1 reads 010 as 8, 1.2 as 10."""
+        if re.match(r"[-+]?0[0-9_]", node.value):
+            raise yaml.constructor.ConstructorError(
+                problem=f"{node.value} begins with 0, which some read as octal; write the number without it, or a "
+                "text in quotes",
+                problem_mark=node.start_mark,
+            )
+        return self.construct_yaml_int(node)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag not in _NUMBERS]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, _pattern, [*"-+.0123456789"])
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
+
+
+def read_yaml(text: str) -> Any:
+    """Return the one document in `text`, None if it is empty.
+
+    Raises:
+        ValueError: the text is not valid YAML, or a key is given twice or is not text; the message names the line.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_keys(node, [])
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark, error.problem or error.context
+        if "\\t" in str(problem):
+            problem = f"{problem}; indent with spaces"
+        elif "another document" in str(problem):
+            problem = "a second document begins here, which would not be read; remove one of the two"
+        raise ValueError(f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem) from error
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
+
+
+def _check_keys(node: yaml.Node, path: Sequence[str], around: Sequence[yaml.Node] = ()) -> None:
+    """Raise ValueError if a key below `node` is given twice or is not text, or if an alias stands inside its anchor."""
+    if node in around:
+        raise ValueError(f"line {node.start_mark.line + 1}: {'.'.join(path)} contains itself; remove its alias")
+    around = [*around, node]
+    if isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            _check_keys(item, [*path, str(i)], around)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        line, name = key.start_mark.line + 1, str(key.value)
+        where = ".".join([*path, name])
+        if key.tag not in (_TEXT, _MERGE):
+            kind = key.tag.rpartition(":")[2]
+            raise ValueError(
+                f"line {line}: the key {where} must be text, but YAML reads it as {kind}; put it in quotes"
+            )
+        if name in lines:
+            remedy = "write <<: [*a, *b]" if key.tag == _MERGE else "keep one of them"
+            raise ValueError(f"line {line}: {where} is given twice, first in line {lines[name]}; {remedy}")
+        lines[name] = line
+        _check_keys(value, path if key.tag == _MERGE else [*path, name], around)
