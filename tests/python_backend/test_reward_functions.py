@@ -529,8 +529,8 @@ def test_functions_of_trl_with_and_without_options() -> None:
     ):
         function = load_function(f"{TRL_FILE}:{name}", options)
         assert (function([one, two]), function(one)) == (scores, scores[0])
-    with pytest.raises(TypeError, match="solution"):
-        load_function(f"{TRL_FILE}:accuracy")(chat("r"))
+    with pytest.raises(FunctionError, match="solution: no column of the prompts, which have answer, task; rename the"):
+        load_function(f"{TRL_FILE}:accuracy", columns=["answer", "task"])
     with pytest.raises(ValueError, match="returned 2 scores for a group of 1"):
         load_function(f"{TRL_FILE}:one_too_many")(one)
 
