@@ -51,7 +51,7 @@ def text_of(content: Any) -> str | None:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"a part of type {kind!r}, only text can be scored")
+            raise ValueError(f"a part of type {kind!r}, only text can be used")
     return "\n".join(part["text"] for part in content)
 
 
