@@ -32,11 +32,10 @@ from tools.doctor import Finding, failed, warning
 from tools.render import reward_parameters
 from tools.render_configs import render_configs
 from tools.server.health import is_triton
-from tools.server.ports import PORT_KEYS, check_ports, is_open, with_free_ports
+from tools.server.ports import PORT_KEYS, check_ports, is_open, server_urls, with_free_ports
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import probe
 from tools.server.vllm import check_vllm, starts_vllm
-from tools.status import server_urls
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 CHECKED_ROWS = 1000  # of each prompt file
@@ -152,7 +151,7 @@ def _functions(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
     """Call each reward function on the first prompt, with a made-up response."""
     if not config.functions:
         return
-    tokenizer = load_tokenizer(tokenizer_folder(config).absolute())
+    tokenizer = load_tokenizer((tokenizer_folder(config) or config.actor.policy.model).absolute())
     columns = sorted({name for prompt in prompts for name in prompt.metadata})
     for name, term in config.functions.items():
         size = config.actor.algorithm.responses_per_prompt if term.groupwise else 1

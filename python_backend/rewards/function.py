@@ -91,7 +91,10 @@ class Sample:
     text: str
     """Prompt and response as one text, without special tokens; for a chat prompt only the response."""
     tokens: list[int] = field(default_factory=list)
-    """Token ids as sent. For a sentence: ids from the reward's tokenizer, no special tokens added, at most 32768."""
+    """Token ids as sent. For a sentence: ids from the reward's tokenizer, no special tokens added, at most 32768.
+
+    None if the server has no tokenizer, which may be where another trainer sends texts to functions alone.
+    """
     metadata: dict[str, Any] = field(default_factory=dict)
     """Columns of the prompt's line in the prompt file. The actor adds `prompt`, `response` and (chats) `messages`.
 

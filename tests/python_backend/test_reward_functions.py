@@ -606,8 +606,9 @@ def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_
     model = importlib.import_module("python_backend.serving.function_reward").TritonPythonModel()
     model.initialize({"model_config": json.dumps({"name": "m", "parameters": parameters})})
 
-    def ask(**headers: str) -> Any:
-        inputs = {"tokens": np.ones((2, 3), np.int64), "sequence_lengths": np.full((2, 1), 3)}
+    rows = {"tokens": np.ones((2, 3), np.int64), "sequence_lengths": np.full((2, 1), 3)}
+
+    def ask(inputs: dict[str, Any] = rows, **headers: str) -> Any:
         request = Request(inputs, (REWARD_COMPONENT, REWARD_ERROR), json.dumps(headers))
         model.execute([request])
         outputs = request.responses.get(timeout=60).outputs
@@ -624,6 +625,11 @@ def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_
 
     monkeypatch.setattr(Request, "send", once)
     assert ask() == ("[[nan], [nan]]", [[b"/dev/shm is full"]] * 2)
+    model.finalize()
+    without = {"tokenizer": {"string_value": ""}, "function": {"string_value": f"{FILE}:length"}}
+    model.initialize({"model_config": json.dumps({"name": "m", "parameters": {**parameters, **without}})})
+    assert b"no tokenizer to decode them for reward functions; send sentences" in ask()[1][0][0]
+    assert ask({"sentences": np.array([[b"a"], [b"bc"]], object)}) == ("[[1.0], [2.0]]", [[b""], [b""]])
     model.finalize()
 
 

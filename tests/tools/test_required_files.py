@@ -168,6 +168,7 @@ def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> No
         "functions; give the folder of the policy's model",
         f"rewards.verdict.function: rewards/math.py does not exist; give the path of a Python file{start}",
     ]
+    check_files(RunConfig.model_validate({"rewards": FUNCTION}), server=True)  # of another trainer, which sends texts
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").touch()
     told = missing({"actor": {"model": str(tmp_path), "validation_prompts": "held-out.jsonl"}}, actor=True)
