@@ -64,16 +64,18 @@ def check_prompts(config: RunConfig) -> list[Prompt]:
     Returns the prompts of these rows, without those for validation. Raises ConfigError if a row or length is refused.
     """
     check_lengths(config)
-    prompts, validation = config.actor.prompts, config.actor.validation
+    policy, prompts, validation = config.actor.policy.model.absolute(), config.actor.prompts, config.actor.validation
+    settings = read_json(policy / "config.json") or {}
+    size = (settings.get("text_config") or settings).get("vocab_size")
+    reader = PromptReader.of(config, load_tokenizer(policy), size)
     held_out = {"actor.validation.prompts": validation.prompts} if validation.size else {}
-    found = {key: _first_prompts(config, key, path) for key, path in {**prompts.paths, **held_out}.items() if path}
+    paths = {key: path for key, path in {**prompts.paths, **held_out}.items() if path is not None}
+    found = {key: _first_prompts(config, reader, key, path) for key, path in paths.items()}
     return [prompt for key in prompts.paths for prompt in found[key]]
 
 
-def _first_prompts(config: RunConfig, key: str, path: Path) -> list[Prompt]:
+def _first_prompts(config: RunConfig, reader: PromptReader, key: str, path: Path) -> list[Prompt]:
     """Return the prompts of a file's first rows; `key` names it in the configuration. Raises ConfigError."""
-    policy = config.actor.policy.model.absolute()
-    settings = read_json(policy / "config.json") or {}
     declared = {name: value for name, value in reward_parameters(config).items() if value is not None}
     try:
         rows = [*itertools.islice(read_rows(path), CHECKED_ROWS)]
@@ -81,8 +83,6 @@ def _first_prompts(config: RunConfig, key: str, path: Path) -> list[Prompt]:
             raise PromptError(f"{path} has no prompts")
         if any(isinstance(row.columns.get(name), list) for row in rows for name in CONVERSATIONS):
             _check_templates(config, key)
-        size = (settings.get("text_config") or settings).get("vocab_size")
-        reader = PromptReader.of(config, load_tokenizer(policy), size)
         found = [reader.prompt(row) for row in rows]
         if config.serves_rewards:
             check_columns(ServedModel.of(declared), found)
@@ -162,11 +162,11 @@ def _functions(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
 
 
 def trial(
-    term: RewardTerm, group: list[Sample], columns: Sequence[str] = (), *, hidden_variables: Sequence[str]
+    term: RewardTerm, group: list[Sample], columns: Sequence[str] | None = None, *, hidden_variables: Sequence[str]
 ) -> str:
     """Call a reward function once, in a worker of its own; return what went wrong, "" for nothing.
 
-    `columns`: those that the rows of the run have; none: they are not known.
+    `columns`: those that the rows of the run have; None: they are not known.
     """
     call = FunctionCall(str(term.function), term.timeout_s, term.groupwise, term.options, hidden_variables, columns)
     outcomes: queue.SimpleQueue[list[ScoreOutcome]] = queue.SimpleQueue()

@@ -134,7 +134,11 @@ def with_absolute_path(spec: str, place: Callable[[Path], Path]) -> str:
 
 
 def load_function(
-    spec: str, options: Mapping[str, Any] | None = None, *, timeout_s: float = 0.0, columns: Collection[str] = ()
+    spec: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float = 0.0,
+    columns: Collection[str] | None = None,
 ) -> Function:
     """Import what `spec` names, and return it as a function of one argument.
 
@@ -143,7 +147,7 @@ def load_function(
     called as TRL calls it. What is awaitable is awaited.
 
     Raises FunctionError if that fails for any reason, an option is unknown or missing, or a function with TRL's
-    signature needs an argument that is none of `columns`; empty: any may be a column.
+    signature needs an argument that is none of `columns`; None: any may be a column.
     """
     return _of_samples(spec, configured(spec, import_function(spec), dict(options or {}), timeout_s), columns)
 
@@ -197,7 +201,7 @@ def _check_names(options: Mapping[str, Any], parameters: Sequence[inspect.Parame
             raise BadOption(f"{each.name}: missing")
 
 
-def _of_samples(spec: str, function: Callable[..., Any], columns: Collection[str]) -> Function:
+def _of_samples(spec: str, function: Callable[..., Any], columns: Collection[str] | None) -> Function:
     """Return a function with TRL's signature as one of samples, and any other as it is; both await what it returns."""
     call = functools.partial(_awaited, function)
     try:
@@ -218,11 +222,12 @@ def _of_samples(spec: str, function: Callable[..., Any], columns: Collection[str
         return call
     if trainers := [name for name in needed if name in OF_THE_TRAINER]:
         raise FunctionError(f"{spec}: {trainers[0]}: only TRL's trainer has it; give the parameter a default")
-    absent = [name for name in needed if name not in (*columns, *TRL_ARGUMENTS)]
-    if columns and absent:
+    absent = [name for name in needed if columns is not None and name not in (*columns, *TRL_ARGUMENTS)]
+    if absent:
+        known = ", ".join(columns or ()) or "none"
         raise FunctionError(
-            f"{spec}: {absent[0]}: no column of the prompts, which have {', '.join(columns)}; rename the parameter, or "
-            "give it a default"
+            f"{spec}: {absent[0]}: no column of the prompts, which have {known}; rename the parameter, or give it a "
+            "default"
         )
     return TrlFunction(call, parameters, needed)
 
