@@ -14,7 +14,9 @@ from actor.algorithms.losses import KLControl
 from actor.algorithms.method import Method, log_choices
 from actor.algorithms.stages import RewardShaper
 from actor.data.compute import cancelled, in_a_thread_of
-from actor.data.prompts import PromptError, PromptReader, PromptStream, StepInputs, read_prompts
+from actor.data.prompt_files import PromptError
+from actor.data.prompt_reader import PromptReader, check_columns, read_prompts
+from actor.data.prompts import PromptStream, StepInputs
 from actor.data.rollout import PPOBatch, ScoredRollout
 from actor.policy.checkpoint import RunState
 from actor.run.collection import all_rows
@@ -25,7 +27,7 @@ from actor.run.rollouts import RemoteCritic, Rollouts
 from actor.run.stopping import Stop, Stopped, TimeLimit, end_forwards, stopped_early
 from actor.run.validation import validate
 from actor.scoring.reference import make_reference
-from actor.scoring.scorer import Scorer, check_prompts
+from actor.scoring.scorer import Scorer
 from python_backend.client.client import TritonClient
 from python_backend.config import RunConfig
 from python_backend.training.ranks import ALONE, AnyRanks
@@ -105,7 +107,7 @@ class PPORun:
         await self.scorer.compare_tokenizers()
         await self.reference.compare()
         prompts = [*self.inputs.stream.first_prompts(), *self.held_out]
-        check_prompts(self.scorer.reward, prompts)
+        check_columns(self.scorer.reward, prompts)
         self.policy.generation.check_prompts(prompts)
         self.done = await self.stop.or_done(self.recorder.resume())
         is_last = self.done >= settings.steps

@@ -7,6 +7,7 @@ RlhfError                    the user can fix it; the message names what is wron
     DamagedCheckpoint        a checkpoint that does not match its checksums
   PlanError                  the run does not fit a device
   ContractError              a request's field and value
+  BadMessages                a conversation that is none
   FunctionError              a reward function, loss or advantage
   BadOption                  an option of one
   BadScore                   what a reward function returned

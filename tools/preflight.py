@@ -1,7 +1,7 @@
 """Checks of a configuration, for `tools run`, which refuses to start, and `tools doctor`; and of a running server.
 
-Reads the first rows of the prompt files, calls each reward function once, in a worker as on the server, on the first
-prompt of the run, and starts a worker of the environment.
+Reads, renders and tokenises the first rows of the prompt files, calls each reward function once, in a worker as on the
+server, on the first prompt of the run, and starts a worker of the environment.
 """
 
 import asyncio
@@ -15,26 +15,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.data.prompt_files import PromptError, begun, read_rows, source_of
+from actor.data.prompt_files import CONVERSATIONS, PromptError, read_rows
+from actor.data.prompt_reader import Prompt, PromptReader, check_columns
 from actor.run.row_limits import check_lengths, receives_texts
 from python_backend.checkpoints.inspection import stored_dtypes
 from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer, same_tokenizer
+from python_backend.client.served import ServedModel
 from python_backend.config import ConfigError, EnvironmentSection, RewardTerm, RunConfig
 from python_backend.config.required_files import check_files, has_chat_template, tokenizer_folder
 from python_backend.config.without_effect import without_effect
 from python_backend.environments.pool import Environments
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
-from python_backend.store.durable import refusal
+from python_backend.store.durable import read_json, refusal
 from python_backend.store.run_lock import in_progress
 from tools.doctor import Finding, failed, warning
+from tools.render import reward_parameters
 from tools.render_configs import render_configs
 from tools.server.health import is_triton
-from tools.server.ports import PORT_KEYS, check_ports, is_open, with_free_ports
+from tools.server.ports import PORT_KEYS, check_ports, is_open, server_urls, with_free_ports
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import probe
 from tools.server.vllm import check_vllm, starts_vllm
-from tools.status import server_urls
 from tools.token_checks import template_problem, token_findings, token_problems
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
@@ -50,42 +52,61 @@ def check_run(config: RunConfig) -> None:
     if not config.has_actor:
         return
     stored_dtypes(config.actor.policy.model)  # reads each file's header: one of several may be missing
-    check_prompts(config)
+    prompts = check_prompts(config)
     if starts_vllm(config):
         check_vllm(config)
-    problems = [*_missing_trackers(config), *_tokenizers(config), *_functions(config), *_environment(config)]
+    problems = [*_missing_trackers(config), *_tokenizers(config), *_functions(config, prompts), *_environment(config)]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def check_prompts(config: RunConfig) -> None:
-    """Check the prompt files' first rows, and that all models take the longest rows. Raises ConfigError if not."""
-    check_lengths(config)
-    prompts, validation = config.actor.prompts, config.actor.validation
-    held_out = {"actor.validation.prompts": validation.prompts} if validation.size else {}
-    for key, path in {**prompts.paths, **held_out}.items():
-        try:
-            contents = [] if path is None else _first_contents(path, begins=config.environment is not None)
-            if any(isinstance(content, list) for content in contents):
-                _check_templates(config, key)
-        except PromptError as error:
-            raise ConfigError(f"{key}: {error}") from error
+def check_prompts(config: RunConfig) -> list[Prompt]:
+    """Check the prompt files' first rows as the run will read them, and that all models take the longest rows.
 
-
-def _first_contents(path: Path, *, begins: bool) -> list[Any]:
-    """Return the text or messages of the first rows of a prompt file. Raises PromptError if it or a row is empty.
-
-    `begins`: an environment begins rows without a prompt.
+    Returns the prompts of these rows, without those for validation. Raises ConfigError if a row or length is refused.
     """
-    contents = []
-    for read in itertools.islice(read_rows(path), CHECKED_ROWS):
-        row = begun(read) if begins else read
-        contents.append(row.columns[source_of(row)])
-        if not contents[-1]:
-            raise PromptError(f"{row.where}: {source_of(row)} is empty")
-    if not contents:
-        raise PromptError(f"{path} has no prompts")
-    return contents
+    check_lengths(config)
+    policy, prompts, validation = config.actor.policy.model.absolute(), config.actor.prompts, config.actor.validation
+    settings = read_json(policy / "config.json") or {}
+    size = (settings.get("text_config") or settings).get("vocab_size")
+    reader = PromptReader.of(config, load_tokenizer(policy), size)
+    held_out = {"actor.validation.prompts": validation.prompts} if validation.size else {}
+    paths = {key: path for key, path in {**prompts.paths, **held_out}.items() if path is not None}
+    found = {key: _first_prompts(config, reader, key, path) for key, path in paths.items()}
+    return [prompt for key in prompts.paths for prompt in found[key]]
+
+
+def _first_prompts(config: RunConfig, reader: PromptReader, key: str, path: Path) -> list[Prompt]:
+    """Return the prompts of a file's first rows; `key` names it in the configuration. Raises ConfigError."""
+    declared = {name: value for name, value in reward_parameters(config).items() if value is not None}
+    try:
+        rows = [*itertools.islice(read_rows(path), CHECKED_ROWS)]
+        if not rows:
+            raise PromptError(f"{path} has no prompts")
+        if any(isinstance(row.columns.get(name), list) for row in rows for name in CONVERSATIONS):
+            _check_templates(config, key)
+        found = [reader.prompt(row) for row in rows]
+        if config.serves_rewards:
+            check_columns(ServedModel.of(declared), found)
+            _check_rendering(config, found)
+    except PromptError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    return found
+
+
+def _check_rendering(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Check that the reward model, where it receives texts, can render the prompts with a reply. Raises PromptError."""
+    chats = [prompt for prompt in prompts if MESSAGES_KEY in prompt.metadata]
+    is_rendered = config.uses_reward_model and config.reward.template is None
+    if not (chats and is_rendered and receives_texts(config)):
+        return
+    tokenizer = load_tokenizer(config.reward.model.absolute())
+    for prompt in chats:
+        conversation = [*prompt.metadata[MESSAGES_KEY], {"role": "assistant", "content": RESPONSE}]
+        try:
+            tokenizer.apply_chat_template(conversation, tokenize=False)
+        except Exception as error:  # templates are programs and may raise anything
+            raise PromptError(f"{prompt.where}: the template of reward.model cannot render it: {error}") from error
 
 
 def _check_templates(config: RunConfig, prompts: str) -> None:
@@ -135,24 +156,28 @@ def _tokenizers(config: RunConfig) -> Iterator[str]:
     yield from token_problems(config)
 
 
-def _functions(config: RunConfig) -> Iterator[str]:
+def _functions(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
     """Call each reward function on the first prompt, with a made-up response."""
     if not config.functions:
         return
-    row = next(iter(read_rows(next(iter(config.actor.prompts.paths.values())))))
-    row = row if config.environment is None else begun(row)
-    content = row.columns[source_of(row)]
-    tokenizer = load_tokenizer(tokenizer_folder(config).absolute())
+    tokenizer = load_tokenizer((tokenizer_folder(config) or config.actor.policy.model).absolute())
+    columns = sorted({name for prompt in prompts for name in prompt.metadata})
     for name, term in config.functions.items():
         size = config.actor.algorithm.responses_per_prompt if term.groupwise else 1
-        group = [_sample(row.columns, content, tokenizer)] * size
-        if error := trial(term, group, hidden_variables=config.hidden_variables(term.options)):
-            yield f"rewards.{name}.function: {term.function} fails on the first prompt ({row.where}): {error}"
+        group = [_sample(prompts[0], tokenizer)] * size
+        if error := trial(term, group, columns, hidden_variables=config.hidden_variables(term.options)):
+            where = f"{term.function} fails on the first prompt ({prompts[0].where})"
+            yield f"rewards.{name}.function: {where}: {error}"
 
 
-def trial(term: RewardTerm, group: list[Sample], *, hidden_variables: Sequence[str]) -> str:
-    """Call a reward function once, in a worker of its own; return what went wrong, "" for nothing."""
-    call = FunctionCall(str(term.function), term.timeout_s, term.groupwise, term.options, hidden_variables)
+def trial(
+    term: RewardTerm, group: list[Sample], columns: Sequence[str] | None = None, *, hidden_variables: Sequence[str]
+) -> str:
+    """Call a reward function once, in a worker of its own; return what went wrong, "" for nothing.
+
+    `columns`: those that the rows of the run have; None: they are not known.
+    """
+    call = FunctionCall(str(term.function), term.timeout_s, term.groupwise, term.options, hidden_variables, columns)
     outcomes: queue.SimpleQueue[list[ScoreOutcome]] = queue.SimpleQueue()
     try:
         with contextlib.closing(WorkerPool(call, num_workers=1, memory_mib=term.memory_mib)) as pool:
@@ -179,11 +204,9 @@ def _environment(config: RunConfig) -> Iterator[str]:
         yield str(error)
 
 
-def _sample(columns: dict[str, Any], content: Any, tokenizer: Any) -> Sample:
-    is_chat = isinstance(content, list)
-    prompt = "\n".join(str(message["content"]) for message in content) if is_chat else content
-    text = RESPONSE if is_chat else f"{prompt}{RESPONSE}"
-    metadata = {**columns, PROMPT_KEY: prompt, RESPONSE_KEY: RESPONSE, **({MESSAGES_KEY: content} if is_chat else {})}
+def _sample(prompt: Prompt, tokenizer: Any) -> Sample:
+    text = RESPONSE if MESSAGES_KEY in prompt.metadata else f"{prompt.text}{RESPONSE}"
+    metadata = {**prompt.metadata, PROMPT_KEY: prompt.text, RESPONSE_KEY: RESPONSE}
     return Sample(text, tokenizer(text, add_special_tokens=False)["input_ids"], metadata)
 
 

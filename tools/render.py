@@ -189,11 +189,9 @@ def render_rewards(
     sums = {name: declared[name] for name in (REWARD_COMPONENTS, REWARD_WEIGHTS)}
     live = reward_is_live(config)
     traits = reward_traits(config, is_stored=live)
-    whole = {
-        **declared,
-        "model": str(place(tokenizer)),
-        "tokenizer_fingerprint": fingerprint(tokenizer),
-    }
+    whole = declared
+    if tokenizer is not None:
+        whole |= {"model": str(place(tokenizer)), "tokenizer_fingerprint": fingerprint(tokenizer)}
     if live:
         whole[STORE] = str(place(config.run.reward_weights_dir))
     texts = {}
@@ -243,6 +241,7 @@ def reward_parameters(config: RunConfig) -> dict[str, str | None]:
 
 
 def _function_parameters(term: RewardTerm, config: RunConfig, place: Callable[[Path], Path]) -> dict[str, str]:
+    tokenizer = tokenizer_folder(config)
     return {
         "function": with_absolute_path(str(term.function), place),
         **({"options": json.dumps(term.options)} if term.options else {}),
@@ -253,7 +252,7 @@ def _function_parameters(term: RewardTerm, config: RunConfig, place: Callable[[P
         "memory_mib": str(term.memory_mib),
         "max_waiting_rows": str(MAX_WAITING_ROWS),
         **limit_parameters(config.server),
-        "tokenizer": str(place(tokenizer_folder(config))),
+        **({} if tokenizer is None else {"tokenizer": str(place(tokenizer))}),
     }
 
 

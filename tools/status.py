@@ -23,6 +23,7 @@ from python_backend.store.weights import WeightsStore
 from tools.arguments import parse_or_complete, seconds
 from tools.server.child import is_noise, last_lines
 from tools.server.health import get_page, is_triton
+from tools.server.ports import server_urls
 
 PROBLEM = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|Traceback|error:)")
 CARD_METRIC = re.compile(r'^rlhf_(card_\w*bytes)\{[^}]*instance="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
@@ -114,12 +115,6 @@ def _server(config: RunConfig) -> Iterator[str]:
     yield from (f"          {instance}{_memory(found)}" for instance, found in sorted(instances.items()))
     if busy := [f"{float(value):.0%}" for value in UTILISATION.findall(page)]:
         yield f"          GPUs busy: {', '.join(busy)}"
-
-
-def server_urls(config: RunConfig) -> dict[str, str]:
-    """Return the URLs `http`, `grpc` and `metrics` of the run's server: those that it wrote, else those configured."""
-    section, written = config.server, read_json(config.server_dir / "server.json") or {}
-    return {"http": section.http_url, "grpc": section.grpc_url, "metrics": section.metrics_url, **written}
 
 
 def _memory(found: Mapping[str, Any]) -> str:

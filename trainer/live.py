@@ -18,6 +18,7 @@ from python_backend.models.modeling import RewardModel
 from python_backend.store.jsonl import named_lines
 from python_backend.store.weights import WeightsError, WeightsStore
 from python_backend.wire.contract import TokenRow
+from python_backend.wire.messages import BadMessages, plain_messages
 from trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
 
 ROWS_PER_FORWARD = 16
@@ -89,16 +90,12 @@ def _text(tokenizer: Any, prompt: Any, reply: Any, where: str) -> str:
 
 
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
-    ):
-        return value
-    raise ConfigError(
-        f"{where}: found {str(value)[:80]!r}; it and `prompt`, if there is one, must both be texts, or both be lists "
-        'of {"role": …, "content": …}'
-    )
+    try:
+        return plain_messages(value or None)
+    except BadMessages as error:
+        raise ConfigError(
+            f"{where}{error}; it and `prompt`, if there is one, must both be texts, or both be messages"
+        ) from error
 
 
 def _scores(model: RewardModel, rows: list[TokenRow]) -> np.ndarray:

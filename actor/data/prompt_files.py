@@ -3,6 +3,7 @@
 `datasets` itself is not needed (and requires NumPy 2): its shards are plain Arrow streams, which pyarrow reads.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,9 +18,13 @@ import numpy as np
 
 from python_backend.errors import RlhfError
 
-SOURCES = ("text", "messages", "prompt")  # columns that may hold the prompt; the first one present is used
+SOURCES = ("text", "messages", "prompt")  # columns that may hold the prompt
+NO_SOURCE = "must have a text, messages or prompt column"
 CONVERSATIONS = ("messages", "prompt")  # columns that may hold chat messages
 CHUNK_BYTES = 16 * 2**20  # read at once by the pass that finds the lines of JSONL
+SAMPLED_ROWS = 1000  # of a JSONL file, spread over it, from which its columns are known
+MAX_NESTING = 99  # of a column: the server takes metadata that is nested 100 deep
+EXACT = 2**53  # below it, an integer is a float without rounding
 CACHED_BYTES = 2**30  # decoded row groups of a Parquet file
 FINGERPRINT_BYTES = 64 * 1024
 ARROW_FILE_MAGIC = b"ARROW1"  # distinguishes the Arrow file format from streams, which have no magic bytes
@@ -37,7 +42,7 @@ class PromptRow:
 
     number: int  # from 1; empty lines count
     where: str  # file and row, for error messages
-    columns: Any
+    columns: dict[str, Any]
 
 
 class RowFile(Protocol):
@@ -64,31 +69,45 @@ def open_rows(path: Path) -> RowFile:
 
 
 def read_rows(path: Path) -> Iterator[PromptRow]:
-    """Yield the rows of `path` in order, without a pass over the whole file. Raises PromptError as `RowFile.row`."""
-    if path.is_dir() or path.suffix in TABLES:
-        rows = TableRows(path)
-        return (rows.row(index) for index in range(len(rows)))
-    return _json_rows(path)
+    """Yield the rows of `path` in order. Raises PromptError as `open_rows` and `RowFile.row`."""
+    rows = open_rows(path)
+    return (rows.row(index) for index in range(len(rows)))
 
 
-def _json_rows(path: Path) -> Iterator[PromptRow]:
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _json_row(path, number, line)
-    except OSError as error:
-        raise PromptError(f"cannot read the prompts {path}: {error}") from error
+# One reading for all formats. Arrow gives every row and every nested object the keys of all rows, with null for those
+# that one lacks, and a column with 1 and 1.5 is one of floats. So null keys of nested objects are dropped, in JSONL as
+# well, and rows of JSONL get the columns and the floats of the other rows.
 
 
-def _json_row(path: Path, number: int, line: bytes) -> PromptRow:
-    where = f"{path}:{number}"
-    try:
-        return PromptRow(number, where, json.loads(line.decode("utf-8")))
-    except json.JSONDecodeError as error:
-        raise PromptError(f"{where}: not JSON: {error}; a JSONL file has one object a line") from error
-    except UnicodeDecodeError as error:
-        raise PromptError(f"cannot read the prompts {where}: {error}") from error
+def plain(where: str, name: str, value: Any, is_float: Callable[[str], bool] = lambda name: False) -> Any:
+    """Return the value of a column without the null keys of nested objects.
+
+    Args:
+        where: file and row, for error messages.
+        name: of the column, or of a key within it, such as `answer.unit`.
+        is_float: whether another row has a float under that name.
+
+    Raises:
+        PromptError: JSON cannot represent the value, or the server would refuse it for its depth.
+    """
+
+    def read(name: str, value: Any, depth: int) -> Any:
+        if isinstance(value, (dict, list)) and depth > MAX_NESTING:
+            raise PromptError(f"{where}: {name:.80}: nested more than {MAX_NESTING} deep; store it as a text")
+        if isinstance(value, list):
+            return [read(name, inner, depth + 1) for inner in value]
+        if isinstance(value, dict):
+            if others := [key for key in value if not isinstance(key, str)]:
+                raise PromptError(f"{where}: {name}: the key {others[0]!r} is not a text; store it as one")
+            return {key: read(f"{name}.{key}", item, depth + 1) for key, item in value.items() if item is not None}
+        if not isinstance(value, JSON_TYPES):
+            raise PromptError(
+                f"{where}: {name}: {value!r:.80} is a {type(value).__name__}, which JSON cannot represent; remove the "
+                "column, or store it as text or numbers"
+            )
+        return float(value) if type(value) is int and abs(value) < EXACT and is_float(name) else value
+
+    return read(name, value, 1)
 
 
 def fingerprint(path: Path) -> str:
@@ -102,19 +121,23 @@ def fingerprint(path: Path) -> str:
 
 
 def source_of(row: PromptRow) -> str:
-    """Return the name of the column that holds the prompt. Raises PromptError if there is none."""
-    columns = row.columns if isinstance(row.columns, dict) else {}
-    source = next((name for name in SOURCES if columns.get(name) is not None), None)
-    if source is None:
+    """Return the name of the column that holds the prompt. Raises PromptError if there is none, or more than one."""
+    found = [name for name in SOURCES if row.columns.get(name) is not None]
+    if not found:
         raise PromptError(
-            f"{row.where}: must have a {', '.join(SOURCES[:-1])} or {SOURCES[-1]} column, got {str(row.columns)[:80]!r}"
+            f"{row.where}: {NO_SOURCE}, got {str({k: v for k, v in row.columns.items() if v is not None})[:80]!r}"
         )
-    return source
+    if len(found) > 1:
+        raise PromptError(
+            f"{row.where}: {' and '.join(found)} could each be the prompt; keep one of them, and remove or rename the "
+            "others"
+        )
+    return found[0]
 
 
 def begun(row: PromptRow) -> PromptRow:
     """Return a row of a run with an environment: one without a prompt is a chat that the environment begins."""
-    if not isinstance(row.columns, dict) or any(row.columns.get(name) is not None for name in SOURCES):
+    if any(row.columns.get(name) is not None for name in SOURCES):
         return row
     return replace(row, columns={**row.columns, CONVERSATIONS[0]: [{"role": "user", "content": ""}]})
 
@@ -132,21 +155,66 @@ class JsonLines:
         except OSError as error:
             raise PromptError(f"cannot read the prompts {path}: {error}") from error
         self._lines = np.delete(np.arange(len(self._bounds) - 1), blank)
+        self._names: dict[str, None] = {}
+        self._floats = set[str]()
+        self._sample()
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def row(self, index: int) -> PromptRow:
         line = int(self._lines[index])
+        where = f"{self.path}:{line + 1}"
+        columns = {**dict.fromkeys(self._names), **self._columns(line, where)}
+        read = {name: plain(where, name, value, self._floats.__contains__) for name, value in columns.items()}
+        return PromptRow(line + 1, where, read)
+
+    def _columns(self, line: int, where: str) -> dict[str, Any]:
         try:
-            content = self._line(line)
-        except OSError as error:
-            raise PromptError(f"cannot read the prompts {self.path}:{line + 1}: {error}") from error
-        return _json_row(self.path, line + 1, content)
+            text = self._line(line).decode("utf-8" if line else "utf-8-sig")
+            columns = json.loads(text, object_pairs_hook=partial(_unique, where))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PromptError(f"cannot read the prompts {where}: {error}") from error
+        except PromptError:
+            raise
+        except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
+            raise PromptError(f"{where}: not JSON: {error}; a JSONL file has one object a line") from error
+        if not isinstance(columns, dict):
+            raise PromptError(f"{where}: {NO_SOURCE}, got {text.strip()[:80]!r}")
+        return columns
+
+    def _sample(self) -> None:
+        """Learn which columns there are, and which of them, or of the keys within them, have floats."""
+        for index in sorted({*np.linspace(0, len(self) - 1, SAMPLED_ROWS, dtype=int).tolist()} if len(self) else ()):
+            with contextlib.suppress(PromptError):  # raised again when the row is used
+                columns = self._columns(int(self._lines[index]), "")
+                self._names |= dict.fromkeys(columns)
+                for name, value in columns.items():
+                    self._floats.update(_floats(name, plain("", name, value)))
 
     def _line(self, line: int) -> bytes:
         begin, end = self._bounds[line : line + 2].tolist()
         return os.pread(self._file.fileno(), end - begin, begin)
+
+
+def _unique(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a row. Raises PromptError if a key is there twice: JSON does not say which one counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise PromptError(f"{where}: the key {twice!r:.80} is there twice; remove one of them")
+    return found
+
+
+def _floats(name: str, value: Any) -> Iterator[str]:
+    """Yield the name of each float in the value of a column, as `plain` names it."""
+    if isinstance(value, float):
+        yield name
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield from _floats(f"{name}.{key}", inner)
+    for inner in value if isinstance(value, list) else ():
+        yield from _floats(name, inner)
 
 
 def _line_bounds(file: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
@@ -185,12 +253,13 @@ class TableRows:
         where = f"{self.path}, row {index + 1}"
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         try:
-            columns = self._group(number).slice(index - int(self._starts[number]), 1).to_pylist()[0]
-        except (OSError, ValueError) as error:  # most of pyarrow's errors are ValueErrors
+            group = self._group(number)
+            if len({*group.column_names}) < group.num_columns:
+                raise ValueError(f"a column is there twice: {', '.join(group.column_names)}")
+            columns = group.slice(index - int(self._starts[number]), 1).to_pylist(maps_as_pydicts="strict")[0]
+        except Exception as error:  # pyarrow's errors have many bases, and types of others may raise anything
             raise PromptError(f"cannot read the prompts {where}: {error}") from error
-        for name, value in columns.items():
-            _check_plain(where, name, value)
-        return PromptRow(index + 1, where, {name: _without_nulls(name, value) for name, value in columns.items()})
+        return PromptRow(index + 1, where, {name: plain(where, name, value) for name, value in columns.items()})
 
     def _group(self, number: int) -> Any:
         """Return a row group, an Arrow table or batch, from the cache if possible."""
@@ -237,27 +306,5 @@ def _groups(path: Path) -> list[tuple[int, Callable[[], Any]]]:
             mapped.seek(0)
             batches = list(pa.ipc.open_stream(mapped))
         return [(batch.num_rows, partial(batches.__getitem__, i)) for i, batch in enumerate(batches)]
-    except (OSError, pa.ArrowException) as error:
+    except Exception as error:  # as above
         raise PromptError(f"cannot read the prompts {path}: {error}") from error
-
-
-def _check_plain(where: str, name: str, value: Any) -> None:
-    """Raise PromptError if JSON cannot represent the value: reward functions receive the columns as JSON."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _check_plain(where, f"{name}.{key}", inner)
-    elif isinstance(value, list):
-        for inner in value:
-            _check_plain(where, name, inner)
-    elif not isinstance(value, JSON_TYPES):
-        raise PromptError(
-            f"{where}: {name}: {value!r} is a {type(value).__name__}, which JSON cannot represent; remove the "
-            "column, or store it as text or numbers"
-        )
-
-
-def _without_nulls(name: str, value: Any) -> Any:
-    """Drop null keys from messages: Arrow gives each message the keys of all, and templates treat null as set."""
-    if name not in CONVERSATIONS or not isinstance(value, list):
-        return value
-    return [{k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item for item in value]

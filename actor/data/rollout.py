@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actor.data.prompt_reader import Prompt
 from actor.data.recorded import SampledTurn
 
 
@@ -45,17 +46,6 @@ def response_mask(prompt_lengths: Tensor, lengths: Tensor, num_tokens: int) -> T
 def joined(tensors: Sequence[Tensor], width: int, *, padding: int = 0) -> Tensor:
     """Concatenate tensors `[B_i, S_i]`, padded on the right to `width`, into one of `[B, width]`."""
     return torch.cat([torch.nn.functional.pad(each, (0, width - each.shape[1]), value=padding) for each in tensors])
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One tokenised row of the prompt file."""
-
-    prompt_id: str
-    text: str
-    tokens: np.ndarray  # int64 [P]
-    metadata: dict[str, Any] = field(default_factory=dict)  # the row's other columns
-    num_special: int = 0  # special tokens before the text, which truncation keeps
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from actor.data.compute import InThread, cancelled
+from actor.data.prompt_reader import check_columns
 from actor.data.prompts import StepInputs, chances, preferred
 from actor.data.rollout import Prompt, ScoredRollout
 from actor.policy.policy import Policy
@@ -17,7 +18,7 @@ from actor.run.metrics import Timers
 from actor.run.recorder import Recorder
 from actor.run.staleness import needed_update
 from actor.scoring.reference import Reference
-from actor.scoring.scorer import Scorer, check_prompts
+from actor.scoring.scorer import Scorer
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import ServerFailed
 from python_backend.config import ActorSection
@@ -154,7 +155,7 @@ class Rollouts:
     ) -> list[Prompt]:
         """Return the prompts that `read` returns, or of candidates those that the critic prefers, once per response."""
         prompts, candidates = await self._in_thread(read), self.inputs.candidates
-        check_prompts(self._scorer.reward, prompts)
+        check_columns(self._scorer.reward, prompts)
         if candidates > 1:
             scores, count = self.inputs.known[step].scores, len(prompts) // candidates
             chosen = list(range(count))

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from actor.data.compute import each
-from actor.data.prompts import PromptError
 from actor.data.rollout import ProcessRewards, Prompt, Rollout, Scores, Trajectory, joined
 from actor.scoring.environment import with_environment
 from python_backend.checkpoints.tokenization import fingerprint
@@ -43,23 +42,6 @@ from python_backend.wire.contract import (
 )
 
 # What the server receives beside a row: the prompt's other columns and, where they are needed, its texts and group.
-
-
-def check_prompts(reward: ServedModel, prompts: Sequence[Prompt]) -> None:
-    """Raise PromptError if a prompt column has a name that the actor uses for rewards."""
-    reserved = {PROMPT_KEY, RESPONSE_KEY, REPLY_KEY, *((GROUP_KEY,) if reward.groupwise else ())}
-    for prompt in prompts if reward.reads_texts else ():
-        taken = reserved & prompt.metadata.keys()
-        if taken:
-            raise PromptError(
-                f"prompt {prompt.prompt_id} has a column {sorted(taken)[0]!r}, the name under which reward "
-                "functions receive the prompt's or the response's text or group; rename the column"
-            )
-        if reward.granularity and STEP_ENDS in prompt.metadata:
-            raise PromptError(
-                f"prompt {prompt.prompt_id} has a column {STEP_ENDS!r}, the name of a response's steps in its "
-                "metadata; rename the column"
-            )
 
 
 def row_metadata(

@@ -220,7 +220,7 @@ def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log)
 
 def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRecipe, seed: int, log: Log) -> list[str]:
     """Return pieces of replies to `number` prompts; a prompt is repeated only after all others have been used."""
-    from actor.data.prompts import PromptReader, read_prompts
+    from actor.data.prompt_reader import PromptReader, read_prompts
     from actor.policy.policy import Policy
     from python_backend.config import GenerationSection, OptimizerSection, PolicySection, PromptsSection
 

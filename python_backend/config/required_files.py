@@ -61,17 +61,17 @@ def check_critic(config: RunConfig) -> None:
     _raise(problems)
 
 
-def tokenizer_folder(config: RunConfig) -> Path:
+def tokenizer_folder(config: RunConfig) -> Path | None:
     """Return the folder of the tokenizer that decodes tokens for reward functions.
 
     If the reward model is served, this is its folder. Otherwise it is the policy's, or, if that has no
     tokenizer because another trainer owns the policy, the critic's (which has the same vocabulary) or
-    `reward.model`.
+    `reward.model`. Where none of them has one, another trainer's functions receive texts alone, and this is None.
     """
     if config.uses_reward_model:
         return config.reward.model
     folders = [config.actor.policy.model, config.critic.model, config.reward.model]
-    return next((folder for folder in folders if has_tokenizer(folder)), config.actor.policy.model)
+    return next(filter(has_tokenizer, folders), config.actor.policy.model if config.has_actor else None)
 
 
 def _raise(problems: Mapping[str, str | None]) -> None:
@@ -90,7 +90,8 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
     for role, section in config.served_sections.items():
         if section.tensor_parallel > 1 and problems[f"{role}.model"] is None:
             problems[f"{role}.model"] = _refused(check_tensor_parallel, section.model, section.tensor_parallel)
-    if config.functions and not config.uses_reward_model and not has_tokenizer(folder := tokenizer_folder(config)):
+    folder = tokenizer_folder(config)
+    if config.functions and not config.uses_reward_model and folder is not None and not has_tokenizer(folder):
         problems["actor.policy.model"] = (
             f"{folder} has no tokenizer to decode the policy's tokens for reward functions; give the folder of the "
             "policy's model"

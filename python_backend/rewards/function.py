@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -62,6 +62,8 @@ FILE_SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 LONGEST_ERROR = 500  # in characters; longer messages are truncated before they are sent
 COMPLETIONS = "completions"  # parameter by which a function with TRL's signature is recognised
+TRL_ARGUMENTS = ("prompts", COMPLETIONS)
+OF_THE_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments")  # further arguments in TRL, not here
 TIMEOUT_OPTION = "timeout_s"  # parameter by which a class receives the time limit of its calls
 KEY_OPTION = "api_key_env"  # option of a judge, and of any function that needs a key: the variable that has it
 
@@ -89,7 +91,10 @@ class Sample:
     text: str
     """Prompt and response as one text, without special tokens; for a chat prompt only the response."""
     tokens: list[int] = field(default_factory=list)
-    """Token ids as sent. For a sentence: ids from the reward's tokenizer, no special tokens added, at most 32768."""
+    """Token ids as sent. For a sentence: ids from the reward's tokenizer, no special tokens added, at most 32768.
+
+    None if the server has no tokenizer, which may be where another trainer sends texts to functions alone.
+    """
     metadata: dict[str, Any] = field(default_factory=dict)
     """Columns of the prompt's line in the prompt file. The actor adds `prompt`, `response` and (chats) `messages`.
 
@@ -128,16 +133,23 @@ def with_absolute_path(spec: str, place: Callable[[Path], Path]) -> str:
     return f"{place(Path(found['file']))}:{found['name']}" if found else spec
 
 
-def load_function(spec: str, options: Mapping[str, Any] | None = None, *, timeout_s: float = 0.0) -> Function:
+def load_function(
+    spec: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float = 0.0,
+    columns: Collection[str] | None = None,
+) -> Function:
     """Import what `spec` names, and return it as a function of one argument.
 
     A function receives `options` as keyword arguments of every call. Of a class, one instance is created with
     `options`, and called; a parameter `timeout_s` receives the time limit of a call. A function with TRL's signature is
-    called as TRL calls it.
+    called as TRL calls it. What is awaitable is awaited.
 
-    Raises FunctionError if that fails for any reason, or an option is unknown or missing.
+    Raises FunctionError if that fails for any reason, an option is unknown or missing, or a function with TRL's
+    signature needs an argument that is none of `columns`; None: any may be a column.
     """
-    return _of_samples(spec, configured(spec, import_function(spec), dict(options or {}), timeout_s))
+    return _of_samples(spec, configured(spec, import_function(spec), dict(options or {}), timeout_s), columns)
 
 
 def import_function(spec: str) -> Callable[..., Any]:
@@ -189,26 +201,58 @@ def _check_names(options: Mapping[str, Any], parameters: Sequence[inspect.Parame
             raise BadOption(f"{each.name}: missing")
 
 
-def _of_samples(spec: str, function: Callable[..., Any]) -> Function:
-    """Return a function with TRL's signature as one of samples, and any other unchanged."""
+def _of_samples(spec: str, function: Callable[..., Any], columns: Collection[str] | None) -> Function:
+    """Return a function with TRL's signature as one of samples, and any other as it is; both await what it returns."""
+    call = functools.partial(_awaited, function)
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # some builtins have no signature
-        return function
-    ids = parameters.get("completion_ids")
-    if ids is not None and ids.default is ids.empty:
+        return call
+    needed = [
+        name
+        for name, each in parameters.items()
+        if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    if "completion_ids" in needed:
         raise FunctionError(
             f"{spec}: completion_ids: not available, because the server does not know which tokens are the response; "
             "for a penalty on the length, use actor.rewards.overlong_tokens"
         )
-    return TrlFunction(function, parameters) if COMPLETIONS in parameters else function
+    if COMPLETIONS not in parameters:
+        return call
+    if trainers := [name for name in needed if name in OF_THE_TRAINER]:
+        raise FunctionError(f"{spec}: {trainers[0]}: only TRL's trainer has it; give the parameter a default")
+    absent = [name for name in needed if columns is not None and name not in (*columns, *TRL_ARGUMENTS)]
+    if absent:
+        known = ", ".join(columns or ()) or "none"
+        raise FunctionError(
+            f"{spec}: {absent[0]}: no column of the prompts, which have {known}; rename the parameter, or give it a "
+            "default"
+        )
+    return TrlFunction(call, parameters, needed)
+
+
+def _awaited(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    """Return what a function returns, or, of a coroutine, its result: as in TRL, on one event loop for all calls."""
+    found = function(*arguments, **named)
+    return _event_loop().run_until_complete(found) if inspect.isawaitable(found) else found
+
+
+@functools.cache
+def _event_loop() -> Any:
+    import asyncio  # slow to import, and rarely needed
+
+    return asyncio.new_event_loop()
 
 
 class TrlFunction:
     """A function with TRL's signature, `(prompts, completions, **columns)`, called with a sample or a group of them."""
 
-    def __init__(self, function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> None:
-        self._function = function
+    def __init__(
+        self, function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], needed: Sequence[str]
+    ) -> None:
+        """`needed`: parameters without a default, which are None for a row that lacks the column, as in TRL."""
+        self._function, self._needed = function, needed
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         self._names = None if takes_all else parameters.keys()
 
@@ -216,7 +260,8 @@ class TrlFunction:
         """Return the score, or NOT_APPLICABLE for None; for a list of samples, a list of them."""
         samples = given if isinstance(given, list) else [given]
         prompts, completions = zip(*map(_texts, samples), strict=True)
-        columns = samples[0].metadata.keys() - {PROMPT_KEY, RESPONSE_KEY, MESSAGES_KEY, REPLY_KEY}
+        found = {name for sample in samples for name in sample.metadata}
+        columns = {*found, *self._needed} - {PROMPT_KEY, RESPONSE_KEY, MESSAGES_KEY, REPLY_KEY}
         lists = {
             **{name: [sample.metadata.get(name) for sample in samples] for name in columns},
             "prompts": [*prompts],
@@ -225,8 +270,8 @@ class TrlFunction:
         scores = self._function(
             **{name: value for name, value in lists.items() if self._names is None or name in self._names}
         )
-        found = [NOT_APPLICABLE if score is None else score for score in group_scores(scores, len(samples))]
-        return found if isinstance(given, list) else found[0]
+        values = [NOT_APPLICABLE if score is None else score for score in group_scores(scores, len(samples))]
+        return values if isinstance(given, list) else values[0]
 
 
 def _texts(sample: Sample) -> tuple[Any, Any]:

@@ -48,6 +48,8 @@ class FunctionCall:
     options: Mapping[str, Any] = field(default_factory=dict)
     hidden_variables: Sequence[str] = ()
     """Environment variables that its processes do not inherit, besides the secrets of every run."""
+    columns: Sequence[str] | None = None
+    """Columns that rows may have, of which a function with TRL's signature takes its arguments; None: any."""
 
 
 class PoolClosed(RuntimeError):

@@ -44,7 +44,9 @@ def main(argv: list[str]) -> int:
     parent = Parent(argv)
     settings = parent.settings
     try:
-        function = load_function(parent.spec, settings["options"], timeout_s=settings["timeout_s"])
+        function = load_function(
+            parent.spec, settings["options"], timeout_s=settings["timeout_s"], columns=settings["columns"]
+        )
     except FunctionError as error:
         parent.reply(settings, {"error": str(error)})
         return 1

@@ -11,6 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class FunctionReward:
     def __init__(self, args: Mapping[str, str]) -> None:
         """Start the workers. Raises FunctionError if the function cannot be imported."""
         parameters = Parameters(args)
-        self._codec = TextCodec(parameters.path("tokenizer"))
+        self._codec = TextCodec(parameters.path("tokenizer")) if parameters.optional("tokenizer") else None
         self._most_waiting = parameters.number("max_waiting_rows")
         self._limits = request_limits(ANY_TOKEN, parameters)
         self._texts = RoundRobin("texts")
@@ -96,6 +97,11 @@ class FunctionReward:
         sentences, encoded = call.array(contract.SENTENCES), call.array(contract.METADATA)
         if sentences is None:
             given, lengths = call.array(contract.TOKENS), call.array(contract.SEQUENCE_LENGTHS)
+            if self._codec is None:
+                raise contract.ContractError(
+                    f"{contract.TOKENS}: this server has no tokenizer to decode them for reward functions; send "
+                    f"{contract.SENTENCES}, or set actor.policy.model to a folder with one"
+                )
             rows = list(contract.scoring_rows(given, lengths, limits=self._limits).rows)
             text_bytes(np.empty((0, 1), np.object_), encoded, self._limits)
             for row, metadata in zip(rows, metadata_rows(encoded, len(rows)), strict=True):
@@ -107,7 +113,9 @@ class FunctionReward:
         texts = contract.sentence_texts(sentences)
         seconds, objects = pair_texts(pairs, len(texts)), metadata_rows(encoded, len(texts))
         for first, second, metadata in zip(texts, seconds, objects, strict=True):
-            yield Sample(first + second, self._codec.encode(first + second, LONGEST_ROW_TOKENS), metadata)
+            text = first + second
+            ids: Any = None if self._codec is None else self._codec.encode(text, LONGEST_ROW_TOKENS)
+            yield Sample(text, ids, metadata)
 
 
 class PendingCall:

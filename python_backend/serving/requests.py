@@ -29,6 +29,7 @@ from python_backend.wire.contract import (
     scoring_rows,
     sentence_texts,
 )
+from python_backend.wire.messages import BadMessages, plain_messages
 from python_backend.wire.texts import metadata_rows, pair_texts, text_bytes
 
 if TYPE_CHECKING:  # the first imports jinja2, which only a template needs; the second needs tritonserver
@@ -151,13 +152,10 @@ class RowReader:
     @staticmethod
     def _messages(index: int, metadata: dict[str, Any]) -> list[Any] | None:
         """Return the chat in the metadata, or None. Raises ContractError if it is not a list of messages."""
-        if MESSAGES not in metadata:
-            return None
-        messages = metadata[MESSAGES]
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            where = f"{METADATA}[{index}].{MESSAGES}"
-            raise ContractError(f'{where}: {str(messages)[:80]}, must be a list of {{"role": …, "content": …}}')
-        return messages
+        try:
+            return plain_messages(metadata[MESSAGES]) if MESSAGES in metadata else None
+        except BadMessages as error:
+            raise ContractError(f"{METADATA}[{index}].{MESSAGES}{error}") from error
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -214,7 +212,3 @@ def request_limits(limits: Limits, parameters: Parameters) -> Limits:
         max_request_tokens=parameters.number("max_request_tokens"),
         max_request_bytes=parameters.number("max_request_bytes"),
     )
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message

@@ -33,6 +33,7 @@ from tiny_tokenizers import make_text_tokenizer, save_chat_policy
 
 import actor.algorithms.batch
 import actor.loop
+from actor.data.prompt_files import PromptError
 from actor.data.prompts import chances, preferred
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
 from actor.loop import PPORun
@@ -646,6 +647,28 @@ def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
     go(make_grpo(folder, checkpoints))
     assert ends(folder)[-2]["step"] == 2, "a validation that a stop can interrupt"
     return ends(folder)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"one_step_off_policy": True}, {"max_resampled": 20}, {"prompt_candidates": 2}]
+)
+def test_a_bad_row_ends_a_run_with_the_checkpoint_of_the_last_complete_step(
+    tmp_path: Path, checkpoints: Checkpoints, settings: dict[str, Any]
+) -> None:
+    """Whichever exception its tokens would raise, and whatever reads it; the run then goes on where it was."""
+    rows = [json.dumps({"text": text}) for text in TEXTS[:4] * 6]
+    bad = int(np.random.default_rng([0, 0]).permutation(len(rows))[-1])
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join([*rows[:bad], '{"text": "Open \\ud83d it."}', *rows[bad + 1 :]]))
+    settings = {"rollout_size": 4, "prompts_path": str(prompts), "steps": 30, "validation_size": 0, **settings}
+    with pytest.raises(PromptError) as caught:
+        go(make_grpo(tmp_path / "run", checkpoints, **settings))
+    (step,) = saved_steps(tmp_path / "run" / "checkpoints" / "actor")
+    assert str(caught.value).startswith(f"{prompts}:{bad + 1}: text: '\\ud83d' is half a character")
+    assert f"the run stopped after step {step}, whose checkpoint is written; the next" in str(caught.value)
+    assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [*range(1, step + 1)]
+    prompts.write_text("\n".join(rows))
+    go(make_grpo(tmp_path / "run", checkpoints, **{**settings, "steps": step + 1}))
 
 
 class Rare(Server):

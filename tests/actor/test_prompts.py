@@ -16,8 +16,9 @@ import torch
 from pyarrow import parquet
 from tiny_tokenizers import ADDED, CHATS, make_text_tokenizer
 
-from actor.data.prompts import PromptError, PromptReader, StepInputs, read_prompts, step_seed
-from actor.data.rollout import Prompt
+from actor.data.prompt_files import PromptError, read_rows
+from actor.data.prompt_reader import Prompt, PromptReader, read_prompts
+from actor.data.prompts import StepInputs, step_seed
 from python_backend.checkpoints.tokenization import encode_text
 from python_backend.config import PromptFileSection
 from python_backend.store.jsonl import drop_steps_from, each_line, write_jsonl
@@ -37,17 +38,28 @@ def read(path: Path, *, limit: int | None = None, tokenizer: Any = bytewise, **l
     return read_prompts(path, PromptReader(tokenizer, **{"max_tokens": 100, **limits}), limit=limit)
 
 
+class PanicException(BaseException):
+    """What the Rust code of `tokenizers` raises when it panics."""
+
+
 class Chat:
     """A tokenizer with a template that refuses what real ones refuse."""
 
     chat_template = "roles and contents"
 
     def __call__(self, text: str, **options: bool) -> dict[str, list[int]]:
+        if text == "raise":
+            raise TypeError("TextEncodeInput must be Union")
+        if text == "panic":
+            raise PanicException("no entry found for key")
         return bytewise(text, **options)
 
     def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
         assert (tokenize, add_generation_prompt) == (False, True)
-        return "".join(f"<{message['role'][0]}>{message['content']}" for message in messages) + "<a>"
+        if messages[0]["content"] == "refuse":
+            raise ValueError("no")
+        shown = [message for message in messages if message["role"] != "omitted"]
+        return "".join(f"<{message['role'][0]}>{message['content']}" for message in shown) + "<a>"
 
 
 # ---- JSONL ----
@@ -57,7 +69,12 @@ def test_lines_become_prompts(tmp_path: Path):
     """A line ends only where JSONL says: str.splitlines would cut at U+2028 and at U+0085, which JSON leaves alone."""
     rows = [{"text": "ab"}, "", "  ", {"text": "é", "prompt_id": 7, "topic": "x", "n": 1}, "", {"text": ODD}, "broken"]
     first, second, third = read(write(tmp_path, *rows), limit=3)  # and does not read on
-    assert (first.prompt_id, first.text, first.tokens.tolist(), first.metadata) == ("1", "ab", [97, 98], {})
+    assert (first.prompt_id, first.text, first.tokens.tolist(), first.metadata) == (
+        "1",
+        "ab",
+        [97, 98],
+        {"topic": None, "n": None},
+    )
     assert (second.prompt_id, second.tokens.tolist(), second.metadata) == ("7", [195, 169], {"topic": "x", "n": 1})
     assert third.text == ODD
     assert first.tokens.dtype == np.int64
@@ -65,6 +82,10 @@ def test_lines_become_prompts(tmp_path: Path):
 
 NO_COLUMN = "must have a text, messages or prompt column, got"
 TOKENS = "tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"
+TWO = "could each be the prompt; keep one of them, and remove or rename the others"
+HALF = "is half a character (a lone surrogate), which has no encoding; mend or remove the row"
+USER, REPLY = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+IMAGE = {"type": "image", "image": "x.png"}
 
 
 @pytest.mark.parametrize(
@@ -75,10 +96,29 @@ TOKENS = "tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"
         (['{"question": "a"}'], f"prompts.jsonl:1: {NO_COLUMN}"),
         (['{"prompt": {"a": 1}}'], "prompts.jsonl:1: prompt: must be a string, got {'a': 1}"),
         (['{"text": 3}'], "prompts.jsonl:1: text: must be a string, got 3"),
-        (['{"text": ""}'], f"prompts.jsonl:1: 0 {TOKENS}"),
+        (['{"text": ""}'], "prompts.jsonl:1: text is empty"),
+        (['{"messages": []}'], "prompts.jsonl:1: messages is empty"),
+        (['{"prompt": "a", "text": 3}'], f"prompts.jsonl:1: text and prompt {TWO}"),
+        ([{"messages": [USER, REPLY], "prompt": "a", "chosen": "b"}], f"prompts.jsonl:1: messages and prompt {TWO}"),
+        ([{"messages": [USER], "prompt": [USER]}], f"prompts.jsonl:1: messages and prompt {TWO}"),
+        ([{"prompt": [USER, REPLY]}], "prompts.jsonl:1: prompt ends with the assistant, whose answer would be in the"),
+        (['{"text": "a", "a": {"b": 1, "b": 2}}'], "prompts.jsonl:1: the key 'b' is there twice; remove one of them"),
+        (['{"text": "a", "n": ' + "9" * 5000 + "}"], "prompts.jsonl:1: not JSON: Exceeds the limit"),
+        (['{"text": "a", "n": ' + "[" * 99999 + "]" * 99999 + "}"], "prompts.jsonl:1: not JSON: maximum recursion"),
+        (['{"text": "a", "n": ' + "[" * 100 + "]" * 100 + "}"], "prompts.jsonl:1: n: nested more than 99 deep; store"),
+        (['{"text": "a", "prompt_id": "\\ud83d"}'], f"prompts.jsonl:1: prompt_id: '\\ud83d' {HALF}"),
+        (['{"text": "a"}', '{"text": "hello \\ud83d world"}'], f"prompts.jsonl:2: text: '\\ud83d' {HALF}"),
+        ([json.dumps({"messages": [{**USER, "name": "\ud83d"}]})], f"prompts.jsonl:1: messages: '\\ud83d' {HALF}"),
+        ([{"messages": [{"role": "user", "content": "refuse"}]}], "prompts.jsonl:1: messages cannot be rendered: no"),
+        ([{"messages": [{"role": "omitted", "content": "x"}]}], "prompts.jsonl:1: messages[0]: the chat template leav"),
+        (['{"text": "raise"}'], "prompts.jsonl:1: cannot be tokenised: TypeError: TextEncodeInput must be Union"),
+        (['{"text": "panic"}'], "prompts.jsonl:1: cannot be tokenised: PanicException: no entry found for key"),
         (['{"text": "abcdef"}'], f"prompts.jsonl:1: 6 {TOKENS}"),
-        ([{"messages": [{"content": "x"}]}], "prompts.jsonl:1: messages cannot be rendered: 'role'"),
-        ([{"messages": 3}], "prompts.jsonl:1: messages cannot be rendered: 'int' object is not iterable"),
+        ([{"messages": [{"from": "human", "value": "x"}]}], 'prompts.jsonl:1: messages[0]: must be {"role": …, '),
+        ([{"messages": [USER, {"role": "user"}]}], "prompts.jsonl:1: messages[1].content: missing or null, must be a"),
+        ([{"messages": [{**USER, "content": 3}]}], "prompts.jsonl:1: messages[0].content: must be a text, got 3"),
+        ([{"prompt": [{**USER, "content": [IMAGE]}]}], "prompts.jsonl:1: prompt[0].content: a part of type 'image'"),
+        ([{"messages": 3}], 'prompts.jsonl:1: messages: must be a list of {"role": …, "content": …}, got 3'),
         (["", " "], "prompts.jsonl has no prompts"),
     ],
 )
@@ -87,18 +127,10 @@ def test_bad_rows_are_refused_by_line(tmp_path: Path, lines: list[Any], message:
         read(write(tmp_path, *lines), tokenizer=Chat(), max_tokens=5)
 
 
-@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": None}]])
-def test_an_environment_needs_a_message_to_add_to(tmp_path: Path, messages: list[Any]):
-    path = write(tmp_path, {"messages": messages})
-    assert read(path, tokenizer=Chat())
-    with pytest.raises(PromptError, match=r"prompts.jsonl:1: messages: no last message with a content, to which env"):
-        read(path, tokenizer=Chat(), has_environment=True)
-
-
 def test_messages_need_a_chat_template(tmp_path: Path):
     message = "prompts.jsonl:1: messages: the policy's tokenizer has no chat template; use a text prompt instead"
     with pytest.raises(PromptError, match=re.escape(message)):
-        read(write(tmp_path, {"messages": []}))
+        read(write(tmp_path, {"messages": [USER]}))
 
 
 @pytest.mark.parametrize("family", sorted(CHATS))
@@ -117,7 +149,7 @@ def test_a_text_begins_as_the_tokenizer_begins_it_and_a_chat_as_its_template_doe
     assert read(path, tokenizer=tokenizer, add_special_tokens=False)[0].tokens.tolist() == bare
     cut = [prompt.tokens.tolist() for prompt in read(path, tokenizer=tokenizer, max_tokens=3, too_long="truncate")]
     assert cut[:3] == [[*before, *bare[len(before) - 3 :]]] * 2 + [rendered[-3:]]
-    with pytest.raises(PromptError, match="0 tokens"):
+    with pytest.raises(PromptError, match="text is empty"):
         read(write(tmp_path, {"text": ""}), tokenizer=tokenizer)
 
 
@@ -157,22 +189,28 @@ def jsonl(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return write(folder, *rows)
 
 
+def table_of(rows: list[dict[str, Any]]) -> pa.Table:
+    """A table with the columns of all rows, as `datasets` makes it; pyarrow takes those of the first."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.Table.from_pylist([{**names, **row} for row in rows])
+
+
 def parquet_file(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    parquet.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet", row_group_size=2)
+    parquet.write_table(table_of(rows), folder / "prompts.parquet", row_group_size=2)
     return folder / "prompts.parquet"
 
 
 def arrow_stream(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    return write_arrow(folder / "stream.arrow", pa.Table.from_pylist(rows), pa.ipc.new_stream)
+    return write_arrow(folder / "stream.arrow", table_of(rows), pa.ipc.new_stream)
 
 
 def arrow_file(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    return write_arrow(folder / "file.arrow", pa.Table.from_pylist(rows), pa.ipc.new_file)
+    return write_arrow(folder / "file.arrow", table_of(rows), pa.ipc.new_file)
 
 
 def saved_dataset(folder: Path, rows: list[dict[str, Any]], name: str = "dataset") -> Path:
     """Two shards, named in state.json, beside one that it does not name."""
-    root, table = folder / name, pa.Table.from_pylist(rows)
+    root, table = folder / name, table_of(rows)
     root.mkdir(parents=True)
     shards = {"data-00000-of-00002.arrow": table.slice(0, 2), "data-00001-of-00002.arrow": table.slice(2)}
     for shard, part in {**shards, "cache-1.arrow": table}.items():
@@ -215,16 +253,94 @@ def test_tables_hold_what_jsonl_holds(tmp_path: Path, write_table: Any):
             assert found == [(text, {"messages": chat, "n": 1}) for text, chat in zip(texts, chats, strict=True)]
 
 
-def test_the_first_of_text_messages_and_prompt_that_a_row_has_counts(tmp_path: Path):
-    messages = [{"role": "user", "content": "m"}]
-    rows = {
-        "p": ({"prompt": "p", "completion": "c"}, {"completion": "c"}),
-        "t": ({"text": "t", "prompt": "p"}, {"prompt": "p"}),
-        "q": ({"text": None, "prompt": "q"}, {}),
-        "<u>m<a>": ({"messages": messages, "prompt": "p"}, {"messages": messages, "prompt": "p"}),
+def called(call_id: str | None = None, content: str | None = None, **arguments: Any) -> list[dict[str, Any]]:
+    """A chat whose assistant calls a tool."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    own = {} if call_id is None else {"id": call_id}
+    asked = {"role": "assistant", "content": content, "tool_calls": [{**call, **own}]}
+    return [USER, asked, {"role": "tool", "content": "7"}]
+
+
+class Verbatim(Chat):
+    """A tokenizer whose template shows every key."""
+
+    def apply_chat_template(self, messages: Any, **_: bool) -> str:
+        return json.dumps(messages, sort_keys=True)
+
+
+UNEVEN: list[tuple[dict[str, Any], list[dict[str, Any]] | None, dict[str, Any]]] = [
+    # a row; the messages and the metadata that it gives in every format
+    ({"prompt": called(city="Rom")}, called(city="Rom"), {}),
+    ({"prompt": called("c1", "", to="Oslo", days=[1, 2])}, called("c1", "", to="Oslo", days=[1.0, 2.0]), {}),
+    ({"prompt": called(days=[0.5], at={"x": {"y": 1}})}, called(days=[0.5], at={"x": {"y": 1}}), {}),
+    ({"prompt": called(city=None, at={"x": {"y": None}})}, called(at={"x": {}}), {}),
+    ({"prompt": [{**USER, "content": None, "tool_calls": None}]}, None, {}),
+    ({"prompt": [USER], "task": "code", "tests": ["t", None]}, [USER], {"task": "code", "tests": ["t", None]}),
+    ({"prompt": [USER], "task": "math", "answer": 5}, [USER], {"task": "math", "answer": 5.0}),
+    ({"prompt": [USER], "answer": 5.5, "extra": {"a": None, "b": []}}, [USER], {"answer": 5.5, "extra": {"b": []}}),
+    ({"prompt": [USER], "extra": {"a": [{"c": 1}, {"d": "x"}]}}, [USER], {"extra": {"a": [{"c": 1}, {"d": "x"}]}}),
+    ({"prompt": [USER], "extra": {}, "prompt_id": None, "big": 2**62}, [USER], {"extra": {}, "big": 2**62}),
+    ({"prompt": None, "messages": [USER], "nan": float("nan")}, [USER], {"nan": float("nan")}),
+]
+COLUMNS = ("task", "tests", "answer", "extra", "big", "nan")
+
+
+@pytest.mark.parametrize("write_table", [jsonl, *WRITERS])
+def test_the_same_rows_give_the_same_prompts_and_metadata_in_every_format(tmp_path: Path, write_table: Any):
+    """Arrow and `datasets` give every row and every nested object the keys of all, and mixed numbers are floats."""
+    path, reader = write_table(tmp_path, [row for row, _, _ in UNEVEN]), PromptReader(Verbatim(), 1000)
+    for row, (_, messages, metadata) in zip(read_rows(path), UNEVEN, strict=True):
+        if messages is None:
+            with pytest.raises(PromptError, match=re.escape(f"{row.where}: prompt[0].content: missing or null, must")):
+                reader.prompt(row)
+            continue
+        prompt = reader.prompt(row)
+        assert (prompt.text, prompt.prompt_id) == (json.dumps(messages, sort_keys=True), str(row.number))
+        expected = {**dict.fromkeys(COLUMNS), **metadata, "messages": messages}
+        assert json.dumps(prompt.metadata, sort_keys=True) == json.dumps(expected, sort_keys=True)
+
+
+def test_arrow_types_that_jsonl_does_not_have_are_read_as_what_they_hold(tmp_path: Path):
+    texts, numbers = ["a", "b"], [{"x": 1}, {"y": None}]
+    columns = {
+        "text": pa.array(texts).dictionary_encode(),
+        "large": pa.array(texts, pa.large_string()),
+        "view": pa.array(texts, pa.string_view()),
+        "map": pa.array([[*each.items()] for each in numbers], pa.map_(pa.string(), pa.int64())),
+        "fixed": pa.array([[1, 2], [3, 4]], pa.list_(pa.int8(), 2)),
+        "nothing": pa.nulls(2),
     }
-    found = read(write(tmp_path, *(row for row, _ in rows.values())), tokenizer=Chat())
-    assert {prompt.text: prompt.metadata for prompt in found} == {text: rest for text, (_, rest) in rows.items()}
+    path = write_arrow(tmp_path / "types.arrow", pa.table(columns), pa.ipc.new_stream)
+    same = [{"text": t, "large": t, "view": t, "map": n, "nothing": None} for t, n in zip(texts, numbers, strict=True)]
+    lines = jsonl(tmp_path, [{**row, "fixed": each} for row, each in zip(same, ([1, 2], [3, 4]), strict=True)])
+    assert content(read(path)) == content(read(lines))
+    assert read(path)[0].metadata["map"] == {"x": 1}
+    twice = pa.record_batch([texts, texts], names=["text", "text"])
+    with pytest.raises(PromptError, match="row 1: a column is there twice: text, text"):
+        read(write_arrow(path, pa.Table.from_batches([twice]), pa.ipc.new_file))
+    keys = pa.array([[(1, "a")]], pa.map_(pa.int64(), pa.string()))
+    with pytest.raises(PromptError, match="row 1: map: the key 1 is not a text; store it as one"):
+        read(write_arrow(path, pa.table({"text": ["a"], "map": keys}), pa.ipc.new_file))
+
+
+def test_marks_of_windows_are_no_part_of_a_row(tmp_path: Path):
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
+    assert [(prompt.text, prompt.prompt_id) for prompt in read(path)] == [("a", "1"), ("b", "3")]
+
+
+def test_parts_of_a_content_are_one_text(tmp_path: Path):
+    parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
+    (prompt,) = read(write(tmp_path, {"messages": [{**USER, "content": parts}]}), tokenizer=Chat())
+    assert prompt.text == "<u>x\ny<a>"
+    assert prompt.metadata["messages"] == [{**USER, "content": "x\ny"}]
+
+
+def test_columns_are_those_of_rows_all_over_a_large_file(tmp_path: Path):
+    rows = [{"text": "a", "task": "math", "n": 1}] * 3000 + [{"text": "b", "tests": ["t"], "n": 0.5}] * 3000
+    first = next(iter(read_rows(jsonl(tmp_path, rows)))).columns
+    assert first == {"text": "a", "task": "math", "n": 1.0, "tests": None}
+    assert isinstance(first["n"], float)
 
 
 @pytest.mark.parametrize("write_table", WRITERS)

@@ -17,7 +17,8 @@ from live_system import Checkpoints, make_run
 from tiny_tokenizers import make_text_tokenizer
 
 from actor.algorithms.batch import rollout_metrics, text_metrics
-from actor.data.prompts import PromptError
+from actor.data.prompt_files import PromptError
+from actor.data.prompt_reader import check_columns
 from actor.data.rollout import (
     ProcessRewards,
     Prompt,
@@ -29,7 +30,7 @@ from actor.data.rollout import (
 )
 from actor.loop import PPORun
 from actor.scoring.reference import ROUNDS, only_known, with_one_version
-from actor.scoring.scorer import BLOCK, Scorer, check_prompts, join_scores, row_metadata, tokens_with
+from actor.scoring.scorer import BLOCK, Scorer, join_scores, row_metadata, tokens_with
 from actor.scoring.stream import RowStream
 from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.client.retry import RequestCounters
@@ -204,15 +205,15 @@ def test_values_are_demanded_of_the_given_versions(tokenizer: Any, texts: bool) 
 
 def test_a_column_is_refused_only_where_it_would_be_replaced():
     plain, groupwise = ServedModel(components=("a",)), ServedModel(components=("a",), groupwise=True)
-    prompt = Prompt("1", "a", np.asarray([1]), {"group": "mine"})
-    check_prompts(plain, [prompt])
+    prompt = Prompt("1", "a", np.asarray([1]), {"group": "mine"}, where="p.jsonl:7")
+    check_columns(plain, [prompt])
     assert row_metadata(plain, prompt, "b", 3)["group"] == "mine"
-    with pytest.raises(PromptError, match="prompt 1 has a column 'reply_messages'"):
-        check_prompts(plain, [Prompt("1", "a", np.asarray([1]), {"reply_messages": []})])
-    with pytest.raises(PromptError, match="prompt 1 has a column 'group'"):
-        check_prompts(groupwise, [prompt])
-    with pytest.raises(PromptError, match="has a column 'step_ends'"):
-        check_prompts(ServedModel.of({"process": "step"}), [Prompt("0", "", np.ones(1), {"step_ends": [3]})])
+    with pytest.raises(PromptError, match="the column 'reply_messages' has the name under which"):
+        check_columns(plain, [Prompt("1", "a", np.asarray([1]), {"reply_messages": []})])
+    with pytest.raises(PromptError, match=r"p\.jsonl:7: the column 'group' has the name"):
+        check_columns(groupwise, [prompt])
+    with pytest.raises(PromptError, match="the column 'step_ends' has"):
+        check_columns(ServedModel.of({"process": "step"}), [Prompt("0", "", np.ones(1), {"step_ends": [3]})])
 
 
 # ---- process rewards ----

@@ -544,6 +544,43 @@ async def test_a_first_request_waits_for_a_server_and_fails_with_the_cause() -> 
         assert (await caller.get("/readyz"))[0] == 503
 
 
+async def test_a_gateway_stops_at_once_when_the_client_that_it_would_answer_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not when its rewards, for which no server is up, would be late."""
+    asked, served = asyncio.Event(), scoring.RewardSource.served
+
+    async def watched(source: scoring.RewardSource) -> Any:
+        asked.set()
+        return await served(source)
+
+    async def leave() -> None:
+        async with gateway("127.0.0.1:1", deadline_s=600.0) as caller:
+            request = asyncio.create_task(caller.post("/get_reward", {"query": ["abc"]}))
+            await asked.wait()
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+
+    monkeypatch.setattr(scoring.RewardSource, "served", watched)
+    await asyncio.wait_for(leave(), 60.0)
+
+
+def test_a_server_with_a_port_of_its_choice_is_found_while_it_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig.model_validate({"run": {"dir": tmp_path}, "server": {"http_port": 0}})
+    given = config.model_copy(update={"server": config.server.model_copy(update={"http_port": 5})})
+    assert command.server_url(given) == "127.0.0.1:5"
+    up: list[str] = []
+    monkeypatch.setattr(command, "is_triton", up.__contains__)
+    for written in ({}, {"http": "127.0.0.1:7"}):
+        (tmp_path / "server.json").write_text(json.dumps(written))
+        with pytest.raises(ConfigError, match=r"server\.http_port is 0, a port that .*, but it is not up; start it"):
+            command.server_url(config)
+    up.append("127.0.0.1:7")
+    assert command.server_url(config) == "127.0.0.1:7"
+
+
 async def test_rewards_of_other_terms_are_none_until_the_server_serves_the_yaml() -> None:
     ours, theirs = '["verdict"]', '["length"]'
 

@@ -55,6 +55,19 @@ def test_trl_gets_rewards_or_none_of_texts_chats_and_columns(monkeypatch: pytest
     assert play(monkeypatch, call) == [3, 2]
 
 
+def test_what_cannot_be_sent_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    info = {"question": "q", "images": [{"at": np.int64(1)}, {"bytes": b"x"}]}
+    monkeypatch.setenv("REWARD_GATEWAY_URL", "http://127.0.0.1:1")
+    with pytest.raises(TypeError, match=r"inputs\[0\]\.metadata\.extra_info\.images\[1\]\.bytes: bytes cannot be"):
+        compute_score("d", "r", "g", info)
+    columns = {"answer": ["a"], "seen": [{1, 2}]}
+    for _ in range(2):
+        with pytest.raises(RewardUnavailable):
+            trl_reward(["p"], ["c"], **columns)
+    told = [message for message in caplog.messages if "column" in message]
+    assert told == ["reward functions do not receive the column seen: seen[0]: set cannot be sent as JSON"]
+
+
 def test_verl_gets_a_number_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def call(server: FakeReward) -> float:
         info = {"question": "2+3=", "num_turns": np.int64(1)}

@@ -12,7 +12,8 @@ from live_system import make_tokenizer
 from safetensors.torch import load_file
 from tiny_checkpoints import POSITIONS, save_tiny
 
-from actor.data.prompts import PromptError, PromptReader, read_prompts
+from actor.data.prompt_files import PromptError
+from actor.data.prompt_reader import PromptReader, read_prompts
 from actor.data.rollout import Prompt, Rollout
 from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError

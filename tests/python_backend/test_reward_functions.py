@@ -32,7 +32,7 @@ from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.rewards import count
 from python_backend.rewards import judge as judge_module
 from python_backend.rewards import pool as pool_module
-from python_backend.rewards.function import FunctionError, Sample, checked, load_function, take_counts
+from python_backend.rewards.function import NOT_APPLICABLE, FunctionError, Sample, checked, load_function, take_counts
 from python_backend.rewards.groups import BadGroup, group_key
 from python_backend.rewards.judge import Judge, NoVerdict, VerdictReader
 from python_backend.rewards.pool import FairQueue, FunctionCall, ScoreOutcome, WorkerPool
@@ -526,13 +526,38 @@ def test_functions_of_trl_with_and_without_options() -> None:
         ("contains", {}, [1, 0]),
         ("shorter_than", {"limit": 2}, [1, 0]),
         ("Prefers", {"word": "b"}, [0, 1]),
+        ("awaits", {}, [1, 0]),
+        ("Awaits", {"word": "b"}, [0, 1]),
+        ("awaits_too", {}, [1, 0]),
     ):
         function = load_function(f"{TRL_FILE}:{name}", options)
         assert (function([one, two]), function(one)) == (scores, scores[0])
-    with pytest.raises(TypeError, match="solution"):
-        load_function(f"{TRL_FILE}:accuracy")(chat("r"))
+    with pytest.raises(FunctionError, match="solution: no column of the prompts, which have answer, task; rename the"):
+        load_function(f"{TRL_FILE}:accuracy", columns=["answer", "task"])
     with pytest.raises(ValueError, match="returned 2 scores for a group of 1"):
         load_function(f"{TRL_FILE}:one_too_many")(one)
+
+
+@pytest.mark.parametrize("groupwise", [False, True])
+def test_a_coroutine_is_awaited_as_in_trl_within_its_time_limit(make_pool: MakePool, groupwise: bool) -> None:
+    group = responses("a", "bb", answer="a")
+    for name, scores in (("awaits", [1, 0]), ("awaits_too", [1, 0]), ("each_length", [1, 2])):
+        pool = make_pool(f"{TRL_FILE}:{name}", groupwise=groupwise)
+        found = scored(pool, group)[0] if groupwise else outcomes(pool, group)
+        assert found == [ScoreOutcome(float(score)) for score in scores]
+    (hanging,) = outcomes(make_pool(f"{TRL_FILE}:hangs", timeout_s=LIMIT_S), group[:1])
+    assert "took longer than 1 s and was killed" in hanging.error
+
+
+def test_a_column_that_a_row_lacks_is_none_for_a_function_of_trl() -> None:
+    """As under `datasets`, whose rows have the columns of all."""
+    function = load_function(f"{TRL_FILE}:by_task", columns=["answer", "task", "tests"])
+    math_, code = responses("ax", answer="x", task="math") + responses("y", task="code", tests=["t"])
+    assert function(math_) == 1
+    assert function(code) is NOT_APPLICABLE
+    assert function([math_, code]) == [1, NOT_APPLICABLE]
+    with pytest.raises(FunctionError, match="trainer_state: only TRL's trainer has it; give the parameter a default"):
+        load_function(f"{TRL_FILE}:needs_trainer")
 
 
 # ---- the weighted sum ----
@@ -602,8 +627,9 @@ def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_
     model = importlib.import_module("python_backend.serving.function_reward").TritonPythonModel()
     model.initialize({"model_config": json.dumps({"name": "m", "parameters": parameters})})
 
-    def ask(**headers: str) -> Any:
-        inputs = {"tokens": np.ones((2, 3), np.int64), "sequence_lengths": np.full((2, 1), 3)}
+    rows = {"tokens": np.ones((2, 3), np.int64), "sequence_lengths": np.full((2, 1), 3)}
+
+    def ask(inputs: dict[str, Any] = rows, **headers: str) -> Any:
         request = Request(inputs, (REWARD_COMPONENT, REWARD_ERROR), json.dumps(headers))
         model.execute([request])
         outputs = request.responses.get(timeout=60).outputs
@@ -620,6 +646,11 @@ def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_
 
     monkeypatch.setattr(Request, "send", once)
     assert ask() == ("[[nan], [nan]]", [[b"/dev/shm is full"]] * 2)
+    model.finalize()
+    without = {"tokenizer": {"string_value": ""}, "function": {"string_value": f"{FILE}:length"}}
+    model.initialize({"model_config": json.dumps({"name": "m", "parameters": {**parameters, **without}})})
+    assert b"no tokenizer to decode them for reward functions; send sentences" in ask()[1][0][0]
+    assert ask({"sentences": np.array([[b"a"], [b"bc"]], object)}) == ("[[1.0], [2.0]]", [[b""], [b""]])
     model.finalize()
 
 

@@ -311,7 +311,7 @@ BAD_SCORING = [
     ({"sentences": texts_array(["x"]), "metadata": texts_array(["{"])}, "metadata[0]: '{' is not JSON"),
     # An exception that leaves `execute` answers the other requests of the batch twice: heap corruption.
     (chat("\ud800 \x1b[2J"), "\\ud800 \\x1b[2J"),
-    (chat([{"role": "user"}]), "metadata[0].messages: [{'role': 'user'}], must be a list of"),
+    (chat([{"role": "user"}]), "metadata[0].messages[0].content: missing or null, must be a text"),
 ]
 
 

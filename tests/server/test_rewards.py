@@ -49,9 +49,10 @@ from tiny_models import tiny_server
 from tiny_tokenizers import save_text_reward
 from transformers import AutoModelForCausalLM, LlamaForTokenClassification, pipeline
 
-from actor.data.prompts import PromptError
+from actor.data.prompt_files import PromptError
+from actor.data.prompt_reader import check_columns
 from actor.data.rollout import Prompt, Rollout, Scores
-from actor.scoring.scorer import Scorer, check_prompts, row_metadata
+from actor.scoring.scorer import Scorer, row_metadata
 from benchmarks.processes import free_ports
 from chaos.fuzz import Request, array_tensor, grpc_sender, send_http
 from examples.demo.pretrained import SMOLLM2, fetch, save_smollm2
@@ -443,10 +444,10 @@ def test_the_run_logs_every_component_masks_what_failed_and_keeps_its_templates(
 
 def test_columns_that_the_actor_adds_are_free_with_the_reward_model_alone() -> None:
     prompt = Prompt("1", "a", np.asarray([1]), {"prompt": "p", "response": "r"})
-    check_prompts(ServedModel(), [prompt])
+    check_columns(ServedModel(), [prompt])
     assert row_metadata(ServedModel(), prompt, "b", 0) == {"prompt": "p", "response": "r"}
-    with pytest.raises(PromptError, match="prompt 1 has a column 'prompt'"):
-        check_prompts(ServedModel(components=("model",)), [prompt])
+    with pytest.raises(PromptError, match="the column 'prompt' has the name"):
+        check_columns(ServedModel(components=("model",)), [prompt])
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.data.prompts import PromptReader, PromptStream, StepInputs
+from actor.data.prompt_reader import PromptReader
+from actor.data.prompts import PromptStream, StepInputs
 from python_backend.config import PromptFileSection
 
 

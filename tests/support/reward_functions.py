@@ -18,6 +18,11 @@ def num_tokens(sample: Sample) -> float:
     return float(len(sample.tokens))
 
 
+def length(sample: Sample) -> float:
+    """Return the number of characters."""
+    return float(len(sample.text))
+
+
 def token_sum(sample: Sample) -> float:
     """Return the sum of the token ids, which differs between nearly any two responses."""
     return float(sum(sample.tokens))

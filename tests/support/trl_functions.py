@@ -1,10 +1,12 @@
 """Reward functions with the signatures of those for TRL's GRPOTrainer: lists in, a list out."""
 
+import asyncio
 import re
 from collections.abc import Callable
 from typing import Any
 
 Chat = list[dict[str, str]]
+loops: dict[str, Any] = {}
 
 
 def accuracy(
@@ -47,6 +49,49 @@ class Prefers:
 
     def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
         return [float(self.word in text) for text in completions]
+
+
+async def awaits(completions: list[str], answer: list[str], **kwargs: Any) -> list[float | None]:
+    """A coroutine function, as for a judge behind an API, whose session needs one event loop for all calls."""
+    await asyncio.sleep(0)
+    assert asyncio.get_running_loop() is loops.setdefault("first", asyncio.get_running_loop())
+    return [None if right is None else float(right in text) for right, text in zip(answer, completions, strict=True)]
+
+
+class Awaits:
+    """A callable object whose call is a coroutine, with an option."""
+
+    def __init__(self, word: str = "a") -> None:
+        self.word = word
+
+    async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(self.word in text) for text in completions]
+
+
+awaits_too = Awaits()
+
+
+async def each_length(given: Any) -> Any:
+    """A coroutine function of a sample, or of a group of them."""
+    await asyncio.sleep(0)
+    return [len(sample.text) for sample in given] if isinstance(given, list) else len(given.text)
+
+
+async def hangs(sample: Any) -> float:
+    """A coroutine that never ends."""
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError
+
+
+async def by_task(completions: list[str], task: list[str], answer: list[str], **kwargs: Any) -> list[float | None]:
+    """A function for one task of several, whose rows have other columns."""
+    return [float(right in c) if t == "math" else None for t, right, c in zip(task, answer, completions, strict=True)]
+
+
+def needs_trainer(completions: list[str], trainer_state: Any) -> list[float]:
+    """A function of what only the trainer has."""
+    return [float(trainer_state.global_step) for _ in completions]
 
 
 def needs_ids(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:

@@ -172,6 +172,7 @@ def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> No
         "functions; give the folder of the policy's model",
         f"rewards.verdict.function: rewards/math.py does not exist; give the path of a Python file{start}",
     ]
+    check_files(RunConfig.model_validate({"rewards": FUNCTION}), server=True)  # of another trainer, which sends texts
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").touch()
     told = missing({"actor": {"model": str(tmp_path), "validation_prompts": "held-out.jsonl"}}, actor=True)
@@ -337,6 +338,10 @@ def trl(prompts, completions, **columns):
     return [float(len(text)) for text in completions]
 
 
+async def needs(completions, answer):
+    return [0.0] * len(completions)
+
+
 class Game:
     def __init__(self, highest=9): ...
     def reset(self, row): ...
@@ -355,6 +360,10 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
         ([], ""),
         (["rewards.mine.groupwise=true", "rewards.mine.function={file}:group"], ""),
         (["rewards.mine.function={file}:trl"], ""),
+        (
+            ["rewards.mine.function={file}:needs"],
+            "{file}:needs: answer: no column of the prompts, which have none; rena",
+        ),
         (["rewards.mine.function={file}:peeks"], "OSError: ['SOME_SETTING']"),
         (["rewards.mine.function={file}:slow", "rewards.mine.timeout_s=0.1"], "took longer than 0.1 s and was killed"),
         (["rewards.mine.function={file}:group"], "TypeError: object of type 'Sample' has no len()"),
@@ -403,9 +412,27 @@ def test_a_run_is_refused_with_one_line_for_each_problem(
     [
         ("", "{} has no prompts"),
         ('{"text": "a"}\n{"text": ""}\n', "{}:2: text is empty"),
+        (
+            '{"text": "a"}\n{"text": "\\ud83d"}',
+            "{}:2: text: '\\ud83d' is half a character (a lone surrogate), which has no encoding; mend or remove the "
+            "row",
+        ),
+        (
+            '{"prompt": "a", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+            "{}:1: messages and prompt could each be the prompt; keep one of them, and remove or rename the others",
+        ),
+        (
+            '{"text": "a"}\n{"text": "a", "response": "b"}\n',
+            "{}:1: the column 'response' has the name under which reward functions receive the response's text, its "
+            "steps or its group; rename the column",
+        ),
+        (
+            '{"text": "a"}\n{"text": "' + "a " * 2000 + '"}\n',
+            "{}:2: 2001 tokens, but a prompt must have 1 to 512 (actor.prompts.max_tokens)",
+        ),
     ],
 )
-def test_prompts_that_are_empty_are_named(
+def test_prompts_that_cannot_be_used_are_named(
     text: str, words: str, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "empty.jsonl"
@@ -457,6 +484,9 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
             check("same", conversation, **settings)
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
     check("other", conversation)
+    (tmp_path / "other" / "chat_template.jinja").write_text("{{ raise_exception('no ' + messages[1].role) }}")
+    with pytest.raises(ConfigError, match=r"jsonl:2: the template of reward\.model cannot render it: no assistant"):
+        check("other", conversation)
 
 
 PAIR, ODDS = "{model} has 2 labels (BAD, GOOD)", "reward.attribute_weights: {{BAD: -1, GOOD: 1}} (the log-odds of GOOD"

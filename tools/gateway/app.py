@@ -42,6 +42,7 @@ SMALL_BODY_BYTES = 65_536
 COLLECTED_BYTES = 1_000_000  # of a body after which garbage is collected, which takes some 10 ms
 MAX_ITEMS = 250_000  # texts, objects and arrays of a body, each of which takes 50 to 250 bytes once it is parsed
 _ITEM = re.compile(rb'"[^"]*"?|[{[]')
+SESSIONS = "/sessions/"
 NO_OBJECT = "must be a JSON object, sent with the header Content-Type: application/json"
 NOT_JSON = "not JSON: it is not UTF-8, nested too deeply, or has a number with too many digits"
 KINDS = {"completion", "chat", "texts", "rows", "str"}  # pydantic's names of union members, which no client sent
@@ -127,12 +128,38 @@ class RequestGuard:
             async with contextlib.AsyncExitStack() as reserved:
                 size = int(headers.get("content-length", 0))
                 body = await self._body(receive, size, 0 if is_open else self._max_body_bytes, reserved)
-                await self._app(scope, _replayed(body, receive), send)
+                if scope["path"].startswith(SESSIONS):  # where a call counts, whether its client waits for it or not
+                    await self._app(scope, _replayed(body, receive), send)
+                else:
+                    await self._answer_while_connected(scope, body, receive, send)
         except GatewayError as error:  # those of the routes have their own handler
             reply = error_reply(error.status, str(error))
             if is_open or error.status != HTTPStatus.REQUEST_ENTITY_TOO_LARGE:  # clients read 413 after the whole body
                 reply.headers["connection"] = "close"
             await reply(scope, receive, send)
+
+    async def _answer_while_connected(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Answer a request, unless its client leaves before: the gateway would wait for its rewards when it stops."""
+        is_answered = False
+
+        async def answer(message: Message) -> None:
+            nonlocal is_answered
+            is_answered = True
+            await send(message)
+
+        async def left() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        gone = asyncio.ensure_future(left())
+        work = asyncio.ensure_future(self._app(scope, _replayed(body, receive), answer))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done() or is_answered:
+                await work
+        finally:
+            for task in (work, gone):
+                task.cancel()
 
     async def _body(self, receive: Receive, size: int, limit: int, reserved: contextlib.AsyncExitStack) -> bytes:
         """Return the body. Raises GatewayError if it is late or exceeds a limit; `size`: as the client declares it."""

@@ -30,6 +30,8 @@ from python_backend.monitoring.log_lines import is_json, say
 from python_backend.wire.contract import REWARD_MODEL
 from tools.arguments import parse_or_complete
 from tools.render import reward_parameters
+from tools.server.health import is_triton
+from tools.server.ports import server_urls
 
 # Bounds of the gateway's connections: their number, the size of a request's head, and the time that it may take.
 
@@ -173,14 +175,28 @@ def check_key(settings: GatewaySection) -> str | None:
     return key
 
 
+def server_url(config: RunConfig) -> str:
+    """Return the address of the run's server. Raises ConfigError if it has a port of its choice and is not up."""
+    if config.server.http_port or config.actor.client.servers:
+        return config.server.http_url
+    url = server_urls(config)["http"]
+    if url == config.server.http_url or not is_triton(url):
+        raise ConfigError(
+            f"server.http_port is 0, a port that the server of {config.server_dir} chooses when it starts, but it is "
+            "not up; start it first, or set a port"
+        )
+    return url
+
+
 async def serve(config: RunConfig) -> None:
-    """Serve until a signal arrives. Raises OSError if the port or a certificate cannot be used."""
+    """Serve until a signal arrives. Raises OSError if the port or a certificate cannot be used, and ConfigError."""
     from tools.gateway.app import create_app
     from tools.gateway.policy import policy_router
 
     settings = config.gateway
     expected = {REWARD_MODEL: reward_parameters(config)}
-    client = TritonClient(config.server.http_url, config.actor.client, expected=expected)
+    url = server_url(config)
+    client = TritonClient(url, config.actor.client, expected=expected)
     log_config = None if is_json() else uvicorn.config.LOGGING_CONFIG  # None: its loggers use the root's handler
     async with contextlib.AsyncExitStack() as closing:
         more = [policy_router(settings.policy, closing)] if settings.policy else []
@@ -191,7 +207,7 @@ async def serve(config: RunConfig) -> None:
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         bound = server.config.bind_socket()
         bound.listen(server.config.backlog)  # so that clients can connect as soon as the line is printed
-        servers = ", ".join(config.actor.client.servers) or config.server.http_url
+        servers = ", ".join(config.actor.client.servers) or url
         scheme, port = "https" if settings.tls_certificate else "http", bound.getsockname()[1]
         agents = f", the policy for agents from {', '.join(settings.policy.servers)}" if settings.policy else ""
         say(f"gateway: {scheme}://{settings.host}:{port}, rewards from {servers}{agents}")

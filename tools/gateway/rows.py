@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from python_backend.errors import RlhfError
 from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
 from python_backend.wire.contract import MESSAGES
+from python_backend.wire.messages import plain_messages, text_of
 
 MAX_ROWS = 4096  # of one request
 Message = dict[str, Any]
@@ -172,17 +173,11 @@ class ChatMessage(BaseModel):
     @field_validator("content")
     @classmethod
     def _joined(cls, content: str | list[dict[str, Any]] | None) -> str | None:
-        """Join text parts to one text, as vLLM does for most templates: others would render Python's own notation."""
-        if not isinstance(content, list):
-            return content
-        for part in content:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"a part of type {part.get('type')!r}, only text can be scored")
-        return "\n".join(part["text"] for part in content)
+        return text_of(content)
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
-        if self.content is None and "tool_calls" not in (self.model_extra or {}):
+        if self.content is None and not (self.model_extra or {}).get("tool_calls"):
             raise ValueError("content: missing or null, must be a text")
         return self
 
@@ -191,5 +186,5 @@ Chat = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
 def plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Return the messages as sent, with the parts of a content joined."""
-    return [message.model_dump(exclude_unset=True) for message in messages]
+    """Return the messages as sent, with the parts of a content joined, and without keys that are null."""
+    return plain_messages([message.model_dump(exclude_unset=True) for message in messages])

@@ -7,6 +7,7 @@ A response without a reward is None for TRL, which leaves it out of its update, 
 value. While no gateway or server answers, the functions wait for it, and then fail.
 """
 
+import functools
 import http.client
 import itertools
 import json
@@ -122,7 +123,10 @@ def _post(body: Mapping[str, Any], url: str | None) -> dict[str, Any]:
         raise RewardUnavailable("REWARD_GATEWAY_URL is not set: the gateway's address, for example http://host:8100")
     key = os.environ.get("REWARD_GATEWAY_KEY")
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-    data = json.dumps(body, default=_plain).encode()
+    try:
+        data = json.dumps(body, default=_plain).encode()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{_unsendable(body, '') or error}; remove it, or give it as text or numbers") from error
     request = urllib.request.Request(f"{url.rstrip('/')}/v1/rewards", data, headers)
     give_up = time.monotonic() + WAIT_S
     for attempt in itertools.count():
@@ -154,11 +158,29 @@ def _is_column(name: str, values: Any, num_rows: int) -> bool:
     """Return whether a keyword argument of TRL is a column of the data set that JSON can express."""
     if name in NOT_METADATA or not isinstance(values, list) or len(values) != num_rows:
         return False
+    if cause := _unsendable(values, name):  # images, for example
+        _say_once(f"reward functions do not receive the column {name}: {cause}")
+    return not cause
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _unsendable(value: Any, name: str) -> str:
+    """Return which part of a value cannot be sent as JSON, and why; "" if all of it can. `name`: its path."""
     try:
-        json.dumps(values, default=_plain)
-    except (TypeError, ValueError):  # images, for example
-        return False
-    return True
+        json.dumps(value, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        inner = {}
+        if isinstance(value, Mapping):
+            inner = {f"{name}.{key}" if name else str(key): part for key, part in value.items()}
+        elif isinstance(value, (list, tuple)):
+            inner = {f"{name}[{i}]": part for i, part in enumerate(value)}
+        found = (_unsendable(part, path) for path, part in inner.items())
+        return next(filter(None, found), f"{name}: {error}")
+    return ""
 
 
 def _plain(value: Any) -> Any:

@@ -3,10 +3,17 @@
 import atexit
 import socket
 
-from python_backend.config import ServerSection
+from python_backend.config import RunConfig, ServerSection
+from python_backend.store.durable import read_json
 from tools.server.triton_home import ServerStartError
 
 PORT_KEYS = ("http_port", "grpc_port", "metrics_port")
+
+
+def server_urls(config: RunConfig) -> dict[str, str]:
+    """Return the URLs `http`, `grpc` and `metrics` of the run's server: those that it wrote, else those configured."""
+    section, written = config.server, read_json(config.server_dir / "server.json") or {}
+    return {"http": section.http_url, "grpc": section.grpc_url, "metrics": section.metrics_url, **written}
 
 
 def with_free_ports(section: ServerSection) -> ServerSection:

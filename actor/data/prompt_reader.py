@@ -1,0 +1,219 @@
+"""Makes prompts from rows: renders chats, tokenises, and checks or shortens the result. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from actor.data.prompt_files import SOURCES, PromptError, PromptRow, begun, read_rows, source_of
+from python_backend.checkpoints.tokenization import encode_prompt
+from python_backend.client.served import ServedModel
+from python_backend.config import RunConfig
+from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
+from python_backend.rewards.groups import GROUP_KEY
+from python_backend.wire.contract import STEP_ENDS
+from python_backend.wire.messages import BadMessages, plain_messages
+
+logger = logging.getLogger(__name__)
+TooLong = Literal["error", "skip", "truncate"]
+ROLES = ("system", "developer", "user", "assistant", "tool")  # others depend on the template
+PROMPT_ID = "prompt_id"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One tokenised row of the prompt file."""
+
+    prompt_id: str
+    text: str
+    tokens: np.ndarray  # int64 [P]
+    metadata: dict[str, Any] = field(default_factory=dict)  # the row's other columns
+    num_special: int = 0  # special tokens before the text, which truncation keeps
+    where: str = ""  # file and row, for error messages
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Tokenises rows with `text`, or with chat `messages` that the tokenizer's template renders.
+
+    A `prompt` column (the name in TRL) may hold either. All columns except the text and `prompt_id` become metadata,
+    which also holds the chat messages, under `messages`.
+    """
+
+    tokenizer: Any
+    max_tokens: int  # maximum prompt length
+    too_long: TooLong = "error"  # a longer prompt is an error, skipped, or truncated to its last tokens
+    vocab_size: int | None = None  # of the model's embeddings; None: tokens beyond them are not detected
+    add_special_tokens: bool = True  # put BOS or the like before a text, as the tokenizer does; never before a chat
+    has_environment: bool = False  # which may give the whole prompt: a row without one is a chat with an empty message
+
+    @classmethod
+    def of(cls, config: RunConfig, tokenizer: Any, vocab_size: int | None) -> PromptReader:
+        """Return the reader of a run."""
+        prompts, has_environment = config.actor.prompts, config.environment is not None
+        return cls(
+            tokenizer, prompts.max_tokens, prompts.too_long, vocab_size, prompts.add_special_tokens, has_environment
+        )
+
+    def prompt(self, row: PromptRow) -> Prompt:
+        """Return the prompt of `row`, which `fitted` has yet to truncate or skip.
+
+        Raises:
+            PromptError: the row does not have exactly one prompt, or one that cannot be rendered or tokenised; or the
+                prompt is empty, ends with a reply, is too long under `too_long: error`, or has a token that the model
+                has no embedding for.
+        """
+        try:
+            return self._checked(self._prompt(begun(row) if self.has_environment else row))
+        except PromptError:
+            raise
+        except BaseException as error:  # tokenizers may raise anything, and their panics are no Exceptions
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            raise PromptError(f"{row.where}: cannot be tokenised: {type(error).__name__}: {error}") from error
+
+    def _checked(self, prompt: Prompt) -> Prompt:
+        size = prompt.tokens.size
+        if not size or (size > self.max_tokens and self.too_long == "error"):
+            raise PromptError(
+                f"{prompt.where}: {size} tokens, but a prompt must have 1 to {self.max_tokens} "
+                "(actor.prompts.max_tokens)"
+            )
+        if self.vocab_size is not None and (largest := int(prompt.tokens.max())) >= self.vocab_size:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise PromptError(
+                f"{prompt.where}: token {largest} ({token!r}) is outside the policy's {self.vocab_size} embeddings; "
+                "remove it, or resize the embeddings to the tokenizer (resize_token_embeddings)"
+            )
+        return prompt
+
+    def is_long(self, prompt: Prompt) -> bool:
+        """Return whether `prompt` has more than `max_tokens` tokens."""
+        return bool(prompt.tokens.size > self.max_tokens)
+
+    def fitted(self, prompt: Prompt) -> Prompt | None:
+        """Return `prompt`, truncated if it is too long; None if it is skipped."""
+        if not self.is_long(prompt):
+            return prompt
+        if self.too_long == "skip":
+            return None
+        first, excess = prompt.num_special, prompt.tokens.size - self.max_tokens
+        return replace(prompt, tokens=np.delete(prompt.tokens, slice(first, first + excess)))
+
+    def _prompt(self, row: PromptRow) -> Prompt:
+        columns, where, source = row.columns, row.where, source_of(row)
+        metadata = {name: value for name, value in columns.items() if name not in (*SOURCES, PROMPT_ID)}
+        text, adds = columns[source], self.add_special_tokens
+        if text in ("", []):
+            raise PromptError(f"{where}: {source} is empty")
+        if source == MESSAGES_KEY or (source == "prompt" and isinstance(text, list)):
+            metadata[MESSAGES_KEY] = messages = _conversation(text, f"{where}: {source}")
+            text, adds = _rendered(messages, f"{where}: {source}", self.tokenizer), False
+        if not isinstance(text, str):
+            raise PromptError(f"{where}: {source}: must be a string, got {text!r}")
+        prompt_id = row.number if columns.get(PROMPT_ID) is None else columns[PROMPT_ID]
+        for name, value in ((source, text), (PROMPT_ID, str(prompt_id))):
+            _check_characters(value, f"{where}: {name}")
+        before, ids = (
+            encode_prompt(self.tokenizer, text)
+            if adds
+            else ([], self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        )
+        tokens = np.asarray([*before, *ids], dtype=np.int64)
+        return Prompt(str(prompt_id), text, tokens, metadata, len(before), where)
+
+    @property
+    def long_prompt_action(self) -> str:
+        """What happens to long prompts, for the log."""
+        return "skipped" if self.too_long == "skip" else "truncated to their last tokens"
+
+
+def read_prompts(path: Path, reader: PromptReader, *, limit: int | None = None) -> list[Prompt]:
+    """Return the prompts of `path` in order, at most `limit`; log the long ones.
+
+    Raises:
+        PromptError: the file is unreadable, has no prompts, or has one that `reader` refuses.
+    """
+    prompts: list[Prompt] = []
+    long: list[str] = []
+    for row in read_rows(path):
+        prompt = reader.prompt(row)
+        if reader.is_long(prompt):
+            long.append(f"{row.number} ({prompt.tokens.size} tokens)")
+        if (fitted := reader.fitted(prompt)) is not None:
+            prompts.append(fitted)
+        if len(prompts) == limit:
+            break
+    if long:
+        logger.warning(
+            "%s: %d prompts of more than %d tokens were %s: rows %s",
+            path,
+            len(long),
+            reader.max_tokens,
+            reader.long_prompt_action,
+            ", ".join(long[:5]) + (", …" if len(long) > 5 else ""),
+        )
+    if not prompts:
+        raise PromptError(f"{path} has no prompts" + (f" of at most {reader.max_tokens} tokens" if long else ""))
+    return prompts
+
+
+def _conversation(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return the messages of a prompt. Raises PromptError if they are none, or end with a reply."""
+    try:
+        messages = plain_messages(value)
+    except BadMessages as error:
+        raise PromptError(f"{where}{error}") from error
+    if messages[-1]["role"] == "assistant":
+        raise PromptError(
+            f"{where} ends with the assistant, whose answer would be in the prompt; drop the last message, or give a "
+            "text instead if the policy is to continue it"
+        )
+    _check_characters(json.dumps(messages, ensure_ascii=False), where)
+    return messages
+
+
+def _rendered(messages: list[dict[str, Any]], where: str, tokenizer: Any) -> str:
+    """Return the chat as text, rendered with the tokenizer's template up to the start of the reply."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise PromptError(f"{where}: the policy's tokenizer has no chat template; use a text prompt instead")
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # templates are programs and may raise anything
+        raise PromptError(f"{where} cannot be rendered: {error}") from error
+    for i, message in enumerate(messages):
+        if message["role"] not in ROLES and (message["content"] or "").strip() not in text:
+            raise PromptError(
+                f"{where}[{i}]: the chat template leaves out the role {message['role']!r}; "
+                f"use one of {', '.join(ROLES)}"
+            )
+    return text
+
+
+def _check_characters(text: str, where: str) -> None:
+    """Raise PromptError for half a character, which JSON may contain and tokenizers reject."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise PromptError(
+            f"{where}: {half!r} is half a character (a lone surrogate), which has no encoding; mend or remove the row"
+        ) from error
+
+
+def check_columns(reward: ServedModel, prompts: Sequence[Prompt]) -> None:
+    """Raise PromptError if a prompt column has a name that the actor uses for rewards."""
+    reserved = {PROMPT_KEY, RESPONSE_KEY, REPLY_KEY, *((GROUP_KEY,) if reward.groupwise else ())}
+    reserved |= {STEP_ENDS} if reward.granularity else set()
+    for prompt in prompts if reward.reads_texts else ():
+        if taken := sorted(reserved & prompt.metadata.keys()):
+            raise PromptError(
+                f"{prompt.where}: the column {taken[0]!r} has the name under which reward functions receive the "
+                "response's text, its steps or its group; rename the column"
+            )

@@ -1,0 +1,62 @@
+"""Messages of conversations: one reading for prompt files, requests to the server, and the gateway."""
+
+from typing import Any
+
+from python_backend.errors import RlhfError
+
+A_MESSAGE = '{"role": …, "content": …}'
+
+
+class BadMessages(RlhfError, ValueError):
+    """A value is no conversation; the message begins with the place in it, such as `[0].content: `."""
+
+
+def plain_messages(value: Any) -> list[dict[str, Any]]:
+    """Return a conversation whose contents are texts, without keys that are null.
+
+    Arrow gives every message the keys of all, and clients write null for what a message does not have, but templates
+    ask whether a key is there. A content is null only beside tool calls, as in OpenAI's format.
+
+    Raises:
+        BadMessages: the value is not a list of messages with a role and a content.
+    """
+    if not isinstance(value, list):
+        raise BadMessages(f": must be a list of {A_MESSAGE}, got {value!r:.80}")
+    return [_plain_message(i, message) for i, message in enumerate(value)]
+
+
+def _plain_message(index: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadMessages(f"[{index}]: must be {A_MESSAGE}, got {message!r:.80}")
+    try:
+        content = text_of(message.get("content"))
+    except ValueError as error:
+        raise BadMessages(f"[{index}].content: {error}") from error
+    if content is None and not message.get("tool_calls"):
+        raise BadMessages(f"[{index}].content: missing or null, must be a text")
+    return {**without_nulls({**message, "content": None}), "content": content}
+
+
+def text_of(content: Any) -> str | None:
+    """Return a content as text: its parts are joined with newlines, as vLLM does; null stays.
+
+    Most templates would write a list of parts in Python's own notation.
+
+    Raises ValueError if it is none of these, or has a part that is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"must be a text, got {content!r:.80}")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"a part of type {kind!r}, only text can be used")
+    return "\n".join(part["text"] for part in content)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return the value without the keys of objects that are null, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
