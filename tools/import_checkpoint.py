@@ -145,9 +145,9 @@ def _head_line(info: CheckpointInfo) -> str:
     head = info.head
     if head is None:
         return "none"
-    pooling = "linear, on each token" if head.is_plain else "the model's own pooling"
-    bias = "with" if head.has_bias else "without"
-    return f"{HEADS[head.kind]} `{head.prefix}`: {head.num_labels} output(s), {bias} bias, {pooling}"
+    how = "the model's own pooling" if head.form.pooled else "on each token" if head.is_plain else "behind a gate"
+    layers = f"{len(head.layers.names)} layers, " if len(head.layers.names) > 1 else ""
+    return f"{HEADS[head.kind]} `{head.prefix}`: {head.num_labels} output(s), {layers}{how}"
 
 
 def _import_reward(info: CheckpointInfo, try_out: bool) -> None:

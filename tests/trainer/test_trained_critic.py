@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import CriticSection
+from python_backend.models.heads import head_of
 from python_backend.models.modeling import quiet_transformers, save_critic
-from python_backend.models.token_head import head_of
 from python_backend.store.weights import WeightsStore
 from tests.support.loaders import load_critic
 from trainer.checkpoint import CheckpointFolder

@@ -1,0 +1,368 @@
+"""The table of published heads: the tensors of each, how they are computed, and what its outputs mean; no torch.
+
+A head is found by its tensors. A class name decides nothing but the position of a `classifier`, which transformers'
+token and sequence classes share.
+"""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from python_backend.checkpoints.safetensors_header import TensorInfo
+
+HeadKind = Literal["sequence", "token", "value"]
+Pooling = Literal["auto", "last", "mean"]  # of a head on each token; the functions are in `models.token_head.POOLS`
+Reading = Literal["attributes", "quantiles", "means", "bins"]
+ACTIVATIONS = ("relu", "selu", "gelu", "tanh", "leaky_relu", "silu")
+BINS = 10  # of LDL's distribution of an attribute
+TRANSFORM, SCALE = "reward_transform_matrix", "gating.logit_scale"
+MODEL_TYPES = {"gpt_neox_reward_model": "gpt_neox"}  # of checkpoints' own classes -> of their bodies
+NORM = ("weight", "bias", "running_mean", "running_var")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """A gate: layers that compute, from a hidden state, the weight of each attribute in the reward."""
+
+    prefix: str  # of its layers
+    activation: str
+    at_turn: bool = False  # it reads the start of the last answer's header, otherwise the token of the score
+    stride: int = 2  # distance of its linear layers' numbers
+    has_norms: bool = False  # batch normalisation behind each activation
+    others: tuple[str, ...] = ()  # its further tensors
+    temperature: str | None = None  # key of the softmax's temperature in config.json; None: no softmax
+    default_temperature: float = 1.0
+    softmax: str | None = None  # key of config.json that says whether there is one; None: there is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A published form of head; a row of the table in docs/your-models.md."""
+
+    models: str  # checkpoints or trainers that have it, for the documentation
+    prefixes: tuple[str, ...]  # of the layers that compute the outputs; the first that a folder has counts
+    formula: str
+    setting: str = ""  # of the `reward` section, for the documentation
+    kind: HeadKind = "value"
+    activation: str = "relu"  # between layers, unless config.json names another one
+    reading: Reading = "attributes"
+    needs: str | None = None  # key of config.json without which the form is another one
+    gate: Gate | None = None
+    pooled: bool = False  # behind layers of transformers' own class, which also chooses the token
+
+
+ARMO = Gate(
+    prefix="gating.layers",
+    activation="relu",
+    at_turn=True,
+    stride=1,
+    others=(TRANSFORM, SCALE),
+    temperature="gating_temperature",
+    default_temperature=10.0,
+)
+FORMS = (
+    Form(
+        models="QRM (Llama 3, 3.1)",
+        prefixes=("regression_layer",),
+        reading="quantiles",
+        needs="num_quantiles",
+        gate=replace(ARMO, stride=3, has_norms=True),
+        formula="`sum(gate · (mean of the quantiles @ reward_transform_matrix))`; `gate = logit_scale · "
+        "softmax(layers / gating_temperature)`, read where the header of the last answer begins",
+    ),
+    Form(
+        models="ArmoRM",
+        prefixes=("regression_layer",),
+        gate=ARMO,
+        formula="`sum(gate · (outputs @ reward_transform_matrix))`, with the gate of QRM",
+    ),
+    Form(
+        models="URM-LLaMa-3.1-8B",
+        prefixes=("score",),
+        reading="means",
+        gate=Gate(prefix="weights.fc", activation="selu"),
+        formula="`sum(gate · outputs[0::2])`: means and standard deviations alternate; `gate` is `weights.fc`",
+    ),
+    Form(
+        models="LDL-Reward",
+        prefixes=("regression_layer.network",),
+        activation="leaky_relu",
+        reading="bins",
+        gate=Gate(
+            prefix="gating_layer.network",
+            activation="leaky_relu",
+            stride=3,
+            temperature="temperature",
+            softmax="softmax",
+        ),
+        formula=f"`sum(gate · E)`; `E` is the expected value of each attribute over {BINS} bins from 0 to 1",
+    ),
+    Form(
+        models="TRL, trlX, LLaMA-Factory, GRM sftreg, Skywork-o1-PRM, Starling, Athene, DeepSpeed-Chat",
+        prefixes=("v_head.summary", "v_head"),
+        formula="the layers at the last token",
+        setting="Skywork-o1-PRM: `process`, `score: probability`",
+    ),
+    Form(
+        models="OpenRLHF (also under the config's `value_head_prefix`), UltraRM, Eurus-RM, beaver, InternLM's form",
+        prefixes=("value_head", "regression_head", "score_head", "reward_head", "rm_head", "regression_layer"),
+        formula="the layers at the last token; `(r - mean) / std` as config.json or `normalizer.*` say",
+    ),
+    Form(
+        models="OpenAssistant's Pythia",
+        prefixes=("out_proj",),
+        formula="the layer at the last token, or the mean over all, as the config's `pooling` says",
+    ),
+    Form(
+        models="transformers, TRL's RewardTrainer, Skywork-Reward, INF-ORM, Qwen2.5-Math-RM, WorldPM",
+        prefixes=("score",),
+        kind="sequence",
+        formula="the layers at the last token",
+        setting="Qwen2.5-Math-PRM: `process: {mark: <extra_0>}`, the probability of label 1",
+    ),
+    Form(
+        models="transformers: token classification, TRL's PRMTrainer",
+        prefixes=("classifier",),
+        kind="token",
+        formula="the layers at each token",
+    ),
+    Form(
+        models="transformers: BERT, DeBERTa, RoBERTa, ModernBERT, … for sequence classification",
+        prefixes=("classifier", "classifier.out_proj", "logits_proj"),
+        kind="sequence",
+        pooled=True,
+        formula="the class's own pooling and layers (`pooler.dense`, `head.dense`, `head.norm`, …)",
+        setting="`text: pair` for a model of question and answer",
+    ),
+)
+# model_type -> header of an answer in its chat template, and the header's token ids in the published checkpoints
+GATES = {
+    "llama": ("<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", (128009, 128006, 78191, 128007, 271)),
+    "gemma2": ("<end_of_turn>\n<start_of_turn>model\n", (107, 108, 106, 2516, 108)),
+}
+# First parts of tensor names -> why no score of one text can be computed.
+UNSERVED = {
+    "head_layer": "it compares two candidates in one row (PairRM), and has no score of one text",
+    "classification_head": "it belongs to an encoder-decoder, which has no score of one row of tokens",
+}
+# Tensors without effect on a score: output layers of language models, and buffers that transformers computes.
+HARMLESS = re.compile(
+    r"(lm_head|embed_out)\.(weight|bias)|(lm_predictions|mask_predictions|cls)\.[\w.]+"
+    r"|.*(\.inv_freq|\.masked_bias|position_ids|token_type_ids)"
+)
+MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask, if it has four dimensions
+LIKE_A_HEAD = re.compile(r"head|score|regress|gating|normali[sz]er|reward|value|weights|out_proj|classif|linear")
+HEAD_FILES = re.compile(r"(\w*head|score|classifier|regression\w*|gating\w*|normali[sz]er)\.safetensors")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Linear layers of a head, in order, with an activation between them."""
+
+    names: tuple[str, ...]  # prefixes of the layers' tensors, those of normalisations included
+    activation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The trained head of a checkpoint: layers whose outputs are labels, attributes or a reward."""
+
+    form: Form
+    kind: HeadKind  # one output per sequence, one per token, or a value head on a language model
+    prefix: str
+    layers: Layers
+    num_labels: int  # outputs: labels, or 1 behind a gate
+    gate: Layers | None = None
+    group: int = 1  # outputs of the layers for each attribute: quantiles, bins, or mean and standard deviation
+    temperature: float | None = None  # of the gate's softmax; None: it has none
+    pooling: Pooling = "last"  # what `auto` means
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is applied to the body's hidden states at each token, and its outputs are the labels."""
+        return self.gate is None and not self.form.pooled
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The tensors of its gate that are no layers."""
+        return () if self.form.gate is None else self.form.gate.others
+
+    def owns(self, name: str) -> bool:
+        """Return whether a tensor belongs to the head; those of pooling layers belong to transformers' class."""
+        gated = () if self.gate is None else self.gate.names
+        return name in self.others or name.rpartition(".")[0] in (*self.layers.names, *gated)
+
+
+def find_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Head | None:
+    """Return the head that the tensors of a checkpoint form; None if they form none.
+
+    Raises:
+        ValueError: a head lacks a tensor, or its shapes or config.json contradict each other.
+    """
+    named = config.get("value_head_prefix")  # written by OpenRLHF
+    is_token = any("TokenClassification" in str(name) for name in config.get("architectures") or [])
+    own = () if named is None else (Form(models="", prefixes=(named,), formula=""),)
+    for form in (*own, *(form for form in FORMS if is_token or form.kind != "token")):
+        if not (form.pooled and is_token) and (head := _found(form, config, tensors)) is not None:
+            return replace(head, kind="token") if is_token and head.kind == "sequence" else head
+    return None
+
+
+def _found(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Head | None:
+    """Return the head of this form. Raises ValueError as `find_head`."""
+    gate, rule = None, form.gate
+    if rule is not None:
+        if form.needs is not None and not config.get(form.needs):
+            return None
+        gate = _layers(rule.prefix, rule.activation, tensors, rule)
+        if gate is None or any(name not in tensors for name in rule.others):
+            return None
+    for prefix in form.prefixes:
+        layers = _layers(prefix, _activation(form, prefix, config), tensors)
+        if layers is None:
+            continue
+        outputs = tensors[f"{layers.names[-1]}.weight"].shape[0]
+        _check_count(prefix, len(layers.names), config)
+        head = Head(form=form, kind=form.kind, prefix=prefix, layers=layers, num_labels=outputs)
+        if gate is None or rule is None:
+            return head if form.pooled else replace(head, pooling=_pooling(config))
+        temperature = None
+        if rule.temperature is not None and (rule.softmax is None or config.get(rule.softmax)):
+            temperature = float(config.get(rule.temperature, rule.default_temperature))
+        group = _group(head, gate, config, tensors)
+        return replace(head, num_labels=1, gate=gate, group=group, temperature=temperature)
+    return None
+
+
+def _check_count(prefix: str, count: int, config: Mapping[str, Any]) -> None:
+    """Compare the number of layers with GRM's keys of config.json."""
+    hidden = 0 if config.get("vhead_layer_type") == "linear" else config.get("vhead_num_layers")
+    if prefix == "v_head.summary" and hidden is not None and hidden + 1 != count:
+        raise ValueError(
+            f"config.json (vhead_num_layers) has {hidden + 1} layers in the head {prefix}, the file {count}"
+        )
+
+
+def _layers(prefix: str, activation: str, tensors: Mapping[str, TensorInfo], gate: Gate | None = None) -> Layers | None:
+    """Return the layer `prefix`, or the layers `prefix.0`, `prefix.2`, ... of a `torch.nn.Sequential`; None if none."""
+    numbered = re.compile(re.escape(prefix) + r"\.(\d+)\.(?:weight|bias|running_\w+)")
+    numbers = sorted({int(match[1]) for name in tensors if (match := numbered.fullmatch(name))})
+    if f"{prefix}.weight" in tensors:
+        _check_layer(prefix, tensors, None)
+        return Layers((prefix,), activation)
+    if not numbers:
+        return None
+    norms = {n for n in numbers if f"{prefix}.{n}.running_mean" in tensors}
+    linear = [n for n in numbers if n not in norms]
+    steps = {b - a for a, b in itertools.pairwise(linear)}
+    # An activation between two layers, and perhaps a dropout; before the first one a dropout at most.
+    first, allowed = (1, {2, 3}) if gate is None else (0, {gate.stride})
+    expected = {n + 2 for n in linear[:-1]} if gate is not None and gate.has_norms else set()
+    if linear[0] > first or steps - allowed or norms != expected:
+        raise ValueError(
+            f"the head {prefix} is no sequence of layers with activations between them: it has tensors of "
+            f"{', '.join(f'{prefix}.{n}' for n in numbers)}; copy the checkpoint again"
+        )
+    width = None
+    for n in numbers:
+        if n not in norms:
+            width = _check_layer(f"{prefix}.{n}", tensors, width)
+        elif lacking := {f"{prefix}.{n}.{part}" for part in NORM} - tensors.keys():
+            raise ValueError(f"the head lacks {min(lacking)}; copy the checkpoint again")
+    return Layers(tuple(f"{prefix}.{n}" for n in numbers), activation)
+
+
+def _check_layer(name: str, tensors: Mapping[str, TensorInfo], width: int | None) -> int:
+    """Return the number of outputs of a linear layer with `width` inputs (None: any)."""
+    weight, bias = tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias")
+    if weight is None:
+        raise ValueError(f"the head lacks {name}.weight; copy the checkpoint again")
+    if len(weight.shape) != 2 or 0 in weight.shape:
+        raise ValueError(shape_error(f"{name}.weight", weight, "[num_labels, hidden], both above 0"))
+    if width is not None and weight.shape[1] != width:
+        raise ValueError(shape_error(f"{name}.weight", weight, f"[outputs, {width}], as the layer before it returns"))
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            shape_error(f"{name}.bias", bias, f"[{weight.shape[0]}], one number for each row of {name}.weight")
+        )
+    return weight.shape[0]
+
+
+def shape_error(name: str, found: TensorInfo, expected: str) -> str:
+    """Return the message for a head's tensor whose shape is not the expected one."""
+    return (
+        f"the head's tensor {name} has shape {list(found.shape)}, expected {expected}; save the checkpoint again with "
+        "save_pretrained of the model that it was trained with"
+    )
+
+
+def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> int:
+    """Return the number of outputs for each attribute behind a gate. Raises ValueError if its parts do not fit."""
+    count = tensors[f"{gate.names[-1]}.weight"].shape[0]
+    group = {"attributes": 1, "means": 2, "bins": BINS, "quantiles": int(config.get("num_quantiles", 0))}[
+        head.form.reading
+    ]
+    transform = tensors[TRANSFORM].shape if TRANSFORM in head.others else (count, count)
+    if head.num_labels != count * group or transform != (count, count):
+        raise ValueError(
+            f"{head.prefix} has {head.num_labels} outputs, the gate {gate.names[-1]} {count}, with {group} of the "
+            f"former for each of the latter, and {TRANSFORM} is {list(transform)}: they do not fit together"
+        )
+    return group
+
+
+def _activation(form: Form, prefix: str, config: Mapping[str, Any]) -> str:
+    """Return the activation between a head's layers: as config.json names it, or that of the published form."""
+    stem = prefix.partition(".")[0]
+    keys = re.compile(rf"({stem}|{stem.replace('_', '')}|head)_act\w*")
+    named = [key for key in config if keys.fullmatch(key)]
+    if not named:
+        return form.activation
+    found = re.sub(r"[^a-z]", "", str(config[named[0]]).lower())
+    known = {name.replace("_", ""): name for name in ACTIVATIONS}
+    if found not in known:
+        names = ", ".join(ACTIVATIONS)
+        raise ValueError(f"config.json: {named[0]} is {config[named[0]]!r}, but a head's activation is one of {names}")
+    return known[found]
+
+
+def _pooling(config: Mapping[str, Any]) -> Pooling:
+    found: Any = config.get("pooling", "last")
+    if found not in ("last", "mean"):
+        raise ValueError(f"config.json: pooling is {found!r}, but only last and mean are supported")
+    return found
+
+
+def layers_path(names: Iterable[str]) -> str:
+    """Return the path of a body's list of layers, such as `model.layers` of `model.layers.0.mlp...`; "" if none."""
+    paths = Counter(match[1] for name in names if (match := re.match(r"(.+?)\.\d+\.", name)))
+    return paths.most_common(1)[0][0] if paths else ""
+
+
+def loose_tensors(head: Head | None, tensors: Iterable[str]) -> list[str]:
+    """Return the tensors beside the body whose names are like those of a head, but which `head` does not own.
+
+    The loader of the weights knows exactly which tensors a model uses; this is known without it.
+    """
+    path = layers_path(tensors)
+    root = path.partition(".")[0]
+    by_class = head is not None and (head.form.pooled or head.form.kind == "token")
+    if by_class or "." not in path or root in ("encoder", "decoder"):  # the last ones: a body without a prefix
+        return []
+    return sorted(
+        name
+        for name in tensors
+        if (first := name.partition(".")[0]) != root
+        and LIKE_A_HEAD.search(first)
+        and not HARMLESS.fullmatch(name)
+        and (head is None or not head.owns(name))
+    )
+
+
+def is_harmless(name: str, tensor: TensorInfo | None) -> bool:
+    """Return whether a tensor that a model does not use has no effect on its outputs."""
+    is_mask = tensor is not None and len(tensor.shape) == 4 and MASK.fullmatch(name)
+    return bool(is_mask or HARMLESS.fullmatch(name))
