@@ -20,6 +20,7 @@ ACTIVATIONS = ("relu", "selu", "gelu", "tanh", "leaky_relu", "silu")
 BINS = 10  # of LDL's distribution of an attribute
 TRANSFORM, SCALE = "reward_transform_matrix", "gating.logit_scale"
 MODEL_TYPES = {"gpt_neox_reward_model": "gpt_neox"}  # of checkpoints' own classes -> of their bodies
+NORMALISER = ("normalizer.mean", "normalizer.var", "normalizer.count")  # beaver's; see `inspection.Constants`
 NORM = ("weight", "bias", "running_mean", "running_var")
 
 
@@ -178,17 +179,13 @@ class Head:
     gate: Layers | None = None
     group: int = 1  # outputs of the layers for each attribute: quantiles, bins, or mean and standard deviation
     temperature: float | None = None  # of the gate's softmax; None: it has none
+    others: tuple[str, ...] = ()  # tensors that are no layers: the gate's, and those of the constants
     pooling: Pooling = "last"  # what `auto` means
 
     @property
     def is_plain(self) -> bool:
         """Whether it is applied to the body's hidden states at each token, and its outputs are the labels."""
         return self.gate is None and not self.form.pooled
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """The tensors of its gate that are no layers."""
-        return () if self.form.gate is None else self.form.gate.others
 
     def owns(self, name: str) -> bool:
         """Return whether a tensor belongs to the head; those of pooling layers belong to transformers' class."""
@@ -226,14 +223,15 @@ def _found(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorIn
             continue
         outputs = tensors[f"{layers.names[-1]}.weight"].shape[0]
         _check_count(prefix, len(layers.names), config)
-        head = Head(form=form, kind=form.kind, prefix=prefix, layers=layers, num_labels=outputs)
+        others = NORMALISER if "do_normalize" in config else ()
+        head = Head(form=form, kind=form.kind, prefix=prefix, layers=layers, num_labels=outputs, others=others)
         if gate is None or rule is None:
             return head if form.pooled else replace(head, pooling=_pooling(config))
         temperature = None
         if rule.temperature is not None and (rule.softmax is None or config.get(rule.softmax)):
             temperature = float(config.get(rule.temperature, rule.default_temperature))
         group = _group(head, gate, config, tensors)
-        return replace(head, num_labels=1, gate=gate, group=group, temperature=temperature)
+        return replace(head, num_labels=1, gate=gate, group=group, temperature=temperature, others=rule.others)
     return None
 
 
@@ -305,7 +303,7 @@ def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: Mapping
     group = {"attributes": 1, "means": 2, "bins": BINS, "quantiles": int(config.get("num_quantiles", 0))}[
         head.form.reading
     ]
-    transform = tensors[TRANSFORM].shape if TRANSFORM in head.others else (count, count)
+    transform = tensors[TRANSFORM].shape if TRANSFORM in tensors else (count, count)
     if head.num_labels != count * group or transform != (count, count):
         raise ValueError(
             f"{head.prefix} has {head.num_labels} outputs, the gate {gate.names[-1]} {count}, with {group} of the "
@@ -343,7 +341,7 @@ def layers_path(names: Iterable[str]) -> str:
 
 
 def loose_tensors(head: Head | None, tensors: Iterable[str]) -> list[str]:
-    """Return the tensors beside the body whose names are like those of a head, but which `head` does not own.
+    """Return the tensors beside the body that are not the head's; if there is one, only those that look like another's.
 
     The loader of the weights knows exactly which tensors a model uses; this is known without it.
     """
@@ -356,7 +354,7 @@ def loose_tensors(head: Head | None, tensors: Iterable[str]) -> list[str]:
         name
         for name in tensors
         if (first := name.partition(".")[0]) != root
-        and LIKE_A_HEAD.search(first)
+        and (head is None or LIKE_A_HEAD.search(first))
         and not HARMLESS.fullmatch(name)
         and (head is None or not head.owns(name))
     )

@@ -13,8 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from python_backend.checkpoints.heads import HEAD_FILES, MODEL_TYPES, UNSERVED, Head, find_head, loose_tensors
-from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
+from python_backend.checkpoints.heads import (
+    HEAD_FILES,
+    MODEL_TYPES,
+    NORMALISER,
+    UNSERVED,
+    Head,
+    find_head,
+    loose_tensors,
+)
+from python_backend.checkpoints.safetensors_header import TensorInfo, read_header, read_numbers
 from python_backend.errors import RlhfError
 
 # Limits on row lengths, within which a forward pass depends neither on its other rows nor on earlier ones.
@@ -92,6 +100,7 @@ ADAPTERS_KEY = "critic_adapters"  # of config.json, in a weights version of adap
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 ADAPTER_FILE = "adapter_config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+PICKLED_HEAD = re.compile(HEAD_FILES.pattern.replace("safetensors", "(pt|pth|bin)"))
 TOKENIZERS = {
     "tokenizer.json": "fast (tokenizer.json)",
     "tokenizer.model": "SentencePiece (tokenizer.model)",
@@ -239,7 +248,7 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         vocab_size=text.get("vocab_size"),
         max_positions=max_positions(config),
         tokenizer=next((kind for name, kind in TOKENIZERS.items() if (folder / name).is_file()), None),
-        constants=_constants(folder, config),
+        constants=_constants(folder, config, tensors),
         adapters=stored_adapters(folder),
     )
 
@@ -272,10 +281,12 @@ def reward_head(info: CheckpointInfo) -> Head:
             "would differ; docs/your-models.md has the table of heads"
         )
     if info.head is None:
+        pickled = next((file.name for file in sorted(info.folder.iterdir()) if PICKLED_HEAD.fullmatch(file.name)), None)
+        where = "" if pickled is None else f"; {pickled}, which may have it, is a pickle and never opened here"
         raise CheckpointError(
-            f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight); use a "
-            "checkpoint with a classification or value head, or score with a language model's logits (reward.logit); a "
-            "critic can start from this one"
+            f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight){where}; "
+            "use a checkpoint with a classification or value head, or score with a language model's logits "
+            "(reward.logit); a critic can start from this one"
         )
     return info.head
 
@@ -312,8 +323,10 @@ def fingerprint_weights(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _constants(folder: Path, config: Mapping[str, Any]) -> Constants | None:
+def _constants(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:
     found = config.get("reward_standardization")
+    if found is None and config.get("do_normalize"):
+        return _moments(folder, config, tensors)
     if found is None and config.get("normalize_reward") is True and "mean" in config:  # written by OpenRLHF
         found = {"mean": config["mean"], "std": config.get("std", 1.0)}
     if not found:
@@ -327,6 +340,26 @@ def _constants(folder: Path, config: Mapping[str, Any]) -> Constants | None:
             f"{folder / CONFIG_FILE}: reward_standardization {found!r} must have numbers mean and std, with std above 0"
         )
     return Constants(mean, std)
+
+
+def _moments(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:
+    """Return the constants that Safe RLHF's classes (beaver) keep in buffers, or in config.json.
+
+    By `score_type`, rewards are shifted and scaled, costs are only scaled, and values are left alone.
+    """
+    kind = config.get("score_type", "reward")
+    if kind == "critic":
+        return None
+    mean, var = (
+        read_numbers(folder, tensors[name]) if name in tensors else config.get(name.partition(".")[2]) or []
+        for name in NORMALISER[:2]
+    )
+    if kind not in ("reward", "cost") or not len(mean) == len(var) == 1 or not 0 <= var[0] < math.inf:
+        raise CheckpointError(
+            f"{folder}: do_normalize in {CONFIG_FILE} needs one number in normalizer.mean and in normalizer.var, but "
+            f"they have {mean} and {var}, for score_type {kind!r} (reward, cost or critic)"
+        )
+    return Constants(mean[0] if kind == "reward" else 0.0, math.sqrt(var[0]) + 1e-8)
 
 
 def _read_tensors(folder: Path) -> dict[str, TensorInfo]:

@@ -107,7 +107,8 @@ def load_token_model(
     kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kind is None:
         raise CheckpointError(f"{info.folder}: transformers has no classification class for {info.model_type} models")
-    model = _load(info, kind, config, dtype, with_head=False, group=group)
+    starts_anew = head is None and info.head is not None
+    model = _load(info, kind, config, dtype, with_head=False, group=group, drops=starts_anew)
     own: Any = head_of(model)
     _put_head(info, model, zero_head(own.in_features) if head is None else head)
     return model
@@ -376,13 +377,21 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
 
 
 def _load(
-    info: CheckpointInfo, kind: Any, config: Any, dtype: str, *, with_head: bool, group: RankGroup | None = None
+    info: CheckpointInfo,
+    kind: Any,
+    config: Any,
+    dtype: str,
+    *,
+    with_head: bool,
+    group: RankGroup | None = None,
+    drops: bool = False,
 ) -> Any:
     """Load a checkpoint into class `kind` through transformers; if not `with_head`, the caller sets the head.
 
     transformers renames and converts tensors and initialises missing ones. It does not copy tensors whose dtype already
     matches, so mapped tensors stay mapped. Missing tensors are an error, except those of a head that the caller sets,
-    and so are those that the model does not use, unless they cannot change its outputs.
+    and so are those that the model does not use, unless they cannot change its outputs, or `drops`, for a critic that
+    gets another head than the checkpoint's.
     """
     tensors = stored_tensors(info)
     if info.head is not None and not with_head:
@@ -400,7 +409,7 @@ def _load(
     lacking = sorted(others.intersection(report["missing_keys"]))
     if lacking:
         raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}")
-    if unused := _unused(info, config, kind, report["unexpected_keys"]):
+    if not drops and (unused := _unused(info, config, kind, report["unexpected_keys"])):
         raise CheckpointError(
             f"{info.folder}: {kind.__name__} does not use {', '.join(unused[:6])}; left out, they would give other "
             "outputs than the checkpoint's; docs/your-models.md has the table of heads"
@@ -416,7 +425,8 @@ def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any) -> dict[str, T
     transformers itself knows a body without prefix.
     """
     prefix, stored = kind.base_model_prefix, layers_path(tensors)
-    if not prefix or stored.startswith(f"{prefix}.") or "." not in stored:
+    is_usual = stored.startswith(f"{prefix}.") and not stored.startswith(f"{prefix}.{prefix}.")
+    if not prefix or is_usual or "." not in stored:
         return tensors
     inner = layers_path(_empty(kind, config).state_dict()).removeprefix(f"{prefix}.")
     if not stored.endswith(f".{inner}"):
@@ -430,16 +440,7 @@ def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any) -> dict[str, T
 
 
 def _unused(info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str]) -> list[str]:
-    """Return the tensors that `kind` does not use, without those that cannot change its outputs.
-
-    A critic that starts from a head with a pooling of its own gets another head, and says so.
-    """
-    if (
-        info.head is not None
-        and not info.head.is_plain
-        and kind is not MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    ):
-        return []
+    """Return the tensors that `kind` does not use, without those that cannot change its outputs."""
     apart = {file.name for file in head_files(info.folder)}
     left = {name for name in unexpected if not is_harmless(name, info.tensors.get(name))}
     left |= {

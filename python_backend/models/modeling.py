@@ -328,6 +328,11 @@ def load_reward(
         model = load_token_model(info, read_head(info, head), dtype, group) if copied is None else copied
         outputs = TokenHead(model.to(device), compile_forward=compile_forward, like=known)
         if pooling == "auto":
+            if not outputs.is_causal and head.kind != "token" and head.pooling == "last":
+                raise CheckpointError(
+                    f"{info.folder}: which token of a row does the head {head.prefix} read? The body is not causal, so "
+                    "the last one is a guess; set pooling: last or mean"
+                )
             pooling = head.pooling
             skipped_pad_id = _skipped_pad_id(outputs, head)
     else:
