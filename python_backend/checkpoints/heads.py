@@ -156,7 +156,8 @@ HARMLESS = re.compile(
 )
 MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask, if it has four dimensions
 LIKE_A_HEAD = re.compile(r"head|score|regress|gating|normali[sz]er|reward|value|weights|out_proj|classif|linear")
-HEAD_FILES = re.compile(r"(\w*head|score|classifier|regression\w*|gating\w*|normali[sz]er)\.safetensors")
+# Weights files beside a model's own. Those of other formats and of a trainer's state have nothing to add to it.
+HEAD_FILES = re.compile(r"(?!model|adapter|consolidated|optimizer|pytorch_model)[\w.-]+\.safetensors")
 
 
 @dataclass(frozen=True)

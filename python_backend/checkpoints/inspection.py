@@ -15,6 +15,7 @@ from typing import Any
 
 from python_backend.checkpoints.heads import (
     HEAD_FILES,
+    LIKE_A_HEAD,
     MODEL_TYPES,
     NORMALISER,
     UNSERVED,
@@ -100,7 +101,6 @@ ADAPTERS_KEY = "critic_adapters"  # of config.json, in a weights version of adap
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 ADAPTER_FILE = "adapter_config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-PICKLED_HEAD = re.compile(HEAD_FILES.pattern.replace("safetensors", "(pt|pth|bin)"))
 TOKENIZERS = {
     "tokenizer.json": "fast (tokenizer.json)",
     "tokenizer.model": "SentencePiece (tokenizer.model)",
@@ -281,7 +281,8 @@ def reward_head(info: CheckpointInfo) -> Head:
             "would differ; docs/your-models.md has the table of heads"
         )
     if info.head is None:
-        pickled = next((file.name for file in sorted(info.folder.iterdir()) if PICKLED_HEAD.fullmatch(file.name)), None)
+        files = (file for ending in ("pt", "pth", "bin") for file in sorted(info.folder.glob(f"*.{ending}")))
+        pickled = next((file.name for file in files if LIKE_A_HEAD.search(file.stem)), None)
         where = "" if pickled is None else f"; {pickled}, which may have it, is a pickle and never opened here"
         raise CheckpointError(
             f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight){where}; "
@@ -367,7 +368,7 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
     for file in head_files(folder):
         found = tensors_in(file)
         # LDL's files have the tensors of one module each, without its name.
-        alone = not any(HEAD_FILES.fullmatch(f"{name.partition('.')[0]}.safetensors") for name in found)
+        alone = not any(LIKE_A_HEAD.search(name.partition(".")[0]) for name in found)
         tensors |= {f"{file.stem}.{name}" if alone else name: info for name, info in found.items()}
     body = _read_body(folder)
     if twice := sorted(body.keys() & tensors):
@@ -379,15 +380,15 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 def head_files(folder: Path) -> list[Path]:
     """Return the files of a head apart from the model, such as LLaMA-Factory's value_head.safetensors."""
-    return sorted(file for file in folder.glob("*.safetensors") if HEAD_FILES.fullmatch(file.name))
+    listed = set(_weight_map(folder).values()) if (folder / INDEX_FILE).is_file() else set()
+    found = sorted(folder.glob("*.safetensors"))
+    return [file for file in found if HEAD_FILES.fullmatch(file.name) and file.name not in listed]
 
 
 def _read_body(folder: Path) -> dict[str, TensorInfo]:
     if (folder / WEIGHTS_FILE).is_file():
         return tensors_in(folder / WEIGHTS_FILE)
-    weight_map = _read_object(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} has no weight_map; copy the file again")
+    weight_map = _weight_map(folder)
     tensors: dict[str, TensorInfo] = {}
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name or not (folder / name).is_file():
@@ -397,6 +398,13 @@ def _read_body(folder: Path) -> dict[str, TensorInfo]:
     if lacking:
         raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} lists {lacking[0]}, which no file contains")
     return tensors
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    weight_map = _read_object(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} has no weight_map; copy the file again")
+    return weight_map
 
 
 def tensors_in(file: Path) -> dict[str, TensorInfo]:

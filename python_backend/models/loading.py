@@ -71,8 +71,11 @@ NOT_ARCHITECTURE = {  # keys of config.json that do not change the forward pass
 
 def read_head(info: CheckpointInfo, head: Head) -> torch.nn.Module:
     """Read the head from the file, in fp32 regardless of the body's dtype. Raises CheckpointError."""
-    tensors = {name: _read_one(info, name) for name in info.tensors if head.owns(name)}
-    return build_head(head, tensors, _gate_pattern(info, head))
+    return build_head(head, _head_tensors(info, head), _gate_pattern(info, head))
+
+
+def _head_tensors(info: CheckpointInfo, head: Head) -> dict[str, Tensor]:
+    return {name: read_tensor(info.folder, tensor) for name, tensor in info.tensors.items() if head.owns(name)}
 
 
 def _gate_pattern(info: CheckpointInfo, head: Head) -> tuple[int, ...] | None:
@@ -260,7 +263,7 @@ def twin_with_head(
     if group is not None or info.tensors.keys() != origin.tensors.keys():
         return None
     own, path = model.state_dict(), head_path(model)
-    head = build_head(info.head, {name: _read_one(info, name) for name in info.tensors if info.head.owns(name)})
+    head = build_head(info.head, _head_tensors(info, info.head))
     tensors = {name: tensor for name, tensor in stored_tensors(info).items() if not info.head.owns(name)}
     tensors |= {f"{path}.{name}": tensor for name, tensor in head.state_dict().items()}
     if f"{path}.bias" in own:
@@ -481,10 +484,10 @@ def _keep_stable(model: Any, info: CheckpointInfo) -> None:
         )
 
 
-def _read_one(info: CheckpointInfo, name: str) -> Tensor:
+def read_tensor(folder: Path, tensor: TensorInfo) -> Tensor:
     """Return a tensor, in memory of its own: a mapped one may be unaligned, on which the last bits would depend."""
-    with as_checkpoint_error(info.folder), (info.folder / info.tensors[name].file).open("rb") as stream:
-        return _view(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY), info.tensors[name]).clone()
+    with as_checkpoint_error(folder), (folder / tensor.file).open("rb") as stream:
+        return _view(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY), tensor).clone()
 
 
 def _check_same_architecture(mine: Mapping[str, Any], folder: Path) -> None:

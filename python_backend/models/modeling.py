@@ -31,7 +31,7 @@ from python_backend.models.adapters import MergedWeights
 from python_backend.models.batching import padded_rows
 from python_backend.models.card import to_host
 from python_backend.models.collation import collate, limits_of
-from python_backend.models.heads import head_of, merged
+from python_backend.models.heads import GatedHead, head_of, merged
 from python_backend.models.loading import (
     attribute_weights_of,
     check_finite,
@@ -96,6 +96,12 @@ class RewardModel:
         self._pool = POOLS.get(pooling)
         self._weights, self._num_for, self._probability = weights, num_for, probability
         self.has_token_types = (getattr(self.model.config, "type_vocab_size", None) or 0) > 1
+
+    @property
+    def header(self) -> tuple[int, ...]:
+        """Token ids without which a row has no reward; () if there are none."""
+        head = self._outputs.head
+        return head.pattern or () if isinstance(head, GatedHead) else ()
 
     def use_own_forward(self) -> None:
         """Use transformers' own forward pass instead of the lean one, for comparisons."""

@@ -91,6 +91,7 @@ def log_odds(outputs: Tensor, num_for: int) -> Tensor:
 
 
 PROBE_TOKENS = 4
+CAUSAL_TOLERANCE = 1e-5  # relative to the largest hidden state
 
 
 class TokenHead:
@@ -168,7 +169,7 @@ class PooledHead:
         """Wrap `model`; `like` is the head of a model of the same architecture, whose measurement is reused."""
         self.model = model.eval()
         skip_inspections(model)
-        self._head = keep_head_exact(model)
+        self.head = keep_head_exact(model)
         probed = (self._hidden, self._features)  # tokens show it more clearly, but only the pooling may read padding
         self.one_by_one: bool = like.one_by_one if like else any(depends_on_padding(model, each) for each in probed)
 
@@ -187,7 +188,7 @@ class PooledHead:
     def _features(self, ids: Tensor, attention: Tensor) -> Tensor:
         """Return the input of the head: a score itself may be close to 0, and its rounding is then no measure."""
         found: list[Tensor] = []
-        watching = self._head.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+        watching = self.head.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
         self._outputs(ids, attention)
         watching.remove()
         return found[0]
@@ -214,6 +215,8 @@ def measure_causality(model: Any, **inputs: Any) -> bool:
     try:
         table = model.get_input_embeddings()
         row = torch.arange(PROBE_TOKENS, device=model.device) % min(PROBE_TOKENS, table.num_embeddings)
+        if model.tp_size is not None:
+            return _seems_causal(model, row, **inputs)
         watching = table.register_forward_hook(watch)
         try:
             with torch.enable_grad():
@@ -227,6 +230,19 @@ def measure_causality(model: Any, **inputs: Any) -> bool:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{type(model).__name__} cannot score rows of tokens: {reason[:300]}") from error
     return not gradient.flatten(0, -2)[half:].any()  # one row: XLNet's tokens come before its rows
+
+
+@torch.no_grad()
+def _seems_causal(model: Any, row: Tensor, **inputs: Any) -> bool:
+    """Return whether a model of which this rank has a part is causal: its layers have forward passes only.
+
+    Its class must say so, and hidden states of the first tokens must not change with later ones.
+    """
+    half = len(row) // 2
+    changed = torch.cat([row[:half], row[half:].flip(0)])
+    hidden, other = (model.base_model(input_ids=ids[None], **inputs)[0][0, :half].float() for ids in (row, changed))
+    by_class = all(getattr(module, "is_causal", True) for module in model.modules())
+    return by_class and float((hidden - other).abs().max()) <= CAUSAL_TOLERANCE * float(hidden.abs().max())
 
 
 def compile_body(model: Any, forward: Callable[[Tensor, Tensor], Any]) -> None:
