@@ -5,6 +5,7 @@ Only the trial imports torch. Pickled weights are refused without being opened.
 
 import argparse
 import functools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,8 @@ def render_yaml(reward: CheckpointInfo | None, critic: CheckpointInfo | None) ->
     if reward is not None:
         assert reward.head is not None
         sections["reward"] = {**_common(reward), "pooling": "auto"}
-        count = reward.head.num_labels
-        if count > 1:
-            sections["reward"]["attribute_weights"] = [-1.0, 1.0] if count == 2 else [round(1 / count, 4)] * count
+        if reward.head.num_labels > 1:
+            sections["reward"]["merge_attributes"] = True
         sections["reward"]["standardization"] = "model"
     if critic is not None:
         sections["critic"] = {**_common(critic), "standardization": "model"}
@@ -106,7 +106,7 @@ def render_yaml(reward: CheckpointInfo | None, critic: CheckpointInfo | None) ->
             sections["critic"]["standardization"] = {"mean": constants.mean, "std": constants.std}
     text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
     if reward is not None and reward.head is not None and reward.head.num_labels > 1:
-        text = text.replace("  attribute_weights:\n", f"  attribute_weights:{_weights_hint(reward)}\n", 1)
+        text = text.replace("  merge_attributes: true\n", f"  merge_attributes: true\n{_weights_hint(reward)}")
     return text
 
 
@@ -115,10 +115,10 @@ def _common(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def _weights_hint(info: CheckpointInfo) -> str:
-    """Return a comment on the weights that are written."""
-    names = info.label_names
-    meaning = f"; these are the log-odds of {names[1]}" if len(names) == 2 else ""
-    return f"  # choose one for each output: {', '.join(names)}{meaning}"
+    assert info.head is not None
+    names = ", ".join(info.labels) if len(info.labels) == info.head.num_labels else f"{info.head.num_labels} labels"
+    ones = json.dumps([1.0] * info.head.num_labels)
+    return f"  # attribute_weights: {ones}  # default: 1/A each; attributes: {json.dumps(names, ensure_ascii=False)}\n"
 
 
 def _report(role: str, info: CheckpointInfo) -> None:
@@ -158,8 +158,10 @@ def _import_reward(info: CheckpointInfo, try_out: bool) -> None:
         return
     from python_backend.models.modeling import load_reward
 
-    _, score = _try_out(info, functools.partial(load_reward, merge_attributes=False), "score")
-    print(f"  {'trial':<13} loads; the row of tokens 1 to {TRIAL_TOKENS} scores {', '.join(f'{x:.4f}' for x in score)}")
+    names = info.label_names if len(info.label_names) > 1 else [""]
+    _, score = _try_out(info, functools.partial(load_reward, merge_attributes=len(names) == 1), "score")
+    scores = ", ".join(f"{name} {x:.4f}".lstrip() for name, x in zip(names, score, strict=True))
+    print(f"  {'trial':<13} loads; the row of tokens 1 to {TRIAL_TOKENS} scores {scores}")
     if info.tokenizer is not None:
         tokenizer = load_tokenizer(info.folder)
         tokens = tokenizer.convert_ids_to_tokens(tokenizer(TRIAL_TEXT)["input_ids"])  # special tokens included

@@ -45,8 +45,7 @@ class Form:
 
     models: str  # checkpoints or trainers that have it, for the documentation
     prefixes: tuple[str, ...]  # of the layers that compute the outputs; the first that a folder has counts
-    formula: str
-    setting: str = ""  # of the `reward` section, for the documentation
+    formula: str  # for the documentation
     kind: HeadKind = "value"
     activation: str = "relu"  # between layers, unless config.json names another one
     reading: Reading = "attributes"
@@ -64,31 +63,33 @@ ARMO = Gate(
     temperature="gating_temperature",
     default_temperature=10.0,
 )
+LAST = "the layers at the last token"
 FORMS = (
     Form(
-        models="QRM (Llama 3, 3.1)",
+        models="QRM (Llama 3 and 3.1)",
         prefixes=("regression_layer",),
         reading="quantiles",
         needs="num_quantiles",
         gate=replace(ARMO, stride=3, has_norms=True),
-        formula="`sum(gate · (mean of the quantiles @ reward_transform_matrix))`; `gate = logit_scale · "
-        "softmax(layers / gating_temperature)`, read where the header of the last answer begins",
+        formula="as ArmoRM's, where each attribute is the mean of `num_quantiles` outputs; the gate has batch "
+        "normalisations",
     ),
     Form(
         models="ArmoRM",
         prefixes=("regression_layer",),
         gate=ARMO,
-        formula="`sum(gate · (outputs @ reward_transform_matrix))`, with the gate of QRM",
+        formula="sum of `outputs @ reward_transform_matrix`, weighted by `logit_scale * softmax(gating / "
+        "gating_temperature)`, which is computed where the header of the last answer begins",
     ),
     Form(
         models="URM-LLaMa-3.1-8B",
         prefixes=("score",),
         reading="means",
         gate=Gate(prefix="weights.fc", activation="selu"),
-        formula="`sum(gate · outputs[0::2])`: means and standard deviations alternate; `gate` is `weights.fc`",
+        formula="sum of every other output (means and standard deviations alternate), weighted by `weights.fc` (SELU)",
     ),
     Form(
-        models="LDL-Reward",
+        models="LDL-Reward-Gemma-2-27B, converted to `regression_layer.safetensors` and `gating_layer.safetensors`",
         prefixes=("regression_layer.network",),
         activation="leaky_relu",
         reading="bins",
@@ -99,44 +100,42 @@ FORMS = (
             temperature="temperature",
             softmax="softmax",
         ),
-        formula=f"`sum(gate · E)`; `E` is the expected value of each attribute over {BINS} bins from 0 to 1",
+        formula=f"sum of the attributes' expected values over {BINS} bins from 0 to 1, weighted by `gating_layer`",
     ),
     Form(
-        models="TRL, trlX, LLaMA-Factory, GRM sftreg, Skywork-o1-PRM, Starling, Athene, DeepSpeed-Chat",
+        models="TRL, trlX, LLaMA-Factory, GRM (sftreg), Skywork-o1-Open-PRM, Starling, Athene, DeepSpeed-Chat",
         prefixes=("v_head.summary", "v_head"),
-        formula="the layers at the last token",
-        setting="Skywork-o1-PRM: `process`, `score: probability`",
+        formula=LAST,
     ),
     Form(
-        models="OpenRLHF (also under the config's `value_head_prefix`), UltraRM, Eurus-RM, beaver, InternLM's form",
+        models="OpenRLHF (or as the config's `value_head_prefix` says), Eurus-RM, UltraRM, beaver",
         prefixes=("value_head", "regression_head", "score_head", "reward_head", "rm_head", "regression_layer"),
-        formula="the layers at the last token; `(r - mean) / std` as config.json or `normalizer.*` say",
+        formula=LAST,
     ),
     Form(
-        models="OpenAssistant's Pythia",
+        models="OpenAssistant's reward models on Pythia",
         prefixes=("out_proj",),
-        formula="the layer at the last token, or the mean over all, as the config's `pooling` says",
+        formula=f"{LAST}, or their mean over all, as the config's `pooling` says",
     ),
     Form(
-        models="transformers, TRL's RewardTrainer, Skywork-Reward, INF-ORM, Qwen2.5-Math-RM, WorldPM",
+        models="transformers' classes for sequences; TRL, Skywork-Reward, GRM (ft), INF-ORM, Qwen2.5-Math-RM and -PRM, "
+        "WorldPM, HALOs, Tülu, AceMath, FsfairX and many more",
         prefixes=("score",),
         kind="sequence",
-        formula="the layers at the last token",
-        setting="Qwen2.5-Math-PRM: `process: {mark: <extra_0>}`, the probability of label 1",
+        formula=LAST,
     ),
     Form(
-        models="transformers: token classification, TRL's PRMTrainer",
+        models="transformers' classes for tokens; TRL's `PRMTrainer`",
         prefixes=("classifier",),
         kind="token",
-        formula="the layers at each token",
+        formula="the layers at the last token, or at each step",
     ),
     Form(
-        models="transformers: BERT, DeBERTa, RoBERTa, ModernBERT, … for sequence classification",
+        models="transformers' classes for sequences on encoders: BERT, DeBERTa, RoBERTa, ModernBERT, XLNet, ...",
         prefixes=("classifier", "classifier.out_proj", "logits_proj"),
         kind="sequence",
         pooled=True,
-        formula="the class's own pooling and layers (`pooler.dense`, `head.dense`, `head.norm`, …)",
-        setting="`text: pair` for a model of question and answer",
+        formula="the class's own pooling, with its layers (`pooler.dense`, `head.dense`, `head.norm`, ...)",
     ),
 )
 # model_type -> header of an answer in its chat template, and the header's token ids in the published checkpoints

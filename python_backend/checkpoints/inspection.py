@@ -281,11 +281,8 @@ def reward_head(info: CheckpointInfo) -> Head:
             "would differ; docs/your-models.md has the table of heads"
         )
     if info.head is None:
-        files = (file for ending in ("pt", "pth", "bin") for file in sorted(info.folder.glob(f"*.{ending}")))
-        pickled = next((file.name for file in files if LIKE_A_HEAD.search(file.stem)), None)
-        where = "" if pickled is None else f"; {pickled}, which may have it, is a pickle and never opened here"
         raise CheckpointError(
-            f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight){where}; "
+            f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight); "
             "use a checkpoint with a classification or value head, or score with a language model's logits "
             "(reward.logit); a critic can start from this one"
         )

@@ -412,7 +412,7 @@ def _load(
     lacking = sorted(others.intersection(report["missing_keys"]))
     if lacking:
         raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}")
-    if not drops and (unused := _unused(info, config, kind, report["unexpected_keys"])):
+    if not (drops or with_head) and (unused := _unused(info, config, kind, report["unexpected_keys"])):
         raise CheckpointError(
             f"{info.folder}: {kind.__name__} does not use {', '.join(unused[:6])}; left out, they would give other "
             "outputs than the checkpoint's; docs/your-models.md has the table of heads"

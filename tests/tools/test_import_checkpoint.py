@@ -77,10 +77,10 @@ def test_a_critic_from_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "labels        helpfulness, verbosity" in said
     assert "its 2 outputs merged into one" in said
     text = said[said.index("\nreward:\n") :]
-    assert "# choose one for each output: helpfulness, verbosity; these are the log-odds of verbosity" in text
+    assert "# attribute_weights: [1.0, 1.0]" in text
     sections = yaml.safe_load(text)
     assert sections["critic"]["model"] == sections["reward"]["model"] == str(tmp_path)
-    assert sections["reward"]["attribute_weights"] == [-1, 1]
+    assert sections["reward"]["merge_attributes"] is True
 
 
 def test_the_same_tokenizer_and_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
