@@ -15,7 +15,7 @@ from python_backend.checkpoints.safetensors_header import TensorInfo
 
 HeadKind = Literal["sequence", "token", "value"]
 Pooling = Literal["auto", "last", "mean"]  # of a head on each token; the functions are in `models.token_head.POOLS`
-Reading = Literal["attributes", "quantiles", "means", "bins"]
+Reading = Literal["mean", "first", "bins"]
 ACTIVATIONS = ("relu", "selu", "gelu", "tanh", "leaky_relu", "silu")
 BINS = 10  # of LDL's distribution of an attribute
 TRANSFORM, SCALE = "reward_transform_matrix", "gating.logit_scale"
@@ -31,12 +31,9 @@ class Gate:
     prefix: str  # of its layers
     activation: str
     at_turn: bool = False  # it reads the start of the last answer's header, otherwise the token of the score
-    stride: int = 2  # distance of its linear layers' numbers
-    has_norms: bool = False  # batch normalisation behind each activation
     others: tuple[str, ...] = ()  # its further tensors
-    temperature: str | None = None  # key of the softmax's temperature in config.json; None: no softmax
-    default_temperature: float = 1.0
-    softmax: str | None = None  # key of config.json that says whether there is one; None: there is
+    softmax: str | None = None  # key of config.json that says whether its weights are a softmax; "": they are; None: no
+    temperature: tuple[str, float] = ("", 1.0)  # key of the softmax's temperature in config.json, and default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,43 +45,34 @@ class Form:
     formula: str  # for the documentation
     kind: HeadKind = "value"
     activation: str = "relu"  # between layers, unless config.json names another one
-    reading: Reading = "attributes"
-    needs: str | None = None  # key of config.json without which the form is another one
+    reading: Reading = "mean"  # how the outputs of an attribute, if it has several, become one
+    size: str | int = 1  # outputs of an attribute, or the key of config.json that has their number
     gate: Gate | None = None
     pooled: bool = False  # behind layers of transformers' own class, which also chooses the token
 
 
-ARMO = Gate(
-    prefix="gating.layers",
-    activation="relu",
-    at_turn=True,
-    stride=1,
-    others=(TRANSFORM, SCALE),
-    temperature="gating_temperature",
-    default_temperature=10.0,
-)
 LAST = "the layers at the last token"
 FORMS = (
     Form(
-        models="QRM (Llama 3 and 3.1)",
+        models="ArmoRM; QRM for Llama 3 and 3.1",
         prefixes=("regression_layer",),
-        reading="quantiles",
-        needs="num_quantiles",
-        gate=replace(ARMO, stride=3, has_norms=True),
-        formula="as ArmoRM's, where each attribute is the mean of `num_quantiles` outputs; the gate has batch "
-        "normalisations",
-    ),
-    Form(
-        models="ArmoRM",
-        prefixes=("regression_layer",),
-        gate=ARMO,
-        formula="sum of `outputs @ reward_transform_matrix`, weighted by `logit_scale * softmax(gating / "
-        "gating_temperature)`, which is computed where the header of the last answer begins",
+        size="num_quantiles",
+        gate=Gate(
+            prefix="gating.layers",
+            activation="relu",
+            at_turn=True,
+            others=(TRANSFORM, SCALE),
+            softmax="",
+            temperature=("gating_temperature", 10.0),
+        ),
+        formula="sum of `outputs @ reward_transform_matrix` (of QRM the means of `num_quantiles` outputs), weighted by "
+        "`logit_scale * softmax(gating / gating_temperature)`, computed where the header of the last answer begins",
     ),
     Form(
         models="URM-LLaMa-3.1-8B",
         prefixes=("score",),
-        reading="means",
+        reading="first",
+        size=2,
         gate=Gate(prefix="weights.fc", activation="selu"),
         formula="sum of every other output (means and standard deviations alternate), weighted by `weights.fc` (SELU)",
     ),
@@ -93,12 +81,12 @@ FORMS = (
         prefixes=("regression_layer.network",),
         activation="leaky_relu",
         reading="bins",
+        size=BINS,
         gate=Gate(
             prefix="gating_layer.network",
             activation="leaky_relu",
-            stride=3,
-            temperature="temperature",
             softmax="softmax",
+            temperature=("temperature", 1.0),
         ),
         formula=f"sum of the attributes' expected values over {BINS} bins from 0 to 1, weighted by `gating_layer`",
     ),
@@ -210,28 +198,29 @@ def find_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> H
 
 def _found(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Head | None:
     """Return the head of this form. Raises ValueError as `find_head`."""
-    gate, rule = None, form.gate
-    if rule is not None:
-        if form.needs is not None and not config.get(form.needs):
-            return None
-        gate = _layers(rule.prefix, rule.activation, tensors, rule)
-        if gate is None or any(name not in tensors for name in rule.others):
-            return None
+    rule = form.gate
+    gate = None if rule is None else _layers(rule.prefix, rule.activation, tensors)
+    if rule is not None and (gate is None or not tensors.keys() >= {*rule.others}):
+        return None
     for prefix in form.prefixes:
         layers = _layers(prefix, _activation(form, prefix, config), tensors)
         if layers is None:
             continue
-        outputs = tensors[f"{layers.names[-1]}.weight"].shape[0]
         _check_count(prefix, len(layers.names), config)
+        outputs = tensors[f"{layers.names[-1]}.weight"].shape[0]
         others = NORMALISER if "do_normalize" in config else ()
         head = Head(form=form, kind=form.kind, prefix=prefix, layers=layers, num_labels=outputs, others=others)
         if gate is None or rule is None:
             return head if form.pooled else replace(head, pooling=_pooling(config))
-        temperature = None
-        if rule.temperature is not None and (rule.softmax is None or config.get(rule.softmax)):
-            temperature = float(config.get(rule.temperature, rule.default_temperature))
-        group = _group(head, gate, config, tensors)
-        return replace(head, num_labels=1, gate=gate, group=group, temperature=temperature, others=rule.others)
+        has_softmax = rule.softmax is not None and (not rule.softmax or config.get(rule.softmax))
+        return replace(
+            head,
+            num_labels=1,
+            gate=gate,
+            group=_group(head, gate, config, tensors),
+            temperature=float(config.get(*rule.temperature)) if has_softmax else None,
+            others=rule.others,
+        )
     return None
 
 
@@ -244,7 +233,7 @@ def _check_count(prefix: str, count: int, config: Mapping[str, Any]) -> None:
         )
 
 
-def _layers(prefix: str, activation: str, tensors: Mapping[str, TensorInfo], gate: Gate | None = None) -> Layers | None:
+def _layers(prefix: str, activation: str, tensors: Mapping[str, TensorInfo]) -> Layers | None:
     """Return the layer `prefix`, or the layers `prefix.0`, `prefix.2`, ... of a `torch.nn.Sequential`; None if none."""
     numbered = re.compile(re.escape(prefix) + r"\.(\d+)\.(?:weight|bias|running_\w+)")
     numbers = sorted({int(match[1]) for name in tensors if (match := numbered.fullmatch(name))})
@@ -256,10 +245,10 @@ def _layers(prefix: str, activation: str, tensors: Mapping[str, TensorInfo], gat
     norms = {n for n in numbers if f"{prefix}.{n}.running_mean" in tensors}
     linear = [n for n in numbers if n not in norms]
     steps = {b - a for a, b in itertools.pairwise(linear)}
-    # An activation between two layers, and perhaps a dropout; before the first one a dropout at most.
-    first, allowed = (1, {2, 3}) if gate is None else (0, {gate.stride})
-    expected = {n + 2 for n in linear[:-1]} if gate is not None and gate.has_norms else set()
-    if linear[0] > first or steps - allowed or norms != expected:
+    # In a `Sequential`, an activation is between two layers, and perhaps a dropout or a normalisation, and before the
+    # first one a dropout at most. Gates that apply their activation themselves count their linear layers alone.
+    allowed = {2, 3} if "gating" not in prefix else {1, 3}
+    if linear[0] > 1 or steps - allowed or (norms and norms != {n + 2 for n in linear[:-1]}):
         raise ValueError(
             f"the head {prefix} is no sequence of layers with activations between them: it has tensors of "
             f"{', '.join(f'{prefix}.{n}' for n in numbers)}; copy the checkpoint again"
@@ -299,10 +288,8 @@ def shape_error(name: str, found: TensorInfo, expected: str) -> str:
 
 def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> int:
     """Return the number of outputs for each attribute behind a gate. Raises ValueError if its parts do not fit."""
-    count = tensors[f"{gate.names[-1]}.weight"].shape[0]
-    group = {"attributes": 1, "means": 2, "bins": BINS, "quantiles": int(config.get("num_quantiles", 0))}[
-        head.form.reading
-    ]
+    count, size = tensors[f"{gate.names[-1]}.weight"].shape[0], head.form.size
+    group = int(config.get(size, 1)) if isinstance(size, str) else size
     transform = tensors[TRANSFORM].shape if TRANSFORM in tensors else (count, count)
     if head.num_labels != count * group or transform != (count, count):
         raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from python_backend.checkpoints.heads import BINS, SCALE, TRANSFORM, Head, Layers
+from python_backend.checkpoints.heads import BINS, NORM, SCALE, TRANSFORM, Head, Layers
 from python_backend.checkpoints.inspection import CheckpointError
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -54,7 +54,7 @@ class GatedHead(nn.Module):
         """Return the attributes `[..., A]` of the layers' outputs `[..., A, group]`."""
         if self._reading == "bins":
             return outputs.softmax(-1) @ torch.linspace(0, 1, BINS, device=outputs.device)
-        return outputs.mean(-1) if self._reading == "quantiles" else outputs[..., 0]
+        return outputs.mean(-1) if self._reading == "mean" else outputs[..., 0]
 
 
 HEADS = (nn.Linear, LayeredHead, GatedHead)
@@ -66,17 +66,10 @@ def build_head(head: Head, tensors: dict[str, Tensor], pattern: tuple[int, ...] 
     return _build(head.layers, owned) if head.gate is None else GatedHead(head, owned, pattern)
 
 
-def zero_head(width: int) -> nn.Linear:
-    """Return a value head that returns 0."""
-    head = nn.Linear(width, 1, bias=False)
-    nn.init.zeros_(head.weight)
-    return head
-
-
 def _build(layers: Layers, tensors: dict[str, Tensor]) -> nn.Module:
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     for name in layers.names:
-        own = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}
+        own = {part: tensors[f"{name}.{part}"] for part in NORM if f"{name}.{part}" in tensors}
         number = name.rpartition(".")[2]
         if "running_mean" in own:
             parts[number] = nn.BatchNorm1d(len(own["weight"]))
@@ -89,9 +82,6 @@ def _build(layers: Layers, tensors: dict[str, Tensor]) -> nn.Module:
             parts[f"{number}_{layers.activation}"] = ACTIVATIONS[layers.activation]()
     found = LayeredHead(parts) if len(parts) > 1 else next(iter(parts.values()))
     return found.eval()
-
-
-PARTS = ("weight", "bias", "running_mean", "running_var")
 
 
 @torch.no_grad()

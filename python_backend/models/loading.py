@@ -44,7 +44,7 @@ from python_backend.checkpoints.tensor_file import STORED_DTYPES
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.models.adapters import with_stored_adapters
-from python_backend.models.heads import build_head, head_of, head_path, install, zero_head
+from python_backend.models.heads import build_head, head_of, head_path, install
 from python_backend.models.token_head import measure_causality
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
@@ -112,16 +112,11 @@ def load_token_model(
         raise CheckpointError(f"{info.folder}: transformers has no classification class for {info.model_type} models")
     starts_anew = head is None and info.head is not None
     model = _load(info, kind, config, dtype, with_head=False, group=group, drops=starts_anew)
-    own: Any = head_of(model)
-    _put_head(info, model, zero_head(own.in_features) if head is None else head)
-    return model
-
-
-def load_pooled_model(info: CheckpointInfo, head: Head, dtype: str) -> Any:
-    """Load a sequence classification model that has its own layers and pooling before the last linear layer."""
-    config = _config(info, head.num_labels)
-    model = _load(info, _sequence_class(info, config), config, dtype, with_head=False)
-    _put_head(info, model, read_head(info, head))
+    if head is None:
+        own: Any = head_of(model)
+        head = torch.nn.Linear(own.in_features, 1, bias=False)
+        torch.nn.init.zeros_(head.weight)
+    _put_head(info, model, head)
     return model
 
 
@@ -156,7 +151,9 @@ def load_classifier(info: CheckpointInfo, head: Head, device: str, dtype: str, p
             f"{info.folder}: pooling: {pooling} does not fit the head {head.prefix}, trained with the pooling of "
             f"its {info.architecture or 'class'}; set pooling: auto"
         )
-    model = load_pooled_model(info, head, dtype).to(device)
+    config = _config(info, head.num_labels)
+    model = _load(info, _sequence_class(info, config), config, dtype, with_head=False).to(device)
+    _put_head(info, model, read_head(info, head).to(device))
     # A decoder's pooling searches for the padding id, which a row may contain: it would pool the wrong token.
     if measure_causality(model):
         raise CheckpointError(
