@@ -30,7 +30,8 @@ class GatedHead(nn.Module):
         super().__init__()
         assert head.gate is not None
         self.layers, self.gate = _build(head.layers, tensors), _build(head.gate, tensors)
-        self.pattern = pattern
+        self.register_buffer("pattern", None if pattern is None else torch.tensor(pattern), persistent=False)
+        self.pattern: Tensor | None
         """Token ids at whose last occurrence in a row the gate reads; None: it reads at the token of the score."""
         self._reading, self._group, self._temperature = head.form.reading, head.group, head.temperature
         self.register_buffer("transform", tensors.get(TRANSFORM))
@@ -138,12 +139,12 @@ def _to_weight_dtype(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tenso
     return tuple(x.to(dtype) for x in inputs)
 
 
-def last_match(ids: Tensor, lengths: Tensor, pattern: tuple[int, ...]) -> Tensor:
+def last_match(ids: Tensor, lengths: Tensor, pattern: Tensor) -> Tensor:
     """Return int64 `[B]`: where `pattern` begins last in each row of `ids` `[B, S]`; -1 if nowhere."""
     count = ids.shape[1] - len(pattern) + 1
     if count < 1:
         return torch.full_like(lengths, -1)
-    windows = ids.unfold(1, len(pattern), 1) == torch.tensor(pattern, device=ids.device)
+    windows = ids.unfold(1, len(pattern), 1) == pattern
     starts = torch.arange(count, device=ids.device)
     inside = starts[None] + len(pattern) <= lengths[:, None]
     return ((windows.all(-1) & inside) * (starts + 1)).amax(1) - 1

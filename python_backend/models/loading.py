@@ -53,6 +53,12 @@ if TYPE_CHECKING:  # slow to import, and needed only for models larger than one 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STANDARDISATION_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std", "do_normalize", "var", "pooling")
+LANGUAGE_MODELS = (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_PRETRAINING_MAPPING,
+    MODEL_MAPPING,
+)
 NOT_ARCHITECTURE = {  # keys of config.json that do not change the forward pass
     "_name_or_path",
     "architectures",
@@ -451,21 +457,12 @@ def _unused(info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[s
     if not left:
         return []
     # Output layers of the family's language models; without a head, also a pooler that only other heads use.
-    body = f"{kind.base_model_prefix}."
-    for mapping in (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_MASKED_LM_MAPPING,
-        MODEL_FOR_PRETRAINING_MAPPING,
-        MODEL_MAPPING,
-    ):
+    body, known = f"{kind.base_model_prefix}.", set[str]()
+    for mapping in LANGUAGE_MODELS:
         if (language := mapping.get(type(config), None)) is not None:
-            names = {name.removeprefix(body) for name in _empty(language, config).state_dict()}
-            left -= {
-                name
-                for name in left
-                if name.removeprefix(body) in names and (info.head is None or not name.startswith(body))
-            }
-    return sorted(left)
+            known |= {name.removeprefix(body) for name in _empty(language, config).state_dict()}
+    in_use = body if info.head is not None else " "
+    return sorted(name for name in left if name.removeprefix(body) not in known or name.startswith(in_use))
 
 
 def _keep_stable(model: Any, info: CheckpointInfo) -> None:

@@ -101,7 +101,8 @@ class RewardModel:
     def header(self) -> tuple[int, ...]:
         """Token ids without which a row has no reward; () if there are none."""
         head = self._outputs.head
-        return head.pattern or () if isinstance(head, GatedHead) else ()
+        pattern = head.pattern if isinstance(head, GatedHead) else None
+        return () if pattern is None else tuple(pattern.tolist())
 
     def use_own_forward(self) -> None:
         """Use transformers' own forward pass instead of the lean one, for comparisons."""
@@ -334,7 +335,7 @@ def load_reward(
         model = load_token_model(info, read_head(info, head), dtype, group) if copied is None else copied
         outputs = TokenHead(model.to(device), compile_forward=compile_forward, like=known)
         if pooling == "auto":
-            if not outputs.is_causal and head.kind != "token" and head.pooling == "last":
+            if not outputs.is_causal and head.kind == "value" and head.pooling == "last":
                 raise CheckpointError(
                     f"{info.folder}: which token of a row does the head {head.prefix} read? The body is not causal, so "
                     "the last one is a guess; set pooling: last or mean"

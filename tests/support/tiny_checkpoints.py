@@ -125,11 +125,11 @@ def save_with_value_head(
 
 def save_with_layers(folder: Path) -> None:
     """Save a body under a head of two layers."""
-    save_tiny(folder, "llama", "body")
+    model = save_tiny(folder, "llama", "critic")
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        layers = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-    add_tensors(folder, {f"score.{name}": tensor.detach() for name, tensor in layers.named_parameters()})
+        model.score = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    model.save_pretrained(folder)
 
 
 def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
