@@ -150,9 +150,9 @@ def _head_line(info: CheckpointInfo) -> str:
     head = info.head
     if head is None:
         return "none"
-    pooling = "linear, on each token" if head.is_plain else "the model's own pooling"
-    bias = "with" if head.has_bias else "without"
-    return f"{HEADS[head.kind]} `{head.prefix}`: {head.num_labels} output(s), {bias} bias, {pooling}"
+    how = "the model's own pooling" if head.form.pooled else "on each token" if head.is_plain else "behind a gate"
+    layers = f"{len(head.layers.names)} layers, " if len(head.layers.names) > 1 else ""
+    return f"{HEADS[head.kind]} `{head.prefix}`: {head.num_labels} output(s), {layers}{how}"
 
 
 def _import_reward(info: CheckpointInfo, try_out: bool) -> None:
@@ -186,6 +186,7 @@ def _try_out(info: CheckpointInfo, load: Callable[..., Any], method: str) -> tup
     quiet_transformers()
     model = load(info.folder, dtype=suggested_dtype(info))
     row = np.arange(1, TRIAL_TOKENS + 1, dtype=np.int64) % model.limits.vocab_size
+    row = np.append(np.array(getattr(model, "header", ()), np.int64), row)
     (outputs,) = getattr(model, method)([row])
     if not np.isfinite(outputs).all():
         raise CheckpointError(f"{info.folder} outputs {outputs.tolist()}: its weights are damaged; copy it again")

@@ -4,19 +4,25 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
+from python_backend.checkpoints.heads import Head, find_head
 from python_backend.checkpoints.inspection import (
     ADAPTER_FILE,
     TOKENIZERS,
     CheckpointError,
     check_checkpoint,
+    head_files,
     inspect_checkpoint,
     tensors_in,
 )
 from python_backend.checkpoints.safetensors_header import TensorInfo
 from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.models.loading import read_tensor
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-HEADS = ("score.weight", "classifier.weight")
+HEAD_FILE = "value_head.safetensors"  # as LLaMA-Factory calls it
+PREFIX = "base_model.model."  # of the names of an adapter's tensors
 
 
 def merge_reward_adapter(adapter: Path, base: Path | None, out: Path) -> None:
@@ -34,39 +40,55 @@ def merge_reward_adapter(adapter: Path, base: Path | None, out: Path) -> None:
         raise CheckpointError(f"--merge: {out} already exists; choose another folder")
     base = base or _base_of(adapter)
     check_checkpoint(base)
-    tensors = _adapter_tensors(adapter)
-    head = next((info for name, info in tensors.items() if name.endswith(HEADS)), None)
-    if head is None and inspect_checkpoint(base).head is None:
+    whole = _whole_tensors(adapter)
+    head = _found_in(adapter, whole)
+    left = {name: (adapter, info) for name, info in whole.items()}
+    if head is None:
+        inspected = inspect_checkpoint(base)
+        head = inspected.head
+        left |= {name: (base, info) for name, info in inspected.tensors.items() if head and head.owns(name)}
+    if head is None:
         raise CheckpointError(
             f"{adapter} has no trained head, and neither has {base}: the rewards would come from random weights. Train "
             'the adapter with LoraConfig(task_type="SEQ_CLS"), or with modules_to_save=["score"]'
         )
-    merged = _merged(adapter, base, {} if head is None else {"num_labels": head.shape[0]})
+    merged = _merged(adapter, base, head)
     has_tokenizer = any((adapter / name).is_file() for name in TOKENIZERS)
     tokenizer = load_tokenizer(adapter if has_tokenizer else base)
     if tokenizer.pad_token_id is not None:
         merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     merged.save_pretrained(out)
+    # What transformers' class does not have: a head of another name or of several layers, or its constants.
+    own = merged.state_dict()
+    apart = {name: read_tensor(*place) for name, place in left.items() if name not in own}
+    if apart:
+        save_file(apart, out / HEAD_FILE)
     tokenizer.save_pretrained(out)
 
 
-def _merged(adapter: Path, base: Path, labels: dict[str, int]) -> Any:
-    """Return the merged model in float32; `labels`: settings of its head."""
+def _merged(adapter: Path, base: Path, head: Head) -> Any:
+    """Return the merged model in float32; as a language model if transformers has no class with the head."""
     try:
-        from peft import PeftModel
+        from peft import PeftConfig, PeftModel
     except ImportError as error:
         raise CheckpointError("--merge needs peft: pip install '.[train]'") from error
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from python_backend.models.modeling import quiet_transformers
 
     quiet_transformers()
 
+    has_class = head.form.pooled or (head.kind != "value" and len(head.layers.names) == 1)
+    kind = AutoModelForSequenceClassification if has_class else AutoModelForCausalLM
+    labels = {"num_labels": head.num_labels} if has_class else {}
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(
+        model = kind.from_pretrained(
             str(base), dtype="float32", local_files_only=True, trust_remote_code=False, use_safetensors=True, **labels
         )
-        return PeftModel.from_pretrained(model, str(adapter), local_files_only=True).merge_and_unload()
+        settings = PeftConfig.from_pretrained(str(adapter))
+        modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        settings.modules_to_save = [name for name in settings.modules_to_save or () if name in modules] or None
+        return PeftModel.from_pretrained(model, str(adapter), config=settings, local_files_only=True).merge_and_unload()
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:  # adapter and model do not fit
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{adapter} cannot be merged into {base}: {reason[:400]}") from error
@@ -83,10 +105,26 @@ def _base_of(adapter: Path) -> Path:
     return base
 
 
-def _adapter_tensors(adapter: Path) -> dict[str, TensorInfo]:
+def _whole_tensors(adapter: Path) -> dict[str, TensorInfo]:
+    """Return the tensors that the adapter replaces, under the names of the model, and those of a head beside it."""
     if not (adapter / ADAPTER_WEIGHTS).is_file():
         raise CheckpointError(
             f"{adapter} has no {ADAPTER_WEIGHTS}; pickled weights are never opened here: save the adapter again with "
             "save_pretrained(FOLDER, safe_serialization=True)"
         )
-    return tensors_in(adapter / ADAPTER_WEIGHTS)
+    tensors = tensors_in(adapter / ADAPTER_WEIGHTS)
+    whole = {
+        name.removeprefix(PREFIX).replace(".base_layer.", "."): info
+        for name, info in tensors.items()
+        if ".lora_" not in name
+    }
+    for file in head_files(adapter):
+        whole |= tensors_in(file)
+    return whole
+
+
+def _found_in(adapter: Path, tensors: dict[str, TensorInfo]) -> Head | None:
+    try:
+        return find_head({}, tensors)
+    except ValueError as error:
+        raise CheckpointError(f"{adapter}: {error}") from error

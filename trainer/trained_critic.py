@@ -30,9 +30,9 @@ from python_backend.checkpoints.inspection import (
 from python_backend.config import TrainerSection
 from python_backend.digests import DEFAULT, Algorithm
 from python_backend.models.adapters import Lora, MergedWeights, describe_adapters, trained_tensors, with_adapters
+from python_backend.models.heads import head_of
 from python_backend.models.modeling import CriticModel, load_critic, write_config
 from python_backend.models.precision import in_float32, use_bfloat16
-from python_backend.models.token_head import head_of
 from python_backend.store.durable import disk_errors
 from python_backend.store.weights import WeightsStore
 from python_backend.training.model import checkpoint_gradients, freeze, use_attention

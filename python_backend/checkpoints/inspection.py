@@ -11,9 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
+from python_backend.checkpoints.heads import (
+    HEAD_FILES,
+    LIKE_A_HEAD,
+    MODEL_TYPES,
+    NORMALISER,
+    UNSERVED,
+    Head,
+    find_head,
+    loose_tensors,
+)
+from python_backend.checkpoints.safetensors_header import TensorInfo, read_header, read_numbers
 from python_backend.errors import RlhfError
 
 # Limits on row lengths, within which a forward pass depends neither on its other rows nor on earlier ones.
@@ -91,13 +101,6 @@ ADAPTERS_KEY = "critic_adapters"  # of config.json, in a weights version of adap
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 ADAPTER_FILE = "adapter_config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# Tensor prefixes of value heads; the first match wins. `v_head.summary` is TRL's, whose v_head also holds a dropout.
-VALUE_HEADS = ("v_head.summary", "v_head", "value_head")
-# Head on a decoder's last token, as in Hugging Face's sequence classification classes.
-DECODER_HEADS = ("score",)
-# Final linear layers of other Hugging Face classification classes, applied after a pooler or after other layers of the
-# head; the last two belong to heads with several layers.
-CLASSIFIERS = ("classifier", "classifier.out_proj", "logits_proj")
 TOKENIZERS = {
     "tokenizer.json": "fast (tokenizer.json)",
     "tokenizer.model": "SentencePiece (tokenizer.model)",
@@ -110,34 +113,11 @@ TOKENIZERS = {
 
 NUM_PIECES, PIECE_BYTES = 256, 4096  # pieces of each weights file that `fingerprint_weights` hashes
 
-HeadKind = Literal["sequence", "token", "value"]
-Pooling = Literal["auto", "last", "mean"]  # of a linear head; the functions are in `models.token_head.POOLS`
 LOCAL_FOLDERS = {"checkpoints", "models", "runs", ".."}  # first parts of relative paths that are no ids of the Hub
 
 
 class CheckpointError(RlhfError, ValueError):
     """A folder cannot be used as a checkpoint; the message names the folder and the cause."""
-
-
-@dataclass(frozen=True)
-class Head:
-    """The trained head of a checkpoint: a final linear layer with `num_labels` outputs."""
-
-    kind: HeadKind  # one output per sequence, one per token, or a value head on a language model
-    prefix: str  # tensor prefix: `<prefix>.weight` is [num_labels, hidden]
-    num_labels: int
-    has_bias: bool
-    is_plain: bool  # True: applied directly to the body's hidden states; False: after a pooler or other layers
-
-    @property
-    def weight_name(self) -> str:
-        """Tensor name of the weight."""
-        return f"{self.prefix}.weight"
-
-    @property
-    def bias_name(self) -> str:
-        """Tensor name of the bias, which exists if `has_bias`."""
-        return f"{self.prefix}.bias"
 
 
 @dataclass(frozen=True)
@@ -166,6 +146,7 @@ class CheckpointInfo:
     model_type: str
     architecture: str | None
     head: Head | None
+    loose: tuple[str, ...]  # tensors that look like a head's, but belong to none that is known
     labels: tuple[str, ...]  # from config.json's id2label; empty if they are only LABEL_0, LABEL_1, ...
     tensors: Mapping[str, TensorInfo]
     vocab_size: int | None
@@ -241,28 +222,33 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     """Describe the checkpoint in `folder` from its JSON files and headers. Takes milliseconds for any model size.
 
     Raises:
-        CheckpointError: `folder` is not a checkpoint or has only pickled weights, a file is damaged, or the head is not
-            a single linear layer.
+        CheckpointError: `folder` is not a checkpoint or has only pickled weights, a file is damaged, or the head lacks
+            a part.
     """
     check_checkpoint(folder)
     config = _read_object(folder / CONFIG_FILE)
     tensors = _read_tensors(folder)
     text = config.get("text_config") or config
+    try:
+        head = find_head(config, tensors)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
     architecture = next(iter(config.get("architectures") or []), None)
     names = config.get("id2label") or {}
     # transformers sorts the file's keys as texts, "10" before "2".
     labels = tuple(str(names[key]) for key in sorted(names, key=lambda key: (len(key), key)))
     return CheckpointInfo(
         folder=folder,
-        model_type=str(config.get("model_type", "unknown")),
+        model_type=model_type_of(config),
         architecture=architecture,
-        head=_find_head(folder, config, tensors),
+        head=head,
+        loose=tuple(loose_tensors(head, tensors)),
         labels=() if all(re.fullmatch(r"LABEL_\d+", label) for label in labels) else labels,
         tensors=tensors,
         vocab_size=text.get("vocab_size"),
         max_positions=max_positions(config),
         tokenizer=next((kind for name, kind in TOKENIZERS.items() if (folder / name).is_file()), None),
-        constants=_constants(folder, config),
+        constants=_constants(folder, config, tensors),
         adapters=stored_adapters(folder),
     )
 
@@ -285,21 +271,28 @@ def stored_adapters(folder: Path) -> StoredAdapters | None:
 
 def reward_head(info: CheckpointInfo) -> Head:
     """Return the head whose output is the reward. Raises CheckpointError if the checkpoint has none."""
+    if info.loose:
+        why = next((why for name, why in UNSERVED.items() if info.loose[0].startswith(f"{name}.")), None)
+        known = "" if info.head is None else f", beside the head {info.head.prefix},"
+        raise CheckpointError(
+            f"{info.folder} cannot be a reward model: {why}"
+            if why
+            else f"{info.folder}: {', '.join(info.loose[:6])}{known} are of no known head, and without them its scores "
+            "would differ; docs/your-models.md has the table of heads"
+        )
     if info.head is None:
         raise CheckpointError(
-            f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight); use a "
-            "checkpoint with a classification or value head, or score with a language model's logits (reward.logit); a "
-            "critic can start from this one"
+            f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight); "
+            "use a checkpoint with a classification or value head, or score with a language model's logits "
+            "(reward.logit); a critic can start from this one"
         )
     return info.head
 
 
-def head_shape_error(folder: Path, name: str, found: TensorInfo, expected: str) -> CheckpointError:
-    """Return the error for a head's tensor `name` whose shape is not the expected one."""
-    return CheckpointError(
-        f"{folder}: the head's tensor {name} has shape {list(found.shape)}, expected {expected}; save the "
-        "checkpoint again with save_pretrained of the model that it was trained with"
-    )
+def model_type_of(config: Mapping[str, Any]) -> str:
+    """Return the model type of a configuration, as transformers calls it."""
+    found = str(config.get("model_type", "unknown"))
+    return MODEL_TYPES.get(found, found)
 
 
 def stored_dtypes(folder: Path) -> set[str]:
@@ -328,40 +321,10 @@ def fingerprint_weights(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _find_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Head | None:
-    architecture = str(next(iter(config.get("architectures") or []), ""))
-    named = config.get("value_head_prefix")  # written by OpenRLHF
-    for prefix in [*([named] if named else []), *VALUE_HEADS, *DECODER_HEADS, *CLASSIFIERS]:
-        if f"{prefix}.weight" not in tensors:
-            continue
-        num_labels = _num_labels(folder, prefix, tensors)
-        is_value = prefix == named or prefix in VALUE_HEADS
-        kind: HeadKind = "value" if is_value else "token" if "TokenClassification" in architecture else "sequence"
-        is_plain = kind != "sequence" or prefix in DECODER_HEADS
-        return Head(kind, prefix, num_labels, f"{prefix}.bias" in tensors, is_plain)
-    stacked = re.compile(rf"({'|'.join(map(re.escape, (*VALUE_HEADS, *DECODER_HEADS, *CLASSIFIERS)))})\.\d+\.weight")
-    layered = sorted(name for name in tensors if stacked.fullmatch(name))
-    if layered:
-        raise CheckpointError(
-            f"{folder}: its head has several layers ({', '.join(layered[:3])}, as in trlX), which is not "
-            "supported; use a checkpoint with a linear head, or train one on this body"
-        )
-    return None
-
-
-def _num_labels(folder: Path, prefix: str, tensors: Mapping[str, TensorInfo]) -> int:
-    """Return the number of outputs of the head `prefix`. Raises CheckpointError if it is not a linear layer."""
-    weight, bias = tensors[f"{prefix}.weight"], tensors.get(f"{prefix}.bias")
-    if len(weight.shape) != 2 or 0 in weight.shape:
-        raise head_shape_error(folder, f"{prefix}.weight", weight, "[num_labels, hidden], both above 0")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        expected = f"[{weight.shape[0]}], one number for each row of {prefix}.weight"
-        raise head_shape_error(folder, f"{prefix}.bias", bias, expected)
-    return weight.shape[0]
-
-
-def _constants(folder: Path, config: Mapping[str, Any]) -> Constants | None:
+def _constants(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:
     found = config.get("reward_standardization")
+    if found is None and config.get("do_normalize"):
+        return _moments(folder, config, tensors)
     if found is None and config.get("normalize_reward") is True and "mean" in config:  # written by OpenRLHF
         found = {"mean": config["mean"], "std": config.get("std", 1.0)}
     if not found:
@@ -377,12 +340,52 @@ def _constants(folder: Path, config: Mapping[str, Any]) -> Constants | None:
     return Constants(mean, std)
 
 
+def _moments(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:
+    """Return the constants that Safe RLHF's classes (beaver) keep in buffers, or in config.json.
+
+    By `score_type`, rewards are shifted and scaled, costs are only scaled, and values are left alone.
+    """
+    kind = config.get("score_type", "reward")
+    if kind == "critic":
+        return None
+    mean, var = (
+        read_numbers(folder, tensors[name]) if name in tensors else config.get(name.partition(".")[2]) or []
+        for name in NORMALISER[:2]
+    )
+    if kind not in ("reward", "cost") or not len(mean) == len(var) == 1 or not 0 <= var[0] < math.inf:
+        raise CheckpointError(
+            f"{folder}: do_normalize in {CONFIG_FILE} needs one number in normalizer.mean and in normalizer.var, but "
+            f"they have {mean} and {var}, for score_type {kind!r} (reward, cost or critic)"
+        )
+    return Constants(mean[0] if kind == "reward" else 0.0, math.sqrt(var[0]) + 1e-8)
+
+
 def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for file in head_files(folder):
+        found = tensors_in(file)
+        # LDL's files have the tensors of one module each, without its name.
+        alone = not any(LIKE_A_HEAD.search(name.partition(".")[0]) for name in found)
+        tensors |= {f"{file.stem}.{name}" if alone else name: info for name, info in found.items()}
+    body = _read_body(folder)
+    if twice := sorted(body.keys() & tensors):
+        raise CheckpointError(
+            f"{folder}: {twice[0]} is in {body[twice[0]].file} and in {tensors[twice[0]].file}; remove one of the files"
+        )
+    return body | tensors
+
+
+def head_files(folder: Path) -> list[Path]:
+    """Return the files of a head apart from the model, such as LLaMA-Factory's value_head.safetensors."""
+    listed = set(_weight_map(folder).values()) if (folder / INDEX_FILE).is_file() else set()
+    found = sorted(folder.glob("*.safetensors"))
+    return [file for file in found if HEAD_FILES.fullmatch(file.name) and file.name not in listed]
+
+
+def _read_body(folder: Path) -> dict[str, TensorInfo]:
     if (folder / WEIGHTS_FILE).is_file():
         return tensors_in(folder / WEIGHTS_FILE)
-    weight_map = _read_object(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} has no weight_map; copy the file again")
+    weight_map = _weight_map(folder)
     tensors: dict[str, TensorInfo] = {}
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name or not (folder / name).is_file():
@@ -392,6 +395,13 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
     if lacking:
         raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} lists {lacking[0]}, which no file contains")
     return tensors
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    weight_map = _read_object(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} has no weight_map; copy the file again")
+    return weight_map
 
 
 def tensors_in(file: Path) -> dict[str, TensorInfo]:

@@ -47,6 +47,17 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         raise ValueError(f"{file.name} is damaged or not a safetensors file ({error})") from error
 
 
+def read_numbers(folder: Path, tensor: TensorInfo) -> list[float]:
+    """Return the elements of a small tensor of floating-point numbers. Raises OSError, or KeyError for other types."""
+    with (folder / tensor.file).open("rb") as stream:
+        stream.seek(tensor.start)
+        data = stream.read(tensor.num_bytes)
+    if tensor.dtype == "BF16":  # the upper half of a float32
+        data = b"".join(b"\0\0" + data[i : i + 2] for i in range(0, len(data), 2))
+    code = {"F64": "d", "F32": "f", "F16": "e", "BF16": "f"}[tensor.dtype]
+    return [number for (number,) in struct.iter_unpack(f"<{code}", data)]
+
+
 def encode_header(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
     """Return the header (length prefix and JSON) of a file that stores `tensors` in order.
 

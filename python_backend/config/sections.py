@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from python_backend.checkpoints.inspection import Pooling
+from python_backend.checkpoints.heads import Pooling
 from python_backend.config.fields import (
     AUTO_PRECISION,
     Address,

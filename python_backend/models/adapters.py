@@ -6,7 +6,7 @@ Shared by the policy and the critic in training.
 import contextlib
 import difflib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,13 @@ def with_adapters(model: Any, lora: Lora, output: nn.Module, *, task: str | None
     """
     from peft import LoraConfig, get_peft_model  # takes seconds to import, and few runs need it
 
-    named = None if lora.targets == "all-linear" else _layers_named(model, lora, output)
+    outputs = {*output.modules()}
+    named = None if lora.targets == "all-linear" else _layers_named(model, lora, outputs)
     # Subclasses are excluded: routers of some mixtures of experts subclass Linear and return more than the product.
     others = [
         path
         for path, module in model.named_modules()
-        if isinstance(module, LAYERS) and (module is output or type(module) not in LAYERS)
+        if isinstance(module, LAYERS) and (module in outputs or type(module) not in LAYERS)
     ]
     config = LoraConfig(
         r=lora.rank,
@@ -69,9 +70,9 @@ def with_adapters(model: Any, lora: Lora, output: nn.Module, *, task: str | None
         return get_peft_model(model, config)
 
 
-def _layers_named(model: Any, lora: Lora, output: nn.Module) -> list[str]:
+def _layers_named(model: Any, lora: Lora, outputs: Collection[nn.Module]) -> list[str]:
     """Return the paths of the linear layers that match the targets; peft silently ignores a name without a match."""
-    linear = [path for path, module in model.named_modules() if type(module) in LAYERS and module is not output]
+    linear = [path for path, module in model.named_modules() if type(module) in LAYERS and module not in outputs]
     found: list[str] = []
     for target in lora.targets:
         paths = [path for path in linear if path == target or path.endswith(f".{target}")]

@@ -14,8 +14,9 @@ SERVED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def canary_row(model: CriticModel | RewardModel) -> np.ndarray:
-    """Return the token ids, int64 `[16]`, on which a stored and a published model are compared."""
-    return np.arange(CANARY_TOKENS, dtype=np.int64) % model.limits.vocab_size
+    """Return the token ids, int64 `[16]` or more, on which a stored and a published model are compared."""
+    row = np.arange(CANARY_TOKENS, dtype=np.int64) % model.limits.vocab_size
+    return row if isinstance(model, CriticModel) else np.append(np.array(model.header, np.int64), row)
 
 
 def canary_outputs(model: CriticModel | RewardModel) -> np.ndarray:

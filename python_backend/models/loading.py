@@ -8,45 +8,57 @@ import functools
 import json
 import logging
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_PRETRAINING_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
     AutoConfig,
 )
 
+from python_backend.checkpoints.heads import GATES, Head, Pooling, is_harmless, layers_path, shape_error
 from python_backend.checkpoints.inspection import (
     ADAPTERS_KEY,
     CONFIG_FILE,
     CheckpointError,
     CheckpointInfo,
-    Head,
-    Pooling,
     fix_forward,
-    head_shape_error,
+    head_files,
     inspect_checkpoint,
+    model_type_of,
     stable_length,
 )
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
 from python_backend.checkpoints.tensor_file import STORED_DTYPES
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
+from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.models.adapters import with_stored_adapters
-from python_backend.models.token_head import head_of, measure_causality
+from python_backend.models.heads import build_head, head_of, head_path, install
+from python_backend.models.token_head import measure_causality
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from python_backend.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-OPENRLHF_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std")
+STANDARDISATION_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std", "do_normalize", "var", "pooling")
+LANGUAGE_MODELS = (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_PRETRAINING_MAPPING,
+    MODEL_MAPPING,
+)
 NOT_ARCHITECTURE = {  # keys of config.json that do not change the forward pass
     "_name_or_path",
     "architectures",
@@ -59,60 +71,83 @@ NOT_ARCHITECTURE = {  # keys of config.json that do not change the forward pass
     "use_cache",
     "distributed_config",
     ADAPTERS_KEY,
-    *OPENRLHF_KEYS,
+    *STANDARDISATION_KEYS,
 }
 
 
-@dataclass(frozen=True)
-class HeadWeights:
-    """Weights of a linear head, in fp32."""
-
-    weight: Tensor  # [A, hidden]
-    bias: Tensor | None  # [A]
-
-    def merged(self, weights: Tensor) -> HeadWeights:
-        """Return a head with one output: the sum of the attributes, weighted by `weights` [A]."""
-        bias = None if self.bias is None else (self.bias * weights).sum()[None]
-        return HeadWeights(weights[None] @ self.weight, bias)
+def read_head(info: CheckpointInfo, head: Head) -> torch.nn.Module:
+    """Read the head from the file, in fp32 regardless of the body's dtype. Raises CheckpointError."""
+    return build_head(head, _head_tensors(info, head), _gate_pattern(info, head))
 
 
-def read_head(info: CheckpointInfo, head: Head) -> HeadWeights:
-    """Read the head's tensors from the file, as fp32 regardless of the body's dtype."""
-    with as_checkpoint_error(info.folder):
-        weight = _read_one(info, head.weight_name).float()
-        return HeadWeights(weight, _read_one(info, head.bias_name).float() if head.has_bias else None)
+def _head_tensors(info: CheckpointInfo, head: Head) -> dict[str, Tensor]:
+    return {name: read_tensor(info.folder, tensor) for name, tensor in info.tensors.items() if head.owns(name)}
 
 
-def load_token_model(info: CheckpointInfo, head: HeadWeights | None, dtype: str, group: RankGroup | None = None) -> Any:
-    """Load the body with a linear head on each token; with `group`, this rank's part of it.
+def _gate_pattern(info: CheckpointInfo, head: Head) -> tuple[int, ...] | None:
+    """Return the token ids that begin an answer, where the gate of the head reads. Raises CheckpointError."""
+    if head.form.gate is None or not head.form.gate.at_turn:
+        return None
+    text, ids = GATES.get(info.model_type, ("", ()))
+    if info.tokenizer is not None and text:
+        found = load_tokenizer(info.folder)(text, add_special_tokens=False)["input_ids"]
+        # Encoded otherwise, the parts of a special token would be found where a text only looks like a header.
+        if len(found) <= len(ids):
+            return tuple(found)
+    if not ids or max(ids) >= (info.vocab_size or 0):
+        raise CheckpointError(
+            f"{info.folder}: the gate {head.form.gate.prefix} reads where an answer's header begins, {text!r}, which "
+            f"is unknown for this {info.model_type} model: its tokenizer has no such tokens; use another checkpoint"
+        )
+    return ids
+
+
+def load_token_model(
+    info: CheckpointInfo, head: torch.nn.Module | None, dtype: str, group: RankGroup | None = None
+) -> Any:
+    """Load the body with a head on each token; with `group`, this rank's part of it.
 
     Uses the family's token classification class in transformers, or its sequence classification class if transformers
     has no token classification class for the family (OPT, GPT-J). If `head` is None, the head has one output and zero
     weights.
     """
-    num_labels = 1 if head is None else head.weight.shape[0]
-    config = _config(info, num_labels)
+    config = _config(info, 1)
     kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
     kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kind is None:
         raise CheckpointError(f"{info.folder}: transformers has no classification class for {info.model_type} models")
-    model = _load(info, kind, config, dtype, with_head=False, group=group)
-    _put_head(info, model, head or HeadWeights(torch.zeros(1, head_of(model).in_features), None))
+    starts_anew = head is None and info.head is not None
+    model = _load(info, kind, config, dtype, with_head=False, group=group, drops=starts_anew)
+    if head is None:
+        own: Any = head_of(model)
+        head = torch.nn.Linear(own.in_features, 1, bias=False)
+        torch.nn.init.zeros_(head.weight)
+    _put_head(info, model, head)
     return model
 
 
-def load_pooled_model(info: CheckpointInfo, head: Head, dtype: str) -> Any:
-    """Load a sequence classification model that has its own layers and pooling before the last linear layer."""
-    config = _config(info, head.num_labels)
+def _sequence_class(info: CheckpointInfo, config: Any) -> Any:
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kind is None or config.is_encoder_decoder:
         raise CheckpointError(
             f"{info.folder}: {info.model_type} models with a sequence classification head are not supported; use a "
             "decoder or an encoder"
         )
-    model = _load(info, kind, config, dtype, with_head=False)
-    _put_head(info, model, read_head(info, head))
-    return model
+    return kind
+
+
+def placed_head(info: CheckpointInfo, head: Head) -> Head:
+    """Return the head, on each token if transformers' class does not have it: a `classifier` on a decoder."""
+    if head.form.pooled:
+        config = _config(info, head.num_labels)
+        if head_path(_empty(_sequence_class(info, config), config)) != head.prefix:
+            return replace(head, form=replace(head.form, pooled=False), kind="value")
+    return head
+
+
+def _empty(kind: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return kind(config)
 
 
 def load_classifier(info: CheckpointInfo, head: Head, device: str, dtype: str, pooling: Pooling) -> Any:
@@ -122,7 +157,9 @@ def load_classifier(info: CheckpointInfo, head: Head, device: str, dtype: str, p
             f"{info.folder}: pooling: {pooling} does not fit the head {head.prefix}, trained with the pooling of "
             f"its {info.architecture or 'class'}; set pooling: auto"
         )
-    model = load_pooled_model(info, head, dtype).to(device)
+    config = _config(info, head.num_labels)
+    model = _load(info, _sequence_class(info, config), config, dtype, with_head=False).to(device)
+    _put_head(info, model, read_head(info, head).to(device))
     # A decoder's pooling searches for the padding id, which a row may contain: it would pool the wrong token.
     if measure_causality(model):
         raise CheckpointError(
@@ -152,22 +189,15 @@ def load_causal_model(info: CheckpointInfo, dtype: str, group: RankGroup | None 
     return _load(info, kind, config, dtype, with_head=True, group=group)
 
 
-def _put_head(info: CheckpointInfo, model: Any, head: HeadWeights) -> None:
-    """Replace the weights of the model's head with those of `head`, in fp32.
-
-    A head without bias sets an existing bias to 0; a head with bias adds one if the model's has none.
-    """
-    linear = head_of(model)
-    if info.head is not None and head.weight.shape[1] != linear.in_features:
-        raise head_shape_error(
-            info.folder,
-            info.head.weight_name,
-            info.tensors[info.head.weight_name],
-            f"[num_labels, {linear.in_features}], as wide as the body's hidden states",
-        )
-    bias = head.bias if head.bias is not None or linear.bias is None else torch.zeros(head.weight.shape[0])
-    linear.weight = torch.nn.Parameter(head.weight.clone())
-    linear.bias = None if bias is None else torch.nn.Parameter(bias.clone())
+def _put_head(info: CheckpointInfo, model: Any, head: torch.nn.Module) -> None:
+    """Replace the model's head. Raises CheckpointError if it does not fit the body."""
+    own: Any = head_of(model)
+    first = next(module for module in head.modules() if isinstance(module, torch.nn.Linear))
+    if info.head is not None and first.in_features != own.in_features:
+        name = f"{info.head.layers.names[0]}.weight"
+        expected = f"[num_labels, {own.in_features}], as wide as the body's hidden states"
+        raise CheckpointError(f"{info.folder}: {shape_error(name, info.tensors[name], expected)}")
+    install(model, head)
 
 
 def load_weights(model: Any, folder: Path) -> None:
@@ -223,21 +253,31 @@ def twin_with_head(
     Raises:
         CheckpointError: the architecture or the head differs from that of `origin`, or a shape.
     """
-    if info.head != origin.head:
-        raise CheckpointError(f"{info.folder} has another head than the served model: {info.head}, not {origin.head}")
+    if info.head is None or info.head != origin.head:
+        raise CheckpointError(
+            f"{info.folder} has another head than the served model: {_named(info.head)}, not {_named(origin.head)}"
+        )
+    if info.head.num_labels > 1 and info.label_names != origin.label_names:
+        raise CheckpointError(
+            f"{info.folder}: its labels are {', '.join(info.label_names)}, but those of the served model are "
+            f"{', '.join(origin.label_names)}, in this order; correct id2label in {CONFIG_FILE}, or train on its labels"
+        )
     _check_same_architecture(_read_config(origin.folder), info.folder)
-    if group is not None:
+    if group is not None or info.tensors.keys() != origin.tensors.keys():
         return None
-    own, tensors, linear = model.state_dict(), stored_tensors(info), head_of(model)
-    prefix = next(name for name, module in model.named_modules() if module is linear)
-    assert info.head is not None
-    # A copy, because the mapped tensors may not be aligned, and the last bits would depend on that (see TokenHead).
-    tensors[f"{prefix}.weight"] = tensors.pop(info.head.weight_name).clone()
-    if linear.bias is not None:
-        tensors[f"{prefix}.bias"] = tensors.pop(info.head.bias_name, torch.zeros_like(linear.bias))
+    own, path = model.state_dict(), head_path(model)
+    head = build_head(info.head, _head_tensors(info, info.head))
+    tensors = {name: tensor for name, tensor in stored_tensors(info).items() if not info.head.owns(name)}
+    tensors |= {f"{path}.{name}": tensor for name, tensor in head.state_dict().items()}
+    if f"{path}.bias" in own:
+        tensors.setdefault(f"{path}.bias", torch.zeros(info.head.num_labels))
     if not own.keys() <= tensors.keys():
         return None
     return _with_tensors(model, {name: tensors[name] for name in own}, info.folder)
+
+
+def _named(head: Head | None) -> str:
+    return "none" if head is None else f"{', '.join(head.layers.names)} of {head.num_labels} outputs"
 
 
 def check_finite(module: torch.nn.Module) -> None:
@@ -274,7 +314,8 @@ def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a file is damaged, or the adapters do not fit.
     """
-    tensors = map_tensors(info.files)
+    apart = head_files(info.folder)
+    tensors = map_tensors([file for file in info.files if file not in apart])
     if info.adapters is None:
         return tensors
     base = inspect_checkpoint(info.folder.parent / str(info.adapters.base))
@@ -323,31 +364,45 @@ def as_checkpoint_error(folder: Path) -> Iterator[None]:
 
 
 def _config(info: CheckpointInfo, num_labels: int) -> Any:
+    if info.model_type not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{info.folder}: transformers has no {info.model_type} models; the checkpoint's own code would have to be "
+            "run, which is never done"
+        )
     with as_checkpoint_error(info.folder):
-        config = AutoConfig.from_pretrained(
-            str(info.folder), num_labels=num_labels, local_files_only=True, trust_remote_code=False
+        config = CONFIG_MAPPING[info.model_type].from_pretrained(
+            str(info.folder), num_labels=num_labels, local_files_only=True
         )
     if getattr(config, "quantization_config", None):
         raise CheckpointError(f"{info.folder} is quantised; use the unquantised checkpoint")
     # `inspect_checkpoint` has read OpenRLHF's keys already; a saved critic stores the same facts under our own keys.
-    for key in (*OPENRLHF_KEYS, ADAPTERS_KEY):
+    for key in (*STANDARDISATION_KEYS, ADAPTERS_KEY):
         if hasattr(config, key):
             delattr(config, key)
     return config
 
 
 def _load(
-    info: CheckpointInfo, kind: Any, config: Any, dtype: str, *, with_head: bool, group: RankGroup | None = None
+    info: CheckpointInfo,
+    kind: Any,
+    config: Any,
+    dtype: str,
+    *,
+    with_head: bool,
+    group: RankGroup | None = None,
+    drops: bool = False,
 ) -> Any:
     """Load a checkpoint into class `kind` through transformers; if not `with_head`, the caller sets the head.
 
     transformers renames and converts tensors and initialises missing ones. It does not copy tensors whose dtype already
-    matches, so mapped tensors stay mapped. Missing tensors are an error, except those of a head that the caller sets.
+    matches, so mapped tensors stay mapped. Missing tensors are an error, except those of a head that the caller sets,
+    and so are those that the model does not use, unless they cannot change its outputs, or `drops`, for a critic that
+    gets another head than the checkpoint's.
     """
     tensors = stored_tensors(info)
     if info.head is not None and not with_head:
-        tensors.pop(info.head.weight_name)
-        tensors.pop(info.head.bias_name, None)
+        tensors = {name: tensor for name, tensor in tensors.items() if not info.head.owns(name)}
+    tensors = _as_named(tensors, kind, config)
     arguments = {"config": config, "state_dict": tensors, "dtype": DTYPES[dtype]}
     with as_checkpoint_error(info.folder):
         if group is None:
@@ -360,9 +415,54 @@ def _load(
     lacking = sorted(others.intersection(report["missing_keys"]))
     if lacking:
         raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}")
+    if not (drops or with_head) and (unused := _unused(info, config, kind, report["unexpected_keys"])):
+        raise CheckpointError(
+            f"{info.folder}: {kind.__name__} does not use {', '.join(unused[:6])}; left out, they would give other "
+            "outputs than the checkpoint's; docs/your-models.md has the table of heads"
+        )
     model.config.architectures = [kind.__name__]
     _keep_stable(model, info)
     return model.eval()
+
+
+def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any) -> dict[str, Tensor]:
+    """Return the tensors, the body's under the names that they have in `kind`: some classes call their body otherwise.
+
+    transformers itself knows a body without prefix.
+    """
+    prefix, stored = kind.base_model_prefix, layers_path(tensors)
+    is_usual = stored.startswith(f"{prefix}.") and not stored.startswith(f"{prefix}.{prefix}.")
+    if not prefix or is_usual or "." not in stored:
+        return tensors
+    inner = layers_path(_empty(kind, config).state_dict()).removeprefix(f"{prefix}.")
+    if not stored.endswith(f".{inner}"):
+        return tensors
+    root = stored.removesuffix(inner)
+    outer = f"{root.partition('.')[0]}."  # a wrapper around a language model
+    return {
+        f"{prefix}.{name.removeprefix(root)}" if name.startswith(root) else name.removeprefix(outer): tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _unused(info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str]) -> list[str]:
+    """Return the tensors that `kind` does not use, without those that cannot change its outputs."""
+    apart = {file.name for file in head_files(info.folder)}
+    left = {name for name in unexpected if not is_harmless(name, info.tensors.get(name))}
+    left |= {
+        name
+        for name, tensor in info.tensors.items()
+        if tensor.file in apart and not (info.head and info.head.owns(name))
+    }
+    if not left:
+        return []
+    # Output layers of the family's language models; without a head, also a pooler that only other heads use.
+    body, known = f"{kind.base_model_prefix}.", set[str]()
+    for mapping in LANGUAGE_MODELS:
+        if (language := mapping.get(type(config), None)) is not None:
+            known |= {name.removeprefix(body) for name in _empty(language, config).state_dict()}
+    in_use = body if info.head is not None else " "
+    return sorted(name for name in left if name.removeprefix(body) not in known or name.startswith(in_use))
 
 
 def _keep_stable(model: Any, info: CheckpointInfo) -> None:
@@ -378,9 +478,10 @@ def _keep_stable(model: Any, info: CheckpointInfo) -> None:
         )
 
 
-def _read_one(info: CheckpointInfo, name: str) -> Tensor:
-    with safe_open(str(info.folder / info.tensors[name].file), framework="pt") as file:
-        return file.get_tensor(name)
+def read_tensor(folder: Path, tensor: TensorInfo) -> Tensor:
+    """Return a tensor, in memory of its own: a mapped one may be unaligned, on which the last bits would depend."""
+    with as_checkpoint_error(folder), (folder / tensor.file).open("rb") as stream:
+        return _view(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY), tensor).clone()
 
 
 def _check_same_architecture(mine: Mapping[str, Any], folder: Path) -> None:
@@ -411,7 +512,7 @@ def _read_architecture(text: str) -> dict[str, Any]:
     given = json.loads(text)
     if not isinstance(given, dict) or "model_type" not in given:
         raise ValueError("it has no model_type")
-    return AutoConfig.for_model(**given).to_dict()
+    return AutoConfig.for_model(**{**given, "model_type": model_type_of(given)}).to_dict()
 
 
 def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:

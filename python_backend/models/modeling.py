@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from python_backend.checkpoints.heads import Head, Pooling
 from python_backend.checkpoints.inspection import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     CheckpointError,
     CheckpointInfo,
     Constants,
-    Head,
-    Pooling,
     inspect_checkpoint,
     reward_head,
 )
@@ -32,11 +31,13 @@ from python_backend.models.adapters import MergedWeights
 from python_backend.models.batching import padded_rows
 from python_backend.models.card import to_host
 from python_backend.models.collation import collate, limits_of
+from python_backend.models.heads import GatedHead, head_of, merged
 from python_backend.models.loading import (
     attribute_weights_of,
     check_finite,
     load_classifier,
     load_token_model,
+    placed_head,
     read_head,
     twin,
     twin_with_head,
@@ -46,7 +47,6 @@ from python_backend.models.token_head import (
     PooledHead,
     TokenHead,
     compile_body,
-    head_of,
     label_probabilities,
     log_odds,
     merge_attributes,
@@ -96,6 +96,13 @@ class RewardModel:
         self._pool = POOLS.get(pooling)
         self._weights, self._num_for, self._probability = weights, num_for, probability
         self.has_token_types = (getattr(self.model.config, "type_vocab_size", None) or 0) > 1
+
+    @property
+    def header(self) -> tuple[int, ...]:
+        """Token ids without which a row has no reward; () if there are none."""
+        head = self._outputs.head
+        pattern = head.pattern if isinstance(head, GatedHead) else None
+        return () if pattern is None else tuple(pattern.tolist())
 
     def use_own_forward(self) -> None:
         """Use transformers' own forward pass instead of the lean one, for comparisons."""
@@ -275,7 +282,7 @@ def load_reward(
     dtype: str = "float32",
     pooling: Pooling = "auto",
     attribute_weights: Sequence[float] | None = None,
-    merge_attributes: bool = True,
+    merge_attributes: bool | None = None,
     standardization: Standardization = "model",
     compile_forward: bool = False,
     group: RankGroup | None = None,
@@ -284,10 +291,11 @@ def load_reward(
     """Load a reward model from a checkpoint with a trained head of one or more labels (attributes).
 
     Args:
-        pooling: for a linear head: `last` (index length-1), `mean`, or `auto`, which is `last` and sets
-            `skipped_pad_id`. Encoders whose classification head has its own pooling accept `auto` only.
-        attribute_weights: weights of the A attributes in the merged sum; default: 1/A each.
-        merge_attributes: True: return the weighted sum; False: return all A scores.
+        pooling: for a head on each token: `last` (index length-1), `mean`, or `auto`, which is the checkpoint's own,
+            mostly `last`, and sets `skipped_pad_id`. Heads with a pooling or a gate of their own accept `auto` only.
+        attribute_weights: weights of the A attributes in the merged sum.
+        merge_attributes: True: return the sum, weighted by 1/A each without `attribute_weights`; False: return all A
+            scores; None: `attribute_weights` are needed for A > 1.
         standardization: `checkpoint` (config.json's `reward_standardization`), `off`, or (mean, std).
         compile_forward: apply torch.compile to the body.
         group: load this rank's part of the model, on its device instead of `device`.
@@ -308,20 +316,31 @@ def load_reward(
         "group": group,
     }
     info = inspect_checkpoint(folder)
-    head = reward_head(info)
+    head = placed_head(info, reward_head(info))
     copied = None if like is None or like.origin is None else twin_with_head(like.model, like.origin, info, group)
     weights = attribute_weights_of(info, head, attribute_weights)
+    if merge_attributes is None and attribute_weights is None and head.num_labels > 1:
+        raise CheckpointError(f"{info.folder}: {_which_label(info)}")
     constants = constants_for(info, standardization)
     device = device if group is None else str(group.device)
     # The parts of a group are read anew, but not probed: other ranks' requests would meet the probes' collectives.
     known: Any = like._outputs if like is not None and (copied is not None or group is not None) else None
     outputs: TokenHead | PooledHead
     skipped_pad_id = None
-    if head.is_plain:
+    if not head.form.pooled:
+        if head.gate is not None and pooling not in ("auto", "last"):
+            raise CheckpointError(
+                f"{info.folder}: pooling: {pooling} does not fit the gate of its head; set pooling: auto"
+            )
         model = load_token_model(info, read_head(info, head), dtype, group) if copied is None else copied
         outputs = TokenHead(model.to(device), compile_forward=compile_forward, like=known)
         if pooling == "auto":
-            pooling = "last"
+            if not outputs.is_causal and head.kind == "value" and head.pooling == "last":
+                raise CheckpointError(
+                    f"{info.folder}: which token of a row does the head {head.prefix} read? The body is not causal, so "
+                    "the last one is a guess; set pooling: last or mean"
+                )
+            pooling = head.pooling
             skipped_pad_id = _skipped_pad_id(outputs, head)
     else:
         if group is not None:
@@ -333,12 +352,12 @@ def load_reward(
         outputs = PooledHead(model, like=known)
         if compile_forward:
             compile_body(model, outputs)
-    merging = merge_attributes and (head.num_labels > 1 or attribute_weights is not None)
+    merging = merge_attributes is not False and (head.num_labels > 1 or attribute_weights is not None)
     reward = RewardModel(
         outputs,
         pooling=pooling,
         weights=weights.to(device) if merging else None,
-        num_outputs=1 if merge_attributes else head.num_labels,
+        num_outputs=head.num_labels if merge_attributes is False else 1,
         constants=constants,
         skipped_pad_id=skipped_pad_id,
         origin=info,
@@ -359,26 +378,27 @@ def load_critic(
 ) -> CriticModel:
     """Load a critic from a critic, reward model or base checkpoint; `note` says where its value head comes from.
 
-    A linear head (token classification, value head, a decoder's `score`) becomes the value head; several attributes are
-    merged into their sum, weighted by `attribute_weights` (default 1/A each). A checkpoint without a head, or with an
-    encoder's pooled classifier, gets a value head that returns 0. With `group`, loads this rank's part of the model on
-    its device instead of `device`.
+    A head on each token (token classification, value head, a decoder's `score`), linear or with several layers, becomes
+    the value head; several attributes are merged into their sum, weighted by `attribute_weights` (default 1/A each). A
+    checkpoint without a head, or with a pooling or a gate of its own, gets a value head that returns 0. With `group`,
+    loads this rank's part of the model on its device instead of `device`.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, or its body does not fit the architecture it names.
     """
     info = inspect_checkpoint(folder)
     constants = constants_for(info, standardization)
-    head = None if info.head is None or not info.head.is_plain else read_head(info, info.head)
-    if info.head is None:
+    found = None if info.head is None else placed_head(info, info.head)
+    head = None if found is None or not found.is_plain else read_head(info, found)
+    if found is None:
         note = "the checkpoint has no head: the value head starts at 0"
     elif head is None:
-        note = f"{info.head.prefix} has its own pooling: the value head starts at 0"
+        note = f"{found.prefix} has its own {'pooling' if found.gate is None else 'gate'}: the value head starts at 0"
     else:
-        note = f"the value head is {info.head.prefix}"
-        if info.head.num_labels > 1 or attribute_weights is not None:
-            head = head.merged(attribute_weights_of(info, info.head, attribute_weights))
-            note += f", its {info.head.num_labels} outputs merged into one"
+        note = f"the value head is {found.prefix}"
+        if found.num_labels > 1 or attribute_weights is not None:
+            head = merged(head, attribute_weights_of(info, found, attribute_weights))
+            note += f", its {found.num_labels} outputs merged into one"
     logger.info("%s: %s", folder, note)
     model = load_token_model(info, head, dtype, group).to(device if group is None else group.device)
     return CriticModel(model, constants=constants, compile_forward=compile_forward, note=note, group=group)
@@ -408,6 +428,15 @@ def quiet_transformers() -> None:
     """Silence transformers' progress bars and load reports; the module `loading` checks for missing weights."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def _which_label(info: CheckpointInfo) -> str:
+    names = info.label_names
+    odds = f"; reward.attribute_weights: [-1, 1] is the log-odds of {names[1]}" if len(names) == 2 else ""
+    return (
+        f"which of its {len(names)} outputs ({', '.join(names)}) is the reward? Give reward.attribute_weights, one "
+        f"weight per output{odds}"
+    )
 
 
 def _skipped_pad_id(outputs: TokenHead, head: Head) -> int | None:

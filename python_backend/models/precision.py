@@ -29,9 +29,11 @@ def use_bfloat16(model: Any, head: nn.Module | None) -> None:
 
     `model` may also be a part of a model, to prepare one part after the other.
     """
-    if isinstance(head, nn.Linear):
-        head.forward = functools.partial(_exact_linear, head)  # type: ignore[method-assign]
-    matrices = {id(parameter) for module, parameter in _matrices(model) if module is not head}
+    parts = set() if head is None else {*head.modules()}
+    for part in parts:
+        if isinstance(part, nn.Linear):
+            part.forward = functools.partial(_exact_linear, part)  # type: ignore[method-assign]
+    matrices = {id(parameter) for module, parameter in _matrices(model) if module not in parts}
     for parameter in model.parameters():
         dtype = torch.bfloat16 if id(parameter) in matrices else torch.float32
         if not parameter.requires_grad and parameter.dtype != dtype:

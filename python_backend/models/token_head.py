@@ -14,6 +14,7 @@ from torch import Tensor
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.models.card import skip_inspections
 from python_backend.models.collation import depends_on_padding, one_by_one
+from python_backend.models.heads import GatedHead, keep_head_exact, last_match
 from python_backend.models.lean_decoder import LeanDecoder, lean_decoder
 
 # Computes rewards from per-token outputs: pooling, weighted sum of attributes, log-odds, standardisation.
@@ -90,7 +91,7 @@ def log_odds(outputs: Tensor, num_for: int) -> Tensor:
 
 
 PROBE_TOKENS = 4
-CAUSAL_TOLERANCE = 1e-5  # relative to the largest hidden state; attention to later tokens changes it far more
+CAUSAL_TOLERANCE = 1e-5  # relative to the largest hidden state
 
 
 class TokenHead:
@@ -137,7 +138,13 @@ class TokenHead:
         return self._outputs(ids, attention, **types)
 
     def at_last(self, ids: Tensor, attention: Tensor, lengths: Tensor, **types: Tensor) -> Tensor:
-        """Return outputs `[B, A]` at index length-1 of each row."""
+        """Return outputs `[B, A]` at index length-1 of each row; NaN for a row without what the head's gate reads."""
+        if isinstance(self.head, GatedHead) and self.head.pattern is not None:
+            start = last_match(ids, lengths, self.head.pattern)
+            run = one_by_one if self.one_by_one else lambda forward, *given, **more: forward(*given, **more)
+            hidden = run(self._hidden, ids, attention, **types)
+            at_gate = pool_last(hidden, start.clamp(min=0) + 1)
+            return self.head(pool_last(hidden, lengths), at_gate).masked_fill(start[:, None] < 0, torch.nan)
         if self.lean is not None and not torch.is_grad_enabled():
             return self.head(self.lean.last_hidden(ids, lengths))
         return pool_last(self(ids, attention, **types), lengths)
@@ -162,7 +169,7 @@ class PooledHead:
         """Wrap `model`; `like` is the head of a model of the same architecture, whose measurement is reused."""
         self.model = model.eval()
         skip_inspections(model)
-        self._head = keep_head_exact(model)
+        self.head = keep_head_exact(model)
         probed = (self._hidden, self._features)  # tokens show it more clearly, but only the pooling may read padding
         self.one_by_one: bool = like.one_by_one if like else any(depends_on_padding(model, each) for each in probed)
 
@@ -181,57 +188,61 @@ class PooledHead:
     def _features(self, ids: Tensor, attention: Tensor) -> Tensor:
         """Return the input of the head: a score itself may be close to 0, and its rounding is then no measure."""
         found: list[Tensor] = []
-        watching = self._head.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+        watching = self.head.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
         self._outputs(ids, attention)
         watching.remove()
         return found[0]
 
 
-def head_of(model: Any) -> torch.nn.Linear:
-    """Return the last linear layer outside the body, whose outputs are the logits. Raises CheckpointError if none."""
-    body = f"{model.base_model_prefix}."
-    layers = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and not name.startswith(body)
-    ]
-    if not layers:
-        raise CheckpointError(f"{type(model).__name__} has no linear head")
-    return layers[-1]
-
-
-def keep_head_exact(model: Any) -> torch.nn.Linear:
-    """Make the head compute in the dtype of its own weights, regardless of the body's dtype, and return it."""
-    head = head_of(model)
-    if _to_weight_dtype not in head._forward_pre_hooks.values():
-        head.register_forward_pre_hook(_to_weight_dtype)
-    return head
-
-
-@torch.no_grad()
 def measure_causality(model: Any, **inputs: Any) -> bool:
     """Return whether the body's hidden state at a token depends only on that token and earlier ones.
 
     `inputs`: further arguments of the body's forward pass.
 
-    Compares two rows that differ only in their second half: hidden states of the first half must agree, those of the
-    second must differ.
+    The gradient of the first tokens' hidden states with respect to the embeddings of later ones is exactly 0 in a
+    causal body, whose attention masks them. In any other it is not, however small the weights are, as before training.
 
     Raises:
         CheckpointError: the model cannot compute the hidden states of token rows.
     """
     half = PROBE_TOKENS // 2
+    embedded: list[Tensor] = []
+
+    def watch(_: Any, __: Any, found: Tensor) -> Tensor:
+        embedded.append(found.detach().requires_grad_())
+        return embedded[-1]
+
     try:
-        size = min(PROBE_TOKENS, model.get_input_embeddings().num_embeddings)
-        row = torch.arange(PROBE_TOKENS, device=model.device) % size
-        changed = torch.cat([row[:half], row[half:].flip(0)])
-        hidden, other = (model.base_model(input_ids=ids[None], **inputs)[0].float() for ids in (row, changed))
+        table = model.get_input_embeddings()
+        row = torch.arange(PROBE_TOKENS, device=model.device) % min(PROBE_TOKENS, table.num_embeddings)
+        if model.tp_size is not None:
+            return _seems_causal(model, row, **inputs)
+        watching = table.register_forward_hook(watch)
+        try:
+            with torch.enable_grad():
+                hidden = model.base_model(input_ids=row[None], **inputs)[0][0, :half].float()
+                # No plain sum, which would not depend on anything before a layer normalisation.
+                weights = torch.linspace(1, 2, hidden.shape[-1], device=hidden.device)
+                (gradient,) = torch.autograd.grad((hidden * weights).sum(), embedded[:1])
+        finally:
+            watching.remove()
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:  # raised by a model's own code
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{type(model).__name__} cannot score rows of tokens: {reason[:300]}") from error
-    difference = (hidden - other).abs().amax(dim=(0, 2))
-    scale = float(hidden.abs().max())
-    return bool((difference[:half] <= CAUSAL_TOLERANCE * scale).all() and (difference[half:] > 0).all())
+    return not gradient.flatten(0, -2)[half:].any()  # one row: XLNet's tokens come before its rows
+
+
+@torch.no_grad()
+def _seems_causal(model: Any, row: Tensor, **inputs: Any) -> bool:
+    """Return whether a model of which this rank has a part is causal: its layers have forward passes only.
+
+    Its class must say so, and hidden states of the first tokens must not change with later ones.
+    """
+    half = len(row) // 2
+    changed = torch.cat([row[:half], row[half:].flip(0)])
+    hidden, other = (model.base_model(input_ids=ids[None], **inputs)[0][0, :half].float() for ids in (row, changed))
+    by_class = all(getattr(module, "is_causal", True) for module in model.modules())
+    return by_class and float((hidden - other).abs().max()) <= CAUSAL_TOLERANCE * float(hidden.abs().max())
 
 
 def compile_body(model: Any, forward: Callable[[Tensor, Tensor], Any]) -> None:
@@ -254,11 +265,7 @@ def compile_body(model: Any, forward: Callable[[Tensor, Tensor], Any]) -> None:
         ) from error
 
 
-def _has_layers_of_its_own(model: Any, head: torch.nn.Linear) -> bool:
+def _has_layers_of_its_own(model: Any, head: torch.nn.Module) -> bool:
     body = f"{model.base_model_prefix}."
     ours = {id(parameter) for parameter in head.parameters()}
     return any(id(p) not in ours for name, p in model.named_parameters() if not name.startswith(body))
-
-
-def _to_weight_dtype(head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x.to(head.weight.dtype) for x in inputs)  # type: ignore[arg-type]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, Head, inspect_checkpoint, reward_head
+from python_backend.checkpoints.heads import Head
+from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
 from python_backend.checkpoints.tokenization import load_tokenizer, single_tokens
-from python_backend.models.loading import load_causal_model, load_token_model, read_head
+from python_backend.models.loading import load_causal_model, load_token_model, placed_head, read_head
 from python_backend.models.modeling import RewardModel, Standardization, constants_for
 from python_backend.models.output_head import keep_outputs
 from python_backend.models.token_head import TokenHead
@@ -32,7 +33,7 @@ def load_process_reward(
     compile_forward: bool = False,
     group: RankGroup | None = None,
 ) -> RewardModel:
-    """Load a process reward from a checkpoint with a linear head: token classification, value head, decoder's `score`.
+    """Load a process reward from a checkpoint with a head on each token, such as a token classifier or value head.
 
     Args:
         score: `logit`: one output, or the log-odds of label 1 of two, or the sum weighted by `attribute_weights`;
@@ -43,7 +44,7 @@ def load_process_reward(
         CheckpointError: the folder is not a checkpoint, has no linear head, or a setting does not fit it.
     """
     info = inspect_checkpoint(folder)
-    head = reward_head(info)
+    head = placed_head(info, reward_head(info))
     weights = _label_weights(info, head, attribute_weights)
     model = load_token_model(info, read_head(info, head), dtype, group)
     device = device if group is None else str(group.device)
@@ -99,8 +100,8 @@ def _label_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | No
     """Return the weights that turn the outputs of a head into one score; None: it has one."""
     if not head.is_plain:
         raise CheckpointError(
-            f"{info.folder}: the head {head.prefix} has its own pooling, so it cannot score single tokens; use a token "
-            "classification checkpoint, or a decoder with a linear head"
+            f"{info.folder}: the head {head.prefix} has its own pooling or gate, so it cannot score single tokens; use "
+            "a token classification checkpoint, or a decoder with a linear head"
         )
     if given is not None and len(given) != head.num_labels:
         raise CheckpointError(f"{info.folder}: {len(given)} attribute weights for a head of {head.num_labels} outputs")

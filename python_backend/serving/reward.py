@@ -79,7 +79,7 @@ def read_loader(parameters: Parameters) -> tuple[str, dict[str, Any]]:
         return "load_logit_reward", {**options, **found, "probability": probability}
     if is_process:
         return "load_process_reward", {**options, "attribute_weights": weights, "score": score}
-    pooling, merge = parameters.text("pooling"), parameters.text("merge_attributes") == "true"
+    pooling, merge = parameters.text("pooling"), json.loads(parameters.text("merge_attributes"))
     return "load_reward", {
         **options,
         "pooling": pooling,

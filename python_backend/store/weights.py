@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from python_backend.checkpoints.inspection import INDEX_FILE, WEIGHTS_FILE, stored_adapters
+from python_backend.checkpoints.inspection import INDEX_FILE, WEIGHTS_FILE, head_files, stored_adapters
 from python_backend.checkpoints.safetensors_header import read_header
 from python_backend.digests import DEFAULT, Algorithm, Hasher, algorithm_of, brief, digest_of
 from python_backend.errors import RlhfError
@@ -432,7 +432,11 @@ class WeightsStore:
 def weights_files(folder: Path) -> list[Path]:
     """Return the files with the weights of a version or checkpoint, and their index if there are several."""
     single = folder / WEIGHTS_FILE
-    return [single] if single.is_file() else [*sorted(folder.glob("*.safetensors")), folder / INDEX_FILE]
+    return (
+        [single, *head_files(folder)]
+        if single.is_file()
+        else [*sorted(folder.glob("*.safetensors")), folder / INDEX_FILE]
+    )
 
 
 def tensor_types(path: Path) -> dict[str, list[Any]]:

@@ -111,7 +111,11 @@ HEADS: dict[str, tuple[Save, dict[str, Any], Score]] = {
     "OpenRLHF, raw": (value_head("gpt2", **OPENRLHF), {"standardization": "off"}, same),
     "OpenRLHF, not normalised": (value_head("gpt2", **{**OPENRLHF, "normalize_reward": False}), {}, same),
     "mean": (mean, {"pooling": "mean"}, same),
-    "attributes": (sequence("llama", **ATTRIBUTES), {}, lambda s: (s.mean(keepdims=True) - 0.5) / 2),
+    "attributes": (
+        sequence("llama", **ATTRIBUTES),
+        {"merge_attributes": True},
+        lambda s: (s.mean(keepdims=True) - 0.5) / 2,
+    ),
     "attributes, weighted": (
         sequence("bert", **ATTRIBUTES),
         {"attribute_weights": WEIGHTS},
@@ -155,13 +159,14 @@ def test_a_reward_and_a_swapped_one_score_as_plain_transformers(
         np.testing.assert_array_equal(model.score(MIXED), before)  # the served model keeps its weights
 
 
-OF_REWARDS = {"pooling", "merge_attributes"}  # settings
-
-
-@pytest.mark.parametrize("kind", [kind for kind, (_, settings, _) in HEADS.items() if not OF_REWARDS & {*settings}])
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind, (_, given, _) in HEADS.items() if "pooling" not in given and given.get("merge_attributes", True)],
+)
 def test_a_critic_starts_with_the_head_of_its_checkpoint_and_keeps_it_when_saved(tmp_path: Path, kind: str):
     """An encoder's sequence head has its own pooling, so that the value head starts at 0."""
     save, settings, change = HEADS[kind]
+    settings = {name: value for name, value in settings.items() if name != "merge_attributes"}
     expected = np.stack([change(save(tmp_path / "0", 1)(row)) for row in MIXED])
     critic = load_critic(tmp_path / "0", **settings)
     is_pooled = critic.note.endswith("has its own pooling: the value head starts at 0")
@@ -209,8 +214,8 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path):
     save_tiny(tmp_path, "bert", "reward", num_labels=3)
     for settings, message in (
         ({"attribute_weights": [1, 2]}, ["its head has 3 outputs, but attribute_weights has 2"]),
-        ({"pooling": "last"}, ["pooling: last does not fit the head ", "set pooling: auto"]),
-        ({"pooling": "mean"}, ["pooling: mean does not fit the head ", "set pooling: auto"]),
+        ({"pooling": "last", "merge_attributes": False}, ["pooling: last does not fit the head ", "set pooling: auto"]),
+        ({"pooling": "mean", "merge_attributes": False}, ["pooling: mean does not fit the head ", "set pooling: auto"]),
         ({"standardization": (0.0, 0.0)}, ["std is 0, must be above 0"]),
     ):
         with refused(tmp_path, *message):

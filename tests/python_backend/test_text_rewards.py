@@ -80,7 +80,7 @@ def read(
     **arrays: np.ndarray | None,
 ) -> tuple[RewardModel, list[TokenRow]]:
     """The model and the rows of one request, by what runs in the server."""
-    model = load_reward(folder)
+    model = load_reward(folder, merge_attributes=True)
     settings = {"add_special_tokens": add_special_tokens, "takes_pairs": takes_pairs, "append_eos": append_eos}
     reader = RowReader(folder, model.limits, skipped_pad_id=model.skipped_pad_id, **settings)  # type: ignore[arg-type]
     return model, list(reader.read(Texts(texts, metadata, **arrays)).rows)  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ def test_texts_that_cannot_be_read_are_refused(tmp_path: Path):
 def test_probabilities_are_those_of_the_pipeline(tmp_path: Path, num_labels: int, problem: str | None):
     save_text_reward(tmp_path, "bert", num_labels=num_labels, model={"problem_type": problem})
     classifier = pipeline("text-classification", model=str(tmp_path), device="cpu", top_k=None)
-    model = load_reward(tmp_path, standardization=(0.5, 2.0))
+    model = load_reward(tmp_path, standardization=(0.5, 2.0), merge_attributes=True)
     rows = [np.asarray(classifier.tokenizer(text)["input_ids"]) for text in TEXTS]
     outputs = model.launch(rows)()
     np.testing.assert_array_equal(outputs[:, :1], model.score(rows))
@@ -616,7 +616,7 @@ def test_bad_input_of_steps(serve: Callable[..., Ask], tmp_path: Path) -> None:
 
 def test_checkpoints_that_score_no_tokens(tmp_path: Path) -> None:
     save_text_reward(tmp_path / "pooled", "bert")
-    with pytest.raises(CheckpointError, match="has its own pooling, so it cannot score single tokens"):
+    with pytest.raises(CheckpointError, match="has its own pooling or gate, so it cannot score single tokens"):
         load_process_reward(tmp_path / "pooled")
     save_model(tmp_path / "three", "critic", num_labels=3)
     with pytest.raises(CheckpointError, match=r"3 labels needs reward\.attribute_weights"):

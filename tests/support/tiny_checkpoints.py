@@ -123,6 +123,15 @@ def save_with_value_head(
     return model.base_model, head
 
 
+def save_with_layers(folder: Path) -> None:
+    """Save a body under a head of two layers."""
+    model = save_tiny(folder, "llama", "critic")
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model.score = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    model.save_pretrained(folder)
+
+
 def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Add tensors to the checkpoint's file."""
     file = folder / "model.safetensors"

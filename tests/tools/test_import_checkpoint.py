@@ -15,7 +15,7 @@ from tiny_checkpoints import change_config, save_tiny, save_with_value_head
 from tiny_tokenizers import VOCAB, make_text_tokenizer, save_text_reward
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import RewardSection, load_config
@@ -44,8 +44,8 @@ def test_both_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     said = capsys.readouterr().out
     for part in (
         "BertForSequenceClassification (bert)",
-        "sequence classification `classifier`: 1 output(s), with bias, the model's own pooling",
-        "value head `v_head.summary`: 1 output(s), with bias, linear, on each token",
+        "sequence classification `classifier`: 1 output(s), the model's own pooling",
+        "value head `v_head.summary`: 1 output(s), on each token",
         "(score - 0.5) / 2",
         "fast (tokenizer.json)",
         "none: chats cannot be scored until chat_template.jinja is saved there",
@@ -182,6 +182,35 @@ def test_the_merged_model_scores_as_the_adapter(tmp_path: Path, family: str, set
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["pad_token_id"] == make_text_tokenizer(family).pad_token_id
+
+
+@pytest.mark.parametrize("prefix", ["v_head.summary", "regression_head", "value_head", "score.0"])
+@pytest.mark.parametrize("place", ["adapter", "a file beside it", "the base model"])
+def test_a_head_that_the_class_does_not_have_is_merged_too(tmp_path: Path, prefix: str, place: str) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_tiny(base, "qwen2", "language", vocab_size=VOCAB)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False))
+    adapted.save_pretrained(adapter)
+    make_text_tokenizer("qwen2").save_pretrained(adapter)
+    head = {f"{prefix}.weight": torch.randn(1, 16), f"{prefix}.bias": torch.randn(1)}
+    if prefix == "score.0":
+        head = {"score.0.weight": torch.randn(8, 16), "score.2.weight": torch.randn(1, 8)}
+    file = {"adapter": adapter / "adapter_model.safetensors", "the base model": base / "model.safetensors"}.get(place)
+    if file is None:
+        save_file(head, adapter / "value_head.safetensors")
+    else:
+        named = {f"base_model.model.{name}" if place == "adapter" else name: each for name, each in head.items()}
+        save_file({**load_file(file), **named}, file, metadata={"format": "pt"})
+    assert merge(tmp_path) == 0
+    with torch.no_grad():
+        hidden = [adapted(input_ids=torch.from_numpy(row)[None], output_hidden_states=True) for row in ROWS]
+        last = torch.stack([found.hidden_states[-1][0, -1] for found in hidden])
+        if prefix == "score.0":
+            expected = (last @ head["score.0.weight"].T).relu() @ head["score.2.weight"].T
+        else:
+            expected = last @ head[f"{prefix}.weight"].T + head[f"{prefix}.bias"]
+    np.testing.assert_allclose(load_reward(tmp_path / "merged").score(ROWS), expected, atol=1e-5)
 
 
 def test_an_adapter_of_a_trained_reward_model_keeps_its_head(tmp_path: Path) -> None:

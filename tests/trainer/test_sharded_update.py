@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_critic_update import arrays, payload, settings, silent, trained
-from tiny_checkpoints import VOCAB, save_tiny
+from tiny_checkpoints import VOCAB, save_tiny, save_with_layers
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.checkpoints.safetensors_header import read_header
@@ -31,10 +31,14 @@ from trainer.publish import Publisher
 from trainer.verification import VersionRejected, holds_weights, verify_version
 
 pytestmark = pytest.mark.slow
-FAMILIES = ["llama", "gpt2", "bert"]
+FAMILIES = ["llama", "gpt2", "bert", "layers"]
 FROZEN = ["embed_tokens", r"layers\.1\.self_attn"]
 CASES = [*((family, {}) for family in FAMILIES), ("llama", {"lora_rank": 2}), ("gpt2", {"lora_rank": 2})]
-CASES += [("llama", {"freeze": FROZEN}), ("gpt2", {"freeze": [r"c_attn\.weight"], "lora_rank": 2})]
+CASES += [
+    ("layers", {"lora_rank": 2}),
+    ("llama", {"freeze": FROZEN}),
+    ("gpt2", {"freeze": [r"c_attn\.weight"], "lora_rank": 2}),
+]
 FORMATS = ["merged", "adapter"]
 TRAINING = {"token_budget": 60, "global_batch_size": 5}  # 12 rows: two batches of several micro-batches, one small one
 LONG_TRAINING = 5
@@ -45,7 +49,7 @@ SAVING = {"precision": "bfloat16", "gradient_checkpointing": True}
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sharded")
     for family in FAMILIES:
-        save_tiny(root / family, family, "critic")
+        save_with_layers(root / family) if family == "layers" else save_tiny(root / family, family, "critic")
     for name in ("store", *FORMATS):
         store = WeightsStore(root / name)
         store.set_current(store.add(lambda f: save_critic(load_critic(root / "llama"), f), **about(0)).version)

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from test_checkpoint import optimizer_bits, state
 from test_critic_update import payload, settings, silent, weights
-from tiny_checkpoints import MIXTURES, save_tiny
+from tiny_checkpoints import MIXTURES, save_tiny, save_with_layers
 from transformers import AutoModelForCausalLM
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import CriticSection
+from python_backend.models.heads import head_of
 from python_backend.models.modeling import quiet_transformers, save_critic
-from python_backend.models.token_head import head_of
 from python_backend.store.weights import WeightsStore
 from tests.support.loaders import load_critic
 from trainer.checkpoint import CheckpointFolder
@@ -30,8 +30,10 @@ LORA: dict[str, Any] = {"lora_rank": 2}
 BFLOAT16: dict[str, Any] = {"precision": "bfloat16"}
 ALL: dict[str, Any] = {**LORA, **BFLOAT16, "gradient_checkpointing": True}
 ADAPTER: dict[str, Any] = {**ALL, "publish_format": "adapter"}
-CASES = [("llama", LORA), ("llama", BFLOAT16)]
-CASES += [(family, case) for family in ("llama", "gpt2", "mixtral", "bert", "deberta-v3") for case in (ALL, ADAPTER)]
+CASES = [("llama", LORA), ("llama", BFLOAT16), ("layers", {}), ("layers", BFLOAT16)]
+CASES += [
+    (family, case) for family in ("llama", "gpt2", "mixtral", "bert", "deberta-v3", "layers") for case in (ALL, ADAPTER)
+]
 CASES.remove(("mixtral", ADAPTER))
 CLASSIFIERS = ("mixtral", "qwen2-moe", "qwen3-moe", "phimoe")  # transformers has no classes for the other mixtures
 ROW = np.arange(16)
@@ -40,7 +42,7 @@ quiet_transformers()
 
 def make_store(folder: Path, family: str = "llama") -> WeightsStore:
     """Return a store with version 0, as the sidecar makes it."""
-    save_tiny(folder / "start", family, "critic")
+    save_with_layers(folder / "start") if family == "layers" else save_tiny(folder / "start", family, "critic")
     store = WeightsStore(folder / "weights")
     initialise_store(store, CriticSection(model=folder / "start"), run_id="run")
     return store

@@ -21,11 +21,11 @@ from transformers import (
 )
 
 from python_backend.models import output_head
+from python_backend.models.heads import head_of, keep_head_exact
 from python_backend.models.lean_decoder import FAMILIES, LeanDecoder
 from python_backend.models.logprobs import target_logprobs
 from python_backend.models.output_head import head_logprobs
 from python_backend.models.precision import computing
-from python_backend.models.token_head import head_of, keep_head_exact
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,150 @@
+"""The layers of a head, built from its row in the table and its tensors, in float32."""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from python_backend.checkpoints.heads import BINS, NORM, SCALE, TRANSFORM, Head, Layers
+from python_backend.checkpoints.inspection import CheckpointError
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "selu": nn.SELU,
+    "gelu": nn.GELU,
+    "tanh": nn.Tanh,
+    "leaky_relu": nn.LeakyReLU,
+    "silu": nn.SiLU,
+}
+
+
+class LayeredHead(nn.Sequential):
+    """A head of several layers, under the numbers that the checkpoint has for them."""
+
+
+class GatedHead(nn.Module):
+    """A head whose reward is the sum of its attributes, each weighted by a gate: `[..., H]` to `[..., 1]`."""
+
+    def __init__(self, head: Head, tensors: dict[str, Tensor], pattern: tuple[int, ...] | None) -> None:
+        super().__init__()
+        assert head.gate is not None
+        self.layers, self.gate = _build(head.layers, tensors), _build(head.gate, tensors)
+        self.register_buffer("pattern", None if pattern is None else torch.tensor(pattern), persistent=False)
+        self.pattern: Tensor | None
+        """Token ids at whose last occurrence in a row the gate reads; None: it reads at the token of the score."""
+        self._reading, self._group, self._temperature = head.form.reading, head.group, head.temperature
+        self.register_buffer("transform", tensors.get(TRANSFORM))
+        self.register_buffer("scale", tensors.get(SCALE))
+        self.transform: Tensor | None
+        self.scale: Tensor | None
+
+    def forward(self, hidden: Tensor, at_gate: Tensor | None = None) -> Tensor:
+        """Return the rewards; `at_gate` are the hidden states that the gate reads, by default `hidden`."""
+        attributes = self._read(self.layers(hidden).unflatten(-1, (-1, self._group)))
+        if self.transform is not None:
+            attributes = attributes @ self.transform
+        weights = self.gate(hidden if at_gate is None else at_gate)
+        if self._temperature is not None:
+            weights = (weights / self._temperature).softmax(-1)
+        if self.scale is not None:
+            weights = weights * self.scale
+        return (weights * attributes).sum(-1, keepdim=True)
+
+    def _read(self, outputs: Tensor) -> Tensor:
+        """Return the attributes `[..., A]` of the layers' outputs `[..., A, group]`."""
+        if self._reading == "bins":
+            return outputs.softmax(-1) @ torch.linspace(0, 1, BINS, device=outputs.device)
+        return outputs.mean(-1) if self._reading == "mean" else outputs[..., 0]
+
+
+HEADS = (nn.Linear, LayeredHead, GatedHead)
+
+
+def build_head(head: Head, tensors: dict[str, Tensor], pattern: tuple[int, ...] | None = None) -> nn.Module:
+    """Return the layers of a head from its stored `tensors`, in float32 regardless of their dtype."""
+    owned = {name: tensor.float() for name, tensor in tensors.items() if head.owns(name)}
+    return _build(head.layers, owned) if head.gate is None else GatedHead(head, owned, pattern)
+
+
+def _build(layers: Layers, tensors: dict[str, Tensor]) -> nn.Module:
+    parts: OrderedDict[str, nn.Module] = OrderedDict()
+    for name in layers.names:
+        own = {part: tensors[f"{name}.{part}"] for part in NORM if f"{name}.{part}" in tensors}
+        number = name.rpartition(".")[2]
+        if "running_mean" in own:
+            parts[number] = nn.BatchNorm1d(len(own["weight"]))
+            own["num_batches_tracked"] = torch.tensor(0)
+        else:
+            outputs, inputs = own["weight"].shape
+            parts[number] = nn.Linear(inputs, outputs, bias="bias" in own, device="meta")
+        parts[number].load_state_dict(own, assign=True)
+        if "running_mean" not in own and name != layers.names[-1]:
+            parts[f"{number}_{layers.activation}"] = ACTIVATIONS[layers.activation]()
+    found = LayeredHead(parts) if len(parts) > 1 else next(iter(parts.values()))
+    return found.eval()
+
+
+@torch.no_grad()
+def merged(module: nn.Module, weights: Tensor) -> nn.Module:
+    """Return the head with one output: the sum of its outputs, weighted by `weights` [A]."""
+    last = module if isinstance(module, nn.Linear) else list(module.children())[-1]
+    assert isinstance(last, nn.Linear)
+    last.weight = nn.Parameter(weights[None] @ last.weight)
+    last.bias = None if last.bias is None else nn.Parameter((last.bias * weights).sum()[None])
+    last.out_features = 1
+    return module
+
+
+def head_path(model: Any) -> str:
+    """Return the path of the last head layer outside the body, whose outputs are the logits; "" if there is none."""
+    body, found = f"{model.base_model_prefix}.", ""
+    for name, module in model.named_modules():
+        inside = name.startswith(body) or (found and name.startswith(f"{found}."))
+        if isinstance(module, HEADS) and not inside:
+            found = name
+    return found
+
+
+def head_of(model: Any) -> nn.Module:
+    """Return the head of a model, see `head_path`. Raises CheckpointError if there is none."""
+    path = head_path(model)
+    if not path:
+        raise CheckpointError(f"{type(model).__name__} has no linear head")
+    return model.get_submodule(path)
+
+
+def install(model: Any, head: nn.Module) -> None:
+    """Put a head into the place of the model's own.
+
+    A linear head without bias gets one of 0 where the model's own has one, so that a saved model is an ordinary one.
+    """
+    path = head_path(model)
+    own = model.get_submodule(path)
+    if isinstance(head, nn.Linear) and head.bias is None and own.bias is not None:
+        head.bias = nn.Parameter(torch.zeros(head.out_features))
+    model.set_submodule(path, head)
+
+
+def keep_head_exact(model: Any) -> nn.Module:
+    """Make the head compute in the dtype of its own weights, regardless of the body's dtype, and return it."""
+    head = head_of(model)
+    if _to_weight_dtype not in head._forward_pre_hooks.values():
+        head.register_forward_pre_hook(_to_weight_dtype)
+    return head
+
+
+def _to_weight_dtype(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    dtype = next(head.parameters()).dtype
+    return tuple(x.to(dtype) for x in inputs)
+
+
+def last_match(ids: Tensor, lengths: Tensor, pattern: Tensor) -> Tensor:
+    """Return int64 `[B]`: where `pattern` begins last in each row of `ids` `[B, S]`; -1 if nowhere."""
+    count = ids.shape[1] - len(pattern) + 1
+    if count < 1:
+        return torch.full_like(lengths, -1)
+    windows = ids.unfold(1, len(pattern), 1) == pattern
+    starts = torch.arange(count, device=ids.device)
+    inside = starts[None] + len(pattern) <= lengths[:, None]
+    return ((windows.all(-1) & inside) * (starts + 1)).amax(1) - 1

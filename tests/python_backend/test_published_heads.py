@@ -1,0 +1,594 @@
+"""The shapes of published reward models, as tiny folders, against their published formulas; and each of them damaged.
+
+A damaged folder scores as the formula does without the tensor, or is refused by name: never anything else.
+"""
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from python_backend.checkpoints.heads import GATES
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.models.modeling import quiet_transformers, save_critic
+from python_backend.wire.training_payload import TrainPayload
+from tests.support.loaders import load_critic, load_process_reward, load_reward
+from tests.support.settings import trainer_section
+from trainer.critic_update import CriticUpdate
+
+H, VOCAB = 16, 64
+LARGE = {"llama": 128_300, "gemma2": 2_600}  # vocabularies with the header of an answer
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": H,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 32},
+    "opt": {"ffn_dim": 24, "word_embed_proj_dim": H},
+    "distilbert": {"dim": H, "hidden_dim": 24, "n_layers": 2, "n_heads": 2},
+    "xlnet": {"d_model": H, "n_head": 2, "n_layer": 2, "d_inner": 24},
+    "jamba": {
+        "num_experts": 2,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+    },
+    "modernbert": {"global_attn_every_n_layers": 2, "cls_token_id": 3, "sep_token_id": 4},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0},
+}
+quiet_transformers()
+
+Tensors = dict[str, Tensor]
+Formula = Callable[[Tensor, int, Tensors], Tensor]  # hidden states [S, H], where the gate reads, tensors -> rewards [A]
+
+
+def linear(x: Tensor, t: Tensors, name: str) -> Tensor:
+    return F.linear(x, t[f"{name}.weight"], t.get(f"{name}.bias"))
+
+
+def layers(*names: str, activation: Callable[[Tensor], Tensor] = F.relu) -> Formula:
+    """Linear layers at the last token."""
+
+    def formula(h: Tensor, _: int, t: Tensors) -> Tensor:
+        x = h[-1]
+        for name in names[:-1]:
+            x = activation(linear(x, t, name))
+        return linear(x, t, names[-1])
+
+    return formula
+
+
+def armo(h: Tensor, at: int, t: Tensors) -> Tensor:
+    x = h[at]
+    for i in range(3):
+        x = F.relu(linear(x, t, f"gating.layers.{i}"))
+    gate = F.softmax(linear(x, t, "gating.layers.3") / 10, dim=0) * t["gating.logit_scale"][0]
+    return (gate * (linear(h[-1], t, "regression_layer") @ t["reward_transform_matrix"])).sum()[None]
+
+
+def qrm(h: Tensor, at: int, t: Tensors) -> Tensor:
+    x = h[at]
+    for i in (0, 3):
+        n = {part: t[f"gating.layers.{i + 2}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")}
+        x = F.batch_norm(F.relu(linear(x, t, f"gating.layers.{i}"))[None], **n, training=False)[0]
+    gate = F.softmax(linear(x, t, "gating.layers.6") / 5, dim=0) * t["gating.logit_scale"][0]
+    quantiles = linear(h[-1], t, "regression_layer").reshape(4, 3)
+    return (gate * (quantiles.mean(1) @ t["reward_transform_matrix"])).sum()[None]
+
+
+def urm(h: Tensor, _: int, t: Tensors) -> Tensor:
+    gate = layers("weights.fc.0", "weights.fc.2", "weights.fc.4", activation=F.selu)(h, 0, t)
+    return (linear(h[-1], t, "score").view(5, 2)[:, 0] * gate).sum()[None]
+
+
+def ldl(h: Tensor, _: int, t: Tensors) -> Tensor:
+    names = ("regression_layer.network.0", "regression_layer.network.2", "regression_layer.network.4")
+    bins = layers(*names, activation=F.leaky_relu)(h, 0, t).view(-1, 10).softmax(-1)
+    gate = layers(*(f"gating_layer.network.{i}" for i in (0, 3, 6)), activation=F.leaky_relu)(h, 0, t)
+    return ((gate[None] @ bins)[0] * torch.linspace(0, 1, 10)).sum()[None]
+
+
+def scaled(formula: Formula, mean: float, std: float) -> Formula:
+    return lambda h, at, t: (formula(h, at, t) - mean) / std
+
+
+def mlp(prefix: str, *sizes: int, step: int = 2, bias: bool = True) -> dict[str, tuple[int, ...]]:
+    """Shapes of `prefix.0`, `prefix.2`, ... with these sizes."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
+        shapes[f"{prefix}.{step * i}.weight"] = (outputs, inputs)
+        if bias:
+            shapes[f"{prefix}.{step * i}.bias"] = (outputs,)
+    return shapes
+
+
+def one(prefix: str, outputs: int = 1, *, bias: bool = False) -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}.weight": (outputs, H)} | ({f"{prefix}.bias": (outputs,)} if bias else {})
+
+
+@dataclass
+class Shape:
+    """A published reward model."""
+
+    family: str
+    architecture: str
+    head: dict[str, tuple[int, ...]]
+    formula: Formula
+    config: dict[str, Any] = field(default_factory=dict)  # further keys of config.json
+    settings: dict[str, Any] = field(default_factory=dict)  # of `load_reward`
+    root: str | None = None  # of the body's names, instead of transformers' own
+    language: bool = False  # it has lm_head.weight, too
+    dtype: torch.dtype = torch.float32  # of the head
+    file: str | None = None  # of the head, if it has one of its own
+    values: dict[str, list[float]] = field(default_factory=dict)  # of tensors that are not random
+
+
+LLAMA, QWEN = "LlamaForSequenceClassification", "Qwen2ForRewardModel"
+BEAVER = {**one("score_head", bias=True), "normalizer.mean": (1,), "normalizer.var": (1,), "normalizer.count": (1,)}
+MOMENTS = {"normalizer.mean": [0.5], "normalizer.var": [4.0], "normalizer.count": [7.0]}
+GATED = {"reward_transform_matrix": (4, 4), "gating.logit_scale": (1,)}
+BATCH_NORM = {f"gating.layers.{i}.{p}": (8,) for i in (2, 5) for p in ("weight", "bias", "running_mean", "running_var")}
+LDL = {**mlp("regression_layer.network", H, 8, 8, 30), **mlp("gating_layer.network", H, 8, 8, 3, step=3)}
+V_HEAD = layers("v_head.summary.0", "v_head.summary.2")
+SHAPES = {
+    "Skywork-Reward": Shape("llama", LLAMA, one("score"), layers("score"), dtype=torch.bfloat16),
+    "Skywork-Reward-V2": Shape("qwen3", "Qwen3ForSequenceClassification", one("score"), layers("score")),
+    "Skywork-Gemma": Shape("gemma2", "Gemma2ForSequenceClassification", one("score"), layers("score")),
+    "GRM-ft": Shape("gemma2", "Gemma2ForSequenceClassification", one("score"), layers("score"), dtype=torch.float16),
+    "GRM-sftreg": Shape(
+        "llama", "GRewardModel", mlp("v_head.summary", H, 24, 1), V_HEAD, root="model.model", language=True
+    ),
+    "GRM, three layers": Shape(
+        "gemma2",
+        "GRewardModel",
+        mlp("v_head.summary", H, 24, 24, 1),
+        layers("v_head.summary.0", "v_head.summary.2", "v_head.summary.4"),
+        config={"vhead_layer_type": "mlp", "vhead_num_neurons": 24, "vhead_num_layers": 2},
+    ),
+    "GRM, linear": Shape(
+        "llama", "X", one("v_head.summary", bias=True), layers("v_head.summary"), config={"vhead_layer_type": "linear"}
+    ),
+    "ArmoRM": Shape(
+        "llama",
+        "LlamaForRewardModelWithGating",
+        {**one("regression_layer", 4), **GATED, **mlp("gating.layers", H, 8, 8, 8, 4, step=1)},
+        armo,
+        config={"vocab_size": LARGE["llama"], "num_objectives": 4},
+    ),
+    "ArmoRM, Gemma": Shape(
+        "gemma2",
+        "Gemma2ForRewardModelWithGating",
+        {**one("regression_layer", 4), **GATED, **mlp("gating.layers", H, 8, 8, 8, 4, step=1)},
+        armo,
+        config={"vocab_size": LARGE["gemma2"], "gating_temperature": 10},
+    ),
+    "QRM": Shape(
+        "llama",
+        "LlamaForRewardModelWithGating",
+        {
+            **one("regression_layer", 12),
+            **GATED,
+            **mlp("gating.layers", H, 8, 8, 4, step=3, bias=False),
+            **BATCH_NORM,
+        },
+        qrm,
+        config={"vocab_size": LARGE["llama"], "num_quantiles": 3, "gating_temperature": 5},
+        values={f"gating.layers.{i}.running_var": [2.0] * 8 for i in (2, 5)},
+    ),
+    "URM-3.1": Shape(
+        "llama",
+        "LlamaForSequenceClassificationWithNormal_Weights",
+        {**one("score", 10), **mlp("weights.fc", H, H, H, 5)},
+        urm,
+        dtype=torch.float16,
+    ),
+    "URM-3": Shape(
+        "llama",
+        "LlamaForSequenceClassificationWithNormal",
+        one("score", 10),
+        lambda h, _, t: (linear(h[-1], t, "score")[::2] * torch.tensor([0.3, 0.74, 0.46, 0.47, -0.33])).sum()[None],
+        settings={"attribute_weights": [0.3, 0, 0.74, 0, 0.46, 0, 0.47, 0, -0.33, 0]},
+    ),
+    "INF-ORM": Shape("llama", "INFORMForSequenceClassification", mlp("score", H, H, 1), layers("score.0", "score.2")),
+    "Qwen2.5-Math-RM": Shape("qwen2", QWEN, mlp("score", H, H, 1), layers("score.0", "score.2"), language=True),
+    "an MLP of another activation": Shape(
+        "qwen2",
+        QWEN,
+        mlp("score", H, H, 1, bias=False),
+        layers("score.0", "score.2", activation=F.selu),
+        config={"score_activation": "SELU"},
+    ),
+    "with a dropout": Shape("qwen2", QWEN, mlp("score", H, 8, 8, 1, step=3), layers("score.0", "score.3", "score.6")),
+    "Skywork-o1-PRM": Shape(
+        "qwen2", "Qwen2ForPrmModel", one("v_head.summary", bias=True), layers("v_head.summary"), language=True
+    ),
+    "Eurus-RM": Shape("mistral", "EurusRewardModel", one("regression_head"), layers("regression_head")),
+    "UltraRM": Shape("llama", "LlamaRewardModel", one("regression_head"), layers("regression_head")),
+    "Starling-34B": Shape("llama", LLAMA, one("v_head"), layers("v_head"), root="transformer"),
+    "DeepSpeed-Chat": Shape("opt", "RewardModel", one("v_head"), layers("v_head"), root="rwtransformer"),
+    "beaver": Shape(
+        "llama",
+        "LlamaForScore",
+        BEAVER,
+        lambda h, _, t: (linear(h[-1], t, "score_head") - t["normalizer.mean"]) / t["normalizer.var"].sqrt(),
+        config={"score_type": "reward", "do_normalize": True},
+        values=MOMENTS,
+    ),
+    "beaver-cost": Shape(
+        "llama",
+        "LlamaForScore",
+        BEAVER,
+        lambda h, _, t: linear(h[-1], t, "score_head") / t["normalizer.var"].sqrt(),
+        config={"score_type": "cost", "do_normalize": True},
+        values=MOMENTS,
+    ),
+    "beaver, raw": Shape(
+        "llama", "LlamaForScore", BEAVER, layers("score_head"), config={"do_normalize": False}, values=MOMENTS
+    ),
+    "oasst-pythia": Shape(
+        "gpt_neox",
+        "GPTNeoXRewardModel",
+        one("out_proj", bias=True),
+        layers("out_proj"),
+        config={"model_type": "gpt_neox_reward_model", "pooling": "last"},
+    ),
+    "oasst-pythia, mean": Shape(
+        "gpt_neox",
+        "GPTNeoXRewardModel",
+        one("out_proj", bias=True),
+        lambda h, _, t: linear(h.mean(0), t, "out_proj"),
+        config={"model_type": "gpt_neox_reward_model", "pooling": "mean"},
+    ),
+    "OpenRLHF": Shape(
+        "llama",
+        "RewardModel",
+        one("reward_of_mine"),
+        scaled(layers("reward_of_mine"), 0.25, 0.5),
+        config={"value_head_prefix": "reward_of_mine", "normalize_reward": True, "mean": 0.25, "std": 0.5},
+    ),
+    "LLaMA-Factory": Shape(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        one("v_head.summary", bias=True),
+        layers("v_head.summary"),
+        language=True,
+        file="value_head.safetensors",
+    ),
+    "LDL": Shape("gemma2", "LDLRewardModel27B", LDL, ldl),
+    "HALOs": Shape(
+        "llama",
+        LLAMA,
+        one("score", 2),
+        lambda h, _, t: linear(h[-1], t, "score")[1:],
+        settings={"attribute_weights": [0, 1]},
+    ),
+    "trlX": Shape("gpt_neox", "X", mlp("v_head", H, 32, 1), layers("v_head.0", "v_head.2"), language=True),
+    "reward_head": Shape("llama", "X", one("reward_head"), layers("reward_head"), language=True),
+    "a decoder's classifier": Shape(
+        "llama", LLAMA, one("classifier", bias=True), layers("classifier"), dtype=torch.float16
+    ),
+}
+
+
+def tiny(shape: Shape, **more: Any) -> Any:
+    vocabulary = {key: value for key, value in shape.config.items() if key == "vocab_size"}
+    sizes = {name: size for name, size in SIZES.items() if shape.family != "xlnet" or "position" not in name}
+    return AutoConfig.for_model(shape.family, **{**sizes, **FAMILIES.get(shape.family, {}), **vocabulary, **more})
+
+
+def large(model: Any) -> Any:
+    """Return the model with weights ten times as large: near-initial ones hardly depend on the other tokens."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(10)
+    return model.eval()
+
+
+def save(folder: Path, shape: Shape) -> Any:
+    """Write the folder; return its body."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        kind = AutoModelForCausalLM if shape.language else AutoModel
+        model = large(kind.from_config(tiny(shape)))
+        head = {name: torch.randn(size).to(shape.dtype) for name, size in shape.head.items()}
+    head |= {name: torch.tensor(values) for name, values in shape.values.items()}
+    model.save_pretrained(folder)
+    body, own = {}, load_file(folder / "model.safetensors")
+    prefix = AutoModelForSequenceClassification._model_mapping[type(model.config)].base_model_prefix
+    for name, tensor in own.items():
+        bare = name.removeprefix(f"{prefix}.")
+        outside = bare == name and shape.language
+        body[name if outside else f"{shape.root or prefix}.{bare}"] = tensor
+    if shape.root == "model.model":
+        body = {name if name.startswith("model.") else f"model.{name}": tensor for name, tensor in body.items()}
+    write(folder, body, head, shape.file)
+    change_config(folder, {"architectures": [shape.architecture], **shape.config})
+    return model.base_model
+
+
+def write(folder: Path, body: Tensors, head: Tensors, file: str | None) -> None:
+    save_file({**body, **(head if file is None else {})}, folder / "model.safetensors", metadata={"format": "pt"})
+    if file is not None:
+        save_file(head, folder / file, metadata={"format": "pt"})
+
+
+def change_config(folder: Path, settings: dict[str, Any]) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def rows(shape: Shape) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    found = [rng.integers(5, VOCAB, length) for length in (9, 14, 7, 20, 12)]
+    if "gating.logit_scale" in shape.head:
+        header = GATES[shape.family][1]
+        found = [np.concatenate([row[:3], header, row[3:5], header, row[5:]]) for row in found]
+    return found
+
+
+@torch.no_grad()
+def right(shape: Shape, body: Any, tensors: Tensors) -> np.ndarray:
+    t = {name: tensor.float() for name, tensor in tensors.items()}
+    header = list(GATES.get(shape.family, ("", ()))[1])
+    found = []
+    for row in rows(shape):
+        starts = [i for i in range(row.size) if row[i : i + len(header)].tolist() == header]
+        h = body(input_ids=torch.from_numpy(row)[None])[0][0]
+        found.append(shape.formula(h, (starts or [0])[-1], t))
+    return torch.stack(found).numpy()
+
+
+def assert_scores(folder: Path, shape: Shape, expected: np.ndarray) -> None:
+    """Compare the scores of rows that are alone, batched, and mixed with padding."""
+    reward, given = load_reward(folder, **shape.settings), rows(shape)
+    tolerance = 1e-5 * max(1.0, float(np.abs(expected).max()))
+    assert np.ptp(expected) > 100 * tolerance
+    np.testing.assert_allclose(reward.score(given), expected, atol=tolerance)
+    np.testing.assert_allclose(reward.score(given, 48)[::-1], expected[::-1], atol=tolerance)
+    np.testing.assert_allclose(np.concatenate([reward.score([row]) for row in given]), expected, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_published_shape_scores_by_its_formula_and_a_damaged_one_never_otherwise(tmp_path: Path, name: str):
+    shape = SHAPES[name]
+    body = save(tmp_path, shape)
+    files = {path: load_file(path) for path in tmp_path.glob("*.safetensors")}
+    stored = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    assert_scores(tmp_path, shape, right(shape, body, stored))
+    weights = tmp_path / "model.safetensors"
+    added = ["normalizer.bias", "extra_head.weight", f"{shape.root or 'model'}.layers.0.extra.weight"]
+    for extra in added[: 3 if "model.layers.0.mlp.up_proj.weight" in stored else 2]:
+        save_file({**files[weights], extra: torch.ones(1)}, weights, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=extra):
+            load_reward(tmp_path, **shape.settings)
+    save_file(files[weights], weights, metadata={"format": "pt"})
+    for lost in shape.head:
+        path = tmp_path / (shape.file or "model.safetensors")
+        save_file({key: each for key, each in files[path].items() if key != lost}, path, metadata={"format": "pt"})
+        rest = {key: each for key, each in stored.items() if key != lost}
+        try:
+            expected = right(shape, body, rest)
+        except KeyError:
+            with pytest.raises(CheckpointError):
+                load_reward(tmp_path, **shape.settings)
+        else:
+            assert_scores_or_refused(tmp_path, shape, expected)
+
+
+def assert_scores_or_refused(folder: Path, shape: Shape, expected: np.ndarray) -> None:
+    try:
+        load_reward(folder, **shape.settings)
+    except CheckpointError:
+        return
+    assert_scores(folder, shape, expected)
+
+
+def test_a_row_without_the_header_that_a_gate_reads_has_no_reward(tmp_path: Path):
+    save(tmp_path, SHAPES["ArmoRM, Gemma"])
+    given, bare = rows(SHAPES["ArmoRM, Gemma"]), np.arange(5, 12)
+    scores = load_reward(tmp_path).score([given[0], bare, bare[:2]])
+    np.testing.assert_allclose(scores[:1], load_reward(tmp_path).score(given[:1]), atol=1e-5)
+    assert np.isnan(scores[1:]).all()
+    with pytest.raises(CheckpointError, match="pooling: mean does not fit the gate"):
+        load_reward(tmp_path, pooling="mean")
+    change_config(tmp_path, {"vocab_size": VOCAB})
+    with pytest.raises(CheckpointError, match=r"gating.layers reads where an answer's header begins.*unknown"):
+        load_reward(tmp_path)
+
+
+# ---- transformers' own classes ----
+
+OWN_CLASSES = [
+    ("deberta-v2", AutoModelForSequenceClassification),
+    ("modernbert", AutoModelForSequenceClassification),
+    ("modernbert", AutoModelForTokenClassification),
+    ("bert", AutoModelForSequenceClassification),
+    ("roberta", AutoModelForSequenceClassification),
+    ("electra", AutoModelForSequenceClassification),
+    ("distilbert", AutoModelForSequenceClassification),
+    ("xlnet", AutoModelForSequenceClassification),
+    ("jamba", AutoModelForSequenceClassification),
+    ("mistral", AutoModelForSequenceClassification),
+]
+
+
+@pytest.mark.parametrize("scale", ["as initialised", "as trained"])
+@pytest.mark.parametrize(("family", "kind"), OWN_CLASSES, ids=lambda each: getattr(each, "__name__", each))
+def test_a_class_of_transformers_scores_as_it_does_and_without_a_tensor_never(
+    tmp_path: Path, family: str, kind: Any, scale: str
+):
+    """Near-initial weights tell a causal body from another one, too."""
+    shape = Shape(family, "", {}, layers())
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = kind.from_config(tiny(shape, num_labels=1)).eval()
+    model = large(model) if scale == "as trained" else model
+    model.save_pretrained(tmp_path)
+    given = rows(shape)
+    with torch.no_grad():
+        logits = [model(input_ids=torch.from_numpy(row)[None]).logits[0] for row in given]
+    expected = np.stack([(each if each.ndim == 1 else each[-1]).numpy() for each in logits])
+    for reward in (load_reward(tmp_path), load_reward(tmp_path).with_weights(tmp_path)):
+        np.testing.assert_allclose(reward.score(given), expected, atol=1e-5 * max(1, np.abs(expected).max()))
+    if scale == "as initialised":
+        return
+    stored = load_file(tmp_path / "model.safetensors")
+    for lost in [name for name in stored if not name.startswith(f"{model.base_model_prefix}.") and "bias" not in name]:
+        write(tmp_path, {name: tensor for name, tensor in stored.items() if name != lost}, {}, None)
+        with pytest.raises(CheckpointError, match=r"lack|no head|no known head"):
+            load_reward(tmp_path)
+    write(tmp_path, stored, {"extra.weight": torch.ones(1)}, None)
+    with pytest.raises(CheckpointError, match=r"extra\.weight"):
+        load_reward(tmp_path)
+
+
+# ---- labels ----
+
+
+def labelled(folder: Path, *labels: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """Write a classifier; return rows and its logits."""
+    shape = Shape("llama", LLAMA, one("score", len(labels)), layers("score"))
+    body = save(folder, shape)
+    change_config(folder, {"id2label": dict(enumerate(labels))})
+    return rows(shape), right(shape, body, load_file(folder / "model.safetensors"))
+
+
+def test_of_several_labels_the_user_says_which_is_the_reward(tmp_path: Path):
+    given, logits = labelled(tmp_path, "bad", "good")
+    with pytest.raises(CheckpointError, match=r"2 outputs \(bad, good\).*\[-1, 1\] is the log-odds of good"):
+        load_reward(tmp_path)
+    odds = load_reward(tmp_path, attribute_weights=[-1, 1]).score(given)
+    np.testing.assert_allclose(odds, logits[:, 1:] - logits[:, :1], atol=1e-4)
+    np.testing.assert_allclose(load_reward(tmp_path, merge_attributes=False).score(given), logits, atol=1e-4)
+    labelled(tmp_path / "three", "bad", "so-so", "good")
+    with pytest.raises(CheckpointError, match=r"3 outputs \(bad, so-so, good\) is the reward\? Give [^;]*$"):
+        load_reward(tmp_path / "three")
+
+
+def test_a_live_version_with_labels_in_another_order_is_refused(tmp_path: Path):
+    for name, labels in (("served", ("bad", "good")), ("same", ("bad", "good")), ("other", ("good", "bad"))):
+        labelled(tmp_path / name, *labels)
+    served = load_reward(tmp_path / "served", attribute_weights=[-1, 1])
+    served.with_weights(tmp_path / "same")
+    with pytest.raises(CheckpointError, match="its labels are good, bad, but those of the served model are bad, good"):
+        served.with_weights(tmp_path / "other")
+
+
+def test_a_process_reward_reads_each_step_as_published(tmp_path: Path):
+    qwen = Shape(
+        "qwen2", "Qwen2ForProcessRewardModel", mlp("score", H, H, 2), layers("score.0", "score.2"), language=True
+    )
+    for shape, score in ((qwen, "auto"), (SHAPES["Skywork-o1-PRM"], "probability")):
+        body, given = save(tmp_path / shape.architecture, shape), rows(shape)[0]
+        t = load_file(tmp_path / shape.architecture / "model.safetensors")
+        with torch.no_grad():
+            hidden = body(input_ids=torch.from_numpy(given)[None])[0][0]
+            logits = torch.stack([shape.formula(hidden[: i + 1], 0, t) for i in range(given.size)])
+        right_scores = logits.softmax(-1)[:, 1] if score == "auto" else logits.sigmoid()[:, 0]
+        model = load_process_reward(tmp_path / shape.architecture, score=score)
+        np.testing.assert_allclose(model.token_scores([given, given[:3]])[0], right_scores, atol=1e-5)
+
+
+# ---- what has no score of one text ----
+
+UNSERVED: dict[str, tuple[Shape, list[str]]] = {
+    "PairRM": (
+        Shape("deberta-v2", "DebertaV2PairRM", {"head_layer.1.weight": (H, 2 * H)}, layers(), root="pretrained_model"),
+        ["compares two candidates in one row"],
+    ),
+    "an unknown name": (Shape("llama", LLAMA, one("my_layer"), layers()), ["my_layer.weight", "no known head"]),
+    "a normaliser of its own": (
+        Shape("llama", LLAMA, {**one("score"), "normalizer.mean": (1,)}, layers()),
+        ["normalizer.mean", "beside the head score"],
+    ),
+    "a layer norm in the head": (
+        Shape("llama", LLAMA, {**mlp("score", H, 8, 1, step=3), "score.1.weight": (8,)}, layers()),
+        ["score.0, score.1, score.3"],
+    ),
+    "InternLM2": (
+        Shape("llama", "InternLM2ForRewardModel", one("v_head"), layers(), config={"model_type": "internlm2"}),
+        ["transformers has no internlm2 models"],
+    ),
+    "pair-preference-model": (
+        Shape("llama", "LlamaForCausalLM", {}, layers(), language=True),
+        ["its weights have no head", "reward.logit"],
+    ),
+    "an activation that is unknown": (
+        Shape("qwen2", QWEN, mlp("score", H, 8, 1), layers(), config={"head_activation": "snake"}),
+        ["head_activation is 'snake'"],
+    ),
+    "an encoder under a value head": (
+        Shape("electra", "RewardModel", one("value_head"), layers()),
+        ["which token", "pooling"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_a_shape_without_a_score_is_refused_with_the_true_cause(tmp_path: Path, name: str):
+    shape, words = UNSERVED[name]
+    save(tmp_path, shape)
+    with pytest.raises(CheckpointError, match=".*".join(words)):
+        load_reward(tmp_path)
+
+
+# ---- critics ----
+
+
+@pytest.mark.parametrize(
+    "name", ["INF-ORM", "GRM-sftreg", "with a dropout", "trlX", "beaver", "an MLP of another activation"]
+)
+def test_a_critic_starts_from_each_head_on_tokens_trains_it_and_is_loaded_again(tmp_path: Path, name: str):
+    shape = SHAPES[name]
+    body = save(tmp_path / "0", shape)
+    expected = right(shape, body, load_file(tmp_path / "0" / "model.safetensors"))
+    given = rows(shape)
+    critic = load_critic(tmp_path / "0")
+    np.testing.assert_allclose(last(critic, given), expected, atol=1e-5 * max(1, np.abs(expected).max()))
+    update = CriticUpdate(critic, trainer_section(lr=0.01))
+    ones = np.ones(given[0].size - 1, np.float32)
+    update.train(TrainPayload(given[0], np.array([given[0].size]), ones, ones, ones), lambda _: None)
+    assert np.abs(last(update.critic, given) - expected).max() > 1e-3
+    (tmp_path / "1").mkdir()
+    save_critic(update.critic, tmp_path / "1")
+    for again in (load_critic(tmp_path / "1"), critic.with_weights(tmp_path / "1")):
+        np.testing.assert_array_equal(last(again, given), last(update.critic, given))
+
+
+def last(critic: Any, given: list[np.ndarray]) -> np.ndarray:
+    return np.array([[values[-1]] for values in critic.values(given)])
+
+
+@pytest.mark.parametrize("name", ["ArmoRM, Gemma", "URM-3.1", "LDL"])
+def test_a_critic_of_a_gated_reward_model_starts_at_0_and_says_so(tmp_path: Path, name: str):
+    save(tmp_path, SHAPES[name])
+    critic = load_critic(tmp_path)
+    assert critic.note.endswith("has its own gate: the value head starts at 0")
+    assert not last(critic, rows(SHAPES[name])).any()
