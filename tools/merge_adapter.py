@@ -86,7 +86,7 @@ def _base_of(adapter: Path) -> Path:
 def _adapter_tensors(adapter: Path) -> dict[str, TensorInfo]:
     if not (adapter / ADAPTER_WEIGHTS).is_file():
         raise CheckpointError(
-            f"{adapter} has no {ADAPTER_WEIGHTS}; pickled weights are never opened here: save the adapter again with "
-            "save_pretrained(FOLDER, safe_serialization=True)"
+            f"{adapter} has no {ADAPTER_WEIGHTS}; if its weights are pickled, add `--convert NEW_FOLDER`, which writes "
+            "the adapter there as safetensors first"
         )
     return tensors_in(adapter / ADAPTER_WEIGHTS)

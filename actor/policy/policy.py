@@ -22,7 +22,8 @@ from actor.generation.engine import Generation
 from actor.generation.slots import Finished, Response
 from actor.policy.loading import PolicyModels, check_positions, load_model, read_state, write_state
 from actor.policy.samplers import OtherSamplers
-from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, fingerprint_weights
+from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
+from python_backend.checkpoints.language_models import check_language_model
 from python_backend.checkpoints.tokenization import load_tokenizer, special_tokens
 from python_backend.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
 from python_backend.models.adapters import MergedWeights
@@ -70,13 +71,15 @@ class Policy:
             CheckpointError: the folder has no causal LM with a tokenizer, or rows may exceed the model's positions.
         """
         folder = settings.model
-        check_checkpoint(folder)
+        check_language_model(folder)
         self.settings, self.ranks = settings, ranks
         self._samplers = OtherSamplers(ranks) if isinstance(ranks, Ranks) else None
         self.temperature = generation.temperature
         try:
             self.tokenizer = load_tokenizer(folder)
             model = load_model(settings, as_stored=ranks.size > 1)
+        except CheckpointError:
+            raise
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
         check_positions(model, folder, *longest_row)

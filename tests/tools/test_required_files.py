@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -476,17 +475,6 @@ def test_rows_must_fit_every_model_that_receives_them(
     lines = re.findall(r"(\w+)\.model: takes rows of at most (\d+) tokens", found)
     assert " ".join(f"{role} {limit}" for role, limit in lines) == refused
     assert found.count("\n") == max(0, len(lines) - 1)
-
-
-@pytest.fixture
-def signals_kept() -> Iterator[None]:
-    """`tools run` takes the signals of the process it is the main program of."""
-    kept = {
-        number: tools.run.signal.getsignal(number) for number in (tools.run.signal.SIGINT, tools.run.signal.SIGTERM)
-    }
-    yield
-    for number, handler in kept.items():
-        tools.run.signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("signals_kept")
