@@ -195,6 +195,27 @@ def test_a_checkpoint_without_a_tokenizer_or_a_head_is_named(tmp_path: Path, che
     check_files(RunConfig.model_validate(sections), actor=True)
 
 
+def test_a_reward_model_is_no_policy_no_reference_and_has_no_logits(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    (tmp_path / "prompts.jsonl").touch()
+    models = {"policy": {"model": checkpoints.reward}, "prompts": {"path": tmp_path / "prompts.jsonl"}}
+    sections = {
+        "actor": {**models, "kl": {"reference": "triton"}},
+        "reference": {"model": checkpoints.reward},
+        "reward": {"model": checkpoints.reward, "logit": {"tokens": [0]}},
+        "critic": {"model": checkpoints.policy},  # a value head starts at 0
+    }
+    with pytest.raises(ConfigError) as caught:
+        check_files(RunConfig.model_validate(sections), server=True, actor=True)
+    lines = str(caught.value).splitlines()
+    assert [line.partition(": ")[0] for line in lines] == ["reward.model", "reference.model", "actor.policy.model"]
+    assert all(
+        "lack an output layer such as lm_head.weight, and it does not use score.weight" in line for line in lines
+    )
+    check_files(
+        RunConfig.model_validate({**sections, "actor": {}, "reward": {"model": checkpoints.reward}}), server=True
+    )
+
+
 def test_a_family_that_cannot_be_split_is_named_before_anything_starts(
     tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
