@@ -218,13 +218,13 @@ def test_adapters_that_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 class Danger:
-    """Creates a file when it is unpickled without care."""
+    """Makes a folder when it is unpickled without care."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.file),)
+        return os.mkdir, (f"{self.file}-made",)
 
 
 def save_pickled(folder: Path, name: str, change: Any = dict, *, family: str = "llama", **how: Any) -> dict[str, Any]:
