@@ -29,11 +29,11 @@ from python_backend.config import ActorSection, GenerationSection, OptimizerSect
 from python_backend.models.adapters import MergedWeights
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.card import CardStream, Halving, skip_inspections, to_device
+from python_backend.models.language_model import check_causal
 from python_backend.models.loading import load_weights, map_tensors
 from python_backend.models.logprobs import sampling_entropy, target_logprobs
 from python_backend.models.output_head import head_logprobs, linear_head
 from python_backend.models.precision import computing, in_float32
-from python_backend.models.token_head import measure_causality
 from python_backend.training.ranks import ALONE, AnyRanks, Ranks
 from python_backend.training.step import make_adamw
 
@@ -121,8 +121,8 @@ class Policy:
             # Shared prompts need a cache, which checkpointed layers do not take.
             self._shares_prompts = not settings.gradient_checkpointing and can_share(self.causal(self.sampler))
             # On a card a mask would switch off the fast kernels of attention; padding on the right does not need one.
-            on_cpu = self.sampler.device.type == "cpu"
-            self._masks = on_cpu or not measure_causality(self.causal(self.sampler), use_cache=False)
+            self._masks = self.sampler.device.type == "cpu"
+            check_causal(self.causal(self.sampler))
         if self._shares_prompts and settings.precision == "bfloat16":
             with self.computing():
                 self._shares_prompts = can_share(self.causal(self.sampler))

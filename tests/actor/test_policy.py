@@ -182,6 +182,12 @@ def test_a_folder_that_is_no_language_model_is_refused_by_name(tmp_path: Path, w
             load_model(PolicySection(model=tmp_path))
 
 
+def test_a_language_model_that_reads_later_tokens_is_refused(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"is not causal.*set is_decoder: true"):
+        make_policy(save_policy(tmp_path / "mask", "bert"))
+    make_policy(save_policy(tmp_path / "decoder", "bert", is_decoder=True))
+
+
 POLICIES: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
     "untied": ("llama", "language", str),
     "tied": ("gpt2", "language", str),
