@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import signal
 import sys
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Iterator
@@ -49,3 +50,12 @@ def connections_end_before_their_loop(monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setattr(BaseSelectorEventLoop, "close", closing)
     yield
     assert left == []
+
+
+@pytest.fixture
+def signals_kept() -> Iterator[None]:
+    """Some commands take the signals of the process that they are the main program of."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)

@@ -17,7 +17,10 @@ COMMANDS = {
     "serve": ("tools.serve", "run the server only, until Ctrl-C"),
     "render": ("tools.render_configs", "render the model repository from the YAML; --check only compares"),
     "init": ("tools.init", "write an environment of agents, its test, prompts and YAML, for you to change"),
-    "import": ("tools.import_checkpoint", "inspect reward model and critic, and write their YAML sections"),
+    "import": (
+        "tools.import_checkpoint",
+        "inspect models, convert pickled weights, merge adapters, and write YAML sections",
+    ),
     "export": ("tools.export", "write a checkpoint of the policy as a Hugging Face folder or as a PEFT adapter"),
     "weights": ("tools.weights", "manage the weights versions of critic and reward model: list, publish, rollback …"),
     "gateway": ("tools.gateway.command", "serve rewards to OpenRLHF, slime, TRL, verl and clients of vLLM over HTTP"),

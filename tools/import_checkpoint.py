@@ -1,6 +1,6 @@
 """`python -m tools import`: inspects models, scores a trial row, and writes the YAML sections that serve them.
 
-Only the trial imports torch. Pickled weights are refused without being opened.
+Only the trial imports torch. Pickled weights are refused without being opened, unless `--convert` is given.
 """
 
 import argparse
@@ -13,9 +13,10 @@ import numpy as np
 import yaml
 
 from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
+from python_backend.checkpoints.language_models import check_language_model
 from python_backend.checkpoints.tokenization import load_tokenizer, same_tokenizer
 from python_backend.config import RunConfig
-from python_backend.config.command_line import reporting
+from python_backend.config.command_line import interrupt_on_signals, reporting
 from python_backend.config.labels import choices
 from python_backend.config.required_files import has_chat_template
 from python_backend.config.yaml_file import read_yaml
@@ -33,22 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Inspect the models and write the YAML; return 2 if one cannot be used."""
     parser = _parser()
     arguments = parse_or_complete(parser, argv)
-    if arguments.reward is None and arguments.critic in (None, Path(FROM_REWARD)):
-        parser.error("give --reward PATH, --critic PATH, or --reward PATH --critic from-reward")
-    if arguments.merge is not None and arguments.reward is None:
-        parser.error("--merge needs --reward PATH, the folder of the adapter")
-    if arguments.base is not None and arguments.merge is None:
-        parser.error("--base needs --merge FOLDER")
-    if arguments.out is not None and arguments.out.exists():
-        parser.error(f"{arguments.out} already exists; choose another file")
-    if arguments.out is not None and not arguments.out.parent.is_dir():
-        parser.error(f"the folder {arguments.out.parent} does not exist; create it first")
+    given = _check(parser, arguments)
+    if arguments.convert is not None:
+        from tools.convert_pickled import convert_pickled
+
+        interrupt_on_signals()
+        ((role, source),) = given.items()
+        convert_pickled(source, arguments.convert)
+        setattr(arguments, role, arguments.convert)
     if arguments.merge is not None:
         from tools.merge_adapter import merge_reward_adapter  # torch: not for --help
 
         merge_reward_adapter(arguments.reward, arguments.base, arguments.merge)
         arguments.reward = arguments.merge
-    text = import_checkpoints(arguments.reward, arguments.critic, try_out=not arguments.no_load)
+    text = import_checkpoints(arguments.reward, arguments.critic, arguments.policy, try_out=not arguments.no_load)
     if arguments.out is None:
         print(f"\n{text}", end="")
     else:
@@ -59,12 +58,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def import_checkpoints(reward: Path | None, critic: Path | None, *, try_out: bool) -> str:
-    """Inspect one or both models, report on them, and return the YAML of their sections, which is validated.
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Path]:
+    """Return the folders by role; exit with a message if the arguments contradict each other."""
+    given = {
+        role: path
+        for role in ("reward", "critic", "policy")
+        if (path := getattr(arguments, role)) not in (None, Path(FROM_REWARD))
+    }
+    if not given or (arguments.critic == Path(FROM_REWARD) and arguments.reward is None):
+        parser.error("give --reward PATH, --critic PATH, --policy PATH, or --reward PATH --critic from-reward")
+    if arguments.convert is not None and len(given) > 1:
+        parser.error("--convert converts one folder: give one of --reward PATH, --critic PATH and --policy PATH")
+    if arguments.merge is not None and arguments.reward is None:
+        parser.error("--merge needs --reward PATH, the folder of the adapter")
+    if arguments.base is not None and arguments.merge is None:
+        parser.error("--base needs --merge FOLDER")
+    if arguments.out is not None and arguments.out.exists():
+        parser.error(f"{arguments.out} already exists; choose another file")
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        parser.error(f"the folder {arguments.out.parent} does not exist; create it first")
+    return given
+
+
+def import_checkpoints(reward: Path | None, critic: Path | None, policy: Path | None, *, try_out: bool) -> str:
+    """Inspect the models, report on them, and return the YAML of their sections, which is validated.
 
     Args:
         reward: the reward model's folder.
         critic: the critic's folder, or `from-reward` for the reward model's folder.
+        policy: the policy's folder.
         try_out: also load each model and score one row.
 
     Raises:
@@ -81,9 +103,11 @@ def import_checkpoints(reward: Path | None, critic: Path | None, *, try_out: boo
         _report("critic", critics)
     if critics is not None and try_out:
         _try_critic(critics)
+    if policy is not None:
+        _import_policy(policy, try_out)
     if rewards is not None and critics is not None:
         _compare_tokenizers(rewards, critics)
-    text = render_yaml(rewards, critics)
+    text = render_yaml(rewards, critics, policy)
     RunConfig.model_validate(read_yaml(text))
     return text
 
@@ -93,8 +117,8 @@ def suggested_dtype(info: CheckpointInfo) -> str:
     return HALF.get(next(iter(info.dtypes), ""), "float32")
 
 
-def render_yaml(reward: CheckpointInfo | None, critic: CheckpointInfo | None) -> str:
-    """Return the `reward:` and `critic:` sections that serve these models."""
+def render_yaml(reward: CheckpointInfo | None, critic: CheckpointInfo | None, policy: Path | None) -> str:
+    """Return the `reward:` and `critic:` sections that serve these models, and the policy's key."""
     sections: dict[str, dict[str, Any]] = {}
     if reward is not None:
         assert reward.head is not None
@@ -105,6 +129,8 @@ def render_yaml(reward: CheckpointInfo | None, critic: CheckpointInfo | None) ->
         if critic.constants is None and reward is not None and reward.constants is not None:
             constants = reward.constants  # values are standardised by the constants of the rewards they predict
             sections["critic"]["standardization"] = {"mean": constants.mean, "std": constants.std}
+    if policy is not None:
+        sections["actor"] = {"policy": {"model": str(policy)}}
     text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
     if reward is not None and reward.head is not None and reward.head.num_labels > 1:
         text = text.replace("reward:\n", f"reward:\n{_label_choices(reward)}", 1)
@@ -172,6 +198,17 @@ def _import_reward(info: CheckpointInfo, try_out: bool) -> None:
         print(f"  {'sentences':<13} {TRIAL_TEXT!r} is tokenised as: {' '.join(tokens)}")
 
 
+def _import_policy(folder: Path, try_out: bool) -> None:
+    check_language_model(folder)
+    info = inspect_checkpoint(folder)
+    _report("policy", info)
+    if try_out:
+        from python_backend.models.language_model import load_language_model
+
+        _, logprobs = _try_out(info, load_language_model, "logprobs")
+        print(f"  {'trial':<13} loads; the log-prob of token 2 after token 1 is {logprobs[0]:.4f}")
+
+
 def _try_critic(info: CheckpointInfo) -> None:
     from python_backend.models.modeling import load_critic
 
@@ -209,6 +246,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--reward", type=Path, metavar="PATH", help="folder of the reward model")
     parser.add_argument("--critic", type=Path, metavar="PATH|from-reward", help="folder of the critic or its body")
+    parser.add_argument("--policy", type=Path, metavar="PATH", help="folder of the policy")
+    parser.add_argument(
+        "--convert", type=Path, metavar="FOLDER", help="the weights are pickled: write them here as safetensors first"
+    )
     parser.add_argument(
         "--merge", type=Path, metavar="FOLDER", help="the reward model is a PEFT adapter: write it here, merged, first"
     )

@@ -109,8 +109,8 @@ def _whole_tensors(adapter: Path) -> dict[str, TensorInfo]:
     """Return the tensors that the adapter replaces, under the names of the model, and those of a head beside it."""
     if not (adapter / ADAPTER_WEIGHTS).is_file():
         raise CheckpointError(
-            f"{adapter} has no {ADAPTER_WEIGHTS}; pickled weights are never opened here: save the adapter again with "
-            "save_pretrained(FOLDER, safe_serialization=True)"
+            f"{adapter} has no {ADAPTER_WEIGHTS}; if its weights are pickled, add `--convert NEW_FOLDER`, which writes "
+            "the adapter there as safetensors first"
         )
     tensors = tensors_in(adapter / ADAPTER_WEIGHTS)
     whole = {

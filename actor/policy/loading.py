@@ -6,7 +6,6 @@ On several ranks, each trains its slices of the weights, and has whole copies of
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from python_backend.checkpoints.inspection import (
     stable_length,
     stored_dtypes,
 )
+from python_backend.checkpoints.language_models import check_tensors
 from python_backend.config import PolicySection
 from python_backend.models.adapters import Lora, load_trained, trained_tensors, with_adapters
 from python_backend.models.precision import use_bfloat16
@@ -159,24 +159,31 @@ def load_model(settings: PolicySection, *, as_stored: bool = False) -> Any:
     Args:
         as_stored: keep weights that are all trained in that dtype, if all have the same; the caller converts them.
 
-    Raises OSError or ValueError.
+    Raises OSError or ValueError; CheckpointError if the folder lacks tensors of the model, or has others.
     """
-    load = functools.partial(
-        AutoModelForCausalLM.from_pretrained,
-        str(settings.model),
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-    )
+
+    def load(dtype: torch.dtype) -> Any:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(settings.model),
+            dtype=dtype,
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+        lacking = report["missing_keys"].intersection(name for name, _ in model.named_parameters())
+        check_tensors(settings.model, lacking, report["unexpected_keys"])
+        return model
+
     stays = bool(settings.lora_rank) and settings.precision == "bfloat16"
     if (stays or (as_stored and not settings.lora_rank)) and stored_dtypes(settings.model) == {"BF16"}:
-        model = load(dtype=torch.bfloat16)
+        model = load(torch.bfloat16)
         # Some families compute tables in the dtype that they are loaded in; those would be less exact.
         if all(buffer.dtype != torch.bfloat16 for buffer in model.buffers()):
             if not stays:
                 model.config.dtype = torch.float32  # of the weights that training will write
             return model
-    return load(dtype=torch.float32)
+    return load(torch.float32)
 
 
 def check_positions(model: Any, folder: Path, longest: int, why: str) -> None:

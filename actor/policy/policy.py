@@ -24,17 +24,18 @@ from actor.generation.engine import Generation
 from actor.generation.slots import Finished, Response
 from actor.policy.loading import PolicyModels, check_positions, load_model, read_state, write_state
 from actor.policy.samplers import OtherSamplers
-from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, fingerprint_weights
+from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
+from python_backend.checkpoints.language_models import check_language_model
 from python_backend.checkpoints.tokenization import load_tokenizer, special_tokens
 from python_backend.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
 from python_backend.models.adapters import MergedWeights
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.card import CardStream, Halving, skip_inspections, to_device
+from python_backend.models.language_model import check_causal
 from python_backend.models.loading import load_weights, map_tensors
 from python_backend.models.logprobs import sampling_entropy, target_logprobs
 from python_backend.models.output_head import head_logprobs, linear_head
 from python_backend.models.precision import computing, in_float32
-from python_backend.models.token_head import measure_causality
 from python_backend.training.ranks import ALONE, AnyRanks, Ranks
 from python_backend.training.step import make_adamw
 
@@ -72,13 +73,15 @@ class Policy:
             CheckpointError: the folder has no causal LM with a tokenizer, or rows may exceed the model's positions.
         """
         folder = settings.model
-        check_checkpoint(folder)
+        check_language_model(folder)
         self.settings, self.ranks = settings, ranks
         self._samplers = OtherSamplers(ranks) if isinstance(ranks, Ranks) else None
         self.temperature = generation.temperature
         try:
             self.tokenizer = load_tokenizer(folder)
             model = load_model(settings, as_stored=ranks.size > 1)
+        except CheckpointError:
+            raise
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
         check_positions(model, folder, *longest_row)
@@ -126,8 +129,8 @@ class Policy:
             # Shared prompts need a cache, which checkpointed layers do not take.
             self._shares_prompts = not settings.gradient_checkpointing and can_share(self.causal(self.sampler))
             # On a card a mask would switch off the fast kernels of attention; padding on the right does not need one.
-            on_cpu = self.sampler.device.type == "cpu"
-            self._masks = on_cpu or not measure_causality(self.causal(self.sampler), use_cache=False)
+            self._masks = self.sampler.device.type == "cpu"
+            check_causal(self.causal(self.sampler))
         if self._shares_prompts and settings.precision == "bfloat16":
             with self.computing():
                 self._shares_prompts = can_share(self.causal(self.sampler))

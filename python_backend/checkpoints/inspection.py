@@ -100,7 +100,7 @@ CONFIG_FILE = "config.json"
 ADAPTERS_KEY = "critic_adapters"  # of config.json, in a weights version of adapters
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 ADAPTER_FILE = "adapter_config.json"
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "*.pt", "*.pth")
 TOKENIZERS = {
     "tokenizer.json": "fast (tokenizer.json)",
     "tokenizer.model": "SentencePiece (tokenizer.model)",
@@ -192,19 +192,24 @@ def check_checkpoint(folder: Path) -> None:
             f"{folder} does not exist or is not a folder; give the folder of a Hugging Face checkpoint"
             f"{_download(folder)}"
         )
-    if (folder / ADAPTER_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
+    has_weights = (folder / WEIGHTS_FILE).is_file() or (folder / INDEX_FILE).is_file()
+    if (folder / ADAPTER_FILE).is_file() and has_weights:
+        raise CheckpointError(
+            f"{folder} contains a model and a PEFT adapter ({ADAPTER_FILE}), of which one would be ignored; move the "
+            "adapter's files into a folder of their own"
+        )
+    if (folder / ADAPTER_FILE).is_file():
         raise CheckpointError(
             f"{folder} contains only a PEFT adapter; merge it into its model first: a reward model's with "
             "`python -m tools import --reward FOLDER --merge NEW_FOLDER`, others with PEFT's merge_and_unload"
         )
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"{folder} is not a Hugging Face model: it has no {CONFIG_FILE}")
-    if not (folder / WEIGHTS_FILE).is_file() and not (folder / INDEX_FILE).is_file():
-        pickled = next((name for name in PICKLED if (folder / name).is_file()), None)
+    if not has_weights:
+        pickled = next((file.name for ending in PICKLED for file in sorted(folder.glob(ending))), None)
         why = (
-            f"it contains only pickled weights ({pickled}), which can run code when loaded and are never opened here; "
-            "save the model again with model.save_pretrained(FOLDER, safe_serialization=True) on a machine where you "
-            "trust the file"
+            f"it contains only pickled weights ({pickled}), which could run code when loaded; convert them with "
+            "`python -m tools import --reward FOLDER --convert NEW_FOLDER` (--critic or --policy for such a model)"
             if pickled
             else "it contains no weights"
         )
@@ -281,6 +286,12 @@ def reward_head(info: CheckpointInfo) -> Head:
             "would differ; docs/your-models.md has the table of heads"
         )
     if info.head is None:
+        pickled = sorted(file.name for ending in ("value_head.bin", *PICKLED) for file in info.folder.glob(ending))
+        if pickled:
+            raise CheckpointError(
+                f"{info.folder} has no head among its weights, but {', '.join(pickled)} may be one; convert it with "
+                "`python -m tools import --reward FOLDER --convert NEW_FOLDER`"
+            )
         raise CheckpointError(
             f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight); "
             "use a checkpoint with a classification or value head, or score with a language model's logits "

@@ -34,7 +34,7 @@ from python_backend.config.algorithms import ALGORITHMS
 from python_backend.config.deterministic import with_fixed_values
 from python_backend.config.environment import EnvironmentSection, check_environment
 from python_backend.config.optimizer import CriticOptimizerSection, OptimizerSection, check_optimizer
-from python_backend.config.other_names import key_of
+from python_backend.config.other_names import key_of, key_of_path
 from python_backend.config.rewards import (
     MODEL_TERM,
     FunctionSpec,
@@ -474,11 +474,13 @@ def _describe(item: Any) -> str:
             reason += "; YAML reads yes, no, on and off as true and false, so put such a text in quotes"
         return f"{location}: {reason} (got {item['input']!r})" if location else reason
     section, _, name = location.rpartition(".")
-    elsewhere = key_of(section.partition(".")[0], name)
+    same = key_of_path(location, item["input"])
+    elsewhere = key_of(section.partition(".")[0], name) if same is None else same
     if elsewhere == "":
         return f"unknown key {location}; other trainers have it, but there is no such setting here"
     near = (
-        _similar(section, name, valid)
+        ([same] if same else [])
+        or _similar(section, name, valid)
         or ([elsewhere] if elsewhere else [])
         or _with_last_part(section, name, valid)
         or _with_last_part("", name, valid)

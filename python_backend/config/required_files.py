@@ -12,6 +12,7 @@ from python_backend.checkpoints.inspection import (
     inspect_checkpoint,
     reward_head,
 )
+from python_backend.checkpoints.language_models import check_language_model
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.config import ConfigError, RewardSection, RunConfig
 from python_backend.config.labels import attribute_weights
@@ -82,7 +83,7 @@ def _raise(problems: Mapping[str, str | None]) -> None:
 
 def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
     problems = {
-        f"{role}.model": _of_checkpoint(section.model, WAYS_OUT.get(role, ""))
+        f"{role}.model": _of_checkpoint(section.model, WAYS_OUT.get(role, ""), is_language=_generates(config, role))
         for role, section in config.served_sections.items()
     }
     if config.uses_reward_model and problems["reward.model"] is None:
@@ -123,7 +124,7 @@ def _of_store(config: RunConfig) -> None:
 def _of_actor(config: RunConfig) -> dict[str, str | None]:
     actor = config.actor
     problems = {
-        "actor.policy.model": _of_checkpoint(actor.policy.model),
+        "actor.policy.model": _of_checkpoint(actor.policy.model, is_language=True),
         **{key: _of_prompts(path) for key, path in actor.prompts.paths.items()},
     }
     if problems["actor.policy.model"] is None and not has_tokenizer(actor.policy.model):
@@ -138,8 +139,12 @@ def _of_actor(config: RunConfig) -> dict[str, str | None]:
     return problems | missing_packages("actor.policy", actor.policy, "actor.optimizer", actor.optimizer.kind)
 
 
-def _of_checkpoint(folder: Path, way_out: str = "") -> str | None:
-    problem = _refused(check_checkpoint, folder)
+def _generates(config: RunConfig, role: str) -> bool:
+    return role == "reference" or (role == "reward" and config.reward.logit is not None)
+
+
+def _of_checkpoint(folder: Path, way_out: str = "", *, is_language: bool = False) -> str | None:
+    problem = _refused(check_language_model if is_language else check_checkpoint, folder)
     return problem if problem is None or folder.is_dir() else f"{problem}{_start_of(folder)}{way_out}"
 
 

@@ -57,11 +57,7 @@ class LanguageModel:
         self._lean = lean_decoder(model) if precision == "float32" and not compile_forward else None
         with in_float32(model):
             self._head = linear_head(model)
-            if not measure_causality(model, use_cache=False):
-                raise CheckpointError(
-                    f"{type(model).__name__} is not causal: its hidden state at a token depends on later tokens; use a "
-                    "decoder, or set is_decoder: true in its config.json if it was trained as one"
-                )
+            check_causal(model)
         if compile_forward:
             with self._computing():
                 compile_body(model, lambda ids, attention: model(input_ids=ids, attention_mask=attention))
@@ -114,6 +110,15 @@ class LanguageModel:
 
     def _computing(self) -> contextlib.AbstractContextManager[Any]:
         return computing(self.model.device, self._precision)
+
+
+def check_causal(model: Any) -> None:
+    """Raise CheckpointError unless a token's log-prob depends only on the tokens before it."""
+    if not measure_causality(model, use_cache=False):
+        raise CheckpointError(
+            f"{type(model).__name__} is not causal: its hidden state at a token depends on later tokens; use a "
+            "decoder, or set is_decoder: true in its config.json if it was trained as one"
+        )
 
 
 def load_language_model(

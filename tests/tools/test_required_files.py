@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,6 +198,27 @@ def test_a_checkpoint_without_a_tokenizer_or_a_head_is_named(tmp_path: Path, che
     (tmp_path / "policy" / "tokenizer.model").touch()
     actor["policy"]["model"] = tmp_path / "policy"
     check_files(RunConfig.model_validate(sections), actor=True)
+
+
+def test_a_reward_model_is_no_policy_no_reference_and_has_no_logits(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    (tmp_path / "prompts.jsonl").touch()
+    models = {"policy": {"model": checkpoints.reward}, "prompts": {"path": tmp_path / "prompts.jsonl"}}
+    sections = {
+        "actor": {**models, "kl": {"reference": "triton"}},
+        "reference": {"model": checkpoints.reward},
+        "reward": {"model": checkpoints.reward, "logit": {"tokens": [0]}},
+        "critic": {"model": checkpoints.policy},  # a value head starts at 0
+    }
+    with pytest.raises(ConfigError) as caught:
+        check_files(RunConfig.model_validate(sections), server=True, actor=True)
+    lines = str(caught.value).splitlines()
+    assert [line.partition(": ")[0] for line in lines] == ["reward.model", "reference.model", "actor.policy.model"]
+    assert all(
+        "lack an output layer such as lm_head.weight, and it does not use score.weight" in line for line in lines
+    )
+    check_files(
+        RunConfig.model_validate({**sections, "actor": {}, "reward": {"model": checkpoints.reward}}), server=True
+    )
 
 
 def test_a_family_that_cannot_be_split_is_named_before_anything_starts(
@@ -596,17 +616,6 @@ def test_rows_must_fit_every_model_that_receives_them(
     lines = re.findall(r"(\w+)\.model: takes rows of at most (\d+) tokens", found)
     assert " ".join(f"{role} {limit}" for role, limit in lines) == refused
     assert found.count("\n") == max(0, len(lines) - 1)
-
-
-@pytest.fixture
-def signals_kept() -> Iterator[None]:
-    """`tools run` takes the signals of the process it is the main program of."""
-    kept = {
-        number: tools.run.signal.getsignal(number) for number in (tools.run.signal.SIGINT, tools.run.signal.SIGTERM)
-    }
-    yield
-    for number, handler in kept.items():
-        tools.run.signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("signals_kept")

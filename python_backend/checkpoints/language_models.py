@@ -1,0 +1,58 @@
+"""Whether a folder holds a causal language model and nothing else: a policy, a reference, a reward from logits.
+
+transformers gives missing tensors random values and ignores those that it does not know, so that a reward model could
+be trained as a policy: from a random output layer.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from python_backend.checkpoints.heads import is_harmless
+from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError, inspect_checkpoint
+
+SHOWN = 4  # names of tensors in a message
+IN_LAYER = re.compile(r"(^|\.)\d+\.")
+
+
+def check_language_model(folder: Path) -> None:
+    """Raise CheckpointError if the headers in `folder` show that it is no causal language model. Takes milliseconds.
+
+    Only a load shows all: whether the embeddings are tied, which spares the output layer, may depend on the class.
+    """
+    info = inspect_checkpoint(folder)
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    parts = [config, config.get("text_config") or {}]
+    if any(part.get("quantization_config") for part in parts):
+        raise CheckpointError(f"{folder} is quantised; use the unquantised checkpoint")
+    prefixes = () if info.head is None else (f"{info.head.prefix}.",)
+    unused = [name for name in info.tensors if name.startswith(prefixes)] if prefixes else []
+    tied = [part.get("tie_word_embeddings") for part in parts]
+    lacks_output = False
+    if info.vocab_size and False in tied and True not in tied:
+        shapes = [tensor.shape for name, tensor in info.tensors.items() if not IN_LAYER.search(name)]
+        by_token = [shape for shape in shapes if len(shape) == 2 and shape[0] >= info.vocab_size]
+        lacks_output = len(by_token) < 2  # embeddings and output layer have a row for each token
+    check_tensors(folder, ["an output layer such as lm_head.weight"] if lacks_output else [], unused)
+
+
+def check_tensors(folder: Path, missing: Iterable[str], unused: Iterable[str]) -> None:
+    """Raise CheckpointError if a causal language model lacks tensors in `folder`, or does not use some of them."""
+    lacking, others = sorted(missing), sorted(unused)
+    if others:
+        tensors = inspect_checkpoint(folder).tensors
+        others = [name for name in others if not is_harmless(name, tensors.get(name))]
+    if not lacking and not others:
+        return
+    what = [f"the weights lack {_names(lacking)}"] * bool(lacking) + [f"it does not use {_names(others)}"] * bool(
+        others
+    )
+    raise CheckpointError(
+        f"{folder} is not a whole causal language model: {', and '.join(what)}; give the folder of a language model, "
+        "not of a reward model or critic"
+    )
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -1,0 +1,160 @@
+"""Converts a folder of pickled weights to safetensors; `tools.unpickle` reads them, in a process of its own."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from python_backend.checkpoints.inspection import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    CheckpointError,
+    tensors_in,
+)
+from python_backend.monitoring.log_lines import say
+from python_backend.process import how_ended
+from python_backend.store.durable import make_folder, read_json, write_folder
+from python_backend.workers.process import interpreter
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+ADAPTER_WEIGHTS = "adapter_model"
+WEIGHTS_STEM = "model"
+PICKLED_FILE, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# Files of the state of a training, which stand beside its weights.
+TRAINER_FILES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
+# What a checkpoint has beside its weights: configuration, tokenizer, template, model card.
+KEPT = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
+TEMPLATES = "additional_chat_templates"
+
+
+def convert_pickled(source: Path, out: Path) -> None:
+    """Write the checkpoint `source`, a folder or one of its files, to the new folder `out`, with safetensors weights.
+
+    Heads in pickles of their own go into the weights, their names under that of their file (`regression_layer.` for
+    `regression_layer.pt`). Dtypes stay; tied weights are stored under each of their names.
+
+    Raises:
+        CheckpointError: there is nothing to convert, or a file holds anything but tensors; the message names the file.
+    """
+    if out.exists():
+        raise CheckpointError(f"--convert: {out} already exists; choose another folder")
+    folder = source.parent if source.is_file() else source
+    weights = [source] if source.is_file() else _weights_in(folder)
+    heads = [] if source.is_file() else _heads_beside(folder, weights)
+    is_adapter = weights[0].stem == ADAPTER_WEIGHTS
+    if weights[0].suffix == ".safetensors" and not heads:
+        raise CheckpointError(f"{folder} has nothing to convert: its weights are safetensors; use it as it is")
+    if not (folder / (ADAPTER_FILE if is_adapter else CONFIG_FILE)).is_file():
+        raise CheckpointError(
+            f"{folder} has no {ADAPTER_FILE if is_adapter else CONFIG_FILE}; copy it and the tokenizer's files there "
+            "from the model that this one was trained from, then convert again"
+        )
+    make_folder(out.parent)
+    size, free = sum(file.stat().st_size for file in [*weights, *heads]), shutil.disk_usage(out.parent).free
+    if size > free:
+        raise CheckpointError(
+            f"--convert: {out} needs {size / 1e9:,.1f} GB, but {free / 1e9:,.1f} GB are free; make room"
+        )
+
+    def fill(staging: Path) -> None:
+        if is_adapter:  # peft reads one file, and no head from it but those of `modules_to_save`
+            _unpickle(staging, ADAPTER_WEIGHTS, weights, [])
+            for file in heads:
+                _unpickle(staging, file.stem, [file], [])
+        else:
+            _unpickle(staging, WEIGHTS_STEM, weights, heads)
+            _check_index(folder, staging)
+        for file in _kept(folder, weights):
+            shutil.copyfile(file, staging / file.name)
+        if (folder / TEMPLATES).is_dir():
+            shutil.copytree(folder / TEMPLATES, staging / TEMPLATES)
+
+    write_folder(out, fill)
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint's weights, pickled or not. Raises CheckpointError if they are not clear."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist; give the folder of a checkpoint, or its file of weights")
+    is_adapter = (folder / ADAPTER_FILE).is_file()
+    names = [f"{ADAPTER_WEIGHTS}.safetensors", f"{ADAPTER_WEIGHTS}.bin"] if is_adapter else []
+    found = next(
+        (name for name in [*names, WEIGHTS_FILE, INDEX_FILE, PICKLED_FILE, PICKLED_INDEX] if (folder / name).is_file()),
+        None,
+    )
+    if found is None:
+        files = _pickles(folder)
+        if len(files) != 1:
+            what = ", ".join(file.name for file in files) or "no weights"
+            raise CheckpointError(f"{folder} has {what}, not one file to convert; give the path of the file of weights")
+        return files
+    if not found.endswith(".json"):
+        return [folder / found]
+    weight_map = (read_json(folder / found) or {}).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder}: {found} has no weight_map; copy the file again")
+    shards = sorted({str(name) for name in weight_map.values()})
+    for name in shards:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise CheckpointError(f"{folder}: {found} names {name}, which is no file in this folder; copy it again")
+    return [folder / name for name in shards]
+
+
+def _pickles(folder: Path) -> list[Path]:
+    files = (file for file in sorted(folder.iterdir()) if file.suffix in PICKLES and file.is_file())
+    return [file for file in files if not file.name.startswith(TRAINER_FILES)]
+
+
+def _heads_beside(folder: Path, weights: list[Path]) -> list[Path]:
+    """Return the pickles beside the weights that are none: a head of the model is in a file of its own."""
+    return [file for file in _pickles(folder) if file not in weights and not file.name.startswith("pytorch_model")]
+
+
+def _check_index(folder: Path, converted: Path) -> None:
+    """Raise CheckpointError if the index of the pickled shards lists a tensor that none of them had."""
+    if (folder / PICKLED_FILE).is_file() or not (folder / PICKLED_INDEX).is_file():
+        return
+    listed = (read_json(folder / PICKLED_INDEX) or {})["weight_map"]
+    tensors = {name for file in converted.glob("*.safetensors") for name in tensors_in(file)}
+    lacking = sorted(name for name in listed if name not in tensors and name.removeprefix("module.") not in tensors)
+    if lacking:
+        raise CheckpointError(
+            f"{folder}: {PICKLED_INDEX} lists {lacking[0]}, which no file contains; copy the files again"
+        )
+
+
+def _kept(folder: Path, weights: list[Path]) -> list[Path]:
+    """Return the files to copy: those of the configuration, and heads that are safetensors already."""
+    files = [file for file in sorted(folder.iterdir()) if file.is_file()]
+    heads = [file for file in files if file.suffix == ".safetensors" and not file.name.startswith(("model", "adapter"))]
+    return [
+        *(file for file in files if file.suffix in KEPT and not file.name.endswith(".index.json")),
+        *(file for file in heads if file not in weights),
+    ]
+
+
+def _unpickle(folder: Path, stem: str, weights: list[Path], heads: list[Path]) -> None:
+    """Let `tools.unpickle` write the weights into `folder`, and print what it says."""
+    files = [json.dumps([str(file.absolute()) for file in group]) for group in (weights, heads)]
+    command = [interpreter(), "-m", "tools.unpickle", str(os.getpid()), str(folder.absolute()), stem, *files]
+    errors: list[str] = []
+    # A session of its own, so that Ctrl-C reaches this process alone, which then ends that one.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                said = json.loads(line)
+                if "say" in said:
+                    say(said["say"])
+                else:
+                    errors.append(said["error"])
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        names = ", ".join(file.name for file in weights)
+        ended = f"the process that read {names} {how_ended(process.returncode)}; nothing was written"
+        raise CheckpointError(errors[0] if errors else ended)

@@ -1,0 +1,243 @@
+"""`python -m tools.unpickle`: the process that `tools import --convert` lets read pickled weights, with limited memory.
+
+Reads each file with torch's weights-only loader, without allowed extras, and writes its tensors as safetensors. Prints
+JSON lines: what it does (`say`), and why it gave up (`error`).
+"""
+
+import json
+import pickletools
+import re
+import resource
+import sys
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.tensor_file import STORED_AS, write_tensors
+from python_backend.process import die_with_parent
+
+SHARD_BYTES = 5_000_000_000
+SPARE_BYTES = 512 << 20  # of the process itself, and of small files
+WRAPPERS = ("state_dict", "model_state_dict", "module", "model")  # keys under which trainers save a state dict
+TRAINERS = re.compile("optim|sched|rng|scaler")  # keys of the state of a training, which is no part of the model
+WRAPPED = ("module.", "_orig_mod.")  # before every name: of DistributedDataParallel, of torch.compile
+WHOLE_NAMES = ("value_head",)  # files whose tensors have the names of the whole model, as LLaMA-Factory writes them
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write FOLDER for the arguments PARENT FOLDER STEM WEIGHTS HEADS, the last two JSON lists; return 1 if refused."""
+    parent, folder, stem, weights, heads = argv
+    if not die_with_parent(int(parent)):
+        return 1
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    files = {Path(file): "" for file in json.loads(weights)}
+    files |= {file: "" if file.stem in WHOLE_NAMES else f"{file.stem}." for file in map(Path, json.loads(heads))}
+    try:
+        _limit_memory(files)
+        write_safetensors(files, Path(folder), stem)
+    except (CheckpointError, OSError) as error:
+        _print(error=str(error))
+        return 1
+    return 0
+
+
+def _limit_memory(files: Mapping[Path, str]) -> None:
+    """Leave the process twice the size of the largest file: the file, and a copy of a tensor that is not contiguous."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = used + 2 * max(file.stat().st_size for file in files) + SPARE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def write_safetensors(files: Mapping[Path, str], folder: Path, stem: str) -> None:
+    """Write the tensors of all files to `folder`: as `<stem>.safetensors`, or as shards with an index.
+
+    Args:
+        files: what the names of each file's tensors begin with here, by file.
+
+    Raises:
+        CheckpointError: a file holds anything but dense tensors, or two files have a tensor of one name.
+    """
+    source: dict[str, Path] = {}
+    parts: list[list[str]] = []
+    total = 0
+    for number, (file, prefix) in enumerate(files.items(), start=1):
+        _print(say=f"reading {file.name} ({file.stat().st_size / 1e6:,.1f} MB, file {number} of {len(files)})")
+        tensors = {prefix + name: tensor for name, tensor in _read(file).items()}
+        for name in tensors:
+            if name in source:
+                raise CheckpointError(f"{file}: {name} is in {source[name].name} as well; remove one of the two files")
+            source[name] = file
+        for names in _shards(tensors, SHARD_BYTES if stem == "model" else sys.maxsize):
+            shapes = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
+            write_tensors(folder / f"part-{len(parts)}", shapes, tensors.__getitem__)
+            parts.append(names)
+        total += sum(map(_num_bytes, tensors.values()))
+    _print(say=f"wrote {len(source)} tensors, {total / 1e6:,.1f} MB in {len(parts)} file(s)")
+    if len(parts) == 1:
+        (folder / "part-0").rename(folder / f"{stem}.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(parts):
+        file_name = f"{stem}-{number + 1:05}-of-{len(parts):05}.safetensors"
+        (folder / f"part-{number}").rename(folder / file_name)
+        weight_map |= dict.fromkeys(names, file_name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _shards(tensors: Mapping[str, Tensor], most_bytes: int) -> Iterator[list[str]]:
+    """Yield lists of names whose tensors have at most `most_bytes`, or of one larger tensor."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + _num_bytes(tensor) > most_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += _num_bytes(tensor)
+    yield names
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name. Raises CheckpointError for whatever else it has, or does to the loader."""
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=_can_be_mapped(file))
+        return _tensors(file, loaded)
+    except CheckpointError:
+        raise
+    except Exception as error:  # process edge: a file may raise anything here
+        raise CheckpointError(_refusal(file, error)) from error
+
+
+def _refusal(file: Path, error: Exception) -> str:
+    # torch's own message recommends to load the file without protection.
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    foreign = (
+        [found[1]] if found else [name for name in _globals(file) if not name.startswith(("torch.", "collections."))]
+    )
+    if foreign:
+        return (
+            f"{file} is refused: its pickle calls {foreign[0]}, which is no part of a tensor and could run any code; "
+            "if you trust the file, load it elsewhere and save its model.state_dict() alone"
+        )
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0] / 1e6
+    reason = f"{type(error).__name__} {' '.join(str(error).split()).partition(' In PyTorch ')[0][-200:]}"
+    return f"{file} is no file of tensors that torch's weights-only loader reads in {limit:,.0f} MB of memory: {reason}"
+
+
+def _can_be_mapped(file: Path) -> bool:
+    """Return whether the storages lie in the file as they are: it is a zip of torch's, and not compressed."""
+    if not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+
+
+def _globals(file: Path) -> Iterator[str]:
+    """Yield the names that a file's pickles import, without loading them; stops where it is no pickle."""
+    try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+                with archive.open(name) as stream:
+                    yield from _imports(stream)
+            return
+        with file.open("rb") as stream:
+            while stream.peek(1):
+                yield from _imports(stream)
+    except (StopIteration, ValueError, zipfile.BadZipFile):
+        return
+
+
+def _imports(stream: Any) -> Iterator[str]:
+    texts: list[str] = []
+    for operation, argument, _ in pickletools.genops(stream):
+        if operation.name in ("GLOBAL", "INST"):
+            yield str(argument).replace(" ", ".")
+        elif operation.name == "STACK_GLOBAL":
+            yield ".".join(texts[-2:])
+        elif isinstance(argument, str):
+            texts.append(argument)
+
+
+def _tensors(file: Path, loaded: Any) -> dict[str, Tensor]:
+    """Return the tensors of a loaded file by name, dense and without the wrappers that trainers put around them."""
+    found: dict[str, Tensor] = {}
+    left_out: list[str] = []
+    _collect(file, loaded, "", found, left_out, set())
+    for prefix in WRAPPED:
+        if found and all(name.startswith(prefix) for name in found):
+            _print(say=f"{file.name}: removed {prefix} from all names")
+            found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+    if not found:
+        raise CheckpointError(f"{file} has no tensors; give the file of the model's weights")
+    if left_out:
+        _print(say=f"{file.name}: left out {', '.join(left_out)}")
+    checked = {name: _checked(file, name, tensor) for name, tensor in found.items()}
+    # Tied weights share a storage, and are written under each of their names: at most twice what the file has.
+    most = 2 * file.stat().st_size + SPARE_BYTES
+    if sum(map(_num_bytes, checked.values())) > most:
+        raise CheckpointError(f"{file} is refused: its tensors have more than {most / 1e6:,.0f} MB, the file far less")
+    return checked
+
+
+def _collect(file: Path, value: Any, path: str, found: dict[str, Tensor], left_out: list[str], seen: set[int]) -> None:
+    """Add the tensors in nested dicts to `found`, named by their keys, and the names of other entries to `left_out`."""
+    if isinstance(value, Tensor):
+        found[path] = value
+    elif isinstance(value, Mapping):
+        if id(value) in seen:
+            raise CheckpointError(f"{file} is refused: it has the dict {path!r} more than once")
+        seen.add(id(value))
+        for key, entry in value.items():
+            name = str(key) if not path else f"{path}.{key}"
+            if not path and TRAINERS.search(name) and not isinstance(entry, Tensor):
+                left_out.append(name)
+            elif not path and name in WRAPPERS and isinstance(entry, Mapping):
+                _collect(file, entry, "", found, left_out, seen)
+            elif name in found:
+                raise CheckpointError(f"{file} is refused: it has {name} twice")
+            else:
+                _collect(file, entry, name, found, left_out, seen)
+    elif isinstance(value, list | tuple) and any(isinstance(entry, Tensor | Mapping) for entry in value):
+        raise CheckpointError(f"{file} is refused: {path or 'all of it'} is a list of tensors, which have no names")
+    else:
+        left_out.append(f"{path} ({type(value).__name__})")
+
+
+def _checked(file: Path, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor that can be written. Raises CheckpointError if it is not plain numbers, or not all of them."""
+    what = None
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type != "cpu":
+        what = "is not a dense tensor with data"
+    elif tensor.dtype not in STORED_AS or name == "__metadata__":
+        what = f"of type {tensor.dtype} cannot be stored as safetensors"
+    elif _num_bytes(tensor) > tensor.untyped_storage().nbytes():
+        what = f"claims {_num_bytes(tensor):,} bytes, and has {tensor.untyped_storage().nbytes():,}"
+    elif tensor.is_floating_point() and (tensor.float() if tensor.itemsize == 1 else tensor).isnan().any():
+        what = "has values that are not a number: its training had diverged, or the file is damaged"
+    if what is not None:
+        raise CheckpointError(f"{file} is refused: its tensor {name} {what}")
+    return tensor.detach()
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _print(**line: str) -> None:
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
