@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_sentence, load_tokenizer
+from python_backend.rewards.function import RESPONSE_KEY
 from python_backend.wire.contract import (
     MESSAGES,
     METADATA,
@@ -128,7 +129,10 @@ class RowReader:
         if self._template is not None:
             text = self._template.render(index, text, metadata)
         elif messages is not None:
-            conversation = [*messages, {"role": "assistant", "content": text}] if text else messages
+            # A reply may be empty, which no sentence can tell from a conversation that is complete.
+            is_empty = not self._takes_pairs and metadata.get(RESPONSE_KEY) == "" and messages[-1:] != []
+            has_reply = text or (is_empty and messages[-1]["role"] != "assistant")
+            conversation = [*messages, {"role": "assistant", "content": text}] if has_reply else messages
             text = self._render(index, conversation, generation_prompt=self._generation_prompt)
         append_eos = self._appends_eos and messages is None
         if append_eos and not self.tokenizer.eos_token:
