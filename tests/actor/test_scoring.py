@@ -5,7 +5,9 @@ Clients stand for a server that answers, fails or changes its version as a test 
 
 import asyncio
 import dataclasses
+import json
 import string
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,9 +44,12 @@ from python_backend.checkpoints.tokenization import encode_text, fingerprint, re
 from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.client.retry import RequestCounters
 from python_backend.client.served import ServedModel
+from python_backend.config import RunConfig
 from python_backend.errors import RlhfError
 from python_backend.serving.requests import RowReader
 from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION, Limits, VersionRange
+from tools.gateway.rows import reply_row
+from trainer.live import read_pairs
 
 PATIENCE_S = 60.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging
 NAN = float("nan")
@@ -630,3 +635,34 @@ def test_a_run_is_scored_by_the_reward_models_own_rendering(tmp_path: Path, othe
         assert scored_ids(pairs, rollout) == (
             theirs(first, text)["input_ids"] if text else encode_text(theirs, first, 500)
         )
+
+
+def gate_ids(folder: Path, prompt: Any, reply: str) -> list[int]:
+    """The ids of a pair of `reward.gate`."""
+    said = reply if isinstance(prompt, str) else [{"role": "assistant", "content": reply}]
+    (folder / "pairs.jsonl").write_text(json.dumps({"prompt": prompt, "chosen": said, "rejected": said}))
+    gate = {"pairs": folder / "pairs.jsonl"}
+    section = RunConfig.model_validate({"reward": {"model": folder, "store": True, "gate": gate}}).reward
+    model: Any = types.SimpleNamespace(num_outputs=1, limits=Limits(vocab_size=1 << 20), skipped_pad_id=None)
+    return read_pairs(section, model).chosen[0].tokens.tolist()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("other", REWARDS_OF)
+def test_every_way_in_has_the_same_ids(tmp_path: Path, other: str, shape: str):
+    """Sentences of any client, with and without messages; rows of the gateway; pairs of the gate; rows of a run."""
+    theirs, (columns, before) = REWARDS_OF[other], SHAPES[shape]
+    prompt: Any = columns["text"] if before is None else before
+    reader = Reader(tmp_path, theirs)
+    for reply, (text, *_) in REPLIES.items():
+        gateway = reply_row(prompt, text, {})
+        chat = [] if before is None else [*before, {"role": "assistant", "content": text}]
+        ways = [
+            (gateway.text, gateway.metadata),
+            (prompt + text, {}) if before is None else ("", {"messages": chat}),
+            (prompt + text, {}) if before is None else (text, {"messages": before, "response": text}),
+        ]
+        sentences, metadata = zip(*ways, strict=True)
+        asyncio.run(reader.score_sentences(sentences, (), metadata, pairs=None))
+        found = {*map(tuple, reader.ids), tuple(gate_ids(tmp_path, prompt, text))}
+        assert found == {tuple(scored_ids(reader, answered(row_of(columns), reply)))}, reply
