@@ -459,12 +459,12 @@ class ConstantTerms:
             if opened
             else "compare what it looks for with the responses in rollouts.jsonl (actor.logged_texts)"
         )
-        for name, values in self._seen.items():
-            if len(values) == 1:
+        for name, seen in self._seen.items():
+            if len(seen) == 1:
                 logger.warning(
                     "%s is %g for all %d responses of the first %d steps, so nothing is learned from it: %s",
                     f"the reward {name!r}" if name else "the reward",
-                    *values,
+                    *seen,
                     self._rows,
                     self._noted,
                     hint,
