@@ -76,9 +76,11 @@ def row_metadata(
         reply: messages of a conversation with an environment, from the policy's first one on.
     """
     if not reward.reads_texts:
-        messages = prompt.metadata.get(MESSAGES_KEY)
+        if MESSAGES_KEY not in prompt.metadata:
+            return {}
         empty = {} if response else {RESPONSE_KEY: ""}  # a reply, while an empty sentence alone is none
-        return {} if messages is None else {MESSAGES_KEY: messages, **empty}
+        said = {REPLY_KEY: [reply[last_reply(reply)]]} if reply else {}  # it may have tool calls
+        return {MESSAGES_KEY: prompt.metadata[MESSAGES_KEY], **empty, **said}
     texts = {PROMPT_KEY: prompt.text, RESPONSE_KEY: response, **({REPLY_KEY: [*reply]} if reply else {})}
     return {**prompt.metadata, **texts, **({GROUP_KEY: group} if reward.groupwise else {})}
 

@@ -101,7 +101,7 @@ class FunctionReward:
             text_bytes(np.empty((0, 1), np.object_), encoded, self._limits)
             for row, metadata in zip(rows, metadata_rows(encoded, len(rows)), strict=True):
                 tokens = row.tokens.tolist()
-                text = _given_text(metadata)
+                text = given_text(metadata)
                 yield Sample(self._codec.decode(tokens) if text is None else text, tokens, metadata)
             return
         pairs = call.array(contract.TEXT_PAIRS)
@@ -112,7 +112,7 @@ class FunctionReward:
             yield Sample(first + second, self._codec.encode(first + second, LONGEST_ROW_TOKENS), metadata)
 
 
-def _given_text(metadata: Mapping[str, Any]) -> str | None:
+def given_text(metadata: Mapping[str, Any]) -> str | None:
     """Return the text that a client has sent beside its tokens, as it would be without them; None if it has not."""
     prompt, response = (metadata.get(key) for key in (PROMPT_KEY, RESPONSE_KEY))
     if not isinstance(response, str):

@@ -272,13 +272,15 @@ def test_rewards_of_tokens_are_placed_where_the_server_says(tokenizer: Any):
     assert joined.process.rewards.tolist() == [[*process.rewards[0].tolist(), 0, 0]]
 
 
-@pytest.mark.parametrize("is_chat", [False, True])
-def test_rewards_of_texts_are_placed_on_the_token_that_has_the_end(tokenizer: Any, is_chat: bool):
+@pytest.mark.parametrize(("is_chat", "before"), [(False, ""), (True, ""), (False, "<|im_start|>")])
+def test_rewards_of_texts_are_placed_on_the_token_that_has_the_end(tokenizer: Any, is_chat: bool, before: str):
+    """Also where the prompt's text is another than that of its tokens, as BOS is none."""
     response = " Return a line. a good day"
     rollout = written(tokenizer, response)
+    rollout.prompts[0] = dataclasses.replace(rollout.prompts[0], text=f"{before}Open it.")
     if is_chat:
         rollout.prompts[0].metadata["messages"] = [{"role": "user", "content": "Open it."}]
-    text = response if is_chat else "Open it." + response
+    text = response if is_chat else f"{before}Open it.{response}"
     ends = [text.index("line.") + 5, len(text)]
     client = Client({"rewards": [[0.5]], "step_rewards": [[0.5, 0.75]], "step_ends": [ends]}, process="step")
     scores = score(client, tokenizer, rollout, texts=True)
@@ -555,6 +557,21 @@ def answered(prompt: Prompt, reply: str) -> Rollout:
     whole = torch.tensor([row.tokens])
     lengths = torch.tensor([whole.shape[1]])
     return Rollout([prompt], whole, lengths, torch.tensor([prompt.tokens.size]), torch.tensor([REPLIES[reply][2]]))
+
+
+def test_the_tool_calls_of_a_reply_are_rendered(tmp_path: Path):
+    """An agent's last message may have some beside its content, as clients of the OpenAI API write them."""
+    calls = "{% for c in m.tool_calls or [] %}({{ c.name }}){% endfor %}"
+    template = f"{{% for m in messages %}}{{{{ m.content }}}}{calls}<|im_end|>{{% endfor %}}"
+    theirs = with_thoughts("qwen2", chat_template=template)
+    rollout = with_a_tool(row_of(SHAPES["chat"][0]), "finished")
+    assert rollout.trajectories is not None
+    (said,) = rollout.trajectories
+    messages = [*said.messages[:-1], {**said.messages[-1], "tool_calls": [{"name": "look"}]}]
+    rollout.trajectories[0] = dataclasses.replace(said, messages=tuple(messages))
+    whole = theirs.apply_chat_template([QUESTION, *messages], tokenize=False)
+    assert whole.endswith(" A day.(look)<|im_end|>")
+    assert scored_ids(Reader(tmp_path, theirs), rollout) == encode_text(theirs, whole, 500)
 
 
 def with_a_tool(prompt: Prompt, reply: str) -> Rollout:
