@@ -229,7 +229,7 @@ def _reply(messages: Sequence[Any], text: str, metadata: Mapping[str, Any]) -> l
         return []
     sent = metadata.get(REPLY_KEY)
     known = [message for message in sent if _is_message(message)] if isinstance(sent, list) else []
-    said: Mapping[str, Any] = next((message for message in reversed(known) if message["role"] == "assistant"), {})
+    said: dict[str, Any] = next((message for message in reversed(known) if message["role"] == "assistant"), {})
     return [said if said.get("content") == text else {"role": "assistant", "content": text}]
 
 
