@@ -63,23 +63,27 @@ def check_prompts(config: RunConfig) -> None:
     held_out = {"actor.validation.prompts": validation.prompts} if validation.size else {}
     for key, path in {**prompts.paths, **held_out}.items():
         try:
-            contents = [] if path is None else _first_contents(path, begins=config.environment is not None)
-            if any(isinstance(content, list) for content in contents):
+            contents = {} if path is None else _first_contents(path, begins=config.environment is not None)
+            chats = {where: content for where, content in contents.items() if isinstance(content, list)}
+            if chats:
                 _check_templates(config, key)
+                _check_renderings(config, chats)
         except PromptError as error:
             raise ConfigError(f"{key}: {error}") from error
 
 
-def _first_contents(path: Path, *, begins: bool) -> list[Any]:
-    """Return the text or messages of the first rows of a prompt file. Raises PromptError if it or a row is empty.
+def _first_contents(path: Path, *, begins: bool) -> dict[str, Any]:
+    """Return the text or messages of the first rows of a prompt file by where they are.
+
+    Raises PromptError if it or a row is empty.
 
     `begins`: an environment begins rows without a prompt.
     """
-    contents = []
+    contents = {}
     for read in itertools.islice(read_rows(path), CHECKED_ROWS):
         row = begun(read) if begins else read
-        contents.append(row.columns[source_of(row)])
-        if not contents[-1]:
+        contents[row.where] = row.columns[source_of(row)]
+        if not contents[row.where]:
             raise PromptError(f"{row.where}: {source_of(row)} is empty")
     if not contents:
         raise PromptError(f"{path} has no prompts")
@@ -108,6 +112,20 @@ def _check_templates(config: RunConfig, prompts: str) -> None:
             "the template that it was trained with as chat_template.jinja in its folder "
             "(`{{ messages[-1]['content'] }}` scores only the reply), or give the prompts as plain texts"
         )
+
+
+def _check_renderings(config: RunConfig, chats: dict[str, list[Any]]) -> None:
+    """Render conversations as the reward model does. Raises PromptError if its chat template refuses one."""
+    reward = config.reward
+    if not config.uses_reward_model or reward.template is not None:
+        return
+    tokenizer = load_tokenizer(reward.model.absolute())
+    reply = [] if reward.process or reward.text == "pair" else [{"role": "assistant", "content": RESPONSE}]
+    for where, messages in chats.items():
+        try:
+            tokenizer.apply_chat_template([*messages, *reply], tokenize=False)
+        except Exception as error:  # templates are programs and may raise anything
+            raise PromptError(f"{where}: the chat template of reward.model refuses the messages: {error}") from error
 
 
 def _missing_trackers(config: RunConfig) -> list[str]:

@@ -448,6 +448,11 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
     check("same", conversation, logit={"tokens": [1]}, template="{{ response }}")
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
     check("other", conversation)
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (tmp_path / "other" / "chat_template.jinja").write_text(refusing)
+    check("other", conversation)
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2: the chat template of reward\.model .* no system"):
+        check("other", [{"role": "system", "content": "Be brief."}, *conversation])
 
 
 @pytest.mark.parametrize(
