@@ -17,7 +17,7 @@ from typing import Any
 
 from actor.data.prompt_files import CONVERSATIONS, PromptError, read_rows
 from actor.data.prompt_reader import Prompt, PromptReader, check_columns
-from actor.run.row_limits import check_lengths, receives_texts
+from actor.run.row_limits import check_lengths
 from python_backend.checkpoints.inspection import stored_dtypes
 from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer, same_tokenizer
 from python_backend.client.served import ServedModel
@@ -95,10 +95,10 @@ def _first_prompts(config: RunConfig, reader: PromptReader, key: str, path: Path
 
 
 def _check_rendering(config: RunConfig, prompts: Sequence[Prompt]) -> None:
-    """Check that the reward model, where it receives texts, can render the prompts with a reply. Raises PromptError."""
+    """Check that the reward model can render the prompts with a reply. Raises PromptError."""
     chats = [prompt for prompt in prompts if MESSAGES_KEY in prompt.metadata]
     is_rendered = config.uses_reward_model and config.reward.template is None
-    if not (chats and is_rendered and receives_texts(config)):
+    if not (chats and is_rendered):
         return
     tokenizer = load_tokenizer(config.reward.model.absolute())
     for prompt in chats:
@@ -116,7 +116,7 @@ def _check_templates(config: RunConfig, prompts: str) -> None:
         prompts: configuration key of a prompt file that contains conversations; for the error message.
 
     Raises:
-        ConfigError: the policy has none, or the reward model has none and receives texts.
+        ConfigError: the policy has none, or the reward model, which renders them itself.
     """
     policy, reward = config.actor.policy.model, config.reward.model
     if not has_chat_template(policy):
@@ -124,12 +124,11 @@ def _check_templates(config: RunConfig, prompts: str) -> None:
             f"actor.policy.model: {policy} has no chat template, but {prompts} contains conversations; save a "
             "template there as chat_template.jinja, or give the prompts as plain texts"
         )
-    renders = config.uses_reward_model and config.reward.template is None and not has_chat_template(reward)
-    if renders and receives_texts(config):
+    renders = config.uses_reward_model and config.reward.template is None
+    if renders and not has_chat_template(reward):
         raise ConfigError(
-            f"reward.model: {reward} has no chat template, but must render the conversations in {prompts}, "
-            "because it receives texts (reward.text: pair, reward.process.mark, or another tokenizer than the "
-            "policy's); save the template that it was trained with as chat_template.jinja in its folder "
+            f"reward.model: {reward} has no chat template, but must render the conversations in {prompts} itself; save "
+            "the template that it was trained with as chat_template.jinja in its folder "
             "(`{{ messages[-1]['content'] }}` scores only the reply), or give the prompts as plain texts"
         )
     folders = {"actor.policy.model": policy}

@@ -64,6 +64,8 @@ def client_parameters(reward: RewardSection) -> dict[str, str | None]:
     return {
         contract.PROCESS: None if process is None else process.granularity,
         contract.TEXTS_ONLY: "true" if reward.template or (process is not None and process.mark) else None,
+        "add_special_tokens": json.dumps(reward.add_special_tokens),
+        "append_eos": json.dumps(reward.append_eos),
     }
 
 
@@ -173,7 +175,7 @@ def render_rewards(
     *,
     render: Render,
     checkpoint: Callable[[str], str],
-    fingerprint: Callable[[Path], str],
+    fingerprints: Callable[[Path], dict[str, str]],
 ) -> dict[str, str]:
     """Return `{model: config.pbtxt}` of the reward models of a configuration whose `rewards` are set.
 
@@ -181,7 +183,7 @@ def render_rewards(
         place: converts a path to the form to write: absolute, or as in the YAML.
         render: renders the named template with the given values.
         checkpoint: returns the config.pbtxt that serves the model under the given name.
-        fingerprint: returns the fingerprint of the tokenizer in a checkpoint folder.
+        fingerprints: returns the parameters that tell the tokenizer in a checkpoint folder from others.
     """
     assert config.rewards
     tokenizer = tokenizer_folder(config)
@@ -191,7 +193,7 @@ def render_rewards(
     traits = reward_traits(config, is_stored=live)
     whole = declared
     if tokenizer is not None:
-        whole |= {"model": str(place(tokenizer)), "tokenizer_fingerprint": fingerprint(tokenizer)}
+        whole |= {"model": str(place(tokenizer)), **fingerprints(tokenizer)}
     if live:
         whole[STORE] = str(place(config.run.reward_weights_dir))
     texts = {}

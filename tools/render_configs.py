@@ -163,14 +163,13 @@ def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
             raise ConfigError(f"reward.model: {error}") from error
         parameters = {
             **_scoring_parameters(section, config.server, place),
+            **_fingerprints(section.model),
             "standardization": scale if isinstance(scale, str) else json.dumps(scale.model_dump()),
             "pooling": section.pooling,
             "attribute_weights": json.dumps(weights),
             "merge_attributes": json.dumps(merges(section)),
             "text": section.text,
             contract.LABELS: json.dumps(_labels(config)),
-            "add_special_tokens": json.dumps(section.add_special_tokens),
-            "append_eos": json.dumps(section.append_eos),
             "num_rewards": str(_num_rewards(config)),
             **token_reward_parameters(section),
         }
@@ -181,7 +180,7 @@ def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
 
     if config.rewards is None:
         return {contract.REWARD_MODEL: checkpoint(contract.REWARD_MODEL)}
-    return render_rewards(config, place, render=render, checkpoint=checkpoint, fingerprint=_tokenizer_fingerprint)
+    return render_rewards(config, place, render=render, checkpoint=checkpoint, fingerprints=_fingerprints)
 
 
 def _critic(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
@@ -316,18 +315,19 @@ def _scoring_parameters(section: ModelSection, server: ServerSection, place: Any
         "max_length": str(section.max_length or ""),
         **limit_parameters(server),
         "compile": json.dumps(section.compile),
-        "tokenizer_fingerprint": _tokenizer_fingerprint(section.model),
+        "tokenizer_fingerprint": _fingerprints(section.model)["tokenizer_fingerprint"],
     }
 
 
-def _tokenizer_fingerprint(folder: Path) -> str:
+def _fingerprints(folder: Path) -> dict[str, str]:
     known = ("config.json", "tokenizer.json", "tokenizer_config.json")
     if not any((folder / name).is_file() for name in known):  # the committed repository has no checkpoint
-        return ""
-    from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer
+        return {"tokenizer_fingerprint": "", "rendering_fingerprint": ""}
+    from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer, rendering_fingerprint
 
     try:
-        return fingerprint(load_tokenizer(folder.absolute()))
+        found = load_tokenizer(folder.absolute())
+        return {"tokenizer_fingerprint": fingerprint(found), "rendering_fingerprint": rendering_fingerprint(found)}
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

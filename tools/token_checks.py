@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.run.row_limits import receives_texts
 from python_backend.checkpoints.tokenization import (
     PROBE,
     SpecialTokens,
@@ -29,9 +28,11 @@ def token_problems(config: RunConfig) -> Iterator[str]:
     banned = {*special.banned_ids}
     sampled = [i for i in entries if (size is None or i < size) and i not in banned]
     for role, section in config.served_sections.items():
+        if role == "reward" and (config.reward.process is None or config.reward.process.granularity == "step"):
+            continue  # it receives texts
         known = num_embeddings(section.model)
         lacking = [i for i in sampled if i >= (known or i + 1)]
-        if lacking and not (role == "reward" and receives_texts(config)):
+        if lacking:
             yield (
                 f"{role}.model: {section.model} has {known} embeddings, none for {_named(tokenizer, lacking)}, which "
                 f"the policy may sample; {RESIZE}, or start from a model of the policy's size"

@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_sentence, fingerprint, load_tokenizer
+from python_backend.checkpoints.tokenization import (
+    LONGEST_ROW_TOKENS,
+    encode_sentence,
+    load_tokenizer,
+    rendering_fingerprint,
+)
 from python_backend.config import ConfigError, RewardSection, RunConfig
 from python_backend.config.live_models import live_model
 from python_backend.errors import RlhfError
@@ -109,12 +114,12 @@ def _scores(model: RewardModel, rows: list[TokenRow]) -> np.ndarray:
 
 
 def check_tokenizer(checkpoint: Path, folder: Path) -> None:
-    """Raise CheckpointError unless the checkpoint in `folder` has the tokenizer of the served `checkpoint`."""
-    theirs, ours = (fingerprint(load_tokenizer(path.absolute())) for path in (folder, checkpoint))
+    """Raise CheckpointError unless the checkpoint in `folder` renders texts as the served `checkpoint` does."""
+    theirs, ours = (rendering_fingerprint(load_tokenizer(path.absolute())) for path in (folder, checkpoint))
     if theirs != ours:
         raise CheckpointError(
-            f"{folder} has another tokenizer than reward.model ({checkpoint}), with which requests are tokenised; "
-            "to serve it, start a run with this checkpoint"
+            f"{folder} has another tokenizer than reward.model ({checkpoint}), or another chat template: requests are "
+            "rendered with those of reward.model; to serve it, start a run with this checkpoint"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from actor.capture.sessions import CaptureError, Sampled, Sampling
 from actor.data.chat import HERMES, Message, tool_calls
+from python_backend.checkpoints.tokenization import reply_text
 
 Json = dict[str, Any]
 
@@ -60,7 +61,7 @@ class Dialect:
 
 def reply_to(asked: Asked, name: str, prompt_tokens: int, sampled: Sampled, tokenizer: Any) -> PolicyReply:
     """Return the reply: its text up to the stop string, without the tool calls in it that are well-formed."""
-    text, calls = tokenizer.decode(sampled.tokens, skip_special_tokens=True), list[Json]()
+    text, calls = reply_text(tokenizer, sampled.tokens), list[Json]()
     stops = [(text.index(stop), stop) for stop in asked.sampling.stop if stop in text]
     end, stopped_by = min(stops, default=(len(text), None))
 

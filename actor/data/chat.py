@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from python_backend.checkpoints.tokenization import reply_text
 from python_backend.errors import RlhfError
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Chat:
         Its `response_template` tells transformers that format; without, it is that of Hermes and Qwen.
         """
         if getattr(self.tokenizer, "response_template", None) is None:
-            return tool_calls(self.tokenizer.decode(reply, skip_special_tokens=True))
+            return tool_calls(reply_text(self.tokenizer, reply))
         try:
             found = self.tokenizer.parse_response([*reply], prefix=[*before], tools=self.tools and [*self.tools])
         except Exception as error:  # of what the policy has written

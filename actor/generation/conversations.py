@@ -22,6 +22,7 @@ from actor.data.chat import Chat, HistoryChanged, Message, TemplateError, warn_o
 from actor.data.recorded import RecordedRow
 from actor.data.rollout import Prompt, Trajectory
 from actor.generation.slots import Finished, Response
+from python_backend.checkpoints.tokenization import reply_text
 from python_backend.config.environment import EnvironmentSection
 from python_backend.environments.pool import EnvironmentFailed, Environments, Instance
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY
@@ -195,7 +196,7 @@ class Agent:
         for number in range(1, settings.max_turns + 1):
             turn = await rows.sampled(before)
             talk.row.sample(turn.tokens, turn.logprobs)
-            text = self._tokenizer.decode(turn.tokens, skip_special_tokens=True)
+            text = reply_text(self._tokenizer, turn.tokens)
             talk.messages.append({"role": "assistant", "content": text})
             if not turn.ended:
                 is_full = len(talk.row.tokens) >= self.longest

@@ -7,6 +7,7 @@ import asyncio
 import functools
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,6 +48,8 @@ GRADIENT = "train_optim/grad_norm"
 NO_ACCIDENT = 3  # steps after which a gradient that was always 0 is named
 TIMELINE_FILE = "timeline.jsonl"
 VALIDATIONS_FILE = "validations.jsonl"
+FIRST_STEPS = 3  # after which a constant reward is named
+OPENED = re.compile(r"<\w+>\s*\Z")  # at the end of a prompt, such as <think>
 
 
 class Recorder:
@@ -74,6 +77,7 @@ class Recorder:
         self.failed_critic_updates = 0  # in this process; the sidecar counts them as done
         self._unsaved: int | None = None  # newest step whose critic_save failed
         self._masked_samples = 0
+        self._constants = ConstantTerms(min(FIRST_STEPS, config.actor.steps))
         self._num_mostly_excluded = 0  # steps in which fewer than half of the responses contribute
         self._taught: list[
             bool
@@ -209,6 +213,7 @@ class Recorder:
             seconds,
         )
         _warn_of_failures(f"step {step}", scores)
+        self._constants.note(scored)
         is_taught = await asyncio.to_thread(lambda: batch.policy_weights.any(-1).tolist())
         self._warn_of_no_learning(step, line, any(is_taught), scored.rollout.trajectories or ())
         self._warn_of_excluded(step, is_taught[: len(scores.scored)], scored.rollout.trajectories)
@@ -488,6 +493,43 @@ def _in_nats(kl: float | None) -> str:
 
 def _ended_well(save: asyncio.Task[None]) -> bool:
     return save.done() and not save.cancelled() and save.exception() is None
+
+
+class ConstantTerms:
+    """The terms of the reward that have had one value since the start, of which nothing can be learned."""
+
+    def __init__(self, steps: int) -> None:
+        """`steps`: how many to wait for."""
+        self._steps, self._noted, self._rows = steps, 0, 0
+        self._seen: dict[str, set[float]] = {}
+
+    def note(self, scored: ScoredRollout) -> None:
+        """Note the rewards of a step; warn in the last of the steps, once, if all values of a term are equal."""
+        if self._noted >= self._steps:
+            return
+        scores = scored.scores
+        self._noted, self._rows = self._noted + 1, self._rows + int(scores.scored.sum())
+        for name, values in (scores.components or {"": scores.rewards}).items():
+            known = values[scores.scored & values.isfinite()]
+            self._seen.setdefault(name, set()).update(known.tolist())
+        if self._noted < self._steps or self._rows < 2:
+            return
+        opened = {found[0] for prompt in scored.rollout.prompts if (found := OPENED.search(prompt.text))}
+        hint = (
+            f"the prompts end with {opened.pop().strip()}, which the chat template writes, so no response has it"
+            if opened
+            else "compare what it looks for with the responses in rollouts.jsonl (actor.logged_texts)"
+        )
+        for name, seen in self._seen.items():
+            if len(seen) == 1:
+                logger.warning(
+                    "%s is %g for all %d responses of the first %d steps, so nothing is learned from it: %s",
+                    f"the reward {name!r}" if name else "the reward",
+                    *seen,
+                    self._rows,
+                    self._noted,
+                    hint,
+                )
 
 
 def _warn_of_failures(where: str, scores: Scores) -> None:

@@ -33,25 +33,17 @@ def check_lengths(config: RunConfig) -> None:
         )
 
 
-def receives_texts(config: RunConfig) -> bool:
-    """Return whether the actor sends the reward model texts instead of token ids."""
-    reward = config.reward
-    marks = reward.process is not None and reward.process.mark is not None
-    if marks or reward.text == "pair" or reward.template is not None:
-        return True
-    return not same_tokenizer(config.actor.policy.model, reward.model)
-
-
 def _reward_refuses(config: RunConfig) -> bool:
     """Return whether the reward model refuses rows above its limit, counted in the policy's tokens.
 
-    It truncates texts, except where the end of a row must be there. Texts in another model's tokens are not counted.
+    It truncates texts, except where the end of a row must be there. Texts in another model's tokens are not counted;
+    those in the policy's are nearly as long as its rows, and must not lose the reply.
     """
     reward = config.reward
     if not reward.model.is_dir():
         return False
     needs_end = reward.process or reward.template or reward.logit
-    return same_tokenizer(config.actor.policy.model, reward.model) if needs_end else not receives_texts(config)
+    return (needs_end or reward.text != "pair") and same_tokenizer(config.actor.policy.model, reward.model)
 
 
 def _settings(checkpoint: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from actor.run.collection import all_rows, collect
 from actor.run.metrics import Timers
 from actor.scoring.reference import Reference
 from actor.scoring.scorer import Scorer
+from python_backend.checkpoints.tokenization import reply_text
 from python_backend.monitoring.tracing import span
 from python_backend.rewards.function import MESSAGES_KEY
 from python_backend.wire.contract import VersionRange
@@ -99,7 +100,7 @@ def read_texts(rollout: Rollout, scores: Scores, tokenizer: Any, limit: int | No
         prompt = rollout.prompts[i]
         text = {
             "prompt": rollout.prompts[_rows(rollout, i)[0]].text,
-            "response": tokenizer.decode(row[prompt.tokens.size :].tolist(), skip_special_tokens=True),
+            "response": reply_text(tokenizer, row[prompt.tokens.size :].tolist()),
             "reward": float(scores.rewards[i]) if scores.scored[i] else None,
             **_conversation(rollout, scores, i),
         }

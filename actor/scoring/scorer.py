@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import functools
 import itertools
+import logging
+import operator
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from actor.data.compute import each
 from actor.data.rollout import ProcessRewards, Prompt, Rollout, Scores, Trajectory, joined
 from actor.scoring.environment import with_environment
-from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.checkpoints.tokenization import fingerprint, rendering_fingerprint, reply_text
 from python_backend.client.batching import halved
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import UNKNOWN_MODEL, RequestFailed
@@ -41,24 +43,28 @@ from python_backend.wire.contract import (
     sentence_texts,
 )
 
+logger = logging.getLogger(__name__)
+
 # What the server receives beside a row: the prompt's other columns and, where they are needed, its texts and group.
 
 
 def row_metadata(
     reward: ServedModel, prompt: Prompt, response: str, group: int, reply: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Return a row's metadata.
+    """Return a row's metadata: all that functions read, or the messages that the reward model renders.
 
     Args:
         group: the row's group within the request, sent if a function is groupwise.
         reply: messages of a conversation with an environment, from the policy's first one on.
     """
+    if not reward.reads_texts:
+        if MESSAGES_KEY not in prompt.metadata:
+            return {}
+        empty = {} if response else {RESPONSE_KEY: ""}  # a reply, while an empty sentence alone is none
+        said = {REPLY_KEY: [reply[last_reply(reply)]]} if reply else {}  # it may have tool calls
+        return {MESSAGES_KEY: prompt.metadata[MESSAGES_KEY], **empty, **said}
     texts = {PROMPT_KEY: prompt.text, RESPONSE_KEY: response, **({REPLY_KEY: [*reply]} if reply else {})}
-    return {
-        **prompt.metadata,
-        **(texts if reward.reads_texts else {}),
-        **({GROUP_KEY: group} if reward.groupwise else {}),
-    }
+    return {**prompt.metadata, **texts, **({GROUP_KEY: group} if reward.groupwise else {})}
 
 
 # Process rewards as the server replies with them, placed on the policy's tokens.
@@ -73,17 +79,19 @@ def ends_on_tokens(
     rows: Sequence[np.ndarray],
     starts: Sequence[int],
     firsts: Sequence[int],
+    shifts: Sequence[int],
 ) -> dict[str, np.ndarray]:
     """Return the response to sentences with `step_ends` as indices of the tokens that contain them.
 
     Args:
-        rows: token rows int64 `[length_i]` that the sentences were decoded from.
-        starts: index of the first token of each sentence in its row.
+        rows: token rows int64 `[length_i]` that the responses were decoded from.
+        starts: index of the first token of each row to decode.
         firsts: index of the first response token of each row.
+        shifts: what to add to a character of each sentence to get the one of the decoded row.
     """
     ends = answer[STEP_ENDS].copy()
-    for i, (row, start, first) in enumerate(zip(rows, starts, firsts, strict=True)):
-        counts = tokens_with(ends[i].clip(0).tolist(), tokenizer, row[start:].tolist())
+    for i, (row, start, first, shift) in enumerate(zip(rows, starts, firsts, shifts, strict=True)):
+        counts = tokens_with((ends[i] + shift).clip(0).tolist(), tokenizer, row[start:].tolist())
         # At the end of the response, the tokens that are no text belong to the step.
         last = [row.size - 1 if count is None else max(first, start + count - 1) for count in counts]
         ends[i] = np.where(ends[i] >= 0, last, ends[i])
@@ -97,7 +105,7 @@ def tokens_with(ends: Sequence[int], tokenizer: Any, ids: Sequence[int]) -> list
     """
 
     def characters(block: int, last: int) -> int:
-        return len(tokenizer.decode(ids[max(0, block - 1) * BLOCK : last], skip_special_tokens=True))
+        return len(reply_text(tokenizer, ids[max(0, block - 1) * BLOCK : last]))
 
     def least(end: int) -> int:
         block = max(0, bisect_left(reached, end) - 1)
@@ -179,13 +187,13 @@ class Scorer:
     async def compare_tokenizers(self) -> None:
         """Read which rewards are served, and compare the tokenizers of reward model and critic with the policy's.
 
-        A reward model with another vocabulary, with a template, or of text pairs, receives sentences instead of token
-        ids.
+        A reward model receives texts, of which it makes its own rendering: the policy's tokens are rarely the same,
+        with the end of a reply least of all. Functions alone, and rewards at tokens, receive the policy's tokens.
 
         Raises:
             RlhfError: the critic is not served or has another vocabulary, a model's configuration names no
                 tokenizer, or the reward model returns several rewards per row, or rewards per token of another
-                vocabulary.
+                rendering.
             RequestFailed: the server cannot be reached.
         """
         ours = fingerprint(self._tokenizer)
@@ -209,12 +217,18 @@ class Scorer:
                 f"{self._tokenizer.name_or_path}): values belong to the policy's tokens, so the critic must start "
                 "from a checkpoint with the same vocabulary"
             )
-        is_other = self._has_rewards and self.reward.tokenizer != ours
-        self.sends_sentences = self.reward.takes_pairs or self.reward.texts_only or is_other
-        if self.sends_sentences and self.reward.granularity == "token":
+        at_tokens = self.reward.granularity == "token"
+        self.sends_sentences = self._has_rewards and self.reward.has_model and not at_tokens
+        if at_tokens and (self.reward.texts_only or self.reward.rendering != rendering_fingerprint(self._tokenizer)):
             raise RlhfError(
-                f"reward.process.granularity is token, but the tokens of {self.reward.folder} are not the policy's "
-                f"({self._tokenizer.name_or_path}); use a reward model with the policy's tokenizer, or set it to step"
+                f"reward.process.granularity is token, but {self.reward.folder} does not render and tokenise texts as "
+                f"the policy does ({self._tokenizer.name_or_path}): use a reward model with the policy's tokenizer and "
+                "chat template, or set it to step"
+            )
+        if self.sends_sentences:
+            logger.info(
+                "the reward model scores its own rendering of prompts and replies: it receives texts%s",
+                ", the critic the policy's tokens" if self.has_critic else "",
             )
 
     async def _describe(self, model: str) -> ServedModel:
@@ -291,7 +305,10 @@ class Scorer:
     def _texts(
         self, rollout: Rollout, chunk: Sequence[int], group_size: int
     ) -> tuple[list[dict[str, Any]], list[str] | None, list[str] | None]:
-        """Return the metadata of rows and, if they are sent as texts, their sentences, or both texts of each pair."""
+        """Return the metadata of rows and, if they are sent as texts, their sentences, or both texts of each pair.
+
+        Of a chat, a sentence is only the response, because the messages are sent as metadata.
+        """
         said = [self._said(rollout, i) for i in chunk]
         metadata = [
             row_metadata(self.reward, prompt, response, i // group_size, reply)
@@ -299,14 +316,11 @@ class Scorer:
         ]
         if not self.sends_sentences:
             return metadata, None, None
-        pairs, ends = self.reward.takes_pairs, rollout.prompt_lengths.tolist()
-        texts = [  # of a chat only the response, because the messages are sent as metadata
-            ("" if pairs else response)
-            if self._is_chat(rollout, i)
-            else self._text(rollout, i, end=ends[i] if pairs else None)
-            for i, (_, response, _) in zip(chunk, said, strict=True)
-        ]
-        return metadata, texts, [response for _, response, _ in said] if pairs else None
+        prompts = ["" if MESSAGES_KEY in prompt.metadata else prompt.text for prompt, _, _ in said]
+        responses = [response for _, response, _ in said]
+        if self.reward.takes_pairs:
+            return metadata, prompts, responses
+        return metadata, [*map(operator.add, prompts, responses)], None
 
     def _assembled(self, rollout: Rollout, parts: list[Part]) -> Scores:
         if self.sends_sentences and self.reward.granularity is not None:
@@ -317,8 +331,12 @@ class Scorer:
         if isinstance(answer, str):
             return answer
         rows, firsts = rollout.rows(_slice(chunk)), [self._reply_start(rollout, i) for i in chunk]
-        starts = [first if self._is_chat(rollout, i) else 0 for i, first in zip(chunk, firsts, strict=True)]
-        return ends_on_tokens(answer, self._tokenizer, rows, starts, firsts)
+        starts, shifts = [*firsts], [0] * len(rows)
+        for i, (index, row, first) in enumerate(zip(chunk, rows, firsts, strict=True)):
+            if not self._is_chat(rollout, index):
+                decoded = reply_text(self._tokenizer, row[:first].tolist())
+                starts[i], shifts[i] = 0, len(decoded) - len(rollout.prompts[index].text)
+        return ends_on_tokens(answer, self._tokenizer, rows, starts, firsts, shifts)
 
     @staticmethod
     def _is_chat(rollout: Rollout, index: int) -> bool:
@@ -337,20 +355,21 @@ class Scorer:
     def _said(self, rollout: Rollout, index: int) -> tuple[Prompt, str, Sequence[Mapping[str, Any]]]:
         """Return prompt and response, and the messages of a conversation from the policy's first one on.
 
-        Of a conversation, the response is the policy's last message, and the prompt has all those before it.
+        A text and its response are one text without a gap. Of a conversation, the response is the policy's last
+        message, and the prompt has all those before it.
         """
         prompt, start = rollout.prompts[index], self._reply_start(rollout, index)
         conversation = self._conversation(rollout, index)
+        row = rollout.tokens[index, : int(rollout.lengths[index])].tolist()
         if conversation is None:
-            return prompt, self._text(rollout, index, start=start), ()
+            before = "" if self._is_chat(rollout, index) else reply_text(self._tokenizer, row[:start])
+            whole = reply_text(self._tokenizer, row) if before else ""
+            is_continued = whole.startswith(before) and before
+            return prompt, whole[len(before) :] if is_continued else reply_text(self._tokenizer, row[start:]), ()
         reply, last = conversation.messages, last_reply(conversation.messages)
-        before = {**prompt.metadata, MESSAGES_KEY: [*prompt.metadata[MESSAGES_KEY], *reply[conversation.known : last]]}
-        text = self._tokenizer.decode(rollout.tokens[index, :start].tolist())
-        return dataclasses.replace(prompt, text=text, metadata=before), reply[last]["content"], reply
-
-    def _text(self, rollout: Rollout, index: int, *, start: int = 0, end: int | None = None) -> str:
-        row = rollout.tokens[index, start : int(rollout.lengths[index]) if end is None else end]
-        return self._tokenizer.decode(row.tolist(), skip_special_tokens=True)
+        shown = {**prompt.metadata, MESSAGES_KEY: [*prompt.metadata[MESSAGES_KEY], *reply[conversation.known : last]]}
+        text = self._tokenizer.decode(row[:start])
+        return dataclasses.replace(prompt, text=text, metadata=shown), reply[last]["content"], reply
 
 
 def _slice(chunk: Sequence[int]) -> slice:

@@ -177,12 +177,16 @@ def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
     def gold(rows: Sequence[list[int]]) -> list[float]:
         return [score(text) for text in tokenizer.batch_decode(rows, skip_special_tokens=True)]
 
+    def read(rows: Sequence[list[int]]) -> list[list[int]]:
+        """Return the ids of the texts as the server tokenises them for the reward model: without EOS."""
+        return list(tokenizer(tokenizer.batch_decode(rows, skip_special_tokens=True))["input_ids"])
+
     def samples(prompts: dict[str, list[int]], number: int, seed: int) -> list[list[int]]:
         drawn = random.Random(seed).choices(list(prompts.values()), k=number)
-        return m.sample(policy, drawn, new_tokens=NEW_TOKENS, seed=seed)
+        return read(m.sample(policy, drawn, new_tokens=NEW_TOKENS, seed=seed))
 
     log(f"reward model: sampling {recipe.num_samples} texts and rating them")
-    real, held_out = ([row[: PROMPT_TOKENS + NEW_TOKENS] for row in part] for part in (train_rows, held_out_rows))
+    real, held_out = (read([row[: PROMPT_TOKENS + NEW_TOKENS] for row in part]) for part in (train_rows, held_out_rows))
     rows = real + samples(prompts, recipe.num_samples, seed)
     reward = m.train_reward_model(root / "policy", rows, gold(rows), epochs=recipe.epochs, seed=seed, log=log)
     accuracies = [

@@ -1,8 +1,9 @@
 """Tokenizers of checkpoints: loading, comparison, special tokens, and encoding of texts."""
 
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,21 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(vocabulary.encode()).hexdigest()
 
 
+def rendering_fingerprint(tokenizer: Any) -> str:
+    """Return a hash of all that decides which ids a text or a chat has: equal hashes mean equal ids.
+
+    Beyond the vocabulary these are normaliser, pre-tokenizer, special tokens and chat template.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state: Any = [type(tokenizer).__name__, fingerprint(tokenizer)]  # of a tokenizer in Python
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        del state["truncation"], state["padding"]  # left there by the last call
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    whole = json.dumps([state, special, tokenizer.chat_template, tokenizer.truncation_side])
+    return hashlib.sha256(whole.encode()).hexdigest()
+
+
 def same_tokenizer(one: Path, other: Path) -> bool:
     """Return whether the tokenizers of two checkpoints have the same vocabulary. Raises CheckpointError."""
     first, second = (fingerprint(load_tokenizer(folder.absolute())) for folder in (one, other))
@@ -351,6 +367,25 @@ def end_of_sequence(folder: Path) -> int | list[int] | None:
         raise CheckpointError(f"{folder} has no model configuration: {error}") from error
 
 
+@functools.lru_cache(maxsize=8)
+def dropped_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids that are no part of a reply's text: BOS, padding, and what ends a sequence or a turn."""
+    named = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    folder = Path(str(tokenizer.name_or_path))
+    eos = end_of_sequence(folder) if (folder / "generation_config.json").is_file() else None
+    ends = eos if isinstance(eos, list) else [eos]
+    return frozenset(i for i in (*named, *ends, *turn_ends(tokenizer)) if i is not None)
+
+
+def reply_text(tokenizer: Any, ids: Iterable[int]) -> str:
+    """Return the text of what a policy sampled, with the special tokens that mean something, such as `<think>`.
+
+    Functions, judges, environments, parsers, reports and reward models read it. Only `dropped_ids` are left out.
+    """
+    dropped = dropped_ids(tokenizer)
+    return str(tokenizer.decode([i for i in ids if i not in dropped], skip_special_tokens=False))
+
+
 class TextCodec:
     """Encodes and decodes text.
 
@@ -361,6 +396,7 @@ class TextCodec:
     def __init__(self, folder: Path) -> None:
         """Load the tokenizer in `folder`. Raises CheckpointError if there is none."""
         file = folder / "tokenizer.json"
+        self._folder = folder
         self._fast: Any = None
         if file.is_file():
             from tokenizers import Tokenizer
@@ -369,12 +405,16 @@ class TextCodec:
             self._fast.no_truncation()  # tokenizer.json may have truncation and padding enabled
             self._fast.no_padding()
         else:
-            self._slow = load_tokenizer(folder)
+            _ = self._slow
+
+    @functools.cached_property
+    def _slow(self) -> Any:
+        """The tokenizer of transformers, which alone knows the chat template."""
+        return load_tokenizer(self._folder)
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of `ids`, without special tokens and ids outside the vocabulary."""
-        codec = self._slow if self._fast is None else self._fast
-        return codec.decode(ids, skip_special_tokens=True)
+        """Return the text of `ids`; see `reply_text`. Ids outside the vocabulary have none."""
+        return reply_text(self._slow, ids)
 
     def encode(self, text: str, max_length: int) -> list[int]:
         """Return the first `max_length` ids of the text, without special tokens."""

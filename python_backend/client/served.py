@@ -32,6 +32,7 @@ Config = Mapping[str, Any]  # of a model, as Triton returns it
 Expected = Mapping[str, str | None]  # parameters of a model; None: it has no such parameter
 SAME_ON_ALL_SERVERS = (
     "tokenizer_fingerprint",
+    "rendering_fingerprint",
     "num_rewards",
     "dtype",
     REWARD_COMPONENTS,
@@ -49,6 +50,7 @@ SAME_ON_ALL_SERVERS = (
     "template",
     "generation_prompt",
     "text",
+    "add_special_tokens",
     "append_eos",
     GROUPWISE,
 )
@@ -106,6 +108,16 @@ class ServedModel:
     def tokenizer(self) -> str | None:
         """Fingerprint of the tokenizer."""
         return self.parameters.get("tokenizer_fingerprint")
+
+    @property
+    def rendering(self) -> str | None:
+        """Fingerprint of tokenizer and chat template: of all that decides which ids a text has."""
+        return self.parameters.get("rendering_fingerprint")
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a checkpoint scores the rows, alone or beside reward functions."""
+        return not self.components or MODEL_TERM in self.components
 
     @property
     def folder(self) -> str | None:

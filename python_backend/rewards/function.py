@@ -89,7 +89,7 @@ class Sample:
     """One response to score."""
 
     text: str
-    """Prompt and response as one text, without special tokens; for a chat prompt only the response."""
+    """Prompt and response as one text; for a chat prompt only the response."""
     tokens: list[int] = field(default_factory=list)
     """Token ids as sent. For a sentence: ids from the reward's tokenizer, no special tokens added, at most 32768.
 

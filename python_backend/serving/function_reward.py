@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, TextCodec
-from python_backend.rewards.function import Sample
+from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, Sample
 from python_backend.rewards.groups import grouped
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
 from python_backend.serving.requests import request_limits
@@ -70,6 +70,9 @@ class FunctionReward:
 
     def _hand_over(self, call: Call) -> Iterator[None]:
         try:
+            if call.header(contract.PROBE_HEADER) is not None:
+                _answer(call, [ScoreOutcome()] * _num_rows(call))
+                return
             samples = []
             for sample in self._samples(call):
                 samples.append(sample)
@@ -81,9 +84,6 @@ class FunctionReward:
                     "send fewer rows per request, or retry later"
                 )
             pending = PendingCall(call, len(samples))
-            if call.header(contract.PROBE_HEADER) is not None:
-                _answer(call, [ScoreOutcome()] * len(samples))
-                return
             groups, errors = [[i] for i in range(len(samples))], dict[int, str]()
             if self._groupwise:
                 groups, errors = grouped(sample.metadata for sample in samples)
@@ -106,7 +106,8 @@ class FunctionReward:
             text_bytes(np.empty((0, 1), np.object_), encoded, self._limits)
             for row, metadata in zip(rows, metadata_rows(encoded, len(rows)), strict=True):
                 tokens = row.tokens.tolist()
-                yield Sample(self._codec.decode(tokens), tokens, metadata)
+                text = given_text(metadata)
+                yield Sample(self._codec.decode(tokens) if text is None else text, tokens, metadata)
             return
         pairs = call.array(contract.TEXT_PAIRS)
         text_bytes(sentences, encoded, self._limits, pairs)
@@ -116,6 +117,16 @@ class FunctionReward:
             text = first + second
             ids: Any = None if self._codec is None else self._codec.encode(text, LONGEST_ROW_TOKENS)
             yield Sample(text, ids, metadata)
+
+
+def given_text(metadata: Mapping[str, Any]) -> str | None:
+    """Return the text that a client has sent beside its tokens, as it would be without them; None if it has not."""
+    prompt, response = (metadata.get(key) for key in (PROMPT_KEY, RESPONSE_KEY))
+    if not isinstance(response, str):
+        return None
+    if MESSAGES_KEY in metadata:
+        return response
+    return prompt + response if isinstance(prompt, str) else None
 
 
 class PendingCall:
@@ -159,15 +170,20 @@ def _refuse(call: Call, error: Exception) -> None:
     Any input gives the number of rows, because Triton checks that all have the same batch dimension. A request without
     inputs fails.
     """
-    inputs = (contract.SENTENCES, contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.METADATA)
-    arrays = (call.array(name) for name in inputs)
     try:
-        num_rows = next((len(array) for array in arrays if array is not None), 0)
-        if num_rows == 0:
-            raise contract.ContractError(f"{contract.TOKENS}: missing; send {contract.TOKENS} or {contract.SENTENCES}")
-        _answer(call, [ScoreOutcome(error=str(error) or type(error).__name__)] * num_rows)
+        _answer(call, [ScoreOutcome(error=str(error) or type(error).__name__)] * _num_rows(call))
     except Exception as trouble:  # thread edge: every request must get a response
         call.fail(trouble)
+
+
+def _num_rows(call: Call) -> int:
+    """Return the number of rows of a request, or raise ContractError if it has no inputs."""
+    inputs = (contract.SENTENCES, contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.METADATA)
+    arrays = (call.array(name) for name in inputs)
+    num_rows = next((len(array) for array in arrays if array is not None), 0)
+    if num_rows == 0:
+        raise contract.ContractError(f"{contract.TOKENS}: missing; send {contract.TOKENS} or {contract.SENTENCES}")
+    return num_rows
 
 
 TritonPythonModel = triton_model(FunctionReward)

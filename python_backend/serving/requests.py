@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_sentence, load_tokenizer
+from python_backend.rewards.function import REPLY_KEY, RESPONSE_KEY
 from python_backend.wire.contract import (
     MESSAGES,
     METADATA,
@@ -129,7 +130,9 @@ class RowReader:
         if self._template is not None:
             text = self._template.render(index, text, metadata)
         elif messages is not None:
-            conversation = [*messages, {"role": "assistant", "content": text}] if text else messages
+            conversation = (
+                messages if self._takes_pairs and not text else [*messages, *_reply(messages, text, metadata)]
+            )
             text = self._render(index, conversation, generation_prompt=self._generation_prompt)
         append_eos = self._appends_eos and messages is None
         if append_eos and not self.tokenizer.eos_token:
@@ -212,3 +215,21 @@ def request_limits(limits: Limits, parameters: Parameters) -> Limits:
         max_request_tokens=parameters.number("max_request_tokens"),
         max_request_bytes=parameters.number("max_request_bytes"),
     )
+
+
+def _reply(messages: Sequence[Any], text: str, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the message of a reply, with what else its sender knows of it, such as tool calls; [] if there is none.
+
+    An empty sentence is none, unless the metadata says that the response is empty.
+    """
+    is_complete = bool(messages) and messages[-1]["role"] == "assistant"
+    if not text and (is_complete or metadata.get(RESPONSE_KEY) != ""):
+        return []
+    sent = metadata.get(REPLY_KEY)
+    known = [message for message in sent if _is_message(message)] if isinstance(sent, list) else []
+    said: dict[str, Any] = next((message for message in reversed(known) if message["role"] == "assistant"), {})
+    return [said if said.get("content") == text else {"role": "assistant", "content": text}]
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message

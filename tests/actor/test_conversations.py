@@ -15,6 +15,7 @@ import pytest
 import torch
 from live_system import TEXTS
 from tiny_tokenizers import make_text_tokenizer
+from tokenizers import AddedToken
 
 from actor.algorithms.batch import (
     make_batch,
@@ -27,6 +28,8 @@ from actor.algorithms.batch import (
 from actor.algorithms.inputs import ClipRange, LossInputs
 from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
+from actor.capture.dialects import Asked, reply_to
+from actor.capture.sessions import Sampled, Sampling
 from actor.data.chat import Chat, HistoryChanged, TemplateError, tool_calls, warn_once
 from actor.data.recorded import SampledTurn
 from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, join_rollouts
@@ -877,3 +880,45 @@ def test_a_group_differs_in_the_scores_that_are_learned(truncated: str, mask_unf
     shaper = RewardShaper(actor_section().rewards, max_new_tokens=8)
     batch = make_batch(taught, method, shaper, kl_coef=0.0, responses_per_prompt=4)
     assert bool(batch.advantages.any()) == differs
+
+
+# ---- what is read of a reply: its special tokens mean something ----
+
+THOUGHTS = make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=CHATML, model_max_length=512)
+THOUGHTS.add_tokens([AddedToken(f"<{name}>", special=True) for name in ("think", "/think", "tool_call", "/tool_call")])
+
+
+def test_every_reader_of_a_reply_gets_its_special_tokens(agents: Callable[..., Agent]):
+    """Functions, environments, parsers of tool calls, agents' clients and reports; none gets the end of the turn."""
+    call = '{"name": "look", "arguments": {"at": "it"}}'
+    text = f"<think>Hm.</think>a<tool_call>{call}</tool_call>"
+    tokens = [*THOUGHTS(text, add_special_tokens=False)["input_ids"], EOS]
+    assert len({*tokens} & {*THOUGHTS.added_tokens_decoder}) == 5
+    (found,) = Chat(THOUGHTS).calls([], tokens)
+    assert (found.name, found.arguments) == ("look", {"at": "it"})
+
+    asked = Asked("policy", [], [], Sampling(9), calls_tools=True, stream=False)
+    reply = reply_to(asked, "1", 1, Sampled(tokens, [], True, []), THOUGHTS)
+    assert (reply.text, reply.calls[0]["function"]["name"]) == ("<think>Hm.</think>a", "look")
+
+    prompt = Prompt("1", "Play.", np.array(THOUGHTS("Play.")["input_ids"]))
+    row = torch.tensor([[*prompt.tokens, *tokens]])
+    length = torch.tensor([row.shape[1]])
+    rollout = Rollout([prompt], row, length, length - len(tokens), torch.ones(1).bool())
+    scores = Scores(torch.zeros(1), torch.zeros_like(row).float(), torch.full((1,), -1), torch.ones(1).bool(), [])
+    assert read_texts(rollout, scores, THOUGHTS)[0]["response"] == text
+    scorer = Scorer(None, THOUGHTS, rows_per_request=1)  # type: ignore[arg-type]
+    scorer.reward = ServedModel(components=("a",))
+    metadata, _, _ = scorer._texts(rollout, range(1), 1)
+    assert metadata == [{"prompt": "Play.", "response": text}]
+
+    class Scripted:
+        clock = staticmethod(time.monotonic)
+
+        async def sampled(self, before: Sequence[int]) -> Response:
+            return Response(tokens, True, [-1.0] * len(tokens))
+
+    agent = agents("Countdown", THOUGHTS)
+    said = asyncio.run_coroutine_threadsafe(agent.talk(PROMPT, 5, Scripted()), agent.loop).result().trajectory  # type: ignore[arg-type]
+    assert said is not None
+    assert [message["content"] for message in said.messages] == [text, f"1 left after {text}", text]

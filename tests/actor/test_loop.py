@@ -63,7 +63,7 @@ STEPS = 3
 
 
 class Server:
-    """Rewards that depend on the tokens alone, and a critic that is trained at once."""
+    """Rewards that depend on the texts alone, and a critic that is trained at once."""
 
     def __init__(self) -> None:
         self.counters, self.outage = RequestCounters(), ""
@@ -72,12 +72,12 @@ class Server:
     async def describe(self, model: str) -> ServedModel:
         return ServedModel.of({"tokenizer_fingerprint": fingerprint(self.tokenizer)})
 
-    async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
-        return {REWARDS: np.asarray([[float(row.sum() % 7)] for row in rows], np.float32)}
+    async def score_sentences(self, texts: list[str], *_: object, **__: object) -> dict[str, np.ndarray]:
+        return {REWARDS: np.asarray([[float((3 * sum(text.encode()) + len(text)) % 7)] for text in texts], np.float32)}
 
     async def score(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
         values = np.zeros((len(rows), max(map(len, rows))), np.float32)
-        return {**await self.rewards(rows), VALUES: values, WEIGHTS_VERSION: np.zeros((len(rows), 1), np.int64)}
+        return {VALUES: values, WEIGHTS_VERSION: np.zeros((len(rows), 1), np.int64)}
 
     async def train(self, payload: object, *, run_id: str, step: int) -> TrainAnswer:
         return TrainAnswer(0.0, step)
@@ -672,11 +672,11 @@ def test_a_bad_row_ends_a_run_with_the_checkpoint_of_the_last_complete_step(
 
 
 class Rare(Server):
-    """Rewards that differ only between the responses to prompts with an even first token."""
+    """Rewards that differ only between the responses to prompts with an even first character."""
 
-    async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
-        found = await super().rewards(rows)
-        return {REWARDS: found[REWARDS] * [[float(row[0] % 2 == 0)] for row in rows]}
+    async def score_sentences(self, texts: list[str], *_: object, **__: object) -> dict[str, np.ndarray]:
+        found = await super().score_sentences(texts)
+        return {REWARDS: found[REWARDS] * [[float(ord(text[0]) % 2 == 0)] for text in texts]}
 
 
 def test_groups_without_spread_are_replaced_and_a_resume_continues_with_the_same_prompts(

@@ -159,6 +159,7 @@ def test_long_prompts_are_skipped_or_cut_and_reported(tmp_path: Path, caplog: py
     assert caplog.messages == [f"{path}: 2 prompts of more than 4 tokens were skipped: rows 1 (6 tokens), 3 (7 tokens)"]
     cut = read(path, max_tokens=4, too_long="truncate")
     assert [bytes(prompt.tokens.tolist()).decode() for prompt in cut] == ["cdef", "ab", "xyz!"]
+    assert [prompt.text for prompt in cut] == ["cdef", "ab", "xyz!"]  # what the policy reads is what is scored
     assert "2 prompts of more than 4 tokens were truncated to their last tokens" in caplog.messages[-1]
     with pytest.raises(PromptError, match="has no prompts of at most 1 tokens"):
         read(path, max_tokens=1, too_long="skip")

@@ -26,7 +26,7 @@ from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, Trajector
 from actor.policy.checkpoint import RunState, critic_steps, saved_steps
 from actor.policy.policy import Policy
 from actor.run.metrics import ActorMetrics, MetricsLog, Trackers
-from actor.run.recorder import Recorder
+from actor.run.recorder import ConstantTerms, Recorder
 from actor.run.settings import describe_changes, find_changes, write_settings
 from actor.run.validation import Validation
 from python_backend.checkpoints.inspection import CheckpointError
@@ -150,6 +150,29 @@ def test_the_limits_that_leave_conversations_out_are_named(
     recorder._warn_of_excluded(6, [False] * 2, None)
     assert "no response ended within actor.generation.max_new_tokens (" in caplog.text
     assert "; raise it, or set actor.algorithm.mask_unfinished to false" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("components", "prompt", "warnings"),
+    [  # values of each step's two responses by term
+        ([{"a": [1.0, 1.0]}] * 4, "Why?", ["the reward 'a' is 1 for all 6 responses of the first 3 steps"]),
+        ([{"a": [0.0, math.nan], "b": [0.0, 0.5]}] * 4, "<think>\n", ["the reward 'a' is 0 for all 6 responses"]),
+        ([{"a": [0.0, 0.0]}, {"a": [0.0, 1.0]}, *[{"a": [0.0, 0.0]}] * 2], "Why?", []),
+        ([{"a": [math.nan] * 2}] * 4, "Why?", []),
+        ([{}] * 4, "Why?", ["the reward is 0.5 for all 6 responses"]),
+    ],
+)
+def test_a_term_that_is_constant_in_the_first_steps_is_named_once(
+    components: list[dict[str, list[float]]], prompt: str, warnings: list[str], caplog: pytest.LogCaptureFixture
+):
+    constants, two = ConstantTerms(3), torch.ones(2, dtype=torch.int64)
+    rollout = Rollout([Prompt("1", prompt, np.ones(1, np.int64))] * 2, torch.ones(2, 2).long(), two + 1, two, two > 0)
+    for step in components:
+        values = {name: torch.tensor(each) for name, each in step.items()}
+        scores = Scores(torch.full((2,), 0.5), torch.zeros(2, 2), two, two > 0, [], values)
+        constants.note(ScoredRollout(rollout, scores, None, None))
+    assert [message[: len(begin)] for message, begin in zip(caplog.messages, warnings, strict=True)] == warnings
+    assert ("end with <think>, which" in caplog.text) == (prompt == "<think>\n" and bool(warnings))
 
 
 # ---- checkpoints ----

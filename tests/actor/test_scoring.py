@@ -4,6 +4,10 @@ Clients stand for a server that answers, fails or changes its version as a test 
 """
 
 import asyncio
+import dataclasses
+import json
+import string
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_system import Checkpoints, make_run
-from tiny_tokenizers import make_text_tokenizer
+from live_system import TEXTS, Checkpoints, make_run
+from tiny_tokenizers import PLAIN_CHAT, make_text_tokenizer
+from tokenizers import AddedToken
 
 from actor.algorithms.batch import rollout_metrics, text_metrics
-from actor.data.prompt_files import PromptError
-from actor.data.prompt_reader import check_columns
+from actor.data.chat import Chat
+from actor.data.prompt_files import PromptError, PromptRow
+from actor.data.prompt_reader import PromptReader, check_columns
+from actor.data.recorded import RecordedRow
 from actor.data.rollout import (
     ProcessRewards,
     Prompt,
@@ -26,17 +33,23 @@ from actor.data.rollout import (
     Rollout,
     ScoredRollout,
     Scores,
+    Trajectory,
     join_rollouts,
 )
 from actor.loop import PPORun
 from actor.scoring.reference import ROUNDS, only_known, with_one_version
 from actor.scoring.scorer import BLOCK, Scorer, join_scores, row_metadata, tokens_with
 from actor.scoring.stream import RowStream
+from python_backend.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint, reply_text
 from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.client.retry import RequestCounters
 from python_backend.client.served import ServedModel
+from python_backend.config import RunConfig
 from python_backend.errors import RlhfError
-from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION, VersionRange
+from python_backend.serving.requests import RowReader
+from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION, Limits, VersionRange
+from tools.gateway.rows import reply_row
+from trainer.live import read_pairs
 
 PATIENCE_S = 60.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging
 NAN = float("nan")
@@ -281,13 +294,15 @@ def test_a_process_reward_of_weight_0_only_charts(tokenizer: Any):
     assert found == {"reward_model": 0.125, "reward_model_missing": 1.0, "reward_length": 1.5}
 
 
-@pytest.mark.parametrize("is_chat", [False, True])
-def test_rewards_of_texts_are_placed_on_the_token_that_has_the_end(tokenizer: Any, is_chat: bool):
+@pytest.mark.parametrize(("is_chat", "before"), [(False, ""), (True, ""), (False, "<|im_start|>")])
+def test_rewards_of_texts_are_placed_on_the_token_that_has_the_end(tokenizer: Any, is_chat: bool, before: str):
+    """Also where the prompt's text is another than that of its tokens, as BOS is none."""
     response = " Return a line. a good day"
     rollout = written(tokenizer, response)
+    rollout.prompts[0] = dataclasses.replace(rollout.prompts[0], text=f"{before}Open it.")
     if is_chat:
         rollout.prompts[0].metadata["messages"] = [{"role": "user", "content": "Open it."}]
-    text = response if is_chat else "Open it." + response
+    text = response if is_chat else f"{before}Open it.{response}"
     ends = [text.index("line.") + 5, len(text)]
     client = Client({"rewards": [[0.5]], "step_rewards": [[0.5, 0.75]], "step_ends": [ends]}, process="step")
     scores = score(client, tokenizer, rollout, texts=True)
@@ -306,20 +321,21 @@ def test_rewards_of_texts_are_placed_on_the_token_that_has_the_end(tokenizer: An
 def test_ends_found_in_blocks_are_those_of_whole_prefixes(seed: int, count: int, family: str):
     tokenizer, generator = make_text_tokenizer(family), np.random.default_rng(seed)
     ids = generator.integers(len(tokenizer), size=count).tolist()  # characters of several tokens, and parts of them
-    sizes = [len(tokenizer.decode(ids[:n], skip_special_tokens=True)) for n in range(count + 1)]
+    sizes = [len(reply_text(tokenizer, ids[:n])) for n in range(count + 1)]
     ends = generator.integers(sizes[-1] + 2, size=5).tolist()
     expected = [None if end >= sizes[-1] else next(n for n, size in enumerate(sizes) if size >= end) for end in ends]
     assert tokens_with(ends, tokenizer, ids) == expected
 
 
-def test_token_rewards_of_another_vocabulary_are_refused(tokenizer: Any):
-    client = Client({}, process="token")
+def test_token_rewards_of_another_rendering_are_refused(tokenizer: Any):
+    client = Client({}, process="token", rendering_fingerprint=rendering_fingerprint(tokenizer))
     scorer = scorer_of(client, tokenizer)
-    with pytest.raises(RlhfError, match=r"reward\.process\.granularity is token, but the tokens of there"):
-        asyncio.run(scorer.compare_tokenizers())
-    client.parameters = {"texts_only": "true"}
     asyncio.run(scorer.compare_tokenizers())
-    assert scorer.sends_sentences
+    assert not scorer.sends_sentences
+    other = make_text_tokenizer("qwen2", chat_template=PLAIN_CHAT)
+    client.parameters["rendering_fingerprint"] = rendering_fingerprint(other)
+    with pytest.raises(RlhfError, match=r"granularity is token, but there does not render and tokenise texts as the"):
+        asyncio.run(scorer.compare_tokenizers())
 
 
 # ---- agreement: whatever versions a live reward model serves meanwhile, no group of rows mixes two ----
@@ -509,3 +525,183 @@ def test_without_a_kl_penalty_the_reference_is_asked_only_every_nth_step(
         metrics = rollout_metrics(scored, scored, run.make_batch(scored), kl_coef=0.0)
         assert any("kl_per_seq" in name for name in metrics) == measured
     assert len(server.rows) == 8 * sum(known)
+
+
+# ---- one rendering: a reward model reads its own, whichever way a prompt and a reply come in ----
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRIMMED = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}").replace("<|im_end|>\n", "<|im_end|>")
+THINK = "<think>"  # a special token that means something
+LETTERS = [*TEXTS, string.printable]
+
+
+def with_thoughts(family: str, **settings: Any) -> Any:
+    made = make_text_tokenizer(family, LETTERS, **settings)
+    made.add_tokens([AddedToken(THINK, special=True)])
+    return made
+
+
+POLICY = with_thoughts("qwen2", chat_template=CHATML)
+REWARDS_OF = {  # tokenizers of reward models, by what differs from the policy's
+    "nothing": POLICY,
+    "template": with_thoughts("qwen2", chat_template=TRIMMED),
+    "bos": with_thoughts("qwen2", chat_template=CHATML, added=("<|im_start|>", "")),
+    "vocabulary": with_thoughts("llama"),
+}
+QUESTION = {"role": "user", "content": "Open it."}
+ASKED = [QUESTION, {"role": "assistant", "content": "Good day."}, {"role": "user", "content": "Read it."}]
+REPLIES = {  # text, its tokens, and whether the policy has ended it
+    "finished": (" A day.", None, True),
+    "cut": (" A day.", None, False),
+    "empty": ("", None, True),
+    "nothing": ("", None, False),
+    "white space": (" \n A day. \n", None, True),
+    "special tokens": (f"{THINK}A{THINK} day.", None, True),
+    "another tokenisation": (" A day.", [*" A day."], True),
+}
+
+
+def sampled(reply: str) -> list[int]:
+    """Tokens of the policy for a key of `REPLIES`."""
+    text, pieces, ended = REPLIES[reply]
+    parts = [POLICY(piece, add_special_tokens=False)["input_ids"] for piece in pieces or [text]]
+    return [token for part in parts for token in part] + [POLICY.eos_token_id] * ended
+
+
+def answered(prompt: Prompt, reply: str) -> Rollout:
+    """A rollout of one row; a chat with tools has two turns of the policy."""
+    row = RecordedRow()
+    row.observe(prompt.tokens.tolist())
+    row.sample(sampled(reply), None)
+    whole = torch.tensor([row.tokens])
+    lengths = torch.tensor([whole.shape[1]])
+    return Rollout([prompt], whole, lengths, torch.tensor([prompt.tokens.size]), torch.tensor([REPLIES[reply][2]]))
+
+
+def test_the_tool_calls_of_a_reply_are_rendered(tmp_path: Path):
+    """An agent's last message may have some beside its content, as clients of the OpenAI API write them."""
+    calls = "{% for c in m.tool_calls or [] %}({{ c.name }}){% endfor %}"
+    template = f"{{% for m in messages %}}{{{{ m.content }}}}{calls}<|im_end|>{{% endfor %}}"
+    theirs = with_thoughts("qwen2", chat_template=template)
+    rollout = with_a_tool(row_of(SHAPES["chat"][0]), "finished")
+    assert rollout.trajectories is not None
+    (said,) = rollout.trajectories
+    messages = [*said.messages[:-1], {**said.messages[-1], "tool_calls": [{"name": "look"}]}]
+    rollout.trajectories[0] = dataclasses.replace(said, messages=tuple(messages))
+    whole = theirs.apply_chat_template([QUESTION, *messages], tokenize=False)
+    assert whole.endswith(" A day.(look)<|im_end|>")
+    assert scored_ids(Reader(tmp_path, theirs), rollout) == encode_text(theirs, whole, 500)
+
+
+def with_a_tool(prompt: Prompt, reply: str) -> Rollout:
+    """A rollout of one conversation: the policy calls a tool, whose result it answers with the reply."""
+    rollout = answered(prompt, "finished")
+    chat, row = Chat(POLICY), RecordedRow()
+    row.observe(prompt.tokens.tolist())
+    row.sample(sampled("finished"), None)
+    result = {"role": "tool", "name": "look", "content": "A file."}
+    row.observe(chat.after_reply([result], POLICY.eos_token_id))
+    row.sample(sampled(reply), None)
+    row.messages = [
+        {"role": "assistant", "content": REPLIES["finished"][0]},
+        result,
+        {"role": "assistant", "content": REPLIES[reply][0]},
+    ]
+    tokens, lengths = torch.tensor([row.tokens]), torch.tensor([len(row.tokens)])
+    trajectory = Trajectory(tuple(row.turns), tuple(row.messages))
+    return dataclasses.replace(rollout, tokens=tokens, lengths=lengths, trajectories=[trajectory])
+
+
+def row_of(columns: dict[str, Any]) -> Prompt:
+    return PromptReader(POLICY, max_tokens=200).prompt(PromptRow(1, "row 1", columns))
+
+
+SHAPES = {  # prompt, and the messages before the reply
+    "text": ({"text": "Open it."}, None),
+    "text with special tokens": ({"text": "<|im_start|>user\nOpen it.<|im_end|>\n<|im_start|>assistant\n"}, None),
+    "chat": ({"messages": [QUESTION]}, [QUESTION]),
+    "several turns": ({"messages": ASKED}, ASKED),
+}
+
+
+class Reader:
+    """Reads texts as the server does, and keeps the ids."""
+
+    def __init__(self, folder: Path, tokenizer: Any, **settings: Any) -> None:
+        tokenizer.save_pretrained(folder)
+        self.parameters = {"model": "there", "tokenizer_fingerprint": fingerprint(tokenizer), **settings}
+        adds = {"add_special_tokens": True, "append_eos": "append_eos" in settings}
+        self._reader = RowReader(
+            folder, Limits(vocab_size=1 << 20, max_length=500), takes_pairs="text" in settings, **adds
+        )
+        self.ids: list[list[int]] = []
+
+    async def describe(self, model: str) -> ServedModel:
+        return ServedModel.of(self.parameters)
+
+    async def score_sentences(self, texts: Any, outputs: Any, metadata: Any, *, pairs: Any) -> dict[str, np.ndarray]:
+        rows = zip(texts, metadata, pairs or [""] * len(texts), strict=True)
+        self.ids = [self._reader.row_of_text(0, *row).tokens.tolist() for row in rows]
+        return {REWARDS: np.zeros((len(texts), 1), np.float32)}
+
+
+def scored_ids(reader: Reader, rollout: Rollout) -> list[int]:
+    """The ids that a run's row is scored by."""
+    scorer = scorer_of(reader, POLICY)  # type: ignore[arg-type]
+    asyncio.run(scorer.compare_tokenizers())
+    asyncio.run(scorer.score(rollout))
+    return reader.ids[0]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "tools"])
+@pytest.mark.parametrize("other", REWARDS_OF)
+def test_a_run_is_scored_by_the_reward_models_own_rendering(tmp_path: Path, other: str, shape: str):
+    theirs, (columns, before) = REWARDS_OF[other], SHAPES["chat" if shape == "tools" else shape]
+    joined, ended, pairs = (Reader(tmp_path, theirs, **each) for each in ({}, {"append_eos": "true"}, {"text": "pair"}))
+    for reply, (text, *_) in REPLIES.items():
+        rollout = (with_a_tool if shape == "tools" else answered)(row_of(columns), reply)
+        if before is None:
+            first, whole = columns["text"], columns["text"] + text
+            assert scored_ids(ended, rollout) == encode_text(theirs, whole + theirs.eos_token, 500), reply
+        else:
+            said = [*before, *(rollout.trajectories[0].messages[:-1] if rollout.trajectories else ())]
+            first = theirs.apply_chat_template(said, tokenize=False)
+            whole = theirs.apply_chat_template([*said, {"role": "assistant", "content": text}], tokenize=False)
+        assert scored_ids(joined, rollout) == encode_text(theirs, whole, 500), reply
+        assert scored_ids(pairs, rollout) == (
+            theirs(first, text)["input_ids"] if text else encode_text(theirs, first, 500)
+        )
+
+
+def gate_ids(folder: Path, prompt: Any, reply: str) -> list[int]:
+    """The ids of a pair of `reward.gate`."""
+    said = reply if isinstance(prompt, str) else [{"role": "assistant", "content": reply}]
+    (folder / "pairs.jsonl").write_text(json.dumps({"prompt": prompt, "chosen": said, "rejected": said}))
+    gate = {"pairs": folder / "pairs.jsonl"}
+    section = RunConfig.model_validate({"reward": {"model": folder, "store": True, "gate": gate}}).reward
+    model: Any = types.SimpleNamespace(num_outputs=1, limits=Limits(vocab_size=1 << 20), skipped_pad_id=None)
+    return read_pairs(section, model).chosen[0].tokens.tolist()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("other", REWARDS_OF)
+def test_every_way_in_has_the_same_ids(tmp_path: Path, other: str, shape: str):
+    """Sentences of any client, with and without messages; rows of the gateway; pairs of the gate; rows of a run."""
+    theirs, (columns, before) = REWARDS_OF[other], SHAPES[shape]
+    prompt: Any = columns["text"] if before is None else before
+    reader = Reader(tmp_path, theirs)
+    for reply, (text, *_) in REPLIES.items():
+        gateway = reply_row(prompt, text, {})
+        chat = [] if before is None else [*before, {"role": "assistant", "content": text}]
+        ways = [
+            (gateway.text, gateway.metadata),
+            (prompt + text, {}) if before is None else ("", {"messages": chat}),
+            (prompt + text, {}) if before is None else (text, {"messages": before, "response": text}),
+        ]
+        sentences, metadata = zip(*ways, strict=True)
+        asyncio.run(reader.score_sentences(sentences, (), metadata, pairs=None))
+        found = {*map(tuple, reader.ids), tuple(gate_ids(tmp_path, prompt, text))}
+        assert found == {tuple(scored_ids(reader, answered(row_of(columns), reply)))}, reply

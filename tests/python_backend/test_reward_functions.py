@@ -654,6 +654,22 @@ def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_
     model.finalize()
 
 
+@pytest.mark.parametrize(
+    ("metadata", "text"),
+    [
+        ({"prompt": "a", "response": "b"}, "ab"),
+        ({"messages": [], "prompt": "<|im_start|>a", "response": "b"}, "b"),
+        ({"prompt": "a", "response": ""}, "a"),
+        ({"response": "b"}, None),
+        ({"prompt": "a", "response": 3}, None),
+        ({}, None),
+    ],
+)
+def test_the_text_of_tokens_is_the_one_that_was_sent_beside_them(metadata: dict[str, Any], text: str | None) -> None:
+    """The same as of sentences, whose tokens may be others; None: it is decoded."""
+    assert importlib.import_module("python_backend.serving.function_reward").given_text(metadata) == text
+
+
 # ---- the LLM judge against a scripted endpoint: a failure is no score, never 0 ----
 
 

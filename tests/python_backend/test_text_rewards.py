@@ -29,7 +29,15 @@ from transformers import (
 from triton_python_backend_utils import InferenceResponse, Request
 
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.checkpoints.tokenization import encode_bare_text, encode_text, single_tokens, turn_ends
+from python_backend.checkpoints.tokenization import (
+    TextCodec,
+    dropped_ids,
+    encode_bare_text,
+    encode_text,
+    reply_text,
+    single_tokens,
+    turn_ends,
+)
 from python_backend.config import RunConfig
 from python_backend.models.modeling import RewardModel, quiet_transformers
 from python_backend.serving.requests import RowReader
@@ -308,6 +316,22 @@ def test_the_tokens_with_which_a_template_ends_a_reply(template: str | None, end
     tokenizer.add_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>", "<|return|>")])
     tokenizer.add_tokens([AddedToken("<|user|>", special=False), AddedToken("\n", special=False)])
     assert tokenizer.convert_ids_to_tokens(turn_ends(tokenizer)) == ends
+
+
+def test_a_replys_text_has_the_special_tokens_that_are_no_end(tmp_path: Path) -> None:
+    """Neither BOS, padding, the end of a turn in the template, nor one that generation_config.json names."""
+    tokenizer = make_text_tokenizer("llama", chat_template=CHATML)
+    names = ("<|im_start|>", "<|im_end|>", "<|return|>", "<think>")
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in names])
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, len(tokenizer) - 2]}))
+    reply = tokenizer("<s><pad><think>Good day.<|im_start|></s><|im_end|><|return|>", add_special_tokens=False)[
+        "input_ids"
+    ]
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    ids = [tokenizer.convert_tokens_to_ids(name) for name in ("<s>", "</s>", "<pad>", "<|im_end|>", "<|return|>")]
+    assert dropped_ids(loaded) == {*ids}
+    assert reply_text(loaded, reply) == TextCodec(tmp_path).decode(reply) == "<think>Good day.<|im_start|>"
 
 
 @pytest.mark.filterwarnings("ignore:This sequence already has </s>")

@@ -367,7 +367,7 @@ def written(tokenizer: Any, texts: list[str]) -> Rollout:
     tokens = torch.full((len(rows), max(map(len, rows))), tokenizer.pad_token_id)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = torch.tensor(row)
-    prompts = [Prompt(str(i), text, np.asarray(rows[i][:2])) for i, text in enumerate(texts)]
+    prompts = [Prompt(str(i), tokenizer.decode(row[:2]), np.asarray(row[:2])) for i, row in enumerate(rows)]
     lengths = torch.tensor([len(row) for row in rows])
     return Rollout(prompts, tokens, lengths, torch.full((len(rows),), 2), torch.ones(len(rows), dtype=torch.bool))
 
@@ -376,7 +376,7 @@ def labelled(tokenizer: Any) -> Rollout:
     """TEXTS as responses to their first two tokens, each with its label."""
     rollout = written(tokenizer, list(TEXTS))
     prompts = [
-        dataclasses.replace(prompt, text=tokenizer.decode(prompt.tokens.tolist()), metadata={"label": label})
+        dataclasses.replace(prompt, metadata={"label": label})
         for prompt, label in zip(rollout.prompts, LABELS, strict=True)
     ]
     return dataclasses.replace(rollout, prompts=prompts)
@@ -404,10 +404,10 @@ def test_components_reach_the_actor_and_failures_are_marked(mixed: System, check
     """Groups stay whole beside the reward model and the critic."""
     rollout = labelled(tokenizer_of(mixed))
     scorer, scores = scored(mixed, rollout, rows=3, group_size=2)
-    assert (scorer.reward.components, scorer.sends_sentences) == (("model", "texts", "verdict", "peers"), False)
+    assert (scorer.reward.components, scorer.sends_sentences) == (("model", "texts", "verdict", "peers"), True)
     assert scores.has_values
     assert np.flatnonzero(~scores.scored.numpy()).tolist() == FAILED
-    direct = direct_rewards(checkpoints.reward, rollout.rows())
+    direct = direct_rewards(checkpoints.reward, [row[:-1] for row in rollout.rows()])  # of the text, without its end
     np.testing.assert_allclose(scores.components["model"], direct, atol=1e-5, rtol=0)
     np.testing.assert_array_equal(scores.components["texts"], np.ones(len(TEXTS)))
     np.testing.assert_array_equal(scores.components["peers"], np.full(len(TEXTS), 2))
@@ -504,9 +504,25 @@ def serve_reward(finished: FinishedRun) -> Iterator[Callable[..., None]]:
 
 
 @pytest.mark.slow
-def test_a_reward_model_with_another_tokenizer_or_a_template_is_sent_sentences(
-    serve_reward: Callable[..., None], finished: FinishedRun, checkpoints: Checkpoints
+def test_a_reward_model_with_any_tokenizer_or_a_template_is_sent_sentences(
+    serve_reward: Callable[..., None], finished: FinishedRun, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
+    chats = written(tokenizer_of(finished), list(TEXTS))
+    messages = [{"role": "user", "content": "Open it."}]
+    chats.prompts[:] = [dataclasses.replace(prompt, metadata={"messages": messages}) for prompt in chats.prompts]
+    template = "{% for m in messages %}{{ m.content }}</s> {% endfor %}"  # the policy's has no end behind the last </s>
+    own = make_tokenizer()
+    own.chat_template = template
+    for name, tokenizer in (("same", make_tokenizer()), ("own", own)):
+        shutil.copytree(checkpoints.reward, tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        serve_reward(model=tmp_path / name)
+        replies = [tokenizer.decode(row[2:-1].tolist()) for row in chats.rows()]
+        said = [[*messages, {"role": "assistant", "content": reply}] for reply in replies]
+        ids = [np.asarray(tokenizer(tokenizer.apply_chat_template(each, tokenize=False))["input_ids"]) for each in said]
+        found = scored(finished, chats)[1].rewards
+        np.testing.assert_allclose(found, direct_rewards(checkpoints.reward, ids), atol=TOLERANCE, rtol=0)
+
     serve_reward(model=checkpoints.other_reward)
     ours, theirs = tokenizer_of(finished), load_tokenizer(checkpoints.other_reward)
     rollout = written(ours, list(TEXTS))
@@ -526,7 +542,7 @@ def test_a_reward_model_with_another_tokenizer_or_a_template_is_sent_sentences(
     serve_reward(template="{{ response }}, said {{ prompt }}")
     scorer, scores = scored(finished, rollout)
     assert scorer.sends_sentences
-    texts = [f"{scorer._said(rollout, i)[1]}, said {text}" for i, text in enumerate(TEXTS)]
+    texts = [f"{scorer._said(rollout, i)[1]}, said {prompt.text}" for i, prompt in enumerate(rollout.prompts)]
     rows = [np.asarray(ours(text)["input_ids"]) for text in texts]
     np.testing.assert_allclose(scores.rewards, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE, rtol=0)
     with ControlPlane(finished.run.config.server.grpc_url) as control:  # its refusal of tokens is a sign of life
@@ -622,7 +638,9 @@ def test_a_process_reward_is_served_and_trained_on(
     validation, sample = (read_jsonl(folder / f"{name}.jsonl")[-1] for name in ("validations", "samples"))
     assert validation["reward"] != validation["process_rewards"]
     assert 0 < validation["process_rewards"] < 1
-    assert sample["reward"] == pytest.approx(np.mean(sample["step_rewards"]), abs=1e-5)
+    num_steps = np.sum(sample["step_rewards"]) / sample["reward"]  # several may end in one of the policy's tokens
+    assert num_steps == pytest.approx(round(num_steps), abs=1e-4)
+    assert num_steps >= len(sample["step_rewards"]) - 1e-4
     summary = json.loads((folder / "actor_summary.json").read_text())
     assert summary["process_reward_after"] == validation["process_rewards"]
 

@@ -11,9 +11,17 @@ from actor.data.prompts import PromptStream, StepInputs
 from python_backend.config import PromptFileSection
 
 
-def bytewise(text: str, **_: bool) -> dict[str, list[int]]:
-    """Return one token per byte, as a tokenizer without special tokens does."""
-    return {"input_ids": list(text.encode()), "special_tokens_mask": [0] * len(text.encode())}
+class Bytewise:
+    """A tokenizer without special tokens, whose tokens are bytes."""
+
+    def __call__(self, text: str, **_: bool) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode()), "special_tokens_mask": [0] * len(text.encode())}
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode()
+
+
+bytewise = Bytewise()
 
 
 def write_prompts(path: Path, texts: Sequence[str]) -> Path:

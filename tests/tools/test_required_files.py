@@ -473,7 +473,7 @@ def test_prompts_that_cannot_be_used_are_named(
 
 
 def test_conversations_need_chat_templates(tmp_path: Path) -> None:
-    """The policy's, and the reward model's where it receives texts."""
+    """The policy's, and the reward model's, which renders them itself whatever its vocabulary."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     for name in ("policy", "same"):
@@ -496,12 +496,11 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"actor\.policy\.model: .*policy has no chat template, but actor"):
         check("same", conversation)
     (tmp_path / "policy" / "chat_template.jinja").write_text("{{ messages }}")
-    check("same", conversation)
-    with pytest.raises(ConfigError, match=r"reward\.model: .*other has no chat template.*'content'"):
-        check("other", conversation)
-    for settings in ({"text": "pair"}, {"process": {"separator": ".", "mark": "!"}}):
-        with pytest.raises(ConfigError, match=r"same has no chat template.* because it receives texts"):
-            check("same", conversation, **settings)
+    for name in ("same", "other"):
+        for settings in ({}, {"text": "pair"}, {"process": {"separator": ".", "mark": "!"}}):
+            with pytest.raises(ConfigError, match=rf"reward\.model: .*{name} has no chat template.*'content'"):
+                check(name, conversation, **settings)
+    check("same", conversation, logit={"tokens": [1]}, template="{{ response }}")
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
     check("other", conversation)
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ raise_exception('no ' + messages[1].role) }}")
