@@ -48,10 +48,11 @@ from python_backend.serving.scheduling import RowPool
 from python_backend.wire.contract import REWARD_MODEL, REWARDS, SEQUENCE_LENGTHS, TOKENS
 from tools.calibrate.calibration import forward_overhead
 from tools.report.curves import figure_of
+from tools.server.vllm import ENVIRONMENT as VLLM
 
 QUEUE_DELAY_US = 2000
 DEADLINE_S = 900.0
-NUM_CHECKED = 4  # rewards that every contender must agree on
+NUM_CHECKED = 32  # first rewards, which are compared with those of transformers
 PYTRITON_MICRO_BATCH = 8  # rows
 PYTRITON_BATCH = 16  # padded rows cost the same in any batch; larger ones would only leave the second instance idle
 
@@ -178,6 +179,7 @@ CONTENDERS: dict[str, Callable[[str, Setup], contextlib.AbstractContextManager[M
     "gateway_tokens": partial(native, form="tokens"),
     "gateway_texts": partial(native, form="texts"),
     "serve_rm": partial(instances, target="serve_rm", form="texts", ready="/docs"),
+    "vllm": partial(instances, target="serve_vllm", form="vllm", ready="/health"),
 }
 
 
@@ -285,6 +287,11 @@ FORMS: dict[str, tuple[str, Callable[[list[np.ndarray]], bytes], Callable[[bytes
         lambda rows: json.dumps({"query": [" ".join(f"w{token}" for token in row) for row in rows]}).encode(),
         _rewards,
     ),
+    "vllm": (
+        "/classify",
+        lambda rows: json.dumps({"input": [row.tolist() for row in rows], "use_activation": False}).encode(),
+        lambda content: np.asarray([row["probs"][0] for row in json.loads(content)["data"]], np.float32),
+    ),
 }
 """Path of a request, the body of token rows, and the rewards in the reply's body."""
 
@@ -320,6 +327,12 @@ def score_in_worker(rows: list[np.ndarray]) -> tuple[np.ndarray, float]:
     """Return the scores of a micro-batch `[n]`, and the CPU seconds that they took."""
     before = time.process_time()
     return _score(rows)[:, 0], time.process_time() - before
+
+
+def rewards_of_transformers(checkpoint: Path) -> list[float]:
+    """Return the first rewards of the trace, each from a forward pass of transformers' own class, alone."""
+    score = load_contender(checkpoint, CORES)
+    return [float(score([row])[0, 0]) for row in make_trace(NUM_CHECKED)]
 
 
 def serve_one_forward(ports: list[int], checkpoint: str, threads: int) -> None:
@@ -366,6 +379,21 @@ def serve_rm(ports: list[int], checkpoint: str, threads: int) -> None:
         return {"rewards": rewards, "scores": rewards, "extra_logs": {"dummy_scores": rewards}}
 
     uvicorn.run(app, host=HOST, port=ports[0], log_level="warning")
+
+
+def serve_vllm(ports: list[int], checkpoint: str, threads: int) -> None:
+    """Become vLLM's own pooling server, of the environment that `make test-vllm` has made in `VLLM_ENVIRONMENT`."""
+    folder = os.environ.get("VLLM_ENVIRONMENT")
+    if folder is None:
+        raise RlhfError("VLLM_ENVIRONMENT is not set; run `make test-vllm`, and set it to runs/vllm-environment")
+    command = str(Path(folder).absolute() / "venv/bin/vllm")
+    # Every round sends the same rows, which a cache of prefixes would answer without computing them.
+    settings = ["--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+    address = ["--host", HOST, "--port", str(ports[0])]
+    pooling = ["--runner", "pooling", "--convert", "classify", "--max-model-len", str(LONGEST)]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **VLLM}
+    del environment["LD_LIBRARY_PATH"]  # of tritonserver
+    os.execve(command, [command, "serve", checkpoint, *address, *pooling, *settings], environment)
 
 
 def serve_gateway(ports: list[int], triton: str) -> None:
@@ -450,7 +478,10 @@ LEAST_RATIO = (
     ("1m", "one_forward", 2.0),
     ("7m", IDEAL, 0.9),
     ("7m", "serve_rm", 2.5),
+    ("7m", "vllm", 1.1),
+    ("110m", "vllm", 1.2),
 )
+P99_OF = (("7m", "vllm"), ("110m", "vllm"))
 MOST_RATIO_OVER_GATEWAY = 1 / 0.85
 NEVER_SLOWER_FROM = 8
 MOST_LATENCY_MS = 4.0  # our latency minus another server's: the queue delay of 2 ms, plus 2 ms
@@ -461,6 +492,7 @@ LOOKS: dict[str, tuple[str, Any, str]] = {
     "gateway_tokens": ("#009E73", "-", "through the gateway, tokens"),
     "gateway_texts": ("#56B4E9", "-", "through the gateway, texts"),
     "serve_rm": ("#8A8F98", "-", "OpenRLHF's serve_rm"),
+    "vllm": ("#7B5EA7", "-", "vLLM's pooling server"),
     "pytriton_stripped": ("#CC79A7", "-", "PyTriton, stripped"),
     "pytriton_padded": ("#D55E00", "-", "PyTriton, padded"),
 }
@@ -507,10 +539,12 @@ class ModelBench:
     record: Record
     model: str
     rewards: list[float] = field(default_factory=list)
-    """First rewards of the first contender, which all other contenders must match."""
+    """First rewards by transformers, which all contenders must match."""
 
     def run(self, setups: Sequence[Setup], running: contextlib.ExitStack) -> None:
         """Start every contender with the best of `setups`, and measure all of them in turn in each cell."""
+        with running_pool(1) as pool:
+            self.rewards = pool.submit(rewards_of_transformers, setups[0].checkpoint).result()
         started: dict[str, tuple[Measure, Setup]] = {}
         row_s = []
         for name in (name for name in CONTENDERS if name in self.settings.contenders):
@@ -547,8 +581,8 @@ class ModelBench:
         """Send the cell's requests to a contender; record and return the sample."""
         num_rows = cell.rows * cell.num_requests
         answer = contender(cell)
-        self.check_rewards(name, answer.pop("rewards"))
         sample = {
+            "difference": self.difference(name, answer.pop("rewards")),
             "contender": name,
             "model": self.model,
             "rows": cell.rows,
@@ -562,11 +596,12 @@ class ModelBench:
         self.record.add(sample)
         return sample
 
-    def check_rewards(self, name: str, rewards: list[float]) -> None:
-        """Raise RlhfError if the rewards differ from those of the first contender."""
-        self.rewards = self.rewards or rewards
-        if any(abs(a - b) > TOLERANCE * (1 + abs(b)) for a, b in zip(rewards, self.rewards, strict=False)):
-            raise RlhfError(f"{name} scores {rewards}, but the first contender scores {self.rewards}")
+    def difference(self, name: str, rewards: list[float]) -> float:
+        """Return the largest difference to transformers. Raises RlhfError if it is no rounding."""
+        found = np.asarray(rewards) - self.rewards[: len(rewards)]
+        if (np.abs(found) > TOLERANCE * (1 + np.abs(self.rewards[: len(rewards)]))).any():
+            raise RlhfError(f"{name} scores {rewards}, but transformers scores {self.rewards}")
+        return float(np.abs(found).max())
 
 
 def summarise(result: Result) -> list[dict[str, Any]]:
@@ -585,10 +620,12 @@ def summarise(result: Result) -> list[dict[str, Any]]:
                     "ours_over_this": ratio(samples, name, OURS, "seconds"),
                     "p50_ms": median_of(s["p50_ms"] for s in own),
                     "p99_ms": median_of(s["p99_ms"] for s in own),
+                    "ours_p99_over_this": None if name == IDEAL else ratio(samples, OURS, name, "p99_ms"),
                     "ours_later_ms": median_of(
                         a["p50_ms"] - b["p50_ms"] for a, b in pairs(samples, OURS, name) if b["p50_ms"] is not None
                     ),
                     "cpu_ms_per_token": median_of(s["cpu_s"] * 1e3 / s["tokens"] for s in own),
+                    "difference": max(s["difference"] for s in own),
                 }
             )
     return sorted(rows, key=lambda r: (list(SIZES).index(r["model"]), r["rows"], r["concurrency"], -r["tokens_per_s"]))
@@ -603,6 +640,9 @@ def targets(result: Result) -> list[Target]:
         row = headline.get((model, other), {"ours_over_this": None, "rounds": 0})
         detail = f"median of {row['rounds']} matched rounds"
         found.append(Target(f"{model}: ours / {other}, times as fast", row["ours_over_this"], least, None, detail))
+    for model, other in P99_OF:
+        value = headline.get((model, other), {"ours_p99_over_this": None})["ours_p99_over_this"]
+        found.append(Target(f"{model}: p99 of ours / of {other}", value, None, 1.0))
     through, where = _worst([row for row in rows if row["contender"].startswith("gateway")], "ours_over_this", max)
     name = "ours / through the gateway, times as fast"
     found.append(Target(name, through, None, MOST_RATIO_OVER_GATEWAY, where))

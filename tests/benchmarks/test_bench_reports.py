@@ -60,7 +60,8 @@ def test_the_table_of_targets_has_verdicts_and_limits():
 def in_rounds(contender: str, *seconds: float, **changes: Any) -> list[Sample]:
     """A sample per round: 1000 tokens in 10 rows, one row a request, by the 7 M model at concurrency 64."""
     row = {"contender": contender, "model": "7m", "rows": 1, "concurrency": 64, "purpose": "sweep", "split": "2x1"}
-    row |= {"sequences": 10, "tokens": 1000, "p50_ms": 100.0, "p99_ms": 200.0, "cpu_s": 3.0, **changes}
+    row |= {"sequences": 10, "tokens": 1000, "p50_ms": 100.0, "p99_ms": 200.0, "cpu_s": 3.0, "difference": 1e-6}
+    row |= changes
     return [{"round": i, "seconds": s, **row} for i, s in enumerate(seconds, 1)]
 
 
@@ -83,6 +84,11 @@ def test_scoring_targets():
     found = scoring_target(padded, "pytriton_padded")
     assert (found.value, found.verdict) == (pytest.approx(3.2), "miss")
     assert found.detail == "median of 3 matched rounds"
+    late = [*in_rounds("ours", 1, p99_ms=210.0), *in_rounds("vllm", 1.2)]
+    assert (scoring_target(late, "7m: ours / vllm").verdict, scoring_target(late, "7m: p99").verdict) == (
+        "pass",
+        "miss",
+    )
     assert {target.verdict for target in scoring.targets({"samples": [], "summary": []})} == {"not measured"}
     samples = [
         *in_rounds("ours", 1.0),
@@ -110,6 +116,7 @@ def test_the_summary_has_medians_and_is_a_table():
     ours, other = scoring.summarise({"samples": samples})
     assert (ours["tokens_per_s"], ours["sequences_per_s"], ours["cpu_ms_per_token"]) == (500.0, 5.0, 3.0)
     assert (ours["rounds"], other["ours_over_this"], other["p50_ms"]) == (3, 2.0, None)
+    assert (ours["difference"], other["ours_p99_over_this"]) == (1e-6, 1.0)
     lines = markdown([ours, other]).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert "–" in lines[3]

@@ -15,7 +15,7 @@ from benchmarks import gpu, trl
 from benchmarks.command import parse_arguments, report
 from benchmarks.measurement import Record
 from benchmarks.reload import divided, make_payload, on_core
-from benchmarks.scoring import ModelBench, load_contender, pack, stripped_width, unpack
+from benchmarks.scoring import FORMS, ModelBench, load_contender, pack, stripped_width, unpack
 from benchmarks.trl import ALGORITHMS, REQUIREMENTS, SteppedTrainer, configuration, prepare_cell, take_turns
 from benchmarks.trl_sides import ppo_arguments, trl_arguments
 from benchmarks.update import make_payload as make_update
@@ -85,11 +85,19 @@ def test_padded_and_ragged_forward_passes_score_alike(tmp_path: Path):
 
 
 def test_a_contender_that_scores_otherwise_stops_the_measurement(tmp_path: Path):
-    bench = ModelBench(argparse.Namespace(), Record(tmp_path), "tiny")
-    bench.check_rewards("first", [0.5, 1.0])
-    bench.check_rewards("other", [0.5001, 1.0])
+    bench = ModelBench(argparse.Namespace(), Record(tmp_path), "tiny", [0.5, 1.0, 2.0])
+    assert bench.difference("ours", [0.5, 1.0]) == 0.0
+    assert bench.difference("other", [0.5001, 1.0, 1.9998]) == pytest.approx(2e-4)
     with pytest.raises(RlhfError, match="other scores"):
-        bench.check_rewards("other", [0.6, 1.0])
+        bench.difference("other", [0.5, 1.1])
+
+
+def test_vllm_is_asked_for_the_raw_score_of_token_ids():
+    path, body_of, rewards_of = FORMS["vllm"]
+    assert path == "/classify"
+    assert json.loads(body_of([np.array([3, 4])])) == {"input": [[3, 4]], "use_activation": False}
+    assert rewards_of(b'{"data": [{"probs": [-1.5]}, {"probs": [2.0]}]}').tolist() == [-1.5, 2.0]
+    assert json.loads(body_of([np.array([5]), np.array([6])]))["input"] == [[5], [6]]
 
 
 # ---- reload ----
