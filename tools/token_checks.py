@@ -17,6 +17,7 @@ from python_backend.config import RunConfig
 from python_backend.config.required_files import has_tokenizer
 from tools.doctor import Finding, warning
 
+VLLM_BANS = 1024  # entries of `logit_bias`
 RESIZE = "resize its embeddings to the tokenizer (resize_token_embeddings)"
 
 
@@ -73,6 +74,11 @@ def token_findings(config: RunConfig) -> Iterator[Finding]:
             "embeddings",
             f"actor.policy.model: {unused} of {size} have no entry in the tokenizer, and are never sampled",
         )
+    if config.actor.generation.engine == "vllm" and len(special.banned_ids) > VLLM_BANS:
+        text = (
+            f"{len(special.banned_ids)} ids are never sampled, but some of vLLM's engines ban {VLLM_BANS} in a request"
+        )
+        yield warning("embeddings", f"{text}: set actor.generation.engine to slots if it refuses them")
     served = {f"{role}.model": section.model for role, section in config.served_sections.items()}
     for key, model in {"actor.policy.model": folder, **served}.items():
         known = num_embeddings(model)
