@@ -127,6 +127,8 @@ class RowReader:
         It is truncated to the model's limit, unless that is an error.
         """
         messages = self._messages(index, metadata)
+        if messages is not None:
+            metadata = {**metadata, MESSAGES: messages}
         if self._template is not None:
             text = self._template.render(index, text, metadata)
         elif messages is not None:

@@ -502,6 +502,15 @@ def test_bad_input_of_a_template(serve: Callable[..., Ask], tmp_path: Path) -> N
     assert np.isfinite(ask(sentences=["x"], metadata=[{"prompt": "y"}]).outputs["rewards"]).all()  # still served
 
 
+def test_parts_of_a_message_are_one_text_for_a_template(serve: Callable[..., Ask], tmp_path: Path) -> None:
+    save_model(tmp_path, "language")
+    ask, parts = serve(tmp_path, logit=LOGIT, template="{{ prompt }}{{ response }}"), ["the file", "of words"]
+    contents = ("\n".join(parts), [{"type": "text", "text": part} for part in parts])
+    messages = [[{"role": "user", "content": content, "name": None}] for content in contents]
+    one, other = (ask(sentences=["x"], metadata=[{"messages": each}]).outputs["rewards"] for each in messages)
+    assert np.array_equal(one, other)
+
+
 # ---- steps ----
 
 
