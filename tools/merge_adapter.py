@@ -1,6 +1,7 @@
 """Merges the PEFT adapter of a reward model, as TRL's RewardTrainer saves it, into a checkpoint that can be served."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from python_backend.checkpoints.safetensors_header import TensorInfo
 from python_backend.checkpoints.tokenization import load_tokenizer
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+VALUE_HEAD_FILE = "value_head.safetensors"  # of LLaMA-Factory, beside adapters as well: on a language model
 HEADS = ("score.weight", "classifier.weight")
 
 
@@ -36,40 +38,61 @@ def merge_reward_adapter(adapter: Path, base: Path | None, out: Path) -> None:
     check_checkpoint(base)
     tensors = _adapter_tensors(adapter)
     head = next((info for name, info in tensors.items() if name.endswith(HEADS)), None)
-    if head is None and inspect_checkpoint(base).head is None:
+    value_head = adapter / VALUE_HEAD_FILE if (adapter / VALUE_HEAD_FILE).is_file() else None
+    if head is None and value_head is None and inspect_checkpoint(base).head is None:
+        others = ", ".join(name for name in tensors if ".lora_" not in name)
+        found = f" that can be merged, only {others}," if others else ""
         raise CheckpointError(
-            f"{adapter} has no trained head, and neither has {base}: the rewards would come from random weights. Train "
-            'the adapter with LoraConfig(task_type="SEQ_CLS"), or with modules_to_save=["score"]'
+            f"{adapter} has no trained head{found} and neither has {base}: the rewards would come from random weights. "
+            'Train the adapter with LoraConfig(task_type="SEQ_CLS"), or with modules_to_save=["score"]'
         )
-    merged = _merged(adapter, base, {} if head is None else {"num_labels": head.shape[0]})
+    merged = _merged(adapter, base, value_head, {} if head is None else {"num_labels": head.shape[0]})
     has_tokenizer = any((adapter / name).is_file() for name in TOKENIZERS)
     tokenizer = load_tokenizer(adapter if has_tokenizer else base)
     if tokenizer.pad_token_id is not None:
         merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    merged.save_pretrained(out)
+    merged.save_pretrained(out, state_dict=_with_head(merged, value_head))
     tokenizer.save_pretrained(out)
 
 
-def _merged(adapter: Path, base: Path, labels: dict[str, int]) -> Any:
-    """Return the merged model in float32; `labels`: settings of its head."""
+def _with_head(model: Any, value_head: Path | None) -> dict[str, Any]:
+    """Return the tensors of a model with those of its value head."""
+    from safetensors.torch import load_file
+
+    heads = {} if value_head is None else load_file(value_head)
+    return {**model.state_dict(), **{name: tensor.float() for name, tensor in heads.items()}}
+
+
+def _merged(adapter: Path, base: Path, value_head: Path | None, labels: dict[str, int]) -> Any:
+    """Return the merged model in float32, a language model below a value head; `labels`: settings of another head."""
     try:
         from peft import PeftModel
     except ImportError as error:
         raise CheckpointError("--merge needs peft: pip install '.[train]'") from error
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from python_backend.models.modeling import quiet_transformers
 
     quiet_transformers()
 
+    kind = AutoModelForSequenceClassification if value_head is None else AutoModelForCausalLM
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(
+        model = kind.from_pretrained(
             str(base), dtype="float32", local_files_only=True, trust_remote_code=False, use_safetensors=True, **labels
         )
-        return PeftModel.from_pretrained(model, str(adapter), local_files_only=True).merge_and_unload()
+        with warnings.catch_warnings():  # of tensors that are missing: see below
+            warnings.simplefilter("ignore")
+            adapted = PeftModel.from_pretrained(model, str(adapter), local_files_only=True)
+        report = adapted.load_adapter(str(adapter), "default")  # once more, since only this says what did not fit
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:  # adapter and model do not fit
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{adapter} cannot be merged into {base}: {reason[:400]}") from error
+    unused = sorted(report.unexpected_keys)
+    lacking = sorted(name for name in report.missing_keys if ".lora_" in name)
+    if unused or lacking:
+        what = f"{type(model).__name__} does not use {', '.join(unused[:4])}" if unused else f"it lacks {lacking[0]}"
+        raise CheckpointError(f"{adapter} cannot be merged into {base}: {what}; give the model that it was trained on")
+    return adapted.merge_and_unload()
 
 
 def _base_of(adapter: Path) -> Path:
