@@ -1,6 +1,7 @@
 """Merges the PEFT adapter of a reward model, as TRL's RewardTrainer saves it, into a checkpoint that can be served."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,19 @@ def _merged(adapter: Path, base: Path, head: Head) -> Any:
         settings = PeftConfig.from_pretrained(str(adapter))
         modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
         settings.modules_to_save = [name for name in settings.modules_to_save or () if name in modules] or None
-        return PeftModel.from_pretrained(model, str(adapter), config=settings, local_files_only=True).merge_and_unload()
+        with warnings.catch_warnings():  # of tensors that are missing: see below
+            warnings.simplefilter("ignore")
+            adapted = PeftModel.from_pretrained(model, str(adapter), config=settings, local_files_only=True)
+        report = adapted.load_adapter(str(adapter), "default")  # once more, since only this says what did not fit
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:  # adapter and model do not fit
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{adapter} cannot be merged into {base}: {reason[:400]}") from error
+    unused = sorted(name for name in report.unexpected_keys if not head.owns(name.removeprefix(PREFIX)))
+    lacking = sorted(name for name in report.missing_keys if ".lora_" in name)
+    if unused or lacking:
+        what = f"{type(model).__name__} does not use {', '.join(unused[:4])}" if unused else f"it lacks {lacking[0]}"
+        raise CheckpointError(f"{adapter} cannot be merged into {base}: {what}; give the model that it was trained on")
+    return adapted.merge_and_unload()
 
 
 def _base_of(adapter: Path) -> Path:

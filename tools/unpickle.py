@@ -4,6 +4,7 @@ Reads each file with torch's weights-only loader, without allowed extras, and wr
 JSON lines: what it does (`say`), and why it gave up (`error`).
 """
 
+import itertools
 import json
 import pickletools
 import re
@@ -24,6 +25,7 @@ from python_backend.checkpoints.tensor_file import STORED_AS, write_tensors
 from python_backend.process import die_with_parent
 
 SHARD_BYTES = 5_000_000_000
+MOST_OPERATIONS = 10_000_000  # of a pickle, read for a message
 SPARE_BYTES = 512 << 20  # of the process itself, and of small files
 WRAPPERS = ("state_dict", "model_state_dict", "module", "model")  # keys under which trainers save a state dict
 TRAINERS = re.compile("optim|sched|rng|scaler")  # keys of the state of a training, which is no part of the model
@@ -43,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         _limit_memory(files)
         write_safetensors(files, Path(folder), stem)
-    except (CheckpointError, OSError) as error:
-        _print(error=str(error))
+    except Exception as error:  # process edge: such as memory that a copy of a tensor lacks
+        _print(error=str(error) or type(error).__name__)
         return 1
     return 0
 
@@ -79,8 +81,11 @@ def write_safetensors(files: Mapping[Path, str], folder: Path, stem: str) -> Non
             shapes = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
             write_tensors(folder / f"part-{len(parts)}", shapes, tensors.__getitem__)
             parts.append(names)
+            size = sum(_num_bytes(tensors[name]) for name in names)
+            _print(say=f"wrote {len(names)} tensors of {file.name} ({size / 1e6:,.1f} MB)")
         total += sum(map(_num_bytes, tensors.values()))
-    _print(say=f"wrote {len(source)} tensors, {total / 1e6:,.1f} MB in {len(parts)} file(s)")
+        del tensors  # before the next file: two would not fit
+    _print(say=f"converted {len(source)} tensors, {total / 1e6:,.1f} MB in {len(parts)} file(s)")
     if len(parts) == 1:
         (folder / "part-0").rename(folder / f"{stem}.safetensors")
         return
@@ -155,13 +160,13 @@ def _globals(file: Path) -> Iterator[str]:
         with file.open("rb") as stream:
             while stream.peek(1):
                 yield from _imports(stream)
-    except (StopIteration, ValueError, zipfile.BadZipFile):
+    except Exception:  # process edge: a message names what was found, and the file may be damaged in any way
         return
 
 
 def _imports(stream: Any) -> Iterator[str]:
     texts: list[str] = []
-    for operation, argument, _ in pickletools.genops(stream):
+    for operation, argument, _ in itertools.islice(pickletools.genops(stream), MOST_OPERATIONS):
         if operation.name in ("GLOBAL", "INST"):
             yield str(argument).replace(" ", ".")
         elif operation.name == "STACK_GLOBAL":

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config, save_tiny, save_with_value_head
 from tiny_tokenizers import VOCAB, make_text_tokenizer, save_text_reward
@@ -152,7 +152,8 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
 def save_adapter(folder: Path, base: Path, family: str, **settings: Any) -> None:
     """Save an adapter as TRL does, after a training that changed all of it."""
     make_text_tokenizer(family).save_pretrained(folder)
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=settings.pop("num_labels", 1))
+    kind = AutoModelForCausalLM if settings.get("task_type") == "CAUSAL_LM" else AutoModelForSequenceClassification
+    model = kind.from_pretrained(base, num_labels=settings.pop("num_labels", 1))
     settings = {"task_type": "SEQ_CLS", "r": 2, "target_modules": "all-linear", **settings}
     adapted = get_peft_model(model, LoraConfig(init_lora_weights=False, **settings))
     for parameter in adapted.parameters():
@@ -225,6 +226,48 @@ def test_an_adapter_of_a_trained_reward_model_keeps_its_head(tmp_path: Path) -> 
     assert merge(tmp_path) == 0
     heads = [load_file(tmp_path / name / "model.safetensors")["score.weight"] for name in ("base", "merged")]
     assert torch.equal(*heads)
+
+
+def test_an_adapter_with_a_value_head_in_a_file_of_its_own(tmp_path: Path, signals_kept: None) -> None:
+    save_tiny(tmp_path / "base", "qwen2", "language", vocab_size=VOCAB)
+    save_adapter(tmp_path / "adapter", tmp_path / "base", "qwen2", task_type="CAUSAL_LM")
+    head = {"v_head.summary.weight": torch.randn(1, 16), "v_head.summary.bias": torch.randn(1)}
+    torch.save(head, tmp_path / "adapter" / "value_head.bin")
+    assert convert(tmp_path / "adapter", tmp_path / "new", "--merge", str(tmp_path / "merged")) == 0
+    theirs = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    for row, found in zip(ROWS, load_reward(tmp_path / "merged").score(ROWS), strict=True):
+        hidden = theirs(input_ids=torch.from_numpy(row)[None], output_hidden_states=True).hidden_states[-1][0, -1]
+        expected = head["v_head.summary.weight"] @ hidden + head["v_head.summary.bias"]
+        np.testing.assert_allclose(found, expected.detach().numpy(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("base_model.model.v_head.summary.weight", "does not use base_model.model.v_head.summary.weight"),
+        ("base_model.model.regression_head.weight", "does not use base_model.model.regression_head.weight"),
+        ("base_model.model.model.layers.7.mlp.up_proj.lora_A.weight", "does not use base_model.model.model.layers.7"),
+    ],
+)
+def test_tensors_of_an_adapter_that_would_be_left_out_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, told: str
+) -> None:
+    save_tiny(tmp_path / "base", "qwen2", "language", vocab_size=VOCAB)
+    save_adapter(tmp_path / "adapter", tmp_path / "base", "qwen2")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, name: torch.ones(1, 16)}, file)
+    assert merge(tmp_path) == 2
+    assert told in capsys.readouterr().err
+    lora = next(iter(weights))
+    save_file({key: weights[key] for key in weights if key != lora}, file)
+    assert merge(tmp_path) == 2
+    assert f"it lacks {lora.removesuffix('.weight')}" in capsys.readouterr().err
+    if "layers" not in name:  # the only head
+        save_file({**{key: weights[key] for key in weights if "lora" in key}, name: torch.ones(1, 16)}, file)
+        assert merge(tmp_path) == 2
+        assert f"has no trained head that can be merged, only {name}," in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
 
 
 def test_adapters_that_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -493,10 +536,8 @@ def test_a_pickled_adapter_is_converted_and_merged(tmp_path: Path, signals_kept:
     weights = load_file(adapter / "adapter_model.safetensors")
     (adapter / "adapter_model.safetensors").unlink()
     torch.save(weights, adapter / "adapter_model.bin")
-    torch.save({"v_head.summary.weight": torch.ones(1, 16)}, adapter / "value_head.bin")
     assert convert(adapter, tmp_path / "converted", "--merge", str(tmp_path / "again")) == 0
     assert_same(tensors_of(tmp_path / "again"), tensors_of(tmp_path / "merged"))
-    assert (tmp_path / "converted" / "value_head.safetensors").is_file()
 
 
 def test_a_policy_is_inspected_and_converted(
