@@ -405,7 +405,7 @@ class TextCodec:
             self._fast.no_truncation()  # tokenizer.json may have truncation and padding enabled
             self._fast.no_padding()
         else:
-            _ = self._slow
+            _ = self._slow  # loaded now, because a folder without a tokenizer must be an error here
 
     @functools.cached_property
     def _slow(self) -> Any:
