@@ -131,11 +131,7 @@ GATES = {
     "llama": ("<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", (128009, 128006, 78191, 128007, 271)),
     "gemma2": ("<end_of_turn>\n<start_of_turn>model\n", (107, 108, 106, 2516, 108)),
 }
-# First parts of tensor names -> why no score of one text can be computed.
-UNSERVED = {
-    "head_layer": "it compares two candidates in one row (PairRM), and has no score of one text",
-    "classification_head": "it belongs to an encoder-decoder, which has no score of one row of tokens",
-}
+PAIRWISE = "head_layer"  # PairRM's
 # Tensors without effect on a score: output layers of language models, and buffers that transformers computes.
 HARMLESS = re.compile(
     r"(lm_head|embed_out)\.(weight|bias)|(lm_predictions|mask_predictions|cls)\.[\w.]+"

@@ -18,7 +18,7 @@ from python_backend.checkpoints.heads import (
     LIKE_A_HEAD,
     MODEL_TYPES,
     NORMALISER,
-    UNSERVED,
+    PAIRWISE,
     Head,
     find_head,
     loose_tensors,
@@ -146,6 +146,7 @@ class CheckpointInfo:
     model_type: str
     architecture: str | None
     head: Head | None
+    is_encoder_decoder: bool
     loose: tuple[str, ...]  # tensors that look like a head's, but belong to none that is known
     labels: tuple[str, ...]  # from config.json's id2label; empty if they are only LABEL_0, LABEL_1, ...
     tensors: Mapping[str, TensorInfo]
@@ -247,6 +248,7 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         model_type=model_type_of(config),
         architecture=architecture,
         head=head,
+        is_encoder_decoder=bool(config.get("is_encoder_decoder")),
         loose=tuple(loose_tensors(head, tensors)),
         labels=() if all(re.fullmatch(r"LABEL_\d+", label) for label in labels) else labels,
         tensors=tensors,
@@ -276,13 +278,13 @@ def stored_adapters(folder: Path) -> StoredAdapters | None:
 
 def reward_head(info: CheckpointInfo) -> Head:
     """Return the head whose output is the reward. Raises CheckpointError if the checkpoint has none."""
+    if info.is_encoder_decoder or (info.loose and info.loose[0].startswith(PAIRWISE)):
+        how = "is an encoder-decoder" if info.is_encoder_decoder else "compares two candidates in one row (PairRM)"
+        raise CheckpointError(f"{info.folder} {how}, which has no score of one text; use another reward model")
     if info.loose:
-        why = next((why for name, why in UNSERVED.items() if info.loose[0].startswith(f"{name}.")), None)
-        known = "" if info.head is None else f", beside the head {info.head.prefix},"
+        beside = "" if info.head is None else f", beside the head {info.head.prefix},"
         raise CheckpointError(
-            f"{info.folder} cannot be a reward model: {why}"
-            if why
-            else f"{info.folder}: {', '.join(info.loose[:6])}{known} are of no known head, and without them its scores "
+            f"{info.folder}: {', '.join(info.loose[:6])}{beside} are of no known head, and without them its scores "
             "would differ; docs/your-models.md has the table of heads"
         )
     if info.head is None:

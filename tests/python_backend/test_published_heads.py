@@ -49,6 +49,7 @@ SIZES: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 32},
+    "t5": {"d_model": H, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
     "opt": {"ffn_dim": 24, "word_embed_proj_dim": H},
     "distilbert": {"dim": H, "hidden_dim": 24, "n_layers": 2, "n_heads": 2},
     "xlnet": {"d_model": H, "n_head": 2, "n_layer": 2, "d_inner": 24},
@@ -410,6 +411,20 @@ def assert_scores_or_refused(folder: Path, shape: Shape, expected: np.ndarray) -
     assert_scores(folder, shape, expected)
 
 
+def test_a_head_in_a_file_for_each_of_its_modules(tmp_path: Path):
+    shape = SHAPES["LDL"]
+    body = save(tmp_path, shape)
+    stored = load_file(tmp_path / "model.safetensors")
+    for module in ("regression_layer", "gating_layer"):
+        own = {name.removeprefix(f"{module}."): tensor for name, tensor in stored.items() if name.startswith(module)}
+        save_file(own, tmp_path / f"{module}.safetensors", metadata={"format": "pt"})
+    write(tmp_path, {name: tensor for name, tensor in stored.items() if "_layer.network" not in name}, {}, None)
+    assert_scores(tmp_path, shape, right(shape, body, stored))
+    save_file({"scale": torch.ones(1)}, tmp_path / "calibration.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"calibration\.scale"):
+        load_reward(tmp_path)
+
+
 def test_a_row_without_the_header_that_a_gate_reads_has_no_reward(tmp_path: Path):
     save(tmp_path, SHAPES["ArmoRM, Gemma"])
     given, bare = rows(SHAPES["ArmoRM, Gemma"]), np.arange(5, 12)
@@ -523,6 +538,7 @@ UNSERVED: dict[str, tuple[Shape, list[str]]] = {
         Shape("deberta-v2", "DebertaV2PairRM", {"head_layer.1.weight": (H, 2 * H)}, layers(), root="pretrained_model"),
         ["compares two candidates in one row"],
     ),
+    "SteamSHP": (Shape("t5", "T5ForConditionalGeneration", {}, layers()), ["is an encoder-decoder"]),
     "an unknown name": (Shape("llama", LLAMA, one("my_layer"), layers()), ["my_layer.weight", "no known head"]),
     "a normaliser of its own": (
         Shape("llama", LLAMA, {**one("score"), "normalizer.mean": (1,)}, layers()),
