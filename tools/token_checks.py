@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.run.row_limits import receives_texts
 from python_backend.checkpoints.tokenization import (
     PROBE,
     SpecialTokens,
@@ -12,6 +11,7 @@ from python_backend.checkpoints.tokenization import (
     load_tokenizer,
     num_embeddings,
     reply_end,
+    same_tokenizer,
     special_tokens_in,
 )
 from python_backend.config import RunConfig
@@ -32,7 +32,7 @@ def token_problems(config: RunConfig) -> Iterator[str]:
     for role, section in config.served_sections.items():
         known = num_embeddings(section.model)
         lacking = [i for i in sampled if i >= (known or i + 1)]
-        if lacking and not (role == "reward" and receives_texts(config)):
+        if lacking and same_tokenizer(folder, section.model):  # another tokenizer reads texts
             yield (
                 f"{role}.model: {section.model} has {known} embeddings, none for {_named(tokenizer, lacking)}, which "
                 f"the policy may sample; {RESIZE}, or start from a model of the policy's size"
