@@ -11,6 +11,7 @@ from python_backend.checkpoints.tokenization import (
     load_tokenizer,
     num_embeddings,
     reply_end,
+    same_tokenizer,
     special_tokens_in,
 )
 from python_backend.config import RunConfig
@@ -29,11 +30,9 @@ def token_problems(config: RunConfig) -> Iterator[str]:
     banned = {*special.banned_ids}
     sampled = [i for i in entries if (size is None or i < size) and i not in banned]
     for role, section in config.served_sections.items():
-        if role == "reward" and (config.reward.process is None or config.reward.process.granularity == "step"):
-            continue  # it receives texts
         known = num_embeddings(section.model)
         lacking = [i for i in sampled if i >= (known or i + 1)]
-        if lacking:
+        if lacking and same_tokenizer(folder, section.model):  # another tokenizer makes other ids of a text
             yield (
                 f"{role}.model: {section.model} has {known} embeddings, none for {_named(tokenizer, lacking)}, which "
                 f"the policy may sample; {RESIZE}, or start from a model of the policy's size"

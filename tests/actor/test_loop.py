@@ -592,8 +592,12 @@ def test_a_policy_with_more_embeddings_than_entries_whose_turns_do_not_end_with_
 
 
 class Same(Server):
-    async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
+    """The same reward for all, of tokens or texts."""
+
+    async def rewards(self, rows: list[Any], *_: object, **__: object) -> dict[str, np.ndarray]:
         return {REWARDS: np.ones((len(rows), 1), np.float32)}
+
+    score_sentences = rewards
 
 
 def test_a_run_whose_groups_have_equal_rewards_says_so(
