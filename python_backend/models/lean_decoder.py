@@ -40,7 +40,7 @@ class LeanDecoder:
         x = F.embedding(ids.flatten(), self._body.embed_tokens.weight)
         for layer in self._body.layers:
             x = self._layer(layer, x, rows)
-        return self._normed(self._body.norm, x).unflatten(0, ids.shape)
+        return self._normed(self._body.norm, x).view(*ids.shape, -1)
 
     def last_hidden(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return hidden states `[B, H]`: index length-1 of each row of `ids` `[B, S]`, with `lengths` `[B]`.
@@ -49,7 +49,7 @@ class LeanDecoder:
         """
         sizes = lengths.tolist()
         rows = _PackedRows(sizes, self._cos, self._sin)
-        tokens = torch.cat([row[:size] for row, size in zip(ids, sizes, strict=True)])
+        tokens = torch.cat([row[:size] for row, size in zip(ids.unbind(), sizes, strict=True)])
         x = F.embedding(tokens, self._body.embed_tokens.weight)
         for layer in self._body.layers[:-1]:
             x = self._layer(layer, x, rows)
@@ -80,7 +80,7 @@ class LeanDecoder:
 
     def _heads(self, layer: Any, x: Tensor) -> Tensor:
         """Project `x` `[N, H]` and split it into heads: `[N, heads, head_dim]`."""
-        return _linear(layer, x).unflatten(1, (-1, self._head_dim))
+        return _linear(layer, x).view(len(x), -1, self._head_dim)
 
     def _attend(self, queries: list[Tensor], keys: list[Tensor], values: list[Tensor], **causal: Any) -> Tensor:
         """Return the outputs `[N, heads * head_dim]` of the rows' attention, each of which is within its row."""
