@@ -1,4 +1,4 @@
-"""A faster forward pass for the Llama and Qwen2 families: the same weights with fewer operations.
+"""A faster forward pass for the Llama, Mistral, Qwen2 and Qwen3 families: the same weights with fewer operations.
 
 For rewards, the last layer computes one token per row. The faster pass is used only if it matches transformers' own
 forward pass on a probe batch, which is checked at every load.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-FAMILIES = ("llama", "qwen2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 TOLERANCE = 1e-5  # relative to the largest hidden state
 PROBE_LENGTHS = (7, 3, 12)  # different lengths, so that padding and the choice of the last token are checked as well
 
@@ -28,6 +28,7 @@ class LeanDecoder:
         self._num_heads = config.num_attention_heads
         self._num_kv_heads = config.num_key_value_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._norms_heads = config.model_type == "qwen3"
         positions = torch.arange(config.max_position_embeddings)[None]
         cos, sin = body.rotary_emb(body.embed_tokens.weight[:1, None], positions)
         self._cos, sin = cos[0].float(), sin[0].float()  # [positions, head_dim]
@@ -56,14 +57,14 @@ class LeanDecoder:
         layer, ends = self._body.layers[-1], lengths.cumsum(0) - 1
         normed = self._normed(layer.input_layernorm, x)
         key, value = self._keys_and_values(layer.self_attn, normed, rows)
-        query = _rotated(self._heads(layer.self_attn.q_proj, normed[ends]), rows.cos[ends], rows.sin[ends])
+        query = _rotated(self._queries(layer.self_attn, normed[ends]), rows.cos[ends], rows.sin[ends])
         # The query is a row's last token, so it may attend to all tokens: no causal mask is needed.
         attended = self._attend(rows.groups(query, last=True), rows.groups(key), rows.groups(value))
         return self._normed(self._body.norm, self._after(layer, x[ends], attended))
 
     def _layer(self, layer: Any, x: Tensor, rows: "_PackedRows") -> Tensor:
         normed = self._normed(layer.input_layernorm, x)
-        query = _rotated(self._heads(layer.self_attn.q_proj, normed), rows.cos, rows.sin)
+        query = _rotated(self._queries(layer.self_attn, normed), rows.cos, rows.sin)
         key, value = self._keys_and_values(layer.self_attn, normed, rows)
         attended = self._attend(*map(rows.groups, (query, key, value)), is_causal=True)
         return self._after(layer, x, attended)
@@ -74,9 +75,14 @@ class LeanDecoder:
         gate = F.silu(_linear(mlp.gate_proj, normed), inplace=True)
         return _linear(mlp.down_proj, gate.mul_(_linear(mlp.up_proj, normed))).add_(x)
 
+    def _queries(self, attention: Any, x: Tensor) -> Tensor:
+        query = self._heads(attention.q_proj, x)
+        return self._normed(attention.q_norm, query) if self._norms_heads else query
+
     def _keys_and_values(self, attention: Any, x: Tensor, rows: "_PackedRows") -> tuple[Tensor, Tensor]:
-        key = _rotated(self._heads(attention.k_proj, x), rows.cos, rows.sin)
-        return key, self._heads(attention.v_proj, x)
+        key = self._heads(attention.k_proj, x)
+        key = self._normed(attention.k_norm, key) if self._norms_heads else key
+        return _rotated(key, rows.cos, rows.sin), self._heads(attention.v_proj, x)
 
     def _heads(self, layer: Any, x: Tensor) -> Tensor:
         """Project `x` `[N, H]` and split it into heads: `[N, heads, head_dim]`."""
@@ -127,7 +133,8 @@ def lean_decoder(model: Any) -> LeanDecoder | None:
     if model.tp_size is not None:  # a rank has only a part of each layer
         return None
     rope = getattr(config, "rope_parameters", None) or {}
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    types = getattr(config, "layer_types", None)
+    slides = "sliding_attention" in types if types else getattr(config, "sliding_window", None) is not None
     if rope.get("rope_type", "default") != "default" or config.hidden_act != "silu" or slides:
         return None
     lean = LeanDecoder(body)
