@@ -72,10 +72,10 @@ class HTTPConnection:
         limit = settings.max_in_flight + MORE_CONNECTIONS
         # No connection timeout here: `answer` sets the only deadline.
         self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
-        trace = aiohttp.TraceConfig()
-        trace.on_connection_create_end.append(self._connected)
-        trace.freeze()
-        self.http._stub.trace_configs.append(trace)  # tritonclient passes no options to its session
+        # Not a trace of aiohttp, which calls a dozen functions for every request. tritonclient makes the connector.
+        connector: Any = self.http._stub.connector
+        self._connect = connector._create_connection
+        connector._create_connection = self._connected
 
     async def answer(
         self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float, *, repeat_after_s: float | None = None
@@ -106,10 +106,11 @@ class HTTPConnection:
             headers=dict(message.headers),  # the client library changes it
             parameters=message.parameters,
         )
-        async with self._checking:
-            if message.model in self._expected and self._num_checked < (connected := self._num_connected):
-                await self.describe(message.model)
-                self._num_checked = connected
+        if message.model in self._expected and self._num_checked < self._num_connected:
+            async with self._checking:
+                if self._num_checked < (connected := self._num_connected):
+                    await self.describe(message.model)
+                    self._num_checked = connected
         return {name: answer.as_numpy(name) for name in message.outputs}
 
     async def describe(self, model: str) -> ServedModel:
@@ -135,8 +136,10 @@ class HTTPConnection:
             await self.answer(lambda this: this.describe(model), PROBE_TIMEOUT_S)
         return None
 
-    async def _connected(self, *_: Any) -> None:
+    async def _connected(self, *arguments: Any) -> Any:
+        connection = await self._connect(*arguments)
         self._num_connected += 1  # perhaps to a server that was started again, with another configuration
+        return connection
 
     async def close(self) -> None:
         """Close all connections; requests in flight fail."""

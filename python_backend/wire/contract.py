@@ -312,9 +312,8 @@ def check_row(row: np.ndarray, index: int, limits: Limits) -> None:
         raise ContractError(f"{SEQUENCE_LENGTHS}[{index}]: 0, an empty sequence cannot be scored")
     if limits.max_length is not None and row.size > limits.max_length:
         raise ContractError(f"{TOKENS}[{index}]: {row.size} tokens, the model has {limits.max_length} positions")
-    bad = np.flatnonzero((row < 0) | (row >= limits.vocab_size))
-    if bad.size:
-        position = int(bad[0])
+    if int(row.view(np.uint64).max()) >= limits.vocab_size:  # as an unsigned number, a negative id is a large one
+        position = int(np.flatnonzero((row < 0) | (row >= limits.vocab_size))[0])
         raise ContractError(
             f"{TOKENS}[{index}, {position}]: {int(row[position])} is outside the vocabulary [0, {limits.vocab_size})"
         )

@@ -227,6 +227,8 @@ def test_padding_does_not_change_the_training_of_a_critic(tmp_path: Path, name: 
         ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": False}),
         ("qwen2", {}),
         ("llama", {"head_dim": 16}),
+        ("mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+        ("qwen3", {}),
     ],
 )
 def test_every_token_and_the_last_one_are_those_of_transformers(
@@ -251,6 +253,7 @@ def test_every_token_and_the_last_one_are_those_of_transformers(
     [
         ("gpt2", {}),
         ("bert", {}),
+        ("mistral", {"sliding_window": 8, "num_key_value_heads": 1}),
         ("llama", {"hidden_act": "gelu"}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
     ],

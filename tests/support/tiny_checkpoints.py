@@ -26,6 +26,7 @@ from transformers import (
     PhimoeConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
     RobertaConfig,
 )
@@ -63,6 +64,7 @@ MORE_CONFIGS = {
     "roberta": (RobertaConfig, {**_SIZES, "max_position_embeddings": POSITIONS + 1}),
     "phi3": (Phi3Config, {**_SIZES, "eos_token_id": 2}),
     "mistral": (MistralConfig, _SIZES),
+    "qwen3": (Qwen3Config, {**_SIZES, "num_key_value_heads": 1, "head_dim": 8}),
     "gpt-neox": (GPTNeoXConfig, _SIZES),
 }
 _MIXTURE = {**_SIZES, "eos_token_id": 1, "bos_token_id": None, "num_experts_per_tok": 2}
