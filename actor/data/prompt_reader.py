@@ -104,7 +104,11 @@ class PromptReader:
         if self.too_long == "skip":
             return None
         first, excess = prompt.num_special, prompt.tokens.size - self.max_tokens
-        return replace(prompt, tokens=np.delete(prompt.tokens, slice(first, first + excess)))
+        tokens = np.delete(prompt.tokens, slice(first, first + excess))
+        # A reward model reads what the policy has read; of a chat, the messages, which are whole.
+        is_chat = MESSAGES_KEY in prompt.metadata
+        text = prompt.text if is_chat else self.tokenizer.decode(tokens[first:].tolist())
+        return replace(prompt, text=text, tokens=tokens)
 
     def _prompt(self, row: PromptRow) -> Prompt:
         columns, where, source = row.columns, row.where, source_of(row)
