@@ -45,10 +45,9 @@ from python_backend.wire.contract import STEP_AHEAD
 logger = logging.getLogger(__name__)
 CUT = "actor.generation.max_new_tokens"  # the limit of a response, as `Trajectory.truncated` has it
 GRADIENT = "train_optim/grad_norm"
-NO_ACCIDENT = 3  # steps after which a gradient that was always 0 is named
 TIMELINE_FILE = "timeline.jsonl"
 VALIDATIONS_FILE = "validations.jsonl"
-FIRST_STEPS = 3  # after which a constant reward is named
+FIRST_STEPS = 3  # after which a constant reward, or a gradient that was always 0, is named
 OPENED = re.compile(r"<\w+>\s*\Z")  # at the end of a prompt, such as <think>
 
 
@@ -249,7 +248,7 @@ class Recorder:
                     "step %d has no signal: %s (steps_without_signal in the summary counts these)", step, why
                 )
                 self._knows_no_signal = True
-        wanted = min(NO_ACCIDENT, self._settings.steps)
+        wanted = min(FIRST_STEPS, self._settings.steps)
         if GRADIENT in line and len(self._taught) < wanted:
             self._taught.append(has_gradient)
             if len(self._taught) == wanted and not any(self._taught):
