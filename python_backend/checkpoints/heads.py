@@ -174,7 +174,10 @@ class Head:
     def owns(self, name: str) -> bool:
         """Return whether a tensor belongs to the head; those of pooling layers belong to transformers' class."""
         gated = () if self.gate is None else self.gate.names
-        return name in self.others or name.rpartition(".")[0] in (*self.layers.names, *gated)
+        layer, _, part = name.rpartition(".")
+        # Only numbered layers may be normalisations. Any other part, such as a scale, would be of another formula.
+        parts = (*NORM, "num_batches_tracked") if layer.rpartition(".")[2].isdigit() else NORM[:2]
+        return name in self.others or (part in parts and layer in (*self.layers.names, *gated))
 
 
 def find_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Head | None:
@@ -195,7 +198,7 @@ def find_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> H
 def _found(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Head | None:
     """Return the head of this form. Raises ValueError as `find_head`."""
     rule = form.gate
-    gate = None if rule is None else _layers(rule.prefix, rule.activation, tensors)
+    gate = None if rule is None else _layers(rule.prefix, rule.activation, tensors, latest=0)
     if rule is not None and (gate is None or not tensors.keys() >= {*rule.others}):
         return None
     for prefix in form.prefixes:
@@ -229,8 +232,11 @@ def _check_count(prefix: str, count: int, config: Mapping[str, Any]) -> None:
         )
 
 
-def _layers(prefix: str, activation: str, tensors: Mapping[str, TensorInfo]) -> Layers | None:
-    """Return the layer `prefix`, or the layers `prefix.0`, `prefix.2`, ... of a `torch.nn.Sequential`; None if none."""
+def _layers(prefix: str, activation: str, tensors: Mapping[str, TensorInfo], *, latest: int = 1) -> Layers | None:
+    """Return the layer `prefix`, or the layers `prefix.0`, `prefix.2`, ... of a `torch.nn.Sequential`; None if none.
+
+    `latest`: the largest number that the first one may have.
+    """
     numbered = re.compile(re.escape(prefix) + r"\.(\d+)\.(?:weight|bias|running_\w+)")
     numbers = sorted({int(match[1]) for name in tensors if (match := numbered.fullmatch(name))})
     if f"{prefix}.weight" in tensors:
@@ -244,7 +250,7 @@ def _layers(prefix: str, activation: str, tensors: Mapping[str, TensorInfo]) -> 
     # In a `Sequential`, an activation is between two layers, and perhaps a dropout or a normalisation, and before the
     # first one a dropout at most. Gates that apply their activation themselves count their linear layers alone.
     allowed = {2, 3} if "gating" not in prefix else {1, 3}
-    if linear[0] > 1 or steps - allowed or (norms and norms != {n + 2 for n in linear[:-1]}):
+    if linear[0] > latest or steps - allowed or (norms and norms != {n + 2 for n in linear[:-1]}):
         raise ValueError(
             f"the head {prefix} is no sequence of layers with activations between them: it has tensors of "
             f"{', '.join(f'{prefix}.{n}' for n in numbers)}; copy the checkpoint again"
@@ -287,6 +293,13 @@ def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: Mapping
     count, size = tensors[f"{gate.names[-1]}.weight"].shape[0], head.form.size
     group = int(config.get(size, 1)) if isinstance(size, str) else size
     transform = tensors[TRANSFORM].shape if TRANSFORM in tensors else (count, count)
+    wide, read = (tensors[f"{layers.names[0]}.weight"].shape[1] for layers in (head.layers, gate))
+    linear = sum(len(tensors[f"{name}.weight"].shape) == 2 for name in gate.names)
+    if wide != read or config.get("gating_n_hidden", linear - 1) != linear - 1:
+        raise ValueError(
+            f"the gate {gate.names[0]} has {linear} layers and reads {read} numbers, but {head.prefix} reads {wide}, "
+            f"and gating_n_hidden in config.json is {config.get('gating_n_hidden')}: they do not fit together"
+        )
     if head.num_labels != count * group or transform != (count, count):
         raise ValueError(
             f"{head.prefix} has {head.num_labels} outputs, the gate {gate.names[-1]} {count}, with {group} of the "

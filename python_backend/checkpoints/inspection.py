@@ -336,9 +336,9 @@ def fingerprint_weights(folder: Path) -> str:
 
 def _constants(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:
     found = config.get("reward_standardization")
-    if found is None and config.get("do_normalize"):
+    if found is None and _is_on(folder, config, "do_normalize"):
         return _moments(folder, config, tensors)
-    if found is None and config.get("normalize_reward") is True and "mean" in config:  # written by OpenRLHF
+    if found is None and _is_on(folder, config, "normalize_reward") and "mean" in config:  # written by OpenRLHF
         found = {"mean": config["mean"], "std": config.get("std", 1.0)}
     if not found:
         return None
@@ -351,6 +351,13 @@ def _constants(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
             f"{folder / CONFIG_FILE}: reward_standardization {found!r} must have numbers mean and std, with std above 0"
         )
     return Constants(mean, std)
+
+
+def _is_on(folder: Path, config: Mapping[str, Any], key: str) -> bool:
+    found = config.get(key)
+    if found not in (None, False, True):  # 0 and 1 are equal to these
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {key} is {found!r}, must be true or false")
+    return bool(found)
 
 
 def _moments(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -313,31 +314,42 @@ def num_embeddings(folder: Path) -> int | None:
 def turn_ends(tokenizer: Any) -> list[int]:
     """Return the ids, ascending, of the tokens with which the chat template ends a reply; [] if it has none.
 
-    These are the added tokens behind a reply at the end of a conversation, and the one directly behind a reply that
-    another message follows: a template may have an end for each, or only the token with which the next message begins.
+    A template may have an end for the last reply and another one for earlier ones, or only the token with which the
+    next message begins.
     """
-    return sorted({*_turn_ends(tokenizer)})
+    return sorted({end for end in _turn_ends(tokenizer) if end is not None})
 
 
 def reply_end(tokenizer: Any) -> int | None:
     """Return the token with which a policy ends a reply by its chat template; None if the template has none.
 
-    Only the first of `turn_ends`: in some templates another one ends a part of a reply, as gpt-oss's <|end|>.
+    In some templates the end of earlier replies is that of a part of a reply, as gpt-oss's <|end|>.
     """
-    return next(iter(_turn_ends(tokenizer)), None)
+    last, earlier = _turn_ends(tokenizer)
+    return earlier if last is None else last
 
 
-def _turn_ends(tokenizer: Any) -> list[int]:
+def _turn_ends(tokenizer: Any) -> tuple[int | None, int | None]:
+    """Return the token that ends the last reply of a conversation, and the one that ends earlier ones."""
     if not getattr(tokenizer, "chat_template", None):
-        return []
+        return None, None
     named = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     named -= {tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}
     added = {i for i in named if tokenizer.decode([i]).strip()}  # some tokenizers have white space as added tokens
     question, reply = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
-    ends = [i for i in _behind_reply(tokenizer, [question, reply]) if i in added]
-    following = _behind_reply(tokenizer, [question, reply, {**question, "content": NEXT_PROBE}])
-    first = next((i for i in following if i in added or tokenizer.decode([i]).strip()), None)
-    return [*ends, *(added & {first})]
+
+    def first_added(messages: Sequence[dict[str, str]]) -> list[int]:
+        """Return the added tokens behind a reply, before any text."""
+        behind = [i for i in _behind_reply(tokenizer, messages) if i in added or tokenizer.decode([i]).strip()]
+        return [*itertools.takewhile(added.__contains__, behind)]
+
+    def end(tokens: list[int]) -> int | None:
+        """Return the end among these: a token before EOS may be a part of the reply, such as </answer>."""
+        return tokenizer.eos_token_id if tokenizer.eos_token_id in tokens else next(iter(tokens), None)
+
+    last = first_added([question, reply])
+    earlier = end(first_added([question, reply, {**question, "content": NEXT_PROBE}]))
+    return earlier if earlier in last else end(last), earlier
 
 
 def _behind_reply(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -371,8 +383,9 @@ def end_of_sequence(folder: Path) -> int | list[int] | None:
 def dropped_ids(tokenizer: Any) -> frozenset[int]:
     """Return the ids that are no part of a reply's text: BOS, padding, and what ends a sequence or a turn."""
     named = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    folder = Path(str(tokenizer.name_or_path))
-    eos = end_of_sequence(folder) if (folder / "generation_config.json").is_file() else None
+    files = (Path(str(tokenizer.name_or_path)) / name for name in ("generation_config.json", CONFIG_FILE))
+    settings = next((json.loads(file.read_text()) for file in files if tokenizer.name_or_path and file.is_file()), {})
+    eos = settings.get("eos_token_id")
     ends = eos if isinstance(eos, list) else [eos]
     return frozenset(i for i in (*named, *ends, *turn_ends(tokenizer)) if i is not None)
 

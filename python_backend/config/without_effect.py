@@ -115,7 +115,8 @@ def _of_algorithm(actor: ActorSection) -> Iterator[Rule]:
         "a rollout is one minibatch, used once by the policy that sampled it, so every probability ratio is 1; set "
         f"actor.update.minibatch_size below actor.rollout_size ({actor.rollout_size}), or actor.update.epochs above 1"
     )
-    yield actor.is_one_update, why, ("actor.algorithm.loss", *keys, "actor.update.max_kl")
+    ours = ("actor.algorithm.loss", *keys) if loss is not None else ()
+    yield actor.is_one_update, why, (*ours, "actor.update.max_kl")
 
 
 def _in(section: str, *names: str) -> tuple[str, ...]:

@@ -404,6 +404,12 @@ def _load(
     if info.head is not None and not with_head:
         tensors = {name: tensor for name, tensor in tensors.items() if not info.head.owns(name)}
     tensors = _as_named(tensors, kind, config)
+    # transformers takes a name without the body's prefix for the body's own, and keeps one of the two.
+    if twice := sorted(name for name in tensors if f"{kind.base_model_prefix}.{name}" in tensors):
+        raise CheckpointError(
+            f"{info.folder}: {kind.__name__} cannot use both {twice[0]} and {kind.base_model_prefix}.{twice[0]}; remove "
+            "one of them"
+        )
     arguments = {"config": config, "state_dict": tensors, "dtype": DTYPES[dtype]}
     with as_checkpoint_error(info.folder):
         if group is None:
@@ -459,13 +465,17 @@ def _unused(info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[s
     }
     if not left:
         return []
-    # Output layers of the family's language models; without a head, also a pooler that only other heads use.
+    # Output layers of the family's language models, and a pooler that the head does not read; without a head, any.
     body, known = f"{kind.base_model_prefix}.", set[str]()
     for mapping in LANGUAGE_MODELS:
         if (language := mapping.get(type(config), None)) is not None:
-            known |= {name.removeprefix(body) for name in _empty(language, config).state_dict()}
-    in_use = body if info.head is not None else " "
-    return sorted(name for name in left if name.removeprefix(body) not in known or name.startswith(in_use))
+            names = _empty(language, config).state_dict()
+            known |= {*names} if info.head is not None else {name.removeprefix(body) for name in names}
+    if info.head is None:
+        return sorted(name for name in left if name.removeprefix(body) not in known)
+    has_own_class = info.head.form.pooled or info.head.kind == "token"
+    left -= {name for name in left if has_own_class and name.startswith(f"{body}pooler.")}
+    return sorted(name for name in left if name not in known or name.startswith(body))
 
 
 def _keep_stable(model: Any, info: CheckpointInfo) -> None:

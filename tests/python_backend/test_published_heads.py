@@ -384,8 +384,10 @@ def test_a_published_shape_scores_by_its_formula_and_a_damaged_one_never_otherwi
     stored = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
     assert_scores(tmp_path, shape, right(shape, body, stored))
     weights = tmp_path / "model.safetensors"
-    added = ["normalizer.bias", "extra_head.weight", f"{shape.root or 'model'}.layers.0.extra.weight"]
-    for extra in added[: 3 if "model.layers.0.mlp.up_proj.weight" in stored else 2]:
+    added = ["normalizer.bias", "extra_head.weight", f"{next(iter(shape.head)).rpartition('.')[0]}.scale"]
+    if "model.layers.0.mlp.up_proj.weight" in stored:
+        added += [f"{shape.root or 'model'}.layers.0.extra.weight", "norm.weight"]
+    for extra in added:
         save_file({**files[weights], extra: torch.ones(1)}, weights, metadata={"format": "pt"})
         with pytest.raises(CheckpointError, match=extra):
             load_reward(tmp_path, **shape.settings)

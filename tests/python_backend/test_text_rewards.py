@@ -303,7 +303,9 @@ ROLES = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
         (PLAIN_CHAT, []),
         (CHATML, ["<|im_end|>"]),
         (CHATML.replace("<|im_end|>", "{{ eos_token }}"), ["</s>"]),
-        (ROLES + "<|im_end|>\n{% endfor %}{% if not add_generation_prompt %}</s>{% endif %}", ["</s>", "<|im_end|>"]),
+        (ROLES + "<|im_end|>\n{% endfor %}{% if not add_generation_prompt %}</s>{% endif %}", ["<|im_end|>"]),
+        (ROLES + "<|return|>{{ eos_token }}\n{% endfor %}", ["</s>"]),  # the first one is part of the reply
+        (CHATML + "<|im_start|>assistant\n<|return|>", ["<|im_end|>"]),
         (ROLES + "{% endfor %}", ["<|user|>"]),
         (ROLES + "{{ '<|return|>' if loop.last else '<|im_end|>' }}{% endfor %}", ["<|im_end|>", "<|return|>"]),
         (ROLES + " END {% endfor %}", []),
