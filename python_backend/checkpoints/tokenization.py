@@ -384,8 +384,8 @@ def dropped_ids(tokenizer: Any) -> frozenset[int]:
     """Return the ids that are no part of a reply's text: BOS, padding, and what ends a sequence or a turn."""
     named = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
     files = (Path(str(tokenizer.name_or_path)) / name for name in ("generation_config.json", CONFIG_FILE))
-    settings = next((json.loads(file.read_text()) for file in files if tokenizer.name_or_path and file.is_file()), {})
-    eos = settings.get("eos_token_id")
+    written = [json.loads(file.read_text()) for file in files if tokenizer.name_or_path and file.is_file()]
+    eos = written[0].get("eos_token_id") if written else None
     ends = eos if isinstance(eos, list) else [eos]
     return frozenset(i for i in (*named, *ends, *turn_ends(tokenizer)) if i is not None)
 

@@ -405,10 +405,10 @@ def _load(
         tensors = {name: tensor for name, tensor in tensors.items() if not info.head.owns(name)}
     tensors = _as_named(tensors, kind, config)
     # transformers takes a name without the body's prefix for the body's own, and keeps one of the two.
-    if twice := sorted(name for name in tensors if f"{kind.base_model_prefix}.{name}" in tensors):
+    prefix = kind.base_model_prefix
+    if twice := sorted(name for name in tensors if f"{prefix}.{name}" in tensors):
         raise CheckpointError(
-            f"{info.folder}: {kind.__name__} cannot use both {twice[0]} and {kind.base_model_prefix}.{twice[0]}; remove "
-            "one of them"
+            f"{info.folder}: {kind.__name__} cannot use both {twice[0]} and {prefix}.{twice[0]}; remove one of them"
         )
     arguments = {"config": config, "state_dict": tensors, "dtype": DTYPES[dtype]}
     with as_checkpoint_error(info.folder):
