@@ -29,12 +29,13 @@ class RowTemplate:
 
     def render(self, index: int, sentence: str, metadata: dict[str, Any]) -> str:
         """Return the text of row `index`. Raises ContractError if rendering fails or gives no text."""
-        variables = {"text": sentence, "metadata": metadata, "response": metadata.get(RESPONSE_KEY, sentence)}
-        if PROMPT_KEY in metadata:
-            variables["prompt"] = metadata[PROMPT_KEY]
-        if MESSAGES in metadata:
-            variables["messages"] = messages = metadata[MESSAGES]
-            variables["prompt"] = messages[-1].get("content", "") if messages else ""
+        known = {name: value for name, value in metadata.items() if value is not None}  # null: a row lacks the column
+        variables = {"text": sentence, "metadata": known, "response": known.get(RESPONSE_KEY, sentence)}
+        if PROMPT_KEY in known:
+            variables["prompt"] = known[PROMPT_KEY]
+        if MESSAGES in known:
+            variables["messages"] = messages = known[MESSAGES]
+            variables["prompt"] = (messages[-1].get("content") or "") if messages else ""
         try:
             text = self._template.render(variables)
             text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them

@@ -491,6 +491,10 @@ def test_bad_input_of_a_template(serve: Callable[..., Ask], tmp_path: Path) -> N
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tokens": np.asarray([[5, 6]])}, needs),
         ({"sentences": ["x"]}, "reward.template cannot be rendered: 'prompt' is undefined"),
+        (
+            {"sentences": ["x"], "metadata": [{"prompt": None}]},
+            "reward.template cannot be rendered: 'prompt' is undefined",
+        ),
         ({"sentences": [""], "metadata": [{"prompt": ""}]}, "reward.template gives an empty text"),
         ({"sentences": ["x"], "metadata": long}, f"{POSITIONS + 1} tokens, the model has"),
         (
