@@ -202,9 +202,11 @@ def _found(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorIn
     if rule is not None and (gate is None or not tensors.keys() >= {*rule.others}):
         return None
     for prefix in form.prefixes:
-        layers = _layers(prefix, _activation(form, prefix, config), tensors)
+        layers = _layers(prefix, form.activation, tensors)
         if layers is None:
             continue
+        if len(layers.names) > 1 and not form.pooled:
+            layers = replace(layers, activation=_activation(form, prefix, config))
         _check_count(prefix, len(layers.names), config)
         outputs = tensors[f"{layers.names[-1]}.weight"].shape[0]
         others = NORMALISER if "do_normalize" in config else ()

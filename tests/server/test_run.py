@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -464,7 +465,7 @@ def steps(lines: list[dict[str, Any]]) -> list[int]:
 @pytest.mark.slow
 def test_every_line_of_a_run_is_json(served: Served) -> None:
     actor = lines_of(served.actor_log, "actor")
-    done = {line["message"].split("/")[0]: line for line in actor if line["message"].startswith("step ")}
+    done = {line["message"].split("/")[0]: line for line in actor if re.match(r"step \d+/", line["message"])}
     assert [done[f"step {step}"]["step"] for step in (1, 2, 3)] == [1, 2, 3]
     for line in done.values():
         assert f"scored by weights version {line['version']}, " in line["message"]
@@ -494,7 +495,8 @@ def test_one_trace_leads_from_the_step_to_the_reload(served: Served) -> None:
             ("tritonserver", "InferRequest", "critic_infer"),
             ("tritonserver", "InferRequest", CRITIC_TRAIN),
             ("tritonserver", "critic", "critic_infer"),
-            ("tritonserver", "reward_model", "critic_infer"),
+            ("actor", "reward_model", "rollout_time"),
+            ("tritonserver", "InferRequest", "reward_model"),
             (CRITIC_TRAIN, "critic_train: journal", CRITIC_TRAIN),
             ("sidecar", "train", CRITIC_TRAIN),
             ("sidecar", "publish", CRITIC_TRAIN),
