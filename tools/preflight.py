@@ -19,7 +19,7 @@ from actor.data.prompt_files import CONVERSATIONS, PromptError, read_rows
 from actor.data.prompt_reader import Prompt, PromptReader, check_columns
 from actor.run.row_limits import check_lengths
 from python_backend.checkpoints.inspection import stored_dtypes
-from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer, same_tokenizer
+from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer, num_embeddings, same_tokenizer
 from python_backend.client.served import ServedModel
 from python_backend.config import ConfigError, EnvironmentSection, RewardTerm, RunConfig
 from python_backend.config.required_files import check_files, has_chat_template, tokenizer_folder
@@ -27,7 +27,7 @@ from python_backend.config.without_effect import without_effect
 from python_backend.environments.pool import Environments
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
-from python_backend.store.durable import read_json, refusal
+from python_backend.store.durable import refusal
 from python_backend.store.run_lock import in_progress
 from tools.doctor import Finding, failed, warning
 from tools.render import reward_parameters
@@ -67,9 +67,7 @@ def check_prompts(config: RunConfig) -> list[Prompt]:
     """
     check_lengths(config)
     policy, prompts, validation = config.actor.policy.model.absolute(), config.actor.prompts, config.actor.validation
-    settings = read_json(policy / "config.json") or {}
-    size = (settings.get("text_config") or settings).get("vocab_size")
-    reader = PromptReader.of(config, load_tokenizer(policy), size)
+    reader = PromptReader.of(config, load_tokenizer(policy), num_embeddings(policy))
     held_out = {"actor.validation.prompts": validation.prompts} if validation.size else {}
     paths = {key: path for key, path in {**prompts.paths, **held_out}.items() if path is not None}
     found = {key: _first_prompts(config, reader, key, path) for key, path in paths.items()}

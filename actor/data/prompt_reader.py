@@ -111,7 +111,9 @@ class PromptReader:
         return replace(prompt, text=text, tokens=tokens)
 
     def _prompt(self, row: PromptRow) -> Prompt:
-        columns, where, source = row.columns, row.where, source_of(row)
+        columns = row.columns
+        where = row.where
+        source = source_of(row)
         metadata = {name: value for name, value in columns.items() if name not in (*SOURCES, PROMPT_ID)}
         text, adds = columns[source], self.add_special_tokens
         if text in ("", []):

@@ -499,7 +499,9 @@ class ConstantTerms:
 
     def __init__(self, steps: int) -> None:
         """`steps`: how many to wait for."""
-        self._steps, self._noted, self._rows = steps, 0, 0
+        self._steps = steps
+        self._noted = 0
+        self._rows = 0
         self._seen: dict[str, set[float]] = {}
 
     def note(self, scored: ScoredRollout) -> None:

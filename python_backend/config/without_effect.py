@@ -40,7 +40,9 @@ def without_effect(config: RunConfig) -> list[str]:
 
 def _of_served(config: RunConfig) -> Iterator[Rule]:
     """Yield the rules of models, servers and sidecar."""
-    algorithm, reward, monitoring = config.actor.algorithm, config.reward, config.monitoring
+    algorithm = config.actor.algorithm
+    reward = config.reward
+    monitoring = config.monitoring
     why = f"{algorithm.name} has no critic" if config.has_actor else "no critic is served"
     keys = ("actor.max_staleness", "actor.client.train_deadline_s", "monitoring.trainer_port")
     yield not config.serves_critic, why, ("critic", "trainer", *keys, "server.training_key_env")
