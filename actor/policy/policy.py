@@ -130,6 +130,7 @@ class Policy:
             self._shares_prompts = not settings.gradient_checkpointing and can_share(self.causal(self.sampler))
             # On a card a mask would switch off the fast kernels of attention; padding on the right does not need one.
             self._masks = self.sampler.device.type == "cpu"
+        with self.computing():
             check_causal(self.causal(self.sampler))
         if self._shares_prompts and settings.precision == "bfloat16":
             with self.computing():

@@ -57,6 +57,7 @@ class LanguageModel:
         self._lean = lean_decoder(model) if precision == "float32" and not compile_forward else None
         with in_float32(model):
             self._head = linear_head(model)
+        with self._computing():
             check_causal(model)
         if compile_forward:
             with self._computing():

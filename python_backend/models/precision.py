@@ -68,9 +68,7 @@ def in_float32(model: Any) -> Iterator[None]:
     hooks = [module.register_forward_pre_hook(widen) for module in modules]
     hooks += [module.register_forward_hook(narrow) for module in modules]
     try:
-        # A backward pass finds weights that are narrow again.
-        saved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, _widened)
-        with torch.autocast(model.device.type, enabled=False), saved:
+        with torch.autocast(model.device.type, enabled=False):
             yield
     finally:
         if attention == FLASH_ATTENTION:
@@ -78,10 +76,6 @@ def in_float32(model: Any) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         narrow()
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def _matrices(model: Any) -> Iterator[tuple[nn.Module, nn.Parameter]]:
