@@ -154,7 +154,7 @@ def ideal(name: str, setup: Setup) -> Iterator[Measure]:
 
     def measure(cell: Cell) -> dict[str, Any]:
         rows = make_trace(cell.rows * cell.num_requests)
-        plan = RowPool[str](token_budget=setup.token_budget, overhead_tokens=setup.overhead_tokens)
+        plan = RowPool[str](token_budget=setup.token_budget, overhead_tokens=setup.overhead_tokens, packs_rows=True)
         plan.add("all", [row.size for row in rows])
         batches = [[index for _, index in batch] for batch in iter(plan.take, [])]
         start = time.monotonic()
@@ -463,7 +463,7 @@ OPTIONS = {
     "seconds": Option(1.0, "seconds that the fastest contender spends in one cell", quick=0.1),
     "contenders": Option(list(CONTENDERS)[:5], f"any of {', '.join(CONTENDERS)}", known=CONTENDERS),
     "splits": Option([f"1x{CORES}", f"{CORES}x1"], "instances x threads that each contender may choose", quick=["1x1"]),
-    "token_budget": Option(512, "token budget of a forward pass, of `ours` and `ideal`"),
+    "token_budget": Option(1024, "token budget of a forward pass, of `ours` and `ideal`"),
 }
 HEADLINE_FACTOR = 3  # the headline cell is measured longer, since most targets are about it
 MOST_ROWS_IN_FLIGHT = 256

@@ -71,6 +71,7 @@ class PolicyVersions:
 
 OLDEST = (0, 32)  # the first version with /inference/v1/generate and spans of weights versions
 PROBE_S = 10.0
+IDLE_S = 2.0  # before a connection is closed here; vLLM closes it after 5 s, perhaps while a request is on its way
 LOCK_POLL_S = 0.05
 GENERATE = "/inference/v1/generate"
 COMPLETE = ("stop", "length")  # finish_reason of a whole response
@@ -96,7 +97,7 @@ class VllmClient:
             checked: URLs of servers whose release and settings were checked, shared by all connections.
         """
         self.url, self._deadline_s, self._checked = url, deadline_s, checked
-        connector = aiohttp.TCPConnector(limit=limit)
+        connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=IDLE_S)
         no_limit = aiohttp.ClientTimeout(total=None)  # `_request` sets the only deadline
         self._session = aiohttp.ClientSession(f"http://{url}", connector=connector, timeout=no_limit)
 

@@ -63,6 +63,11 @@ class LanguageModel:
             with self._computing():
                 compile_body(model, lambda ids, attention: model(input_ids=ids, attention_mask=attention))
 
+    @property
+    def packs_rows(self) -> bool:
+        """Whether the padding of rows is not computed."""
+        return self._lean is not None
+
     def logprobs(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
         """Return log-probs float32 `[length_i]` of each token row (int64 `[length_i]`).
 
@@ -103,7 +108,7 @@ class LanguageModel:
                 logits = self.model(**inputs).logits[rows, columns]
             return target_logprobs(logits, targets, **sampling)
         if self._lean is not None:
-            hidden = self._lean.hidden(ids)
+            hidden = self._lean.hidden(ids, torch.from_numpy(inside).sum(1))
         else:
             with self._computing():
                 hidden = self.model.base_model(**inputs)[0]

@@ -35,23 +35,25 @@ class LeanDecoder:
         first, second = sin.chunk(2, dim=-1)
         self._sin = torch.cat((-first, second), dim=-1)  # with the sign of what it is multiplied by; see `_rotated`
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Return hidden states `[B, S, H]` of `ids` `[B, S]`, padded on the right; undefined at padding."""
-        rows = _PackedRows([ids.shape[1]] * ids.shape[0], self._cos, self._sin)
-        x = F.embedding(ids.flatten(), self._body.embed_tokens.weight)
+    def hidden(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Return hidden states `[B, S, H]` of `ids` `[B, S]`, with `lengths` `[B]`; 0 at padding, on the right."""
+        inside = torch.arange(ids.shape[1]) < lengths[:, None]
+        rows = _PackedRows(lengths.tolist(), self._cos, self._sin)
+        x = F.embedding(ids[inside], self._body.embed_tokens.weight)
         for layer in self._body.layers:
             x = self._layer(layer, x, rows)
-        return self._normed(self._body.norm, x).view(*ids.shape, -1)
+        hidden = x.new_zeros(*ids.shape, x.shape[-1])
+        hidden[inside] = self._normed(self._body.norm, x)
+        return hidden
 
     def last_hidden(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return hidden states `[B, H]`: index length-1 of each row of `ids` `[B, S]`, with `lengths` `[B]`.
 
         The last layer needs keys and values of all tokens, but queries, attention and MLP only of one token per row.
         """
-        sizes = lengths.tolist()
-        rows = _PackedRows(sizes, self._cos, self._sin)
-        tokens = torch.cat([row[:size] for row, size in zip(ids.unbind(), sizes, strict=True)])
-        x = F.embedding(tokens, self._body.embed_tokens.weight)
+        inside = torch.arange(ids.shape[1]) < lengths[:, None]
+        rows = _PackedRows(lengths.tolist(), self._cos, self._sin)
+        x = F.embedding(ids[inside], self._body.embed_tokens.weight)
         for layer in self._body.layers[:-1]:
             x = self._layer(layer, x, rows)
         layer, ends = self._body.layers[-1], lengths.cumsum(0) - 1
@@ -149,8 +151,9 @@ def _is_equal(lean: LeanDecoder, body: Any) -> bool:
     own = body(input_ids=ids, use_cache=False)[0]
     limit = TOLERANCE * max(1.0, float(own.abs().max()))
     ends = own[torch.arange(len(lengths)), lengths - 1]
-    differences = (lean.hidden(ids) - own).abs().max(), (lean.last_hidden(ids, lengths) - ends).abs().max()
-    return all(float(difference) <= limit for difference in differences)
+    inside = torch.arange(longest) < lengths[:, None]
+    differences = (lean.hidden(ids, lengths) - own)[inside], lean.last_hidden(ids, lengths) - ends
+    return all(float(difference.abs().max()) <= limit for difference in differences)
 
 
 def _linear(layer: Any, x: Tensor) -> Tensor:

@@ -104,6 +104,11 @@ class RewardModel:
         pattern = head.pattern if isinstance(head, GatedHead) else None
         return () if pattern is None else tuple(pattern.tolist())
 
+    @property
+    def packs_rows(self) -> bool:
+        """Whether the padding of rows is not computed."""
+        return isinstance(self._outputs, TokenHead) and self._outputs.packs_rows
+
     def use_own_forward(self) -> None:
         """Use transformers' own forward pass instead of the lean one, for comparisons."""
         if isinstance(self._outputs, TokenHead):
@@ -207,6 +212,11 @@ class CriticModel:
         self._token_head: TokenHead = TokenHead(model, compile_forward=compile_forward, like=known)
         self.limits = limits_of(model)
         self.note = note  # where the value head comes from, for logs and reports
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether the padding of rows is not computed."""
+        return self._token_head.packs_rows
 
     @torch.no_grad()
     def values(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:

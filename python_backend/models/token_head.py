@@ -128,6 +128,11 @@ class TokenHead:
         if compile_forward:
             compile_body(model, self)
 
+    @property
+    def packs_rows(self) -> bool:
+        """Whether the padding of rows is not computed."""
+        return self.lean is not None
+
     def __call__(self, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
         """Return outputs `[B, S, A]` of `ids` `[B, S]`, padded on the right; `attention` `[B, S]` is 1 at tokens.
 
@@ -158,7 +163,7 @@ class TokenHead:
         if not self.is_causal:
             return self.model.base_model(input_ids=ids, attention_mask=attention, **types)[0]
         if self.lean is not None and not torch.is_grad_enabled():
-            return self.lean.hidden(ids)
+            return self.lean.hidden(ids, attention.sum(1))
         return self.model.base_model(input_ids=ids, use_cache=False)[0]
 
 

@@ -15,6 +15,7 @@ from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 from actor.data.rollout import Prompt
 from actor.generation.conversations import Agent
 from actor.generation.slots import Response
+from actor.vllm import connection
 from actor.vllm.generation import VllmGeneration
 from python_backend.client.errors import RequestFailed
 from python_backend.config import ConfigError, RunConfig
@@ -314,6 +315,28 @@ async def test_a_server_without_the_published_weights_generates_nothing(
             await run(here)
         assert (server.requests, server.weights) == ([], "initial")
         assert [call for call in server.calls if call.startswith(("/pause", "/resume"))][-1] == "/resume"
+
+
+async def test_no_request_goes_out_on_a_connection_that_was_idle_for_long(monkeypatch: pytest.MonkeyPatch):
+    """This server closes a connection when a second request comes in on it, as vLLM may after five seconds."""
+    monkeypatch.setattr(connection, "IDLE_S", 0.01)
+
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read(1)
+        writer.close()
+
+    server = await asyncio.start_server(answer_once, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    client = connection.VllmClient(f"{host}:{port}", limit=1, deadline_s=30, checked=set())
+    try:
+        for _ in range(2):
+            assert await client.post("/resume", {}) == {}
+            await asyncio.sleep(0.1)
+    finally:
+        await client.close()
+        server.close()
 
 
 async def test_a_server_that_stays_away_is_an_error(setup: Setup):

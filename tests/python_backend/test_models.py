@@ -273,7 +273,7 @@ def test_the_lean_forward_is_not_used_where_it_differs_nor_in_training(tmp_path:
     assert all(parameter.grad is not None for parameter in critic.model.base_model.parameters())
     assert lean_decoder(model) is not None
     whole = LeanDecoder.hidden
-    monkeypatch.setattr(LeanDecoder, "hidden", lambda self, ids: whole(self, ids) * 1.001)
+    monkeypatch.setattr(LeanDecoder, "hidden", lambda self, *rows: whole(self, *rows) * 1.001)
     assert lean_decoder(model) is None
 
 
