@@ -692,11 +692,11 @@ def gate_ids(folder: Path, prompt: Any, reply: str, max_length: int | None = Non
 def test_no_way_in_loses_a_token_of_the_reply_to_the_models_length(tmp_path: Path, other: str, shape: str):
     theirs, (columns, before) = REWARDS_OF[other], SHAPES["chat" if shape == "tools" else shape]
     rollout = (with_a_tool if shape == "tools" else answered)(row_of(columns), "cut")
-    for settings in ({}, {"append_eos": "true"}, {"text": "pair"}):
-        size = len(scored_ids(Reader(tmp_path, theirs, **settings), rollout))
-        assert len(scored_ids(Reader(tmp_path, theirs, size, **settings), rollout)) == size
+    for way in ({}, {"append_eos": "true"}, {"text": "pair"}):
+        size = len(scored_ids(Reader(tmp_path, theirs, **way), rollout))
+        assert len(scored_ids(Reader(tmp_path, theirs, size, **way), rollout)) == size
         with pytest.raises(ContractError, match=rf"sentences\[0\]: {size} tokens, the model takes {size - 1} \(max_l"):
-            scored_ids(Reader(tmp_path, theirs, size - 1, **settings), rollout)
+            scored_ids(Reader(tmp_path, theirs, size - 1, **way), rollout)
     prompt: Any = columns["text"] if before is None else before
     size = len(gate_ids(tmp_path, prompt, " A day."))
     with pytest.raises(ConfigError, match=rf"pairs.jsonl, line 1: chosen: {size} tokens, the model takes {size - 1} "):
