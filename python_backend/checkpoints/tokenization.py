@@ -413,6 +413,8 @@ def end_of_sequence(folder: Path) -> int | list[int] | None:
         return GenerationConfig.from_model_config(config).eos_token_id
     except OSError as error:
         raise CheckpointError(f"{folder} has no model configuration: {error}") from error
+    except ValueError:  # a class that transformers does not know, as many a reward model's
+        return json.loads((folder / CONFIG_FILE).read_text()).get("eos_token_id")
 
 
 @functools.lru_cache(maxsize=8)
