@@ -626,6 +626,24 @@ def test_steps_of_texts_as_trl_trains_them(serve: Callable[..., Ask], tmp_path: 
     assert np.flatnonzero(got["token_rewards"][0]).tolist() == at
 
 
+@pytest.mark.parametrize("template", [PLAIN_CHAT, CHATS["llama"]])
+@pytest.mark.parametrize("process", [{"separator": ". "}, {"separator": "<pad>"}, {"granularity": "token"}], ids=str)
+def test_steps_of_a_chat_begin_as_its_template_does(
+    serve: Callable[..., Ask], tmp_path: Path, template: str, process: dict[str, str]
+) -> None:
+    tokenizer = save_model(tmp_path, "critic", family="llama", num_labels=1)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    got = serve(tmp_path, process=process, score="logit")(sentences=[REPLY], metadata=[{"messages": MESSAGES}]).outputs
+    per_token = "granularity" in process
+    messages = CHAT if per_token else MESSAGES
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=not per_token, return_dict=False)
+    if not per_token:
+        ids += tokenizer(REPLY, add_special_tokens=False)["input_ids"]
+        ids += tokenizer(process["separator"], add_special_tokens=False)["input_ids"]
+    near(got["step_rewards"][0, -1], logits(AutoModelForTokenClassification, tmp_path, ids)[-1, 0])
+
+
 def test_steps_of_tokens(serve: Callable[..., Ask], tmp_path: Path) -> None:
     """The separator stays where the policy wrote it; the last step is read at one put behind its text."""
     tokenizer = save_model(tmp_path, "critic", num_labels=2)
