@@ -22,6 +22,7 @@ from python_backend.rewards.function import MESSAGES_KEY
 from tools.doctor import Finding, warning
 
 VLLM_BANS = 1024  # entries of `logit_bias`
+MARK = 3  # characters of the shortest mark of a turn: white space and single signs are in any text
 RESIZE = "resize its embeddings to the tokenizer (resize_token_embeddings)"
 
 
@@ -77,20 +78,21 @@ def rendered_text(config: RunConfig, prompts: Sequence[Prompt]) -> str:
     if not end or (reward.append_eos and end == tokenizer.eos_token):
         return ""
     ids = {*tokenizer(chat, add_special_tokens=False)["input_ids"]} & {*tokenizer.added_tokens_decoder}
-    between = chat.partition(PROBE)[2].partition(PROBE)[0].strip()  # from the end of a question to its answer
-    marks = {
-        *tokenizer.convert_ids_to_tokens(sorted(ids - {tokenizer.bos_token_id, tokenizer.unk_token_id})),
-        between,
-    } - {""}
-    found = [each for each in prompts if MESSAGES_KEY not in each.metadata and any(mark in each.text for mark in marks)]
+    ids -= {tokenizer.bos_token_id, tokenizer.unk_token_id}
+    between = chat.partition(PROBE)[2].partition(PROBE)[0]  # from the end of a question to its answer
+    marks = [*tokenizer.convert_ids_to_tokens(sorted(ids)), between]
+    marks = [mark.strip() for mark in marks if len(mark.strip()) >= MARK]
+
+    def marks_in(prompt: Prompt) -> list[str]:
+        return [mark for mark in marks if mark in prompt.text]
+
+    found = [prompt for prompt in prompts if MESSAGES_KEY not in prompt.metadata and marks_in(prompt)]
     if not found:
         return ""
-    mark = next(mark for mark in sorted(marks) if mark in found[0].text)
+    more = f" ({len(found)} such rows)" if len(found) > 1 else ""
     return (
-        f"{found[0].where} is a text with {mark!r} of reward.model's chat template, so its reply is scored without "
-        f"{end!r}, which ends a turn there; give the chat as `messages`"
-        + f" ({len(found)} such rows)"
-        * (len(found) > 1)
+        f"{found[0].where} is a text with {marks_in(found[0])[0]!r} of reward.model's chat template, so its reply is "
+        f"scored without {end!r}, which ends a turn there; give the chat as `messages`{more}"
     )
 
 

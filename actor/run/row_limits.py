@@ -64,7 +64,7 @@ def check_renderings(config: RunConfig, tokenizer: Any, reward_tokenizer: Any, p
         if size > limit:
             raise PromptError(
                 f"{prompt.where}: {size} tokens as reward.model renders it with a short reply, but it takes {limit} "
-                "(reward.max_length); shorten or remove the row"
+                "(reward.max_length, or its positions); shorten or remove the row"
             )
         more = size - prompt.tokens.size - in_policy
         if counts and longest + more > limit:

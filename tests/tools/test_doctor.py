@@ -327,7 +327,7 @@ def test_a_text_that_is_a_rendered_chat_is_named_once_with_the_remedy(
     question = [{"role": "user", "content": "Open it."}]
     prompts = tmp_path / "prompts.jsonl"
     text = tokenizer.apply_chat_template(question, tokenize=False) + "assistant :\n" * (family == "bert")
-    rows = [{"text": "Open it."}, {"text": text}, {"text": text}]
+    rows = [{"text": "Open it: \n user"}, {"text": text}, {"text": text}]
     prompts.write_text("\n".join(map(json.dumps, rows)))
     given = [f"reward.model={tmp_path / 'reward'}", f"actor.prompts.path={prompts}", *settings]
     loaded = load_config(config, [*given, "actor.prompts.max_tokens=100"])
