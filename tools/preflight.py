@@ -17,7 +17,7 @@ from typing import Any
 
 from actor.data.prompt_files import CONVERSATIONS, PromptError, read_rows
 from actor.data.prompt_reader import Prompt, PromptReader, check_columns
-from actor.run.row_limits import check_lengths
+from actor.run.row_limits import REPLY, check_lengths, check_renderings
 from python_backend.checkpoints.inspection import stored_dtypes
 from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer, num_embeddings, same_tokenizer
 from python_backend.client.served import ServedModel
@@ -37,20 +37,22 @@ from tools.server.ports import PORT_KEYS, check_ports, is_open, server_urls, wit
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import probe
 from tools.server.vllm import check_vllm, starts_vllm
-from tools.token_checks import template_problem, token_findings, token_problems
+from tools.token_checks import reward_findings, template_problem, token_findings, token_problems
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 CHECKED_ROWS = 1000  # of each prompt file
-RESPONSE = "This is a trial response."
 PROBE_S = 30.0
 COPIES = 6  # of a trained model on the disk: two versions, and a checkpoint of weights and two moments twice as large
 
 
-def check_run(config: RunConfig) -> None:
-    """Raise ConfigError with one line for each problem that would end the run, or leave it without rewards."""
+def check_run(config: RunConfig) -> list[Prompt]:
+    """Return the prompts of the files' first rows.
+
+    Raises ConfigError with one line for each problem that would end the run, or leave it without rewards.
+    """
     check_files(config, server=True, actor=config.has_actor)
     if not config.has_actor:
-        return
+        return []
     stored_dtypes(config.actor.policy.model)  # reads each file's header: one of several may be missing
     prompts = check_prompts(config)
     if starts_vllm(config):
@@ -58,6 +60,7 @@ def check_run(config: RunConfig) -> None:
     problems = [*_missing_trackers(config), *_tokenizers(config), *_functions(config, prompts), *_environment(config)]
     if problems:
         raise ConfigError("\n".join(problems))
+    return prompts
 
 
 def check_prompts(config: RunConfig) -> list[Prompt]:
@@ -86,25 +89,12 @@ def _first_prompts(config: RunConfig, reader: PromptReader, key: str, path: Path
         found = [reader.prompt(row) for row in rows]
         if config.serves_rewards:
             check_columns(ServedModel.of(declared), found)
-            _check_rendering(config, found)
+        if config.uses_reward_model and config.reward.template is None:
+            fitted = [prompt for prompt in map(reader.fitted, found) if prompt is not None]
+            check_renderings(config, reader.tokenizer, load_tokenizer(config.reward.model.absolute()), fitted)
     except PromptError as error:
         raise ConfigError(f"{key}: {error}") from error
     return found
-
-
-def _check_rendering(config: RunConfig, prompts: Sequence[Prompt]) -> None:
-    """Check that the reward model can render the prompts with a reply. Raises PromptError."""
-    chats = [prompt for prompt in prompts if MESSAGES_KEY in prompt.metadata]
-    is_rendered = config.uses_reward_model and config.reward.template is None
-    if not (chats and is_rendered):
-        return
-    tokenizer = load_tokenizer(config.reward.model.absolute())
-    for prompt in chats:
-        conversation = [*prompt.metadata[MESSAGES_KEY], {"role": "assistant", "content": RESPONSE}]
-        try:
-            tokenizer.apply_chat_template(conversation, tokenize=False)
-        except Exception as error:  # templates are programs and may raise anything
-            raise PromptError(f"{prompt.where}: the template of reward.model cannot render it: {error}") from error
 
 
 def _check_templates(config: RunConfig, prompts: str) -> None:
@@ -202,15 +192,15 @@ def _environment(config: RunConfig) -> Iterator[str]:
 
 
 def _sample(prompt: Prompt, tokenizer: Any) -> Sample:
-    text = RESPONSE if MESSAGES_KEY in prompt.metadata else f"{prompt.text}{RESPONSE}"
-    metadata = {**prompt.metadata, PROMPT_KEY: prompt.text, RESPONSE_KEY: RESPONSE}
+    text = REPLY if MESSAGES_KEY in prompt.metadata else f"{prompt.text}{REPLY}"
+    metadata = {**prompt.metadata, PROMPT_KEY: prompt.text, RESPONSE_KEY: REPLY}
     return Sample(text, tokenizer(text, add_special_tokens=False)["input_ids"], metadata)
 
 
 def files(config: RunConfig) -> Iterator[Finding]:
     """Check the files, reward functions and environment that the configuration names, a line for each problem."""
     try:
-        check_run(config)
+        prompts = check_run(config)
     except ConfigError as error:
         for line in str(error).splitlines():
             yield failed("files", line)
@@ -218,6 +208,7 @@ def files(config: RunConfig) -> Iterator[Finding]:
         yield Finding("files", "checkpoints, prompts, reward functions and environment are there")
         if config.has_actor:
             yield _text_prompts(config)
+            yield from reward_findings(config, prompts)
             yield from token_findings(config)
 
 

@@ -4,9 +4,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from actor.data.prompt_reader import Prompt
 from python_backend.checkpoints.tokenization import (
     PROBE,
     SpecialTokens,
+    encode_prompt,
     ids_without_entry,
     load_tokenizer,
     num_embeddings,
@@ -16,9 +18,11 @@ from python_backend.checkpoints.tokenization import (
 )
 from python_backend.config import RunConfig
 from python_backend.config.required_files import has_tokenizer
+from python_backend.rewards.function import MESSAGES_KEY
 from tools.doctor import Finding, warning
 
 VLLM_BANS = 1024  # entries of `logit_bias`
+MARK = 3  # characters of the shortest mark of a turn: white space and single signs are in any text
 RESIZE = "resize its embeddings to the tokenizer (resize_token_embeddings)"
 
 
@@ -57,6 +61,58 @@ def _rendered(tokenizer: Any) -> str:
         return str(tokenizer.apply_chat_template([question, reply], tokenize=False))
     except Exception:  # templates are programs and may raise anything; where one is used, that is reported
         return ""
+
+
+def rendered_text(config: RunConfig, prompts: Sequence[Prompt]) -> str:
+    """Return a warning about text prompts that are chats in the reward model's own format; "" if there are none.
+
+    Of a text, the reward model reads the text alone: nothing ends the reply's turn, as in each chat of its training.
+    """
+    reward = config.reward
+    if not config.uses_reward_model or reward.template is not None or reward.process or reward.logit:
+        return ""
+    tokenizer = load_tokenizer(reward.model.absolute())
+    chat = _rendered(tokenizer)
+    _, _, behind = chat.rpartition(PROBE)
+    end = behind.strip()
+    if not end or (reward.append_eos and end == tokenizer.eos_token):
+        return ""
+    ids = {*tokenizer(chat, add_special_tokens=False)["input_ids"]} & {*tokenizer.added_tokens_decoder}
+    ids -= {tokenizer.bos_token_id, tokenizer.unk_token_id}
+    between = chat.partition(PROBE)[2].partition(PROBE)[0]  # from the end of a question to its answer
+    marks = [*tokenizer.convert_ids_to_tokens(sorted(ids)), between]
+    marks = [mark.strip() for mark in marks if len(mark.strip()) >= MARK]
+
+    def marks_in(prompt: Prompt) -> list[str]:
+        return [mark for mark in marks if mark in prompt.text]
+
+    found = [prompt for prompt in prompts if MESSAGES_KEY not in prompt.metadata and marks_in(prompt)]
+    if not found:
+        return ""
+    more = f" ({len(found)} such rows)" if len(found) > 1 else ""
+    return (
+        f"{found[0].where} is a text with {marks_in(found[0])[0]!r} of reward.model's chat template, so its reply is "
+        f"scored without {end!r}, which ends a turn there; give the chat as `messages`{more}"
+    )
+
+
+def reward_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Yield what the reward model reads of the prompts that may not be what it was trained on."""
+    if told := rendered_text(config, prompts):
+        yield warning("prompts", told)
+    reward = config.reward
+    is_rendered = config.uses_reward_model and reward.template is None and reward.add_special_tokens
+    if not is_rendered or not any(MESSAGES_KEY in each.metadata for each in prompts):
+        return
+    tokenizer = load_tokenizer(reward.model.absolute())
+    before = tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, _rendered(tokenizer))[0])
+    if before and tokenizer.cls_token is None and not _rendered(tokenizer).startswith(before[0]):
+        yield warning(
+            "prompts",
+            f"reward.model begins texts with {' '.join(before)}, but its chat template writes none, so chats are "
+            "scored without, as by apply_chat_template(tokenize=True); if it was trained with it, write it in its "
+            "chat_template.jinja",
+        )
 
 
 def token_findings(config: RunConfig) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from python_backend.checkpoints.tokenization import (
     encode_sentence,
     load_tokenizer,
     rendering_fingerprint,
+    too_long,
 )
 from python_backend.config import ConfigError, RewardSection, RunConfig
 from python_backend.config.live_models import live_model
@@ -54,22 +55,26 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
         raise ConfigError("reward.gate needs one reward per row; set reward.merge_attributes: true, or remove the gate")
     tokenizer = load_tokenizer(section.model.absolute())
     lengths = [length for length in (model.limits.max_length, section.max_length) if length]
+    most = min(lengths, default=LONGEST_ROW_TOKENS)
 
     def encode(prompt: Any, reply: Any, where: str) -> TokenRow:
         is_chat = not isinstance(reply, str) or isinstance(prompt, list)
         is_pair = section.text == "pair" and prompt is not None and isinstance(reply, str)
         text = _text(tokenizer, None, prompt, where) if is_pair else _text(tokenizer, prompt, reply, where)
-        ids, types = encode_sentence(
+        ids, types, num_tokens = encode_sentence(
             tokenizer,
             text,
-            min(lengths, default=LONGEST_ROW_TOKENS),
+            most,
             special_tokens=section.add_special_tokens,
             skipped_pad_id=model.skipped_pad_id,
             pair=reply if is_pair else "",
             append_eos=section.append_eos and not is_chat,
+            is_chat=is_chat,
         )
         if not ids:
             raise ConfigError(f"{where} has no tokens")
+        if num_tokens > most:
+            raise ConfigError(f"{where}: {too_long(num_tokens, most)}")
         return TokenRow(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
 
     sides: dict[str, list[TokenRow]] = {side: [] for side in SIDES}

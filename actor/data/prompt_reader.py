@@ -34,7 +34,7 @@ class Prompt:
     text: str
     tokens: np.ndarray  # int64 [P]
     metadata: dict[str, Any] = field(default_factory=dict)  # the row's other columns
-    num_special: int = 0  # special tokens before the text, which truncation keeps
+    num_special: int = 0  # special tokens that the row begins with, such as BOS, which truncation keeps
     where: str = ""  # file and row, for error messages
 
 
@@ -131,8 +131,10 @@ class PromptReader:
             if adds
             else ([], self.tokenizer(text, add_special_tokens=False)["input_ids"])
         )
+        starts = [getattr(self.tokenizer, name, None) for name in ("bos_token_id", "cls_token_id")]
+        num_special = len(before) or int(bool(ids) and ids[0] in starts)  # a template, or a text, may have its own
         tokens = np.asarray([*before, *ids], dtype=np.int64)
-        return Prompt(str(prompt_id), text, tokens, metadata, len(before), where)
+        return Prompt(str(prompt_id), text, tokens, metadata, num_special, where)
 
     @property
     def long_prompt_action(self) -> str:

@@ -1,12 +1,19 @@
 """Compares the longest rows of a run with what policy, reward model, critic and reference take, before it starts."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from actor.data.prompt_files import PromptError
+from actor.data.prompt_reader import Prompt
 from python_backend.checkpoints.inspection import max_positions, stable_length
-from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, same_tokenizer
+from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_sentence, same_tokenizer
 from python_backend.config import ConfigError, RunConfig
+from python_backend.config.sections import ModelSection
+from python_backend.rewards.function import MESSAGES_KEY
 from python_backend.store.durable import read_json
+
+REPLY = "This is a trial response."
 
 
 def check_lengths(config: RunConfig) -> None:
@@ -22,8 +29,7 @@ def check_lengths(config: RunConfig) -> None:
     limit_of = max_positions if config.actor.generation.engine == "vllm" else stable_length
     limits = {"actor.policy.model": limit_of(_settings(config.actor.policy.model)) or longest}
     for role, section in config.served_sections.items():
-        known = (section.max_length, max_positions(_settings(section.model)))
-        limits[f"{role}.model"] = min(filter(None, known), default=LONGEST_ROW_TOKENS)
+        limits[f"{role}.model"] = _limit(section)
     short = {key: limit for key, limit in limits.items() if limit < longest}
     if "reward.model" in short and not _reward_refuses(config):
         del short["reward.model"]
@@ -33,17 +39,82 @@ def check_lengths(config: RunConfig) -> None:
         )
 
 
-def _reward_refuses(config: RunConfig) -> bool:
-    """Return whether the reward model refuses rows above its limit, counted in the policy's tokens.
+def check_renderings(config: RunConfig, tokenizer: Any, reward_tokenizer: Any, prompts: Sequence[Prompt]) -> None:
+    """Check that the reward model takes its own rendering of these prompts with a reply, which is never truncated.
 
-    It truncates texts, except where the end of a row must be there. Texts in another model's tokens are not counted;
-    those in the policy's are nearly as long as its rows, and must not lose the reply.
+    It may have more tokens than the policy's row: special tokens, the end of a turn, a system prompt of the template,
+    the whole of a chat that is truncated for the policy.
+
+    Args:
+        tokenizer: the policy's.
+        prompts: some of the run's, each as `PromptReader.fitted` returns it.
+
+    Raises:
+        PromptError: the chat template refuses a prompt, or no reply fits behind it.
+        ConfigError: the longest rows of the run would not fit.
     """
-    reward = config.reward
-    if not reward.model.is_dir():
-        return False
-    needs_end = reward.process or reward.template or reward.logit
-    return (needs_end or reward.text != "pair") and same_tokenizer(config.actor.policy.model, reward.model)
+    limit = _limit(config.reward)
+    longest, why = config.longest_row
+    counts = _reward_refuses(config)
+    in_policy = len(tokenizer(REPLY, add_special_tokens=False)["input_ids"])
+    for prompt in prompts:
+        size = _rendered_size(config, reward_tokenizer, prompt)
+        if config.reward.process:  # whose rows are of another form
+            continue
+        if size > limit:
+            raise PromptError(
+                f"{prompt.where}: {size} tokens as reward.model renders it with a short reply, but it takes {limit} "
+                "(reward.max_length, or its positions); shorten or remove the row"
+            )
+        more = size - prompt.tokens.size - in_policy
+        if counts and longest + more > limit:
+            raise ConfigError(
+                f"reward.model: takes rows of at most {limit} tokens, and its own rendering of {prompt.where} has "
+                f"{more} more than the policy's, but {why}"
+            )
+
+
+def _rendered_size(config: RunConfig, tokenizer: Any, prompt: Prompt) -> int:
+    """Return the number of tokens that the reward model reads of `prompt` and `REPLY`. Raises PromptError."""
+    reward, messages, pair = config.reward, prompt.metadata.get(MESSAGES_KEY), ""
+    text = prompt.text if messages is None else ""
+    if reward.text == "pair":
+        pair = REPLY
+    elif messages is None:
+        text += REPLY
+    else:
+        messages = [*messages, {"role": "assistant", "content": REPLY}]
+    if messages is not None:
+        try:
+            text = str(
+                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reward.generation_prompt)
+            )
+        except Exception as error:  # templates are programs and may raise anything
+            raise PromptError(f"{prompt.where}: the template of reward.model cannot render it: {error}") from error
+    return encode_sentence(
+        tokenizer,
+        text,
+        LONGEST_ROW_TOKENS,
+        special_tokens=reward.add_special_tokens,
+        skipped_pad_id=None,
+        pair=pair,
+        append_eos=reward.append_eos and messages is None and bool(tokenizer.eos_token),
+        is_chat=messages is not None,
+    ).num_tokens
+
+
+def _reward_refuses(config: RunConfig) -> bool:
+    """Return whether the reward model's rows are as long as the policy's, at least, so that it refuses what is longer.
+
+    It truncates no row that has a reply. Texts in another model's tokens are not counted.
+    """
+    return config.reward.model.is_dir() and same_tokenizer(config.actor.policy.model, config.reward.model)
+
+
+def _limit(section: ModelSection) -> int:
+    """Return the most tokens of a row that a served model takes."""
+    known = (section.max_length, max_positions(_settings(section.model)))
+    return min(filter(None, known), default=LONGEST_ROW_TOKENS)
 
 
 def _settings(checkpoint: Path) -> dict[str, Any]:

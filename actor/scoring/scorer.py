@@ -51,7 +51,9 @@ logger = logging.getLogger(__name__)
 def row_metadata(
     reward: ServedModel, prompt: Prompt, response: str, group: int, reply: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Return a row's metadata: all that functions read, or the messages that the reward model renders.
+    """Return a row's metadata: all that functions read, or the messages that the reward model renders, or the response.
+
+    A reward model refuses a row with a reply that is too long for it, where it would truncate a text.
 
     Args:
         group: the row's group within the request, sent if a function is groupwise.
@@ -59,7 +61,7 @@ def row_metadata(
     """
     if not reward.reads_texts:
         if MESSAGES_KEY not in prompt.metadata:
-            return {}
+            return {RESPONSE_KEY: response}
         empty = {} if response else {RESPONSE_KEY: ""}  # a reply, while an empty sentence alone is none
         said = {REPLY_KEY: [reply[last_reply(reply)]]} if reply else {}  # it may have tool calls
         return {MESSAGES_KEY: prompt.metadata[MESSAGES_KEY], **empty, **said}

@@ -4,10 +4,11 @@ import functools
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError
 
@@ -18,6 +19,8 @@ SPARE_TOKENS = 64
 LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
 SENTENCEPIECE_SPACE = "\u2581"  # which SentencePiece puts before a text
 PROBE, NEXT_PROBE = "Yes.", "Why?"  # contents of messages that show what a chat template writes around them
+GENERATION_FILE = "generation_config.json"
+BRACKETED = re.compile(r"[<\[].*[>\]]", re.DOTALL)  # how special tokens are written
 LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # how many characters `_parts` searches for a word boundary
 
 
@@ -85,6 +88,14 @@ def encode_bare_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
     return _first_ids(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"], text, max_length)
 
 
+class Encoded(NamedTuple):
+    """The tokens of a row."""
+
+    ids: list[int]
+    types: list[int] | None = None  # of a text pair whose tokens have types
+    num_tokens: int = 0  # before truncation; counted up to `SPARE_TOKENS` beyond the limit
+
+
 def encode_sentence(
     tokenizer: Any,
     text: str,
@@ -94,26 +105,49 @@ def encode_sentence(
     skipped_pad_id: int | None,
     pair: str = "",
     append_eos: bool = False,
-) -> tuple[list[int], list[int] | None]:
-    """Return the ids of a sentence for a reward model, and their types if it is a text pair whose tokens have types.
+    is_chat: bool = False,
+) -> Encoded:
+    """Return the tokens of a sentence for a reward model, truncated to `max_length` as transformers does.
 
     Args:
         special_tokens: True: as `encode_text`; False: as `encode_bare_text`.
-        skipped_pad_id: with `special_tokens`, remove trailing tokens with this id; None: remove nothing.
+        skipped_pad_id: remove trailing tokens with this id; None: remove nothing.
         pair: the second text of a text pair; empty: there is none.
         append_eos: append the end-of-sequence token to the last text, unless it is there.
+        is_chat: the text is the output of a chat template, which has all special tokens of its own, as in
+            `apply_chat_template(tokenize=True)`. Only an encoder's [CLS] and [SEP], which its head reads, are added.
     """
     end = tokenizer.eos_token if append_eos else ""
-    types = None
-    if pair:
-        ids, types = _encode_pair(tokenizer, text, _ended(pair, end), max_length, special_tokens)
-    elif special_tokens:
-        ids = encode_text(tokenizer, _ended(text, end), max_length)
-    else:
-        ids = encode_bare_text(tokenizer, _ended(text, end), max_length)
-    while special_tokens and len(ids) > 1 and ids[-1] == skipped_pad_id:
-        ids.pop()
-    return ids, types and types[: len(ids)]
+    adds = special_tokens and not (is_chat and not pair and tokenizer.cls_token is None)
+
+    def encode(limit: int) -> tuple[list[int], list[int] | None]:
+        if pair:
+            return _encode_pair(tokenizer, text, _ended(pair, end), limit, special_tokens)
+        return (encode_text if adds else encode_bare_text)(tokenizer, _ended(text, end), limit), None
+
+    def without_padding(ids: list[int]) -> list[int]:
+        size = len(ids)
+        while size > 1 and ids[size - 1] == skipped_pad_id:
+            size -= 1
+        return ids[:size]
+
+    most = max_length + SPARE_TOKENS
+    ids, types = encode(most)
+    kept = without_padding(ids) if len(ids) < most else ids  # the end of a longer row may be missing
+    num_tokens = len(kept)
+    if num_tokens > max_length:
+        ids, types = encode(max_length)
+        kept = without_padding(ids)
+    return Encoded(kept, types and types[: len(kept)], num_tokens)
+
+
+def too_long(num_tokens: int, max_length: int) -> str:
+    """Return the message about a row whose reply or end truncation would remove; `num_tokens`: as of `Encoded`."""
+    least = "at least " if num_tokens >= max_length + SPARE_TOKENS else ""
+    return (
+        f"{least}{num_tokens} tokens, the model takes {max_length} (max_length), and a reply is never truncated; "
+        "shorten the prompt or the reply"
+    )
 
 
 def _ended(text: str, end: str) -> str:
@@ -123,7 +157,7 @@ def _ended(text: str, end: str) -> str:
 def _encode_pair(
     tokenizer: Any, text: str, pair: str, max_length: int, special_tokens: bool
 ) -> tuple[list[int], list[int] | None]:
-    """Return the ids of `tokenizer(text, pair, truncation=True)`, and their types, such as 1 in BERT's second text.
+    """Return the ids of `tokenizer(text, pair, truncation=True)` and their types, such as 1 in BERT's second text.
 
     Of very long texts, only a part that can remain is tokenised: for each pair of pieces that it cuts off, the
     tokenizer makes a row, which could exhaust the memory.
@@ -243,7 +277,8 @@ class SpecialTokens:
     eos_ids: list[int]  # ascending; each ends a response: of tokenizer, generation config and chat template
     pad_id: int
     banned_ids: list[int]
-    """Ascending; never sampled: ids without an entry in the tokenizer; padding and BOS, unless they end responses."""
+    """Ascending; never sampled: ids without an entry in the tokenizer; padding and BOS, unless they end responses or
+    are entries that ordinary text has."""
     template_end: int | None = None  # among `eos_ids` because of the chat template alone
 
 
@@ -272,7 +307,8 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: i
         return token is not None and (vocab_size is None or token < vocab_size)
 
     pad_id = next(i for i in (tokenizer.pad_token_id, *eos_ids, 0) if known(i))
-    banned = {i for i in (tokenizer.pad_token_id, tokenizer.bos_token_id) if known(i)} - set(eos_ids)
+    roles = {i for i in (tokenizer.pad_token_id, tokenizer.bos_token_id) if known(i)} - set(eos_ids)
+    banned = {i for i in roles if is_special(tokenizer, i)}
     banned.update(ids_without_entry(tokenizer, vocab_size or 0))
     return SpecialTokens(eos_ids, pad_id, sorted(banned), None if end in named else end)
 
@@ -371,23 +407,42 @@ def end_of_sequence(folder: Path) -> int | list[int] | None:
     from transformers import AutoConfig, GenerationConfig
 
     try:
-        if (folder / "generation_config.json").is_file():
+        if (folder / GENERATION_FILE).is_file():
             return GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         return GenerationConfig.from_model_config(config).eos_token_id
     except OSError as error:
         raise CheckpointError(f"{folder} has no model configuration: {error}") from error
+    except ValueError:  # a class that transformers does not know, as many a reward model's
+        return json.loads((folder / CONFIG_FILE).read_text()).get("eos_token_id")
 
 
 @functools.lru_cache(maxsize=8)
 def dropped_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids that are no part of a reply's text: BOS, padding, and what ends a sequence or a turn."""
-    named = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    files = (Path(str(tokenizer.name_or_path)) / name for name in ("generation_config.json", CONFIG_FILE))
-    written = [json.loads(file.read_text()) for file in files if tokenizer.name_or_path and file.is_file()]
-    eos = written[0].get("eos_token_id") if written else None
+    """Return the ids that are no part of a reply's text: BOS, padding, and what ends a sequence or a turn.
+
+    An entry that ordinary text has, such as "!" as padding, is part of it nevertheless.
+    """
+    folder = Path(str(tokenizer.name_or_path))
+    has_settings = tokenizer.name_or_path and any((folder / name).is_file() for name in (GENERATION_FILE, CONFIG_FILE))
+    eos = end_of_sequence(folder) if has_settings else None
     ends = eos if isinstance(eos, list) else [eos]
-    return frozenset(i for i in (*named, *ends, *turn_ends(tokenizer)) if i is not None)
+    named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *ends, *turn_ends(tokenizer)}
+    return frozenset(i for i in named if i is not None and is_special(tokenizer, i))
+
+
+def is_special(tokenizer: Any, token: int) -> bool:
+    """Return whether no ordinary text has this token, which the tokenizer or a setting gives a role such as padding.
+
+    The role alone is no proof: a tokenizer lists every token with a role as special, "!" included.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # in Python; its special tokens are apart from its vocabulary
+        return True
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if piece is None or BRACKETED.fullmatch(piece):  # Unigram and WordPiece have these in their vocabulary, too
+        return True
+    return [each.id for each in backend.model.tokenize(piece)] != [token]
 
 
 def reply_text(tokenizer: Any, ids: Iterable[int]) -> str:

@@ -109,7 +109,7 @@ class PromptsSection(Section):
     """Maximum prompt length."""
     too_long: Literal["error", "skip", "truncate"] = "error"
     """Handling of a longer prompt when a step reads it. `error`: the run ends with a checkpoint; `skip`: the next
-    prompt of its file takes its place; `truncate`: only its last `max_tokens` tokens are kept, and BOS."""
+    prompt of its file takes its place; `truncate`: its BOS and last tokens are kept, `max_tokens` in all."""
     add_special_tokens: bool = True
     """Begin a plain-text prompt with the BOS, or whatever the tokenizer puts before a text, unless it is there already.
     No EOS follows it. A chat is as its template renders it. `false`: add none."""

@@ -263,7 +263,8 @@ class ModelSection(Section):
     """Fixed cost of a forward pass, in tokens. A row joins a pass only if that adds no more padding than this. Rows
     that a model packs without padding join in any case."""
     max_length: Count | None = None
-    """Maximum sequence length in tokens; default: the model's limit, or 32768 if it has none."""
+    """Maximum sequence length in tokens; default: the model's limit, or 32768 if it has none. A longer row is refused;
+    only `sentences` without a known reply are truncated, which the log says."""
     dtype: Precision = AUTO_PRECISION
     """Data type of the body in the forward pass; `auto`: bfloat16 on a GPU, float32 on a CPU. The head computes in
     fp32, from the model's own fp32 values."""
@@ -332,8 +333,9 @@ class RewardSection(ModelSection, TokenRewardSettings):
     """What the reward model was trained on: `joined`, prompt and response as one text or chat; `pair`, prompt and
     response as the two texts of a pair (`tokenizer(prompt, response)`), which the actor and the gateway then send."""
     add_special_tokens: bool = True
-    """Tokenise `sentences` as transformers' pipelines do: add the tokenizer's [CLS], [SEP], BOS or EOS unless the text,
-    such as the output of a chat template, already has them. `false`: add none, as NeMo-Aligner's server did."""
+    """Tokenise `sentences` as transformers' pipelines do: add the tokenizer's [CLS], [SEP], BOS or EOS unless the text
+    already has them. A chat has the BOS and EOS of its template alone. `false`: add none, as NeMo-Aligner's server
+    did."""
     append_eos: bool = False
     """End `sentences` other than chats with the tokenizer's end-of-sequence token, as TRL's RewardTrainer does."""
     store: bool = False

@@ -91,16 +91,21 @@ def _gate_pattern(info: CheckpointInfo, head: Head) -> tuple[int, ...] | None:
         return None
     text, ids = GATES.get(info.model_type, ("", ()))
     if info.tokenizer is not None and text:
-        found = load_tokenizer(info.folder)(text, add_special_tokens=False)["input_ids"]
-        # Encoded otherwise, the parts of a special token would be found where a text only looks like a header.
-        if len(found) <= len(ids):
-            return tuple(found)
+        tokenizer = load_tokenizer(info.folder)
+        found = tokenizer(text, add_special_tokens=False)["input_ids"]
+        # Encoded otherwise, the parts of a special token would be found where a text only looks like a header. A
+        # tokenizer without such a token may also drop it, or write its unknown token.
+        ids = tuple(found) if len(found) <= len(ids) and _letters(tokenizer.decode(found)) == _letters(text) else ()
     if not ids or max(ids) >= (info.vocab_size or 0):
         raise CheckpointError(
             f"{info.folder}: the gate {head.form.gate.prefix} reads where an answer's header begins, {text!r}, which "
             f"is unknown for this {info.model_type} model: its tokenizer has no such tokens; use another checkpoint"
         )
     return ids
+
+
+def _letters(text: str) -> str:
+    return "".join(text.split())
 
 
 def load_token_model(

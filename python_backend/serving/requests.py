@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_sentence, load_tokenizer
+from python_backend.checkpoints.tokenization import (
+    LONGEST_ROW_TOKENS,
+    Encoded,
+    encode_sentence,
+    load_tokenizer,
+    too_long,
+)
 from python_backend.rewards.function import REPLY_KEY, RESPONSE_KEY
 from python_backend.wire.contract import (
     MESSAGES,
@@ -37,6 +44,7 @@ if TYPE_CHECKING:  # the first imports jinja2, which only a template needs; the 
     from python_backend.serving.templates import RowTemplate
     from python_backend.serving.triton import Call, Parameters
 
+logger = logging.getLogger(__name__)
 BYTES_PER_ROW = 128  # estimated overhead of a row's Python objects, in addition to the text
 
 
@@ -63,16 +71,17 @@ class RowReader:
             checkpoint: folder with the tokenizer.
             limits: limits to enforce on rows.
             add_special_tokens: True: tokenise sentences as `tokenizer(text)` does, with special tokens. False: without
-                special tokens, truncated to the first `max_length` tokens.
-            skipped_pad_id: padding id that transformers skips when it looks for a row's last token. With
-                `add_special_tokens`, sentences lose their trailing tokens with this id; None: nothing is removed.
+                special tokens. A chat gets those of its template; see `encode_sentence`.
+            skipped_pad_id: padding id that transformers skips when it looks for a row's last token: sentences lose
+                their trailing tokens with this id; None: nothing is removed.
             takes_pairs: whether a row may have a second text.
             append_eos: end a sentence that is no chat with the tokenizer's end-of-sequence token.
             template: renders the text to score; such a model reads only sentences. None: the sentence, or the
                 checkpoint's chat template.
             generation_prompt: end a chat with the prompt for the next reply.
-            truncates: truncate sentences to `max_length`; False: a longer one is an error, because the end of the row
-                is what is scored.
+            truncates: truncate sentences of which nothing but the text is known to `max_length`, as NeMo-Aligner and
+                transformers' pipelines do, and log it. A longer row that has a reply (`messages` or `response` in its
+                metadata, or a second text) is an error; False: any longer row is, because its end is what is scored.
             checks_size: limit the size of sentences as that of tokens, because the reply has a number for each token.
         """
         self._checkpoint = checkpoint
@@ -84,6 +93,7 @@ class RowReader:
         self._template = template
         self._generation_prompt = generation_prompt
         self._truncates, self._checks_size = truncates, checks_size
+        self._num_truncated = 0
 
     def read(self, call: Call) -> ScoringRows:
         """Return the request's rows. Raises ContractError if the request is invalid."""
@@ -122,10 +132,7 @@ class RowReader:
         return pairs
 
     def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> TokenRow:
-        """Return the row of one sentence; `pair`: the second text, if not empty.
-
-        It is truncated to the model's limit, unless that is an error.
-        """
+        """Return the row of one sentence; `pair`: the second text, if not empty. See `__init__` for longer ones."""
         messages = self._messages(index, metadata)
         if messages is not None:
             metadata = {**metadata, MESSAGES: messages}
@@ -133,7 +140,7 @@ class RowReader:
             text = self._template.render(index, text, metadata)
         elif messages is not None:
             conversation = (
-                messages if self._takes_pairs and not text else [*messages, *_reply(messages, text, metadata)]
+                messages if self._takes_pairs and not text else self._answered(index, messages, text, metadata)
             )
             text = self._render(index, conversation, generation_prompt=self._generation_prompt)
         append_eos = self._appends_eos and messages is None
@@ -142,43 +149,85 @@ class RowReader:
                 f"{SENTENCES}[{index}]: reward.append_eos is set, but the tokenizer of {self._checkpoint.name} has no "
                 "end-of-sequence token; remove that setting, or give the tokenizer an eos_token"
             )
-        ids, types = self._encode(text, pair, append_eos=append_eos)
-        if not ids:
+        is_chat = messages is not None and self._template is None
+        row = self._encode(text, pair, append_eos=append_eos, is_chat=is_chat)
+        if not row.ids:
             raise ContractError(
-                f"{SENTENCES}[{index}]: {text[:80]!r} has no tokens, an empty sequence cannot be scored"
+                f"{SENTENCES}[{index}]: {text[:80]!r} has no tokens, an empty sentence cannot be scored"
             )
-        return self._checked(index, ids, types)
+        if self._truncates and not (pair or append_eos or messages is not None or RESPONSE_KEY in metadata):
+            self._report_truncation(index, row.num_tokens)
+            return self._checked(index, row._replace(num_tokens=len(row.ids)))
+        return self._checked(index, row)
 
-    def _checked(self, index: int, ids: Sequence[int], types: Sequence[int] | None = None) -> TokenRow:
+    def _checked(self, index: int, row: Encoded) -> TokenRow:
+        if row.num_tokens > self._max_length:
+            raise ContractError(f"{SENTENCES}[{index}]: {too_long(row.num_tokens, self._max_length)}")
+        return self._valid(index, row.ids, row.types)
+
+    def _valid(self, index: int, ids: Sequence[int], types: Sequence[int] | None = None) -> TokenRow:
         row = TokenRow(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
         check_row(row.tokens, index, self._limits)
         return row
 
+    def _report_truncation(self, index: int, num_tokens: int) -> None:
+        """Log the first, 10th, 100th, ... sentence that is truncated."""
+        self._num_truncated += num_tokens > self._max_length
+        if num_tokens > self._max_length and str(self._num_truncated).strip("0") == "1":
+            logger.warning(
+                "%s: %s[%d] was truncated to %d of its %d tokens (max_length), as %d such texts so far; with the reply "
+                "as %r or the chat as %r in %s, such a row is refused",
+                self._checkpoint.name,
+                SENTENCES,
+                index,
+                self._max_length,
+                num_tokens,
+                self._num_truncated,
+                RESPONSE_KEY,
+                MESSAGES,
+                METADATA,
+            )
+
+    @property
+    def _max_length(self) -> int:
+        return self._limits.max_length or LONGEST_ROW_TOKENS
+
     @staticmethod
-    def _messages(index: int, metadata: dict[str, Any]) -> list[Any] | None:
-        """Return the chat in the metadata, or None. Raises ContractError if it is not a list of messages."""
+    def _messages(index: int, metadata: dict[str, Any], key: str = MESSAGES) -> list[Any] | None:
+        """Return the messages in the metadata, or None. Raises ContractError if they are no list of messages."""
         try:
-            return plain_messages(metadata[MESSAGES]) if MESSAGES in metadata else None
+            return plain_messages(metadata[key]) if key in metadata else None
         except BadMessages as error:
-            raise ContractError(f"{METADATA}[{index}].{MESSAGES}{error}") from error
+            raise ContractError(f"{METADATA}[{index}].{key}{error}") from error
 
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, loaded when it is first used: clients that send tokens never need it."""
         return load_tokenizer(self._checkpoint)
 
-    def _encode(self, text: str, pair: str = "", *, append_eos: bool = False) -> tuple[list[int], list[int] | None]:
-        # One token more than the limit is enough to see that a text is too long.
-        max_length = (self._limits.max_length or LONGEST_ROW_TOKENS) + (not self._truncates)
+    def _encode(self, text: str, pair: str = "", *, append_eos: bool = False, is_chat: bool = False) -> Encoded:
         return encode_sentence(
             self.tokenizer,
             text,
-            max_length,
+            self._max_length,
             special_tokens=self._adds_special_tokens,
             skipped_pad_id=self._skipped_pad_id,
             pair=pair,
             append_eos=append_eos,
+            is_chat=is_chat,
         )
+
+    def _answered(self, index: int, messages: list[Any], text: str, metadata: dict[str, Any]) -> list[Any]:
+        """Return the chat with its reply, if there is one, and what else its sender knows of it, such as tool calls.
+
+        An empty sentence is none, unless the metadata says that the response is empty.
+        """
+        is_complete = bool(messages) and messages[-1]["role"] == "assistant"
+        if not text and (is_complete or metadata.get(RESPONSE_KEY) != ""):
+            return messages
+        known = self._messages(index, metadata, REPLY_KEY) or []
+        said: dict[str, Any] = next((each for each in reversed(known) if each["role"] == "assistant"), {})
+        return [*messages, said if said.get("content") == text else {"role": "assistant", "content": text}]
 
     def _render(self, index: int, conversation: list[Any], *, generation_prompt: bool) -> str:
         """Render a conversation with the checkpoint's chat template."""
@@ -217,21 +266,3 @@ def request_limits(limits: Limits, parameters: Parameters) -> Limits:
         max_request_tokens=parameters.number("max_request_tokens"),
         max_request_bytes=parameters.number("max_request_bytes"),
     )
-
-
-def _reply(messages: Sequence[Any], text: str, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the message of a reply, with what else its sender knows of it, such as tool calls; [] if there is none.
-
-    An empty sentence is none, unless the metadata says that the response is empty.
-    """
-    is_complete = bool(messages) and messages[-1]["role"] == "assistant"
-    if not text and (is_complete or metadata.get(RESPONSE_KEY) != ""):
-        return []
-    sent = metadata.get(REPLY_KEY)
-    known = [message for message in sent if _is_message(message)] if isinstance(sent, list) else []
-    said: dict[str, Any] = next((message for message in reversed(known) if message["role"] == "assistant"), {})
-    return [said if said.get("content") == text else {"role": "assistant", "content": text}]
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from python_backend.checkpoints.tokenization import single_tokens
+from python_backend.checkpoints.tokenization import Encoded, is_special, single_tokens
 from python_backend.models.batching import padded_rows
 from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
 from python_backend.serving.requests import RowReader
@@ -103,7 +103,7 @@ class StepReader(RowReader):
         marked = [*row[: int(ends[-1]) + 1].tolist(), *self._bare(separator)]
         ends[-1] = row.size - 1
         steps = RowSteps(np.append(ends[:-1], len(marked) - 1), ends, ends)
-        return self._checked(index, marked)._replace(steps=steps)
+        return self._valid(index, marked)._replace(steps=steps)
 
     def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> TokenRow:
         """Return the row of a sentence, with a mark behind each step, and the steps."""
@@ -123,47 +123,52 @@ class StepReader(RowReader):
             spans = [Span(begin, end, end) for begin, end in zip([start, *ends], ends, strict=False)]
             mark = self._rules.mark
         contents = [text[span.begin : span.content_end] for span in spans]
+        is_chat = messages is not None
         if not spans:
-            ids, at = self._encode(prefix + text[start:])[0], list[int]()
+            row, at = self._encode(prefix + text[start:], is_chat=is_chat), list[int]()
         elif self._rules.apart:
-            ids, at = self._apart(prefix, contents, mark)
+            row, at = self._apart(prefix, contents, mark, is_chat=is_chat)
         elif mark is None:
             raise ContractError(
                 f"{METADATA}[{index}].{contract.STEP_ENDS}: needs reward.process.mark, which is not set"
             )
         else:
-            ids, at = self._whole(index, prefix, contents, mark)
+            row, at = self._whole(index, prefix, contents, mark, is_chat=is_chat)
         read_at = np.asarray(at, np.int64)
         steps = RowSteps(read_at, read_at, np.asarray([span.end for span in spans], np.int64))
-        return self._checked(index, ids)._replace(steps=steps)
+        return self._checked(index, row)._replace(steps=steps)
 
-    def _apart(self, prefix: str, contents: Sequence[str], mark: str | None) -> tuple[list[int], list[int]]:
-        """Return ids and the index of each step's last token, its mark included, as in TRL's `PRMTrainer`."""
+    def _apart(
+        self, prefix: str, contents: Sequence[str], mark: str | None, *, is_chat: bool
+    ) -> tuple[Encoded, list[int]]:
+        """Return a row and the index of each step's last token, its mark included, as in TRL's `PRMTrainer`."""
         ids, at = self._bare(prefix) if prefix else [], []
         bos = self.tokenizer.bos_token_id
-        if self._adds_special_tokens and bos is not None and ids[:1] != [bos]:
+        if self._adds_special_tokens and not is_chat and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
         behind = self._bare(mark) if mark else []
         for content in contents:
             ids += [*self._bare(content), *behind]
             at.append(len(ids) - 1)
-        return ids, at
+        return Encoded(ids, num_tokens=len(ids)), at
 
-    def _whole(self, index: int, prefix: str, contents: Sequence[str], mark: str) -> tuple[list[int], list[int]]:
-        """Return ids of the whole text and the index of the tag behind each step, found by its token id."""
+    def _whole(
+        self, index: int, prefix: str, contents: Sequence[str], mark: str, *, is_chat: bool
+    ) -> tuple[Encoded, list[int]]:
+        """Return the row of the whole text and the index of the tag behind each step, found by its token id."""
         text, ours, tag = prefix, set(), str(self._tag)
         for content in contents:
             ours.add(len(text) + len(content) + mark.index(tag))
             text += content + mark
-        ids, _ = self._encode(text)
-        tags = [i for i, token in enumerate(ids) if token == self._tag_id]
+        row = self._encode(text, is_chat=is_chat)
+        tags = [i for i, token in enumerate(row.ids) if token == self._tag_id]
         written = [found.start() for found in re.finditer(re.escape(tag), text)]
         if len(tags) != len(written):
             raise ContractError(
                 f"{SENTENCES}[{index}]: {tag!r} occurs {len(written)} times, as a token of its own {len(tags)} times; "
                 "set reward.process.mark to a token that no other text merges with"
             )
-        return ids, [at for at, position in zip(tags, written, strict=True) if position in ours]
+        return row, [at for at, position in zip(tags, written, strict=True) if position in ours]
 
     def _separator(self, index: int) -> str:
         if self._rules.separator is None:
@@ -180,8 +185,8 @@ class StepReader(RowReader):
         """Return the text of one token; of a special token nothing, unless it has the separator."""
         if token not in self._pieces:
             piece = self.tokenizer.decode([token])
-            is_special = token in self.tokenizer.all_special_ids and str(self._rules.separator) not in piece
-            self._pieces[token] = "" if is_special else piece
+            has_role = token in self.tokenizer.all_special_ids and is_special(self.tokenizer, token)
+            self._pieces[token] = "" if has_role and str(self._rules.separator) not in piece else piece
         return self._pieces[token]
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
-from tiny_tokenizers import ADDED, CHATS, make_text_tokenizer
+from tiny_tokenizers import ADDED, CHATS, PLAIN_CHAT, make_text_tokenizer
 
 from actor.data.prompt_files import PromptError, read_rows
 from actor.data.prompt_reader import Prompt, PromptReader, read_prompts
@@ -148,7 +148,9 @@ def test_a_text_begins_as_the_tokenizer_begins_it_and_a_chat_as_its_template_doe
     assert rendered == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert read(path, tokenizer=tokenizer, add_special_tokens=False)[0].tokens.tolist() == bare
     cut = [prompt.tokens.tolist() for prompt in read(path, tokenizer=tokenizer, max_tokens=3, too_long="truncate")]
-    assert cut[:3] == [[*before, *bare[len(before) - 3 :]]] * 2 + [rendered[-3:]]
+    begins = [token for token in rendered[:1] if token in (tokenizer.bos_token_id, tokenizer.cls_token_id)]
+    assert cut[:3] == [[*before, *bare[len(before) - 3 :]]] * 2 + [[*begins, *rendered[len(begins) - 3 :]]]
+    assert bool(begins) == (CHATS[family] != PLAIN_CHAT)
     with pytest.raises(PromptError, match="text is empty"):
         read(write(tmp_path, {"text": ""}), tokenizer=tokenizer)
 

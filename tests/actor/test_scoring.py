@@ -44,10 +44,10 @@ from python_backend.checkpoints.tokenization import encode_text, fingerprint, re
 from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.client.retry import RequestCounters
 from python_backend.client.served import ServedModel
-from python_backend.config import RunConfig
+from python_backend.config import ConfigError, RunConfig
 from python_backend.errors import RlhfError
 from python_backend.serving.requests import RowReader
-from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION, Limits, VersionRange
+from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION, ContractError, Limits, VersionRange
 from tools.gateway.rows import reply_row
 from trainer.live import read_pairs
 
@@ -630,12 +630,12 @@ SHAPES = {  # prompt, and the messages before the reply
 class Reader:
     """Reads texts as the server does, and keeps the ids."""
 
-    def __init__(self, folder: Path, tokenizer: Any, **settings: Any) -> None:
+    def __init__(self, folder: Path, tokenizer: Any, max_length: int = 500, **settings: Any) -> None:
         tokenizer.save_pretrained(folder)
         self.parameters = {"model": "there", "tokenizer_fingerprint": fingerprint(tokenizer), **settings}
         adds = {"add_special_tokens": True, "append_eos": "append_eos" in settings}
         self._reader = RowReader(
-            folder, Limits(vocab_size=1 << 20, max_length=500), takes_pairs="text" in settings, **adds
+            folder, Limits(vocab_size=1 << 20, max_length=max_length), takes_pairs="text" in settings, **adds
         )
         self.ids: list[list[int]] = []
 
@@ -676,14 +676,31 @@ def test_a_run_is_scored_by_the_reward_models_own_rendering(tmp_path: Path, othe
         )
 
 
-def gate_ids(folder: Path, prompt: Any, reply: str) -> list[int]:
+def gate_ids(folder: Path, prompt: Any, reply: str, max_length: int | None = None) -> list[int]:
     """The ids of a pair of `reward.gate`."""
     said = reply if isinstance(prompt, str) else [{"role": "assistant", "content": reply}]
     (folder / "pairs.jsonl").write_text(json.dumps({"prompt": prompt, "chosen": said, "rejected": said}))
     gate = {"pairs": folder / "pairs.jsonl"}
     section = RunConfig.model_validate({"reward": {"model": folder, "store": True, "gate": gate}}).reward
-    model: Any = types.SimpleNamespace(num_outputs=1, limits=Limits(vocab_size=1 << 20), skipped_pad_id=None)
+    limits = Limits(vocab_size=1 << 20, max_length=max_length)
+    model: Any = types.SimpleNamespace(num_outputs=1, limits=limits, skipped_pad_id=None)
     return read_pairs(section, model).chosen[0].tokens.tolist()
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "tools"])
+@pytest.mark.parametrize("other", REWARDS_OF)
+def test_no_way_in_loses_a_token_of_the_reply_to_the_models_length(tmp_path: Path, other: str, shape: str):
+    theirs, (columns, before) = REWARDS_OF[other], SHAPES["chat" if shape == "tools" else shape]
+    rollout = (with_a_tool if shape == "tools" else answered)(row_of(columns), "cut")
+    for way in ({}, {"append_eos": "true"}, {"text": "pair"}):
+        size = len(scored_ids(Reader(tmp_path, theirs, **way), rollout))
+        assert len(scored_ids(Reader(tmp_path, theirs, size, **way), rollout)) == size
+        with pytest.raises(ContractError, match=rf"sentences\[0\]: {size} tokens, the model takes {size - 1} \(max_l"):
+            scored_ids(Reader(tmp_path, theirs, size - 1, **way), rollout)
+    prompt: Any = columns["text"] if before is None else before
+    size = len(gate_ids(tmp_path, prompt, " A day."))
+    with pytest.raises(ConfigError, match=rf"pairs.jsonl, line 1: chosen: {size} tokens, the model takes {size - 1} "):
+        gate_ids(tmp_path, prompt, " A day.", size - 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -56,6 +56,7 @@ async def test_json_api_scores_texts_chats_and_tokens_of_any_length() -> None:
         assert (reply["components"], reply["weights_versions"]) == ({}, [None] * 5)
         assert len(server.received) == 2  # one request with texts, one with tokens
         assert {"messages": CHAT, "response": "Hello"} in metadata_of(server)
+        assert {"response": " 2"} in metadata_of(server)  # the server truncates no row that has a reply
 
 
 async def test_chats_without_a_reply_are_sent_whole() -> None:

@@ -279,6 +279,9 @@ def test_the_end_of_sequence_is_what_the_loaded_policy_says(tmp_path: Path, fami
         (tmp_path / "generation_config.json").unlink()
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path))
     assert end_of_sequence(tmp_path) == model.generation_config.eos_token_id is not None
+    if not has_file:  # a class that transformers does not know, whose tokenizer decodes for reward functions
+        change_config(tmp_path, model_type="unknown", eos_token_id=[1, 2])
+        assert end_of_sequence(tmp_path) == [1, 2]
 
 
 @pytest.mark.parametrize(

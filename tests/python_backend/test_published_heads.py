@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -22,6 +25,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedTokenizerFast,
 )
 
 from python_backend.checkpoints.heads import GATES
@@ -604,6 +608,30 @@ def test_a_critic_starts_from_each_head_on_tokens_trains_it_and_is_loaded_again(
 
 def last(critic: Any, given: list[np.ndarray]) -> np.ndarray:
     return np.array([[values[-1]] for values in critic.values(given)])
+
+
+HEADERS = {  # vocabularies, and the header's ids; None: the tokenizer has no such token
+    "has it": ({"[UNK]": 0, "<|eot_id|>": 1, "<|start_header_id|>": 2, "assistant": 3, "<|end_header_id|>": 4}, None),
+    "writes its unknown token": ({"[UNK]": 0, "assistant": 1}, "[UNK]"),
+    "drops it": ({"x": 0}, None),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_the_tokenizer_does_not_have_is_refused(tmp_path: Path, name: str):
+    save(tmp_path, SHAPES["ArmoRM"])
+    vocabulary, unknown = HEADERS[name]
+    tokenizer = Tokenizer(WordLevel(vocabulary, "[UNK]") if "[UNK]" in vocabulary else BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    special = [each for each in vocabulary if each.startswith("<|")]
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token=unknown, extra_special_tokens=special
+    ).save_pretrained(tmp_path)
+    if name == "has it":
+        assert load_reward(tmp_path).header == (1, 2, 3, 4)
+        return
+    with pytest.raises(CheckpointError, match=r"gating.layers reads where an answer's header begins.*unknown"):
+        load_reward(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["ArmoRM, Gemma", "URM-3.1", "LDL"])

@@ -4,6 +4,7 @@ The oracle is transformers: its text classification pipeline, or a plain forward
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import random
@@ -36,6 +37,7 @@ from python_backend.checkpoints.tokenization import (
     encode_text,
     reply_text,
     single_tokens,
+    special_tokens,
     turn_ends,
 )
 from python_backend.config import RunConfig
@@ -152,24 +154,17 @@ def test_a_chat_scores_as_its_own_template_says(tmp_path: Path, family: str):
 
 @families
 def test_a_pair_scores_as_in_the_pipeline(tmp_path: Path, family: str):
-    """Huge texts are cut before they are tokenised: a tokenizer makes a row of each pair of pieces that it cuts off."""
     tokenizer = save_text_reward(tmp_path, family)
-    pairs = [
-        (TEXTS[0], TEXTS[1]),
-        ("", TEXTS[3]),
-        (LONG, "y"),
-        ("y", LONG),
-        (LONG, LONG[5:]),
-        ("y [SEP] </s> y", "[SEP] y"),
-        ("word " * 150, "one " * 160),
-    ]
-    huge = [*pairs[:-1], ("word " * 199_000, "one " * 199_000)]
-    seconds = texts_array([second for _, second in huge])
-    model, found = read(tmp_path, [first for first, _ in huge], takes_pairs=True, text_pairs=seconds)
+    pairs = [(TEXTS[0], TEXTS[1]), ("", TEXTS[3]), ("y [SEP] </s> y", "[SEP] y")]
+    seconds = texts_array([second for _, second in pairs])
+    model, found = read(tmp_path, [first for first, _ in pairs], takes_pairs=True, text_pairs=seconds)
     tokens, types = [row.tokens for row in found], [row.types for row in found]
-    encoded = [tokenizer(*pair, truncation=True, max_length=POSITIONS) for pair in pairs]
+    encoded = [tokenizer(*pair) for pair in pairs]
     assert [row.tolist() for row in tokens] == [one["input_ids"] for one in encoded]
     assert [None if row is None else row.tolist() for row in types] == [one.get("token_type_ids") for one in encoded]
+    for huge in [(LONG, "y"), ("y", LONG), ("word " * 199_000, "one " * 199_000)]:  # not tokenised as a whole
+        with pytest.raises(ContractError, match=r"sentences\[0\]: (at least )?\d+ tokens, the model takes 64"):
+            read(tmp_path, [huge[0]], takes_pairs=True, text_pairs=texts_array([huge[1]]))
     given = [{"text": first, "text_pair": second} for first, second in pairs]
     np.testing.assert_allclose(
         model.score(tokens, types=types)[:, 0], classify(tmp_path, given), atol=TOLERANCE, rtol=0
@@ -262,8 +257,11 @@ def test_a_padding_token_that_ends_texts_is_skipped_as_in_the_pipeline(tmp_path:
     rows, rewards = score(tmp_path, texts)
     assert rows[0] == tokenizer(texts[0])["input_ids"][:-1]
     np.testing.assert_allclose(rewards, classify(tmp_path, texts), atol=TOLERANCE, rtol=0)
-    kept, rewards = score(tmp_path, texts[:1], add_special_tokens=False)
-    assert rewards[0] == pytest.approx(score_ids(tmp_path, kept[0]), abs=TOLERANCE)
+    bare = [texts[0], f"{texts[0]}</s>", f"{texts[0]}</s></s>"]  # the pipeline's model skips padding of any origin
+    kept, rewards = score(tmp_path, bare, add_special_tokens=False)
+    assert kept == [tokenizer(texts[0], add_special_tokens=False)["input_ids"]] * 3
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in bare]
+    np.testing.assert_allclose(rewards, [score_ids(tmp_path, row) for row in ids], atol=TOLERANCE, rtol=0)
     assert [load_reward(tmp_path, pooling=each).skipped_pad_id for each in ("last", "mean")] == [None, None]
 
 
@@ -272,11 +270,70 @@ def test_a_row_that_ends_with_its_eos_pools_there(tmp_path: Path, template: str)
     chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" + template
     tokenizer = save_text_reward(tmp_path, "llama", added=("<s>", "</s>"), chat_template=chat_template)
     rows, rewards = score(tmp_path, [REPLY, "Good friends"], [{"messages": MESSAGES}, {}])
-    for row in rows:
-        assert row[0] == tokenizer.bos_token_id != row[1]
-        assert row[-1] == tokenizer.eos_token_id != row[-2]
-    rendered = tokenizer.apply_chat_template(CHAT, tokenize=False).removesuffix("</s>")
-    np.testing.assert_allclose(rewards, classify(tmp_path, [rendered, "Good friends"]), atol=TOLERANCE, rtol=0)
+    assert rows == [
+        tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False),  # without the BOS of a text
+        tokenizer("Good friends")["input_ids"],
+    ]
+    assert [row[-1] == tokenizer.eos_token_id for row in rows] == [bool(template), True]
+    assert tokenizer.bos_token_id not in rows[0]
+    np.testing.assert_allclose(rewards, [score_ids(tmp_path, row) for row in rows], atol=TOLERANCE, rtol=0)
+
+
+EOS_PADS: dict[str, Any] = {"pad_token": "</s>"}  # a turn's end is also the padding
+ANSWERED = [*CHAT, {"role": "user", "content": "Read it."}]
+BY_TURN = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize(
+    ("settings", "text", "metadata", "arrays"),
+    [
+        ({}, REPLY, {"messages": ANSWERED}, {}),
+        ({}, "", {"messages": [*ANSWERED, CHAT[-1]]}, {}),
+        ({"add_special_tokens": False}, REPLY, {"messages": ANSWERED}, {}),
+        ({}, "Open it. Good day.", {"response": REPLY}, {}),
+        ({"takes_pairs": True}, "Open it.", {}, {TEXT_PAIRS: REPLY}),
+        ({"takes_pairs": True}, "", {"messages": MESSAGES}, {TEXT_PAIRS: REPLY}),
+        ({"append_eos": True}, "Open it. Good day.", {}, {}),
+        ({}, "Open it. Good day.", {}, {}),
+    ],
+)
+def test_a_row_loses_nothing_of_its_reply_to_the_models_length(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    family: str,
+    settings: dict[str, Any],
+    text: str,
+    metadata: dict[str, Any],
+    arrays: dict[str, str],
+):
+    """One token too many is an error that counts them. Only a text alone is truncated, and the log says so."""
+    own = {"chat_template": BY_TURN, **EOS_PADS} if family == "llama" else {"eos_token": "[SEP]"}
+    save_text_reward(tmp_path, family, **own)
+    model = load_reward(tmp_path)
+    _, (whole,) = read(tmp_path, [text], [metadata], **settings, **{k: texts_array([v]) for k, v in arrays.items()})
+    for most in range(whole.tokens.size + 1, 2, -1):
+        reader = RowReader(
+            tmp_path,
+            dataclasses.replace(model.limits, max_length=most),
+            skipped_pad_id=model.skipped_pad_id,
+            **{"add_special_tokens": True, **settings},
+        )
+        fits, is_text_alone = most >= whole.tokens.size, not (settings or metadata or arrays)
+        caplog.clear()
+        found, message = None, ""
+        try:
+            found = reader.row_of_text(0, text, metadata, arrays.get(TEXT_PAIRS, "")).tokens.tolist()
+        except ContractError as error:
+            message = str(error)
+        if fits:
+            assert (found, caplog.messages) == (whole.tokens.tolist(), [])
+        elif is_text_alone:
+            assert found is not None
+            assert len(found) <= most
+            assert f"was truncated to {most} of its {whole.tokens.size} tokens" in caplog.text
+        else:
+            assert message.startswith(f"sentences[0]: {whole.tokens.size} tokens, the model takes {most} (max_length)")
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -334,6 +391,27 @@ def test_a_replys_text_has_the_special_tokens_that_are_no_end(tmp_path: Path) ->
     ids = [tokenizer.convert_tokens_to_ids(name) for name in ("<s>", "</s>", "<pad>", "<|im_end|>", "<|return|>")]
     assert dropped_ids(loaded) == {*ids}
     assert reply_text(loaded, reply) == TextCodec(tmp_path).decode(reply) == "<think>Good day.<|im_start|>"
+
+
+@families
+@pytest.mark.parametrize("pad", ["!", "the"])
+def test_padding_that_ordinary_text_has_is_sampled_and_read(tmp_path: Path, family: str, pad: str) -> None:
+    """Published tokenizers pad with "!", which transformers then lists among the special tokens."""
+    texts = [*TEXTS, "y!"]
+    (token,) = make_text_tokenizer(family, texts)("y " + pad, add_special_tokens=False)["input_ids"][-1:]
+    piece = make_text_tokenizer(family, texts).convert_ids_to_tokens(token)
+    make_text_tokenizer(family, texts, pad_token=piece).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.pad_token_id == token in tokenizer.all_special_ids
+    text = f"the {pad} the {pad} words"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert reply_text(tokenizer, ids) == tokenizer.decode(ids)
+    special = special_tokens(tokenizer, 7)
+    assert token not in special.banned_ids
+    assert token not in dropped_ids(tokenizer)
+    own = make_text_tokenizer(family)
+    assert {own.pad_token_id, own.bos_token_id} - {None, own.eos_token_id} <= {*special_tokens(own, 7).banned_ids}
+    assert dropped_ids(own) >= {own.pad_token_id}
 
 
 @pytest.mark.filterwarnings("ignore:This sequence already has </s>")
@@ -496,7 +574,10 @@ def test_bad_input_of_a_template(serve: Callable[..., Ask], tmp_path: Path) -> N
             "reward.template cannot be rendered: 'prompt' is undefined",
         ),
         ({"sentences": [""], "metadata": [{"prompt": ""}]}, "reward.template gives an empty text"),
-        ({"sentences": ["x"], "metadata": long}, f"{POSITIONS + 1} tokens, the model has"),
+        (
+            {"sentences": ["x"], "metadata": long},
+            f"at least {POSITIONS + 64} tokens, the model takes {POSITIONS} (max_length)",
+        ),
         (
             {"sentences": [huge], "metadata": [{"prompt": ""}]},
             "bytes with the metadata, more than 4000000 (max_request_bytes)",
@@ -543,6 +624,24 @@ def test_steps_of_texts_as_trl_trains_them(serve: Callable[..., Ask], tmp_path: 
     ends = np.cumsum([len(step) for step in STEPS]) + len(PROMPT)
     assert got["step_ends"].tolist() == [ends.tolist(), [len(PROMPT) + len(STEPS[0]), -1, -1]]
     assert np.flatnonzero(got["token_rewards"][0]).tolist() == at
+
+
+@pytest.mark.parametrize("template", [PLAIN_CHAT, CHATS["llama"]])
+@pytest.mark.parametrize("process", [{"separator": ". "}, {"separator": "<pad>"}, {"granularity": "token"}], ids=str)
+def test_steps_of_a_chat_begin_as_its_template_does(
+    serve: Callable[..., Ask], tmp_path: Path, template: str, process: dict[str, str]
+) -> None:
+    tokenizer = save_model(tmp_path, "critic", family="llama", num_labels=1)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    got = serve(tmp_path, process=process, score="logit")(sentences=[REPLY], metadata=[{"messages": MESSAGES}]).outputs
+    per_token = "granularity" in process
+    messages = CHAT if per_token else MESSAGES
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=not per_token, return_dict=False)
+    if not per_token:
+        ids += tokenizer(REPLY, add_special_tokens=False)["input_ids"]
+        ids += tokenizer(process["separator"], add_special_tokens=False)["input_ids"]
+    near(got["step_rewards"][0, -1], logits(AutoModelForTokenClassification, tmp_path, ids)[-1, 0])
 
 
 def test_steps_of_tokens(serve: Callable[..., Ask], tmp_path: Path) -> None:
@@ -633,7 +732,7 @@ def test_bad_input_of_steps(serve: Callable[..., Ask], tmp_path: Path) -> None:
         *(({"sentences": ["Open a file."], "metadata": [{"step_ends": ends}]}, text) for ends, text in BAD_ENDS),
         ({"sentences": ["Open a file."]}, "metadata[0].step_ends: missing; a process reward without"),
         ({"tokens": np.asarray([[5, 6]]), "metadata": [{"step_ends": [2]}]}, "must be between 0 and 1"),
-        ({"sentences": ["x " * 200], "metadata": [{"step_ends": [9, 400]}]}, "tokens, the model has 64 positions"),
+        ({"sentences": ["x " * 200], "metadata": [{"step_ends": [9, 400]}]}, "tokens, the model takes 64 (max_length)"),
         ({"sentences": ["x"], "metadata": [{"response": "y", "step_ends": [1]}]}, "response: 'y' is not the end"),
         ({"sentences": ["x"], "metadata": [{"prompt": 3, "step_ends": [1]}]}, "prompt: '3' is not the start"),
         ({"sentences": ["a" * 10_000_000]}, "more than 4000000 (max_request_bytes)"),

@@ -405,6 +405,8 @@ def test_every_protocol_of_the_gateway_agrees_with_transformers(
     texts = [long, TEXTS[0], chat, *TEXTS, "Open the file.", *TEXTS, chat]
     rows = [np.asarray(tokenizer(text)["input_ids"][:POSITIONS], np.int64) for text in texts]
     np.testing.assert_allclose(found, direct_rewards(checkpoints.reward, rows), atol=1e-5)
+    log = (live.run.config.run.logs_dir / "tritonserver.log").read_text()
+    assert re.search(rf"sentences\[\d+\] was truncated to {POSITIONS} of its \d+ tokens \(max_length\)", log)
 
 
 # ---- a run with a served reference, spans and lines of JSON ----

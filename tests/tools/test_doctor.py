@@ -23,13 +23,13 @@ import pytest
 from live_system import Checkpoints, System, make_run, wait_for
 from small_disk import small_disk
 from tiny_checkpoints import save_tiny
-from tiny_tokenizers import CHATS, save_chat_policy
+from tiny_tokenizers import CHATS, save_chat_policy, save_text_reward
 
 from python_backend.config import ConfigError, ServerSection, load_config
 from python_backend.wire.contract import CRITIC_SAVE
 from tools import doctor
 from tools.doctor import Finding, Level, run_checks
-from tools.preflight import check_run
+from tools.preflight import check_run, files
 from tools.server.container import BODY_LIMIT
 from tools.server.triton_home import (
     STUB,
@@ -41,7 +41,7 @@ from tools.server.triton_home import (
     server_environment,
 )
 from tools.server.tritonserver import TritonServer
-from tools.token_checks import token_findings
+from tools.token_checks import rendered_text, token_findings
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -306,6 +306,57 @@ def test_what_ends_a_response_and_sizes_that_differ(
     found = [*token_findings(load_config(config, [*overrides, "actor.algorithm.responses_per_prompt=2"]))]
     assert [(each.level.value, each.name) for each in found] == [(level, name) for level, name, _ in expected]
     assert all(each.text.startswith(text) for each, (_, _, text) in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "is_told"),
+    [
+        ("qwen2", [], True),
+        ("llama", [], True),
+        ("llama", ["reward.append_eos=true"], False),  # which is what its template ends a turn with
+        ("qwen2", ["reward.template='{{ text }}'"], False),
+        ("bert", [], True),  # no special token, but its "\nassistant :"
+    ],
+)
+def test_a_text_that_is_a_rendered_chat_is_named_once_with_the_remedy(
+    tmp_path: Path, config: Path, family: str, settings: list[str], *, is_told: bool
+) -> None:
+    """Doctor and the start of a run say it: the reward model then reads no end of the reply's turn."""
+    chat = "{% for m in messages %}{{ m.role }} :\n{{ m.content }} [end]\n{% endfor %}" if family == "bert" else None
+    tokenizer = save_text_reward(tmp_path / "reward", family, **({"chat_template": chat} if chat else {}))
+    question = [{"role": "user", "content": "Open it."}]
+    prompts = tmp_path / "prompts.jsonl"
+    text = tokenizer.apply_chat_template(question, tokenize=False) + "assistant :\n" * (family == "bert")
+    rows = [{"text": "Open it: \n user"}, {"text": text}, {"text": text}]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    given = [f"reward.model={tmp_path / 'reward'}", f"actor.prompts.path={prompts}", *settings]
+    loaded = load_config(config, [*given, "actor.prompts.max_tokens=100"])
+    end = {"qwen2": "<|im_end|>", "llama": "</s>", "bert": "[end]"}[family]
+    told = rendered_text(loaded, check_run(loaded))
+    assert bool(told) == is_told
+    assert [each.text for each in files(loaded) if each.level is Level.WARNING and "reward" in each.text] == (
+        [told] if is_told else []
+    )
+    if is_told:
+        assert told.startswith(f"{prompts}:2 is a text with ")
+        assert f"so its reply is scored without {end!r}" in told
+        assert told.endswith("give the chat as `messages` (2 such rows)")
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "qwen2"])
+@pytest.mark.parametrize("writes_bos", [True, False])
+def test_a_template_without_the_bos_of_texts_is_named(
+    tmp_path: Path, config: Path, family: str, *, writes_bos: bool
+) -> None:
+    template = "{{ bos_token }}" * writes_bos + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    save_text_reward(tmp_path / "reward", family, chat_template=template)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "Open it."}]}))
+    given = [f"reward.model={tmp_path / 'reward'}", f"actor.prompts.path={prompts}"]
+    found = [each.text for each in files(load_config(config, given)) if "writes none" in each.text]
+    assert [text.partition(",")[0] for text in found] == ["reward.model begins texts with <s>"] * (
+        family == "llama" and not writes_bos
+    )
 
 
 def test_models_without_embeddings_for_what_the_policy_may_send_are_refused(tmp_path: Path, config: Path) -> None:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import reward_functions
 import yaml
-from live_system import Checkpoints, make_run, make_tokenizer
+from live_system import TEXTS, Checkpoints, make_run, make_tokenizer
 from tiny_checkpoints import change_config, save_tiny
 from tiny_models import regions
 
@@ -592,6 +592,10 @@ def test_another_reward_model_than_that_of_the_store_is_refused(tmp_path: Path, 
         check_files(config, server=True)
 
 
+CHATS = "actor.prompts.path={chats}"
+TRUNCATED = (CHATS, "actor.prompts.too_long=truncate")  # for the policy; the reward model reads the whole chat
+
+
 @pytest.mark.parametrize(
     ("settings", "refused"),  # 100 tokens of a prompt, and as many positions as the models of the tests have: 128
     [
@@ -599,7 +603,13 @@ def test_another_reward_model_than_that_of_the_store_is_refused(tmp_path: Path, 
         (["actor.generation.max_new_tokens=29"], "reward 128 critic 128"),
         (["actor.generation.max_new_tokens=9", "critic.max_length=108"], "critic 108"),
         (["actor.generation.max_new_tokens=29", "reward.model={other_reward}"], "critic 128"),  # receives texts
-        (["actor.generation.max_new_tokens=29", "reward.text=pair"], "critic 128"),
+        (["actor.generation.max_new_tokens=29", "reward.text=pair"], "reward 128 critic 128"),
+        (["actor.generation.max_new_tokens=28", "reward.append_eos=true"], "reward 128"),  # a cut reply has none
+        (["actor.generation.max_new_tokens=27", "reward.append_eos=true"], ""),
+        (["actor.generation.max_new_tokens=26", CHATS], "reward 128"),  # `a`, ` ` and `</s>`
+        (["actor.generation.max_new_tokens=25", CHATS], ""),
+        ([*TRUNCATED, "actor.prompts.max_tokens=9", "actor.generation.max_new_tokens=100"], ""),
+        ([*TRUNCATED, "actor.prompts.max_tokens=9", "actor.generation.max_new_tokens=118"], "reward 128"),
         (["actor.generation.max_new_tokens=29", "actor.kl.reference=triton"], "reward 128 critic 128 reference 128"),
     ],
 )
@@ -608,7 +618,10 @@ def test_rows_must_fit_every_model_that_receives_them(
 ) -> None:
     """Or the reward model and critic would refuse, and the run would mask, the longest responses."""
     run = make_run(tmp_path, checkpoints, actor={"prompts_max_tokens": 100})
-    config = load_config(run.path, [each.format(**vars(checkpoints)) for each in settings])
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": [{"role": "user", "content": TEXTS[0]}]}))
+    names = {**vars(checkpoints), "chats": chats}
+    config = load_config(run.path, [each.format(**names) for each in settings])
     found = ""
     try:
         check_prompts(config)
@@ -617,6 +630,23 @@ def test_rows_must_fit_every_model_that_receives_them(
     lines = re.findall(r"(\w+)\.model: takes rows of at most (\d+) tokens", found)
     assert " ".join(f"{role} {limit}" for role, limit in lines) == refused
     assert found.count("\n") == max(0, len(lines) - 1)
+
+
+def test_a_prompt_that_leaves_no_room_for_a_reply_in_the_reward_models_rendering_is_named(
+    tmp_path: Path, checkpoints: Checkpoints
+) -> None:
+    """Whatever its vocabulary: each of its rows would be refused."""
+    run = make_run(tmp_path, checkpoints)
+    chats = tmp_path / "chats.jsonl"
+    rows = ({"messages": [{"role": "user", "content": text}]} for text in ("Hello", " ".join(TEXTS)))
+    chats.write_text("\n".join(map(json.dumps, rows)))
+    config = load_config(
+        run.path,
+        [f"reward.model={checkpoints.other_reward}", f"actor.prompts.path={chats}", "actor.prompts.max_tokens=119"],
+    )
+    told = r"chats\.jsonl:2: \d+ tokens as reward\.model renders it with a short reply, but it takes 128 \(reward\.max_"
+    with pytest.raises(ConfigError, match=told):
+        check_prompts(config)
 
 
 @pytest.mark.usefixtures("signals_kept")

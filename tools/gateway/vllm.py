@@ -51,7 +51,7 @@ class PoolingOptions(Body):
     encoding_format: Literal["float", "base64"] = "float"
     """How `/pooling` returns rewards; `base64` is of little-endian FP32."""
     truncate_prompt_tokens: Literal[-1] | None = None
-    """The server always truncates texts to the model's length, as -1 requests."""
+    """The server truncates a text to the model's length, as -1 requests, but no chat and no pair: that is an error."""
     user: str | None = None
     request_id: str | None = None
     priority: int = 0
