@@ -142,8 +142,9 @@ LIKE_A_HEAD = re.compile(r"head|score|regress|gating|normali[sz]er|reward|value|
 # Keys of config.json that say what a head computes beside its layers: how it pools, an activation, a normalisation.
 SAYS = re.compile(
     r"(?!hidden_|activation_function|gelu_activation|\w*dropout)(?:\w+_)?"
-    r"(?:pool\w*|summary_type|act|act_fn|activation\w*|sigmoid|tanh|normali[sz]\w*)"
-    r"|(?:reward|score|head|value)_(?:mean|std|var|scale|shift|temperature)"
+    r"(?:pool\w*|summary_type|act|act_fn|activation\w*|sigmoid|tanh|normali[sz]\w*)|function_to_apply"
+    r"|(?:\w+_)?(?:reward|score|v?head|value|classifier)_"
+    r"(?:layer_?|batch_?)?(?:norm|mean|std|var|scale|shift|offset|clip|temperature)"
 )
 NOTHING = ("", "none", "identity", "linear", "last", "lasttoken")  # values of such keys that change nothing
 # Weights files beside a model's own. Those of other formats and of a trainer's state have nothing to add to it.
@@ -212,7 +213,7 @@ def _found(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorIn
         layers = _layers(prefix, form.activation, tensors)
         if layers is None:
             continue
-        if len(layers.names) > 1 and not form.pooled:
+        if len(layers.names) > 1:
             layers = replace(layers, activation=_activation(form, prefix, config))
         _check_count(prefix, len(layers.names), config)
         outputs = tensors[f"{layers.names[-1]}.weight"].shape[0]
@@ -351,7 +352,7 @@ def said_of_head(head: Head | None, config: Mapping[str, Any]) -> dict[str, Any]
     if head is None:
         return {}
     read = {"normalize_reward", "do_normalize"}
-    if len(head.layers.names) > 1 and not head.form.pooled:
+    if len(head.layers.names) > 1:
         read |= {*_activation_keys(head.prefix, config)}
     said = {key: config[key] for key in sorted(config.keys() - read) if SAYS.fullmatch(key)}
     return {key: value for key, value in said.items() if not _says_nothing(key, value)}

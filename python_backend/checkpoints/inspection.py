@@ -337,6 +337,11 @@ def reward_head(info: CheckpointInfo) -> Head:
             "use a checkpoint with a classification or value head, or score with a language model's logits "
             "(reward.logit); a critic can start from this one"
         )
+    if info.labels and info.head.kind != "value" and len(info.labels) != info.head.num_labels > 1:
+        raise CheckpointError(
+            f"{info.folder}: id2label in {CONFIG_FILE} names {len(info.labels)} labels ({', '.join(info.labels)}), but "
+            f"the head {info.head.prefix} has {info.head.num_labels} outputs; correct id2label"
+        )
     return info.head
 
 

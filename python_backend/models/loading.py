@@ -149,7 +149,8 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
     """
     config = _config(info, head.num_labels)
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    is_own = kind is not None and kind.__name__ == info.architecture and _own_path(kind, config) == head.prefix
+    fits = kind is not None and len(head.layers.names) == 1 and _own_path(kind, config) == head.prefix
+    is_own = fits and kind.__name__ == info.architecture
     usual = type(config)()
     for key, value in info.said.items():
         if hasattr(usual, key) and (head.form.pooled or getattr(usual, key) == value):
@@ -165,6 +166,12 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
         raise CheckpointError(
             f"{info.folder}: {CONFIG_FILE} says {key}: {value!r}, which the head {head.prefix} "
             f"{f'of {info.architecture}' if is_own else 'of such layers'} does not do; {remedy}"
+        )
+    if head.form.pooled and fits and not is_own and pooling == "auto":
+        raise CheckpointError(
+            f"{info.folder}: how its head {head.prefix} pools is unknown: {CONFIG_FILE} names the class "
+            f"{info.architecture}, not {kind.__name__}; if it was trained as the latter, name that in architectures, "
+            "otherwise set pooling: last or mean"
         )
     if head.form.pooled and not is_own:
         return replace(head, form=replace(head.form, pooled=False), kind="value")

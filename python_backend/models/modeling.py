@@ -342,6 +342,11 @@ def load_reward(
                 )
             pooling = "mean" if head.pooling == "mean" else "last"
             skipped_pad_id = _skipped_pad_id(outputs, head)
+        if pooling == "mean" and not outputs.is_linear:
+            raise CheckpointError(
+                f"{info.folder}: pooling: mean needs a linear head, but {head.prefix} has several layers: the mean may "
+                "be that of its inputs or of its outputs; use pooling: last, or another reward model"
+            )
     else:
         if group is not None:
             raise CheckpointError(

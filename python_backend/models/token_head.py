@@ -128,6 +128,11 @@ class TokenHead:
         if compile_forward:
             compile_body(model, self)
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the outputs are linear in the body's hidden states."""
+        return isinstance(self.head, torch.nn.Linear) and not self._layered
+
     def __call__(self, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
         """Return outputs `[B, S, A]` of `ids` `[B, S]`, padded on the right; `attention` `[B, S]` is 1 at tokens.
 

@@ -520,6 +520,7 @@ SAID: list[dict[str, Any]] = [
     {"pooling": "mean"},
     {"summary_type": "mean", "summary_activation": "tanh"},
     {"score_activation": "tanh", "pad_token_id": 1},
+    {"use_bidirectional_attention": True},
 ]
 
 
@@ -527,7 +528,7 @@ SAID: list[dict[str, Any]] = [
 def test_every_class_for_sequences_scores_as_transformers_does_or_is_refused(tmp_path: Path, family: str):
     if family in ("jamba", "convbert"):
         skip_on_cards("the simulated cards have no depthwise convolution")
-    said = SAID if family in ("modernbert", "electra", "gpt2", "bert") else []
+    said = SAID if family in ("modernbert", "electra", "gpt2", "bert", "gemma3_text") else []
     for i, config in enumerate([{"problem_type": "multi_label_classification"}, *said]):
         sizes = {**SIZES, **GENERAL, **FAMILIES.get(family, {}), **UNLIKE.get(family, {}), "num_labels": 2, **config}
         known = {key: value for key, value in sizes.items() if value is not None}
@@ -667,7 +668,23 @@ UNSERVED: dict[str, tuple[Shape, list[str]]] = {
     ),
     "an encoder under a classifier of an unknown class": (
         Shape("distilbert", "RewardModel", one("classifier", bias=True), layers()),
+        ["how its head classifier pools is unknown", "RewardModel", "pooling"],
+    ),
+    "layers under the name of a class's one layer": (
+        Shape("bert", "BertForSequenceClassification", mlp("classifier", H, 8, 1), layers()),
         ["which token", "pooling"],
+    ),
+    "a decoder's class that reads both ways, of another name": (
+        Shape("gemma3_text", "RewardModel", one("score"), layers(), config={"use_bidirectional_attention": True}),
+        ["which token", "pooling"],
+    ),
+    "the mean of what is not linear": (
+        Shape("qwen2", QWEN, mlp("score", H, 8, 1), layers(), config={"pooling": "mean"}),
+        ["pooling: mean needs a linear head"],
+    ),
+    "fewer names than outputs": (
+        Shape("llama", LLAMA, one("score", 3), layers(), config={"id2label": {"0": "bad", "1": "good"}}),
+        ["names 2 labels", "bad, good", "3 outputs"],
     ),
     "two activations of one head": (
         Shape("qwen2", QWEN, mlp("score", H, 8, 1), layers(), config={"head_act": "relu", "score_act": "tanh"}),
@@ -697,6 +714,8 @@ HEAD_KEYS: list[tuple[str, Any]] = [
     ("sbert_ce_default_activation_function", "torch.nn.modules.activation.Sigmoid"),
     ("normalize_outputs", True),
     ("reward_scale", 2.0),
+    ("head_layer_norm", True),
+    ("function_to_apply", "sigmoid"),
     ("pooling", "mean"),
     ("pooling", "cls"),
     ("pooling_type", "mean"),
