@@ -454,9 +454,10 @@ def _load(
     if beside and len(beside) < len(tensors):
         own = _empty(kind, config).state_dict().keys()
         if confused := sorted(name for name in beside - own if f"{prefix}{name}" in own | tensors.keys()):
+            odd = min(confused, sorted(tensors.keys() - beside), key=len)[0]
             raise CheckpointError(
-                f"{info.folder}: {confused[0]} is stored outside the body {prefix[:-1]}, which needs a "
-                f"{prefix}{confused[0]}: whether they are the same is unknown; rename or remove {confused[0]}"
+                f"{info.folder}: some of the body's tensors are stored under {prefix} and others are not ({odd}): they "
+                f"may be of another layer; rename or remove {odd}"
             )
     arguments = {"config": config, "state_dict": tensors, "dtype": DTYPES[dtype]}
     with as_checkpoint_error(info.folder):

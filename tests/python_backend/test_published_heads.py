@@ -764,6 +764,10 @@ def test_a_tensor_of_the_body_comes_from_its_place_or_is_refused(
     write(tmp_path, stored, beside[change], None)
     with pytest.raises(CheckpointError, match=re.escape(name)):
         load_reward(tmp_path)
+    bare = {key.removeprefix(prefix): each for key, each in stored.items()}
+    write(tmp_path, {**bare, f"{prefix}{name}": 2 * tensor}, {}, None)
+    with pytest.raises(CheckpointError, match=re.escape(f"{prefix}{name}")):
+        load_reward(tmp_path)
 
 
 # ---- critics ----
