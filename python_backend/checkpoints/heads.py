@@ -139,6 +139,14 @@ HARMLESS = re.compile(
 )
 MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask, if it has four dimensions
 LIKE_A_HEAD = re.compile(r"head|score|regress|gating|normali[sz]er|reward|value|weights|out_proj|classif|linear")
+# Keys of config.json that say what a head computes beside its layers: how it pools, an activation, a normalisation.
+SAYS = re.compile(
+    r"(?!hidden_|activation_function|gelu_activation|\w*dropout)(?:\w+_)?"
+    r"(?:pool\w*|summary_type|act|act_fn|activation\w*|sigmoid|tanh|normali[sz]\w*)|function_to_apply"
+    r"|(?:\w+_)?(?:reward|score|v?head|value|classifier)_"
+    r"(?:layer_?|batch_?)?(?:norm|mean|std|var|scale|shift|offset|clip|temperature)"
+)
+NOTHING = ("", "none", "identity", "linear", "last", "lasttoken")  # values of such keys that change nothing
 # Weights files beside a model's own. Those of other formats and of a trainer's state have nothing to add to it.
 HEAD_FILES = re.compile(r"(?!model|adapter|consolidated|optimizer|pytorch_model)[\w.-]+\.safetensors")
 
@@ -164,7 +172,7 @@ class Head:
     group: int = 1  # outputs of the layers for each attribute: quantiles, bins, or mean and standard deviation
     temperature: float | None = None  # of the gate's softmax; None: it has none
     others: tuple[str, ...] = ()  # tensors that are no layers: the gate's, and those of the constants
-    pooling: Pooling = "last"  # what `auto` means
+    pooling: Pooling = "auto"  # what config.json says; `auto`: nothing
 
     @property
     def is_plain(self) -> bool:
@@ -205,14 +213,15 @@ def _found(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorIn
         layers = _layers(prefix, form.activation, tensors)
         if layers is None:
             continue
-        if len(layers.names) > 1 and not form.pooled:
+        if len(layers.names) > 1:
             layers = replace(layers, activation=_activation(form, prefix, config))
         _check_count(prefix, len(layers.names), config)
         outputs = tensors[f"{layers.names[-1]}.weight"].shape[0]
         others = NORMALISER if "do_normalize" in config else ()
         head = Head(form=form, kind=form.kind, prefix=prefix, layers=layers, num_labels=outputs, others=others)
         if gate is None or rule is None:
-            return head if form.pooled else replace(head, pooling=_pooling(config))
+            named: Any = config.get("pooling")
+            return replace(head, pooling=named) if named in ("last", "mean") and not form.pooled else head
         has_softmax = rule.softmax is not None and (not rule.softmax or config.get(rule.softmax))
         return replace(
             head,
@@ -312,24 +321,46 @@ def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: Mapping
 
 def _activation(form: Form, prefix: str, config: Mapping[str, Any]) -> str:
     """Return the activation between a head's layers: as config.json names it, or that of the published form."""
+    named = {key: _plain(config[key]) for key in _activation_keys(prefix, config)}
+    known = {_plain(name): name for name in ACTIVATIONS}
+    if wrong := [key for key, value in named.items() if value not in known]:
+        names = ", ".join(ACTIVATIONS)
+        raise ValueError(f"config.json: {wrong[0]} is {config[wrong[0]]!r}, but a head's activation is one of {names}")
+    if len({*named.values()}) > 1:
+        both = " and ".join(f"{key}: {config[key]!r}" for key in named)
+        raise ValueError(f"config.json says {both}, of one head ({prefix}); remove the wrong one")
+    return next((known[value] for value in named.values()), form.activation)
+
+
+def _activation_keys(prefix: str, config: Mapping[str, Any]) -> list[str]:
+    """Return the keys of config.json that name the activation between a head's layers."""
     stem = prefix.partition(".")[0]
     keys = re.compile(rf"({stem}|{stem.replace('_', '')}|head)_act\w*")
-    named = [key for key in config if keys.fullmatch(key)]
-    if not named:
-        return form.activation
-    found = re.sub(r"[^a-z]", "", str(config[named[0]]).lower())
-    known = {name.replace("_", ""): name for name in ACTIVATIONS}
-    if found not in known:
-        names = ", ".join(ACTIVATIONS)
-        raise ValueError(f"config.json: {named[0]} is {config[named[0]]!r}, but a head's activation is one of {names}")
-    return known[found]
+    return sorted(key for key, value in config.items() if keys.fullmatch(key) and value is not None)
 
 
-def _pooling(config: Mapping[str, Any]) -> Pooling:
-    found: Any = config.get("pooling", "last")
-    if found not in ("last", "mean"):
-        raise ValueError(f"config.json: pooling is {found!r}, but only last and mean are supported")
-    return found
+def _plain(name: Any) -> str:
+    """Return the letters of a name in config.json: of `torch.nn.modules.activation.LeakyReLU`, leakyrelu."""
+    return re.sub(r"[^a-z]", "", str(name).rpartition(".")[2].lower())
+
+
+def said_of_head(head: Head | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what config.json says of the head's outputs in keys that its row of the table does not read.
+
+    Some are keys of transformers' own classes, whose defaults say nothing; see `models.loading.placed_head`.
+    """
+    if head is None:
+        return {}
+    read = {"normalize_reward", "do_normalize"}
+    if len(head.layers.names) > 1:
+        read |= {*_activation_keys(head.prefix, config)}
+    said = {key: config[key] for key in sorted(config.keys() - read) if SAYS.fullmatch(key)}
+    return {key: value for key, value in said.items() if not _says_nothing(key, value)}
+
+
+def _says_nothing(key: str, value: Any) -> bool:
+    is_size = "pool" in key and type(value) in (int, float)
+    return value is None or value is False or is_size or (isinstance(value, str) and _plain(value) in NOTHING)
 
 
 def layers_path(names: Iterable[str]) -> str:

@@ -22,6 +22,7 @@ from python_backend.checkpoints.heads import (
     Head,
     find_head,
     loose_tensors,
+    said_of_head,
 )
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header, read_numbers
 from python_backend.errors import RlhfError
@@ -116,6 +117,12 @@ NUM_PIECES, PIECE_BYTES = 256, 4096  # pieces of each weights file that `fingerp
 LOCAL_FOLDERS = {"checkpoints", "models", "runs", ".."}  # first parts of relative paths that are no ids of the Hub
 
 
+GOOD = re.compile("correct|right|good|pos(itive)?|yes|true|accept(ed)?|chosen|pass(ed)?|valid|safe|1")
+BAD = re.compile("incorrect|wrong|bad|neg(ative)?|no|false|reject(ed)?|fail(ed)?|invalid|unsafe|error|0")
+SIGNS = {"+": True, "+1": True, "-": False, "-1": False}
+FILLERS = ("label", "class", "step", "is")  # words of a label's name without a meaning of their own
+
+
 class CheckpointError(RlhfError, ValueError):
     """A folder cannot be used as a checkpoint; the message names the folder and the cause."""
 
@@ -148,6 +155,7 @@ class CheckpointInfo:
     head: Head | None
     is_encoder_decoder: bool
     loose: tuple[str, ...]  # tensors that look like a head's, but belong to none that is known
+    said: Mapping[str, Any]  # keys of config.json about the head that are not read; see `said_of_head`
     labels: tuple[str, ...]  # from config.json's id2label; empty if they are only LABEL_0, LABEL_1, ...
     tensors: Mapping[str, TensorInfo]
     vocab_size: int | None
@@ -161,6 +169,19 @@ class CheckpointInfo:
         """Names of the head's outputs: `labels`, or LABEL_0, LABEL_1, ... as in transformers."""
         count = 0 if self.head is None else self.head.num_labels
         return list(self.labels) if len(self.labels) == count else [f"LABEL_{i}" for i in range(count)]
+
+    @property
+    def good_label(self) -> int | None:
+        """Index of the label of two that means a good row or step, if the names say so; 1 of unnamed ones.
+
+        TRL's `PRMTrainer` and Qwen2.5-Math-PRM train label 1 as right, without names.
+        """
+        if self.head is None or self.head.num_labels != 2 or len(self.labels) not in (0, 2):
+            return None
+        if not self.labels:
+            return 1
+        is_good = [_is_good(name) for name in self.labels]
+        return is_good.index(True) if {*is_good} == {True, False} else None
 
     @property
     def dtypes(self) -> dict[str, int]:
@@ -184,6 +205,15 @@ class CheckpointInfo:
     def files(self) -> list[Path]:
         """The safetensors files, sorted."""
         return [self.folder / name for name in sorted({tensor.file for tensor in self.tensors.values()})]
+
+
+def _is_good(label: str) -> bool | None:
+    """Return whether a label's name means good or bad; None: neither is known."""
+    words = [word for word in re.findall(r"[^\W\d_]+|\d+", label.casefold()) if word not in FILLERS]
+    is_negated = len(words) > 1 and words[0] in ("not", "non")
+    known = {True: GOOD, False: BAD}
+    meant = [good for good, names in known.items() if len(words) == 1 + is_negated and names.fullmatch(words[-1])]
+    return SIGNS.get(label.strip(), meant[0] != is_negated if meant else None)
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -240,7 +270,14 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     architecture = next(iter(config.get("architectures") or []), None)
-    names = config.get("id2label") or {}
+    ids = config.get("label2id") or {}
+    names = config.get("id2label") or {str(ids[name]): name for name in ids}
+    differing = sorted(name for key, name in names.items() if str(ids.get(name, key)) != str(key))
+    if head is not None and head.num_labels > 1 and differing:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: id2label {names} and label2id {ids} contradict each other ({differing[0]}); "
+            "correct the wrong one"
+        )
     # transformers sorts the file's keys as texts, "10" before "2".
     labels = tuple(str(names[key]) for key in sorted(names, key=lambda key: (len(key), key)))
     return CheckpointInfo(
@@ -250,7 +287,8 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         head=head,
         is_encoder_decoder=bool(config.get("is_encoder_decoder")),
         loose=tuple(loose_tensors(head, tensors)),
-        labels=() if all(re.fullmatch(r"LABEL_\d+", label) for label in labels) else labels,
+        said=said_of_head(head, config),
+        labels=() if labels == tuple(f"LABEL_{i}" for i in range(len(labels))) else labels,
         tensors=tensors,
         vocab_size=text.get("vocab_size"),
         max_positions=max_positions(config),
@@ -298,6 +336,11 @@ def reward_head(info: CheckpointInfo) -> Head:
             f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight); "
             "use a checkpoint with a classification or value head, or score with a language model's logits "
             "(reward.logit); a critic can start from this one"
+        )
+    if info.labels and info.head.kind != "value" and len(info.labels) != info.head.num_labels > 1:
+        raise CheckpointError(
+            f"{info.folder}: id2label in {CONFIG_FILE} names {len(info.labels)} labels ({', '.join(info.labels)}), but "
+            f"the head {info.head.prefix} has {info.head.num_labels} outputs; correct id2label"
         )
     return info.head
 

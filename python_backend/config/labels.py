@@ -26,9 +26,9 @@ def attribute_weights(reward: RewardSection) -> list[float] | None:
     count, names = reward_head(info).num_labels, info.label_names
     listed = f"{reward.model} has {count} label{'s'[: count > 1]} ({', '.join(names)})"
     if given is None:
-        ways = choices(names, good=names[-1])
+        ways = choices(names, good=names[-1 if info.good_label is None else info.good_label])
         if reward.process is not None:
-            is_open, ways = count > 2, ways[:1]  # of two, the second is that of a right step, as published
+            is_open, ways = count > 2 or (count == 2 and info.good_label is None), ways[:1]
         else:
             is_open = count > 1 and reward.merge_attributes is None
         if is_open:

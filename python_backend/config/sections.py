@@ -321,7 +321,7 @@ class RewardSection(ModelSection, TokenRewardSettings):
     pooling: Pooling = "auto"
     """Pooling of a linear head: `last` (index length-1), `mean`, or `auto`. `auto` is `last`, except for `sentences`:
     for them it takes the last token that is not the padding token, as transformers does. Encoders with a pooled head
-    support only `auto`."""
+    support only `auto`; with any other head they need `last` or `mean`."""
     attribute_weights: list[float] | dict[str, float] | None = None
     """Weights of the A labels in their sum, which is then the reward: a list, or by the names in config.json, such as
     {NEGATIVE: -1, POSITIVE: 1}, the log-odds of POSITIVE. A model of several labels needs these or

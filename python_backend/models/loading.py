@@ -60,6 +60,7 @@ LANGUAGE_MODELS = (
     MODEL_FOR_PRETRAINING_MAPPING,
     MODEL_MAPPING,
 )
+OWN_PATHS: dict[Any, str] = {}  # class of transformers -> path of its head
 NOT_ARCHITECTURE = {  # keys of config.json that do not change the forward pass
     "_name_or_path",
     "architectures",
@@ -142,13 +143,51 @@ def _sequence_class(info: CheckpointInfo, config: Any) -> Any:
     return kind
 
 
-def placed_head(info: CheckpointInfo, head: Head) -> Head:
-    """Return the head, on each token if transformers' class does not have it: a `classifier` on a decoder."""
-    if head.form.pooled:
-        config = _config(info, head.num_labels)
-        if head_path(_empty(_sequence_class(info, config), config)) != head.prefix:
-            return replace(head, form=replace(head.form, pooled=False), kind="value")
-    return head
+def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
+    """Return the head with what its place says: its tensors and config.json's class, both or neither transformers' own.
+
+    A class of transformers pools as its own forward pass does. In any other, only the user or config.json can say how
+    a head pools: `pooling` stays `auto` if neither does, and the head is one on each token.
+
+    Raises:
+        CheckpointError: config.json says something of the head that its layers do not do.
+    """
+    config = _config(info, head.num_labels)
+    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    fits = kind is not None and len(head.layers.names) == 1 and _own_path(kind, config) == head.prefix
+    is_own = fits and kind.__name__ == info.architecture
+    usual = type(config)()
+    for key, value in info.said.items():
+        if hasattr(usual, key) and (head.form.pooled or getattr(usual, key) == value):
+            continue  # read by transformers' own class, or said of any model of the family
+        about_pooling = "pool" in key or key == "summary_type"
+        if about_pooling and (pooling != "auto" or (key == "pooling" and head.pooling == value and not is_own)):
+            continue
+        remedy = (
+            "set pooling: last or mean, as it was trained"
+            if about_pooling
+            else f"remove {key} if it was trained without"
+        )
+        raise CheckpointError(
+            f"{info.folder}: {CONFIG_FILE} says {key}: {value!r}, which the head {head.prefix} "
+            f"{f'of {info.architecture}' if is_own else 'of such layers'} does not do; {remedy}"
+        )
+    if head.form.pooled and fits and not is_own and pooling == "auto":
+        raise CheckpointError(
+            f"{info.folder}: how its head {head.prefix} pools is unknown: {CONFIG_FILE} names the class "
+            f"{info.architecture}, not {kind.__name__}; if it was trained as the latter, name that in architectures, "
+            "otherwise set pooling: last or mean"
+        )
+    if head.form.pooled and not is_own:
+        return replace(head, form=replace(head.form, pooled=False), kind="value")
+    return replace(head, pooling="last") if head.kind == "sequence" and is_own else head
+
+
+def _own_path(kind: Any, config: Any) -> str:
+    """Return `head_path` of transformers' class, built once: a live version is loaded beside requests."""
+    if kind not in OWN_PATHS:
+        OWN_PATHS[kind] = head_path(_empty(kind, config))
+    return OWN_PATHS[kind]
 
 
 def _empty(kind: Any, config: Any) -> Any:
@@ -198,6 +237,11 @@ def load_causal_model(info: CheckpointInfo, dtype: str, group: RankGroup | None 
 def _put_head(info: CheckpointInfo, model: Any, head: torch.nn.Module) -> None:
     """Replace the model's head. Raises CheckpointError if it does not fit the body."""
     own: Any = head_of(model)
+    is_own = (
+        info.architecture == type(model).__name__ and info.head is not None and head_path(model) == info.head.prefix
+    )
+    if is_own and own.bias is not None and getattr(head, "bias", own.bias) is None:
+        raise CheckpointError(f"{info.folder}: the weights lack {head_path(model)}.bias; copy the checkpoint again")
     first = next(module for module in head.modules() if isinstance(module, torch.nn.Linear))
     if info.head is not None and first.in_features != own.in_features:
         name = f"{info.head.layers.names[0]}.weight"
@@ -409,12 +453,17 @@ def _load(
     if info.head is not None and not with_head:
         tensors = {name: tensor for name, tensor in tensors.items() if not info.head.owns(name)}
     tensors = _as_named(tensors, kind, config)
-    # transformers takes a name without the body's prefix for the body's own, and keeps one of the two.
-    prefix = kind.base_model_prefix
-    if twice := sorted(name for name in tensors if f"{prefix}.{name}" in tensors):
-        raise CheckpointError(
-            f"{info.folder}: {kind.__name__} cannot use both {twice[0]} and {prefix}.{twice[0]}; remove one of them"
-        )
+    # transformers takes a name without the body's prefix for the body's own, whatever layer it was saved from.
+    prefix = f"{kind.base_model_prefix}."
+    beside = {name for name in tensors if not name.startswith(prefix)}
+    if beside and len(beside) < len(tensors):
+        own = _empty(kind, config).state_dict().keys()
+        if confused := sorted(name for name in beside - own if f"{prefix}{name}" in own | tensors.keys()):
+            odd = min(confused, sorted(tensors.keys() - beside), key=len)[0]
+            raise CheckpointError(
+                f"{info.folder}: some of the body's tensors are stored under {prefix} and others are not ({odd}): they "
+                f"may be of another layer; rename or remove {odd}"
+            )
     arguments = {"config": config, "state_dict": tensors, "dtype": DTYPES[dtype]}
     with as_checkpoint_error(info.folder):
         if group is None:
@@ -422,9 +471,9 @@ def _load(
         else:
             check_tensor_parallel(info.folder, group.size)
             model, report = group.from_pretrained(kind, **arguments)
-    heads = {id(parameter) for parameter in head_of(model).parameters()}
-    others = {name for name, parameter in model.named_parameters() if with_head or id(parameter) not in heads}
-    lacking = sorted(others.intersection(report["missing_keys"]))
+    heads = set() if with_head else {f"{head_path(model)}.{name}" for name, _ in head_of(model).named_parameters()}
+    computed = {name for name, _ in model.named_buffers() if is_harmless(name, None)}
+    lacking = sorted(report["missing_keys"] - heads - computed)
     if with_head:
         check_tensors(info.folder, lacking, report["unexpected_keys"])
     if lacking:

@@ -326,7 +326,7 @@ def load_reward(
         "group": group,
     }
     info = inspect_checkpoint(folder)
-    head = placed_head(info, reward_head(info))
+    head = placed_head(info, reward_head(info), pooling)
     copied = None if like is None or like.origin is None else twin_with_head(like.model, like.origin, info, group)
     weights = attribute_weights_of(info, head, attribute_weights)
     if merge_attributes is None and attribute_weights is None and head.num_labels > 1:
@@ -345,13 +345,18 @@ def load_reward(
         model = load_token_model(info, read_head(info, head), dtype, group) if copied is None else copied
         outputs = TokenHead(model.to(device), compile_forward=compile_forward, like=known)
         if pooling == "auto":
-            if not outputs.is_causal and head.kind == "value" and head.pooling == "last":
+            if not outputs.is_causal and head.pooling == "auto":
                 raise CheckpointError(
                     f"{info.folder}: which token of a row does the head {head.prefix} read? The body is not causal, so "
                     "the last one is a guess; set pooling: last or mean"
                 )
-            pooling = head.pooling
+            pooling = "mean" if head.pooling == "mean" else "last"
             skipped_pad_id = _skipped_pad_id(outputs, head)
+        if pooling == "mean" and not outputs.is_linear:
+            raise CheckpointError(
+                f"{info.folder}: pooling: mean needs a linear head, but {head.prefix} has several layers: the mean may "
+                "be that of its inputs or of its outputs; use pooling: last, or another reward model"
+            )
     else:
         if group is not None:
             raise CheckpointError(
@@ -398,7 +403,7 @@ def load_critic(
     """
     info = inspect_checkpoint(folder)
     constants = constants_for(info, standardization)
-    found = None if info.head is None else placed_head(info, info.head)
+    found = None if info.head is None else placed_head(info, info.head, "last")
     head = None if found is None or not found.is_plain else read_head(info, found)
     if found is None:
         note = "the checkpoint has no head: the value head starts at 0"
@@ -442,7 +447,9 @@ def quiet_transformers() -> None:
 
 def _which_label(info: CheckpointInfo) -> str:
     names = info.label_names
-    odds = f"; reward.attribute_weights: [-1, 1] is the log-odds of {names[1]}" if len(names) == 2 else ""
+    good = 0 if info.good_label == 0 else 1
+    weights = "[1, -1]" if good == 0 else "[-1, 1]"
+    odds = f"; reward.attribute_weights: {weights} is the log-odds of {names[good]}" if len(names) == 2 else ""
     return (
         f"which of its {len(names)} outputs ({', '.join(names)}) is the reward? Give reward.attribute_weights, one "
         f"weight per output{odds}"

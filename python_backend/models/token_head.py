@@ -133,6 +133,11 @@ class TokenHead:
         """Whether the padding of rows is not computed."""
         return self.lean is not None
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the outputs are linear in the body's hidden states."""
+        return isinstance(self.head, torch.nn.Linear) and not self._layered
+
     def __call__(self, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
         """Return outputs `[B, S, A]` of `ids` `[B, S]`, padded on the right; `attention` `[B, S]` is 1 at tokens.
 

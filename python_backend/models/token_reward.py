@@ -19,7 +19,7 @@ from python_backend.models.token_head import TokenHead
 if TYPE_CHECKING:
     from python_backend.models.tensor_parallel import RankGroup
 
-WRONG_AND_RIGHT = (-1.0, 1.0)  # of two labels: their weighted sum is the log-odds of label 1, which TRL trains as True
+LOG_ODDS = ((1.0, -1.0), (-1.0, 1.0))  # weights of two labels' outputs whose sum is the log-odds of label 0, or of 1
 
 
 def load_process_reward(
@@ -36,7 +36,8 @@ def load_process_reward(
     """Load a process reward from a checkpoint with a head on each token, such as a token classifier or value head.
 
     Args:
-        score: `logit`: one output, or the log-odds of label 1 of two, or the sum weighted by `attribute_weights`;
+        score: `logit`: one output, or the log-odds of the good label of two (`CheckpointInfo.good_label`), or the sum
+            weighted by `attribute_weights`;
             `probability`: its sigmoid; `auto`: `probability` for two labels, otherwise `logit`.
         group: load this rank's part of the model, on its device instead of `device`.
 
@@ -44,7 +45,7 @@ def load_process_reward(
         CheckpointError: the folder is not a checkpoint, has no linear head, or a setting does not fit it.
     """
     info = inspect_checkpoint(folder)
-    head = placed_head(info, reward_head(info))
+    head = placed_head(info, reward_head(info), "last")
     weights = _label_weights(info, head, attribute_weights)
     model = load_token_model(info, read_head(info, head), dtype, group)
     device = device if group is None else str(group.device)
@@ -110,4 +111,11 @@ def _label_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | No
             f"{info.folder}: a process reward from {head.num_labels} labels needs reward.attribute_weights, one weight "
             "per label"
         )
-    return WRONG_AND_RIGHT if given is None and head.num_labels == 2 else given
+    if given is not None or head.num_labels == 1:
+        return given
+    if info.good_label is None:
+        raise CheckpointError(
+            f"{info.folder}: which of its 2 labels ({', '.join(info.labels)}) is that of a right step? Give "
+            "reward.attribute_weights: 1 for it, -1 for the other one"
+        )
+    return LOG_ODDS[info.good_label]

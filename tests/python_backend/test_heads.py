@@ -97,7 +97,10 @@ FIRST = {"attribute_weights": [1, 0, 0]}
 OPENRLHF = {"prefix": "my_head", "value_head_prefix": "my_head", "mean": 0.25, "std": 0.5, "normalize_reward": True}
 HEADS: dict[str, tuple[Save, dict[str, Any], Score]] = {
     **{family: (sequence(family), {}, same) for family in (*CAUSAL, "roberta", "mixtral")},
-    **{f"{family}, each token": (tokens(family), {}, same) for family in CONFIGS},
+    **{
+        f"{family}, each token": (tokens(family), {} if CAUSAL[family] else {"pooling": "last"}, same)
+        for family in CONFIGS
+    },
     "TRL": (value_head("llama", prefix="v_head.summary", bias=True), {}, same),
     "TRL, opt": (value_head("opt", prefix="v_head.summary", bias=True), {}, same),
     "TRL, gptj": (value_head("gptj", prefix="v_head", bias=False), {}, same),
@@ -161,12 +164,16 @@ def test_a_reward_and_a_swapped_one_score_as_plain_transformers(
 
 @pytest.mark.parametrize(
     "kind",
-    [kind for kind, (_, given, _) in HEADS.items() if "pooling" not in given and given.get("merge_attributes", True)],
+    [
+        kind
+        for kind, (_, given, _) in HEADS.items()
+        if given.get("pooling") != "mean" and given.get("merge_attributes", True)
+    ],
 )
 def test_a_critic_starts_with_the_head_of_its_checkpoint_and_keeps_it_when_saved(tmp_path: Path, kind: str):
     """An encoder's sequence head has its own pooling, so that the value head starts at 0."""
     save, settings, change = HEADS[kind]
-    settings = {name: value for name, value in settings.items() if name != "merge_attributes"}
+    settings = {name: value for name, value in settings.items() if name not in ("merge_attributes", "pooling")}
     expected = np.stack([change(save(tmp_path / "0", 1)(row)) for row in MIXED])
     critic = load_critic(tmp_path / "0", **settings)
     is_pooled = critic.note.endswith("has its own pooling: the value head starts at 0")

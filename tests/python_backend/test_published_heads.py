@@ -5,6 +5,7 @@ A damaged folder scores as the formula does without the tensor, or is refused by
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from transformers import (
     AutoModelForTokenClassification,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as SEQUENCE_CLASSES
 
 from python_backend.checkpoints.heads import GATES
 from python_backend.checkpoints.inspection import CheckpointError
@@ -50,6 +52,10 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "eos_token_id": 1,
     "bos_token_id": 2,
+}
+GENERAL = {name: H for name in ("d_model", "n_embd", "emb_dim", "dim", "embedding_size")} | {
+    **{name: 2 for name in ("num_layers", "n_layers", "n_layer", "num_heads", "n_heads", "n_head")},
+    **{name: 24 for name in ("ffn_dim", "d_ff", "d_inner", "hidden_dim", "n_inner")},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 32},
@@ -478,18 +484,74 @@ def test_a_class_of_transformers_scores_as_it_does_and_without_a_tensor_never(
     with torch.no_grad():
         logits = [model(input_ids=torch.from_numpy(row)[None]).logits[0] for row in given]
     expected = np.stack([(each if each.ndim == 1 else each[-1]).numpy() for each in logits])
-    for reward in (load_reward(tmp_path), load_reward(tmp_path).with_weights(tmp_path)):
+    settings: dict[str, Any] = {}
+    if kind is AutoModelForTokenClassification:  # which has no pooling
+        settings["pooling"] = "last"
+        with pytest.raises(CheckpointError, match=r"which token.*classifier.*pooling"):
+            load_reward(tmp_path)
+    for reward in (load_reward(tmp_path, **settings), load_reward(tmp_path, **settings).with_weights(tmp_path)):
         np.testing.assert_allclose(reward.score(given), expected, atol=1e-5 * max(1, np.abs(expected).max()))
     if scale == "as initialised":
         return
     stored = load_file(tmp_path / "model.safetensors")
-    for lost in [name for name in stored if not name.startswith(f"{model.base_model_prefix}.") and "bias" not in name]:
+    for lost in [name for name in stored if not name.startswith(f"{model.base_model_prefix}.")]:
         write(tmp_path, {name: tensor for name, tensor in stored.items() if name != lost}, {}, None)
         with pytest.raises(CheckpointError, match=r"lack|no head|no known head"):
-            load_reward(tmp_path)
+            load_reward(tmp_path, **settings)
     write(tmp_path, stored, {"extra.weight": torch.ones(1)}, None)
     with pytest.raises(CheckpointError, match=r"extra\.weight"):
-        load_reward(tmp_path)
+        load_reward(tmp_path, **settings)
+
+
+UNLIKE: dict[str, dict[str, Any]] = {  # what a family needs beside SIZES and FAMILIES; None: no such key
+    "falcon": {"head_dim": None},
+    "xlnet": {"max_position_embeddings": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gptj": {"rotary_dim": 4},
+    "funnel": {"block_sizes": [1, 1], "num_hidden_layers": None, "n_head": 2, "d_head": 8, "d_inner": 24},
+    "glm": {"partial_rotary_factor": 0.5},
+    "zamba": {"num_hidden_layers": None},
+    "zamba2": {"num_hidden_layers": None},
+}
+# Of other inputs than text, of random or whole-table sizes, encoder-decoders, or slow to build.
+UNBUILT = re.compile(
+    "axk[12]|bart|bigbird_pegasus|canine|cohere_compass_text|deepseek_v[23]|gemma3|ibert|layoutlm.*|lilt|luke|markuplm|mbart|"
+    "minicpm3|mistral4|mobilebert|modernvbert|mt5|mvp|perceiver|plbart|qwen[23]_moe|qwen3_(next|5.*)|reformer|roc_bert|"
+    "u?m?t5.*|tapas|ultravbert|xmod|zamba2?"
+)
+SAID: list[dict[str, Any]] = [
+    {"classifier_pooling": "mean"},
+    {"pooling": "mean"},
+    {"summary_type": "mean", "summary_activation": "tanh"},
+    {"score_activation": "tanh", "pad_token_id": 1},
+    {"use_bidirectional_attention": True},
+]
+
+
+@pytest.mark.parametrize("family", [each for each in SEQUENCE_CLASSES if not UNBUILT.fullmatch(each)])
+def test_every_class_for_sequences_scores_as_transformers_does_or_is_refused(tmp_path: Path, family: str):
+    if family in ("jamba", "convbert"):
+        skip_on_cards("the simulated cards have no depthwise convolution")
+    said = SAID if family in ("modernbert", "electra", "gpt2", "bert", "gemma3_text") else []
+    for i, config in enumerate([{"problem_type": "multi_label_classification"}, *said]):
+        sizes = {**SIZES, **GENERAL, **FAMILIES.get(family, {}), **UNLIKE.get(family, {}), "num_labels": 2, **config}
+        known = {key: value for key, value in sizes.items() if value is not None}
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            model = large(AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **known)))
+        model.save_pretrained(tmp_path / str(i))
+        given = rows(Shape(family, "", {}, layers()))
+        with torch.no_grad():
+            logits = np.concatenate([model(input_ids=torch.from_numpy(row)[None]).logits.numpy() for row in given])
+        tolerance = 1e-5 * max(1, np.abs(logits).max())
+        try:
+            reward = load_reward(tmp_path / str(i), merge_attributes=False)
+        except CheckpointError as error:
+            known_causes = "causal body|no known head" + ("|config.json says" if config in said else "")
+            assert re.search(known_causes, str(error))  # noqa: PT017, any other result is compared below
+            continue
+        np.testing.assert_allclose(reward.score(given), logits, atol=tolerance)
+        np.testing.assert_allclose(reward.score(given[:1]), logits[:1], atol=tolerance)
 
 
 # ---- labels ----
@@ -522,6 +584,42 @@ def test_a_live_version_with_labels_in_another_order_is_refused(tmp_path: Path):
     served.with_weights(tmp_path / "same")
     with pytest.raises(CheckpointError, match="its labels are good, bad, but those of the served model are bad, good"):
         served.with_weights(tmp_path / "other")
+
+
+LABELS: list[tuple[tuple[str, str], int | None]] = [
+    (("incorrect", "correct"), 1),
+    (("correct", "incorrect"), 0),
+    (("Good", "BAD"), 0),
+    (("NEGATIVE", "POSITIVE"), 1),
+    (("not_correct", "correct"), 1),
+    (("+", "-"), 0),
+    (("LABEL_0", "LABEL_1"), 1),  # unnamed: as published
+    (("LABEL_1", "LABEL_0"), 0),
+    (("1", "0"), 0),
+    (("A", "B"), None),
+    (("good", "excellent"), None),
+    (("correct", "right"), None),
+]
+
+
+@pytest.mark.parametrize(("labels", "good"), LABELS, ids=[" ".join(labels) for labels, _ in LABELS])
+def test_the_good_one_of_two_labels_is_known_by_name_or_asked_for(
+    tmp_path: Path, labels: tuple[str, str], good: int | None
+):
+    given, logits = labelled(tmp_path, *labels)
+    proposed = ("[1, -1]" if good == 0 else "[-1, 1]") + f" is the log-odds of {labels[0 if good == 0 else 1]}"
+    with pytest.raises(CheckpointError, match=re.escape(proposed)):
+        load_reward(tmp_path)
+    weights = [1, -1] if good == 0 else [-1, 1]
+    if good is None:
+        with pytest.raises(CheckpointError, match=rf"which of its 2 labels \({', '.join(labels)}\).*attribute_weights"):
+            load_process_reward(tmp_path)
+    steps = load_process_reward(tmp_path, score="logit", attribute_weights=None if good is not None else weights)
+    odds = [scores[-1] for scores in steps.token_scores(given)]
+    np.testing.assert_allclose(odds, logits @ np.float32(weights), atol=1e-4)
+    change_config(tmp_path, {"label2id": {labels[0]: 1, labels[1]: 0}})
+    with pytest.raises(CheckpointError, match=r"id2label .* and label2id .* contradict each other"):
+        load_process_reward(tmp_path)
 
 
 def test_a_process_reward_reads_each_step_as_published(tmp_path: Path):
@@ -568,6 +666,34 @@ UNSERVED: dict[str, tuple[Shape, list[str]]] = {
         Shape("qwen2", QWEN, mlp("score", H, 8, 1), layers(), config={"head_activation": "snake"}),
         ["head_activation is 'snake'"],
     ),
+    "an encoder under a linear head": (
+        Shape("electra", "ElectraForSequenceClassification", one("score"), layers()),
+        ["which token", "pooling"],
+    ),
+    "an encoder under a classifier of an unknown class": (
+        Shape("distilbert", "RewardModel", one("classifier", bias=True), layers()),
+        ["how its head classifier pools is unknown", "RewardModel", "pooling"],
+    ),
+    "layers under the name of a class's one layer": (
+        Shape("bert", "BertForSequenceClassification", mlp("classifier", H, 8, 1), layers()),
+        ["which token", "pooling"],
+    ),
+    "a decoder's class that reads both ways, of another name": (
+        Shape("gemma3_text", "RewardModel", one("score"), layers(), config={"use_bidirectional_attention": True}),
+        ["which token", "pooling"],
+    ),
+    "the mean of what is not linear": (
+        Shape("qwen2", QWEN, mlp("score", H, 8, 1), layers(), config={"pooling": "mean"}),
+        ["pooling: mean needs a linear head"],
+    ),
+    "fewer names than outputs": (
+        Shape("llama", LLAMA, one("score", 3), layers(), config={"id2label": {"0": "bad", "1": "good"}}),
+        ["names 2 labels", "bad, good", "3 outputs"],
+    ),
+    "two activations of one head": (
+        Shape("qwen2", QWEN, mlp("score", H, 8, 1), layers(), config={"head_act": "relu", "score_act": "tanh"}),
+        ["head_act: 'relu' and score_act: 'tanh'"],
+    ),
     "an encoder under a value head": (
         Shape("electra", "RewardModel", one("value_head"), layers()),
         ["which token", "pooling"],
@@ -580,6 +706,71 @@ def test_a_shape_without_a_score_is_refused_with_the_true_cause(tmp_path: Path, 
     shape, words = UNSERVED[name]
     save(tmp_path, shape)
     with pytest.raises(CheckpointError, match=".*".join(words)):
+        load_reward(tmp_path)
+
+
+HEAD_KEYS: list[tuple[str, Any]] = [
+    ("head_activation", "tanh"),
+    ("score_activation", "sigmoid"),
+    ("summary_activation", "tanh"),
+    ("mlp_activation", "tanh"),
+    ("activation", "gelu"),
+    ("sbert_ce_default_activation_function", "torch.nn.modules.activation.Sigmoid"),
+    ("normalize_outputs", True),
+    ("reward_scale", 2.0),
+    ("head_layer_norm", True),
+    ("function_to_apply", "sigmoid"),
+    ("pooling", "mean"),
+    ("pooling", "cls"),
+    ("pooling_type", "mean"),
+    ("classifier_pooling", "mean"),
+    ("use_mean_pooling", True),
+    ("summary_type", "first"),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("key", "value"), HEAD_KEYS, ids=[f"{key}-{value}" for key, value in HEAD_KEYS])
+def test_what_config_json_says_of_a_head_is_done_or_refused(tmp_path: Path, family: str, key: str, value: Any):
+    shape = Shape(family, {"llama": LLAMA, "gpt2": "GPT2ForSequenceClassification"}[family], one("score"), layers())
+    save(tmp_path, shape)
+    change_config(tmp_path, {key: value, "attention_dropout": 0.0, "hidden_act": "silu", "rms_norm_eps": 1e-6})
+    with pytest.raises(CheckpointError, match=rf"says {key}: {value!r}, which the head score"):
+        load_reward(tmp_path)
+    if "pool" in key or key == "summary_type":
+        load_reward(tmp_path, pooling="mean")
+    else:
+        with pytest.raises(CheckpointError, match=key):
+            load_reward(tmp_path, pooling="mean")
+    silent = {"pooling": "last", "pooling_type": "last_token", "use_mean_pooling": False, "summary_type": "last"}
+    change_config(tmp_path, {key: silent.get(key)})
+    load_reward(tmp_path)
+
+
+STRAYS = [
+    ("gpt_neox", "gpt_neox.", "final_layer_norm.weight"),
+    ("gpt2", "transformer.", "ln_f.bias"),
+    ("opt", "model.", "decoder.final_layer_norm.bias"),
+    ("llama", "model.", "layers.1.mlp.up_proj.weight"),
+    ("bloom", "transformer.", "word_embeddings_layernorm.weight"),
+]
+
+
+@pytest.mark.parametrize("change", ["moved", "lost", "twice", "elsewhere"])
+@pytest.mark.parametrize(("family", "prefix", "name"), STRAYS, ids=[family for family, *_ in STRAYS])
+def test_a_tensor_of_the_body_comes_from_its_place_or_is_refused(
+    tmp_path: Path, family: str, prefix: str, name: str, change: str
+):
+    save(tmp_path, Shape(family, "", one("score"), layers()))
+    stored = load_file(tmp_path / "model.safetensors")
+    tensor = stored[f"{prefix}{name}"] if change == "twice" else stored.pop(f"{prefix}{name}")
+    beside = {"moved": {name: tensor}, "lost": {}, "twice": {name: 2 * tensor}, "elsewhere": {f"base.{name}": tensor}}
+    write(tmp_path, stored, beside[change], None)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        load_reward(tmp_path)
+    bare = {key.removeprefix(prefix): each for key, each in stored.items()}
+    write(tmp_path, {**bare, f"{prefix}{name}": 2 * tensor}, {}, None)
+    with pytest.raises(CheckpointError, match=re.escape(f"{prefix}{name}")):
         load_reward(tmp_path)
 
 

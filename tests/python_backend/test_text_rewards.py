@@ -176,7 +176,7 @@ def test_rows_with_and_without_a_second_text_share_a_forward_pass(tmp_path: Path
     """Under a head on each token as well as under an encoder's own."""
     save_text_reward(tmp_path, "bert")
     if head == "critic":
-        save_tiny(tmp_path, "bert", "critic", vocab_size=VOCAB, max_position_embeddings=POSITIONS)
+        save_tiny(tmp_path, "bert", "critic", vocab_size=VOCAB, pooling="last", max_position_embeddings=POSITIONS)
     texts, pairs = [TEXTS[0], TEXTS[1], TEXTS[0]], texts_array([TEXTS[2], "", ""])
     rows, rewards = score(tmp_path, texts, takes_pairs=True, text_pairs=pairs)
     assert rows[1:] == score(tmp_path, texts[1:])[0]
