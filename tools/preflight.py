@@ -23,12 +23,16 @@ from python_backend.checkpoints.tokenization import encode_prompt, load_tokenize
 from python_backend.client.served import ServedModel
 from python_backend.config import ConfigError, EnvironmentSection, RewardTerm, RunConfig
 from python_backend.config.required_files import check_files, has_chat_template, tokenizer_folder
+from python_backend.config.rewards import read_template
 from python_backend.config.without_effect import without_effect
 from python_backend.environments.pool import Environments
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
+from python_backend.serving.requests import RowReader
+from python_backend.serving.templates import RowTemplate
 from python_backend.store.durable import refusal
 from python_backend.store.run_lock import in_progress
+from python_backend.wire.contract import METADATA, ContractError, Limits
 from tools.doctor import Finding, failed, warning
 from tools.render import reward_parameters
 from tools.render_configs import render_configs
@@ -93,18 +97,25 @@ def _first_prompts(config: RunConfig, reader: PromptReader, key: str, path: Path
 
 
 def _check_rendering(config: RunConfig, prompts: Sequence[Prompt]) -> None:
-    """Check that the reward model can render the prompts with a reply. Raises PromptError."""
-    chats = [prompt for prompt in prompts if MESSAGES_KEY in prompt.metadata]
-    is_rendered = config.uses_reward_model and config.reward.template is None
-    if not (chats and is_rendered):
+    """Check that the server can render the prompts with a reply for the reward model. Raises PromptError."""
+    if not config.uses_reward_model:
         return
-    tokenizer = load_tokenizer(config.reward.model.absolute())
-    for prompt in chats:
-        conversation = [*prompt.metadata[MESSAGES_KEY], {"role": "assistant", "content": RESPONSE}]
+    section = config.reward
+    template = None if section.template is None else RowTemplate(read_template(section.template))
+    pairs = section.text == "pair"
+    reader = RowReader(
+        section.model.absolute(), Limits(1), add_special_tokens=True, template=template, takes_pairs=pairs
+    )
+    reply = RESPONSE if section.process is None else ""  # which a process reward reads without the template
+    for prompt in prompts:
+        is_chat = MESSAGES_KEY in prompt.metadata
+        if not is_chat and template is None:
+            continue
         try:
-            tokenizer.apply_chat_template(conversation, tokenize=False)
-        except Exception as error:  # templates are programs and may raise anything
-            raise PromptError(f"{prompt.where}: the template of reward.model cannot render it: {error}") from error
+            reader.rendered(0, *_texts(prompt, reply))
+        except ContractError as error:
+            cause = str(error).removeprefix(f"{METADATA}[0]").lstrip(".: ")
+            raise PromptError(f"{prompt.where}: reward.model: {cause}") from error
 
 
 def _check_templates(config: RunConfig, prompts: str) -> None:
@@ -201,9 +212,14 @@ def _environment(config: RunConfig) -> Iterator[str]:
         yield str(error)
 
 
+def _texts(prompt: Prompt, reply: str) -> tuple[str, dict[str, Any]]:
+    """Return the text and the metadata of a row with a made-up reply, as a run sends them."""
+    text = reply if MESSAGES_KEY in prompt.metadata else f"{prompt.text}{reply}"
+    return text, {**prompt.metadata, PROMPT_KEY: prompt.text, **({RESPONSE_KEY: reply} if reply else {})}
+
+
 def _sample(prompt: Prompt, tokenizer: Any) -> Sample:
-    text = RESPONSE if MESSAGES_KEY in prompt.metadata else f"{prompt.text}{RESPONSE}"
-    metadata = {**prompt.metadata, PROMPT_KEY: prompt.text, RESPONSE_KEY: RESPONSE}
+    text, metadata = _texts(prompt, RESPONSE)
     return Sample(text, tokenizer(text, add_special_tokens=False)["input_ids"], metadata)
 
 

@@ -28,6 +28,7 @@ from python_backend.config.rewards import MODEL_TERM
 from python_backend.errors import RlhfError
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, last_reply
 from python_backend.rewards.groups import GROUP_KEY
+from python_backend.wire.chats import TEMPLATE_COLUMNS
 from python_backend.wire.contract import (
     CRITIC,
     REWARD_COMPONENTS,
@@ -62,7 +63,8 @@ def row_metadata(
             return {}
         empty = {} if response else {RESPONSE_KEY: ""}  # a reply, while an empty sentence alone is none
         said = {REPLY_KEY: [reply[last_reply(reply)]]} if reply else {}  # it may have tool calls
-        return {MESSAGES_KEY: prompt.metadata[MESSAGES_KEY], **empty, **said}
+        options = {name: prompt.metadata[name] for name in TEMPLATE_COLUMNS if prompt.metadata.get(name)}
+        return {MESSAGES_KEY: prompt.metadata[MESSAGES_KEY], **options, **empty, **said}
     texts = {PROMPT_KEY: prompt.text, RESPONSE_KEY: response, **({REPLY_KEY: [*reply]} if reply else {})}
     return {**prompt.metadata, **texts, **({GROUP_KEY: group} if reward.groupwise else {})}
 

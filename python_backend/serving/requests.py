@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_sentence, load_tokenizer
-from python_backend.rewards.function import REPLY_KEY, RESPONSE_KEY
+from python_backend.rewards.function import split_reply, with_reply
+from python_backend.wire.chats import render_chat, template_options
 from python_backend.wire.contract import (
     MESSAGES,
     METADATA,
@@ -56,6 +57,7 @@ class RowReader:
         generation_prompt: bool = False,
         truncates: bool = True,
         checks_size: bool = False,
+        owner: str = "reward model",
     ) -> None:
         """Create a reader; the tokenizer is loaded when the first sentence arrives.
 
@@ -74,6 +76,7 @@ class RowReader:
             truncates: truncate sentences to `max_length`; False: a longer one is an error, because the end of the row
                 is what is scored.
             checks_size: limit the size of sentences as that of tokens, because the reply has a number for each token.
+            owner: role of the model, for the messages.
         """
         self._checkpoint = checkpoint
         self._limits = limits
@@ -83,7 +86,9 @@ class RowReader:
         self._appends_eos = append_eos
         self._template = template
         self._generation_prompt = generation_prompt
-        self._truncates, self._checks_size = truncates, checks_size
+        self._truncates = truncates
+        self._checks_size = checks_size
+        self._owner = owner
 
     def read(self, call: Call) -> ScoringRows:
         """Return the request's rows. Raises ContractError if the request is invalid."""
@@ -126,17 +131,8 @@ class RowReader:
 
         It is truncated to the model's limit, unless that is an error.
         """
-        messages = self._messages(index, metadata)
-        if messages is not None:
-            metadata = {**metadata, MESSAGES: messages}
-        if self._template is not None:
-            text = self._template.render(index, text, metadata)
-        elif messages is not None:
-            conversation = (
-                messages if self._takes_pairs and not text else [*messages, *_reply(messages, text, metadata)]
-            )
-            text = self._render(index, conversation, generation_prompt=self._generation_prompt)
-        append_eos = self._appends_eos and messages is None
+        text, pair = self.rendered(index, text, metadata, pair)
+        append_eos = self._appends_eos and MESSAGES not in metadata
         if append_eos and not self.tokenizer.eos_token:
             raise ContractError(
                 f"{SENTENCES}[{index}]: reward.append_eos is set, but the tokenizer of {self._checkpoint.name} has no "
@@ -148,6 +144,31 @@ class RowReader:
                 f"{SENTENCES}[{index}]: {text[:80]!r} has no tokens, an empty sequence cannot be scored"
             )
         return self._checked(index, ids, types)
+
+    def rendered(self, index: int, text: str, metadata: dict[str, Any], pair: str = "") -> tuple[str, str]:
+        """Return the text of a row that is tokenised, and the second text of a pair. Raises ContractError."""
+        messages = self._messages(index, metadata)
+        if self._template is not None:
+            text, metadata = (text, metadata) if messages is None else with_reply(messages, text, metadata)
+            return self._template.render(index, text, metadata), pair
+        if messages is None:
+            return text, pair
+        before, reply = split_reply(messages, text or pair, metadata)
+        if self._takes_pairs and not (text and pair) and reply is not None and (before or pair):
+            pair = self._content(index, reply)
+            reply = None
+        conversation = before if reply is None else [*before, reply]
+        return self._render(index, conversation, metadata, generation_prompt=self._generation_prompt), pair
+
+    @staticmethod
+    def _content(index: int, reply: dict[str, Any]) -> str:
+        """Return the text of a reply that the model reads without a template. Raises ContractError for tool calls."""
+        if reply.get("tool_calls"):
+            raise ContractError(
+                f"{METADATA}[{index}]: the reply has tool calls, but this model reads its text without a chat "
+                "template; write the calls in its content"
+            )
+        return str(reply.get("content") or "")
 
     def _checked(self, index: int, ids: Sequence[int], types: Sequence[int] | None = None) -> TokenRow:
         row = TokenRow(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
@@ -180,24 +201,26 @@ class RowReader:
             append_eos=append_eos,
         )
 
-    def _render(self, index: int, conversation: list[Any], *, generation_prompt: bool) -> str:
+    def _render(self, index: int, conversation: list[Any], metadata: dict[str, Any], *, generation_prompt: bool) -> str:
         """Render a conversation with the checkpoint's chat template."""
-        where = f"{METADATA}[{index}].{MESSAGES}"
+        where = f"{METADATA}[{index}]"
         if not self.tokenizer.chat_template:
             raise ContractError(
-                f"{where}: the tokenizer of {self._checkpoint.name} has no chat template; "
+                f"{where}.{MESSAGES}: the tokenizer of {self._checkpoint.name} has no chat template; "
                 "save one in that folder (chat_template.jinja), or send the conversation as one text"
             )
         try:
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    conversation, tokenize=False, add_generation_prompt=generation_prompt
-                )
+            options = template_options(self.tokenizer, metadata)
+        except BadMessages as error:
+            raise ContractError(f"{where}.{error}") from error
+        try:
+            return render_chat(
+                self.tokenizer, conversation, options, owner=self._owner, generation_prompt=generation_prompt
             )
-            text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them
-            return text
+        except BadMessages as error:
+            raise ContractError(f"{where}.{MESSAGES}{error}") from error
         except Exception as error:  # the template is the checkpoint's own code and may raise any exception
-            raise ContractError(f"{where}: the chat template rejects the messages: {error}") from error
+            raise ContractError(f"{where}.{MESSAGES}: the chat template rejects the messages: {error}") from error
 
 
 def read_limits(limits: Limits, parameters: Parameters) -> Limits:
@@ -217,21 +240,3 @@ def request_limits(limits: Limits, parameters: Parameters) -> Limits:
         max_request_tokens=parameters.number("max_request_tokens"),
         max_request_bytes=parameters.number("max_request_bytes"),
     )
-
-
-def _reply(messages: Sequence[Any], text: str, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the message of a reply, with what else its sender knows of it, such as tool calls; [] if there is none.
-
-    An empty sentence is none, unless the metadata says that the response is empty.
-    """
-    is_complete = bool(messages) and messages[-1]["role"] == "assistant"
-    if not text and (is_complete or metadata.get(RESPONSE_KEY) != ""):
-        return []
-    sent = metadata.get(REPLY_KEY)
-    known = [message for message in sent if _is_message(message)] if isinstance(sent, list) else []
-    said: dict[str, Any] = next((message for message in reversed(known) if message["role"] == "assistant"), {})
-    return [said if said.get("content") == text else {"role": "assistant", "content": text}]
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message

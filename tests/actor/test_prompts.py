@@ -54,8 +54,9 @@ class Chat:
             raise PanicException("no entry found for key")
         return bytewise(text, **options)
 
-    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool, **options: Any) -> str:
         assert (tokenize, add_generation_prompt) == (False, True)
+        assert options.keys() <= {"tools"}
         if messages[0]["content"] == "refuse":
             raise ValueError("no")
         shown = [message for message in messages if message["role"] != "omitted"]
@@ -85,6 +86,7 @@ TOKENS = "tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"
 TWO = "could each be the prompt; keep one of them, and remove or rename the others"
 HALF = "is half a character (a lone surrogate), which has no encoding; mend or remove the row"
 USER, REPLY = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+LEFT_OUT = "the policy's chat template leaves out the role 'omitted'; give the message another role, or use a template"
 IMAGE = {"type": "image", "image": "x.png"}
 
 
@@ -110,7 +112,17 @@ IMAGE = {"type": "image", "image": "x.png"}
         (['{"text": "a"}', '{"text": "hello \\ud83d world"}'], f"prompts.jsonl:2: text: '\\ud83d' {HALF}"),
         ([json.dumps({"messages": [{**USER, "name": "\ud83d"}]})], f"prompts.jsonl:1: messages: '\\ud83d' {HALF}"),
         ([{"messages": [{"role": "user", "content": "refuse"}]}], "prompts.jsonl:1: messages cannot be rendered: no"),
-        ([{"messages": [{"role": "omitted", "content": "x"}]}], "prompts.jsonl:1: messages[0]: the chat template leav"),
+        ([{"messages": [{"role": "omitted", "content": "x"}]}], f"prompts.jsonl:1: messages[0]: {LEFT_OUT}"),
+        ([{"prompt": json.dumps([USER])}], "prompts.jsonl:1: prompt is the JSON text of messages; store the list"),
+        ([{"messages": json.dumps([USER])}], "prompts.jsonl:1: messages is the JSON text of messages; store the list"),
+        ([{"prompt": [USER], "tools": "search"}], "prompts.jsonl:1: tools: must be a list of JSON schemas, or its JSO"),
+        ([{"prompt": [USER], "tools": ["{"]}], "prompts.jsonl:1: tools: must be a list of JSON schemas, or its JSON t"),
+        ([{"prompt": [USER], "tools": [{}]}], "prompts.jsonl:1: prompt: the policy's chat template leaves out the row"),
+        ([{"prompt": [USER], "chat_template_kwargs": 3}], "prompts.jsonl:1: chat_template_kwargs: must be an object"),
+        (
+            [{"prompt": [USER], "chat_template_kwargs": {"tokenize": True}}],
+            "prompts.jsonl:1: chat_template_kwargs: 'tokenize' is no variable of a chat template; remove it",
+        ),
         (['{"text": "raise"}'], "prompts.jsonl:1: cannot be tokenised: TypeError: TextEncodeInput must be Union"),
         (['{"text": "panic"}'], "prompts.jsonl:1: cannot be tokenised: PanicException: no entry found for key"),
         (['{"text": "abcdef"}'], f"prompts.jsonl:1: 6 {TOKENS}"),
