@@ -40,7 +40,7 @@ from actor.loop import PPORun
 from actor.scoring.reference import ROUNDS, only_known, with_one_version
 from actor.scoring.scorer import BLOCK, Scorer, join_scores, row_metadata, tokens_with
 from actor.scoring.stream import RowStream
-from python_backend.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint, reply_text
+from python_backend.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
 from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.client.retry import RequestCounters
 from python_backend.client.served import ServedModel
@@ -332,7 +332,7 @@ def test_rewards_of_texts_are_placed_on_the_token_that_has_the_end(tokenizer: An
 def test_ends_found_in_blocks_are_those_of_whole_prefixes(seed: int, count: int, family: str):
     tokenizer, generator = make_text_tokenizer(family), np.random.default_rng(seed)
     ids = generator.integers(len(tokenizer), size=count).tolist()  # characters of several tokens, and parts of them
-    sizes = [len(reply_text(tokenizer, ids[:n])) for n in range(count + 1)]
+    sizes = [len(tokenizer.decode(ids[:n])) for n in range(count + 1)]
     ends = generator.integers(sizes[-1] + 2, size=5).tolist()
     expected = [None if end >= sizes[-1] else next(n for n, size in enumerate(sizes) if size >= end) for end in ends]
     assert tokens_with(ends, tokenizer, ids) == expected
