@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from actor.data.prompt_files import SOURCES, PromptError, PromptRow, begun, read_rows, source_of
+from actor.data.prompt_files import EMPTY, SOURCES, PromptError, PromptRow, begun, read_rows, source_of
 from python_backend.checkpoints.tokenization import encode_prompt
 from python_backend.client.served import ServedModel
 from python_backend.config import RunConfig
@@ -117,7 +117,7 @@ class PromptReader:
         source = source_of(row)
         metadata = {name: value for name, value in columns.items() if name not in (*SOURCES, PROMPT_ID)}
         text, adds = columns[source], self.add_special_tokens
-        if text in ("", []):
+        if text in EMPTY:
             raise PromptError(f"{where}: {source} is empty")
         if isinstance(text, str) and is_json_of_messages(text):
             raise PromptError(f"{where}: {source} is the JSON text of messages; store the list itself in that column")

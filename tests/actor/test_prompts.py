@@ -313,6 +313,33 @@ def test_the_same_rows_give_the_same_prompts_and_metadata_in_every_format(tmp_pa
         assert json.dumps(prompt.metadata, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
+def test_one_late_row_is_read_with_all_others(tmp_path: Path):
+    """It alone has a column, and floats in another one and in a nested key."""
+    rows: list[dict[str, Any]] = [{"text": "a", "n": 1, "of": {"x": 2}} for _ in range(3000)]
+    rows[2001] = {"text": "a", "n": 0.5, "of": {"x": 2.5}, "late": "y"}
+    parquet.write_table(table_of(rows), table := tmp_path / "prompts.parquet")
+    first, late = '{"late": null, "n": 1.0, "of": {"x": 2.0}, "text": "a"}', json.dumps(rows[2001], sort_keys=True)
+    for path in (jsonl(tmp_path, rows), table):
+        found = [json.dumps(row.columns, sort_keys=True) for row in read_rows(path)]
+        assert Counter(found) == {first: 2999, late: 1}
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        ({"prompt": "hi", "text": ""}, "hi"),
+        ({"text": None, "messages": [], "prompt": "hi"}, "hi"),
+        ({"text": "hi", "messages": [], "prompt": None}, "hi"),
+        ({"prompt": "", "messages": [USER]}, "<u>x<a>"),
+    ],
+)
+def test_an_empty_column_is_no_prompt(tmp_path: Path, columns: dict[str, Any], text: str):
+    assert read(write(tmp_path, columns), tokenizer=Chat())[0].text == text
+    assert read(write(tmp_path, columns), tokenizer=Chat(), has_environment=True)[0].text == text
+    begun = dict.fromkeys(columns, "")
+    assert read(write(tmp_path, begun), tokenizer=Chat(), has_environment=True)[0].text == "<u><a>"
+
+
 def test_arrow_types_that_jsonl_does_not_have_are_read_as_what_they_hold(tmp_path: Path):
     texts, numbers = ["a", "b"], [{"x": 1}, {"y": None}]
     columns = {
@@ -347,13 +374,6 @@ def test_parts_of_a_content_are_one_text(tmp_path: Path):
     (prompt,) = read(write(tmp_path, {"messages": [{**USER, "content": parts}]}), tokenizer=Chat())
     assert prompt.text == "<u>x\ny<a>"
     assert prompt.metadata["messages"] == [{**USER, "content": "x\ny"}]
-
-
-def test_columns_are_those_of_rows_all_over_a_large_file(tmp_path: Path):
-    rows = [{"text": "a", "task": "math", "n": 1}] * 3000 + [{"text": "b", "tests": ["t"], "n": 0.5}] * 3000
-    first = next(iter(read_rows(jsonl(tmp_path, rows)))).columns
-    assert first == {"text": "a", "task": "math", "n": 1.0, "tests": None}
-    assert isinstance(first["n"], float)
 
 
 @pytest.mark.parametrize("write_table", WRITERS)
