@@ -57,7 +57,9 @@ def take_counts() -> dict[str, float]:
 PROMPT_KEY = "prompt"  # reserved metadata keys: the actor stores both texts there, and a chat's messages
 RESPONSE_KEY = "response"
 MESSAGES_KEY = "messages"
-REPLY_KEY = "reply_messages"  # of a chat with an environment: what followed the prompt, from the first reply on
+REPLY_KEY = (
+    "reply_messages"  # of a chat: the reply with what else its message has; with an environment, all since the prompt
+)
 FILE_SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 LONGEST_ERROR = 500  # in characters; longer messages are truncated before they are sent
@@ -98,7 +100,8 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     """Columns of the prompt's line in the prompt file. The actor adds `prompt`, `response` and (chats) `messages`.
 
-    `reply_messages` are those of a chat with an environment, from the first reply on.
+    `reply_messages` are those of a chat with an environment, from the first reply on; or the reply's message, if it has
+    more than its content.
     """
 
     @property
