@@ -57,9 +57,7 @@ def take_counts() -> dict[str, float]:
 PROMPT_KEY = "prompt"  # reserved metadata keys: the actor stores both texts there, and a chat's messages
 RESPONSE_KEY = "response"
 MESSAGES_KEY = "messages"
-REPLY_KEY = (
-    "reply_messages"  # of a chat: the reply with what else its message has; with an environment, all since the prompt
-)
+REPLY_KEY = "reply_messages"  # the reply with all its keys; with an environment, what followed the prompt
 FILE_SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 LONGEST_ERROR = 500  # in characters; longer messages are truncated before they are sent
