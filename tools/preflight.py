@@ -23,12 +23,16 @@ from python_backend.checkpoints.tokenization import encode_prompt, load_tokenize
 from python_backend.client.served import ServedModel
 from python_backend.config import ConfigError, EnvironmentSection, RewardTerm, RunConfig
 from python_backend.config.required_files import check_files, has_chat_template, tokenizer_folder
+from python_backend.config.rewards import read_template
 from python_backend.config.without_effect import without_effect
 from python_backend.environments.pool import Environments
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
+from python_backend.serving.requests import RowReader
+from python_backend.serving.templates import RowTemplate
 from python_backend.store.durable import refusal
 from python_backend.store.run_lock import in_progress
+from python_backend.wire.contract import METADATA, SENTENCES, ContractError, Limits
 from tools.doctor import Finding, failed, warning
 from tools.render import reward_parameters
 from tools.render_configs import render_configs
@@ -89,12 +93,45 @@ def _first_prompts(config: RunConfig, reader: PromptReader, key: str, path: Path
         found = [reader.prompt(row) for row in rows]
         if config.serves_rewards:
             check_columns(ServedModel.of(declared), found)
-        if config.uses_reward_model and config.reward.template is None:
+        if config.uses_reward_model:
             fitted = [prompt for prompt in map(reader.fitted, found) if prompt is not None]
-            check_renderings(config, reader.tokenizer, load_tokenizer(config.reward.model.absolute()), fitted)
+            _check_rendering(config, reader.tokenizer, fitted)
     except PromptError as error:
         raise ConfigError(f"{key}: {error}") from error
     return found
+
+
+def _check_rendering(config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> None:
+    """Check that the server can render the prompts with a reply for the reward model, and that it takes all of them.
+
+    `tokenizer`: the policy's. Raises PromptError, ConfigError.
+    """
+    section = config.reward
+    reader = RowReader(
+        section.model.absolute(),
+        Limits(1),
+        add_special_tokens=section.add_special_tokens,
+        takes_pairs=section.text == "pair",
+        append_eos=section.append_eos,
+        template=None if section.template is None else RowTemplate(read_template(section.template)),
+        generation_prompt=section.generation_prompt,
+    )
+
+    def size_of(prompt: Prompt) -> int:
+        is_chat = MESSAGES_KEY in prompt.metadata
+        try:
+            if section.process is not None:  # whose rows have another form; it reads replies without the template
+                reader.rendered(0, *_texts(prompt, ""))
+                return 0
+            text, metadata = _texts(prompt, REPLY)
+            if section.text == "pair" and not is_chat:
+                return reader.encoded(0, prompt.text, metadata, REPLY).num_tokens
+            return reader.encoded(0, text, metadata).num_tokens
+        except ContractError as error:
+            cause = str(error).removeprefix(f"{METADATA}[0]").removeprefix(f"{SENTENCES}[0]").lstrip(".: ")
+            raise PromptError(f"{prompt.where}: reward.model: {cause}") from error
+
+    check_renderings(config, tokenizer, prompts, size_of)
 
 
 def _check_templates(config: RunConfig, prompts: str) -> None:
@@ -191,9 +228,14 @@ def _environment(config: RunConfig) -> Iterator[str]:
         yield str(error)
 
 
+def _texts(prompt: Prompt, reply: str) -> tuple[str, dict[str, Any]]:
+    """Return the text and the metadata of a row with a made-up reply, as a run sends them."""
+    text = reply if MESSAGES_KEY in prompt.metadata else f"{prompt.text}{reply}"
+    return text, {**prompt.metadata, PROMPT_KEY: prompt.text, **({RESPONSE_KEY: reply} if reply else {})}
+
+
 def _sample(prompt: Prompt, tokenizer: Any) -> Sample:
-    text = REPLY if MESSAGES_KEY in prompt.metadata else f"{prompt.text}{REPLY}"
-    metadata = {**prompt.metadata, PROMPT_KEY: prompt.text, RESPONSE_KEY: REPLY}
+    text, metadata = _texts(prompt, REPLY)
     return Sample(text, tokenizer(text, add_special_tokens=False)["input_ids"], metadata)
 
 

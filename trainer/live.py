@@ -1,5 +1,6 @@
 """A live reward model: publishes versions that fit the served one and pass the gate of preferred texts."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,20 +12,22 @@ import numpy as np
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.checkpoints.tokenization import (
     LONGEST_ROW_TOKENS,
-    encode_sentence,
     load_tokenizer,
     rendering_fingerprint,
-    too_long,
 )
 from python_backend.config import ConfigError, RewardSection, RunConfig
 from python_backend.config.live_models import live_model
+from python_backend.config.rewards import read_template
 from python_backend.errors import RlhfError
 from python_backend.models.canary import canary_outputs
 from python_backend.models.modeling import RewardModel
+from python_backend.rewards.function import MESSAGES_KEY, REPLY_KEY, RESPONSE_KEY, with_reply
+from python_backend.serving.requests import RowReader
+from python_backend.serving.templates import RowTemplate
 from python_backend.store.jsonl import named_lines
 from python_backend.store.weights import WeightsError, WeightsStore
-from python_backend.wire.contract import TokenRow
-from python_backend.wire.messages import BadMessages, plain_messages
+from python_backend.wire.contract import METADATA, SENTENCES, ContractError, TokenRow
+from python_backend.wire.messages import BadMessages, is_json_of_messages, plain_messages
 from trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
 
 ROWS_PER_FORWARD = 16
@@ -53,50 +56,49 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
     assert section.gate is not None
     if model.num_outputs > 1:
         raise ConfigError("reward.gate needs one reward per row; set reward.merge_attributes: true, or remove the gate")
-    tokenizer = load_tokenizer(section.model.absolute())
     lengths = [length for length in (model.limits.max_length, section.max_length) if length]
-    most = min(lengths, default=LONGEST_ROW_TOKENS)
+    template = None if section.template is None else RowTemplate(read_template(section.template))
+    reader = RowReader(
+        section.model.absolute(),
+        dataclasses.replace(model.limits, max_length=min(lengths, default=LONGEST_ROW_TOKENS)),
+        add_special_tokens=section.add_special_tokens,
+        skipped_pad_id=model.skipped_pad_id,
+        takes_pairs=section.text == "pair",
+        append_eos=section.append_eos,
+        template=template,
+        generation_prompt=section.generation_prompt,
+        truncates=False,
+    )
 
-    def encode(prompt: Any, reply: Any, where: str) -> TokenRow:
-        is_chat = not isinstance(reply, str) or isinstance(prompt, list)
-        is_pair = section.text == "pair" and prompt is not None and isinstance(reply, str)
-        text = _text(tokenizer, None, prompt, where) if is_pair else _text(tokenizer, prompt, reply, where)
-        ids, types, num_tokens = encode_sentence(
-            tokenizer,
-            text,
-            most,
-            special_tokens=section.add_special_tokens,
-            skipped_pad_id=model.skipped_pad_id,
-            pair=reply if is_pair else "",
-            append_eos=section.append_eos and not is_chat,
-            is_chat=is_chat,
-        )
-        if not ids:
-            raise ConfigError(f"{where} has no tokens")
-        if num_tokens > most:
-            raise ConfigError(f"{where}: {too_long(num_tokens, most)}")
-        return TokenRow(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
+    def encode(pair: dict[str, Any], side: str, where: str) -> TokenRow:
+        try:
+            return reader.row_of_text(0, *_row(pair, side, where, is_pair=section.text == "pair"))
+        except ContractError as error:
+            cause = str(error).removeprefix(f"{METADATA}[0]").removeprefix(f"{SENTENCES}[0]").lstrip(".: ")
+            raise ConfigError(f"{where}: {cause}") from error
 
     sides: dict[str, list[TokenRow]] = {side: [] for side in SIDES}
     for where, pair in named_lines(section.gate.pairs, "reward.gate.pairs", SIDES):
         for side in SIDES:
-            sides[side].append(encode(pair.get("prompt"), pair.get(side), f"{where}: {side}"))
+            sides[side].append(encode(pair, side, f"{where}: {side}"))
     if not sides["chosen"]:
         raise ConfigError(f"reward.gate.pairs: {section.gate.pairs} has no pair")
     return Pairs(**sides)
 
 
-def _text(tokenizer: Any, prompt: Any, reply: Any, where: str) -> str:
-    """Return the text to score: prompt and reply joined, or rendered by the chat template if they are messages."""
+def _row(pair: dict[str, Any], side: str, where: str, *, is_pair: bool) -> tuple[str, dict[str, Any], str]:
+    """Return text, metadata and second text of one side of a pair, as a client of the server sends them."""
+    prompt, reply = pair.get("prompt"), pair.get(side)
+    columns = {name: value for name, value in pair.items() if name not in (*SIDES, MESSAGES_KEY, REPLY_KEY)}
     if isinstance(reply, str) and (prompt is None or isinstance(prompt, str)):
-        return (prompt or "") + reply
+        if is_json_of_messages(reply) or is_json_of_messages(prompt or ""):
+            raise ConfigError(f"{where}: the JSON text of messages; store the list itself, here and as `prompt`")
+        if is_pair and prompt is not None:
+            return prompt, {**columns, RESPONSE_KEY: reply}, reply
+        return (prompt or "") + reply, {**columns, RESPONSE_KEY: reply}, ""
     messages = [*([] if prompt is None else _messages(prompt, where)), *_messages(reply, where)]
-    if not tokenizer.chat_template:
-        raise ConfigError(f"{where}: messages, but the tokenizer of reward.model has no chat template")
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception as error:  # the template is the checkpoint's own code and may raise any exception
-        raise ConfigError(f"{where}: the chat template rejects the messages: {error}") from error
+    text, metadata = with_reply(messages, "", columns)
+    return text, metadata, ""
 
 
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:

@@ -26,7 +26,9 @@ from python_backend.store.journal import DamagedEntry, JournalState, read_traini
 from python_backend.store.jsonl import append_jsonl, named_lines
 from python_backend.store.weights import WeightsError, WeightsStore
 from python_backend.training.ranks import AnyRanks
+from python_backend.wire.chats import render_chat, template_options
 from python_backend.wire.contract import SEQUENCE_LENGTHS, ContractError, Limits
+from python_backend.wire.messages import BadMessages, is_json_of_messages, plain_messages
 from python_backend.wire.training_payload import TrainPayload, train_payload
 from trainer.critic_update import MAX_ROWS, TrainingRow, load_update, split_rows
 
@@ -165,7 +167,7 @@ def rows_of_file(path: Path, model: Path, *, special: bool) -> Iterator[tuple[st
         prompt, response, target = [line.get(name) for name in FIELDS]
         end = chat_end() if isinstance(prompt, list) and isinstance(response, str) and not _is_ids(prompt) else None
         if prompt and isinstance(prompt, str | list) and not _is_ids(prompt):
-            prompt = _prompt_ids(tokenizer(), prompt, where, special=special)
+            prompt = _prompt_ids(tokenizer(), line, where, special=special)
         if isinstance(response, str):
             end = tokenizer().eos_token_id if end is None else end
             response = tokenizer()(response, add_special_tokens=False)["input_ids"]
@@ -181,15 +183,26 @@ def rows_of_file(path: Path, model: Path, *, special: bool) -> Iterator[tuple[st
         yield where, TrainPayload(tokens, np.array([len(tokens)]), returns, np.zeros_like(mask), mask)
 
 
-def _prompt_ids(tokenizer: Any, prompt: Any, where: str, *, special: bool) -> list[int]:
+def _prompt_ids(tokenizer: Any, line: dict[str, Any], where: str, *, special: bool) -> list[int]:
     """Return the ids of a text or of messages, tokenised as the actor's prompts are."""
-    is_text = isinstance(prompt, str)
+    prompt = line["prompt"]
+    if isinstance(prompt, str):
+        if is_json_of_messages(prompt):
+            raise ConfigError(f"{KEY}: {where}: prompt is the JSON text of messages; store the list itself")
+        before, ids = encode_prompt(tokenizer, prompt)
+        return [*before, *ids] if special else [*tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     try:
-        text = prompt if is_text else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        messages = plain_messages(prompt)
+    except BadMessages as error:
+        raise ConfigError(f"{KEY}: {where}: prompt{error}") from error
+    try:
+        options = template_options(tokenizer, line)
+        text = render_chat(tokenizer, messages, options, owner="critic", generation_prompt=True)
+    except BadMessages as error:
+        raise ConfigError(f"{KEY}: {where}: {str(error).lstrip(': ')}") from error
     except Exception as error:  # the template is the checkpoint's own code and may raise any exception
         raise ConfigError(f"{KEY}: {where}: the chat template rejects the prompt: {error}") from error
-    before, ids = encode_prompt(tokenizer, text)
-    return [*before, *ids] if special and is_text else tokenizer(text, add_special_tokens=False)["input_ids"]
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 def _is_ids(value: Any) -> TypeGuard[list[int]]:

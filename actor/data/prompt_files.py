@@ -19,10 +19,10 @@ import numpy as np
 from python_backend.errors import RlhfError
 
 SOURCES = ("text", "messages", "prompt")  # columns that may hold the prompt
+EMPTY: tuple[Any, ...] = (None, "", [])
 NO_SOURCE = "must have a text, messages or prompt column"
 CONVERSATIONS = ("messages", "prompt")  # columns that may hold chat messages
 CHUNK_BYTES = 16 * 2**20  # read at once by the pass that finds the lines of JSONL
-SAMPLED_ROWS = 1000  # of a JSONL file, spread over it, from which its columns are known
 MAX_NESTING = 99  # of a column: the server takes metadata that is nested 100 deep
 EXACT = 2**53  # below it, an integer is a float without rounding
 CACHED_BYTES = 2**30  # decoded row groups of a Parquet file
@@ -122,7 +122,7 @@ def fingerprint(path: Path) -> str:
 
 def source_of(row: PromptRow) -> str:
     """Return the name of the column that holds the prompt. Raises PromptError if there is none, or more than one."""
-    found = [name for name in SOURCES if row.columns.get(name) is not None]
+    found = _sources(row)
     if not found:
         raise PromptError(
             f"{row.where}: {NO_SOURCE}, got {str({k: v for k, v in row.columns.items() if v is not None})[:80]!r}"
@@ -135,9 +135,15 @@ def source_of(row: PromptRow) -> str:
     return found[0]
 
 
+def _sources(row: PromptRow) -> list[str]:
+    """Return the names of the columns that hold a prompt; an empty one holds none, unless there is no other."""
+    given = [name for name in SOURCES if row.columns.get(name) is not None]
+    return [name for name in given if row.columns[name] not in EMPTY] or given[:1]
+
+
 def begun(row: PromptRow) -> PromptRow:
     """Return a row of a run with an environment: one without a prompt is a chat that the environment begins."""
-    if any(row.columns.get(name) is not None for name in SOURCES):
+    if any(row.columns.get(name) not in EMPTY for name in SOURCES):
         return row
     return replace(row, columns={**row.columns, CONVERSATIONS[0]: [{"role": "user", "content": ""}]})
 
@@ -157,7 +163,7 @@ class JsonLines:
         self._lines = np.delete(np.arange(len(self._bounds) - 1), blank)
         self._names: dict[str, None] = {}
         self._floats = set[str]()
-        self._sample()
+        self._scan()
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -171,7 +177,7 @@ class JsonLines:
 
     def _columns(self, line: int, where: str) -> dict[str, Any]:
         try:
-            text = self._line(line).decode("utf-8" if line else "utf-8-sig")
+            text = self._text(line)
             columns = json.loads(text, object_pairs_hook=partial(_unique, where))
         except (OSError, UnicodeDecodeError) as error:
             raise PromptError(f"cannot read the prompts {where}: {error}") from error
@@ -183,14 +189,24 @@ class JsonLines:
             raise PromptError(f"{where}: {NO_SOURCE}, got {text.strip()[:80]!r}")
         return columns
 
-    def _sample(self) -> None:
+    def _scan(self) -> None:
         """Learn which columns there are, and which of them, or of the keys within them, have floats."""
-        for index in sorted({*np.linspace(0, len(self) - 1, SAMPLED_ROWS, dtype=int).tolist()} if len(self) else ()):
-            with contextlib.suppress(PromptError):  # raised again when the row is used
-                columns = self._columns(int(self._lines[index]), "")
-                self._names |= dict.fromkeys(columns)
-                for name, value in columns.items():
-                    self._floats.update(_floats(name, plain("", name, value)))
+        for line in self._lines.tolist():
+            floats = list[str]()
+
+            def parsed(number: str, floats: list[str] = floats) -> float:
+                floats.append(number)
+                return float(number)
+
+            with contextlib.suppress(OSError, ValueError, RecursionError):  # raised again when the row is used
+                columns = json.loads(self._text(line), parse_float=parsed, parse_constant=parsed)
+                if isinstance(columns, dict):
+                    self._names |= dict.fromkeys(columns)
+                    for name, value in columns.items() if floats else ():
+                        self._floats.update(_floats(name, value))
+
+    def _text(self, line: int) -> str:
+        return self._line(line).decode("utf-8" if line else "utf-8-sig")
 
     def _line(self, line: int) -> bytes:
         begin, end = self._bounds[line : line + 2].tolist()

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from actor.data.prompt_files import SOURCES, PromptError, PromptRow, begun, read_rows, source_of
+from actor.data.prompt_files import EMPTY, SOURCES, PromptError, PromptRow, begun, read_rows, source_of
 from python_backend.checkpoints.tokenization import encode_prompt
 from python_backend.client.served import ServedModel
 from python_backend.config import RunConfig
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from python_backend.rewards.groups import GROUP_KEY
+from python_backend.wire.chats import TEMPLATE_COLUMNS, render_chat, template_options
 from python_backend.wire.contract import STEP_ENDS
-from python_backend.wire.messages import BadMessages, plain_messages
+from python_backend.wire.messages import BadMessages, is_json_of_messages, plain_messages
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "skip", "truncate"]
-ROLES = ("system", "developer", "user", "assistant", "tool")  # others depend on the template
 PROMPT_ID = "prompt_id"
 
 
@@ -43,7 +43,8 @@ class PromptReader:
     """Tokenises rows with `text`, or with chat `messages` that the tokenizer's template renders.
 
     A `prompt` column (the name in TRL) may hold either. All columns except the text and `prompt_id` become metadata,
-    which also holds the chat messages, under `messages`.
+    which also holds the chat messages, under `messages`. Of a chat, the columns `tools` and `chat_template_kwargs` are
+    arguments of the template, as in TRL.
     """
 
     tokenizer: Any
@@ -116,11 +117,13 @@ class PromptReader:
         source = source_of(row)
         metadata = {name: value for name, value in columns.items() if name not in (*SOURCES, PROMPT_ID)}
         text, adds = columns[source], self.add_special_tokens
-        if text in ("", []):
+        if text in EMPTY:
             raise PromptError(f"{where}: {source} is empty")
+        if isinstance(text, str) and is_json_of_messages(text):
+            raise PromptError(f"{where}: {source} is the JSON text of messages; store the list itself in that column")
         if source == MESSAGES_KEY or (source == "prompt" and isinstance(text, list)):
             metadata[MESSAGES_KEY] = messages = _conversation(text, f"{where}: {source}")
-            text, adds = _rendered(messages, f"{where}: {source}", self.tokenizer), False
+            text, adds = self._rendered(messages, columns, where, source), False
         if not isinstance(text, str):
             raise PromptError(f"{where}: {source}: must be a string, got {text!r}")
         prompt_id = row.number if columns.get(PROMPT_ID) is None else columns[PROMPT_ID]
@@ -135,6 +138,29 @@ class PromptReader:
         num_special = len(before) or int(bool(ids) and ids[0] in starts)  # a template, or a text, may have its own
         tokens = np.asarray([*before, *ids], dtype=np.int64)
         return Prompt(str(prompt_id), text, tokens, metadata, num_special, where)
+
+    def _rendered(self, messages: list[dict[str, Any]], columns: Mapping[str, Any], where: str, source: str) -> str:
+        """Return the chat as text, rendered with the tokenizer's template up to the start of the reply."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise PromptError(
+                f"{where}: {source}: the policy's tokenizer has no chat template; use a text prompt instead"
+            )
+        taken = [name for name in TEMPLATE_COLUMNS if self.has_environment and columns.get(name)]
+        if taken:
+            raise PromptError(
+                f"{where}: {taken[0]}: not available with an environment, which has the tools of all conversations and "
+                "continues them with the template's defaults; remove or rename the column"
+            )
+        try:
+            options = template_options(self.tokenizer, columns)
+        except BadMessages as error:
+            raise PromptError(f"{where}: {error}") from error
+        try:
+            return render_chat(self.tokenizer, messages, options, owner="policy", generation_prompt=True)
+        except BadMessages as error:
+            raise PromptError(f"{where}: {source}{error}") from error
+        except Exception as error:  # templates are programs and may raise anything
+            raise PromptError(f"{where}: {source} cannot be rendered: {error}") from error
 
     @property
     def long_prompt_action(self) -> str:
@@ -185,23 +211,6 @@ def _conversation(value: Any, where: str) -> list[dict[str, Any]]:
         )
     _check_characters(json.dumps(messages, ensure_ascii=False), where)
     return messages
-
-
-def _rendered(messages: list[dict[str, Any]], where: str, tokenizer: Any) -> str:
-    """Return the chat as text, rendered with the tokenizer's template up to the start of the reply."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise PromptError(f"{where}: the policy's tokenizer has no chat template; use a text prompt instead")
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # templates are programs and may raise anything
-        raise PromptError(f"{where} cannot be rendered: {error}") from error
-    for i, message in enumerate(messages):
-        if message["role"] not in ROLES and (message["content"] or "").strip() not in text:
-            raise PromptError(
-                f"{where}[{i}]: the chat template leaves out the role {message['role']!r}; "
-                f"use one of {', '.join(ROLES)}"
-            )
-    return text
 
 
 def _check_characters(text: str, where: str) -> None:

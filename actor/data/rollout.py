@@ -16,6 +16,7 @@ from torch import Tensor
 
 from actor.data.prompt_reader import Prompt
 from actor.data.recorded import SampledTurn
+from python_backend.checkpoints.tokenization import without_end
 
 
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
@@ -109,6 +110,17 @@ class Rollout:
             None if self.observed is None else self.observed[rows],
             None if self.trajectories is None else [self.trajectories[i] for i in rows.tolist()],
         )
+
+
+def text_places(rollout: Rollout, index: int, tokenizer: Any) -> list[int]:
+    """Return the indices of a row's tokens that have a text for readers: all but those that end the policy's turns."""
+    length, start = int(rollout.lengths[index]), int(rollout.prompt_lengths[index])
+    turns = rollout.trajectories[index].turns if rollout.trajectories else ()
+    ends = set[int]()
+    for begin, end in [(turn.start, turn.end) for turn in turns] or [(start, length)]:
+        said = without_end(tokenizer, rollout.tokens[index, begin:end].tolist())
+        ends.update(range(begin + len(said), end))
+    return [place for place in range(length) if place not in ends]
 
 
 def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:

@@ -1,16 +1,15 @@
 """Compares the longest rows of a run with what policy, reward model, critic and reference take, before it starts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from actor.data.prompt_files import PromptError
 from actor.data.prompt_reader import Prompt
 from python_backend.checkpoints.inspection import max_positions, stable_length
-from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_sentence, same_tokenizer
+from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, same_tokenizer
 from python_backend.config import ConfigError, RunConfig
 from python_backend.config.sections import ModelSection
-from python_backend.rewards.function import MESSAGES_KEY
 from python_backend.store.durable import read_json
 
 REPLY = "This is a trial response."
@@ -39,7 +38,9 @@ def check_lengths(config: RunConfig) -> None:
         )
 
 
-def check_renderings(config: RunConfig, tokenizer: Any, reward_tokenizer: Any, prompts: Sequence[Prompt]) -> None:
+def check_renderings(
+    config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt], size_of: Callable[[Prompt], int]
+) -> None:
     """Check that the reward model takes its own rendering of these prompts with a reply, which is never truncated.
 
     It may have more tokens than the policy's row: special tokens, the end of a turn, a system prompt of the template,
@@ -48,23 +49,22 @@ def check_renderings(config: RunConfig, tokenizer: Any, reward_tokenizer: Any, p
     Args:
         tokenizer: the policy's.
         prompts: some of the run's, each as `PromptReader.fitted` returns it.
+        size_of: returns the number of tokens that the reward model reads of a prompt and `REPLY`.
 
     Raises:
-        PromptError: the chat template refuses a prompt, or no reply fits behind it.
+        PromptError: no reply fits behind a prompt.
         ConfigError: the longest rows of the run would not fit.
     """
     limit = _limit(config.reward)
     longest, why = config.longest_row
-    counts = _reward_refuses(config)
+    counts = _reward_refuses(config) and config.reward.template is None
     in_policy = len(tokenizer(REPLY, add_special_tokens=False)["input_ids"])
     for prompt in prompts:
-        size = _rendered_size(config, reward_tokenizer, prompt)
-        if config.reward.process:  # whose rows are of another form
-            continue
+        size = size_of(prompt)
         if size > limit:
             raise PromptError(
                 f"{prompt.where}: {size} tokens as reward.model renders it with a short reply, but it takes {limit} "
-                "(reward.max_length, or its positions); shorten or remove the row"
+                "(reward.max_length); shorten or remove the row"
             )
         more = size - prompt.tokens.size - in_policy
         if counts and longest + more > limit:
@@ -72,35 +72,6 @@ def check_renderings(config: RunConfig, tokenizer: Any, reward_tokenizer: Any, p
                 f"reward.model: takes rows of at most {limit} tokens, and its own rendering of {prompt.where} has "
                 f"{more} more than the policy's, but {why}"
             )
-
-
-def _rendered_size(config: RunConfig, tokenizer: Any, prompt: Prompt) -> int:
-    """Return the number of tokens that the reward model reads of `prompt` and `REPLY`. Raises PromptError."""
-    reward, messages, pair = config.reward, prompt.metadata.get(MESSAGES_KEY), ""
-    text = prompt.text if messages is None else ""
-    if reward.text == "pair":
-        pair = REPLY
-    elif messages is None:
-        text += REPLY
-    else:
-        messages = [*messages, {"role": "assistant", "content": REPLY}]
-    if messages is not None:
-        try:
-            text = str(
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reward.generation_prompt)
-            )
-        except Exception as error:  # templates are programs and may raise anything
-            raise PromptError(f"{prompt.where}: the template of reward.model cannot render it: {error}") from error
-    return encode_sentence(
-        tokenizer,
-        text,
-        LONGEST_ROW_TOKENS,
-        special_tokens=reward.add_special_tokens,
-        skipped_pad_id=None,
-        pair=pair,
-        append_eos=reward.append_eos and messages is None and bool(tokenizer.eos_token),
-        is_chat=messages is not None,
-    ).num_tokens
 
 
 def _reward_refuses(config: RunConfig) -> bool:

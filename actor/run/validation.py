@@ -9,13 +9,12 @@ from typing import Any
 from actor.algorithms.advantages import explained_variance
 from actor.algorithms.batch import score_returns, sequence_kl
 from actor.data.compute import InThread
-from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
+from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, text_places
 from actor.policy.policy import Policy
 from actor.run.collection import all_rows, collect
 from actor.run.metrics import Timers
 from actor.scoring.reference import Reference
 from actor.scoring.scorer import Scorer
-from python_backend.checkpoints.tokenization import reply_text
 from python_backend.monitoring.tracing import span
 from python_backend.rewards.function import MESSAGES_KEY
 from python_backend.wire.contract import VersionRange
@@ -98,9 +97,10 @@ def read_texts(rollout: Rollout, scores: Scores, tokenizer: Any, limit: int | No
     texts, versions = [], scores.reward_versions
     for i, row in enumerate(rollout.rows(slice(limit))):
         prompt = rollout.prompts[i]
+        places = [place for place in text_places(rollout, i, tokenizer) if place >= prompt.tokens.size]
         text = {
             "prompt": rollout.prompts[_rows(rollout, i)[0]].text,
-            "response": reply_text(tokenizer, row[prompt.tokens.size :].tolist()),
+            "response": tokenizer.decode(row[places].tolist(), skip_special_tokens=False),
             "reward": float(scores.rewards[i]) if scores.scored[i] else None,
             **_conversation(rollout, scores, i),
         }

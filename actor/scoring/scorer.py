@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from actor.data.compute import each
-from actor.data.rollout import ProcessRewards, Prompt, Rollout, Scores, Trajectory, joined
+from actor.data.rollout import ProcessRewards, Prompt, Rollout, Scores, Trajectory, joined, text_places
 from actor.scoring.environment import with_environment
-from python_backend.checkpoints.tokenization import fingerprint, rendering_fingerprint, reply_text
+from python_backend.checkpoints.tokenization import fingerprint, rendering_fingerprint
 from python_backend.client.batching import halved
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import UNKNOWN_MODEL, RequestFailed
@@ -28,6 +28,7 @@ from python_backend.config.rewards import MODEL_TERM
 from python_backend.errors import RlhfError
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, last_reply
 from python_backend.rewards.groups import GROUP_KEY
+from python_backend.wire.chats import TEMPLATE_COLUMNS
 from python_backend.wire.contract import (
     CRITIC,
     REWARD_COMPONENTS,
@@ -64,7 +65,8 @@ def row_metadata(
             return {RESPONSE_KEY: response}
         empty = {} if response else {RESPONSE_KEY: ""}  # a reply, while an empty sentence alone is none
         said = {REPLY_KEY: [reply[last_reply(reply)]]} if reply else {}  # it may have tool calls
-        return {MESSAGES_KEY: prompt.metadata[MESSAGES_KEY], **empty, **said}
+        options = {name: prompt.metadata[name] for name in TEMPLATE_COLUMNS if prompt.metadata.get(name)}
+        return {MESSAGES_KEY: prompt.metadata[MESSAGES_KEY], **options, **empty, **said}
     texts = {PROMPT_KEY: prompt.text, RESPONSE_KEY: response, **({REPLY_KEY: [*reply]} if reply else {})}
     return {**prompt.metadata, **texts, **({GROUP_KEY: group} if reward.groupwise else {})}
 
@@ -79,7 +81,7 @@ def ends_on_tokens(
     answer: Mapping[str, np.ndarray],
     tokenizer: Any,
     rows: Sequence[np.ndarray],
-    starts: Sequence[int],
+    texts: Sequence[Sequence[int]],
     firsts: Sequence[int],
     shifts: Sequence[int],
 ) -> dict[str, np.ndarray]:
@@ -87,15 +89,16 @@ def ends_on_tokens(
 
     Args:
         rows: token rows int64 `[length_i]` that the responses were decoded from.
-        starts: index of the first token of each row to decode.
+        texts: indices of the tokens of each row whose text the sentence ends with.
         firsts: index of the first response token of each row.
         shifts: what to add to a character of each sentence to get the one of the decoded row.
     """
     ends = answer[STEP_ENDS].copy()
-    for i, (row, start, first, shift) in enumerate(zip(rows, starts, firsts, shifts, strict=True)):
-        counts = tokens_with((ends[i] + shift).clip(0).tolist(), tokenizer, row[start:].tolist())
+    for i, (row, places, first, shift) in enumerate(zip(rows, texts, firsts, shifts, strict=True)):
+        counts = tokens_with((ends[i] + shift).clip(0).tolist(), tokenizer, row[places].tolist())
         # At the end of the response, the tokens that are no text belong to the step.
-        last = [row.size - 1 if count is None else max(first, start + count - 1) for count in counts]
+        at = [first, *places]
+        last = [row.size - 1 if count is None else max(first, at[count]) for count in counts]
         ends[i] = np.where(ends[i] >= 0, last, ends[i])
     return {**answer, STEP_ENDS: ends}
 
@@ -107,7 +110,7 @@ def tokens_with(ends: Sequence[int], tokenizer: Any, ids: Sequence[int]) -> list
     """
 
     def characters(block: int, last: int) -> int:
-        return len(reply_text(tokenizer, ids[max(0, block - 1) * BLOCK : last]))
+        return len(tokenizer.decode(ids[max(0, block - 1) * BLOCK : last], skip_special_tokens=False))
 
     def least(end: int) -> int:
         block = max(0, bisect_left(reached, end) - 1)
@@ -333,12 +336,13 @@ class Scorer:
         if isinstance(answer, str):
             return answer
         rows, firsts = rollout.rows(_slice(chunk)), [self._reply_start(rollout, i) for i in chunk]
-        starts, shifts = [*firsts], [0] * len(rows)
+        texts, shifts = [text_places(rollout, i, self._tokenizer) for i in chunk], [0] * len(rows)
         for i, (index, row, first) in enumerate(zip(chunk, rows, firsts, strict=True)):
-            if not self._is_chat(rollout, index):
-                decoded = reply_text(self._tokenizer, row[:first].tolist())
-                starts[i], shifts[i] = 0, len(decoded) - len(rollout.prompts[index].text)
-        return ends_on_tokens(answer, self._tokenizer, rows, starts, firsts, shifts)
+            if self._is_chat(rollout, index):
+                texts[i] = [place for place in texts[i] if place >= first]
+            else:
+                shifts[i] = len(self._decoded(row[:first].tolist())) - len(rollout.prompts[index].text)
+        return ends_on_tokens(answer, self._tokenizer, rows, texts, firsts, shifts)
 
     @staticmethod
     def _is_chat(rollout: Rollout, index: int) -> bool:
@@ -364,14 +368,17 @@ class Scorer:
         conversation = self._conversation(rollout, index)
         row = rollout.tokens[index, : int(rollout.lengths[index])].tolist()
         if conversation is None:
-            before = "" if self._is_chat(rollout, index) else reply_text(self._tokenizer, row[:start])
-            whole = reply_text(self._tokenizer, row) if before else ""
+            ids = [row[place] for place in text_places(rollout, index, self._tokenizer)]
+            before, whole = ("", "") if self._is_chat(rollout, index) else map(self._decoded, (row[:start], ids))
             is_continued = whole.startswith(before) and before
-            return prompt, whole[len(before) :] if is_continued else reply_text(self._tokenizer, row[start:]), ()
+            return prompt, whole[len(before) :] if is_continued else self._decoded(ids[start:]), ()
         reply, last = conversation.messages, last_reply(conversation.messages)
         shown = {**prompt.metadata, MESSAGES_KEY: [*prompt.metadata[MESSAGES_KEY], *reply[conversation.known : last]]}
-        text = self._tokenizer.decode(row[:start])
+        text = self._decoded(row[:start])
         return dataclasses.replace(prompt, text=text, metadata=shown), reply[last]["content"], reply
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([*ids], skip_special_tokens=False))
 
 
 def _slice(chunk: Sequence[int]) -> slice:

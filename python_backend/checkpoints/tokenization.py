@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -419,7 +419,7 @@ def end_of_sequence(folder: Path) -> int | list[int] | None:
 
 @functools.lru_cache(maxsize=8)
 def dropped_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids that are no part of a reply's text: BOS, padding, and what ends a sequence or a turn.
+    """Return the ids that are no part of a reply at its end: BOS, padding, and what ends a sequence or a turn.
 
     An entry that ordinary text has, such as "!" as padding, is part of it nevertheless.
     """
@@ -445,13 +445,24 @@ def is_special(tokenizer: Any, token: int) -> bool:
     return [each.id for each in backend.model.tokenize(piece)] != [token]
 
 
-def reply_text(tokenizer: Any, ids: Iterable[int]) -> str:
+def without_end(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:
+    """Return the ids up to what ends a sequence or a turn; within a reply, such tokens end a part of it (gpt-oss)."""
+    dropped = dropped_ids(tokenizer)
+    end = len(ids)
+    while end and ids[end - 1] in dropped:
+        end -= 1
+    return ids[:end]
+
+
+def reply_text(tokenizer: Any, ids: Sequence[int]) -> str:
     """Return the text of what a policy sampled, with the special tokens that mean something, such as `<think>`.
 
-    Functions, judges, environments, parsers, reports and reward models read it. Only `dropped_ids` are left out.
+    Functions, judges, environments, parsers, reports and reward models read it. Only the `dropped_ids` at its end, and
+    BOS and padding before it, are left out.
     """
-    dropped = dropped_ids(tokenizer)
-    return str(tokenizer.decode([i for i in ids if i not in dropped], skip_special_tokens=False))
+    padding = {tokenizer.bos_token_id, tokenizer.pad_token_id} & dropped_ids(tokenizer)
+    kept = itertools.dropwhile(padding.__contains__, without_end(tokenizer, ids))
+    return str(tokenizer.decode([*kept], skip_special_tokens=False))
 
 
 class TextCodec:

@@ -5,6 +5,7 @@ forward pass on a probe batch, which is checked at every load.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,13 +39,18 @@ class LeanDecoder:
     def hidden(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return hidden states `[B, S, H]` of `ids` `[B, S]`, with `lengths` `[B]`; 0 at padding, on the right."""
         inside = torch.arange(ids.shape[1]) < lengths[:, None]
-        rows = _PackedRows(lengths.tolist(), self._cos, self._sin)
-        x = F.embedding(ids[inside], self._body.embed_tokens.weight)
+        packed = self.packed(ids[inside], lengths.tolist())
+        hidden = packed.new_zeros(*ids.shape, packed.shape[-1])
+        hidden[inside] = packed
+        return hidden
+
+    def packed(self, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return hidden states `[N, H]` of the N `tokens` of rows of these `sizes`, one behind the other."""
+        rows = _PackedRows(sizes, self._cos, self._sin)
+        x = F.embedding(tokens, self._body.embed_tokens.weight)
         for layer in self._body.layers:
             x = self._layer(layer, x, rows)
-        hidden = x.new_zeros(*ids.shape, x.shape[-1])
-        hidden[inside] = self._normed(self._body.norm, x)
-        return hidden
+        return self._normed(self._body.norm, x)
 
     def last_hidden(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return hidden states `[B, H]`: index length-1 of each row of `ids` `[B, S]`, with `lengths` `[B]`.
@@ -106,7 +112,7 @@ class LeanDecoder:
 class _PackedRows:
     """Where rows are in a tensor of all their N tokens, and these tokens' rotary embeddings `[N, 1, head_dim]`."""
 
-    def __init__(self, sizes: list[int], cos: Tensor, sin: Tensor) -> None:
+    def __init__(self, sizes: Sequence[int], cos: Tensor, sin: Tensor) -> None:
         positions = torch.cat([torch.arange(size) for size in sizes])
         self.cos, self.sin = cos[positions][:, None], sin[positions][:, None]
         # Neighbours of one length share a call of attention.

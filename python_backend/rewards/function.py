@@ -57,7 +57,7 @@ def take_counts() -> dict[str, float]:
 PROMPT_KEY = "prompt"  # reserved metadata keys: the actor stores both texts there, and a chat's messages
 RESPONSE_KEY = "response"
 MESSAGES_KEY = "messages"
-REPLY_KEY = "reply_messages"  # of a chat with an environment: what followed the prompt, from the first reply on
+REPLY_KEY = "reply_messages"  # the reply with all its keys; with an environment, what followed the prompt
 FILE_SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 LONGEST_ERROR = 500  # in characters; longer messages are truncated before they are sent
@@ -98,7 +98,8 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     """Columns of the prompt's line in the prompt file. The actor adds `prompt`, `response` and (chats) `messages`.
 
-    `reply_messages` are those of a chat with an environment, from the first reply on.
+    `reply_messages` are those of a chat with an environment, from the first reply on; or the reply's message, if it has
+    more than its content.
     """
 
     @property
@@ -118,6 +119,44 @@ def reply_start(messages: list[Any]) -> int:
     while end and isinstance(messages[end - 1], dict) and messages[end - 1].get("role") in ("assistant", "tool"):
         end -= 1
     return end
+
+
+def split_reply(messages: list[Any], text: str, metadata: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any] | None]:
+    """Return the messages of a chat before its reply, and the message of the reply; None if there is none.
+
+    A client sends the reply as the row's text, an empty one as `response` in the metadata, and what else its message
+    has, such as tool calls, as `reply_messages`; or without a text, as the last of the messages.
+    """
+    response = metadata.get(RESPONSE_KEY)
+    last = messages[-1] if messages and _has_role(messages[-1], "assistant") else None
+    if not text and last is not None and response in (None, last.get("content") or ""):
+        return messages[:-1], last
+    if not text and not isinstance(response, str):
+        return messages, None
+    text = text or str(response)
+    sent = metadata.get(REPLY_KEY)
+    known = [message for message in sent if _has_role(message, "assistant")] if isinstance(sent, list) else []
+    said = known[-1] if known else {}
+    return messages, said if said and (said.get("content") or "") == text else {"role": "assistant", "content": text}
+
+
+def _has_role(message: Any, role: str) -> bool:
+    return isinstance(message, dict) and message.get("role") == role
+
+
+def with_reply(messages: list[Any], text: str, metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the text and the metadata of a chat as a run sends them, however a client has sent its reply.
+
+    The text is the reply's content, also under `response`; `messages` are those before it. If the reply's message has
+    more than its content, `reply_messages` has that message.
+    """
+    before, reply = split_reply(messages, text, metadata)
+    if reply is None:
+        return text, {**metadata, MESSAGES_KEY: before}
+    content = str(reply.get("content") or "")
+    has_more = REPLY_KEY not in metadata and reply.keys() - {"role", "content"}
+    whole = {REPLY_KEY: [reply]} if has_more else {}
+    return content, {**metadata, MESSAGES_KEY: before, RESPONSE_KEY: content, **whole}
 
 
 def check_spec(spec: str) -> str:

@@ -30,7 +30,9 @@ def serve(args: Mapping[str, str]) -> Engine:
     process = TorchProcess(args)
     versions = follow_store(process, "critic", functools.partial(process.load, "load_critic"))
     limits = read_limits(versions.version.model.limits, process.parameters)
-    reader = RowReader(process.parameters.path("model"), limits, add_special_tokens=False, checks_size=True)
+    reader = RowReader(
+        process.parameters.path("model"), limits, add_special_tokens=False, checks_size=True, owner="critic"
+    )
     return Engine(
         process,
         read=functools.partial(read, reader),

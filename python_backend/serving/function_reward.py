@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, TextCodec
-from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, Sample
+from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, Sample, with_reply
 from python_backend.rewards.groups import grouped
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
 from python_backend.serving.requests import request_limits
@@ -115,6 +115,8 @@ class FunctionReward:
         seconds, objects = pair_texts(pairs, len(texts)), metadata_rows(encoded, len(texts))
         for first, second, metadata in zip(texts, seconds, objects, strict=True):
             text = first + second
+            if isinstance(metadata.get(MESSAGES_KEY), list):
+                text, metadata = with_reply(metadata[MESSAGES_KEY], text, metadata)
             ids: Any = None if self._codec is None else self._codec.encode(text, LONGEST_ROW_TOKENS)
             yield Sample(text, ids, metadata)
 

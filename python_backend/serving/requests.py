@@ -18,7 +18,8 @@ from python_backend.checkpoints.tokenization import (
     load_tokenizer,
     too_long,
 )
-from python_backend.rewards.function import REPLY_KEY, RESPONSE_KEY
+from python_backend.rewards.function import REPLY_KEY, RESPONSE_KEY, split_reply, with_reply
+from python_backend.wire.chats import render_chat, template_options
 from python_backend.wire.contract import (
     MESSAGES,
     METADATA,
@@ -64,6 +65,7 @@ class RowReader:
         generation_prompt: bool = False,
         truncates: bool = True,
         checks_size: bool = False,
+        owner: str = "reward model",
     ) -> None:
         """Create a reader; the tokenizer is loaded when the first sentence arrives.
 
@@ -83,6 +85,7 @@ class RowReader:
                 transformers' pipelines do, and log it. A longer row that has a reply (`messages` or `response` in its
                 metadata, or a second text) is an error; False: any longer row is, because its end is what is scored.
             checks_size: limit the size of sentences as that of tokens, because the reply has a number for each token.
+            owner: role of the model, for the messages.
         """
         self._checkpoint = checkpoint
         self._limits = limits
@@ -92,8 +95,10 @@ class RowReader:
         self._appends_eos = append_eos
         self._template = template
         self._generation_prompt = generation_prompt
-        self._truncates, self._checks_size = truncates, checks_size
+        self._truncates = truncates
+        self._checks_size = checks_size
         self._num_truncated = 0
+        self._owner = owner
 
     def read(self, call: Call) -> ScoringRows:
         """Return the request's rows. Raises ContractError if the request is invalid."""
@@ -133,37 +138,62 @@ class RowReader:
 
     def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> TokenRow:
         """Return the row of one sentence; `pair`: the second text, if not empty. See `__init__` for longer ones."""
-        messages = self._messages(index, metadata)
-        if messages is not None:
-            metadata = {**metadata, MESSAGES: messages}
-        if self._template is not None:
-            text = self._template.render(index, text, metadata)
-        elif messages is not None:
-            conversation = (
-                messages if self._takes_pairs and not text else self._answered(index, messages, text, metadata)
-            )
-            text = self._render(index, conversation, generation_prompt=self._generation_prompt)
-        append_eos = self._appends_eos and messages is None
+        row = self.encoded(index, text, metadata, pair)
+        has_reply = pair or self._appends_eos or MESSAGES in metadata or RESPONSE_KEY in metadata
+        if self._truncates and not has_reply:
+            self._report_truncation(index, row.num_tokens)
+            row = row._replace(num_tokens=len(row.ids))
+        return self._checked(index, row)
+
+    def encoded(self, index: int, text: str, metadata: dict[str, Any], pair: str = "") -> Encoded:
+        """Return the tokens of one sentence; `pair`: the second text, if not empty. Raises ContractError."""
+        text, pair = self.rendered(index, text, metadata, pair)
+        append_eos = self._appends_eos and MESSAGES not in metadata
         if append_eos and not self.tokenizer.eos_token:
             raise ContractError(
                 f"{SENTENCES}[{index}]: reward.append_eos is set, but the tokenizer of {self._checkpoint.name} has no "
                 "end-of-sequence token; remove that setting, or give the tokenizer an eos_token"
             )
-        is_chat = messages is not None and self._template is None
+        is_chat = MESSAGES in metadata and self._template is None
         row = self._encode(text, pair, append_eos=append_eos, is_chat=is_chat)
         if not row.ids:
             raise ContractError(
                 f"{SENTENCES}[{index}]: {text[:80]!r} has no tokens, an empty sentence cannot be scored"
             )
-        if self._truncates and not (pair or append_eos or messages is not None or RESPONSE_KEY in metadata):
-            self._report_truncation(index, row.num_tokens)
-            return self._checked(index, row._replace(num_tokens=len(row.ids)))
-        return self._checked(index, row)
+        return row
 
     def _checked(self, index: int, row: Encoded) -> TokenRow:
         if row.num_tokens > self._max_length:
             raise ContractError(f"{SENTENCES}[{index}]: {too_long(row.num_tokens, self._max_length)}")
         return self._valid(index, row.ids, row.types)
+
+    def rendered(self, index: int, text: str, metadata: dict[str, Any], pair: str = "") -> tuple[str, str]:
+        """Return the text of a row that is tokenised, and the second text of a pair. Raises ContractError."""
+        messages = self._messages(index, metadata)
+        known = self._messages(index, metadata, REPLY_KEY)
+        if known is not None:
+            metadata = {**metadata, REPLY_KEY: known}
+        if self._template is not None:
+            text, metadata = (text, metadata) if messages is None else with_reply(messages, text, metadata)
+            return self._template.render(index, text, metadata), pair
+        if messages is None:
+            return text, pair
+        before, reply = split_reply(messages, text or pair, metadata)
+        if self._takes_pairs and not (text and pair) and reply is not None and (before or pair):
+            pair = self._content(index, reply)
+            reply = None
+        conversation = before if reply is None else [*before, reply]
+        return self._render(index, conversation, metadata, generation_prompt=self._generation_prompt), pair
+
+    @staticmethod
+    def _content(index: int, reply: dict[str, Any]) -> str:
+        """Return the text of a reply that the model reads without a template. Raises ContractError for tool calls."""
+        if reply.get("tool_calls"):
+            raise ContractError(
+                f"{METADATA}[{index}]: the reply has tool calls, but this model reads its text without a chat "
+                "template; write the calls in its content"
+            )
+        return str(reply.get("content") or "")
 
     def _valid(self, index: int, ids: Sequence[int], types: Sequence[int] | None = None) -> TokenRow:
         row = TokenRow(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
@@ -217,36 +247,26 @@ class RowReader:
             is_chat=is_chat,
         )
 
-    def _answered(self, index: int, messages: list[Any], text: str, metadata: dict[str, Any]) -> list[Any]:
-        """Return the chat with its reply, if there is one, and what else its sender knows of it, such as tool calls.
-
-        An empty sentence is none, unless the metadata says that the response is empty.
-        """
-        is_complete = bool(messages) and messages[-1]["role"] == "assistant"
-        if not text and (is_complete or metadata.get(RESPONSE_KEY) != ""):
-            return messages
-        known = self._messages(index, metadata, REPLY_KEY) or []
-        said: dict[str, Any] = next((each for each in reversed(known) if each["role"] == "assistant"), {})
-        return [*messages, said if said.get("content") == text else {"role": "assistant", "content": text}]
-
-    def _render(self, index: int, conversation: list[Any], *, generation_prompt: bool) -> str:
+    def _render(self, index: int, conversation: list[Any], metadata: dict[str, Any], *, generation_prompt: bool) -> str:
         """Render a conversation with the checkpoint's chat template."""
-        where = f"{METADATA}[{index}].{MESSAGES}"
+        where = f"{METADATA}[{index}]"
         if not self.tokenizer.chat_template:
             raise ContractError(
-                f"{where}: the tokenizer of {self._checkpoint.name} has no chat template; "
+                f"{where}.{MESSAGES}: the tokenizer of {self._checkpoint.name} has no chat template; "
                 "save one in that folder (chat_template.jinja), or send the conversation as one text"
             )
         try:
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    conversation, tokenize=False, add_generation_prompt=generation_prompt
-                )
+            options = template_options(self.tokenizer, metadata)
+        except BadMessages as error:
+            raise ContractError(f"{where}.{error}") from error
+        try:
+            return render_chat(
+                self.tokenizer, conversation, options, owner=self._owner, generation_prompt=generation_prompt
             )
-            text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them
-            return text
+        except BadMessages as error:
+            raise ContractError(f"{where}.{MESSAGES}{error}") from error
         except Exception as error:  # the template is the checkpoint's own code and may raise any exception
-            raise ContractError(f"{where}: the chat template rejects the messages: {error}") from error
+            raise ContractError(f"{where}.{MESSAGES}: the chat template rejects the messages: {error}") from error
 
 
 def read_limits(limits: Limits, parameters: Parameters) -> Limits:

@@ -17,7 +17,7 @@ import numpy as np
 
 from python_backend.checkpoints.tokenization import Encoded, is_special, single_tokens
 from python_backend.models.batching import padded_rows
-from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
+from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY, split_reply
 from python_backend.serving.requests import RowReader
 from python_backend.wire import contract
 from python_backend.wire.contract import METADATA, SENTENCES, ContractError, Limits, RowSteps, ScoringRows, TokenRow
@@ -114,7 +114,9 @@ class StepReader(RowReader):
             start = response_start(index, text, metadata)
             prefix = text[:start]
         else:
-            start, prefix = 0, self._render(index, messages, generation_prompt=True)
+            messages, reply = split_reply(messages, text, metadata)
+            text = text if reply is None else self._content(index, reply)
+            start, prefix = 0, self._render(index, messages, metadata, generation_prompt=True)
         given = given_ends(index, metadata, start + 1, len(text))
         if given is None:
             spans, mark = split_steps(text, start, self._separator(index)), self._mark

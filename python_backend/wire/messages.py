@@ -1,5 +1,6 @@
 """Messages of conversations: one reading for prompt files, requests to the server, and the gateway."""
 
+import json
 from typing import Any
 
 from python_backend.errors import RlhfError
@@ -34,7 +35,18 @@ def _plain_message(index: int, message: Any) -> dict[str, Any]:
         raise BadMessages(f"[{index}].content: {error}") from error
     if content is None and not message.get("tool_calls"):
         raise BadMessages(f"[{index}].content: missing or null, must be a text")
-    return {**without_nulls({**message, "content": None}), "content": content}
+    return {**without_nulls({**message, "content": ""}), "content": content}  # in the order of the message's own keys
+
+
+def is_json_of_messages(text: str) -> bool:
+    """Return whether a text is JSON that holds a conversation, which would be read with its brackets and quotes."""
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return bool(found) and all(isinstance(message, dict) and "role" in message for message in found)
 
 
 def text_of(content: Any) -> str | None:

@@ -54,8 +54,9 @@ class Chat:
             raise PanicException("no entry found for key")
         return bytewise(text, **options)
 
-    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool, **options: Any) -> str:
         assert (tokenize, add_generation_prompt) == (False, True)
+        assert options.keys() <= {"tools"}
         if messages[0]["content"] == "refuse":
             raise ValueError("no")
         shown = [message for message in messages if message["role"] != "omitted"]
@@ -85,6 +86,7 @@ TOKENS = "tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"
 TWO = "could each be the prompt; keep one of them, and remove or rename the others"
 HALF = "is half a character (a lone surrogate), which has no encoding; mend or remove the row"
 USER, REPLY = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+LEFT_OUT = "the policy's chat template leaves out the role 'omitted'; give the message another role, or use a template"
 IMAGE = {"type": "image", "image": "x.png"}
 
 
@@ -110,7 +112,17 @@ IMAGE = {"type": "image", "image": "x.png"}
         (['{"text": "a"}', '{"text": "hello \\ud83d world"}'], f"prompts.jsonl:2: text: '\\ud83d' {HALF}"),
         ([json.dumps({"messages": [{**USER, "name": "\ud83d"}]})], f"prompts.jsonl:1: messages: '\\ud83d' {HALF}"),
         ([{"messages": [{"role": "user", "content": "refuse"}]}], "prompts.jsonl:1: messages cannot be rendered: no"),
-        ([{"messages": [{"role": "omitted", "content": "x"}]}], "prompts.jsonl:1: messages[0]: the chat template leav"),
+        ([{"messages": [{"role": "omitted", "content": "x"}]}], f"prompts.jsonl:1: messages[0]: {LEFT_OUT}"),
+        ([{"prompt": json.dumps([USER])}], "prompts.jsonl:1: prompt is the JSON text of messages; store the list"),
+        ([{"messages": json.dumps([USER])}], "prompts.jsonl:1: messages is the JSON text of messages; store the list"),
+        ([{"prompt": [USER], "tools": "search"}], "prompts.jsonl:1: tools: must be a list of JSON schemas, or its JSO"),
+        ([{"prompt": [USER], "tools": ["{"]}], "prompts.jsonl:1: tools: must be a list of JSON schemas, or its JSON t"),
+        ([{"prompt": [USER], "tools": [{}]}], "prompts.jsonl:1: prompt: the policy's chat template leaves out the row"),
+        ([{"prompt": [USER], "chat_template_kwargs": 3}], "prompts.jsonl:1: chat_template_kwargs: must be an object"),
+        (
+            [{"prompt": [USER], "chat_template_kwargs": {"tokenize": True}}],
+            "prompts.jsonl:1: chat_template_kwargs: 'tokenize' is no variable of a chat template; remove it",
+        ),
         (['{"text": "raise"}'], "prompts.jsonl:1: cannot be tokenised: TypeError: TextEncodeInput must be Union"),
         (['{"text": "panic"}'], "prompts.jsonl:1: cannot be tokenised: PanicException: no entry found for key"),
         (['{"text": "abcdef"}'], f"prompts.jsonl:1: 6 {TOKENS}"),
@@ -303,6 +315,33 @@ def test_the_same_rows_give_the_same_prompts_and_metadata_in_every_format(tmp_pa
         assert json.dumps(prompt.metadata, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
+def test_one_late_row_is_read_with_all_others(tmp_path: Path):
+    """It alone has a column, and floats in another one and in a nested key."""
+    rows: list[dict[str, Any]] = [{"text": "a", "n": 1, "of": {"x": 2}} for _ in range(3000)]
+    rows[2001] = {"text": "a", "n": 0.5, "of": {"x": 2.5}, "late": "y"}
+    parquet.write_table(table_of(rows), table := tmp_path / "prompts.parquet")
+    first, late = '{"late": null, "n": 1.0, "of": {"x": 2.0}, "text": "a"}', json.dumps(rows[2001], sort_keys=True)
+    for path in (jsonl(tmp_path, rows), table):
+        found = [json.dumps(row.columns, sort_keys=True) for row in read_rows(path)]
+        assert Counter(found) == {first: 2999, late: 1}
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        ({"prompt": "hi", "text": ""}, "hi"),
+        ({"text": None, "messages": [], "prompt": "hi"}, "hi"),
+        ({"text": "hi", "messages": [], "prompt": None}, "hi"),
+        ({"prompt": "", "messages": [USER]}, "<u>x<a>"),
+    ],
+)
+def test_an_empty_column_is_no_prompt(tmp_path: Path, columns: dict[str, Any], text: str):
+    assert read(write(tmp_path, columns), tokenizer=Chat())[0].text == text
+    assert read(write(tmp_path, columns), tokenizer=Chat(), has_environment=True)[0].text == text
+    begun = dict.fromkeys(columns, "")
+    assert read(write(tmp_path, begun), tokenizer=Chat(), has_environment=True)[0].text == "<u><a>"
+
+
 def test_arrow_types_that_jsonl_does_not_have_are_read_as_what_they_hold(tmp_path: Path):
     texts, numbers = ["a", "b"], [{"x": 1}, {"y": None}]
     columns = {
@@ -337,13 +376,6 @@ def test_parts_of_a_content_are_one_text(tmp_path: Path):
     (prompt,) = read(write(tmp_path, {"messages": [{**USER, "content": parts}]}), tokenizer=Chat())
     assert prompt.text == "<u>x\ny<a>"
     assert prompt.metadata["messages"] == [{**USER, "content": "x\ny"}]
-
-
-def test_columns_are_those_of_rows_all_over_a_large_file(tmp_path: Path):
-    rows = [{"text": "a", "task": "math", "n": 1}] * 3000 + [{"text": "b", "tests": ["t"], "n": 0.5}] * 3000
-    first = next(iter(read_rows(jsonl(tmp_path, rows)))).columns
-    assert first == {"text": "a", "task": "math", "n": 1.0, "tests": None}
-    assert isinstance(first["n"], float)
 
 
 @pytest.mark.parametrize("write_table", WRITERS)

@@ -40,14 +40,25 @@ from actor.loop import PPORun
 from actor.scoring.reference import ROUNDS, only_known, with_one_version
 from actor.scoring.scorer import BLOCK, Scorer, join_scores, row_metadata, tokens_with
 from actor.scoring.stream import RowStream
-from python_backend.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint, reply_text
+from python_backend.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
 from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.client.retry import RequestCounters
 from python_backend.client.served import ServedModel
 from python_backend.config import ConfigError, RunConfig
 from python_backend.errors import RlhfError
+from python_backend.rewards.function import Sample
+from python_backend.serving.function_reward import FunctionReward
 from python_backend.serving.requests import RowReader
-from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION, ContractError, Limits, VersionRange
+from python_backend.wire.contract import (
+    REWARDS,
+    VALUES,
+    WEIGHTS_VERSION,
+    ContractError,
+    Limits,
+    VersionRange,
+    texts_array,
+)
+from tools.gateway.json_api import RewardInput
 from tools.gateway.rows import reply_row
 from trainer.live import read_pairs
 
@@ -321,7 +332,7 @@ def test_rewards_of_texts_are_placed_on_the_token_that_has_the_end(tokenizer: An
 def test_ends_found_in_blocks_are_those_of_whole_prefixes(seed: int, count: int, family: str):
     tokenizer, generator = make_text_tokenizer(family), np.random.default_rng(seed)
     ids = generator.integers(len(tokenizer), size=count).tolist()  # characters of several tokens, and parts of them
-    sizes = [len(reply_text(tokenizer, ids[:n])) for n in range(count + 1)]
+    sizes = [len(tokenizer.decode(ids[:n])) for n in range(count + 1)]
     ends = generator.integers(sizes[-1] + 2, size=5).tolist()
     expected = [None if end >= sizes[-1] else next(n for n, size in enumerate(sizes) if size >= end) for end in ends]
     assert tokens_with(ends, tokenizer, ids) == expected
@@ -676,12 +687,15 @@ def test_a_run_is_scored_by_the_reward_models_own_rendering(tmp_path: Path, othe
         )
 
 
-def gate_ids(folder: Path, prompt: Any, reply: str, max_length: int | None = None) -> list[int]:
+def gate_ids(
+    folder: Path, prompt: Any, reply: str | dict[str, Any], max_length: int | None = None, **settings: Any
+) -> list[int]:
     """The ids of a pair of `reward.gate`."""
-    said = reply if isinstance(prompt, str) else [{"role": "assistant", "content": reply}]
+    message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
+    said = reply if isinstance(prompt, str) else [message]
     (folder / "pairs.jsonl").write_text(json.dumps({"prompt": prompt, "chosen": said, "rejected": said}))
     gate = {"pairs": folder / "pairs.jsonl"}
-    section = RunConfig.model_validate({"reward": {"model": folder, "store": True, "gate": gate}}).reward
+    section = RunConfig.model_validate({"reward": {"model": folder, "store": True, "gate": gate, **settings}}).reward
     limits = Limits(vocab_size=1 << 20, max_length=max_length)
     model: Any = types.SimpleNamespace(num_outputs=1, limits=limits, skipped_pad_id=None)
     return read_pairs(section, model).chosen[0].tokens.tolist()
@@ -709,16 +723,94 @@ def test_every_way_in_has_the_same_ids(tmp_path: Path, other: str, shape: str):
     """Sentences of any client, with and without messages; rows of the gateway; pairs of the gate; rows of a run."""
     theirs, (columns, before) = REWARDS_OF[other], SHAPES[shape]
     prompt: Any = columns["text"] if before is None else before
-    reader = Reader(tmp_path, theirs)
+    reader, pairs = Reader(tmp_path, theirs), Reader(tmp_path, theirs, text="pair")
     for reply, (text, *_) in REPLIES.items():
         gateway = reply_row(prompt, text, {})
         chat = [] if before is None else [*before, {"role": "assistant", "content": text}]
         ways = [
             (gateway.text, gateway.metadata),
-            (prompt + text, {}) if before is None else ("", {"messages": chat}),
-            (prompt + text, {}) if before is None else (text, {"messages": before, "response": text}),
+            (prompt + text, {"response": text}) if before is None else ("", {"messages": chat}),
+            (prompt + text, {"response": text}) if before is None else (text, {"messages": before, "response": text}),
         ]
         sentences, metadata = zip(*ways, strict=True)
         asyncio.run(reader.score_sentences(sentences, (), metadata, pairs=None))
         found = {*map(tuple, reader.ids), tuple(gate_ids(tmp_path, prompt, text))}
         assert found == {tuple(scored_ids(reader, answered(row_of(columns), reply)))}, reply
+        if before is not None:  # a text comes as two for a model of pairs
+            assert {*map(tuple, pairs_ids(pairs, ways)), tuple(gate_ids(tmp_path, prompt, text, text="pair"))} == {
+                tuple(scored_ids(pairs, answered(row_of(columns), reply)))
+            }
+        run = row_metadata(FUNCTIONS, row_of(columns), text, 0)
+        for sentence, known in [*ways, (text if before else prompt + text, run)]:
+            (sample,) = samples_of(sentence, known)
+            assert sample.text == (prompt + text if before is None else text)
+            assert sample.response == text
+            assert sample.metadata.get("messages") == before
+            assert "reply_messages" not in sample.metadata
+
+
+def pairs_ids(reader: Reader, ways: list[tuple[str, dict[str, Any]]]) -> list[list[int]]:
+    sentences, metadata = zip(*ways, strict=True)
+    asyncio.run(reader.score_sentences(sentences, (), metadata, pairs=None))
+    return reader.ids
+
+
+FUNCTIONS = ServedModel(components=("verdict",))
+
+
+def samples_of(sentence: str, metadata: dict[str, Any]) -> list[Sample]:
+    """What a reward function receives."""
+    tensors = {"sentences": texts_array([sentence]), "metadata": texts_array([json.dumps(metadata)])}
+    model = FunctionReward.__new__(FunctionReward)
+    model._codec, model._limits = None, Limits(vocab_size=1)
+    return [*model._samples(types.SimpleNamespace(array=tensors.get))]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"reasoning_content": "Hm."},
+        {"name": "Ada"},
+        {"tool_calls": [{"function": {"name": "look", "arguments": {}}}]},
+        {"content": None, "tool_calls": [{"function": {"name": "look", "arguments": {}}}]},
+        {"content": "", "name": "Ada"},
+    ],
+)
+def test_a_last_message_with_more_than_its_content_is_the_reply(tmp_path: Path, more: dict[str, Any]):
+    """The same ids as of the whole conversation; functions receive its text, and the message as `reply_messages`."""
+    template = "{% for m in messages %}{{ m | tojson }}<|im_end|>{% endfor %}"
+    theirs = with_thoughts("qwen2", chat_template=template)
+    reply = {"role": "assistant", "content": " A day.", **more}
+    text, reader, whole = reply["content"] or "", Reader(tmp_path, theirs), [QUESTION, reply]
+    gateway = RewardInput.model_validate({"messages": whole}).row()
+    ways = [(gateway.text, gateway.metadata), ("", {"messages": whole})]
+    ways.append((text, {"messages": [QUESTION], "response": text, "reply_messages": [reply]}))
+    expected = encode_text(theirs, theirs.apply_chat_template(whole, tokenize=False), 500)
+    assert pairs_ids(reader, ways) == [expected] * 3
+    assert gate_ids(tmp_path, [QUESTION], reply) == expected
+    for sentence, known in ways:
+        (sample,) = samples_of(sentence, known)
+        assert (sample.text, sample.response) == (text, text)
+        assert sample.metadata == {"messages": [QUESTION], "response": text, "reply_messages": [reply]}
+    pairs = Reader(tmp_path, theirs, text="pair")
+    if "tool_calls" not in more:
+        assert len({*map(tuple, pairs_ids(pairs, ways))}) == 1
+        return
+    for sentence, known in ways:
+        with pytest.raises(ContractError, match=r"metadata\[0\]: the reply has tool calls, but this model"):
+            pairs_ids(pairs, [(sentence, known)])
+
+
+def test_the_columns_of_a_row_for_the_template_reach_both_models(tmp_path: Path):
+    template = "{{ tools | tojson }}{{ effort }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    theirs = with_thoughts("qwen2", chat_template=template)
+    options: dict[str, Any] = {"tools": [{"name": "look"}], "effort": "low"}
+    columns = {"prompt": [QUESTION], "tools": options["tools"], "chat_template_kwargs": {"effort": "low"}}
+    prompt = PromptReader(theirs, max_tokens=200).prompt(PromptRow(1, "row 1", columns))
+    assert prompt.text == theirs.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True, **options)
+    whole = theirs.apply_chat_template(
+        [QUESTION, {"role": "assistant", "content": " A day."}], tokenize=False, **options
+    )
+    assert scored_ids(Reader(tmp_path, theirs), answered(prompt, "finished")) == encode_text(theirs, whole, 500)
+    with pytest.raises(PromptError, match="row 1: tools: not available with an environment, which has the tools of"):
+        PromptReader(theirs, max_tokens=200, has_environment=True).prompt(PromptRow(1, "row 1", columns))

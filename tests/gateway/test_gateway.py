@@ -56,19 +56,17 @@ async def test_json_api_scores_texts_chats_and_tokens_of_any_length() -> None:
         assert (reply["components"], reply["weights_versions"]) == ({}, [None] * 5)
         assert len(server.received) == 2  # one request with texts, one with tokens
         assert {"messages": CHAT, "response": "Hello"} in metadata_of(server)
-        assert {"response": " 2"} in metadata_of(server)  # the server truncates no row that has a reply
+        assert {"prompt": "1 + 1 =", "response": " 2"} in metadata_of(server)  # the server truncates no row that has a reply
 
 
-async def test_chats_without_a_reply_are_sent_whole() -> None:
-    """The server would leave out an empty reply, which the chat template may render all the same."""
-
+async def test_the_last_message_of_a_chat_is_its_reply() -> None:
     async with fake_gateway() as (caller, server):
-        empty = [*CHAT, {"role": "assistant", "content": ""}]
-        called = [*CHAT, {"role": "assistant", "content": "Yes", "tool_calls": [{"id": "1"}]}]
-        inputs = [{"messages": CHAT}, {"prompt": CHAT, "response": ""}, {"messages": called}]
+        reply = {"role": "assistant", "content": "Yes", "tool_calls": [{"id": "1"}]}
+        inputs = [{"messages": CHAT}, {"prompt": CHAT, "response": ""}, {"messages": [*CHAT, reply]}]
         await caller.post("/v1/rewards", {"inputs": inputs})
-        assert rows_of(server.received[0]) == ["", "", ""]
-        assert metadata_of(server) == [{"messages": CHAT}, {"messages": empty}, {"messages": called}]
+        assert rows_of(server.received[0]) == ["", "", "Yes"]
+        whole = {"messages": CHAT, "response": "Yes", "reply_messages": [reply]}
+        assert metadata_of(server) == [{"messages": CHAT}, {"messages": CHAT, "response": ""}, whole]
 
 
 async def test_a_group_is_one_request_to_triton_and_no_two_callers_share_one() -> None:

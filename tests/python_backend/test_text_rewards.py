@@ -391,6 +391,10 @@ def test_a_replys_text_has_the_special_tokens_that_are_no_end(tmp_path: Path) ->
     ids = [tokenizer.convert_tokens_to_ids(name) for name in ("<s>", "</s>", "<pad>", "<|im_end|>", "<|return|>")]
     assert dropped_ids(loaded) == {*ids}
     assert reply_text(loaded, reply) == TextCodec(tmp_path).decode(reply) == "<think>Good day.<|im_start|>"
+    parts = "<think>A.<|im_end|><|im_start|>B.</s><pad>"  # as of gpt-oss, where <|end|> also ends a part of a reply
+    assert reply_text(loaded, tokenizer(f"{parts}.<|return|><|im_end|>", add_special_tokens=False)["input_ids"]) == (
+        f"{parts}."
+    )
 
 
 @families

@@ -506,8 +506,17 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
     check("other", conversation)
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ raise_exception('no ' + messages[1].role) }}")
-    with pytest.raises(ConfigError, match=r"jsonl:2: the template of reward\.model cannot render it: no assistant"):
+    refused = r"jsonl:2: reward\.model: messages: the chat template rejects the messages: no assistant"
+    with pytest.raises(ConfigError, match=refused):
         check("other", conversation)
+    (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    left_out = r"jsonl:2: reward\.model: messages\[1\]: the reward model's chat template leaves out the role 'assi"
+    with pytest.raises(ConfigError, match=left_out):
+        check("other", conversation)
+    check("other", conversation, process={"separator": ".", "mark": "!"})  # which reads the reply without the template
+    undefined = r"jsonl:1: reward\.model: reward\.template cannot be rendered: .* has no attribute 'hint'"
+    with pytest.raises(ConfigError, match=undefined):
+        check("other", conversation, logit={"tokens": [1]}, template="{{ response }}{{ metadata.hint }}")
 
 
 PAIR, ODDS = "{model} has 2 labels (BAD, GOOD)", "reward.attribute_weights: {{BAD: -1, GOOD: 1}} (the log-odds of GOOD"

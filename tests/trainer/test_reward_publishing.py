@@ -212,7 +212,8 @@ BAD_PAIRS = {
     '{"chosen": "a"}': 'line 1: rejected: must be a list of {"role": …, "content": …}, got None; it and `prompt`, if',
     '{"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"}': "got 'q'; it and",
     '{"chosen": [{"role": "stranger", "content": "a"}], "rejected": "b"}': "the chat template rejects the messages",
-    '{"chosen": "", "rejected": "b"}': "line 1: chosen has no tokens",
+    '{"chosen": "", "rejected": "b"}': "line 1: chosen: sentences[0]: '' has no tokens",
+    '{"prompt": "[{\\"role\\": \\"user\\"}]", "chosen": "a", "rejected": "b"}': "chosen: the JSON text of messages;",
     '{"chosen": "a\\ud800", "rejected": "b"}': "line 1 is not JSON in UTF-8: 'utf-8' codec can't encode",
 }
 

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field, model_validator
 
-from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
+from python_backend.rewards.function import PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from python_backend.wire.contract import MESSAGES
 from tools.gateway.rows import Body, Chat, GatewayError, Row, Rows, TokenIds, chat_row, check_all, plain, reply_row
 from tools.gateway.scoring import RewardSource
 
 UNAVAILABLE = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
-RESERVED = {PROMPT_KEY, RESPONSE_KEY, MESSAGES}
+RESERVED = {PROMPT_KEY, RESPONSE_KEY, REPLY_KEY, MESSAGES}
 
 
 class RewardInput(Body):

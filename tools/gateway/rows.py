@@ -9,8 +9,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from python_backend.errors import RlhfError
-from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
-from python_backend.wire.contract import MESSAGES
+from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY, with_reply
 from python_backend.wire.messages import plain_messages, text_of
 
 MAX_ROWS = 4096  # of one request
@@ -63,16 +62,9 @@ def text_row(prompt: str, response: str, metadata: dict[str, Any]) -> Row:
 
 
 def chat_row(messages: list[Message], metadata: dict[str, Any]) -> Row:
-    """Return the row of a conversation.
-
-    A final message of the assistant is sent as the reply, so that reward functions receive it as the response. The
-    server takes an empty reply for none and would leave that message out, so an empty one stays among the messages.
-    """
-    last = messages[-1]
-    reply = last.get("content") if last.get("role") == "assistant" and last.keys() == {"role", "content"} else None
-    if not isinstance(reply, str) or not reply:
-        return Row(metadata={**metadata, MESSAGES: messages})
-    return Row((reply,), metadata={**metadata, MESSAGES: messages[:-1], RESPONSE_KEY: reply})
+    """Return the row of a conversation; a final message of the assistant is the reply, as in a row of a run."""
+    text, known = with_reply(messages, "", metadata)
+    return Row((text,), metadata=known)
 
 
 def reply_row(prompt: str | list[Message], response: str, metadata: dict[str, Any]) -> Row:

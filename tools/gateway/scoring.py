@@ -21,7 +21,7 @@ from python_backend.client.connection import timeout
 from python_backend.client.errors import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
 from python_backend.client.served import ServedModel
 from python_backend.config import GatewaySection
-from python_backend.rewards.function import REPLY_KEY, RESPONSE_KEY
+from python_backend.rewards.function import RESPONSE_KEY
 from python_backend.rewards.groups import grouped
 from python_backend.wire.contract import (
     COMPUTE_US,
@@ -201,9 +201,8 @@ class RewardSource:
     async def _ask(self, rows: Sequence[Row], extra: frozenset[str]) -> Answer:
         served = await self.served()
         outputs = (*served.reward_outputs, *sorted(extra))
-        read = None if served.reads_texts else (MESSAGES, RESPONSE_KEY, REPLY_KEY)  # None: whatever is there
-        known = [{key: row.metadata[key] for key in read or row.metadata if key in row.metadata} for row in rows]
-        metadata = known if served.reads_texts or any(known) else None
+        sends_metadata = served.reads_texts or any({MESSAGES, RESPONSE_KEY} & row.metadata.keys() for row in rows)
+        metadata = [row.metadata for row in rows] if sends_metadata else None
         if rows[0].tokens is not None:
             tokens = [np.asarray(row.tokens, np.int64) for row in rows]
             lengths = [row.prompt_length for row in rows] if served.granularity else None

@@ -66,7 +66,7 @@ def placed(model: Any) -> Any:
 def values_of(model: Any, ids: Tensor, *, lean: bool = False) -> Tensor:
     """Return the head's outputs at every token; `lean`: by the faster forward pass where the family has one."""
     if lean and model.config.model_type in FAMILIES and model.dtype == torch.float32:
-        return head_of(model)(LeanDecoder(model.base_model).hidden(ids, torch.full((len(ids),), ids.shape[1])))
+        return head_of(model)(LeanDecoder(model.base_model).packed(ids.flatten(), [ids.shape[1]] * len(ids)))
     takes = inspect.signature(model.base_model.forward).parameters
     return head_of(model)(model.base_model(input_ids=ids, **({"use_cache": False} if "use_cache" in takes else {}))[0])
 

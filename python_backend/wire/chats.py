@@ -1,0 +1,162 @@
+"""Renders conversations with a chat template: one place for prompts, requests, pairs, and the checks before a run."""
+
+import inspect
+import json
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from python_backend.wire.messages import BadMessages, without_nulls
+
+TOOLS, TEMPLATE_VARIABLES = TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # TRL's names
+MARK = "qzjx"  # in place of a content, to see whether a template writes it
+Rendered = Callable[..., str]
+_checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""For each tokenizer, the kinds of conversation that its template writes completely."""
+MOST_KINDS = 10_000
+
+
+def template_options(tokenizer: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for the chat template in a row's columns `tools` and `chat_template_kwargs`, as in TRL.
+
+    Raises:
+        BadMessages: they are no JSON schemas, or not variables of a template; the message begins with the column.
+    """
+    tools, variables = (_parsed(columns.get(name)) for name in TEMPLATE_COLUMNS)
+    tools = [*map(_parsed, tools)] if isinstance(tools, list) else tools
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadMessages(
+            f"{TOOLS}: must be a list of JSON schemas, or its JSON text, which the chat template receives, got "
+            f"{columns[TOOLS]!r:.80}; rename the column if it is something else"
+        )
+    if variables and not isinstance(variables, dict):
+        raise BadMessages(
+            f"{TEMPLATE_VARIABLES}: must be an object with variables of the chat template, got "
+            f"{columns[TEMPLATE_VARIABLES]!r:.80}"
+        )
+    variables = without_nulls(variables or {})
+    own = inspect.signature(tokenizer.apply_chat_template).parameters if variables else {}
+    taken = [name for name in variables if name in own and own[name].kind is not inspect.Parameter.VAR_KEYWORD]
+    if taken:
+        raise BadMessages(f"{TEMPLATE_VARIABLES}: {taken[0]!r} is no variable of a chat template; remove it")
+    return {**variables, TOOLS: without_nulls(tools)} if tools else variables
+
+
+def _parsed(value: Any) -> Any:
+    """Return a value, or what its JSON text holds."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    *,
+    owner: str,
+    generation_prompt: bool = False,
+) -> str:
+    """Return a conversation as text, rendered with the tokenizer's chat template.
+
+    Args:
+        options: further arguments, from `template_options`.
+        owner: role of the model that the tokenizer belongs to, for the messages.
+
+    Raises:
+        BadMessages: the template leaves out a message or the tools; the message begins with the place.
+        Exception: whatever else the template raises, which is a program.
+    """
+
+    def rendered(shown: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        found = tokenizer.apply_chat_template(
+            [*shown], tokenize=False, add_generation_prompt=generation_prompt, **options
+        )
+        return str(found)
+
+    text = rendered(messages, **options)
+    text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them
+    kinds = _checked.setdefault(tokenizer, set())
+    kind = _kind(messages, options, tokenizer.chat_template, generation_prompt)
+    if kind not in kinds:
+        _check_tools(rendered, messages, options, text, owner)
+        _check_messages(rendered, messages, options, text, owner)
+        if len(kinds) < MOST_KINDS:
+            kinds.add(kind)
+    return text
+
+
+def _kind(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *more: Any) -> str:
+    """Return what decides whether a template writes the messages: all but their contents."""
+    shapes = [[message["role"], sorted(message), *_says(message)] for message in messages]
+    return json.dumps([shapes, sorted(options.items()), more], sort_keys=True, default=str)
+
+
+def _says(message: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return whether a message says something by tool calls, or by its content alone; an empty one has no effect."""
+    calls = bool(message.get("tool_calls"))
+    return calls, not calls and bool((message.get("content") or "").strip())
+
+
+def _check_tools(
+    rendered: Rendered,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    text: str,
+    owner: str,
+) -> None:
+    others = {name: value for name, value in options.items() if name != TOOLS}
+    if TOOLS in options and _result(rendered, messages, others) == text:
+        raise BadMessages(
+            f": the {owner}'s chat template leaves out the row's tools; describe them in a message and rename "
+            f"the column `{TOOLS}`, or use a template that writes them"
+        )
+
+
+def _check_messages(
+    rendered: Rendered,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    text: str,
+    owner: str,
+) -> None:
+    """Raise BadMessages if another content of a message, or no tool calls, would give the same text.
+
+    A template may choose by position, such as the last message alone; it leaves out a role that it does not write there
+    either.
+    """
+    says = [*map(_says, messages)]
+    without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+    if any(calls for calls, _ in says) and _result(rendered, without, options) == text:
+        i = next(i for i, (calls, _) in enumerate(says) if calls)
+        raise BadMessages(
+            f"[{i}]: the {owner}'s chat template leaves out the tool calls of the role {messages[i]['role']!r}; "
+            "write them in the content, or use a template that writes them"
+        )
+    marks = [f"{MARK}{i}q" for i in range(len(messages))]
+    marked = [
+        {**message, "content": message["content"] + mark} if has_content else message
+        for message, mark, (_, has_content) in zip(messages, marks, says, strict=True)
+    ]
+    found = (_result(rendered, marked, options) or "").casefold()  # one rendering for most conversations
+    for i, (message, mark, (_, has_content)) in enumerate(zip(messages, marks, says, strict=True)):
+        if not has_content or mark in found:
+            continue
+        other = {**message, "content": mark}
+        if _result(rendered, [*messages[:i], other, *messages[i + 1 :]], options) != text:
+            continue
+        alone = _result(rendered, messages[: i + 1], options)
+        if alone is None or _result(rendered, [*messages[:i], other], options) in (None, alone):
+            raise BadMessages(
+                f"[{i}]: the {owner}'s chat template leaves out the role {message['role']!r}; give the message "
+                "another role, or use a template that writes it"
+            )
+
+
+def _result(rendered: Rendered, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
+    """Return the rendering, or None if the template refuses the messages."""
+    try:
+        return rendered(messages, **options)
+    except Exception:  # templates are programs and may raise anything
+        return None

@@ -1,0 +1,116 @@
+"""`wire.chats`: conversations rendered by a chat template, which must write all that a row says."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from tiny_tokenizers import make_text_tokenizer
+
+from python_backend.wire.chats import render_chat, template_options
+from python_backend.wire.messages import BadMessages
+
+SYSTEM, USER, REPLY = ({"role": role, "content": "Hi"} for role in ("system", "user", "assistant"))
+TOOL = {"role": "tool", "content": '{"a": 1}'}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+SPOKEN_CALL = {**CALL, "content": "I look."}
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+FEW = (
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+FIRST_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+# Of Mistral: the system message is in the last message, if that is the user's.
+LAST_SYSTEM = (
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+JSON_TOOLS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | tojson if m.role == 'ipython' else m.content }}{% endfor %}"
+)
+CALLS = (
+    "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+CHANGED = "{% for m in messages %}{{ m.content | trim | upper | replace('</THINK>', '') | truncate(20) }}{% endfor %}"
+THOUGHTS = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "left_out"),
+    [
+        (CHATML, [SYSTEM, {**USER, "role": "developer"}, REPLY, TOOL], None),
+        (FEW, [USER, REPLY], None),
+        (FEW, [SYSTEM, USER, REPLY], "[0]: the policy's chat template leaves out the role 'system'; give the message"),
+        (FEW, [USER, TOOL, REPLY], "[1]: the policy's chat template leaves out the role 'tool'"),
+        (FEW, [{**USER, "role": "developer"}, USER], "[0]: the policy's chat template leaves out the role 'developer'"),
+        (FIRST_SYSTEM, [SYSTEM, USER], None),
+        (FIRST_SYSTEM, [USER, SYSTEM, USER], "[1]: the policy's chat template leaves out the role 'system'"),
+        (FIRST_SYSTEM, [SYSTEM, USER, {**SYSTEM, "content": " "}], None),  # which says nothing
+        (LAST_SYSTEM, [SYSTEM, USER], None),
+        (LAST_SYSTEM, [SYSTEM, USER, REPLY], "[0]: the policy's chat template leaves out the role 'system'"),
+        (JSON_TOOLS, [USER, {**TOOL, "role": "ipython"}], None),
+        (CHANGED, [{**USER, "content": "a long question </think>" * 9}, REPLY], None),
+        (THOUGHTS, [USER, {**REPLY, "content": "<think>Hm.</think>"}, USER], None),
+        (ALTERNATING, [USER, REPLY, USER], None),
+        ("{{ messages[-1].content }}", [SYSTEM, USER, REPLY], None),  # it chooses by position
+        ("{{ messages[0].content }}", [USER, REPLY], "[1]: the policy's chat template leaves out the role 'assistant'"),
+        (CALLS, [USER, CALL, SPOKEN_CALL, TOOL], None),
+        (CHATML, [USER, CALL, TOOL], "[1]: the policy's chat template leaves out the tool calls of the role 'assist"),
+        (CHATML, [USER, SPOKEN_CALL], "[1]: the policy's chat template leaves out the tool calls of the role 'assis"),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_refused(
+    template: str, messages: list[dict[str, Any]], left_out: str | None
+) -> None:
+    tokenizer = make_text_tokenizer("qwen2", chat_template=template)
+    for _ in range(2):  # also when the template is known for another conversation
+        if left_out is None:
+            whole = tokenizer.apply_chat_template(messages, tokenize=False)
+            assert render_chat(tokenizer, messages, {}, owner="policy") == whole
+        else:
+            with pytest.raises(BadMessages, match=re.escape(left_out)):
+                render_chat(tokenizer, messages, {}, owner="policy")
+        render_chat(tokenizer, [USER], {}, owner="policy")
+
+
+def test_a_template_is_checked_once_for_each_kind_of_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, calls = make_text_tokenizer("qwen2", chat_template=CHATML), list[Any]()
+    render = tokenizer.apply_chat_template
+
+    def counted(*messages: Any, **options: Any) -> str:
+        calls.append(messages)
+        return str(render(*messages, **options))
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    for i in range(9):
+        render_chat(tokenizer, [{**USER, "content": f"question {i}"}, REPLY], {}, owner="policy")
+    assert len(calls) == 9 + 1
+
+
+SCHEMA = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+WITH_TOOLS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<no thoughts>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("tools", [[SCHEMA], json.dumps([SCHEMA]), [json.dumps(SCHEMA)]])
+@pytest.mark.parametrize("variables", [{"enable_thinking": False, "effort": None}, '{"enable_thinking": false}'])
+def test_columns_of_trl_are_arguments_of_the_template(tools: Any, variables: Any) -> None:
+    tokenizer = make_text_tokenizer("qwen2", chat_template=WITH_TOOLS)
+    options = template_options(tokenizer, {"tools": tools, "chat_template_kwargs": variables, "other": 1})
+    found = render_chat(tokenizer, [USER], options, owner="policy")
+    own = tokenizer.apply_chat_template([USER], tokenize=False, tools=[SCHEMA], enable_thinking=False)
+    assert found == own
+    assert "look" in own
+    assert own.endswith("<no thoughts>")
+    assert template_options(tokenizer, {"tools": [], "chat_template_kwargs": None}) == {}
