@@ -1,5 +1,6 @@
 """Compares the longest rows of a run with what policy, reward model, critic and reference take, before it starts."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ def check_lengths(config: RunConfig) -> None:
     """
     longest, why = config.longest_row
     limit_of = max_positions if config.actor.generation.engine == "vllm" else stable_length
-    limits = {"actor.policy.model": limit_of(_settings(config.actor.policy.model)) or longest}
+    limits = {"actor.policy.model": _limit(limit_of, config.actor.policy.model) or longest}
     for role, section in config.served_sections.items():
-        known = (section.max_length, max_positions(_settings(section.model)))
+        known = (section.max_length, _limit(max_positions, section.model))
         limits[f"{role}.model"] = min(filter(None, known), default=LONGEST_ROW_TOKENS)
     short = {key: limit for key, limit in limits.items() if limit < longest}
     if "reward.model" in short and not _reward_refuses(config):
@@ -46,5 +47,8 @@ def _reward_refuses(config: RunConfig) -> bool:
     return (needs_end or reward.text != "pair") and same_tokenizer(config.actor.policy.model, reward.model)
 
 
-def _settings(checkpoint: Path) -> dict[str, Any]:
-    return read_json(checkpoint / "config.json") or {}
+def _limit(limit_of: Callable[[dict[str, Any]], int | None], checkpoint: Path) -> int | None:
+    try:
+        return limit_of(read_json(checkpoint / "config.json") or {})
+    except ValueError as error:
+        raise ConfigError(f"{checkpoint}: {error}") from error
