@@ -31,7 +31,7 @@ def read_key(config: Mapping[str, Any], key: str, kind: type[T], default: D) -> 
     is_number = isinstance(found, int | float) and not isinstance(found, bool)
     if kind is float and is_number and abs(found) <= sys.float_info.max:
         return kind(found)  # type: ignore[call-arg]
-    if kind is int and is_number and isinstance(found, kind) and abs(found) < 2**31:
+    if kind is int and is_number and not isinstance(found, float) and abs(found) < 2**31:
         return found
     if kind in (str, list, dict) and isinstance(found, kind):
         return found

@@ -447,7 +447,7 @@ def _load(
     # The caller sets the head, so that a tensor in the place of the class's own would be lost.
     taken = {name for name, parameter in model.named_parameters() if id(parameter) in heads} - {*report["missing_keys"]}
     lost = [name for name in tensors if any(f".{name}".endswith(f".{own}") for own in taken)]
-    unused = [] if with_head else _unused(info, config, kind, {*report["unexpected_keys"], *lost})
+    unused = [] if with_head else unused_tensors(info, config, kind, {*report["unexpected_keys"], *lost})
     if unused:
         raise CheckpointError(
             f"{info.folder}: {kind.__name__} does not use {', '.join(unused[:6])}; left out, they would give other "
@@ -478,7 +478,7 @@ def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any) -> dict[str, T
     }
 
 
-def _unused(info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str]) -> list[str]:
+def unused_tensors(info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str]) -> list[str]:
     """Return the tensors that `kind` does not use, without those that cannot change its outputs."""
     apart = {file.name for file in head_files(info.folder)}
     left = {name for name in unexpected if not is_harmless(name, info.tensors.get(name), info.vocab_size)}

@@ -220,6 +220,95 @@ def test_a_head_that_the_class_does_not_have_is_merged_too(tmp_path: Path, prefi
     np.testing.assert_allclose(load_reward(tmp_path / "merged").score(ROWS), expected, atol=1e-5)
 
 
+def linear(hidden: torch.Tensor, head: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    return hidden @ head[f"{name}.weight"].T
+
+
+def urm(hidden: torch.Tensor, head: dict[str, torch.Tensor]) -> torch.Tensor:
+    gate = linear(torch.selu(linear(hidden, head, "weights.fc.0")), head, "weights.fc.2")
+    return (linear(hidden, head, "score")[:, ::2] * gate).sum(-1, keepdim=True)
+
+
+MOMENTS = {"normalizer.mean": torch.tensor([0.5]), "normalizer.var": torch.tensor([4.0])}
+SCORE = {"score.weight": torch.ones(4, 16)}
+GATE = {"weights.fc.0.weight": torch.ones(8, 16), "weights.fc.2.weight": torch.ones(2, 8)}
+# Tensors of the base model and of the adapter, each random, config.json of the base model, and the formula.
+WHOSE: dict[str, tuple[Any, ...]] = {
+    "another name": (["score"], ["v_head"], {}, lambda h, t: linear(h, t, "v_head")),
+    "its own name": (["my_head"], ["my_head"], {"value_head_prefix": "my_head"}, lambda h, t: linear(h, t, "my_head")),
+    "a name of the base": ([], ["my_head"], {"value_head_prefix": "my_head"}, lambda h, t: linear(h, t, "my_head")),
+    "a gate alone": ([*SCORE, *GATE], [*GATE], {}, urm),
+    "a new gate": ([*SCORE], [*GATE], {}, urm),
+    "the layers of a gate": ([*SCORE, *GATE], [*SCORE], {}, urm),
+    "a decoder's classifier": (["classifier"], [], {}, lambda h, t: linear(h, t, "classifier")),
+    "a normaliser": (
+        ["score_head", *MOMENTS],
+        ["score_head"],
+        {"do_normalize": True},
+        lambda h, t: (linear(h, t, "score_head") - 0.5) / 2,
+    ),
+    "the base's constants": (["score"], ["score"], {"reward_standardization": {"mean": 0.5, "std": 2.0}}, None),
+}
+
+
+@pytest.mark.parametrize("case", WHOSE)
+def test_what_an_adapter_trained_replaces_that_of_the_base_and_the_rest_stays(tmp_path: Path, case: str) -> None:
+    of_base, of_adapter, config, formula = WHOSE[case]
+    formula = formula or (lambda h, t: (linear(h, t, "score") - 0.5) / 2)
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_tiny(base, "qwen2", "language", vocab_size=VOCAB)
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False)
+    )
+    adapted.save_pretrained(adapter)
+    make_text_tokenizer("qwen2").save_pretrained(adapter)
+    trained: dict[str, torch.Tensor] = {}
+    for names, file, prefix in (
+        (of_base, base / "model.safetensors", ""),
+        (of_adapter, adapter / "adapter_model.safetensors", "base_model.model."),
+    ):
+        known = {**SCORE, **GATE, **MOMENTS}
+        head = {name: torch.randn(known[name].shape) for name in names if name in known}
+        head |= {f"{name}.weight": torch.randn(1, 16) for name in names if name not in known}
+        head |= {name: tensor for name, tensor in MOMENTS.items() if name in head}
+        trained |= head
+        own = {name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}
+        save_file({**own, **{f"{prefix}{name}": each for name, each in head.items()}}, file, metadata={"format": "pt"})
+    change_config(base, **config)
+    assert merge(tmp_path) == 0
+    with torch.no_grad():
+        hidden = [adapted(input_ids=torch.from_numpy(row)[None], output_hidden_states=True) for row in ROWS]
+        expected = formula(torch.stack([found.hidden_states[-1][0, -1] for found in hidden]), trained)
+    np.testing.assert_allclose(load_reward(tmp_path / "merged").score(ROWS), expected, atol=1e-5)
+    assert "lm_head.weight" not in tensors_of(tmp_path / "merged"), "made up by transformers"
+
+
+BASES: dict[str, tuple[Any, str]] = {
+    "a tensor less": (lambda own: {n: own[n] for n in own if "norm.weight" not in n}, r"lacks model\.\S*norm\.weight"),
+    "renamed": (lambda own: {n.replace("model.", "transformer."): own[n] for n in own}, r"transformer\."),
+    "a tensor more": (lambda own: {**own, "model.layers.0.extra.weight": torch.ones(1)}, r"layers\.0\.extra\.weight"),
+    "a normaliser": (lambda own: {**own, "normalizer.mean": torch.ones(1)}, r"does not use normalizer\.mean"),
+}
+
+
+@pytest.mark.parametrize("case", BASES)
+@pytest.mark.parametrize("task", ["SEQ_CLS", "CAUSAL_LM"])
+def test_a_base_model_that_does_not_fit_its_class_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, task: str
+) -> None:
+    change, told = BASES[case]
+    save_tiny(tmp_path / "base", "qwen2", "language", vocab_size=VOCAB)
+    save_adapter(tmp_path / "adapter", tmp_path / "base", "qwen2", task_type=task)
+    if task == "CAUSAL_LM":
+        save_file({"v_head.weight": torch.ones(1, 16)}, tmp_path / "adapter" / "value_head.safetensors")
+    file = tmp_path / "base" / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    assert merge(tmp_path) == 2
+    said = capsys.readouterr().err
+    assert re.search(told, said), said
+    assert not (tmp_path / "merged").exists()
+
+
 def test_an_adapter_of_a_trained_reward_model_keeps_its_head(tmp_path: Path) -> None:
     save_text_reward(tmp_path / "base", "qwen2")
     save_adapter(tmp_path / "adapter", tmp_path / "base", "qwen2", task_type=None, target_modules=["q_proj"])
@@ -244,7 +333,7 @@ def test_an_adapter_with_a_value_head_in_a_file_of_its_own(tmp_path: Path, signa
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("base_model.model.v_head.summary.weight", "does not use base_model.model.score.weight"),  # one of two heads
+        ("base_model.model.v_head.summary.weight", "it has 2 heads, v_head.summary, score; set value_head_prefix"),
         ("base_model.model.model.layers.7.mlp.up_proj.lora_A.weight", "does not use base_model.model.model.layers.7"),
     ],
 )
