@@ -423,7 +423,18 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         ("pytorch_model.bin", dict, {}),
         ("pytorch_model.bin", dict, {"_use_new_zipfile_serialization": False}),
         ("model.pt", lambda own: {"module": {f"module.{name}": own[name] for name in own}, "epoch": 3}, {}),
-        ("a.pth", lambda own: {"state_dict": own, "optimizer": {"state": [own]}, "lr_schedulers": [own]}, {}),
+        (
+            "a.pth",
+            lambda own: {
+                "state_dict": own,
+                "optimizer": {"state": [own]},
+                "lr_schedulers": [own],
+                "scaler": {"scale": 65536.0, "growth_factor": 2.0},
+                "rng_state": torch.zeros(8, dtype=torch.uint8),
+                "hyper_parameters": {"init_std": 0.02},
+            },
+            {},
+        ),
     ],
     ids=["zip", "legacy", "module", "training"],
 )
@@ -449,7 +460,7 @@ def test_a_pickled_checkpoint_is_converted(
     said = capsys.readouterr().out
     assert f"reading {name}" in said
     assert ("left out epoch (int)" in said) == (name == "model.pt")
-    assert ("left out optimizer, lr_schedulers" in said) == (name == "a.pth")
+    assert ("left out optimizer, lr_schedulers, scaler, rng_state, hyper_parameters" in said) == (name == "a.pth")
     assert str(out) in said[said.index("\nreward:\n") :]
 
 
@@ -511,6 +522,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no data": (lambda file: torch.save({"a": torch.ones(2, device="meta")}, file), "tensor a is not a dense tensor"),
     "complex": (lambda file: torch.save({"a": torch.ones(2) * 1j}, file), r"tensor a of type torch\.complex64"),
     "reserved": (lambda file: torch.save({"__metadata__": T}, file), "tensor __metadata__ .* cannot be stored"),
+    "a mean": (lambda file: torch.save({"model": {"a": T}, "mean": 0.5}, file), r"mean is 0\.5, no tensor"),
+    "means": (lambda file: torch.save({"a": T, "reward_std": [1.0, 2.0]}, file), r"reward_std is \[1\.0, 2\.0\]"),
+    "a scaler": (
+        lambda file: torch.save({"a": T, "reward_scaler": {"mean": 1, "count": 7}}, file),
+        r"reward_scaler\.mean is 1, no tensor",
+    ),
+    "a scaler like a trainer's": (lambda file: torch.save({"a": T, "scaler": {"std": 2.0}}, file), r"scaler\.std is 2"),
     "NaN": (lambda file: torch.save({"a": T, "b": torch.tensor([1, torch.nan])}, file), "tensor b .* not a number"),
 }
 
@@ -604,12 +622,22 @@ def test_heads_in_pickles_of_their_own(tmp_path: Path, capsys: pytest.CaptureFix
     own = load_file(source / "model.safetensors")
     head = {"network.0.weight": torch.ones(10, 16), "network.0.bias": torch.zeros(10)}
     torch.save(head, source / "regression_layer.pt")
+    torch.save({"scale": torch.ones(2)}, source / "pytorch_model_head.bin")
+    torch.save(torch.ones(3), source / "calibration.pth")
+    save_file({"v_head.weight": torch.ones(1, 16)}, source / "model_value_head.safetensors")
+    assert main(["--reward", str(source)]) == 2
+    told = "calibration.pth, pytorch_model_head.bin, regression_layer.pt beside the weights may have a part"
+    assert told in capsys.readouterr().err
+    (source / "model_value_head.safetensors").rename(tmp_path / "head.safetensors")
     torch.save({"v_head.summary.weight": torch.ones(1, 16)}, source / "value_head.bin")
     assert main(["--reward", str(source)]) == 2
-    assert "but regression_layer.pt, value_head.bin may be one; convert it" in capsys.readouterr().err
-    assert convert(source, tmp_path / "out") == 0
+    assert "regression_layer.pt, value_head.bin may be one; convert it" in capsys.readouterr().err
+    (tmp_path / "head.safetensors").rename(source / "model_extra.safetensors")
+    assert convert(source, tmp_path / "out") == 2
+    assert "it has 2 heads, v_head.summary, v_head; set value_head_prefix" in capsys.readouterr().err
     renamed = {f"regression_layer.{name}": tensor for name, tensor in head.items()}
-    assert_same(tensors_of(tmp_path / "out"), {**own, **renamed, "v_head.summary.weight": torch.ones(1, 16)})
+    more = {"pytorch_model_head.scale": torch.ones(2), "calibration": torch.ones(3), "v_head.weight": torch.ones(1, 16)}
+    assert_same(tensors_of(tmp_path / "out"), {**own, **renamed, **more, "v_head.summary.weight": torch.ones(1, 16)})
 
 
 def test_a_pickled_adapter_is_converted_and_merged(tmp_path: Path, signals_kept: None) -> None:
