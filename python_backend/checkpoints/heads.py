@@ -341,15 +341,13 @@ def _activation(form: Form, prefix: str, config: Mapping[str, Any]) -> str:
     """Return the activation between a head's layers: as config.json names it, or that of the published form."""
     stem = prefix.partition(".")[0]
     keys = re.compile(rf"({stem}|{stem.replace('_', '')}|head)_act\w*")
-    named = [key for key in config if keys.fullmatch(key)]
-    if not named:
-        return form.activation
-    found = re.sub(r"[^a-z]", "", read_key(config, named[0], str, form.activation).lower())
     known = {name.replace("_", ""): name for name in ACTIVATIONS}
-    if found not in known:
-        names = ", ".join(ACTIVATIONS)
-        raise ValueError(f"config.json: {named[0]} is {config[named[0]]!r}, but a head's activation is one of {names}")
-    return known[found]
+    given = {key: read_key(config, key, str, form.activation) for key in config if keys.fullmatch(key)}
+    found = {known.get(re.sub(r"[^a-z]", "", name.lower()), "") for name in given.values()} or {form.activation}
+    if len(found) > 1 or not all(found):
+        names = ", ".join(f"{key} is {name!r}" for key, name in given.items())
+        raise ValueError(f"config.json: {names}, but a head's activation is one of {', '.join(ACTIVATIONS)}")
+    return found.pop()
 
 
 def _pooling(config: Mapping[str, Any]) -> Pooling:

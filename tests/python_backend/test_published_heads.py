@@ -524,6 +524,7 @@ def test_a_head_of_an_unknown_name_is_named_with_the_remedy(tmp_path: Path, name
 
 BESIDE = ["normalizer.pt", "gating_layer.pt", "reward_scale.pth", "value_head.bin", "pytorch_model_head.bin", "a.ckpt"]
 BESIDE += ["model_value_head.safetensors", "adapter_model.safetensors", "pytorch_model_head.safetensors"]
+BESIDE += ["model-00001-of-00002.safetensors", "optimizer_head.pt", "reward_scaler.pt"]
 
 
 @pytest.mark.parametrize("file", BESIDE)
@@ -749,6 +750,10 @@ UNSERVED: dict[str, tuple[Shape, list[str]]] = {
     "an activation that is unknown": (
         Shape("qwen2", QWEN, mlp("score", H, 8, 1), layers(), config={"head_activation": "snake"}),
         ["head_activation is 'snake'"],
+    ),
+    "two activations": (
+        Shape("qwen2", QWEN, mlp("score", H, 8, 1), layers(), config={"head_activation": "tanh", "score_act": "selu"}),
+        ["head_activation is 'tanh', score_act is 'selu'"],
     ),
     "an encoder under a value head": (
         Shape("electra", "RewardModel", one("value_head"), layers()),
