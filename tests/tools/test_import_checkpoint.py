@@ -13,13 +13,24 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    AutoPeftModelForSequenceClassification,
+    AutoPeftModelForTokenClassification,
+    LoraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config, save_tiny, save_with_value_head
 from tiny_tokenizers import VOCAB, make_text_tokenizer, save_text_reward
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedTokenizerFast,
+)
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import RewardSection, load_config
@@ -152,7 +163,8 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
 def save_adapter(folder: Path, base: Path, family: str, **settings: Any) -> None:
     """Save an adapter as TRL does, after a training that changed all of it."""
     make_text_tokenizer(family).save_pretrained(folder)
-    kind = AutoModelForCausalLM if settings.get("task_type") == "CAUSAL_LM" else AutoModelForSequenceClassification
+    kinds = {"CAUSAL_LM": AutoModelForCausalLM, "TOKEN_CLS": AutoModelForTokenClassification}
+    kind = kinds.get(settings.get("task_type", ""), AutoModelForSequenceClassification)
     model = kind.from_pretrained(base, num_labels=settings.pop("num_labels", 1))
     settings = {"task_type": "SEQ_CLS", "r": 2, "target_modules": "all-linear", **settings}
     adapted = get_peft_model(model, LoraConfig(init_lora_weights=False, **settings))
@@ -173,6 +185,7 @@ def merge(tmp_path: Path, *arguments: str) -> int:
         ("qwen2", {"use_dora": True}),
         ("qwen2", {"modules_to_save": ["score", "classifier"]}),
         ("bert", {"modules_to_save": ["score", "classifier"]}),
+        ("bert", {"task_type": "TOKEN_CLS", "target_modules": ["query"]}),
     ],
 )
 def test_the_merged_model_scores_as_the_adapter(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
@@ -182,9 +195,12 @@ def test_the_merged_model_scores_as_the_adapter(tmp_path: Path, family: str, set
     assert merge(tmp_path, "--out", str(tmp_path / "my.yaml")) == 0
     assert str(tmp_path / "merged") in (tmp_path / "my.yaml").read_text()
     labels = settings.get("num_labels", 1)
-    theirs = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter", num_labels=labels).eval()
+    is_token = settings.get("task_type") == "TOKEN_CLS"
+    kind = AutoPeftModelForTokenClassification if is_token else AutoPeftModelForSequenceClassification
+    theirs = kind.from_pretrained(tmp_path / "adapter", num_labels=labels).eval()
     with torch.no_grad():
-        expected = [theirs(input_ids=torch.from_numpy(row)[None]).logits[0].numpy() for row in ROWS]
+        logits = [theirs(input_ids=torch.from_numpy(row)[None]).logits[0].numpy() for row in ROWS]
+    expected = [each[-1] if is_token else each for each in logits]
     found = load_reward(tmp_path / "merged", merge_attributes=False).score(ROWS)
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
@@ -372,6 +388,11 @@ def test_adapters_that_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFi
     weights = load_file(adapter / "adapter_model.safetensors")
     save_file({**weights, "base_model.model.score.weight": torch.ones(1, 99)}, adapter / "adapter_model.safetensors")
     refused("cannot be merged into", "size mismatch")
+    torch.save({"mean": torch.ones(1)}, adapter / "normalizer.pt")
+    refused("normalizer.pt beside the weights may have a part of the model")
+    (adapter / "normalizer.pt").rename(base / "reward_scale.pth")
+    refused("reward_scale.pth beside the weights may have a part of the model")
+    (base / "reward_scale.pth").unlink()
     (adapter / "adapter_model.safetensors").write_bytes(b"damaged")
     refused("is damaged")
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
