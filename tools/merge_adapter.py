@@ -15,7 +15,7 @@ from python_backend.checkpoints.inspection import (
     TOKENIZERS,
     CheckpointError,
     CheckpointInfo,
-    check_files,
+    check_pickles,
     head_files,
     inspect_checkpoint,
     read_config,
@@ -48,7 +48,7 @@ def merge_reward_adapter(adapter: Path, base: Path | None, out: Path) -> None:
     inspected = inspect_checkpoint(base)
     whole = _whole_tensors(adapter)
     for folder in (adapter, base):
-        check_files(folder)
+        check_pickles(folder)
     config = read_config(base)
     if settings.get("task_type") == "TOKEN_CLS":
         config["architectures"] = ["TokenClassification"]

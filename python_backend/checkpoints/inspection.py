@@ -330,7 +330,7 @@ def reward_head(info: CheckpointInfo) -> Head:
             f"{info.folder} has no head among its weights, but {', '.join(file.name for file in pickled)} may be one; "
             "convert it with `python -m tools import --reward FOLDER --convert NEW_FOLDER`"
         )
-    check_files(info.folder)
+    check_pickles(info.folder)
     others = may_be_head(info.tensors, info.vocab_size)
     remedy = "".join(
         f"; if {name} is its head, set value_head_prefix: {name} in its {CONFIG_FILE}" for name in others[:1]
@@ -352,7 +352,7 @@ def reward_head(info: CheckpointInfo) -> Head:
     return info.head
 
 
-def check_files(folder: Path) -> None:
+def check_pickles(folder: Path) -> None:
     """Raise CheckpointError if a pickle beside the weights may have a part of the model, such as its normaliser."""
     if unread := [file.name for file in pickles(folder) if not COPIES.fullmatch(file.name)]:
         raise CheckpointError(

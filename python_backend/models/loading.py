@@ -41,7 +41,7 @@ from python_backend.checkpoints.inspection import (
     CONFIG_FILE,
     CheckpointError,
     CheckpointInfo,
-    check_files,
+    check_pickles,
     fix_forward,
     head_files,
     inspect_checkpoint,
@@ -419,7 +419,7 @@ def _load(
     and so are those that the model does not use, unless they cannot change its outputs.
     """
     if not with_head:
-        check_files(info.folder)
+        check_pickles(info.folder)
     tensors = stored_tensors(info)
     if info.head is not None and not with_head:
         tensors = {name: tensor for name, tensor in tensors.items() if not info.head.owns(name)}
