@@ -353,7 +353,7 @@ def reward_head(info: CheckpointInfo) -> Head:
 
 
 def check_pickles(folder: Path) -> None:
-    """Raise CheckpointError if a pickled file beside the weights may have a part of the model, such as its normaliser."""
+    """Raise CheckpointError if a pickled file beside the weights may have a part of the model, such as its head."""
     if unread := [file.name for file in pickles(folder) if not COPIES.fullmatch(file.name)]:
         raise CheckpointError(
             f"{folder}: {', '.join(unread)} beside the weights may have a part of the model, such as its head, and is "
