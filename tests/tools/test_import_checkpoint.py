@@ -656,6 +656,8 @@ def test_heads_in_pickles_of_their_own(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "head.safetensors").rename(source / "model_extra.safetensors")
     assert convert(source, tmp_path / "out") == 2
     assert "it has 2 heads, v_head.summary, v_head; set value_head_prefix" in capsys.readouterr().err
+    convert(source / "value_head.bin", tmp_path / "one")
+    assert "left out, since value_head.bin alone was given: calibration.pth, pytorch_model" in capsys.readouterr().out
     renamed = {f"regression_layer.{name}": tensor for name, tensor in head.items()}
     more = {"pytorch_model_head.scale": torch.ones(2), "calibration": torch.ones(3), "v_head.weight": torch.ones(1, 16)}
     assert_same(tensors_of(tmp_path / "out"), {**own, **renamed, **more, "v_head.summary.weight": torch.ones(1, 16)})
