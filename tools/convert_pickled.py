@@ -9,9 +9,12 @@ from pathlib import Path
 from python_backend.checkpoints.inspection import (
     ADAPTER_FILE,
     CONFIG_FILE,
+    COPIES,
     INDEX_FILE,
     WEIGHTS_FILE,
     CheckpointError,
+    head_files,
+    pickles,
     tensors_in,
 )
 from python_backend.monitoring.log_lines import say
@@ -19,12 +22,9 @@ from python_backend.process import how_ended
 from python_backend.store.durable import make_folder, read_json, write_folder
 from python_backend.workers.process import interpreter
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 ADAPTER_WEIGHTS = "adapter_model"
 WEIGHTS_STEM = "model"
 PICKLED_FILE, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-# Files of the state of a training, which stand beside its weights.
-TRAINER_FILES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
 # What a checkpoint has beside its weights: configuration, tokenizer, template, model card.
 KEPT = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
 TEMPLATES = "additional_chat_templates"
@@ -43,7 +43,7 @@ def convert_pickled(source: Path, out: Path) -> None:
         raise CheckpointError(f"--convert: {out} already exists; choose another folder")
     folder = source.parent if source.is_file() else source
     weights = [source] if source.is_file() else _weights_in(folder)
-    heads = [] if source.is_file() else _heads_beside(folder, weights)
+    heads = _heads_beside(source, folder, weights)
     is_adapter = weights[0].stem == ADAPTER_WEIGHTS
     if weights[0].suffix == ".safetensors" and not heads:
         raise CheckpointError(f"{folder} has nothing to convert: its weights are safetensors; use it as it is")
@@ -86,7 +86,7 @@ def _weights_in(folder: Path) -> list[Path]:
         None,
     )
     if found is None:
-        files = _pickles(folder)
+        files = pickles(folder)
         if len(files) != 1:
             what = ", ".join(file.name for file in files) or "no weights"
             raise CheckpointError(f"{folder} has {what}, not one file to convert; give the path of the file of weights")
@@ -103,14 +103,12 @@ def _weights_in(folder: Path) -> list[Path]:
     return [folder / name for name in shards]
 
 
-def _pickles(folder: Path) -> list[Path]:
-    files = (file for file in sorted(folder.iterdir()) if file.suffix in PICKLES and file.is_file())
-    return [file for file in files if not file.name.startswith(TRAINER_FILES)]
-
-
-def _heads_beside(folder: Path, weights: list[Path]) -> list[Path]:
+def _heads_beside(source: Path, folder: Path, weights: list[Path]) -> list[Path]:
     """Return the pickles beside the weights that are none: a head of the model is in a file of its own."""
-    return [file for file in _pickles(folder) if file not in weights and not file.name.startswith("pytorch_model")]
+    found = [file for file in pickles(folder) if file not in weights and not COPIES.fullmatch(file.name)]
+    if source.is_file() and found:
+        say(f"left out, since {source.name} alone was given: {', '.join(file.name for file in found)}")
+    return [] if source.is_file() else found
 
 
 def _check_index(folder: Path, converted: Path) -> None:
@@ -129,10 +127,9 @@ def _check_index(folder: Path, converted: Path) -> None:
 def _kept(folder: Path, weights: list[Path]) -> list[Path]:
     """Return the files to copy: those of the configuration, and heads that are safetensors already."""
     files = [file for file in sorted(folder.iterdir()) if file.is_file()]
-    heads = [file for file in files if file.suffix == ".safetensors" and not file.name.startswith(("model", "adapter"))]
     return [
         *(file for file in files if file.suffix in KEPT and not file.name.endswith(".index.json")),
-        *(file for file in heads if file not in weights),
+        *(file for file in head_files(folder) if file not in weights),
     ]
 
 

@@ -2,26 +2,31 @@
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from python_backend.checkpoints.heads import Head, find_head
+from python_backend.checkpoints.heads import NORMALISER, Head, find_head, is_harmless
 from python_backend.checkpoints.inspection import (
     ADAPTER_FILE,
+    ADAPTER_WEIGHTS,
     TOKENIZERS,
     CheckpointError,
-    check_checkpoint,
+    CheckpointInfo,
+    check_pickles,
     head_files,
     inspect_checkpoint,
+    read_config,
     tensors_in,
 )
 from python_backend.checkpoints.safetensors_header import TensorInfo
 from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.models.loading import read_tensor
+from python_backend.models.loading import placed_head, read_tensor, unused_tensors
+from python_backend.store.durable import make_folder, write_folder
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 HEAD_FILE = "value_head.safetensors"  # as LLaMA-Factory calls it
 PREFIX = "base_model.model."  # of the names of an adapter's tensors
 
@@ -39,80 +44,160 @@ def merge_reward_adapter(adapter: Path, base: Path | None, out: Path) -> None:
     """
     if out.exists():
         raise CheckpointError(f"--merge: {out} already exists; choose another folder")
-    base = base or _base_of(adapter)
-    check_checkpoint(base)
+    settings = _adapter_config(adapter)
+    base = base or _base_of(adapter, settings)
+    inspected = inspect_checkpoint(base)
     whole = _whole_tensors(adapter)
-    head = _found_in(adapter, whole)
-    left = {name: (adapter, info) for name, info in whole.items()}
-    if head is None:
-        inspected = inspect_checkpoint(base)
-        head = inspected.head
-        left |= {name: (base, info) for name, info in inspected.tensors.items() if head and head.owns(name)}
-    if head is None:
-        raise CheckpointError(
-            f"{adapter} has no trained head, and neither has {base}: the rewards would come from random weights. Train "
-            'the adapter with LoraConfig(task_type="SEQ_CLS"), or with modules_to_save=["score"]'
-        )
-    merged = _merged(adapter, base, head)
+    for folder in (adapter, base):
+        check_pickles(folder)
+    config = read_config(base)
+    if settings.get("task_type") == "TOKEN_CLS":
+        config["architectures"] = ["TokenClassification"]
+    info = _with_trained_head(adapter, inspected, config, whole)
+    if settings.get("task_type") == "SEQ_CLS":  # trained in transformers' own class, whatever that of the base model is
+        info = replace(info, architecture=MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(info.model_type))
+    assert info.head is not None
+    head = placed_head(info, info.head, "auto")
+    model, missing = _merged(adapter, info, head, {name for name in whole if not head.owns(name)})
     has_tokenizer = any((adapter / name).is_file() for name in TOKENIZERS)
     tokenizer = load_tokenizer(adapter if has_tokenizer else base)
     if tokenizer.pad_token_id is not None:
-        merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    merged.save_pretrained(out)
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in missing}
+    trained = {
+        name: read_tensor(adapter if name in whole else base, tensor)
+        for name, tensor in info.tensors.items()
+        if head.owns(name)
+    }
     # What transformers' class does not have: a head of another name or of several layers, or its constants.
-    own = merged.state_dict()
-    apart = {name: read_tensor(*place) for name, place in left.items() if name not in own}
-    if apart:
-        save_file(apart, out / HEAD_FILE)
-    tokenizer.save_pretrained(out)
+    apart = {name: tensor for name, tensor in trained.items() if name not in weights and name not in missing}
+    weights |= {name: tensor.float() for name, tensor in trained.items() if name not in apart}
+
+    def fill(staging: Path) -> None:
+        model.save_pretrained(staging, state_dict=weights)
+        if apart:
+            save_file(apart, staging / HEAD_FILE)
+        tokenizer.save_pretrained(staging)
+        found = inspect_checkpoint(staging).head
+        if found is None or (found.layers, found.gate) != (head.layers, head.gate):
+            raise CheckpointError(
+                f"{adapter} cannot be merged into {base}: transformers saves a {type(model).__name__} without the head "
+                f"{head.prefix}; remove the settings of another head from the config.json of {base}"
+            )
+
+    make_folder(out.parent)
+    write_folder(out, fill)
 
 
-def _merged(adapter: Path, base: Path, head: Head) -> Any:
-    """Return the merged model in float32; as a language model if transformers has no class with the head."""
+def _with_trained_head(
+    adapter: Path, base: CheckpointInfo, config: dict[str, Any], whole: dict[str, TensorInfo]
+) -> CheckpointInfo:
+    """Return the base model with the tensors that the adapter replaces, and the head that both form.
+
+    A head that the adapter has alone replaces the base model's, whatever the two are called.
+    """
+    try:
+        own = find_head(config, whole)
+    except ValueError:  # a part of a head, which the base model may complete, or a mistake, which is found again
+        own = None
+    old, kept = base.head, dict(base.tensors)
+    if own is not None and old is not None and not {*own.layers.names} & {*old.layers.names}:
+        kept = {name: info for name, info in kept.items() if name in NORMALISER or not old.owns(name)}
+    tensors = {**kept, **whole}
+    try:
+        head = find_head(config, tensors)
+    except ValueError as error:
+        raise CheckpointError(f"{adapter}, merged into {base.folder}: {error}") from error
+    if head is None:
+        raise CheckpointError(
+            f"{adapter} has no trained head, and neither has {base.folder}: the rewards would come from random "
+            'weights. Train the adapter with LoraConfig(task_type="SEQ_CLS"), or with modules_to_save=["score"]'
+        )
+    return replace(base, head=head, tensors=tensors)
+
+
+def _merged(adapter: Path, info: CheckpointInfo, head: Head, replaced: set[str]) -> tuple[Any, set[str]]:
+    """Return the merged model in float32, as a language model if transformers has no class with the head, and the names
+    of its tensors that neither folder has, because no score depends on them.
+
+    Args:
+        replaced: tensors outside the head that the adapter has, and the base model may lack.
+    """
     try:
         from peft import PeftConfig, PeftModel
     except ImportError as error:
         raise CheckpointError("--merge needs peft: pip install '.[train]'") from error
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     from python_backend.models.modeling import quiet_transformers
 
     quiet_transformers()
-
+    base = info.folder
     has_class = head.form.pooled or (head.kind != "value" and len(head.layers.names) == 1)
-    kind = AutoModelForSequenceClassification if has_class else AutoModelForCausalLM
+    kind = AutoModelForTokenClassification if head.kind == "token" else AutoModelForSequenceClassification
     labels = {"num_labels": head.num_labels} if has_class else {}
     try:
-        model = kind.from_pretrained(
-            str(base), dtype="float32", local_files_only=True, trust_remote_code=False, use_safetensors=True, **labels
+        model, found = (kind if has_class else AutoModelForCausalLM).from_pretrained(
+            str(base),
+            dtype="float32",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **labels,
         )
         settings = PeftConfig.from_pretrained(str(adapter))
+        if not (has_class and settings.task_type in ("SEQ_CLS", "TOKEN_CLS")):
+            settings.task_type = None  # peft's wrapper of a language model generates, which no model with a head does
         modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
         settings.modules_to_save = [name for name in settings.modules_to_save or () if name in modules] or None
         with warnings.catch_warnings():  # of tensors that are missing: see below
             warnings.simplefilter("ignore")
             adapted = PeftModel.from_pretrained(model, str(adapter), config=settings, local_files_only=True)
         report = adapted.load_adapter(str(adapter), "default")  # once more, since only this says what did not fit
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:  # adapter and model do not fit
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # adapter and model do not fit
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{adapter} cannot be merged into {base}: {reason[:400]}") from error
+    missing = {name for name in found["missing_keys"] if is_harmless(name, None, None)}
+    lost = sorted({*found["missing_keys"]} - missing - replaced - {name for name in info.tensors if head.owns(name)})
+    of_base = [name for name in found["unexpected_keys"] if name in info.tensors and not head.owns(name)]
+    if others := unused_tensors(info, model.config, type(model), of_base):
+        raise CheckpointError(f"{base} cannot be merged: {type(model).__name__} does not use {', '.join(others[:4])}")
+    if lost:
+        raise CheckpointError(
+            f"{base} cannot be merged: it lacks {', '.join(lost[:4])} of {type(model).__name__}, which would be "
+            "random; give the model that the adapter was trained on"
+        )
     unused = sorted(name for name in report.unexpected_keys if not head.owns(name.removeprefix(PREFIX)))
     lacking = sorted(name for name in report.missing_keys if ".lora_" in name)
     if unused or lacking:
         what = f"{type(model).__name__} does not use {', '.join(unused[:4])}" if unused else f"it lacks {lacking[0]}"
         raise CheckpointError(f"{adapter} cannot be merged into {base}: {what}; give the model that it was trained on")
-    return adapted.merge_and_unload()
+    return adapted.merge_and_unload(), missing
 
 
-def _base_of(adapter: Path) -> Path:
+def _adapter_config(adapter: Path) -> dict[str, Any]:
     try:
-        named = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
-        base = Path(named)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        settings = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError("it is no JSON object")
+        return settings
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{adapter} is not a PEFT adapter: {ADAPTER_FILE}: {error}") from error
-    if not base.is_dir():
+
+
+def _base_of(adapter: Path, settings: dict[str, Any]) -> Path:
+    named = settings.get("base_model_name_or_path")
+    if not isinstance(named, str) or not Path(named).is_dir():
         raise CheckpointError(f"{adapter} was trained on {named!r}, which is no folder here: give it with --base PATH")
-    return base
+    return Path(named)
 
 
 def _whole_tensors(adapter: Path) -> dict[str, TensorInfo]:
@@ -131,10 +216,3 @@ def _whole_tensors(adapter: Path) -> dict[str, TensorInfo]:
     for file in head_files(adapter):
         whole |= tensors_in(file)
     return whole
-
-
-def _found_in(adapter: Path, tensors: dict[str, TensorInfo]) -> Head | None:
-    try:
-        return find_head({}, tensors)
-    except ValueError as error:
-        raise CheckpointError(f"{adapter}: {error}") from error

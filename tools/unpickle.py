@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from python_backend.checkpoints.heads import WRAPPED
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.checkpoints.tensor_file import STORED_AS, write_tensors
 from python_backend.process import die_with_parent
@@ -28,8 +29,10 @@ SHARD_BYTES = 5_000_000_000
 MOST_OPERATIONS = 10_000_000  # of a pickle, read for a message
 SPARE_BYTES = 512 << 20  # of the process itself, and of small files
 WRAPPERS = ("state_dict", "model_state_dict", "module", "model")  # keys under which trainers save a state dict
-TRAINERS = re.compile("optim|sched|rng|scaler")  # keys of the state of a training, which is no part of the model
-WRAPPED = ("module.", "_orig_mod.")  # before every name: of DistributedDataParallel, of torch.compile
+TRAINERS = re.compile(r"\w*(optimizer|sched|rng_state)\w*|rng|hyper_parameters|hparams\w*|loops|callbacks")
+"""Keys of the state of a training, which is no part of the model."""
+CONSTANTS = re.compile(r"(.*[._])?(mean|std|var|variance|scale|shift|offset|temperature)s?|.*(scaler|normali[sz])\w*")
+"""Names of numbers that the scores may depend on."""
 WHOLE_NAMES = ("value_head",)  # files whose tensors have the names of the whole model, as LLaMA-Factory writes them
 
 
@@ -72,7 +75,7 @@ def write_safetensors(files: Mapping[Path, str], folder: Path, stem: str) -> Non
     total = 0
     for number, (file, prefix) in enumerate(files.items(), start=1):
         _print(say=f"reading {file.name} ({file.stat().st_size / 1e6:,.1f} MB, file {number} of {len(files)})")
-        tensors = {prefix + name: tensor for name, tensor in _read(file).items()}
+        tensors = {prefix + name if name else file.stem: tensor for name, tensor in _read(file).items()}
         for name in tensors:
             if name in source:
                 raise CheckpointError(f"{file}: {name} is in {source[name].name} as well; remove one of the two files")
@@ -206,7 +209,7 @@ def _collect(file: Path, value: Any, path: str, found: dict[str, Tensor], left_o
         seen.add(id(value))
         for key, entry in value.items():
             name = str(key) if not path else f"{path}.{key}"
-            if not path and TRAINERS.search(name) and not isinstance(entry, Tensor):
+            if not path and (TRAINERS.fullmatch(name) or _is_loss_scaler(entry)):
                 left_out.append(name)
             elif not path and name in WRAPPERS and isinstance(entry, Mapping):
                 _collect(file, entry, "", found, left_out, seen)
@@ -216,8 +219,18 @@ def _collect(file: Path, value: Any, path: str, found: dict[str, Tensor], left_o
                 _collect(file, entry, name, found, left_out, seen)
     elif isinstance(value, list | tuple) and any(isinstance(entry, Tensor | Mapping) for entry in value):
         raise CheckpointError(f"{file} is refused: {path or 'all of it'} is a list of tensors, which have no names")
+    elif CONSTANTS.fullmatch(path) and type(value) in (int, float, list, tuple):
+        raise CheckpointError(
+            f"{file} is refused: {path} is {str(value)[:80]}, no tensor, and the scores may depend on it; write mean "
+            "and std into config.json (reward_standardization), and save model.state_dict() alone"
+        )
     else:
         left_out.append(f"{path} ({type(value).__name__})")
+
+
+def _is_loss_scaler(entry: Any) -> bool:
+    """Return whether this is the state of torch's GradScaler, and so of no effect on the scores."""
+    return isinstance(entry, Mapping) and "growth_factor" in entry
 
 
 def _checked(file: Path, name: str, tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def check_lengths(config: RunConfig) -> None:
     """
     longest, why = config.longest_row
     limit_of = max_positions if config.actor.generation.engine == "vllm" else stable_length
-    limits = {"actor.policy.model": limit_of(_settings(config.actor.policy.model)) or longest}
+    limits = {"actor.policy.model": _positions(limit_of, config.actor.policy.model) or longest}
     for role, section in config.served_sections.items():
         limits[f"{role}.model"] = _limit(section)
     short = {key: limit for key, limit in limits.items() if limit < longest}
@@ -84,9 +84,12 @@ def _reward_refuses(config: RunConfig) -> bool:
 
 def _limit(section: ModelSection) -> int:
     """Return the most tokens of a row that a served model takes."""
-    known = (section.max_length, max_positions(_settings(section.model)))
+    known = (section.max_length, _positions(max_positions, section.model))
     return min(filter(None, known), default=LONGEST_ROW_TOKENS)
 
 
-def _settings(checkpoint: Path) -> dict[str, Any]:
-    return read_json(checkpoint / "config.json") or {}
+def _positions(limit_of: Callable[[dict[str, Any]], int | None], checkpoint: Path) -> int | None:
+    try:
+        return limit_of(read_json(checkpoint / "config.json") or {})
+    except ValueError as error:
+        raise ConfigError(f"{checkpoint}: {error}") from error

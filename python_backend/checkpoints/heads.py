@@ -5,14 +5,17 @@ token and sequence classes share.
 """
 
 import itertools
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from python_backend.checkpoints.config_keys import read_key
 from python_backend.checkpoints.safetensors_header import TensorInfo
 
+T = TypeVar("T")
 HeadKind = Literal["sequence", "token", "value"]
 Pooling = Literal["auto", "last", "mean"]  # of a head on each token; the functions are in `models.token_head.POOLS`
 Reading = Literal["mean", "first", "bins"]
@@ -133,12 +136,15 @@ GATES = {
 }
 PAIRWISE = "head_layer"  # PairRM's
 # Tensors without effect on a score: output layers of language models, and buffers that transformers computes.
+OUTPUT = re.compile(r"(lm_head|embed_out)\.(weight|bias)")  # if it has an output for each token
 HARMLESS = re.compile(
-    r"(lm_head|embed_out)\.(weight|bias)|(lm_predictions|mask_predictions|cls)\.[\w.]+"
+    r"(lm_predictions|mask_predictions|cls\.predictions|cls\.seq_relationship)\.[\w.]+"
     r"|.*(\.inv_freq|\.masked_bias|position_ids|token_type_ids)"
 )
 MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask, if it has four dimensions
-LIKE_A_HEAD = re.compile(r"head|score|regress|gating|normali[sz]er|reward|value|weights|out_proj|classif|linear")
+LIKE_A_HEAD = re.compile(r"head|score|regress|gating|normali[sz]er|reward|value|weights|out_proj|classif|linear|cls")
+IN_BODY = re.compile(r"(^|\.)\d+\.|emb|wte|wpe|norm|pooler")  # of names of layers, embeddings, norms
+WRAPPED = ("module.", "_orig_mod.")  # before every name: of DistributedDataParallel, of torch.compile
 # Keys of config.json that say what a head computes beside its layers: how it pools, an activation, a normalisation.
 SAYS = re.compile(
     r"(?!hidden_|activation_function|gelu_activation|\w*dropout)(?:\w+_)?"
@@ -147,8 +153,6 @@ SAYS = re.compile(
     r"(?:layer_?|batch_?)?(?:norm|mean|std|var|scale|shift|offset|clip|temperature)"
 )
 NOTHING = ("", "none", "identity", "linear", "last", "lasttoken")  # values of such keys that change nothing
-# Weights files beside a model's own. Those of other formats and of a trainer's state have nothing to add to it.
-HEAD_FILES = re.compile(r"(?!model|adapter|consolidated|optimizer|pytorch_model)[\w.-]+\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -194,21 +198,33 @@ def find_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> H
     Raises:
         ValueError: a head lacks a tensor, or its shapes or config.json contradict each other.
     """
-    named = config.get("value_head_prefix")  # written by OpenRLHF
-    is_token = any("TokenClassification" in str(name) for name in config.get("architectures") or [])
-    own = () if named is None else (Form(models="", prefixes=(named,), formula=""),)
+    named = read_key(config, "value_head_prefix", str, "")  # written by OpenRLHF
+    is_token = any("TokenClassification" in str(name) for name in read_key(config, "architectures", list, []))
+    own = (Form(models="", prefixes=(named,), formula=""),) if named else ()
+    found: list[Head] = []
     for form in (*own, *(form for form in FORMS if is_token or form.kind != "token")):
-        if not (form.pooled and is_token) and (head := _found(form, config, tensors)) is not None:
-            return replace(head, kind="token") if is_token and head.kind == "sequence" else head
-    return None
+        if not (form.pooled and is_token):
+            heads = _found(form, config, tensors)
+            found += [head for head in heads if all(head.layers.names != known.layers.names for known in found)]
+    if not found:
+        return None
+    head, *others = found
+    if others and head.prefix != named:
+        prefixes = ", ".join(each.prefix for each in found)
+        raise ValueError(
+            f"it has {len(found)} heads, {prefixes}; set value_head_prefix in config.json to the one that is trained"
+        )
+    unread = [name for name in tensors if any(other.owns(name) for other in others)]  # as value_head_prefix says
+    head = replace(head, others=(*head.others, *sorted(unread)))
+    return replace(head, kind="token") if is_token and head.kind == "sequence" else head
 
 
-def _found(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Head | None:
-    """Return the head of this form. Raises ValueError as `find_head`."""
+def _found(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Iterator[Head]:
+    """Yield the heads of this form. Raises ValueError as `find_head`."""
     rule = form.gate
     gate = None if rule is None else _layers(rule.prefix, rule.activation, tensors, latest=0)
     if rule is not None and (gate is None or not tensors.keys() >= {*rule.others}):
-        return None
+        return
     for prefix in form.prefixes:
         layers = _layers(prefix, form.activation, tensors)
         if layers is None:
@@ -221,22 +237,32 @@ def _found(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorIn
         head = Head(form=form, kind=form.kind, prefix=prefix, layers=layers, num_labels=outputs, others=others)
         if gate is None or rule is None:
             named: Any = config.get("pooling")
-            return replace(head, pooling=named) if named in ("last", "mean") and not form.pooled else head
-        has_softmax = rule.softmax is not None and (not rule.softmax or config.get(rule.softmax))
-        return replace(
+            yield replace(head, pooling=named) if named in ("last", "mean") and not form.pooled else head
+            continue
+        yield replace(
             head,
             num_labels=1,
             gate=gate,
             group=_group(head, gate, config, tensors),
-            temperature=float(config.get(*rule.temperature)) if has_softmax else None,
-            others=rule.others,
+            temperature=_temperature(rule, config),
+            others=(*head.others, *rule.others),
         )
-    return None
+
+
+def _temperature(rule: Gate, config: Mapping[str, Any]) -> float | None:
+    if rule.softmax is None or (rule.softmax and not read_key(config, rule.softmax, bool, False)):
+        return None
+    key, default = rule.temperature
+    found = read_key(config, key, float, default)
+    if found <= 0:
+        raise ValueError(f"config.json: {key} is {found:g}, must be above 0")
+    return found
 
 
 def _check_count(prefix: str, count: int, config: Mapping[str, Any]) -> None:
     """Compare the number of layers with GRM's keys of config.json."""
-    hidden = 0 if config.get("vhead_layer_type") == "linear" else config.get("vhead_num_layers")
+    is_linear = read_key(config, "vhead_layer_type", str, "") == "linear"
+    hidden = 0 if is_linear else read_key(config, "vhead_num_layers", int, None)
     if prefix == "v_head.summary" and hidden is not None and hidden + 1 != count:
         raise ValueError(
             f"config.json (vhead_num_layers) has {hidden + 1} layers in the head {prefix}, the file {count}"
@@ -302,14 +328,15 @@ def shape_error(name: str, found: TensorInfo, expected: str) -> str:
 def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> int:
     """Return the number of outputs for each attribute behind a gate. Raises ValueError if its parts do not fit."""
     count, size = tensors[f"{gate.names[-1]}.weight"].shape[0], head.form.size
-    group = int(config.get(size, 1)) if isinstance(size, str) else size
+    group = read_key(config, size, int, 1) if isinstance(size, str) else size
     transform = tensors[TRANSFORM].shape if TRANSFORM in tensors else (count, count)
     wide, read = (tensors[f"{layers.names[0]}.weight"].shape[1] for layers in (head.layers, gate))
     linear = sum(len(tensors[f"{name}.weight"].shape) == 2 for name in gate.names)
-    if wide != read or config.get("gating_n_hidden", linear - 1) != linear - 1:
+    hidden = read_key(config, "gating_n_hidden", int, linear - 1)
+    if wide != read or hidden != linear - 1:
         raise ValueError(
             f"the gate {gate.names[0]} has {linear} layers and reads {read} numbers, but {head.prefix} reads {wide}, "
-            f"and gating_n_hidden in config.json is {config.get('gating_n_hidden')}: they do not fit together"
+            f"and gating_n_hidden in config.json is {hidden}: they do not fit together"
         )
     if head.num_labels != count * group or transform != (count, count):
         raise ValueError(
@@ -369,27 +396,67 @@ def layers_path(names: Iterable[str]) -> str:
     return paths.most_common(1)[0][0] if paths else ""
 
 
-def loose_tensors(head: Head | None, tensors: Iterable[str]) -> list[str]:
-    """Return the tensors beside the body that are not the head's; if there is one, only those that look like another's.
+def wrapper_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
+    """Return what a wrapper around the model, such as DistributedDataParallel, put before all names; "" if nothing.
+
+    All names of a bare body may begin with its own name as well, which is then left there, unless a head does, too.
+    """
+    prefix = ""
+    while (common := _common_root(tensors, prefix)) in WRAPPED:
+        prefix += common
+    wrapper = prefix
+    while (common := _common_root(tensors, prefix)) and find_head(config, unwrapped(tensors, prefix)) is None:
+        prefix += common
+    return prefix if find_head(config, unwrapped(tensors, prefix)) is not None else wrapper
+
+
+def unwrapped(tensors: Mapping[str, T], wrapper: str) -> dict[str, T]:
+    """Return the tensors, by their names without `wrapper_of`."""
+    return {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
+
+
+def _common_root(names: Iterable[str], prefix: str) -> str:
+    """Return the part with which all names go on behind `prefix`, with its dot; "" if they differ."""
+    roots = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+    return f"{roots.pop()}." if len(roots) == 1 and all("." in name.removeprefix(prefix) for name in names) else ""
+
+
+def loose_tensors(head: Head | None, tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> list[str]:
+    """Return the tensors beside the body that are not the head's: those that look like another's, or without it any.
 
     The loader of the weights knows exactly which tensors a model uses; this is known without it.
     """
     path = layers_path(tensors)
     root = path.partition(".")[0]
-    by_class = head is not None and (head.form.pooled or head.form.kind == "token")
-    if by_class or "." not in path or root in ("encoder", "decoder"):  # the last ones: a body without a prefix
+    if head is not None and (head.form.pooled or head.form.kind == "token"):  # their classes have layers of their own
         return []
+    is_bare = "." not in path or root in ("encoder", "decoder")  # a body without a prefix
     return sorted(
         name
-        for name in tensors
+        for name, tensor in tensors.items()
         if (first := name.partition(".")[0]) != root
-        and (head is None or LIKE_A_HEAD.search(first))
-        and not HARMLESS.fullmatch(name)
+        and ((head is None and not is_bare) or LIKE_A_HEAD.search(first))
+        and not is_harmless(name, tensor, vocab_size)
         and (head is None or not head.owns(name))
     )
 
 
-def is_harmless(name: str, tensor: TensorInfo | None) -> bool:
+def may_be_head(tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> list[str]:
+    """Return the prefixes of linear layers that no part of a body, but perhaps a head, would have."""
+    return sorted(
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if name.endswith(".weight")
+        and len(tensor.shape) == 2
+        and tensor.shape[0] < (vocab_size or math.inf)
+        and not IN_BODY.search(name)
+        and not is_harmless(name, tensor, vocab_size)
+    )
+
+
+def is_harmless(name: str, tensor: TensorInfo | None, vocab_size: int | None) -> bool:
     """Return whether a tensor that a model does not use has no effect on its outputs."""
-    is_mask = tensor is not None and len(tensor.shape) == 4 and MASK.fullmatch(name)
-    return bool(is_mask or HARMLESS.fullmatch(name))
+    shape = () if tensor is None else tensor.shape
+    if OUTPUT.fullmatch(name):
+        return not shape or shape[0] >= (vocab_size or 0)
+    return bool(HARMLESS.fullmatch(name) or (len(shape) == 4 and MASK.fullmatch(name)))

@@ -9,20 +9,24 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from python_backend.checkpoints.config_keys import read_key
 from python_backend.checkpoints.heads import (
-    HEAD_FILES,
     LIKE_A_HEAD,
     MODEL_TYPES,
     NORMALISER,
     PAIRWISE,
     Head,
     find_head,
+    is_harmless,
     loose_tensors,
+    may_be_head,
     said_of_head,
+    unwrapped,
+    wrapper_of,
 )
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header, read_numbers
 from python_backend.errors import RlhfError
@@ -51,9 +55,14 @@ def num_positions(get: Callable[[str], Any]) -> Any:
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
     """Return the maximum row length of a model: its number of positions, or `stable_length` if that is smaller."""
-    text = config.get("text_config") or config
-    limits = (num_positions(text.get), stable_length(config))
-    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+    text = text_config(config)
+    limits = (num_positions(lambda name: read_key(text, name, int, None)), stable_length(config))
+    return min((limit for limit in limits if limit is not None and limit > 0), default=None)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of config.json about the language model: all of it unless the model reads images, too."""
+    return read_key(config, "text_config", dict, None) or config
 
 
 def stable_length(config: Mapping[str, Any]) -> int | None:
@@ -61,19 +70,20 @@ def stable_length(config: Mapping[str, Any]) -> int | None:
 
     A `longrope` model whose long and short factors are equal has only one table, and therefore no limit.
     """
-    text = config.get("text_config") or config
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    positions = text.get("max_position_embeddings")
-    limits = []
-    if text.get("attention_type") == "block_sparse" and not text.get("is_encoder_decoder"):
-        limits.append((5 + 2 * text["num_random_blocks"]) * text["block_size"])  # as in transformers' BigBirdModel
+    text = text_config(config)
+    rope = read_key(text, "rope_parameters", dict, None) or read_key(text, "rope_scaling", dict, {})
+    positions = read_key(text, "max_position_embeddings", int, None)
+    limits: list[int | None] = []
+    if text.get("attention_type") == "block_sparse" and not read_key(text, "is_encoder_decoder", bool, False):
+        blocks = 5 + 2 * read_key(text, "num_random_blocks", int, 3)  # this, and the defaults, as in BigBirdModel
+        limits.append(blocks * read_key(text, "block_size", int, 64))
     # `rope` contains the parameters, or maps each layer type to its parameters.
     for each in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
         if "dynamic" in str(each.get("rope_type") or each.get("type")):
             limits.append(positions)
         elif any(each.get(f"long_{name}") != each.get(f"short_{name}") for name in ("factor", "mscale")):
-            original = text.get("original_max_position_embeddings") or each.get("original_max_position_embeddings")
-            limits.append(original or positions)
+            originals = (read_key(part, "original_max_position_embeddings", int, None) for part in (text, each))
+            limits.append(next(filter(None, originals), positions))
     return min((limit for limit in limits if limit), default=None)
 
 
@@ -101,7 +111,15 @@ CONFIG_FILE = "config.json"
 ADAPTERS_KEY = "critic_adapters"  # of config.json, in a weights version of adapters
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 ADAPTER_FILE = "adapter_config.json"
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "*.pt", "*.pth")
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+# Files beside a model's weights that have nothing to add to it: of a training's state, and the same weights once more.
+TRAINER_STATE = re.compile(
+    r"(optimizer|scheduler|scaler|sampler|training_args|rng_state|random_states)[-_\d]*\.\w+|adapters\.safetensors"
+)
+COPIES = re.compile(r"pytorch_model([-_]\d+-of-\d+)?\.bin|consolidated[-_.\d]*(of-\d+)?\.(safetensors|pth)")
+FLOATS = ("F64", "F32", "F16", "BF16")
+COUNTS = re.compile(r".*(_ids|_index|mask|num_batches_tracked)|normalizer\.count")  # tensors of whole numbers
 TOKENIZERS = {
     "tokenizer.json": "fast (tokenizer.json)",
     "tokenizer.model": "SentencePiece (tokenizer.model)",
@@ -157,7 +175,8 @@ class CheckpointInfo:
     loose: tuple[str, ...]  # tensors that look like a head's, but belong to none that is known
     said: Mapping[str, Any]  # keys of config.json about the head that are not read; see `said_of_head`
     labels: tuple[str, ...]  # from config.json's id2label; empty if they are only LABEL_0, LABEL_1, ...
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, TensorInfo]  # by name, without `wrapper`
+    wrapper: str  # before the names of all tensors in the files, see `wrapper_of`
     vocab_size: int | None
     max_positions: int | None
     tokenizer: str | None  # kind of tokenizer; None: the folder has none
@@ -237,7 +256,7 @@ def check_checkpoint(folder: Path) -> None:
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"{folder} is not a Hugging Face model: it has no {CONFIG_FILE}")
     if not has_weights:
-        pickled = next((file.name for ending in PICKLED for file in sorted(folder.glob(ending))), None)
+        pickled = next((file.name for file in pickles(folder)), None)
         why = (
             f"it contains only pickled weights ({pickled}), which could run code when loaded; convert them with "
             "`python -m tools import --reward FOLDER --convert NEW_FOLDER` (--critic or --policy for such a model)"
@@ -262,17 +281,33 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
             a part.
     """
     check_checkpoint(folder)
-    config = _read_object(folder / CONFIG_FILE)
+    config = read_config(folder)
     tensors = _read_tensors(folder)
-    text = config.get("text_config") or config
     try:
-        head = find_head(config, tensors)
+        return _described(folder, config, tensors)
+    except CheckpointError:
+        raise
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    architecture = next(iter(config.get("architectures") or []), None)
-    ids = config.get("label2id") or {}
-    names = config.get("id2label") or {str(ids[name]): name for name in ids}
-    differing = sorted(name for key, name in names.items() if str(ids.get(name, key)) != str(key))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json. Raises CheckpointError if it is damaged."""
+    return _read_object(folder / CONFIG_FILE)
+
+
+def _described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> CheckpointInfo:
+    wrapper = wrapper_of(config, tensors)
+    tensors = unwrapped(tensors, wrapper)
+    head = find_head(config, tensors)
+    vocab_size = read_key(text_config(config), "vocab_size", int, None)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOATS and not COUNTS.fullmatch(name) and not is_harmless(name, tensor, None):
+            raise ValueError(f"{tensor.file} is quantised: {name} is of type {tensor.dtype}; use the unquantised model")
+    read_key(config, "quantization_config", dict, None)  # transformers reads it
+    ids = read_key(config, "label2id", dict, {})
+    names = read_key(config, "id2label", dict, {}) or {str(ids[name]): name for name in ids}
+    differing = sorted(str(name) for key, name in names.items() if str(ids.get(str(name), key)) != str(key))
     if head is not None and head.num_labels > 1 and differing:
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: id2label {names} and label2id {ids} contradict each other ({differing[0]}); "
@@ -283,14 +318,15 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     return CheckpointInfo(
         folder=folder,
         model_type=model_type_of(config),
-        architecture=architecture,
+        architecture=next(map(str, read_key(config, "architectures", list, [])), None),
         head=head,
-        is_encoder_decoder=bool(config.get("is_encoder_decoder")),
-        loose=tuple(loose_tensors(head, tensors)),
+        is_encoder_decoder=read_key(config, "is_encoder_decoder", bool, False),
+        loose=tuple(loose_tensors(head, tensors, vocab_size)),
         said=said_of_head(head, config),
         labels=() if labels == tuple(f"LABEL_{i}" for i in range(len(labels))) else labels,
         tensors=tensors,
-        vocab_size=text.get("vocab_size"),
+        wrapper=wrapper,
+        vocab_size=vocab_size,
         max_positions=max_positions(config),
         tokenizer=next((kind for name, kind in TOKENIZERS.items() if (folder / name).is_file()), None),
         constants=_constants(folder, config, tensors),
@@ -304,13 +340,21 @@ def stored_adapters(folder: Path) -> StoredAdapters | None:
     Raises:
         CheckpointError: config.json is damaged.
     """
-    found = _read_object(folder / CONFIG_FILE).get(ADAPTERS_KEY) if (folder / CONFIG_FILE).is_file() else None
-    if found is None:
-        return None
     try:
-        adapters = StoredAdapters(**found)
-        return replace(adapters, transposed=tuple(adapters.transposed), rounded=tuple(adapters.rounded))
-    except TypeError as error:
+        found = read_key(read_config(folder), ADAPTERS_KEY, dict, None) if (folder / CONFIG_FILE).is_file() else None
+        if found is None:
+            return None
+        if lacking := {field.name for field in fields(StoredAdapters)} - found.keys():
+            raise ValueError(f"it lacks {min(lacking)}")
+        return StoredAdapters(
+            base=read_key(found, "base", int, 0),
+            scale=read_key(found, "scale", float, 0.0),
+            transposed=tuple(read_key(found, "transposed", list, [])),
+            rounded=tuple(read_key(found, "rounded", list, [])),
+        )
+    except CheckpointError:
+        raise
+    except ValueError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {ADAPTERS_KEY} is damaged: {error}") from error
 
 
@@ -319,19 +363,25 @@ def reward_head(info: CheckpointInfo) -> Head:
     if info.is_encoder_decoder or (info.loose and info.loose[0].startswith(PAIRWISE)):
         how = "is an encoder-decoder" if info.is_encoder_decoder else "compares two candidates in one row (PairRM)"
         raise CheckpointError(f"{info.folder} {how}, which has no score of one text; use another reward model")
+    if info.head is None and (pickled := pickles(info.folder)):
+        raise CheckpointError(
+            f"{info.folder} has no head among its weights, but {', '.join(file.name for file in pickled)} may be one; "
+            "convert it with `python -m tools import --reward FOLDER --convert NEW_FOLDER`"
+        )
+    check_pickles(info.folder)
+    others = may_be_head(info.tensors, info.vocab_size)
+    remedy = "".join(
+        f"; if {name} is its head, set value_head_prefix: {name} in its {CONFIG_FILE}" for name in others[:1]
+    )
     if info.loose:
         beside = "" if info.head is None else f", beside the head {info.head.prefix},"
         raise CheckpointError(
             f"{info.folder}: {', '.join(info.loose[:6])}{beside} are of no known head, and without them its scores "
-            "would differ; docs/your-models.md has the table of heads"
+            f"would differ; docs/your-models.md has the table of heads{remedy if info.head is None else ''}"
         )
+    if info.head is None and others:
+        raise CheckpointError(f"{info.folder} has no head of a known name, but {', '.join(others[:6])}{remedy}")
     if info.head is None:
-        pickled = sorted(file.name for ending in ("value_head.bin", *PICKLED) for file in info.folder.glob(ending))
-        if pickled:
-            raise CheckpointError(
-                f"{info.folder} has no head among its weights, but {', '.join(pickled)} may be one; convert it with "
-                "`python -m tools import --reward FOLDER --convert NEW_FOLDER`"
-            )
         raise CheckpointError(
             f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight); "
             "use a checkpoint with a classification or value head, or score with a language model's logits "
@@ -345,9 +395,24 @@ def reward_head(info: CheckpointInfo) -> Head:
     return info.head
 
 
+def check_pickles(folder: Path) -> None:
+    """Raise CheckpointError if a pickled file beside the weights may have a part of the model, such as its head."""
+    if unread := [file.name for file in pickles(folder) if not COPIES.fullmatch(file.name)]:
+        raise CheckpointError(
+            f"{folder}: {', '.join(unread)} beside the weights may have a part of the model, such as its head, and is "
+            "not read; convert it with `python -m tools import --reward FOLDER --convert NEW_FOLDER`, or remove it"
+        )
+
+
+def pickles(folder: Path) -> list[Path]:
+    """Return the pickled files in `folder` that may have weights, sorted."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in PICKLES and file.is_file())
+    return [file for file in files if not TRAINER_STATE.fullmatch(file.name)]
+
+
 def model_type_of(config: Mapping[str, Any]) -> str:
     """Return the model type of a configuration, as transformers calls it."""
-    found = str(config.get("model_type", "unknown"))
+    found = read_key(config, "model_type", str, "unknown")
     return MODEL_TYPES.get(found, found)
 
 
@@ -379,28 +444,21 @@ def fingerprint_weights(folder: Path) -> str:
 
 def _constants(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:
     found = config.get("reward_standardization")
-    if found is None and _is_on(folder, config, "do_normalize"):
+    if found is None and read_key(config, "do_normalize", bool, False):
         return _moments(folder, config, tensors)
-    if found is None and _is_on(folder, config, "normalize_reward") and "mean" in config:  # written by OpenRLHF
-        found = {"mean": config["mean"], "std": config.get("std", 1.0)}
-    if not found:
+    if found is None and read_key(config, "normalize_reward", bool, False) and config.get("mean") is not None:
+        found = {"mean": config["mean"], "std": config.get("std")}  # written by OpenRLHF
+    if found is None or found == {}:
         return None
     try:
-        mean, std = (float(found.get(name, default)) for name, default in (("mean", 0.0), ("std", 1.0)))
-    except (AttributeError, TypeError, ValueError):
+        mean, std = (read_key(found, key, float, default) for key, default in (("mean", 0.0), ("std", 1.0)))
+    except (AttributeError, ValueError):
         mean, std = 0.0, 0.0
-    if not (math.isfinite(mean) and 0 < std < math.inf):
+    if std <= 0:
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: reward_standardization {found!r} must have numbers mean and std, with std above 0"
         )
     return Constants(mean, std)
-
-
-def _is_on(folder: Path, config: Mapping[str, Any], key: str) -> bool:
-    found = config.get(key)
-    if found not in (None, False, True):  # 0 and 1 are equal to these
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {key} is {found!r}, must be true or false")
-    return bool(found)
 
 
 def _moments(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:
@@ -408,19 +466,23 @@ def _moments(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tens
 
     By `score_type`, rewards are shifted and scaled, costs are only scaled, and values are left alone.
     """
-    kind = config.get("score_type", "reward")
+    kind = read_key(config, "score_type", str, "reward")
     if kind == "critic":
         return None
-    mean, var = (
-        read_numbers(folder, tensors[name]) if name in tensors else config.get(name.partition(".")[2]) or []
-        for name in NORMALISER[:2]
-    )
-    if kind not in ("reward", "cost") or not len(mean) == len(var) == 1 or not 0 <= var[0] < math.inf:
+    moments = []
+    for name in NORMALISER[:2]:
+        key = name.partition(".")[2]
+        given = config.get(key)
+        listed = given if isinstance(given, list) else [given]
+        stored = read_numbers(folder, tensors[name]) if name in tensors else listed
+        moments.append(read_key({key: stored[0] if len(stored) == 1 else stored}, key, float, math.nan))
+    mean, var = moments
+    if kind not in ("reward", "cost") or not math.isfinite(mean) or not var >= 0:
         raise CheckpointError(
             f"{folder}: do_normalize in {CONFIG_FILE} needs one number in normalizer.mean and in normalizer.var, but "
-            f"they have {mean} and {var}, for score_type {kind!r} (reward, cost or critic)"
+            f"they have {mean:g} and {var:g}, for score_type {kind!r} (reward, cost or critic)"
         )
-    return Constants(mean[0] if kind == "reward" else 0.0, math.sqrt(var[0]) + 1e-8)
+    return Constants(mean if kind == "reward" else 0.0, math.sqrt(var) + 1e-8)
 
 
 def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
@@ -440,9 +502,13 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 def head_files(folder: Path) -> list[Path]:
     """Return the files of a head apart from the model, such as LLaMA-Factory's value_head.safetensors."""
-    listed = set(_weight_map(folder).values()) if (folder / INDEX_FILE).is_file() else set()
-    found = sorted(folder.glob("*.safetensors"))
-    return [file for file in found if HEAD_FILES.fullmatch(file.name) and file.name not in listed]
+    own = {WEIGHTS_FILE}
+    if (folder / ADAPTER_FILE).is_file():
+        own.add(ADAPTER_WEIGHTS)
+    elif not (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
+        own |= set(_weight_map(folder).values())
+    others = (file for file in sorted(folder.glob("*.safetensors")) if file.name not in own)
+    return [file for file in others if not TRAINER_STATE.fullmatch(file.name) and not COPIES.fullmatch(file.name)]
 
 
 def _read_body(folder: Path) -> dict[str, TensorInfo]:
@@ -462,7 +528,7 @@ def _read_body(folder: Path) -> dict[str, TensorInfo]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     weight_map = _read_object(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} has no weight_map; copy the file again")
     return weight_map
 
@@ -478,7 +544,7 @@ def tensors_in(file: Path) -> dict[str, TensorInfo]:
 def _read_object(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file.parent} cannot be loaded: unreadable {file.name}: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{file.parent} cannot be loaded: {file.name} is not a JSON object")

@@ -4,13 +4,12 @@ transformers gives missing tensors random values and ignores those that it does 
 be trained as a policy: from a random output layer.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from python_backend.checkpoints.heads import is_harmless
-from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError, inspect_checkpoint
+from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint, read_config, text_config
 
 SHOWN = 4  # names of tensors in a message
 IN_LAYER = re.compile(r"(^|\.)\d+\.")
@@ -22,8 +21,8 @@ def check_language_model(folder: Path) -> None:
     Only a load shows all: whether the embeddings are tied, which spares the output layer, may depend on the class.
     """
     info = inspect_checkpoint(folder)
-    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    parts = [config, config.get("text_config") or {}]
+    config = read_config(folder)
+    parts = [config, text_config(config)]
     if any(part.get("quantization_config") for part in parts):
         raise CheckpointError(f"{folder} is quantised; use the unquantised checkpoint")
     prefixes = () if info.head is None else (f"{info.head.prefix}.",)
@@ -41,8 +40,8 @@ def check_tensors(folder: Path, missing: Iterable[str], unused: Iterable[str]) -
     """Raise CheckpointError if a causal language model lacks tensors in `folder`, or does not use some of them."""
     lacking, others = sorted(missing), sorted(unused)
     if others:
-        tensors = inspect_checkpoint(folder).tensors
-        others = [name for name in others if not is_harmless(name, tensors.get(name))]
+        info = inspect_checkpoint(folder)
+        others = [name for name in others if not is_harmless(name, info.tensors.get(name), info.vocab_size)]
     if not lacking and not others:
         return
     what = [f"the weights lack {_names(lacking)}"] * bool(lacking) + [f"it does not use {_names(others)}"] * bool(

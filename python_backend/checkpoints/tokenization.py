@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError
+from python_backend.checkpoints.config_keys import read_key
+from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError, read_config, text_config
 
 # A long text is tokenised only in part: first as many characters as `max_length` tokens are likely to need, then twice
 # as many while that yields too few tokens. Tokens next to the cut may be wrong, so spare ones are added and discarded.
@@ -342,9 +343,14 @@ def special_tokens_in(folder: Path) -> SpecialTokens:
 
 def num_embeddings(folder: Path) -> int | None:
     """Return the size of the embedding table that config.json in `folder` states; None if it states none."""
-    file = folder / CONFIG_FILE
-    config = json.loads(file.read_text()) if file.is_file() else {}
-    return (config.get("text_config") or config).get("vocab_size")
+    if not (folder / CONFIG_FILE).is_file():
+        return None
+    try:
+        return read_key(text_config(read_config(folder)), "vocab_size", int, None)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def turn_ends(tokenizer: Any) -> list[int]:

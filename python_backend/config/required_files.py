@@ -7,7 +7,7 @@ from typing import Any
 
 from python_backend.checkpoints.inspection import (
     CheckpointError,
-    check_checkpoint,
+    check_pickles,
     fingerprint_weights,
     inspect_checkpoint,
     reward_head,
@@ -144,8 +144,13 @@ def _generates(config: RunConfig, role: str) -> bool:
 
 
 def _of_checkpoint(folder: Path, way_out: str = "", *, is_language: bool = False) -> str | None:
-    problem = _refused(check_language_model if is_language else check_checkpoint, folder)
+    problem = _refused(check_language_model if is_language else _check_model, folder)
     return problem if problem is None or folder.is_dir() else f"{problem}{_start_of(folder)}{way_out}"
+
+
+def _check_model(folder: Path) -> None:
+    inspect_checkpoint(folder)
+    check_pickles(folder)
 
 
 def _of_reward(reward: RewardSection, *, whole_run: bool) -> str | None:

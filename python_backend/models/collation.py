@@ -76,7 +76,8 @@ def depends_on_padding(model: Any, forward: Forward, *, is_masked: bool = True) 
     """
     random_state = _random_state(model.device)
     limits = limits_of(model)
-    long = torch.arange(1, 1 + LONG, device=model.device) % limits.vocab_size
+    longest = min(LONG, limits.max_length or LONG)
+    long = torch.arange(1, 1 + longest, device=model.device) % limits.vocab_size
     short = long[-SHORT:]
 
     def outputs(rows: list[Tensor], width: int, padding: int = 0) -> list[Tensor]:
@@ -86,9 +87,9 @@ def depends_on_padding(model: Any, forward: Forward, *, is_masked: bool = True) 
         return [each[: len(row)] if found.ndim == 3 else each for each, row in zip(found, rows, strict=True)]
 
     (alone,), (beside, longer), (changed, _) = (
-        outputs([short], SHORT),
-        outputs([short, long], LONG),
-        outputs([short, long], LONG, padding=1),
+        outputs([short], len(short)),
+        outputs([short, long], longest),
+        outputs([short, long], longest, padding=1),
     )
     behind = outputs([long, short], min(WIDE, limits.max_length or WIDE))
 

@@ -9,12 +9,11 @@ import json
 import logging
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -27,12 +26,22 @@ from transformers import (
     AutoConfig,
 )
 
-from python_backend.checkpoints.heads import GATES, Head, Pooling, is_harmless, layers_path, shape_error
+from python_backend.checkpoints.heads import (
+    GATES,
+    Head,
+    Layers,
+    Pooling,
+    is_harmless,
+    layers_path,
+    shape_error,
+    unwrapped,
+)
 from python_backend.checkpoints.inspection import (
     ADAPTERS_KEY,
     CONFIG_FILE,
     CheckpointError,
     CheckpointInfo,
+    check_pickles,
     fix_forward,
     head_files,
     inspect_checkpoint,
@@ -44,6 +53,7 @@ from python_backend.checkpoints.safetensors_header import TensorInfo, read_heade
 from python_backend.checkpoints.tensor_file import STORED_DTYPES
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.errors import RlhfError
 from python_backend.models.adapters import with_stored_adapters
 from python_backend.models.heads import build_head, head_of, head_path, install
 from python_backend.models.token_head import measure_causality
@@ -123,8 +133,7 @@ def load_token_model(
     kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kind is None:
         raise CheckpointError(f"{info.folder}: transformers has no classification class for {info.model_type} models")
-    starts_anew = head is None and info.head is not None
-    model = _load(info, kind, config, dtype, with_head=False, group=group, drops=starts_anew)
+    model = _load(info, kind, config, dtype, with_head=False, group=group)
     if head is None:
         own: Any = head_of(model)
         head = torch.nn.Linear(own.in_features, 1, bias=False)
@@ -303,9 +312,9 @@ def twin_with_head(
     Raises:
         CheckpointError: the architecture or the head differs from that of `origin`, or a shape.
     """
-    if info.head is None or info.head != origin.head:
+    if info.head is None or origin.head is None or info.head != origin.head:
         raise CheckpointError(
-            f"{info.folder} has another head than the served model: {_named(info.head)}, not {_named(origin.head)}"
+            f"{info.folder} has another head than the served model: {_difference(info.head, origin.head)}"
         )
     if info.head.num_labels > 1 and info.label_names != origin.label_names:
         raise CheckpointError(
@@ -326,8 +335,19 @@ def twin_with_head(
     return _with_tensors(model, {name: tensors[name] for name in own}, info.folder)
 
 
-def _named(head: Head | None) -> str:
-    return "none" if head is None else f"{', '.join(head.layers.names)} of {head.num_labels} outputs"
+def _difference(mine: Head | None, theirs: Head | None) -> str:
+    """Return the first of the fields in which two heads differ, as a text."""
+    if mine is None or theirs is None:
+        return "none" if mine is None else f"{mine.prefix}, and the served model has none"
+    for field in ("prefix", "num_labels", *(field.name for field in fields(Head) if field.name != "form")):
+        found, served = getattr(mine, field), getattr(theirs, field)
+        if found != served:
+            return f"its {field} is {_shown(found)}, not {_shown(served)}"
+    return f"its form is that of {mine.form.models or mine.prefix}, not of {theirs.form.models or theirs.prefix}"
+
+
+def _shown(value: Any) -> str:
+    return f"{', '.join(value.names)} ({value.activation})" if isinstance(value, Layers) else str(value)
 
 
 def check_finite(module: torch.nn.Module) -> None:
@@ -365,7 +385,7 @@ def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
         CheckpointError: a file is damaged, or the adapters do not fit.
     """
     apart = head_files(info.folder)
-    tensors = map_tensors([file for file in info.files if file not in apart])
+    tensors = unwrapped(map_tensors([file for file in info.files if file not in apart]), info.wrapper)
     if info.adapters is None:
         return tensors
     base = inspect_checkpoint(info.folder.parent / str(info.adapters.base))
@@ -406,9 +426,9 @@ def as_checkpoint_error(folder: Path) -> Iterator[None]:
     """Convert exceptions from transformers and safetensors to a CheckpointError that names the folder."""
     try:
         yield
-    except CheckpointError:
+    except RlhfError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # process edge: what transformers does with a file, or with a key, may raise anything
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{folder} cannot be loaded: {reason[:400]}") from error
 
@@ -440,15 +460,15 @@ def _load(
     *,
     with_head: bool,
     group: RankGroup | None = None,
-    drops: bool = False,
 ) -> Any:
     """Load a checkpoint into class `kind` through transformers; if not `with_head`, the caller sets the head.
 
     transformers renames and converts tensors and initialises missing ones. It does not copy tensors whose dtype already
     matches, so mapped tensors stay mapped. Missing tensors are an error, except those of a head that the caller sets,
-    and so are those that the model does not use, unless they cannot change its outputs, or `drops`, for a critic that
-    gets another head than the checkpoint's.
+    and so are those that the model does not use, unless they cannot change its outputs.
     """
+    if not with_head:
+        check_pickles(info.folder)
     tensors = stored_tensors(info)
     if info.head is not None and not with_head:
         tensors = {name: tensor for name, tensor in tensors.items() if not info.head.owns(name)}
@@ -472,13 +492,17 @@ def _load(
             check_tensor_parallel(info.folder, group.size)
             model, report = group.from_pretrained(kind, **arguments)
     heads = set() if with_head else {f"{head_path(model)}.{name}" for name, _ in head_of(model).named_parameters()}
-    computed = {name for name, _ in model.named_buffers() if is_harmless(name, None)}
+    computed = {name for name, _ in model.named_buffers() if is_harmless(name, None, None)}
     lacking = sorted(report["missing_keys"] - heads - computed)
     if with_head:
         check_tensors(info.folder, lacking, report["unexpected_keys"])
     if lacking:
         raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}")
-    if not (drops or with_head) and (unused := _unused(info, config, kind, report["unexpected_keys"])):
+    # The caller sets the head, so that a tensor in the place of the class's own would be lost.
+    taken = heads - report["missing_keys"]
+    lost = [name for name in tensors if any(f".{name}".endswith(f".{own}") for own in taken)]
+    unused = [] if with_head else unused_tensors(info, config, kind, {*report["unexpected_keys"], *lost})
+    if unused:
         raise CheckpointError(
             f"{info.folder}: {kind.__name__} does not use {', '.join(unused[:6])}; left out, they would give other "
             "outputs than the checkpoint's; docs/your-models.md has the table of heads"
@@ -508,10 +532,10 @@ def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any) -> dict[str, T
     }
 
 
-def _unused(info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str]) -> list[str]:
+def unused_tensors(info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str]) -> list[str]:
     """Return the tensors that `kind` does not use, without those that cannot change its outputs."""
     apart = {file.name for file in head_files(info.folder)}
-    left = {name for name in unexpected if not is_harmless(name, info.tensors.get(name))}
+    left = {name for name in unexpected if not is_harmless(name, info.tensors.get(name), info.vocab_size)}
     left |= {
         name
         for name, tensor in info.tensors.items()
@@ -520,14 +544,20 @@ def _unused(info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[s
     if not left:
         return []
     # Output layers of the family's language models, and a pooler that the head does not read; without a head, any.
-    body, known = f"{kind.base_model_prefix}.", set[str]()
+    body, known = f"{kind.base_model_prefix}.", dict[str, tuple[int, ...]]()
     for mapping in LANGUAGE_MODELS:
         if (language := mapping.get(type(config), None)) is not None:
-            names = _empty(language, config).state_dict()
-            known |= {*names} if info.head is not None else {name.removeprefix(body) for name in names}
+            shapes = {name: (*tensor.shape,) for name, tensor in _empty(language, config).state_dict().items()}
+            known |= shapes if info.head is not None else unwrapped(shapes, body)
     if info.head is None:
-        return sorted(name for name in left if name.removeprefix(body) not in known)
+        for name in [*left]:  # a layer of this name but of another shape is something else
+            stored, shape = info.tensors.get(name), known.get(name.removeprefix(body))
+            if shape is not None and (stored is None or stored.shape == shape):
+                left.remove(name)
+        return sorted(left)
     has_own_class = info.head.form.pooled or info.head.kind == "token"
+    if info.head.form.pooled:  # a critic starts from the body alone, without the layers of this head's class
+        known |= dict.fromkeys(_empty(_sequence_class(info, config), config).state_dict(), ())
     left -= {name for name in left if has_own_class and name.startswith(f"{body}pooler.")}
     return sorted(name for name in left if name not in known or name.startswith(body))
 

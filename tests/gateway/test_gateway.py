@@ -56,7 +56,8 @@ async def test_json_api_scores_texts_chats_and_tokens_of_any_length() -> None:
         assert (reply["components"], reply["weights_versions"]) == ({}, [None] * 5)
         assert len(server.received) == 2  # one request with texts, one with tokens
         assert {"messages": CHAT, "response": "Hello"} in metadata_of(server)
-        assert {"prompt": "1 + 1 =", "response": " 2"} in metadata_of(server)  # the server truncates no row that has a reply
+        # The server truncates no row that has a reply.
+        assert {"prompt": "1 + 1 =", "response": " 2"} in metadata_of(server)
 
 
 async def test_the_last_message_of_a_chat_is_its_reply() -> None:

@@ -5,9 +5,10 @@ A damaged folder scores as the formula does without the tensor, or is refused by
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -450,6 +451,170 @@ def test_a_row_without_the_header_that_a_gate_reads_has_no_reward(tmp_path: Path
         load_reward(tmp_path)
 
 
+# ---- which tensors and files ----
+
+
+def renamed(folder: Path, rename: Callable[[str], str]) -> None:
+    file = folder / "model.safetensors"
+    tensors = {rename(name): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def bare(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+@pytest.mark.parametrize("rename", [str, bare], ids=["under a prefix", "without"])
+@pytest.mark.parametrize("pair", [("v_head", "score"), ("v_head", "v_head.summary"), ("regression_head", "out_proj")])
+def test_of_two_heads_value_head_prefix_says_which_is_read(
+    tmp_path: Path, pair: tuple[str, str], rename: Callable[[str], str]
+):
+    shape = Shape("llama", LLAMA, {**one(pair[0]), **one(pair[1], bias=True)}, layers())
+    body = save(tmp_path, shape)
+    stored = load_file(tmp_path / "model.safetensors")
+    renamed(tmp_path, rename)
+    with pytest.raises(CheckpointError, match=r"has 2 heads, [\w.]+, [\w.]+; set value_head_prefix") as caught:
+        load_reward(tmp_path)
+    assert all(name in str(caught.value) for name in pair)
+    for name in pair:
+        change_config(tmp_path, {"value_head_prefix": name})
+        chosen = Shape("llama", LLAMA, {}, layers(name))
+        assert_scores(tmp_path, chosen, right(chosen, body, stored))
+    file = tmp_path / "model.safetensors"
+    for extra in ("my_head.weight", "normalizer.mean"):  # no heads, which it would leave out
+        save_file({**load_file(file), extra: torch.ones(1, H)}, file)
+        with pytest.raises(CheckpointError, match=extra):
+            load_reward(tmp_path)
+
+
+WRAPPERS: dict[str, Callable[[str], str]] = {
+    "DistributedDataParallel": lambda name: f"module.{name}",
+    "torch.compile": lambda name: f"_orig_mod.module.{name}",
+    "Lightning": lambda name: f"model.{name}",
+    "a class with the body's layers": lambda name: f"model.{bare(name)}",
+    "a class of any name": lambda name: f"reward_model.net.{name}",
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", ["Skywork-Reward", "GRM-sftreg", "URM-3.1"])
+def test_a_wrapper_around_all_names_changes_nothing(tmp_path: Path, wrapper: str, name: str):
+    if name == "GRM-sftreg" and "layers" in wrapper:
+        pytest.skip("a language model has tensors of its own beside the body")
+    shape = SHAPES[name]
+    body = save(tmp_path, shape)
+    expected = right(shape, body, load_file(tmp_path / "model.safetensors"))
+    renamed(tmp_path, WRAPPERS[wrapper])
+    assert_scores(tmp_path, shape, expected)
+    again = load_reward(tmp_path).with_weights(tmp_path)
+    np.testing.assert_allclose(again.score(rows(shape)), expected, rtol=1e-5)
+    assert load_critic(tmp_path).note
+
+
+@pytest.mark.parametrize(
+    ("name", "rename"),
+    [("my_head", str), ("my_layer", bare), ("lm_head", str), ("cls", str), ("cls", bare), ("model.score", str)],
+)
+def test_a_head_of_an_unknown_name_is_named_with_the_remedy(tmp_path: Path, name: str, rename: Callable[[str], str]):
+    shape = Shape("llama", "X", one(name), layers(name))
+    body = save(tmp_path, shape)
+    stored = load_file(tmp_path / "model.safetensors")
+    file = tmp_path / "model.safetensors"
+    save_file({**{rename(key): each for key, each in stored.items()}, "lm_head.bias": torch.ones(VOCAB)}, file)
+    message = f"{name}.*value_head_prefix: {name} in its config.json"
+    with pytest.raises(CheckpointError, match=message):
+        load_reward(tmp_path)
+    with pytest.raises(CheckpointError, match=name):
+        load_critic(tmp_path)
+    if name == "lm_head":
+        save_file(stored, file)
+    change_config(tmp_path, {"value_head_prefix": name})
+    assert_scores(tmp_path, shape, right(shape, body, stored))
+
+
+BESIDE = ["normalizer.pt", "gating_layer.pt", "reward_scale.pth", "value_head.bin", "pytorch_model_head.bin", "a.ckpt"]
+BESIDE += ["model_value_head.safetensors", "adapter_model.safetensors", "pytorch_model_head.safetensors"]
+BESIDE += ["model-00001-of-00002.safetensors", "optimizer_head.pt", "reward_scaler.pt"]
+
+
+@pytest.mark.parametrize("file", BESIDE)
+def test_a_file_beside_the_weights_is_read_or_refused_by_name(tmp_path: Path, file: str):
+    save(tmp_path, SHAPES["Skywork-Reward"])
+    for harmless in (
+        *("optimizer.pt", "optimizer.safetensors", "scheduler.pt", "scaler.pt", "rng_state_0.pth", "training_args.bin"),
+        *("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "consolidated.safetensors"),
+    ):
+        (tmp_path / harmless).write_bytes(b"")
+    load_reward(tmp_path)
+    is_read = file.endswith(".safetensors")
+    tensors = {"normalizer.scale": torch.ones(1)}
+    save_file(tensors, tmp_path / file) if is_read else torch.save(tensors, tmp_path / file)
+    for load in (load_reward, load_critic):
+        with pytest.raises(CheckpointError, match=r"normalizer\.scale" if is_read else f"{file} beside the weights"):
+            load(tmp_path)
+
+
+def test_a_file_with_the_head_may_have_any_name(tmp_path: Path):
+    shape = SHAPES["LLaMA-Factory"]
+    body = save(tmp_path, shape)
+    head = load_file(tmp_path / "value_head.safetensors")
+    expected = right(shape, body, head)
+    (tmp_path / "value_head.safetensors").rename(tmp_path / "model_value_head.safetensors")
+    assert_scores(tmp_path, shape, expected)
+
+
+@pytest.mark.parametrize("name", ["score.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.bool])
+def test_numbers_that_are_no_floating_point_ones_are_refused(tmp_path: Path, name: str, dtype: torch.dtype):
+    save(tmp_path, SHAPES["Skywork-Reward"])
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    save_file({**stored, name: stored[name].to(dtype)}, file)
+    for load in (load_reward, load_critic):
+        with pytest.raises(CheckpointError, match=f"quantised: {name} is of type"):
+            load(tmp_path)
+
+
+# ---- keys of config.json ----
+
+KEYS = {
+    "Skywork-Reward": (
+        *("value_head_prefix", "architectures", "text_config", "max_position_embeddings", "n_positions", "max_seq_len"),
+        *("rope_parameters", "rope_scaling", "original_max_position_embeddings", "is_encoder_decoder", "id2label"),
+        *("model_type", "vocab_size", "critic_adapters", "reward_standardization", "quantization_config"),
+        *("pooling", "pad_token_id", "tie_word_embeddings"),
+    ),
+    "OpenRLHF": ("normalize_reward", "mean", "std", "value_head_prefix"),
+    "beaver": ("do_normalize", "score_type"),
+    "beaver, moments in config.json": ("mean", "var"),
+    "GRM, three layers": ("vhead_layer_type", "vhead_num_layers", "vhead_activation", "head_activation"),
+    "LDL": ("softmax", "temperature"),
+    "QRM": ("num_quantiles", "gating_n_hidden", "gating_temperature"),
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in KEYS.items() for key in keys])
+def test_a_key_of_another_json_type_is_refused_or_changes_nothing(tmp_path: Path, name: str, key: str):
+    shape = SHAPES[name.partition(", moments")[0]]
+    if "moments" in name:
+        shape = replace(shape, head=one("score_head"), values={}, config={**shape.config, "mean": 0.5, "var": [4.0]})
+    save(tmp_path, shape)
+    if name == "LDL":
+        change_config(tmp_path, {"softmax": True})
+    given = rows(shape) if "gating.logit_scale" in shape.head else [row[:5] for row in rows(shape)]  # 5 positions
+    expected = load_reward(tmp_path, **shape.settings).score(given)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for value in (None, 5, "x", [], {}, True, math.inf, {"a": {"b": [1]}}, [None], 10**400):
+        text = json.dumps({**config, key: value}).replace("Infinity", "1e400")
+        (tmp_path / "config.json").write_text(text)
+        try:
+            found = load_reward(tmp_path, **shape.settings).score(given)
+        except CheckpointError:
+            continue
+        if isinstance(value, str | list | dict):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=str(value))
+
+
 # ---- transformers' own classes ----
 
 OWN_CLASSES = [
@@ -831,3 +996,8 @@ def test_a_critic_of_a_gated_reward_model_starts_at_0_and_says_so(tmp_path: Path
     critic = load_critic(tmp_path)
     assert critic.note.endswith("has its own gate: the value head starts at 0")
     assert not last(critic, rows(SHAPES[name])).any()
+    file = tmp_path / "model.safetensors"
+    for extra in ("model.layers.0.extra.weight", "extra.weight"):
+        save_file({**load_file(file), extra: torch.ones(1)}, file, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=extra):
+            load_critic(tmp_path)

@@ -13,13 +13,24 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    AutoPeftModelForSequenceClassification,
+    AutoPeftModelForTokenClassification,
+    LoraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config, save_tiny, save_with_value_head
 from tiny_tokenizers import VOCAB, make_text_tokenizer, save_text_reward
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedTokenizerFast,
+)
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import RewardSection, load_config
@@ -152,7 +163,8 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
 def save_adapter(folder: Path, base: Path, family: str, **settings: Any) -> None:
     """Save an adapter as TRL does, after a training that changed all of it."""
     make_text_tokenizer(family).save_pretrained(folder)
-    kind = AutoModelForCausalLM if settings.get("task_type") == "CAUSAL_LM" else AutoModelForSequenceClassification
+    kinds = {"CAUSAL_LM": AutoModelForCausalLM, "TOKEN_CLS": AutoModelForTokenClassification}
+    kind = kinds.get(settings.get("task_type", ""), AutoModelForSequenceClassification)
     model = kind.from_pretrained(base, num_labels=settings.pop("num_labels", 1))
     settings = {"task_type": "SEQ_CLS", "r": 2, "target_modules": "all-linear", **settings}
     adapted = get_peft_model(model, LoraConfig(init_lora_weights=False, **settings))
@@ -173,6 +185,7 @@ def merge(tmp_path: Path, *arguments: str) -> int:
         ("qwen2", {"use_dora": True}),
         ("qwen2", {"modules_to_save": ["score", "classifier"]}),
         ("bert", {"modules_to_save": ["score", "classifier"]}),
+        ("qwen2", {"task_type": "TOKEN_CLS", "target_modules": ["q_proj"]}),
     ],
 )
 def test_the_merged_model_scores_as_the_adapter(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
@@ -182,9 +195,12 @@ def test_the_merged_model_scores_as_the_adapter(tmp_path: Path, family: str, set
     assert merge(tmp_path, "--out", str(tmp_path / "my.yaml")) == 0
     assert str(tmp_path / "merged") in (tmp_path / "my.yaml").read_text()
     labels = settings.get("num_labels", 1)
-    theirs = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter", num_labels=labels).eval()
+    is_token = settings.get("task_type") == "TOKEN_CLS"
+    kind = AutoPeftModelForTokenClassification if is_token else AutoPeftModelForSequenceClassification
+    theirs = kind.from_pretrained(tmp_path / "adapter", num_labels=labels).eval()
     with torch.no_grad():
-        expected = [theirs(input_ids=torch.from_numpy(row)[None]).logits[0].numpy() for row in ROWS]
+        logits = [theirs(input_ids=torch.from_numpy(row)[None]).logits[0].numpy() for row in ROWS]
+    expected = [each[-1] if is_token else each for each in logits]
     found = load_reward(tmp_path / "merged", merge_attributes=False).score(ROWS)
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
@@ -220,6 +236,95 @@ def test_a_head_that_the_class_does_not_have_is_merged_too(tmp_path: Path, prefi
     np.testing.assert_allclose(load_reward(tmp_path / "merged").score(ROWS), expected, atol=1e-5)
 
 
+def linear(hidden: torch.Tensor, head: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    return hidden @ head[f"{name}.weight"].T
+
+
+def urm(hidden: torch.Tensor, head: dict[str, torch.Tensor]) -> torch.Tensor:
+    gate = linear(torch.selu(linear(hidden, head, "weights.fc.0")), head, "weights.fc.2")
+    return (linear(hidden, head, "score")[:, ::2] * gate).sum(-1, keepdim=True)
+
+
+MOMENTS = {"normalizer.mean": torch.tensor([0.5]), "normalizer.var": torch.tensor([4.0])}
+SCORE = {"score.weight": torch.ones(4, 16)}
+GATE = {"weights.fc.0.weight": torch.ones(8, 16), "weights.fc.2.weight": torch.ones(2, 8)}
+# Tensors of the base model and of the adapter, each random, config.json of the base model, and the formula.
+WHOSE: dict[str, tuple[Any, ...]] = {
+    "another name": (["score"], ["v_head"], {}, lambda h, t: linear(h, t, "v_head")),
+    "its own name": (["my_head"], ["my_head"], {"value_head_prefix": "my_head"}, lambda h, t: linear(h, t, "my_head")),
+    "a name of the base": ([], ["my_head"], {"value_head_prefix": "my_head"}, lambda h, t: linear(h, t, "my_head")),
+    "a gate alone": ([*SCORE, *GATE], [*GATE], {}, urm),
+    "a new gate": ([*SCORE], [*GATE], {}, urm),
+    "the layers of a gate": ([*SCORE, *GATE], [*SCORE], {}, urm),
+    "a decoder's classifier": (["classifier"], [], {}, lambda h, t: linear(h, t, "classifier")),
+    "a normaliser": (
+        ["score_head", *MOMENTS],
+        ["score_head"],
+        {"do_normalize": True},
+        lambda h, t: (linear(h, t, "score_head") - 0.5) / 2,
+    ),
+    "the base's constants": (["score"], ["score"], {"reward_standardization": {"mean": 0.5, "std": 2.0}}, None),
+}
+
+
+@pytest.mark.parametrize("case", WHOSE)
+def test_what_an_adapter_trained_replaces_that_of_the_base_and_the_rest_stays(tmp_path: Path, case: str) -> None:
+    of_base, of_adapter, config, formula = WHOSE[case]
+    formula = formula or (lambda h, t: (linear(h, t, "score") - 0.5) / 2)
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_tiny(base, "qwen2", "language", vocab_size=VOCAB)
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False)
+    )
+    adapted.save_pretrained(adapter)
+    make_text_tokenizer("qwen2").save_pretrained(adapter)
+    trained: dict[str, torch.Tensor] = {}
+    for names, file, prefix in (
+        (of_base, base / "model.safetensors", ""),
+        (of_adapter, adapter / "adapter_model.safetensors", "base_model.model."),
+    ):
+        known = {**SCORE, **GATE, **MOMENTS}
+        head = {name: torch.randn(known[name].shape) for name in names if name in known}
+        head |= {f"{name}.weight": torch.randn(1, 16) for name in names if name not in known}
+        head |= {name: tensor for name, tensor in MOMENTS.items() if name in head}
+        trained |= head
+        own = {name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}
+        save_file({**own, **{f"{prefix}{name}": each for name, each in head.items()}}, file, metadata={"format": "pt"})
+    change_config(base, **config)
+    assert merge(tmp_path) == 0
+    with torch.no_grad():
+        hidden = [adapted(input_ids=torch.from_numpy(row)[None], output_hidden_states=True) for row in ROWS]
+        expected = formula(torch.stack([found.hidden_states[-1][0, -1] for found in hidden]), trained)
+    np.testing.assert_allclose(load_reward(tmp_path / "merged").score(ROWS), expected, atol=1e-5)
+    assert "lm_head.weight" not in tensors_of(tmp_path / "merged"), "made up by transformers"
+
+
+BASES: dict[str, tuple[Any, str]] = {
+    "a tensor less": (lambda own: {n: own[n] for n in own if "norm.weight" not in n}, r"lacks model\.\S*norm\.weight"),
+    "renamed": (lambda own: {n.replace("model.", "transformer."): own[n] for n in own}, r"transformer\."),
+    "a tensor more": (lambda own: {**own, "model.layers.0.extra.weight": torch.ones(1)}, r"layers\.0\.extra\.weight"),
+    "a normaliser": (lambda own: {**own, "normalizer.mean": torch.ones(1)}, r"does not use normalizer\.mean"),
+}
+
+
+@pytest.mark.parametrize("case", BASES)
+@pytest.mark.parametrize("task", ["SEQ_CLS", "CAUSAL_LM"])
+def test_a_base_model_that_does_not_fit_its_class_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, task: str
+) -> None:
+    change, told = BASES[case]
+    save_tiny(tmp_path / "base", "qwen2", "language", vocab_size=VOCAB)
+    save_adapter(tmp_path / "adapter", tmp_path / "base", "qwen2", task_type=task)
+    if task == "CAUSAL_LM":
+        save_file({"v_head.weight": torch.ones(1, 16)}, tmp_path / "adapter" / "value_head.safetensors")
+    file = tmp_path / "base" / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    assert merge(tmp_path) == 2
+    said = capsys.readouterr().err
+    assert re.search(told, said), said
+    assert not (tmp_path / "merged").exists()
+
+
 def test_an_adapter_of_a_trained_reward_model_keeps_its_head(tmp_path: Path) -> None:
     save_text_reward(tmp_path / "base", "qwen2")
     save_adapter(tmp_path / "adapter", tmp_path / "base", "qwen2", task_type=None, target_modules=["q_proj"])
@@ -244,7 +349,7 @@ def test_an_adapter_with_a_value_head_in_a_file_of_its_own(tmp_path: Path, signa
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("base_model.model.v_head.summary.weight", "does not use base_model.model.score.weight"),  # one of two heads
+        ("base_model.model.v_head.summary.weight", "it has 2 heads, v_head.summary, score; set value_head_prefix"),
         ("base_model.model.model.layers.7.mlp.up_proj.lora_A.weight", "does not use base_model.model.model.layers.7"),
     ],
 )
@@ -283,6 +388,11 @@ def test_adapters_that_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFi
     weights = load_file(adapter / "adapter_model.safetensors")
     save_file({**weights, "base_model.model.score.weight": torch.ones(1, 99)}, adapter / "adapter_model.safetensors")
     refused("cannot be merged into", "size mismatch")
+    torch.save({"mean": torch.ones(1)}, adapter / "normalizer.pt")
+    refused("normalizer.pt beside the weights may have a part of the model")
+    (adapter / "normalizer.pt").rename(base / "reward_scale.pth")
+    refused("reward_scale.pth beside the weights may have a part of the model")
+    (base / "reward_scale.pth").unlink()
     (adapter / "adapter_model.safetensors").write_bytes(b"damaged")
     refused("is damaged")
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
@@ -334,7 +444,18 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         ("pytorch_model.bin", dict, {}),
         ("pytorch_model.bin", dict, {"_use_new_zipfile_serialization": False}),
         ("model.pt", lambda own: {"module": {f"module.{name}": own[name] for name in own}, "epoch": 3}, {}),
-        ("a.pth", lambda own: {"state_dict": own, "optimizer": {"state": [own]}, "lr_schedulers": [own]}, {}),
+        (
+            "a.pth",
+            lambda own: {
+                "state_dict": own,
+                "optimizer": {"state": [own]},
+                "lr_schedulers": [own],
+                "scaler": {"scale": 65536.0, "growth_factor": 2.0},
+                "rng_state": torch.zeros(8, dtype=torch.uint8),
+                "hyper_parameters": {"init_std": 0.02},
+            },
+            {},
+        ),
     ],
     ids=["zip", "legacy", "module", "training"],
 )
@@ -360,7 +481,7 @@ def test_a_pickled_checkpoint_is_converted(
     said = capsys.readouterr().out
     assert f"reading {name}" in said
     assert ("left out epoch (int)" in said) == (name == "model.pt")
-    assert ("left out optimizer, lr_schedulers" in said) == (name == "a.pth")
+    assert ("left out optimizer, lr_schedulers, scaler, rng_state, hyper_parameters" in said) == (name == "a.pth")
     assert str(out) in said[said.index("\nreward:\n") :]
 
 
@@ -422,6 +543,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no data": (lambda file: torch.save({"a": torch.ones(2, device="meta")}, file), "tensor a is not a dense tensor"),
     "complex": (lambda file: torch.save({"a": torch.ones(2) * 1j}, file), r"tensor a of type torch\.complex64"),
     "reserved": (lambda file: torch.save({"__metadata__": T}, file), "tensor __metadata__ .* cannot be stored"),
+    "a mean": (lambda file: torch.save({"model": {"a": T}, "mean": 0.5}, file), r"mean is 0\.5, no tensor"),
+    "means": (lambda file: torch.save({"a": T, "reward_std": [1.0, 2.0]}, file), r"reward_std is \[1\.0, 2\.0\]"),
+    "a scaler": (
+        lambda file: torch.save({"a": T, "reward_scaler": {"mean": 1, "count": 7}}, file),
+        r"reward_scaler\.mean is 1, no tensor",
+    ),
+    "a scaler like a trainer's": (lambda file: torch.save({"a": T, "scaler": {"std": 2.0}}, file), r"scaler\.std is 2"),
     "NaN": (lambda file: torch.save({"a": T, "b": torch.tensor([1, torch.nan])}, file), "tensor b .* not a number"),
 }
 
@@ -515,12 +643,24 @@ def test_heads_in_pickles_of_their_own(tmp_path: Path, capsys: pytest.CaptureFix
     own = load_file(source / "model.safetensors")
     head = {"network.0.weight": torch.ones(10, 16), "network.0.bias": torch.zeros(10)}
     torch.save(head, source / "regression_layer.pt")
+    torch.save({"scale": torch.ones(2)}, source / "pytorch_model_head.bin")
+    torch.save(torch.ones(3), source / "calibration.pth")
+    save_file({"v_head.weight": torch.ones(1, 16)}, source / "model_value_head.safetensors")
+    assert main(["--reward", str(source)]) == 2
+    told = "calibration.pth, pytorch_model_head.bin, regression_layer.pt beside the weights may have a part"
+    assert told in capsys.readouterr().err
+    (source / "model_value_head.safetensors").rename(tmp_path / "head.safetensors")
     torch.save({"v_head.summary.weight": torch.ones(1, 16)}, source / "value_head.bin")
     assert main(["--reward", str(source)]) == 2
-    assert "but regression_layer.pt, value_head.bin may be one; convert it" in capsys.readouterr().err
-    assert convert(source, tmp_path / "out") == 0
+    assert "regression_layer.pt, value_head.bin may be one; convert it" in capsys.readouterr().err
+    (tmp_path / "head.safetensors").rename(source / "model_extra.safetensors")
+    assert convert(source, tmp_path / "out") == 2
+    assert "it has 2 heads, v_head.summary, v_head; set value_head_prefix" in capsys.readouterr().err
+    convert(source / "value_head.bin", tmp_path / "one")
+    assert "left out, since value_head.bin alone was given: calibration.pth, pytorch_model" in capsys.readouterr().out
     renamed = {f"regression_layer.{name}": tensor for name, tensor in head.items()}
-    assert_same(tensors_of(tmp_path / "out"), {**own, **renamed, "v_head.summary.weight": torch.ones(1, 16)})
+    more = {"pytorch_model_head.scale": torch.ones(2), "calibration": torch.ones(3), "v_head.weight": torch.ones(1, 16)}
+    assert_same(tensors_of(tmp_path / "out"), {**own, **renamed, **more, "v_head.summary.weight": torch.ones(1, 16)})
 
 
 def test_a_pickled_adapter_is_converted_and_merged(tmp_path: Path, signals_kept: None) -> None:

@@ -216,9 +216,12 @@ def test_a_reward_model_is_no_policy_no_reference_and_has_no_logits(tmp_path: Pa
     assert all(
         "lack an output layer such as lm_head.weight, and it does not use score.weight" in line for line in lines
     )
-    check_files(
-        RunConfig.model_validate({**sections, "actor": {}, "reward": {"model": checkpoints.reward}}), server=True
-    )
+    sections |= {"actor": {}, "reward": {"model": checkpoints.reward}}
+    check_files(RunConfig.model_validate(sections), server=True)
+    critic = shutil.copytree(checkpoints.policy, tmp_path / "critic")
+    (critic / "value_head.bin").touch()
+    with pytest.raises(ConfigError, match=r"critic\.model: \S+: value_head\.bin beside the weights may have a part"):
+        check_files(RunConfig.model_validate({**sections, "critic": {"model": critic}}), server=True)
 
 
 def test_a_family_that_cannot_be_split_is_named_before_anything_starts(

@@ -1,0 +1,38 @@
+"""Reads keys of a checkpoint's config.json, each of the JSON type that it must have; no torch."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+KINDS = {
+    str: "a text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def read_key(config: Mapping[str, Any], key: str, kind: type[T], default: D) -> T | D:
+    """Return a key's value; `default` if it is absent or null, as transformers writes a key that is not set.
+
+    Raises:
+        ValueError: the value is of another type than `kind`; the message names the key and the value.
+    """
+    found: Any = config.get(key)
+    if found is None:
+        return default
+    if kind is bool and found in (False, True):  # 0 and 1 are equal to these
+        return kind(found)  # type: ignore[call-arg]
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    if kind is float and is_number and abs(found) <= sys.float_info.max:
+        return kind(found)  # type: ignore[call-arg]
+    if kind is int and is_number and not isinstance(found, float) and abs(found) < 2**31:
+        return found
+    if kind in (str, list, dict) and isinstance(found, kind):
+        return found
+    raise ValueError(f"config.json: {key} is {str(found)[:80]!r}, must be {KINDS[kind]}")
