@@ -37,7 +37,7 @@ from tools.server.health import get_page
 from tools.server.ports import PORT_KEYS, check_ports, with_free_ports
 from tools.server.supervisor import Supervisor
 from tools.server.vllm import VllmServer, starts_vllm
-from tools.token_checks import rendered_text
+from tools.token_checks import prompt_warnings
 
 POLL_S = 0.25
 ACTOR_EXIT_S = 5.0  # added to actor.stop_grace_s, the time that the actor has to write a checkpoint
@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit_access(config.run)
         if args.dry_run:
             return _plan(config, machine)
-        told = rendered_text(config, check_run(config))
+        told = prompt_warnings(config, check_run(config))
         if args.fresh and config.run.dir.exists():
             with only_run(config.run.dir), only_actor(config.run.dir):
                 set_aside(config.run.dir)
@@ -277,13 +277,19 @@ def _plan(config: RunConfig, machine: dict[str, Any]) -> int:
 
 
 def _supervise(
-    path: Path, config: RunConfig, overrides: Sequence[str], signals: StopSignals, *, accepts_changes: bool, told: str
+    path: Path,
+    config: RunConfig,
+    overrides: Sequence[str],
+    signals: StopSignals,
+    *,
+    accepts_changes: bool,
+    told: Sequence[str],
 ) -> int:
-    """Run it to its end; `told`: a warning for the log, "" for none."""
+    """Run it to its end; `told`: warnings for the log."""
     try:
         with only_run(config.run.dir), RunDisplay(config.run.dir, config.actor.steps) as display:
-            if told:
-                display.log(f"actor.prompts: {told}")
+            for line in told:
+                display.log(f"actor.prompts: {line}")
             run = Run(path, config, overrides, display, signals, accepts_changes=accepts_changes)
             try:
                 run.execute()

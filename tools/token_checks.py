@@ -12,6 +12,7 @@ from python_backend.checkpoints.tokenization import (
     ids_without_entry,
     load_tokenizer,
     num_embeddings,
+    rendered_probe,
     reply_end,
     same_tokenizer,
     special_tokens_in,
@@ -22,6 +23,7 @@ from python_backend.rewards.function import MESSAGES_KEY
 from tools.doctor import Finding, warning
 
 VLLM_BANS = 1024  # entries of `logit_bias`
+QUESTION = {"role": "user", "content": PROBE}
 MARK = 3  # characters of the shortest mark of a turn: white space and single signs are in any text
 RESIZE = "resize its embeddings to the tokenizer (resize_token_embeddings)"
 
@@ -56,50 +58,75 @@ def template_problem(folder: Path) -> str | None:
 
 def _rendered(tokenizer: Any) -> str:
     """Return a question and a reply, both `PROBE`, in the chat template; "" if there is none or it refuses them."""
-    question, reply = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
-    try:
-        return str(tokenizer.apply_chat_template([question, reply], tokenize=False))
-    except Exception:  # templates are programs and may raise anything; where one is used, that is reported
-        return ""
+    return rendered_probe(tokenizer, [QUESTION, {**QUESTION, "role": "assistant"}])
 
 
-def rendered_text(config: RunConfig, prompts: Sequence[Prompt]) -> str:
-    """Return a warning about text prompts that are chats in the reward model's own format; "" if there are none.
+def prompt_warnings(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
+    """Return what is odd about the form of these prompts, as policy and reward model read them."""
+    return [*_rendered_texts(config, prompts), *_headers(config, prompts)]
 
-    Of a text, the reward model reads the text alone: nothing ends the reply's turn, as in each chat of its training.
-    """
-    reward = config.reward
-    if not config.uses_reward_model or reward.template is not None or reward.process or reward.logit:
-        return ""
-    tokenizer = load_tokenizer(reward.model.absolute())
+
+def _headers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a warning if the policy has to write the header of its own turn, which then is a part of each reply."""
+    if not any(MESSAGES_KEY in prompt.metadata for prompt in prompts):
+        return
+    tokenizer = load_tokenizer(config.actor.policy.model.absolute())
+    prompt = rendered_probe(tokenizer, [QUESTION], add_generation_prompt=True)
+    behind = _rendered(tokenizer).removeprefix(prompt)
+    header = behind.partition(PROBE)[0]
+    if prompt and header.strip() and len(behind) < len(_rendered(tokenizer)):
+        yield (
+            f"actor.policy.model: its chat template ignores add_generation_prompt: prompts end before {header!r}, "
+            "which the policy writes itself, and reward functions and the reward model read in the reply; write it in "
+            "chat_template.jinja under `{% if add_generation_prompt %}`"
+        )
+
+
+def _marks(tokenizer: Any) -> list[str]:
+    """Return the texts that show that a text is a chat in the format of the tokenizer's template."""
     chat = _rendered(tokenizer)
-    _, _, behind = chat.rpartition(PROBE)
-    end = behind.strip()
-    if not end or (reward.append_eos and end == tokenizer.eos_token):
-        return ""
     ids = {*tokenizer(chat, add_special_tokens=False)["input_ids"]} & {*tokenizer.added_tokens_decoder}
     ids -= {tokenizer.bos_token_id, tokenizer.unk_token_id}
     between = chat.partition(PROBE)[2].partition(PROBE)[0]  # from the end of a question to its answer
     marks = [*tokenizer.convert_ids_to_tokens(sorted(ids)), between]
-    marks = [mark.strip() for mark in marks if len(mark.strip()) >= MARK]
+    return [mark.strip() for mark in marks if len(mark.strip()) >= MARK]
 
-    def marks_in(prompt: Prompt) -> list[str]:
-        return [mark for mark in marks if mark in prompt.text]
 
-    found = [prompt for prompt in prompts if MESSAGES_KEY not in prompt.metadata and marks_in(prompt)]
-    if not found:
-        return ""
-    more = f" ({len(found)} such rows)" if len(found) > 1 else ""
-    return (
-        f"{found[0].where} is a text with {marks_in(found[0])[0]!r} of reward.model's chat template, so its reply is "
-        f"scored without {end!r}, which ends a turn there; give the chat as `messages`{more}"
-    )
+def _rendered_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a warning about text prompts that are chats in the format of a model.
+
+    Of a text, the reward model reads the text alone: nothing ends the reply's turn, as in each chat of its training,
+    and a chat in the policy's format is none of its own.
+    """
+    reward, texts = config.reward, [prompt for prompt in prompts if MESSAGES_KEY not in prompt.metadata]
+    if not config.uses_reward_model or reward.template is not None or reward.process or reward.logit:
+        return
+    tokenizer = load_tokenizer(reward.model.absolute())
+    end = _rendered(tokenizer).rpartition(PROBE)[2].strip()
+    formats = {}
+    if end and not (reward.append_eos and end == tokenizer.eos_token):
+        formats["reward.model"] = tokenizer, f"its reply is scored without {end!r}, which ends a turn there"
+    policy = load_tokenizer(config.actor.policy.model.absolute())
+    if _rendered(policy) != _rendered(tokenizer):
+        formats["actor.policy.model"] = policy, "reward.model does not read a chat in its own format"
+    own = _marks(tokenizer)
+    for key, (owner, told) in formats.items():
+        marks = own if owner is tokenizer else [mark for mark in _marks(owner) if mark not in own]
+        found = [(prompt, mark) for prompt in texts for mark in marks if mark in prompt.text]
+        if found:
+            prompt, mark = found[0]
+            rows = len({id(prompt) for prompt, _ in found})
+            more = f" ({rows} such rows)" if rows > 1 else ""
+            yield (
+                f"{prompt.where} is a text with {mark!r} of {key}'s chat template, so {told}; give the chat as "
+                f"`messages`{more}"
+            )
+            return
 
 
 def reward_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Yield what the reward model reads of the prompts that may not be what it was trained on."""
-    if told := rendered_text(config, prompts):
-        yield warning("prompts", told)
+    yield from (warning("prompts", told) for told in prompt_warnings(config, prompts))
     reward = config.reward
     is_rendered = config.uses_reward_model and reward.template is None and reward.add_special_tokens
     if not is_rendered or not any(MESSAGES_KEY in each.metadata for each in prompts):

@@ -21,13 +21,13 @@ from python_backend.config.rewards import read_template
 from python_backend.errors import RlhfError
 from python_backend.models.canary import canary_outputs
 from python_backend.models.modeling import RewardModel
-from python_backend.rewards.function import MESSAGES_KEY, REPLY_KEY, RESPONSE_KEY, with_reply
+from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, with_reply
 from python_backend.serving.requests import RowReader
 from python_backend.serving.templates import RowTemplate
 from python_backend.store.jsonl import named_lines
 from python_backend.store.weights import WeightsError, WeightsStore
 from python_backend.wire.contract import METADATA, SENTENCES, ContractError, TokenRow
-from python_backend.wire.messages import BadMessages, is_json_of_messages, plain_messages
+from python_backend.wire.messages import BadMessages, is_text_of_messages, plain_messages
 from trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
 
 ROWS_PER_FORWARD = 16
@@ -89,15 +89,24 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
 def _row(pair: dict[str, Any], side: str, where: str, *, is_pair: bool) -> tuple[str, dict[str, Any], str]:
     """Return text, metadata and second text of one side of a pair, as a client of the server sends them."""
     prompt, reply = pair.get("prompt"), pair.get(side)
-    columns = {name: value for name, value in pair.items() if name not in (*SIDES, MESSAGES_KEY, REPLY_KEY)}
+    own = (*SIDES, PROMPT_KEY, MESSAGES_KEY, RESPONSE_KEY, REPLY_KEY)
+    columns = {name: value for name, value in pair.items() if name not in own}
+    if len({type(pair.get(name)) for name in SIDES} & {str, list}) > 1:
+        raise ConfigError(f"{where}: chosen and rejected must both be texts or both be messages")
     if isinstance(reply, str) and (prompt is None or isinstance(prompt, str)):
-        if is_json_of_messages(reply) or is_json_of_messages(prompt or ""):
-            raise ConfigError(f"{where}: the JSON text of messages; store the list itself, here and as `prompt`")
-        if is_pair and prompt is not None:
-            return prompt, {**columns, RESPONSE_KEY: reply}, reply
-        return (prompt or "") + reply, {**columns, RESPONSE_KEY: reply}, ""
-    messages = [*([] if prompt is None else _messages(prompt, where)), *_messages(reply, where)]
-    text, metadata = with_reply(messages, "", columns)
+        if is_text_of_messages(reply) or is_text_of_messages(prompt or ""):
+            raise ConfigError(f"{where}: messages written as a text; store the list itself, here and as `prompt`")
+        known = {**columns, RESPONSE_KEY: reply}
+        if prompt is None:
+            return reply, known, ""
+        known[PROMPT_KEY] = prompt
+        return (prompt, known, reply) if is_pair else (prompt + reply, known, "")
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    before = [] if asked is None else _messages(asked, where)
+    said = _messages(reply, where)
+    if before and said[: len(before)] == before:  # as in UltraFeedback, whose sides are whole conversations
+        before = []
+    text, metadata = with_reply([*before, *said], "", columns)
     return text, metadata, ""
 
 

@@ -28,7 +28,7 @@ from python_backend.store.weights import WeightsError, WeightsStore
 from python_backend.training.ranks import AnyRanks
 from python_backend.wire.chats import render_chat, template_options
 from python_backend.wire.contract import SEQUENCE_LENGTHS, ContractError, Limits
-from python_backend.wire.messages import BadMessages, is_json_of_messages, plain_messages
+from python_backend.wire.messages import BadMessages, is_text_of_messages, plain_messages
 from python_backend.wire.training_payload import TrainPayload, train_payload
 from trainer.critic_update import MAX_ROWS, TrainingRow, load_update, split_rows
 
@@ -187,7 +187,7 @@ def _prompt_ids(tokenizer: Any, line: dict[str, Any], where: str, *, special: bo
     """Return the ids of a text or of messages, tokenised as the actor's prompts are."""
     prompt = line["prompt"]
     if isinstance(prompt, str):
-        if is_json_of_messages(prompt):
+        if is_text_of_messages(prompt):
             raise ConfigError(f"{KEY}: {where}: prompt is the JSON text of messages; store the list itself")
         before, ids = encode_prompt(tokenizer, prompt)
         return [*before, *ids] if special else [*tokenizer(prompt, add_special_tokens=False)["input_ids"]]

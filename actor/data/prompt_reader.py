@@ -19,11 +19,12 @@ from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY,
 from python_backend.rewards.groups import GROUP_KEY
 from python_backend.wire.chats import TEMPLATE_COLUMNS, render_chat, template_options
 from python_backend.wire.contract import STEP_ENDS
-from python_backend.wire.messages import BadMessages, is_json_of_messages, plain_messages
+from python_backend.wire.messages import BadMessages, is_text_of_messages, plain_messages
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "skip", "truncate"]
 PROMPT_ID = "prompt_id"
+ANSWERS = ("assistant", "model", "gpt", "bot", "chatbot")  # roles of the policy, in anyone's format
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,10 @@ class PromptReader:
         text, adds = columns[source], self.add_special_tokens
         if text in EMPTY:
             raise PromptError(f"{where}: {source} is empty")
-        if isinstance(text, str) and is_json_of_messages(text):
-            raise PromptError(f"{where}: {source} is the JSON text of messages; store the list itself in that column")
+        if isinstance(text, str) and is_text_of_messages(text):
+            raise PromptError(
+                f"{where}: {source} holds messages written as a text; store the list itself in that column"
+            )
         if source == MESSAGES_KEY or (source == "prompt" and isinstance(text, list)):
             metadata[MESSAGES_KEY] = messages = _conversation(text, f"{where}: {source}")
             text, adds = self._rendered(messages, columns, where, source), False
@@ -204,7 +207,7 @@ def _conversation(value: Any, where: str) -> list[dict[str, Any]]:
         messages = plain_messages(value)
     except BadMessages as error:
         raise PromptError(f"{where}{error}") from error
-    if messages[-1]["role"] == "assistant":
+    if messages[-1]["role"].casefold() in ANSWERS:
         raise PromptError(
             f"{where} ends with the assistant, whose answer would be in the prompt; drop the last message, or give a "
             "text instead if the policy is to continue it"

@@ -394,12 +394,19 @@ def _turn_ends(tokenizer: Any) -> tuple[int | None, int | None]:
     return earlier if earlier in last else end(last), earlier
 
 
+def rendered_probe(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -> str:
+    """Return messages in the chat template, behind a system message if it needs one; "" if it refuses them."""
+    for before in ([], [{"role": "system", "content": NEXT_PROBE}]):
+        try:
+            return str(tokenizer.apply_chat_template([*before, *messages], tokenize=False, **options))
+        except Exception:  # templates are programs and may raise anything; the caller that needs the text reports it
+            continue
+    return ""
+
+
 def _behind_reply(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     """Return the ids of what the template writes behind the last `PROBE`, up to `NEXT_PROBE`; [] if it refuses."""
-    try:
-        text = str(tokenizer.apply_chat_template([*messages], tokenize=False))
-    except Exception:  # templates are programs and may raise anything; the caller that needs the text reports it
-        return []
+    text = rendered_probe(tokenizer, messages)
     behind = text.rpartition(PROBE)[2] if PROBE in text else ""
     return list(tokenizer(behind.partition(NEXT_PROBE)[0], add_special_tokens=False)["input_ids"])
 

@@ -125,11 +125,12 @@ def split_reply(messages: list[Any], text: str, metadata: Mapping[str, Any]) -> 
     """Return the messages of a chat before its reply, and the message of the reply; None if there is none.
 
     A client sends the reply as the row's text, an empty one as `response` in the metadata, and what else its message
-    has, such as tool calls, as `reply_messages`; or without a text, as the last of the messages.
+    has, such as tool calls, as `reply_messages`; or as the last of the messages, without a text or with the same one.
     """
     response = metadata.get(RESPONSE_KEY)
     last = messages[-1] if messages and _has_role(messages[-1], "assistant") else None
-    if not text and last is not None and response in (None, last.get("content") or ""):
+    said = last and (last.get("content") or "")
+    if last is not None and (text == said or (not text and response in (None, said))):
         return messages[:-1], last
     if not text and not isinstance(response, str):
         return messages, None

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from python_backend.wire.messages import BadMessages, without_nulls
+from python_backend.wire.messages import BadMessages, with_arguments, without_nulls
 
 TOOLS, TEMPLATE_VARIABLES = TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # TRL's names
 MARK = "qzjx"  # in place of a content, to see whether a template writes it
@@ -14,6 +14,7 @@ Rendered = Callable[..., str]
 _checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 """For each tokenizer, the kinds of conversation that its template writes completely."""
 MOST_KINDS = 10_000
+ROLES = ("system", "user", "assistant", "tool")  # that a template may write without naming them
 
 
 def template_options(tokenizer: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +37,8 @@ def template_options(tokenizer: Any, columns: Mapping[str, Any]) -> dict[str, An
         )
     variables = without_nulls(variables or {})
     own = inspect.signature(tokenizer.apply_chat_template).parameters if variables else {}
-    taken = [name for name in variables if name in own and own[name].kind is not inspect.Parameter.VAR_KEYWORD]
+    reserved = {name for name in own if own[name].kind is not inspect.Parameter.VAR_KEYWORD} - {"documents"}
+    taken = [name for name in variables if name in reserved | {"messages"}]
     if taken:
         raise BadMessages(f"{TEMPLATE_VARIABLES}: {taken[0]!r} is no variable of a chat template; remove it")
     return {**variables, TOOLS: without_nulls(tools)} if tools else variables
@@ -69,22 +71,37 @@ def render_chat(
         Exception: whatever else the template raises, which is a program.
     """
 
-    def rendered(shown: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def applied(shown: Sequence[Mapping[str, Any]], **options: Any) -> str:
         found = tokenizer.apply_chat_template(
             [*shown], tokenize=False, add_generation_prompt=generation_prompt, **options
         )
         return str(found)
+
+    def rendered(shown: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        try:
+            return applied(shown, **options)
+        except Exception:  # DeepSeek's templates take the arguments of tool calls as JSON texts only
+            written = [*map(_with_json_arguments, shown)]
+            if written == [*shown]:
+                raise
+            return applied(written, **options)
 
     text = rendered(messages, **options)
     text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them
     kinds = _checked.setdefault(tokenizer, set())
     kind = _kind(messages, options, tokenizer.chat_template, generation_prompt)
     if kind not in kinds:
+        _check_roles(messages, str(tokenizer.chat_template), owner)
         _check_tools(rendered, messages, options, text, owner)
         _check_messages(rendered, messages, options, text, owner)
         if len(kinds) < MOST_KINDS:
             kinds.add(kind)
     return text
+
+
+def _with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": with_arguments(calls, json.dumps)} if calls else {**message}
 
 
 def _kind(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *more: Any) -> str:
@@ -97,6 +114,17 @@ def _says(message: Mapping[str, Any]) -> tuple[bool, bool]:
     """Return whether a message says something by tool calls, or by its content alone; an empty one has no effect."""
     calls = bool(message.get("tool_calls"))
     return calls, not calls and bool((message.get("content") or "").strip())
+
+
+def _check_roles(messages: Sequence[Mapping[str, Any]], template: str, owner: str) -> None:
+    """Raise BadMessages for a role that no model was trained on: many templates write whatever they are given."""
+    for i, message in enumerate(messages):
+        role = message["role"]
+        if role not in ROLES and role not in template:
+            raise BadMessages(
+                f"[{i}]: the role {role!r} is none of {', '.join(ROLES)}, nor named in the {owner}'s chat template; "
+                "rename it"
+            )
 
 
 def _check_tools(

@@ -1,6 +1,8 @@
 """Messages of conversations: one reading for prompt files, requests to the server, and the gateway."""
 
+import ast
 import json
+from collections.abc import Callable
 from typing import Any
 
 from python_backend.errors import RlhfError
@@ -35,18 +37,65 @@ def _plain_message(index: int, message: Any) -> dict[str, Any]:
         raise BadMessages(f"[{index}].content: {error}") from error
     if content is None and not message.get("tool_calls"):
         raise BadMessages(f"[{index}].content: missing or null, must be a text")
-    return {**without_nulls({**message, "content": ""}), "content": content}  # in the order of the message's own keys
+    plain = {**without_nulls({**message, "content": ""}), "content": content}  # in the order of the message's own keys
+    return {**plain, "tool_calls": _read_calls(plain["tool_calls"])} if plain.get("tool_calls") else plain
 
 
-def is_json_of_messages(text: str) -> bool:
-    """Return whether a text is JSON that holds a conversation, which would be read with its brackets and quotes."""
-    if not text.lstrip().startswith("["):
-        return False
+def _read_calls(calls: Any) -> Any:
+    """Return tool calls whose arguments are objects: OpenAI's are JSON texts, which templates would quote once more."""
+    return with_arguments(calls, lambda given: _object_in(given) if isinstance(given, str) else given)
+
+
+def with_arguments(calls: Any, change: Callable[[Any], Any]) -> Any:
+    """Return tool calls with the arguments of each function as `change` returns them."""
+    if not isinstance(calls, list):
+        return calls
+    return [
+        {**call, "function": {**call["function"], "arguments": change(call["function"]["arguments"])}}
+        if isinstance(call, dict) and isinstance(call.get("function"), dict) and "arguments" in call["function"]
+        else call
+        for call in calls
+    ]
+
+
+def _object_in(text: str) -> Any:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
+
+
+def is_text_of_messages(text: str) -> bool:
+    """Return whether a text is JSON, or Python's notation, of a conversation or of one message.
+
+    It would be read with its brackets and quotes.
+    """
+    if not text.lstrip().startswith(("[", "{", '"')):
         return False
-    return bool(found) and all(isinstance(message, dict) and "role" in message for message in found)
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return _holds_messages(read(text.strip()))
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return False
+
+
+def _holds_messages(value: Any) -> bool:
+    if isinstance(value, str):  # written as JSON twice
+        return is_text_of_messages(value)
+    if isinstance(value, dict):
+        inner = (value.get(name) for name in ("messages", "conversations"))
+        return {"role", "content"} <= value.keys() or any(map(_is_chat, inner))
+    return _is_chat(value)
+
+
+def _is_chat(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(each, dict) and ("role" in each or {"from", "value"} <= each.keys()) for each in value)
+    )
 
 
 def text_of(content: Any) -> str | None:

@@ -59,7 +59,7 @@ class Chat:
         assert options.keys() <= {"tools"}
         if messages[0]["content"] == "refuse":
             raise ValueError("no")
-        shown = [message for message in messages if message["role"] != "omitted"]
+        shown = [message for message in messages if message["role"] != "tool"]
         return "".join(f"<{message['role'][0]}>{message['content']}" for message in shown) + "<a>"
 
 
@@ -86,7 +86,7 @@ TOKENS = "tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"
 TWO = "could each be the prompt; keep one of them, and remove or rename the others"
 HALF = "is half a character (a lone surrogate), which has no encoding; mend or remove the row"
 USER, REPLY = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
-LEFT_OUT = "the policy's chat template leaves out the role 'omitted'; give the message another role, or use a template"
+LEFT_OUT = "the policy's chat template leaves out the role 'tool'; give the message another role, or use a template"
 IMAGE = {"type": "image", "image": "x.png"}
 
 
@@ -112,9 +112,20 @@ IMAGE = {"type": "image", "image": "x.png"}
         (['{"text": "a"}', '{"text": "hello \\ud83d world"}'], f"prompts.jsonl:2: text: '\\ud83d' {HALF}"),
         ([json.dumps({"messages": [{**USER, "name": "\ud83d"}]})], f"prompts.jsonl:1: messages: '\\ud83d' {HALF}"),
         ([{"messages": [{"role": "user", "content": "refuse"}]}], "prompts.jsonl:1: messages cannot be rendered: no"),
-        ([{"messages": [{"role": "omitted", "content": "x"}]}], f"prompts.jsonl:1: messages[0]: {LEFT_OUT}"),
-        ([{"prompt": json.dumps([USER])}], "prompts.jsonl:1: prompt is the JSON text of messages; store the list"),
-        ([{"messages": json.dumps([USER])}], "prompts.jsonl:1: messages is the JSON text of messages; store the list"),
+        ([{"messages": [{"role": "tool", "content": "x"}]}], f"prompts.jsonl:1: messages[0]: {LEFT_OUT}"),
+        *(
+            ([{name: text}], f"prompts.jsonl:1: {name} holds messages written as a text; store the list")
+            for name, text in (
+                ("prompt", json.dumps([USER])),
+                ("messages", json.dumps([USER])),
+                ("prompt", str([USER])),
+                ("text", json.dumps({"messages": [USER]})),
+                ("text", json.dumps([{"from": "human", "value": "Hi"}])),
+                ("text", json.dumps(json.dumps([USER]))),
+                ("text", json.dumps(USER)),
+            )
+        ),
+        ([{"messages": [USER, {"role": "gpt", "content": "Hi"}]}], "prompts.jsonl:1: messages ends with the assistant"),
         ([{"prompt": [USER], "tools": "search"}], "prompts.jsonl:1: tools: must be a list of JSON schemas, or its JSO"),
         ([{"prompt": [USER], "tools": ["{"]}], "prompts.jsonl:1: tools: must be a list of JSON schemas, or its JSON t"),
         ([{"prompt": [USER], "tools": [{}]}], "prompts.jsonl:1: prompt: the policy's chat template leaves out the row"),

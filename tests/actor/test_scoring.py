@@ -693,7 +693,11 @@ def gate_ids(
     """The ids of a pair of `reward.gate`."""
     message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
     said = reply if isinstance(prompt, str) else [message]
-    (folder / "pairs.jsonl").write_text(json.dumps({"prompt": prompt, "chosen": said, "rejected": said}))
+    return ids_of_line(folder, {"prompt": prompt, "chosen": said, "rejected": said}, max_length, **settings)
+
+
+def ids_of_line(folder: Path, line: dict[str, Any], max_length: int | None = None, **settings: Any) -> list[int]:
+    (folder / "pairs.jsonl").write_text(json.dumps(line))
     gate = {"pairs": folder / "pairs.jsonl"}
     section = RunConfig.model_validate({"reward": {"model": folder, "store": True, "gate": gate, **settings}}).reward
     limits = Limits(vocab_size=1 << 20, max_length=max_length)
@@ -788,6 +792,12 @@ def test_a_last_message_with_more_than_its_content_is_the_reply(tmp_path: Path, 
     expected = encode_text(theirs, theirs.apply_chat_template(whole, tokenize=False), 500)
     assert pairs_ids(reader, ways) == [expected] * 3
     assert gate_ids(tmp_path, [QUESTION], reply) == expected
+    # The reply comes twice in a request, the question twice in UltraFeedback's columns; each is read once.
+    assert not text or pairs_ids(reader, [(text, {"messages": whole})]) == [expected]
+    lines: list[dict[str, Any]] = [{"prompt": prompt} for prompt in ([QUESTION], QUESTION["content"])]
+    for line in lines:
+        for said in ([reply], whole):
+            assert ids_of_line(tmp_path, {**line, "chosen": said, "rejected": said, "response": "B"}) == expected
     for sentence, known in ways:
         (sample,) = samples_of(sentence, known)
         assert (sample.text, sample.response) == (text, text)

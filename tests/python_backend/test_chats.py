@@ -8,7 +8,7 @@ import pytest
 from tiny_tokenizers import make_text_tokenizer
 
 from python_backend.wire.chats import render_chat, template_options
-from python_backend.wire.messages import BadMessages
+from python_backend.wire.messages import BadMessages, plain_messages
 
 SYSTEM, USER, REPLY = ({"role": role, "content": "Hi"} for role in ("system", "user", "assistant"))
 TOOL = {"role": "tool", "content": '{"a": 1}'}
@@ -47,11 +47,16 @@ ALTERNATING = (
 @pytest.mark.parametrize(
     ("template", "messages", "left_out"),
     [
-        (CHATML, [SYSTEM, {**USER, "role": "developer"}, REPLY, TOOL], None),
+        (CHATML, [SYSTEM, USER, REPLY, TOOL], None),
+        (
+            CHATML,
+            [{**USER, "role": "human"}, REPLY],
+            "[0]: the role 'human' is none of system, user, assistant, tool, nor",
+        ),
+        (CHATML, [USER, {**REPLY, "role": "Assistant"}], "[1]: the role 'Assistant' is none of"),
         (FEW, [USER, REPLY], None),
         (FEW, [SYSTEM, USER, REPLY], "[0]: the policy's chat template leaves out the role 'system'; give the message"),
         (FEW, [USER, TOOL, REPLY], "[1]: the policy's chat template leaves out the role 'tool'"),
-        (FEW, [{**USER, "role": "developer"}, USER], "[0]: the policy's chat template leaves out the role 'developer'"),
         (FIRST_SYSTEM, [SYSTEM, USER], None),
         (FIRST_SYSTEM, [USER, SYSTEM, USER], "[1]: the policy's chat template leaves out the role 'system'"),
         (FIRST_SYSTEM, [SYSTEM, USER, {**SYSTEM, "content": " "}], None),  # which says nothing
@@ -114,3 +119,20 @@ def test_columns_of_trl_are_arguments_of_the_template(tools: Any, variables: Any
     assert "look" in own
     assert own.endswith("<no thoughts>")
     assert template_options(tokenizer, {"tools": [], "chat_template_kwargs": None}) == {}
+
+
+STRINGS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments + '!' }}{% endfor %}"
+    "{{ m.content or '' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "written"), [(CALLS, '"arguments": {"at": "Rome"}'), (STRINGS, '{"at": "Rome"}!')]
+)
+def test_arguments_of_a_tool_call_are_written_once(template: str, written: str) -> None:
+    """As JSON texts, as in OpenAI's format, or as objects; DeepSeek's templates take only texts."""
+    tokenizer = make_text_tokenizer("qwen2", chat_template=template)
+    for arguments in ('{"at": "Rome"}', {"at": "Rome"}):
+        messages = [USER, {**CALL, "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}]
+        assert written in render_chat(tokenizer, plain_messages(messages), {}, owner="policy")

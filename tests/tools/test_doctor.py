@@ -25,6 +25,9 @@ from small_disk import small_disk
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import CHATS, save_chat_policy, save_text_reward
 
+from actor.data.prompt_files import read_rows
+from actor.data.prompt_reader import PromptReader
+from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.config import ConfigError, ServerSection, load_config
 from python_backend.wire.contract import CRITIC_SAVE
 from tools import doctor
@@ -41,7 +44,7 @@ from tools.server.triton_home import (
     server_environment,
 )
 from tools.server.tritonserver import TritonServer
-from tools.token_checks import rendered_text, token_findings
+from tools.token_checks import prompt_warnings, token_findings
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -332,7 +335,7 @@ def test_a_text_that_is_a_rendered_chat_is_named_once_with_the_remedy(
     given = [f"reward.model={tmp_path / 'reward'}", f"actor.prompts.path={prompts}", *settings]
     loaded = load_config(config, [*given, "actor.prompts.max_tokens=100"])
     end = {"qwen2": "<|im_end|>", "llama": "</s>", "bert": "[end]"}[family]
-    told = rendered_text(loaded, check_run(loaded))
+    told = "".join(prompt_warnings(loaded, check_run(loaded)))
     assert bool(told) == is_told
     assert [each.text for each in files(loaded) if each.level is Level.WARNING and "reward" in each.text] == (
         [told] if is_told else []
@@ -341,6 +344,26 @@ def test_a_text_that_is_a_rendered_chat_is_named_once_with_the_remedy(
         assert told.startswith(f"{prompts}:2 is a text with ")
         assert f"so its reply is scored without {end!r}" in told
         assert told.endswith("give the chat as `messages` (2 such rows)")
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+STARTED = TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}"
+WITHOUT_HEADER = "{% for m in messages %}{{ '[INST]' if m.role == 'user' }}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "is_told"), [(TURNS, True), (STARTED, False), (WITHOUT_HEADER, False)])
+def test_a_template_without_a_generation_prompt_is_named(
+    tmp_path: Path, config: Path, template: str, *, is_told: bool
+) -> None:
+    save_chat_policy(tmp_path / "policy", chat_template=template)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Open it."}]}))
+    given = [f"actor.policy.model={tmp_path / 'policy'}", f"actor.prompts.path={tmp_path / 'prompts.jsonl'}"]
+    loaded = load_config(config, given)
+    reader = PromptReader.of(loaded, load_tokenizer(tmp_path / "policy"), None)
+    prompts = [reader.prompt(row) for row in read_rows(tmp_path / "prompts.jsonl")]
+    told = [each for each in prompt_warnings(loaded, prompts) if "add_generation_prompt" in each]
+    assert len(told) == is_told
+    assert all("prompts end before '<assistant>'" in each for each in told)
 
 
 @pytest.mark.parametrize("family", ["llama", "bert", "qwen2"])

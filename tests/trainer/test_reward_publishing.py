@@ -210,10 +210,10 @@ BAD_PAIRS = {
     "{": "line 1 is not JSON in UTF-8",
     "[1]": "line 1 is not an object with `chosen` and `rejected`",
     '{"chosen": "a"}': 'line 1: rejected: must be a list of {"role": …, "content": …}, got None; it and `prompt`, if',
-    '{"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"}': "got 'q'; it and",
-    '{"chosen": [{"role": "stranger", "content": "a"}], "rejected": "b"}': "the chat template rejects the messages",
-    '{"chosen": "", "rejected": "b"}': "line 1: chosen: sentences[0]: '' has no tokens",
-    '{"prompt": "[{\\"role\\": \\"user\\"}]", "chosen": "a", "rejected": "b"}': "chosen: the JSON text of messages;",
+    '{"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"}': "must both be texts or both",
+    '{"chosen": [{"role": "stranger", "content": "a"}], "rejected": []}': "the chat template rejects the messages",
+    '{"chosen": "", "rejected": "b"}': "line 1: chosen: '' has no tokens",
+    '{"prompt": "[{\\"role\\": \\"user\\"}]", "chosen": "a", "rejected": "b"}': "chosen: messages written as a text;",
     '{"chosen": "a\\ud800", "rejected": "b"}': "line 1 is not JSON in UTF-8: 'utf-8' codec can't encode",
 }
 
