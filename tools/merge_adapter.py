@@ -67,7 +67,7 @@ def merge_reward_adapter(adapter: Path, base: Path | None, out: Path) -> None:
     trained = {
         name: read_tensor(adapter if name in whole else base, tensor)
         for name, tensor in info.tensors.items()
-        if head.owns(name)
+        if head.owns(name) and (name in whole or name not in weights)  # what peft has merged stays
     }
     # What transformers' class does not have: a head of another name or of several layers, or its constants.
     apart = {name: tensor for name, tensor in trained.items() if name not in weights and name not in missing}
@@ -124,7 +124,7 @@ def _merged(adapter: Path, info: CheckpointInfo, head: Head, replaced: set[str])
         replaced: tensors outside the head that the adapter has, and the base model may lack.
     """
     try:
-        from peft import PeftConfig, PeftModel
+        from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     except ImportError as error:
         raise CheckpointError("--merge needs peft: pip install '.[train]'") from error
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -176,11 +176,16 @@ def _merged(adapter: Path, info: CheckpointInfo, head: Head, replaced: set[str])
             "random; give the model that the adapter was trained on"
         )
     unused = sorted(name for name in report.unexpected_keys if not head.owns(name.removeprefix(PREFIX)))
-    lacking = sorted(name for name in report.missing_keys if ".lora_" in name)
+    expected = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+    stored = tensors_in(adapter / ADAPTER_WEIGHTS).keys()
+    lacking = sorted(name for name in expected - stored if not head.owns(name.removeprefix(PREFIX)))
     if unused or lacking:
         what = f"{type(model).__name__} does not use {', '.join(unused[:4])}" if unused else f"it lacks {lacking[0]}"
         raise CheckpointError(f"{adapter} cannot be merged into {base}: {what}; give the model that it was trained on")
-    return adapted.merge_and_unload(), missing
+    try:
+        return adapted.merge_and_unload(), missing
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        raise CheckpointError(f"{adapter}: peft cannot merge it: {' '.join(str(error).split())[:400]}") from error
 
 
 def _adapter_config(adapter: Path) -> dict[str, Any]:

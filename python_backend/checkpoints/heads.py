@@ -152,7 +152,9 @@ SAYS = re.compile(
     r"|(?:\w+_)?(?:reward|score|v?head|value|classifier)_"
     r"(?:layer_?|batch_?)?(?:norm|mean|std|var|scale|shift|offset|clip|temperature)"
 )
-NOTHING = ("", "none", "identity", "linear", "last", "lasttoken")  # values of such keys that change nothing
+# Values of such keys that change nothing: BERT's class has a pooler of the first token, and GPT's has `cls_index`.
+NOTHING = ("", "none", "identity", "linear", "last", "lasttoken", "firsttokentransform", "clsindex")
+OF_TRAINING = ("normalizer_type", "normalize_function")  # Safe RLHF's, of how the constants were found
 
 
 @dataclass(frozen=True)
@@ -367,8 +369,8 @@ def _activation_keys(prefix: str, config: Mapping[str, Any]) -> list[str]:
 
 
 def _plain(name: Any) -> str:
-    """Return the letters of a name in config.json: of `torch.nn.modules.activation.LeakyReLU`, leakyrelu."""
-    return re.sub(r"[^a-z]", "", str(name).rpartition(".")[2].lower())
+    """Return the last part of a name in config.json, without signs: of `torch.nn.LeakyReLU`, leakyrelu."""
+    return re.sub(r"[^a-z0-9]", "", str(name).rpartition(".")[2].lower())
 
 
 def said_of_head(head: Head | None, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -378,7 +380,8 @@ def said_of_head(head: Head | None, config: Mapping[str, Any]) -> dict[str, Any]
     """
     if head is None:
         return {}
-    read = {"normalize_reward", "do_normalize"}
+    config = {**read_key(config, "sentence_transformers", dict, {}), **config}  # its cross-encoders' keys
+    read = {"normalize_reward", "do_normalize", *OF_TRAINING}
     if len(head.layers.names) > 1:
         read |= {*_activation_keys(head.prefix, config)}
     said = {key: config[key] for key in sorted(config.keys() - read) if SAYS.fullmatch(key)}
@@ -386,8 +389,10 @@ def said_of_head(head: Head | None, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _says_nothing(key: str, value: Any) -> bool:
-    is_size = "pool" in key and type(value) in (int, float)
-    return value is None or value is False or is_size or (isinstance(value, str) and _plain(value) in NOTHING)
+    if type(value) in (int, float):
+        is_factor = re.search(r"(scale|std|var|temperature)$", key) is not None
+        return "pool" in key or value == int(is_factor)
+    return value is None or value is False or (isinstance(value, str) and _plain(value) in NOTHING)
 
 
 def layers_path(names: Iterable[str]) -> str:

@@ -46,6 +46,7 @@ from python_backend.checkpoints.inspection import (
     head_files,
     inspect_checkpoint,
     model_type_of,
+    read_config,
     stable_length,
 )
 from python_backend.checkpoints.language_models import check_tensors
@@ -440,9 +441,12 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
             "run, which is never done"
         )
     with as_checkpoint_error(info.folder):
-        config = CONFIG_MAPPING[info.model_type].from_pretrained(
-            str(info.folder), num_labels=num_labels, local_files_only=True
-        )
+        settings = {"num_labels": num_labels, "return_dict": True, "local_files_only": True}
+        if read_config(info.folder).get("model_type") == info.model_type:
+            # It reads some types as others: mistral with `layer_types` as ministral.
+            config = AutoConfig.from_pretrained(str(info.folder), trust_remote_code=False, **settings)
+        else:  # a publisher's own name of the type
+            config = CONFIG_MAPPING[info.model_type].from_pretrained(str(info.folder), **settings)
     if getattr(config, "quantization_config", None):
         raise CheckpointError(f"{info.folder} is quantised; use the unquantised checkpoint")
     # `inspect_checkpoint` has read OpenRLHF's keys already; a saved critic stores the same facts under our own keys.

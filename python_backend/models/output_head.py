@@ -40,7 +40,13 @@ def linear_head(model: Any) -> nn.Linear | None:
     if type(head) is not nn.Linear or model.base_model is model:
         return None
     ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % head.out_features
-    enlarged = head.register_forward_hook(lambda _, __, logits: logits * (LARGE_LOGIT / logits.abs().max()))
+    factors: list[Tensor] = []
+
+    def enlarge(_: Any, __: Any, logits: Tensor) -> Tensor:
+        factors.append(LARGE_LOGIT / logits.abs().max())
+        return logits * factors[0]  # the same one for both: the model may scale the hidden states
+
+    enlarged = head.register_forward_hook(enlarge)
     try:
         own = model(input_ids=ids, use_cache=False).logits
         ours = head(model.base_model(input_ids=ids, use_cache=False)[0])

@@ -37,6 +37,8 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
 )
 
 from python_backend.checkpoints.inspection import (
@@ -630,6 +632,9 @@ def test_log_probs_and_gradients_equal_those_of_whole_logits(
     assert sum(kept) <= hidden.numel() + 2 * targets.numel() + sum(parameter.numel() for parameter in head.parameters())
 
 
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "is_linear"),
     [
@@ -640,6 +645,7 @@ def test_log_probs_and_gradients_equal_those_of_whole_logits(
             False,
         ),  # random weights reach less
         (CohereForCausalLM, CohereConfig(**SMALL, logit_scale=0.5), False),
+        (MiniCPM3ForCausalLM, MiniCPM3Config(**{**SMALL, **LATENT}, dim_model_base=4), False),  # scales hidden states
         (Llama4ForCausalLM, Llama4TextConfig(**SMALL, intermediate_size_mlp=16, num_local_experts=1), False),  # no body
     ],
 )

@@ -883,6 +883,8 @@ HEAD_KEYS: list[tuple[str, Any]] = [
     ("sbert_ce_default_activation_function", "torch.nn.modules.activation.Sigmoid"),
     ("normalize_outputs", True),
     ("reward_scale", 2.0),
+    ("pooling", "last2"),
+    ("score_activation", "1"),
     ("head_layer_norm", True),
     ("function_to_apply", "sigmoid"),
     ("pooling", "mean"),
@@ -910,6 +912,39 @@ def test_what_config_json_says_of_a_head_is_done_or_refused(tmp_path: Path, fami
     silent = {"pooling": "last", "pooling_type": "last_token", "use_mean_pooling": False, "summary_type": "last"}
     change_config(tmp_path, {key: silent.get(key)})
     load_reward(tmp_path)
+
+
+HARMLESS_KEYS: list[dict[str, Any]] = [
+    {"reward_scale": 1.0, "reward_mean": 0.0, "reward_std": 1},
+    {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.1.0"}},
+    {"normalizer_type": "RunningMeanStd", "normalize_function": "affine", "do_normalize": False},
+    {"pooler_type": "first_token_transform", "pooler_fc_size": 768},
+    {"return_dict": False},
+]
+
+
+@pytest.mark.parametrize("config", HARMLESS_KEYS, ids=str)
+def test_what_changes_nothing_in_config_json_is_accepted(tmp_path: Path, config: dict[str, Any]):
+    shape = Shape("bert", "BertForSequenceClassification", one("classifier", bias=True), layers())
+    save(tmp_path, shape)
+    expected = load_reward(tmp_path).score(rows(shape))
+    change_config(tmp_path, config)
+    np.testing.assert_array_equal(load_reward(tmp_path).score(rows(shape)), expected)
+    change_config(tmp_path, {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}})
+    with pytest.raises(CheckpointError, match=r"says activation_fn: 'torch\.nn\.modules\.activation\.Sigmoid'"):
+        load_reward(tmp_path)
+
+
+def test_a_model_type_that_transformers_reads_as_another_one_is_read_so(tmp_path: Path):
+    """With `layer_types`, mistral is ministral: its first layer reads the whole row."""
+    shape = Shape("mistral", "MistralForSequenceClassification", one("score"), layers())
+    save(tmp_path, shape)
+    change_config(tmp_path, {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4})
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
+    assert theirs.config.model_type == "ministral"
+    with torch.no_grad():
+        expected = [float(theirs(torch.from_numpy(row)[None]).logits) for row in rows(shape)]
+    np.testing.assert_allclose(load_reward(tmp_path).score(rows(shape))[:, 0], expected, rtol=1e-5)
 
 
 STRAYS = [

@@ -18,6 +18,7 @@ from peft import (
     AutoPeftModelForSequenceClassification,
     AutoPeftModelForTokenClassification,
     LoraConfig,
+    PeftModel,
     get_peft_model,
 )
 from safetensors.torch import load_file, save_file
@@ -331,6 +332,17 @@ def test_an_adapter_of_a_trained_reward_model_keeps_its_head(tmp_path: Path) -> 
     assert merge(tmp_path) == 0
     heads = [load_file(tmp_path / name / "model.safetensors")["score.weight"] for name in ("base", "merged")]
     assert torch.equal(*heads)
+
+
+def test_lora_on_the_head_itself_is_merged(tmp_path: Path) -> None:
+    save_text_reward(tmp_path / "base", "qwen2")
+    save_adapter(tmp_path / "adapter", tmp_path / "base", "qwen2", task_type=None, target_modules=["q_proj", "score"])
+    assert merge(tmp_path) == 0
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+    theirs = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected = [theirs(input_ids=torch.from_numpy(row)[None]).logits[0].numpy() for row in ROWS]
+    np.testing.assert_allclose(load_reward(tmp_path / "merged").score(ROWS), expected, atol=1e-5, rtol=0)
 
 
 def test_an_adapter_with_a_value_head_in_a_file_of_its_own(tmp_path: Path, signals_kept: None) -> None:
