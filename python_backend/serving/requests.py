@@ -158,7 +158,7 @@ class RowReader:
         row = self._encode(text, pair, append_eos=append_eos, is_chat=is_chat)
         if not row.ids:
             raise ContractError(
-                f"{SENTENCES}[{index}]: {text[:80]!r} has no tokens, an empty sentence cannot be scored"
+                f"{SENTENCES}[{index}]: {text[:80]!r} has no tokens, an empty sequence cannot be scored"
             )
         return row
 

@@ -445,7 +445,7 @@ def test_the_run_logs_every_component_masks_what_failed_and_keeps_its_templates(
 def test_columns_that_the_actor_adds_are_free_with_the_reward_model_alone() -> None:
     prompt = Prompt("1", "a", np.asarray([1]), {"prompt": "p", "response": "r"})
     check_columns(ServedModel(), [prompt])
-    assert row_metadata(ServedModel(), prompt, "b", 0) == {}
+    assert row_metadata(ServedModel(), prompt, "b", 0) == {"response": "b"}
     with pytest.raises(PromptError, match="the column 'prompt' has the name"):
         check_columns(ServedModel(components=("model",)), [prompt])
 
