@@ -222,7 +222,7 @@ def _takes_rows_of(model: Any, length: int) -> bool:
 
 # The files of a policy's checkpoint: trained weights and optimizer state, whole or as the slices of several ranks.
 #
-# Any number of ranks reads the files that any number has written, with the same bits.
+# Any number of ranks reads the files that any number has written, bit-identically.
 
 
 ADAPTERS, WEIGHTS, OPTIMIZER = "adapters", "weights", "optimizer"  # names of files, or of folders of slices

@@ -108,7 +108,7 @@ class Rollouts:
         truncated: str,
         in_thread: InThread,
     ) -> None:
-        """`truncated`: `environment.truncated`; of no account without environments."""
+        """`truncated`: `environment.truncated`; ignored without environments."""
         self._settings, self.inputs, self._publish_every = settings, inputs, publish_every
         self._policy, self._scorer, self._reference, self._critic = policy, scorer, reference, critic
         self._in_thread, self._truncated = in_thread, truncated
