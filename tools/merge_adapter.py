@@ -184,7 +184,7 @@ def _merged(adapter: Path, info: CheckpointInfo, head: Head, replaced: set[str])
         raise CheckpointError(f"{adapter} cannot be merged into {base}: {what}; give the model that it was trained on")
     try:
         return adapted.merge_and_unload(), missing
-    except (RuntimeError, NotImplementedError, AttributeError) as error:
+    except (RuntimeError, AttributeError) as error:
         raise CheckpointError(f"{adapter}: peft cannot merge it: {' '.join(str(error).split())[:400]}") from error
 
 

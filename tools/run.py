@@ -289,7 +289,7 @@ def _supervise(
     try:
         with only_run(config.run.dir), RunDisplay(config.run.dir, config.actor.steps) as display:
             for line in told:
-                display.log(f"actor.prompts: {line}")
+                display.log(line)
             run = Run(path, config, overrides, display, signals, accepts_changes=accepts_changes)
             try:
                 run.execute()

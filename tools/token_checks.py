@@ -1,4 +1,5 @@
-"""Compares what tokenizer, embeddings, generation config and chat template of a run's models say of ends and sizes."""
+"""Compares what tokenizer, embeddings, generation config and chat template of a run's models say of ends and sizes, and
+the form of the prompts with what these models read."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

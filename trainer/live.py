@@ -26,7 +26,7 @@ from python_backend.serving.requests import RowReader
 from python_backend.serving.templates import RowTemplate
 from python_backend.store.jsonl import named_lines
 from python_backend.store.weights import WeightsError, WeightsStore
-from python_backend.wire.contract import METADATA, SENTENCES, ContractError, TokenRow
+from python_backend.wire.contract import METADATA, SENTENCES, ContractError, Limits, TokenRow
 from python_backend.wire.messages import BadMessages, is_text_of_messages, plain_messages
 from trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
 
@@ -57,25 +57,14 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
     if model.num_outputs > 1:
         raise ConfigError("reward.gate needs one reward per row; set reward.merge_attributes: true, or remove the gate")
     lengths = [length for length in (model.limits.max_length, section.max_length) if length]
-    template = None if section.template is None else RowTemplate(read_template(section.template))
-    reader = RowReader(
-        section.model.absolute(),
-        dataclasses.replace(model.limits, max_length=min(lengths, default=LONGEST_ROW_TOKENS)),
-        add_special_tokens=section.add_special_tokens,
-        skipped_pad_id=model.skipped_pad_id,
-        takes_pairs=section.text == "pair",
-        append_eos=section.append_eos,
-        template=template,
-        generation_prompt=section.generation_prompt,
-        truncates=False,
-    )
+    limits = dataclasses.replace(model.limits, max_length=min(lengths, default=LONGEST_ROW_TOKENS))
+    reader = row_reader(section, limits, skipped_pad_id=model.skipped_pad_id)
 
     def encode(pair: dict[str, Any], side: str, where: str) -> TokenRow:
         try:
             return reader.row_of_text(0, *_row(pair, side, where, is_pair=section.text == "pair"))
         except ContractError as error:
-            cause = str(error).removeprefix(f"{METADATA}[0]").removeprefix(f"{SENTENCES}[0]").lstrip(".: ")
-            raise ConfigError(f"{where}: {cause}") from error
+            raise ConfigError(f"{where}: {without_row(error)}") from error
 
     sides: dict[str, list[TokenRow]] = {side: [] for side in SIDES}
     for where, pair in named_lines(section.gate.pairs, "reward.gate.pairs", SIDES):
@@ -84,6 +73,26 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
     if not sides["chosen"]:
         raise ConfigError(f"reward.gate.pairs: {section.gate.pairs} has no pair")
     return Pairs(**sides)
+
+
+def row_reader(section: RewardSection, limits: Limits, *, skipped_pad_id: int | None = None) -> RowReader:
+    """Return a reader of rows as the served reward model reads them, except that it truncates none."""
+    return RowReader(
+        section.model.absolute(),
+        limits,
+        add_special_tokens=section.add_special_tokens,
+        skipped_pad_id=skipped_pad_id,
+        takes_pairs=section.text == "pair",
+        append_eos=section.append_eos,
+        template=None if section.template is None else RowTemplate(read_template(section.template)),
+        generation_prompt=section.generation_prompt,
+        truncates=False,
+    )
+
+
+def without_row(error: ContractError) -> str:
+    """Return the message about the only row of a request, without its place in the request."""
+    return str(error).removeprefix(f"{METADATA}[0]").removeprefix(f"{SENTENCES}[0]").lstrip(".: ")
 
 
 def _row(pair: dict[str, Any], side: str, where: str, *, is_pair: bool) -> tuple[str, dict[str, Any], str]:

@@ -129,8 +129,8 @@ def split_reply(messages: list[Any], text: str, metadata: Mapping[str, Any]) -> 
     """
     response = metadata.get(RESPONSE_KEY)
     last = messages[-1] if messages and _has_role(messages[-1], "assistant") else None
-    said = last and (last.get("content") or "")
-    if last is not None and (text == said or (not text and response in (None, said))):
+    content = last and (last.get("content") or "")
+    if last is not None and (text == content or (not text and response in (None, content))):
         return messages[:-1], last
     if not text and not isinstance(response, str):
         return messages, None

@@ -71,7 +71,7 @@ def is_text_of_messages(text: str) -> bool:
 
     It would be read with its brackets and quotes.
     """
-    if not text.lstrip().startswith(("[", "{", '"')):
+    if not (text.lstrip().startswith(("[", "{", '"')) and ("role" in text or "from" in text)):
         return False
     for read in (json.loads, ast.literal_eval):
         try:

@@ -785,7 +785,9 @@ def test_a_last_message_with_more_than_its_content_is_the_reply(tmp_path: Path, 
     template = "{% for m in messages %}{{ m | tojson }}<|im_end|>{% endfor %}"
     theirs = with_thoughts("qwen2", chat_template=template)
     reply = {"role": "assistant", "content": " A day.", **more}
-    text, reader, whole = reply["content"] or "", Reader(tmp_path, theirs), [QUESTION, reply]
+    text = reply["content"] or ""
+    reader = Reader(tmp_path, theirs)
+    whole = [QUESTION, reply]
     gateway = RewardInput.model_validate({"messages": whole}).row()
     ways = [(gateway.text, gateway.metadata), ("", {"messages": whole})]
     ways.append((text, {"messages": [QUESTION], "response": text, "reply_messages": [reply]}))
