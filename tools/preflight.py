@@ -40,7 +40,7 @@ from tools.server.tritonserver import probe
 from tools.server.vllm import check_vllm, starts_vllm
 from tools.token_checks import reward_findings, template_problem, token_findings, token_problems
 from trainer.control_plane import ControlPlane, ControlPlaneError
-from trainer.live import row_reader, without_row
+from trainer.reward_rows import row_reader, without_row
 
 CHECKED_ROWS = 1000  # of each prompt file
 PROBE_S = 30.0

@@ -17,18 +17,16 @@ from python_backend.checkpoints.tokenization import (
 )
 from python_backend.config import ConfigError, RewardSection, RunConfig
 from python_backend.config.live_models import live_model
-from python_backend.config.rewards import read_template
 from python_backend.errors import RlhfError
 from python_backend.models.canary import canary_outputs
 from python_backend.models.modeling import RewardModel
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, with_reply
-from python_backend.serving.requests import RowReader
-from python_backend.serving.templates import RowTemplate
 from python_backend.store.jsonl import named_lines
 from python_backend.store.weights import WeightsError, WeightsStore
-from python_backend.wire.contract import METADATA, SENTENCES, ContractError, Limits, TokenRow
+from python_backend.wire.contract import ContractError, TokenRow
 from python_backend.wire.messages import BadMessages, is_text_of_messages, plain_messages
 from trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
+from trainer.reward_rows import row_reader, without_row
 
 ROWS_PER_FORWARD = 16
 SIDES = ("chosen", "rejected")
@@ -73,26 +71,6 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
     if not sides["chosen"]:
         raise ConfigError(f"reward.gate.pairs: {section.gate.pairs} has no pair")
     return Pairs(**sides)
-
-
-def row_reader(section: RewardSection, limits: Limits, *, skipped_pad_id: int | None = None) -> RowReader:
-    """Return a reader of rows as the served reward model reads them, except that it truncates none."""
-    return RowReader(
-        section.model.absolute(),
-        limits,
-        add_special_tokens=section.add_special_tokens,
-        skipped_pad_id=skipped_pad_id,
-        takes_pairs=section.text == "pair",
-        append_eos=section.append_eos,
-        template=None if section.template is None else RowTemplate(read_template(section.template)),
-        generation_prompt=section.generation_prompt,
-        truncates=False,
-    )
-
-
-def without_row(error: ContractError) -> str:
-    """Return the message about the only row of a request, without its place in the request."""
-    return str(error).removeprefix(f"{METADATA}[0]").removeprefix(f"{SENTENCES}[0]").lstrip(".: ")
 
 
 def _row(pair: dict[str, Any], side: str, where: str, *, is_pair: bool) -> tuple[str, dict[str, Any], str]:

@@ -106,8 +106,8 @@ def _owners(rollout: Rollout) -> tuple[Tensor, Tensor]:
 def with_limits(scored: ScoredRollout, treatment: str, gamma: float) -> ScoredRollout:
     """Return the rollout with `environment.truncated` applied to the conversations that a limit has ended.
 
-    `mask` leaves them out, even if none remains, `bootstrap` adds the discounted value of their last token to the reward
-    of their last turn, and `score` takes them as they are.
+    `mask` leaves them out, even if none remains, `bootstrap` adds the discounted value of their last token to the
+    reward of their last turn, and `score` takes them as they are.
     """
     rollout, scores = scored.rollout, scored.scores
     limits = [trajectory.truncated for trajectory in rollout.trajectories or ()]
