@@ -97,7 +97,12 @@ class CriticState:
         )
 
     def restore_at_start(self) -> None:
-        """Call `restore_newest`, log a warning about changed settings, and restore results that the journal lacks."""
+        """Call `restore_newest`, log a warning about changed settings, and restore results that the journal lacks.
+
+        Raises WeightsError if version 0, on which all training stands, is damaged; otherwise as `restore_newest`.
+        """
+        with self._progress.working("verifying version 0"):
+            self._store.verify_hashes(self._store.manifest(0))
         state = self.restore_newest()
         if state is None:
             return

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError
 from python_backend.checkpoints.safetensors_header import read_header
 from python_backend.checkpoints.tensor_file import STORED_AS, raw_bytes
-from python_backend.digests import Hasher, digest_of_mapped
+from python_backend.digests import Hasher, digest_of, digest_of_mapped
 from python_backend.errors import RlhfError
 from python_backend.models.canary import SERVED_TOLERANCE, canary_difference, canary_outputs
 from python_backend.models.loading import check_sums
@@ -109,6 +109,8 @@ def _digest_of_mapped(tensors: Mapping[str, Tensor], sums: dict[str, Tensor], pa
 
     If one of them is missing or has another dtype, the file itself is hashed, and nothing is added.
     """
+    if path.name == CONFIG_FILE:
+        return digest_of(path, algorithm)
     header = read_header(path)
     names = sorted(header, key=lambda name: header[name].start)
     if any(name not in tensors or STORED_AS[tensors[name].dtype] != header[name].dtype for name in names):

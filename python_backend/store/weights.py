@@ -190,25 +190,32 @@ class WeightsError(RlhfError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of a version. It is written last, so a folder with a manifest is complete."""
+    """Description of a version. It is written last, so a folder with a manifest is complete.
+
+    manifest.json also has the digest of its own content, as `seal`.
+    """
 
     version: int
     run_id: str
     step: int  # number of critic updates in these weights; 0 for a reward model
-    digest: str  # of model.safetensors; of `files`, if there are several
+    files: dict[str, str]  # digest of every other file of the folder: weights, their index, config.json
     tensors: dict[str, list[Any]]  # name -> [dtype, shape]
     parent: int | None  # version that these weights were trained or copied from
     epoch: int  # journal epoch of the sidecar that wrote it
     base: int | None = None  # version that holds the other weights, if this one holds only adapters
-    files: dict[str, str] | None = None  # digest of each file with weights and of their index, if there are several
     canary: list[float] | None = None  # values of the canary row that an instance must reproduce before it serves them
     tokenizer: str | None = None  # of version 0 of a critic: fingerprint of the tokenizer whose tokens it is trained on
     pretrained: list[str] | None = None  # of version 0 of a critic: critic.pretrain
 
+    @property
+    def digest(self) -> str:
+        """Digest of the files' digests: equal for versions of equal content."""
+        return _digest_of(self.files)
+
     def to_json(self) -> dict[str, Any]:
-        """Return the fields, without the optional ones that are None."""
-        optional = {"base", "files", "canary", "tokenizer", "pretrained"}
-        return {name: value for name, value in asdict(self).items() if value is not None or name not in optional}
+        """Return the content of manifest.json."""
+        content = asdict(self)
+        return {**content, "seal": _digest_of(content, self.digest)}
 
 
 class WeightsStore:
@@ -266,10 +273,11 @@ class WeightsStore:
             data = durable.read_json(self.folder(version) / MANIFEST_FILE)
             if data is None:
                 raise WeightsError(f"version {version} is not in the weights store")
-            if "sha256" in data:  # written by an older release
-                data["digest"] = data.pop("sha256")
+            seal = data.pop("seal")
+            if seal != _digest_of(data, seal):
+                raise WeightsError(f"version {version}: {MANIFEST_FILE} is damaged: its content differs from its seal")
             return Manifest(**data)
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise WeightsError(f"version {version}: unreadable manifest: {error}") from error
 
     def manifests(self) -> list[Manifest]:
@@ -296,8 +304,8 @@ class WeightsStore:
         """Write a new version and return its manifest; CURRENT does not change.
 
         Args:
-            write: writes weights and config.json into the given folder; returns the digest of each weights file and
-                of the index if it has computed them.
+            write: writes weights and config.json into the given folder; returns the digests of the files for which it
+                has computed them.
             reuse: if the newest version has the same run, step and content, return it instead of adding one. This
                 happens when a step is replayed after a crash. Older versions are never reused: numbers must increase
                 when steps are trained again after a rewind.
@@ -308,9 +316,11 @@ class WeightsStore:
             OSError: the write failed; nothing is left behind.
         """
         with self._writing(), durable.staged_folder(self.root) as staging:
-            files = write(staging) or {path.name: digest_of(path, self.integrity) for path in weights_files(staging)}
-            digest = files.get(WEIGHTS_FILE) or _digest_of_all(files)
-            existing = self._find(run_id=run_id, step=step, digest=digest) if reuse else None
+            known = write(staging) or {}
+            files = {
+                path.name: known.get(path.name) or digest_of(path, self.integrity) for path in sorted(staging.iterdir())
+            }
+            existing = self._find(run_id=run_id, step=step, files=files) if reuse else None
             if existing is not None:
                 return existing
             adapters = stored_adapters(staging)
@@ -318,12 +328,11 @@ class WeightsStore:
                 self.next_version(),
                 run_id,
                 step,
-                digest,
+                files,
                 self._tensor_types(staging),
                 parent,
                 epoch,
                 None if adapters is None else adapters.base,
-                None if WEIGHTS_FILE in files else dict(files),
                 None if canary is None else list(canary),
                 tokenizer,
                 list(pretrained) or None,
@@ -341,7 +350,7 @@ class WeightsStore:
         return max([*durable.numbers_in(self.root), self.current() or -1], default=-1) + 1
 
     def verify_files(self, version: int, digest: Callable[[Path, str], str] = digest_of) -> Manifest:
-        """Compare the weights files with the manifest: digests, names, dtypes and shapes; return the manifest.
+        """Compare the files with the manifest: digests, and names, dtypes and shapes of tensors; return the manifest.
 
         Args:
             digest: returns the digest of a file by an algorithm.
@@ -367,22 +376,20 @@ class WeightsStore:
         part: int = 0,
         parts: int = 1,
     ) -> None:
-        """Compare the digests of the weights files, or of every `parts`-th of them, with the manifest.
+        """Compare the digests of the files, or of every `parts`-th of them, with the manifest.
 
         A base that adapters belong to is compared once in the lifetime of this object.
 
         Raises WeightsError if one differs or is unreadable.
         """
-        expected = manifest.files or {WEIGHTS_FILE: manifest.digest}
-        for name in sorted(expected)[part::parts]:
+        for name, expected in sorted(manifest.files.items())[part::parts]:
             try:
-                found = digest(self.folder(manifest.version) / name, algorithm_of(expected[name]))
+                found = digest(self.folder(manifest.version) / name, algorithm_of(expected))
             except (OSError, ValueError) as error:
                 raise WeightsError(f"version {manifest.version}: cannot read {name}: {error}") from error
-            if found != expected[name]:
+            if found != expected:
                 raise WeightsError(
-                    f"version {manifest.version}: {name} has digest {brief(found)}, its manifest says "
-                    f"{brief(expected[name])}"
+                    f"version {manifest.version}: {name} has digest {brief(found)}, its manifest says {brief(expected)}"
                 )
         if manifest.base is not None and manifest.base not in self._verified:
             self.verify_hashes(self.manifest(manifest.base), digest, part=part, parts=parts)
@@ -423,9 +430,9 @@ class WeightsStore:
         files = [path for path in weights_files(folder) if path.name != INDEX_FILE]
         return dict(sorted(found for file in files for found in tensor_types(file).items()))
 
-    def _find(self, *, run_id: str, step: int, digest: str) -> Manifest | None:
+    def _find(self, *, run_id: str, step: int, files: dict[str, str]) -> Manifest | None:
         newest = next(reversed(self.manifests()), None)
-        same = newest is not None and (newest.run_id, newest.step, newest.digest) == (run_id, step, digest)
+        same = newest is not None and (newest.run_id, newest.step, newest.files) == (run_id, step, files)
         return newest if same else None
 
 
@@ -444,8 +451,10 @@ def tensor_types(path: Path) -> dict[str, list[Any]]:
     return {name: [info.dtype, list(info.shape)] for name, info in sorted(read_header(path).items())}
 
 
-def _digest_of_all(files: Mapping[str, str]) -> str:
-    return Hasher(algorithm_of(next(iter(files.values()))), json.dumps(files, sort_keys=True).encode()).digest()
+def _digest_of(content: Mapping[str, Any], like: str = "") -> str:
+    """Return the digest of `content` by the algorithm of the digest `like`, by default of the first of its values."""
+    algorithm = algorithm_of(like or next(iter(content.values())))
+    return Hasher(algorithm, json.dumps(content, sort_keys=True).encode()).digest()
 
 
 def _read_number(path: Path) -> int | None:

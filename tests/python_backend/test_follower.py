@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.serving.versions.follower import Follower
+from python_backend.store.durable import replace_file
 from python_backend.store.weights import ServingRecord, WeightsError, WeightsStore
 from python_backend.wire.contract import VersionRange
 
@@ -102,6 +103,22 @@ def test_it_serves_the_current_version_and_records_it(store: WeightsStore, insta
     until(lambda: instance.freed == [1])
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_no_instance_serves_a_damaged_version(store: WeightsStore, instance: Instance, file: str):
+    """Neither one that runs nor one that starts, as a process that was replaced does: each reads the files itself."""
+    version = add(store, 1.5)
+    path = store.folder(version) / file
+    data = path.read_bytes()
+    path.unlink()  # it is read-only
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    replace_file(store.root / "CURRENT", b"1\n")
+    until(lambda: instance.record.rejected == version)
+    assert file in str(instance.record.error)
+    assert (instance.follower.version.number, instance.loaded) == (0, [(0, None)])
+    with pytest.raises(WeightsError, match=f"weights version 1 cannot be served: version 1: .*{file}"):
+        Instance(store).follower.start()
+
+
 def test_a_first_version_that_cannot_be_served_is_an_error_and_replaces_no_dead_instance(store: WeightsStore):
     """An instance that cannot start takes no place, so the missing one must still be visible."""
     gone = ServingRecord.of_this_process("critic_1", 0)
@@ -134,7 +151,7 @@ def test_an_announced_version_is_loaded_once_and_served_when_current_moves(store
     until(lambda: instance.record.version == version)
     assert [number for number, _ in instance.loaded] == [0, 1]
     store.announce(2)  # before it is whole
-    until(lambda: (2, 2.0) in instance.loaded)
+    until(lambda: 2 in instance.follower._unusable)
     version = publish(store, 5.0)
     until(lambda: instance.record.version == version)
 

@@ -29,9 +29,11 @@ from live_system import Checkpoints, make_run
 from safetensors.numpy import save_file
 from sidecar_rig import Rig
 from test_journal import done, train
+from versions import reseal
 
 import tools.run
 from python_backend import digests
+from python_backend.digests import Algorithm
 from python_backend.errors import RlhfError
 from python_backend.store import weights
 from python_backend.store.durable import TEMPORARY_SUFFIX, remove_folder, sweep, write_folder
@@ -407,13 +409,11 @@ NO_OFFSETS = b'{"w": {"dtype": "F32"}}'
     ],
     ids=["cut", "cut in the header", "empty", "no header", "no offsets", "one bit", "missing"],
 )
-@pytest.mark.parametrize("integrity", ["xxh3", "sha256", ""])
-def test_damage_is_found(tmp_path: Path, damage: Callable[[bytes], bytes] | None, integrity: str):
-    store = WeightsStore(tmp_path / "weights", integrity or "sha256")
+@pytest.mark.parametrize("integrity", ["xxh3", "sha256"])
+def test_damage_is_found(tmp_path: Path, damage: Callable[[bytes], bytes] | None, integrity: Algorithm):
+    store = WeightsStore(tmp_path / "weights", integrity)
     manifest = add(store, 0)
-    assert manifest.digest.startswith(f"{integrity or 'sha256'}:")
-    if not integrity:
-        as_by_an_older_release(store, manifest)
+    assert manifest.digest.startswith(f"{integrity}:")
     assert WeightsStore(store.root).verify_files(0).tensors == manifest.tensors  # whatever its own setting
     file = store.folder(0) / "model.safetensors"
     data = file.read_bytes()
@@ -422,13 +422,6 @@ def test_damage_is_found(tmp_path: Path, damage: Callable[[bytes], bytes] | None
         file.write_bytes(damage(data))
     with pytest.raises(WeightsError, match=r"version 0: .*model\.safetensors"):
         store.verify_files(0)
-
-
-def as_by_an_older_release(store: WeightsStore, manifest: Manifest) -> None:
-    """Rewrite a manifest as it was before digests named their algorithm."""
-    fields = {**manifest.to_json(), "sha256": manifest.digest.removeprefix("sha256:")}
-    del fields["digest"]
-    (store.folder(manifest.version) / "manifest.json").write_text(json.dumps(fields))
 
 
 @pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE, 2 * mmap.PAGESIZE + 1])
@@ -444,17 +437,31 @@ def test_a_mapped_file_has_the_digest_of_its_bytes(tmp_path: Path, monkeypatch: 
 
 
 def test_a_digest_of_a_newer_release_is_refused(store: WeightsStore):
-    lie = json.dumps({**vars(add(store, 0)), "digest": "blake3:0123"})
-    (store.folder(0) / "manifest.json").write_text(lie)
+    reseal(store.folder(0), files={**add(store, 0).files, "model.safetensors": "blake3:0123"})
     with pytest.raises(WeightsError, match=r"version 0: .* a digest by blake3 is unknown to this release; use the one"):
         store.verify_files(0)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"version": 0}', "\udcff", None])
-def test_a_manifest_that_is_unreadable_or_names_other_tensors_is_found(store: WeightsStore, text: str | None):
-    lie = json.dumps({**vars(add(store, 0)), "tensors": {"w": ["F32", [3, 2]]}})
-    (store.folder(0) / "manifest.json").write_text(text or lie, errors="surrogateescape")
-    with pytest.raises(WeightsError, match="version 0: " + ("unreadable manifest" if text else "tensors differ")):
+@pytest.mark.parametrize("text", ["{", "[1]", '{"version": 0}', '{"seal": 1}', '{"seal": "xxh4:0"}', "\udcff"])
+def test_an_unreadable_manifest_is_found(store: WeightsStore, text: str):
+    add(store, 0)
+    (store.folder(0) / "manifest.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(WeightsError, match="version 0: unreadable manifest"):
+        store.verify_files(0)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Manifest)])
+def test_every_field_of_a_manifest_is_sealed(store: WeightsStore, field: str):
+    edited = {**add(store, 0).to_json(), field: 7}
+    (store.folder(0) / "manifest.json").write_text(json.dumps(edited))
+    with pytest.raises(WeightsError, match=r"version 0: manifest\.json is damaged"):
+        store.manifest(0)
+
+
+def test_a_manifest_that_names_other_tensors_is_found(store: WeightsStore):
+    add(store, 0)
+    reseal(store.folder(0), tensors={"w": ["F32", [3, 2]]})
+    with pytest.raises(WeightsError, match="version 0: tensors differ"):
         store.verify_files(0)
 
 

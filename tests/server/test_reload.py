@@ -221,28 +221,38 @@ def test_no_request_fails_or_mixes_versions_during_reloads(live: System, tmp_pat
 # ---- damaged versions ----
 
 
-class TruncatingPublisher(Publisher):
-    """The disk loses the end of the file after the version was verified."""
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "half is missing": lambda data: data[: len(data) // 2],
+    "one bit is flipped": lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:],
+}
+
+
+class DamagingPublisher(Publisher):
+    """The disk damages the weights after the version was verified."""
+
+    damage: Callable[[bytes], bytes]
 
     def verify(self, version: int, *args: Any) -> None:
         super().verify(version, *args)
         path = self._store.folder(version) / WEIGHTS_FILE
-        half = path.with_name("half")  # another file in its place: cut in place it would kill its readers
-        half.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        half.replace(path)
+        other = path.with_name("other")  # in its place: a file that is cut kills its readers
+        other.write_bytes(self.damage(path.read_bytes()))
+        other.replace(path)
 
 
-def test_a_truncated_version_is_refused_the_old_one_serves_on_and_then_the_next(live: System) -> None:
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_version_is_refused_the_old_one_serves_on_and_then_the_next(live: System, kind: str) -> None:
     """The sidecar beside the publisher has nothing to do."""
     run, current = live.run, live.run.store.current() or 0
     counted = metric(run, "weights_rejected_total", CRITIC)
     servers = {"servers": [run.config.server.grpc_url], "reload": "swap", "timeout_s": 120.0}
-    publisher = TruncatingPublisher(run.store, run_id=run.run_id, epoch=99, **servers, keep=12)
+    publisher = DamagingPublisher(run.store, run_id=run.run_id, epoch=99, **servers, keep=12)
+    publisher.damage = DAMAGE[kind]
     critic = load_critic(run.store.folder(current))
     with torch.no_grad():  # never equal to a version in the store, which would be taken instead
         for parameter in critic.model.parameters():
             parameter += 0.01 * torch.rand_like(parameter)
-    with pytest.raises(VersionRejected, match=r"was refused by critic_0.*model\.safetensors is damaged"):
+    with pytest.raises(VersionRejected, match=r"was refused by critic_0.*model\.safetensors has digest"):
         publisher.publish(critic, step=run.journal.last_step(), beat=lambda _: None)
     assert run.store.current() == current
     assert_serves(run, current)

@@ -17,6 +17,7 @@ from sidecar_rig import Killed, Rig, kill_at
 from test_critic_update import payload
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer, save_chat_policy
+from versions import reseal
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import CriticSection, RunConfig, TrainerSection
@@ -289,8 +290,7 @@ def empty(folder: Path) -> None:
 
 
 def without_tokenizer(folder: Path) -> None:
-    path = folder / "weights" / "critic" / "0" / "manifest.json"
-    path.write_text(json.dumps({n: v for n, v in json.loads(path.read_text()).items() if n != "tokenizer"}))
+    reseal(folder / "weights" / "critic" / "0", tokenizer=None)
 
 
 SPOILED: dict[Callable[[Path], None], str] = {

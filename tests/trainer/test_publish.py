@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sidecar_rig import Rig
 from tiny_checkpoints import save_tiny
+from versions import reseal
 
 import python_backend.store.weights as weights_module
 from python_backend.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
@@ -23,7 +24,7 @@ from python_backend.digests import Algorithm, digest_of
 from python_backend.models.canary import canary_row, check_canary
 from python_backend.models.modeling import CriticModel, save_critic
 from python_backend.models.modeling import load_critic as load_on_cpu
-from python_backend.store.weights import MANIFEST_FILE, Manifest, ServingRecord, WeightsStore, tensor_types
+from python_backend.store.weights import MANIFEST_FILE, Manifest, ServingRecord, WeightsStore
 from tests.support.loaders import load_critic
 from tests.support.settings import trainer_section
 from trainer.publish import Publisher
@@ -69,7 +70,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     change(tensors)
     path.unlink()
     save_file(tensors, path)
-    edit_json(folder / MANIFEST_FILE, digest=digest_of(path), tensors=tensor_types(path))
+    reseal(folder)
 
 
 def edit_json(path: Path, **changes: object) -> None:
@@ -101,7 +102,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / WEIGHTS_FILE).unlink(),
         r"version 1: cannot read model\.safetensors: .*No such file",
     ),
-    "no config file": (lambda folder: (folder / CONFIG_FILE).unlink(), r"version 1: .*has no config\.json"),
+    "no config file": (lambda folder: (folder / CONFIG_FILE).unlink(), r"version 1: cannot read config\.json: "),
     "no manifest": (lambda folder: (folder / MANIFEST_FILE).unlink(), "version 1 is not in the weights store"),
     "manifest cut short": (
         lambda folder: change_bytes(folder / MANIFEST_FILE, lambda data: data[:40]),
@@ -126,12 +127,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         r"version 1: classifier\.bias is F16, the published model's is F32",
     ),
+    "config.json edited": (
+        lambda folder: edit_json(folder / CONFIG_FILE, reward_standardization={"mean": 0.0, "std": 9.0}),
+        r"version 1: config\.json has digest xxh3:[0-9a-f]{12}…, its manifest says",
+    ),
     "another family": (
-        lambda folder: edit_json(folder / CONFIG_FILE, model_type="llama"),
+        lambda folder: (edit_json(folder / CONFIG_FILE, model_type="llama"), reseal(folder)),
         "version 1: .* is a llama model, but the served model is ",
     ),
     "another forward of the same shapes": (
-        lambda folder: edit_json(folder / CONFIG_FILE, hidden_act="relu", rms_norm_eps=0.5),
+        lambda folder: (edit_json(folder / CONFIG_FILE, hidden_act="relu", rms_norm_eps=0.5), reseal(folder)),
         r"version 1: .*(hidden_act|rms_norm_eps) in config\.json is .*, but .* in the served model; ",
     ),
     "another number": (
@@ -139,7 +144,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "version 1: the values for the canary row differ by 0.01",
     ),
 }
-ALONE_TOO = ("truncated", "one bit flipped", "bytes appended", "no weights file", "no manifest", "not a number")
+ALONE_TOO = (
+    "truncated",
+    "one bit flipped",
+    "bytes appended",
+    "no weights file",
+    "no manifest",
+    "not a number",
+    "config.json edited",
+)
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -264,10 +277,11 @@ def test_a_version_is_hashed_while_it_is_written(
         critic = build_critic(llama.folder(0), trainer_section(**case), seed=0)
         write = functools.partial(critic.write, integrity=integrity)
         manifest = llama.add(write, step=llama.next_version(), **ABOUT)
-        assert read == []
-        assert manifest.digest == digest_of(llama.folder(manifest.version) / "model.safetensors", integrity)
+        assert [path.name for path in read] == ["config.json"]
+        read.clear()
         llama.verify_files(manifest.version, weights_module.digest_of)
-        assert read.pop() == llama.folder(manifest.version) / "model.safetensors"
+        assert [path.name for path in read] == ["config.json", "model.safetensors"]
+        read.clear()
 
 
 @pytest.mark.parametrize(

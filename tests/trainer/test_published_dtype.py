@@ -11,7 +11,7 @@ from tiny_checkpoints import save_tiny
 import python_backend.store.weights as weights_module
 from python_backend.digests import digest_of
 from python_backend.models.modeling import load_critic, save_critic
-from python_backend.store.weights import WeightsStore, weights_files
+from python_backend.store.weights import Manifest, WeightsStore, weights_files
 from python_backend.training.ranks import Ranks
 from tests.support.ranks import on_ranks
 from tests.support.settings import trainer_section
@@ -63,8 +63,8 @@ def on_each_rank(ranks: Ranks, root: Path, case: str) -> list[bool]:
     if ranks.rank == 0:
         assert digests == {path.name: digest_of(path, "sha256") for path in weights_files(root / "1")}
         tensors = {name: [info.dtype, list(info.shape)] for name, info in _headers(root / "1").items()}
-        manifest = {"version": 1, "step": 1, "digest": "", "tensors": tensors, "files": digests, **ABOUT}
-        (root / "1" / "manifest.json").write_text(json.dumps(manifest))
+        manifest = Manifest(version=1, step=1, tensors=tensors, files=digests, **ABOUT)
+        (root / "1" / "manifest.json").write_text(json.dumps(manifest.to_json()))
     torch.distributed.barrier()
     publisher.verify(1, update.critic)
     found = [publisher.holds_weights(update.critic, 1)]

@@ -32,6 +32,7 @@ from hypothesis.stateful import (
 from safetensors import SafetensorError
 from sidecar_rig import PATIENCE_S, Killed, Rig, until
 from small_disk import SmallDisk, small_disk
+from versions import reseal
 
 import trainer.progress
 from python_backend.checkpoints.inspection import CheckpointError
@@ -40,7 +41,7 @@ from python_backend.store.durable import disk_errors, refusal, replace_file
 from python_backend.store.journal import Entry, Heartbeat, Journal, Result
 from python_backend.store.ownership import Sender
 from python_backend.store.sealed_folder import verify_folder
-from python_backend.store.weights import WeightsStore
+from python_backend.store.weights import WeightsError, WeightsStore
 from python_backend.wire.contract import ContractError
 from trainer.checkpoint import CheckpointFolder
 from trainer.progress import SidecarProgress, StoppedWaiting, until_done
@@ -535,13 +536,30 @@ def test_a_checkpoint_of_another_origin_ends_the_sidecar(rig: Rig, other: str):
         rig.config = rig.config.model_copy(update={"run": run})
         message = "run.run_id: 'other', but the checkpoint of step 1 belongs to run 'run'"
     else:
-        path = rig.store.folder(0) / "manifest.json"
-        manifest = json.loads(path.read_text())
-        path.write_text(json.dumps({**manifest, "digest": "xxh3:" + "0" * 32}))
-        message = "was trained from another initial critic: version 0 had digest " + manifest["digest"][:17]
+        message = "was trained from another initial critic: version 0 had digest " + rig.store.manifest(0).digest[:17]
+        path = rig.store.folder(0) / "config.json"
+        path.chmod(0o600)
+        path.write_text(path.read_text() + "\n")
+        reseal(rig.store.folder(0))
     error = rig.start().ended()
     assert isinstance(error, CheckpointError)
     assert message in str(error)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=["all weights", "LoRA"])
+def test_a_damaged_version_0_ends_the_sidecar(make: Callable[..., Rig], settings: dict[str, Any]):
+    """Nothing else has the weights that training does not change."""
+    rig = make(**settings)
+    rig.serve()
+    rig.start().train(1)
+    rig.stop()
+    file = rig.store.folder(0) / "model.safetensors"
+    data = file.read_bytes()
+    file.unlink()  # it is read-only
+    file.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    error = rig.start().ended()
+    assert isinstance(error, WeightsError)
+    assert "version 0: model.safetensors has digest" in str(error)
 
 
 def test_the_random_state_is_the_same_wherever_training_resumes(rig: Rig, monkeypatch: pytest.MonkeyPatch):

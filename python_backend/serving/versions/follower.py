@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from python_backend.digests import digest_of_mapped
 from python_backend.store.weights import FIRST_VERSION, ServingRecord, WeightsError, WeightsStore, weights_files
 from python_backend.wire.contract import VersionRange
 
@@ -122,7 +123,7 @@ class Follower:
             # `loading` keeps the store from pruning the version while its files are being read.
             self._tell(ServingRecord.of_this_process(self._instance, None, loading=number))
             try:
-                return Version(number, self._load(self._store.folder(number), None))
+                return Version(number, self._load_verified(number, None))
             except Exception as error:  # if CURRENT has moved meanwhile, try the new version instead
                 if self._store.current() == number:
                     self._store.records.withdraw(self._record)
@@ -176,10 +177,15 @@ class Follower:
         self._staged = None
         try:
             stamp = self._stamp(number)
-            self._staged = Version(number, self._load(self._store.folder(number), self.version.model), stamp)
+            self._staged = Version(number, self._load_verified(number, self.version.model), stamp)
             self._expecting_until = time.monotonic() + EXPECTING_S
         except Exception as error:  # any error: the old version keeps serving
             self._unusable[number] = str(error)
+
+    def _load_verified(self, number: int, before: Any) -> Any:
+        """Load a version whose files are those that were published: they may be damaged since, or on this host."""
+        self._store.verify_hashes(self._store.manifest(number), digest_of_mapped)
+        return self._load(self._store.folder(number), before)
 
     def _stamp(self, number: int) -> tuple[int, ...]:
         try:

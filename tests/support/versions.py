@@ -1,0 +1,24 @@
+"""Versions of weights with other content than was published, under a manifest that fits it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from python_backend.digests import algorithm_of, digest_of
+from python_backend.store.durable import write_json
+from python_backend.store.weights import MANIFEST_FILE, WeightsStore
+
+
+def reseal(folder: Path, **changes: Any) -> None:
+    """Write the manifest that a version's folder would have with the files that are there now.
+
+    `changes`: fields of the manifest.
+    """
+    manifest = WeightsStore(folder.parent).manifest(int(folder.name))
+    algorithm = algorithm_of(next(iter(manifest.files.values())))
+    paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST_FILE)
+    fitting = {
+        "files": {path.name: digest_of(path, algorithm) for path in paths},
+        "tensors": dict(WeightsStore._tensor_types(folder)),
+    }
+    write_json(folder / MANIFEST_FILE, dataclasses.replace(manifest, **{**fitting, **changes}).to_json())
