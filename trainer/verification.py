@@ -72,7 +72,8 @@ def verify_version(
     tolerance = CANARY_TOLERANCE if staged.model.device == model.model.device else CROSS_DEVICE_TOLERANCE
     if isinstance(model, CriticModel) and model.stored_as is not None:
         tolerance = SERVED_TOLERANCE[model.stored_as]
-    _check_dtypes(manifest, model)
+    if isinstance(model, TrainedCritic):  # others are copies of a checkpoint, in any dtype
+        _check_dtypes(manifest, model)
     difference = canary_difference(served, canary_outputs(model) if expected is None else expected)
     if not difference <= tolerance:
         raise VersionRejected(
@@ -170,11 +171,12 @@ def _rejected(version: int, error: Exception) -> VersionRejected:
     return VersionRejected(text if f"version {version}" in text else f"version {version}: {text}")
 
 
-def _check_dtypes(manifest: Manifest, model: CriticModel | RewardModel) -> None:
+def _check_dtypes(manifest: Manifest, critic: TrainedCritic) -> None:
     """Raise VersionRejected if a stored tensor has another dtype than the published one."""
-    for name, dtype in model.dtypes().items():
+    weights = critic.weights()
+    for name in weights:
         if manifest.base is not None and name not in manifest.tensors:  # an adapter, or a weight of the base
             continue
-        stored, trained = manifest.tensors[name][0], STORED_AS.get(dtype)
+        stored, trained = manifest.tensors[name][0], STORED_AS.get(weights.dtype(name))
         if stored != trained:
             raise VersionRejected(f"version {manifest.version}: {name} is {stored}, the published model's is {trained}")

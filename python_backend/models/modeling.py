@@ -173,10 +173,6 @@ class RewardModel:
         """Raise CheckpointError naming the first parameter that holds NaN or infinity."""
         check_finite(self.model)
 
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtypes that a version must have: any, because a version is a copy of a checkpoint."""
-        return {}
-
     def with_weights(self, folder: Path) -> RewardModel:
         """Return a second model with the same settings and the weights and constants of another checkpoint.
 
@@ -260,11 +256,6 @@ class CriticModel:
     def write(self, folder: Path, integrity: Algorithm = DEFAULT) -> Mapping[str, str] | None:
         """Write a weights version to `folder`; return the digest of each weights file if it was computed."""
         return save_critic(self, folder, integrity, dtype=self.stored_as)
-
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtypes of `weights`, without computing these."""
-        weights = self.weights()
-        return {name: weights.dtype(name) for name in weights}
 
     def with_weights(self, folder: Path) -> CriticModel:
         """Return a second critic of the same architecture and dtypes with the weights and constants in `folder`.

@@ -384,9 +384,14 @@ def test_versions_are_read_through_and_the_bad_one_is_named(rig: Rig, tmp_path: 
     assert rig.store.current() == 2
 
 
-def test_rollback_serves_old_bytes_under_a_new_number(rig: Rig, tmp_path: Path, capsys: Output):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rollback_serves_old_bytes_under_a_new_number(
+    make: Callable[..., Rig], tmp_path: Path, capsys: Output, dtype: str
+):
     """Without an instance it moves CURRENT, and says so."""
-    rig.train(1, 2, 3)
+    rig = make(publish={"dtype": dtype})
+    rig.serve()
+    rig.start().train(1, 2, 3)
     old, weights = rig.store.manifest(1), rig.weights(1)
     config = config_of(rig, tmp_path)
     assert main(["rollback", *config, "--to", "1"]) == 0

@@ -25,7 +25,6 @@ from python_backend.models.canary import canary_row, check_canary
 from python_backend.models.modeling import CriticModel, save_critic
 from python_backend.models.modeling import load_critic as load_on_cpu
 from python_backend.store.weights import MANIFEST_FILE, Manifest, ServingRecord, WeightsStore
-from tests.support.loaders import load_critic
 from tests.support.settings import trainer_section
 from trainer.publish import Publisher
 from trainer.trained_critic import build_critic
@@ -43,7 +42,7 @@ def publisher_of(store: WeightsStore, reload: str = "swap") -> Publisher:
 
 @pytest.fixture
 def critic(checkpoint: Path) -> CriticModel:
-    return load_critic(checkpoint)
+    return build_critic(checkpoint, trainer_section(), seed=0)
 
 
 @pytest.fixture
