@@ -214,6 +214,7 @@ def test_the_server_that_it_starts_serves_and_the_healthcheck_infers(
         asked = tritonserver_command(tmp_path, key="k", address="127.0.0.1", control_address="127.0.0.1")[1:]
         assert {argument.partition("=")[0] for argument in asked} - known == {"--http-max-input-size"}
         url = f"http://{server.section.http_url}"
+        assert healthcheck(tmp_path / "not rendered yet", url) == 1
         assert healthcheck(tmp_path / "repository", url) == 0
         for current in (0, 1, 0):
             make_current(tmp_path / "weights", current)

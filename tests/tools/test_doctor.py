@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -119,6 +120,8 @@ def test_other_versions_a_broken_package_and_few_open_files_are_named_with_their
 
 def test_packages_that_are_not_installed_are_named() -> None:
     """`-S`: a Python without the packages of its environment."""
+    required = [name for name in importlib.metadata.requires("rlhf-on-triton") or [] if "extra ==" not in name]
+    assert {re.split("[<>=]", name)[0] for name in required} <= doctor.PACKAGES.keys()
     code, found = run_doctor(python=["-S"])
     assert code == 1
     for name in doctor.PACKAGES:

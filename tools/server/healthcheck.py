@@ -50,6 +50,9 @@ def check(repository: Path, url: str, *, timeout_s: float = TIMEOUT_S) -> int:
     """Probe each model that clients use; return 0, or print the reason and return 1 if one is not ready."""
     whole = CRITIC_INFER if (repository / CRITIC_INFER).is_dir() else REWARD_MODEL  # critic_infer runs all of them
     models = [model for model in (whole, REFERENCE) if (repository / model).is_dir()]
+    if not models:
+        print(f"not ready: {repository} has no model yet", file=sys.stderr)
+        return 1
     try:
         for model in models:
             # Read first: a version that is published during the request does not make the server late.
