@@ -264,8 +264,8 @@ def disk(folder: Path, needed: int) -> Iterator[Finding]:
     if abs(now - written) > LARGE_SKEW_S:
         yield warning(
             "clock",
-            f"{now - written:+.0f} s against the clock of {place}: synchronise them (NTP), or `tools status` may take a "
-            "live instance on another machine for a silent one",
+            f"{now - written:+.0f} s against the clock of {place}: synchronise them (NTP), or `tools status` may "
+            "take a live instance on another machine for a silent one",
         )
     else:
         yield Finding("clock", f"{time.strftime('%Y-%m-%d %H:%M:%S')}, as on the disk")
