@@ -186,7 +186,9 @@ class StepReader(RowReader):
     def _piece(self, token: int) -> str:
         """Return the text of one token; of a special token nothing, unless it has the separator."""
         if token not in self._pieces:
-            piece = self.tokenizer.decode([token])
+            # Behind another one: SentencePiece's decoder drops the space at the beginning of a text.
+            anchor = self._bare("a")[-1:]
+            piece = self.tokenizer.decode([*anchor, token]).removeprefix(self.tokenizer.decode(anchor))
             has_role = token in self.tokenizer.all_special_ids and is_special(self.tokenizer, token)
             self._pieces[token] = "" if has_role and str(self._rules.separator) not in piece else piece
         return self._pieces[token]

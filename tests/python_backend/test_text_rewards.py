@@ -648,6 +648,22 @@ def test_steps_of_a_chat_begin_as_its_template_does(
     near(got["step_rewards"][0, -1], logits(AutoModelForTokenClassification, tmp_path, ids)[-1, 0])
 
 
+@pytest.mark.parametrize("separator", [". ", " Read", "."])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_response_has_the_same_steps_as_text_and_as_tokens(
+    serve: Callable[..., Ask], tmp_path: Path, family: str, separator: str
+) -> None:
+    """SentencePiece, as of Llama 2, has the space before a word in the word's token."""
+    tokenizer = save_model(tmp_path, "critic", family=family, num_labels=2)
+    ask = serve(tmp_path, process={"separator": separator})
+    text = "Open the file. Read a line. Read it again. It is good."
+    counts = [
+        (ask(**row).outputs["step_ends"] >= 0).sum()
+        for row in ({"sentences": [text]}, {"tokens": np.asarray([tokenizer(text)["input_ids"]])})
+    ]
+    assert counts[0] == counts[1] > 2
+
+
 def test_steps_of_tokens(serve: Callable[..., Ask], tmp_path: Path) -> None:
     """The separator stays where the policy wrote it; the last step is read at one put behind its text."""
     tokenizer = save_model(tmp_path, "critic", num_labels=2)
