@@ -112,7 +112,7 @@ class Chat:
         return [*self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ToolCall:
 
 def tool_calls(text: str) -> list[ToolCall]:
     """Return the calls in a reply, each as in `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen)."""
-    return [_call(found) for found in HERMES.findall(text)]
+    return [_call(found.strip()) for found in HERMES.findall(text)]
 
 
 def _call(text: str) -> ToolCall:

@@ -5,6 +5,7 @@ Readers yield one object at a time, because the files of a run of months do not 
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,11 +71,13 @@ def write_jsonl(path: Path, lines: Iterable[Mapping[str, Any]], *, durable: bool
 def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Append one JSON object per line. Writes all lines or none, because the next append would continue a partial line.
 
-    Drops an unterminated last line, which a crash of the machine has left. Raises OSError if the disk is full.
+    Drops an unterminated last line, which a crash of the machine has left: several processes may append, one at a time.
+    Raises OSError if the disk is full.
     """
     data = b"".join(map(_encoded, lines))
     with path.open("a+b", buffering=0) as file:
-        start = file.tell()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        start = file.seek(0, os.SEEK_END)
         if start and os.pread(file.fileno(), 1, start - 1) != b"\n":
             start = path.read_bytes().rfind(b"\n") + 1
             file.truncate(start)

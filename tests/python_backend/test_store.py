@@ -258,6 +258,20 @@ def test_a_line_after_a_torn_one_is_a_line_of_its_own(tmp_path: Path, torn: str)
     assert [line["step"] for line in read_jsonl(path)] == [1, 3, 4]
 
 
+def test_processes_append_one_after_the_other(tmp_path: Path):
+    """Or one would take the line that another one is writing for what a crash left."""
+    path = tmp_path / "export.jsonl"
+    other = threading.Thread(target=append_jsonl, args=(path, [{"step": 2}]))
+    with path.open("ab", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(b'{"step"')
+        other.start()
+        time.sleep(0.1)
+        file.write(b": 1}\n")
+    other.join()
+    assert [line["step"] for line in read_jsonl(path)] == [1, 2]
+
+
 # ---- a folder of another host ----
 
 

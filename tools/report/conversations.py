@@ -60,7 +60,7 @@ def _parts(text: str) -> list[tuple[str, bool]]:
         if i % 2:
             call = tool_calls(f"<tool_call>{piece}</tool_call>")[0]
             arguments = ", ".join(f"{name}={json.dumps(value)}" for name, value in (call.arguments or {}).items())
-            parts.append((piece if call.error else f"{call.name}({arguments})", True))
+            parts.append((piece.strip() if call.error else f"{call.name}({arguments})", True))
         elif piece.strip():
             parts.append((piece.strip(), False))
     return parts
