@@ -1,7 +1,8 @@
 """Renders the parts of a model repository that depend on its rewards: ensembles, components and parameters."""
 
+import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,6 +176,7 @@ def render_rewards(
     *,
     render: Render,
     checkpoint: Callable[[str], str],
+    meaning: Mapping[str, str],
     fingerprints: Callable[[Path], dict[str, str]],
 ) -> dict[str, str]:
     """Return `{model: config.pbtxt}` of the reward models of a configuration whose `rewards` are set.
@@ -183,11 +185,16 @@ def render_rewards(
         place: converts a path to the form to write: absolute, or as in the YAML.
         render: renders the named template with the given values.
         checkpoint: returns the config.pbtxt that serves the model under the given name.
+        meaning: parameters of that model which decide its scores.
         fingerprints: returns the parameters that tell the tokenizer in a checkpoint folder from others.
     """
     assert config.rewards
     tokenizer = tokenizer_folder(config)
-    declared = {name: value for name, value in reward_parameters(config).items() if value is not None}
+    declared = {
+        **{name: value for name, value in meaning.items() if name != contract.LABELS},  # of the model alone
+        "functions_fingerprint": _functions_fingerprint(config),
+        **{name: value for name, value in reward_parameters(config).items() if value is not None},
+    }
     sums = {name: declared[name] for name in (REWARD_COMPONENTS, REWARD_WEIGHTS)}
     live = reward_is_live(config)
     traits = reward_traits(config, is_stored=live)
@@ -258,6 +265,16 @@ def _function_parameters(term: RewardTerm, config: RunConfig, place: Callable[[P
     }
 
 
+def _functions_fingerprint(config: RunConfig) -> str:
+    """Return a hash of the reward functions: their files' content, names and options."""
+    digest = hashlib.sha256()
+    for name, term in config.functions.items():
+        file = Path(str(term.function).rpartition(":")[0])
+        content = file.read_bytes() if file.is_file() else str(term.function).encode()
+        digest.update(json.dumps([name, str(term.function).rpartition(":")[2], term.options]).encode() + content)
+    return digest.hexdigest()
+
+
 def limit_parameters(server: ServerSection) -> dict[str, str]:
     """Return the parameters that limit the size of a request."""
     return {
@@ -280,7 +297,7 @@ def reference_parameters(config: RunConfig) -> dict[str, str]:
     return {
         TEMPERATURE: repr(config.actor.generation.temperature),
         BANNED_TOKEN_IDS: _banned_token_ids(config.actor.policy.model),
-        CHECKPOINT_FINGERPRINT: _fingerprint(config.reference.model),
+        CHECKPOINT_FINGERPRINT: weights_fingerprint("reference", config.reference.model),
     }
 
 
@@ -295,10 +312,11 @@ def _banned_token_ids(policy: Path) -> str:
         raise ConfigError(f"actor.policy.model: {error}") from error
 
 
-def _fingerprint(folder: Path) -> str:
+def weights_fingerprint(section: str, folder: Path) -> str:
+    """Return the fingerprint of the weights in `folder`, of `<section>.model`; "" if there are none yet."""
     if not (folder / "config.json").is_file():
         return ""
     try:
         return fingerprint_weights(folder)
     except CheckpointError as error:
-        raise ConfigError(f"reference.model: {error}") from error
+        raise ConfigError(f"{section}.model: {error}") from error

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
+from python_backend.client.served import ServedModel
 from python_backend.config import ConfigError, ModelSection, RunConfig, load_config
 from python_backend.config.command_line import reporting, run_parser
 from python_backend.config.labels import attribute_weights, merges
@@ -32,6 +33,7 @@ from tools.render import (
     render_rewards,
     reward_traits,
     token_reward_parameters,
+    weights_fingerprint,
 )
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import shell_command
@@ -155,32 +157,48 @@ def _files(config: RunConfig, out: Path, resolve_paths: bool) -> dict[Path, str]
 def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
     """Render reward_model and, if the YAML has `rewards`, the models that it combines."""
 
+    parameters = _reward_parameters(config, place) if config.uses_reward_model else {}
+
     def checkpoint(name: str) -> str:
-        section, scale = config.reward, config.reward.standardization
-        try:
-            weights = attribute_weights(section)
-        except CheckpointError as error:
-            raise ConfigError(f"reward.model: {error}") from error
-        parameters = {
-            **_scoring_parameters(section, config.server, place),
-            **_fingerprints(section.model),
-            "standardization": scale if isinstance(scale, str) else json.dumps(scale.model_dump()),
-            "pooling": section.pooling,
-            "attribute_weights": json.dumps(weights),
-            "merge_attributes": json.dumps(merges(section)),
-            "text": section.text,
-            contract.LABELS: json.dumps(_labels(config)),
-            "num_rewards": str(_num_rewards(config)),
-            **token_reward_parameters(section),
-        }
-        if section.store:
-            parameters |= {contract.STORE: str(place(config.run.reward_weights_dir)), "reload": section.reload}
+        section = config.reward
         outputs = contract.outputs_of("reward", traits=reward_traits(config, is_stored=section.store))
         return _render_scoring(name, section, render, parameters, outputs, num_rewards=_num_rewards(config))
 
     if config.rewards is None:
         return {contract.REWARD_MODEL: checkpoint(contract.REWARD_MODEL)}
-    return render_rewards(config, place, render=render, checkpoint=checkpoint, fingerprints=_fingerprints)
+    return render_rewards(
+        config,
+        place,
+        render=render,
+        checkpoint=checkpoint,
+        meaning=ServedModel.of(parameters).meaning,
+        fingerprints=_fingerprints,
+    )
+
+
+def _reward_parameters(config: RunConfig, place: Any) -> dict[str, str]:
+    section, scale = config.reward, config.reward.standardization
+    try:
+        weights = attribute_weights(section)
+    except CheckpointError as error:
+        raise ConfigError(f"reward.model: {error}") from error
+    if section.store:
+        kept = {contract.STORE: str(place(config.run.reward_weights_dir)), "reload": section.reload}
+    else:
+        kept = {contract.CHECKPOINT_FINGERPRINT: weights_fingerprint("reward", section.model)}
+    return {
+        **_scoring_parameters(section, config.server, place),
+        **_fingerprints(section.model),
+        "standardization": scale if isinstance(scale, str) else json.dumps(scale.model_dump()),
+        "pooling": section.pooling,
+        "attribute_weights": json.dumps(weights),
+        "merge_attributes": json.dumps(merges(section)),
+        "text": section.text,
+        contract.LABELS: json.dumps(_labels(config)),
+        "num_rewards": str(_num_rewards(config)),
+        **token_reward_parameters(section),
+        **kept,
+    }
 
 
 def _critic(config: RunConfig, place: Any, render: Render) -> dict[str, str]:

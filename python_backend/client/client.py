@@ -17,7 +17,7 @@ import numpy as np
 from python_backend.client.connection import HTTPConnection, Message
 from python_backend.client.pool import ServerPool
 from python_backend.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
-from python_backend.client.served import SAME_ON_ALL_SERVERS, Expected, ServedModel
+from python_backend.client.served import Expected, ServedModel
 from python_backend.config import ClientSection
 from python_backend.models.batching import padded_rows
 from python_backend.monitoring.tracing import span, traceparent
@@ -74,8 +74,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         self._has_trained = False  # from then on, training requests outlast a sidecar that is away
         self._callers: set[asyncio.Task[Any]] = set()
         self._is_closed = False
-        self._expected: dict[str, Expected] = {**(expected or {})}
-        connect = functools.partial(HTTPConnection, settings=settings, expected=self._expected, declared=self.declared)
+        connect = functools.partial(HTTPConnection, settings=settings, expected=expected or {}, declared=self.declared)
         self._servers = ServerPool(
             settings.servers or [url], connect, settings, self.counters, waits_for_same=not expected
         )
@@ -92,7 +91,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         """Return what a model declares, and use the data type of its tokens in later requests.
 
         This is the first request to a server, so it is retried at most once and does not wait out an outage. From now
-        on, a server that joins or comes back must declare the same (`served.SAME_ON_ALL_SERVERS`).
+        on, a server that joins or comes back must declare the same (`ServedModel.meaning`).
 
         Raises RequestFailed.
         """
@@ -105,7 +104,6 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             )
         if served.tokens_dtype is np.int32:
             self._tokens_dtype = np.int32
-        self._expected.setdefault(model, {key: served.parameters.get(key) for key in SAME_ON_ALL_SERVERS})
         return served
 
     async def why_not_ready(self, model: str) -> str | None:

@@ -106,7 +106,7 @@ class HTTPConnection:
             headers=dict(message.headers),  # the client library changes it
             parameters=message.parameters,
         )
-        if message.model in self._expected and self._num_checked < self._num_connected:
+        if self._is_checked(message.model) and self._num_checked < self._num_connected:
             async with self._checking:
                 if self._num_checked < (connected := self._num_connected):
                     await self.describe(message.model)
@@ -116,8 +116,10 @@ class HTTPConnection:
     async def describe(self, model: str) -> ServedModel:
         """Return what a model declares. Raises Trouble if its parameters are not as expected; see `infer`."""
         served = served_model(await self.http.get_model_config(model))
-        theirs, ours = served.parameters, self._expected.get(model, {})
-        different = [key for key in ours if theirs.get(key) != ours[key]]
+        theirs, ours = served.parameters, dict(self._expected.get(model, {}))
+        if model in self._declared:
+            ours = {**dict.fromkeys(served.meaning), **self._declared[model].meaning, **ours}
+        different = sorted(key for key in ours if theirs.get(key) != ours[key])
         if not different:
             self._declared[model] = served
             return served
@@ -132,9 +134,13 @@ class HTTPConnection:
         """Return why the model is not ready; None if it is. Raises Trouble, also if it is not what is expected."""
         if not await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S):
             return f"{model} not ready"
-        if model in self._expected:
+        if self._is_checked(model):
             await self.answer(lambda this: this.describe(model), PROBE_TIMEOUT_S)
         return None
+
+    def _is_checked(self, model: str) -> bool:
+        """Return whether a server must have certain parameters: given ones, or those that another one declared."""
+        return model in self._expected or model in self._declared
 
     async def _connected(self, *arguments: Any) -> Any:
         connection = await self._connect(*arguments)

@@ -11,8 +11,6 @@ import numpy as np
 
 from python_backend.config.rewards import MODEL_TERM
 from python_backend.wire.contract import (
-    BANNED_TOKEN_IDS,
-    CHECKPOINT_FINGERPRINT,
     GROUPWISE,
     LABELS,
     PROCESS,
@@ -22,7 +20,6 @@ from python_backend.wire.contract import (
     REWARD_VERSION,
     REWARD_WEIGHTS,
     REWARDS,
-    TEMPERATURE,
     TEXTS_ONLY,
     TOKENS,
     Limits,
@@ -30,31 +27,30 @@ from python_backend.wire.contract import (
 
 Config = Mapping[str, Any]  # of a model, as Triton returns it
 Expected = Mapping[str, str | None]  # parameters of a model; None: it has no such parameter
-SAME_ON_ALL_SERVERS = (
-    "tokenizer_fingerprint",
-    "rendering_fingerprint",
-    "num_rewards",
-    "dtype",
-    REWARD_COMPONENTS,
-    REWARD_WEIGHTS,
-    TEMPERATURE,
-    BANNED_TOKEN_IDS,
-    CHECKPOINT_FINGERPRINT,
-    PROCESS,
-    TEXTS_ONLY,
-    "aggregate",
-    "step_separator",
-    "step_mark",
-    "score",
-    "logit",
-    "template",
-    "generation_prompt",
-    "text",
-    "add_special_tokens",
-    "append_eos",
-    GROUPWISE,
+MAY_DIFFER = frozenset(
+    {
+        "compile",
+        "device",
+        "forward_overhead_tokens",
+        "heartbeat_timeout_s",
+        "integrity",
+        "journal",
+        "max_request_bytes",
+        "max_request_tokens",
+        "model",
+        "queue_timeout_s",
+        "reload",
+        "store",
+        "strip_sequence_length_to_multiple",
+        "tensor_parallel",
+        "threads",
+        "token_budget",
+        "trace_endpoint",
+        "training_key_sha256",
+        "workers",
+    }
 )
-"""Model parameters that the actor checks when it starts, or that change what a score means."""
+"""Parameters that may differ between servers of a run: all others decide what a score or a value is."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +99,11 @@ class ServedModel:
             adds_special_tokens=parameters.get("add_special_tokens") != "false",
             max_request_bytes=int(parameters.get("max_request_bytes") or Limits.max_request_bytes),
         )
+
+    @property
+    def meaning(self) -> dict[str, str]:
+        """Its parameters that all servers must have in common."""
+        return {key: value for key, value in self.parameters.items() if key not in MAY_DIFFER}
 
     @property
     def tokenizer(self) -> str | None:

@@ -319,6 +319,27 @@ def steps(config: object) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
     return {s.model_name: (dict(s.input_map), dict(s.output_map)) for s in config.ensemble_scheduling.step}
 
 
+def test_servers_of_other_weights_or_functions_declare_it(tmp_path: Path) -> None:
+    """A client sends its rows only to servers that declare the same."""
+    make_checkpoint(tmp_path / "reward", "reward", make_tokenizer(), seed=3)
+    file = tmp_path / "mine.py"
+    file.write_text("def length(sample): return 1.0")
+
+    def declared(rewards: dict[str, Any] | None, **reward: Any) -> dict[str, str]:
+        section = {"model": str(tmp_path / "reward"), **reward}
+        return parameters(parsed(rewards=rewards, reward=section)["reward_model"])
+
+    function = {"function": f"{file}:length"}
+    cases: list[dict[str, Any]] = [{"rewards": None}, {"rewards": {"length": function, "model": {}}}]
+    before = [declared(**case) for case in cases]
+    assert declared({"length": {**function, "options": {"n": 1}}, "model": {}}) != before[1]
+    assert all(declared(**case, pooling="last") != found for case, found in zip(cases, before, strict=True))
+    file.write_text("def length(sample): return 2.0")
+    assert [declared(**case) == found for case, found in zip(cases, before, strict=True)] == [True, False]
+    make_checkpoint(tmp_path / "reward", "reward", make_tokenizer(), seed=4)
+    assert [declared(**case) == found for case, found in zip(cases, before, strict=True)] == [False, False]
+
+
 def test_model_and_functions() -> None:
     rewards = {"length": LENGTH, "model": {"weight": 2}, "label": LABEL}
     configs = parsed(rewards=rewards, server={"max_batch_size": 8}, critic={})

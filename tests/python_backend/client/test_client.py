@@ -324,12 +324,26 @@ async def test_the_same_server_is_no_failover(monkeypatch: pytest.MonkeyPatch):
         assert client.counters == RequestCounters(requests=1, retries=1)
 
 
-@pytest.mark.parametrize("setting", ["tokenizer_fingerprint", "text", "append_eos", "groupwise"])
-async def test_a_server_whose_scores_mean_something_else_does_not_come_back(
-    setting: str, caplog: pytest.LogCaptureFixture
-):
+async def test_servers_may_differ_in_what_changes_no_score():
     async with FakeTriton() as one, FakeTriton() as two, client_of(one, two) as client:
-        one.parameters[setting] = two.parameters[setting] = "ours"
+        one.parameters |= {"workers": "1", "device": "cpu"}
+        two.parameters |= {"workers": "4", "device": "cuda", "token_budget": "4096"}
+        await client.describe(REWARD_MODEL)
+        await asyncio.gather(*(client.rewards(ROWS) for _ in range(8)))
+        assert one.asked
+        assert two.asked
+
+
+@pytest.mark.parametrize(
+    ("setting", "ours"), [("tokenizer_fingerprint", "ours"), ("standardization", "ours"), ("any_other", None)]
+)
+async def test_a_server_whose_scores_mean_something_else_does_not_come_back(
+    setting: str, ours: str | None, caplog: pytest.LogCaptureFixture
+):
+    declared = {} if ours is None else {setting: ours}
+    async with FakeTriton() as one, FakeTriton() as two, client_of(one, two) as client:
+        one.parameters |= declared
+        two.parameters |= declared
         await client.describe(REWARD_MODEL)
         await two.stop()
         await asyncio.gather(*(client.rewards(ROWS) for _ in range(4)))
@@ -340,10 +354,11 @@ async def test_a_server_whose_scores_mean_something_else_does_not_come_back(
         await until(lambda: two.probes >= 5)
         await asyncio.gather(*(client.rewards(ROWS) for _ in range(4)))
         assert two.asked == []
-        two.parameters[setting] = "ours"
+        del two.parameters[setting]
+        two.parameters |= declared
         while not two.asked:
             await client.rewards(ROWS)
-    assert caplog.text.count("but ours is expected") == 1
+    assert caplog.text.count(f"but {ours or 'none'} is expected") == 1
 
 
 # ---- the end ----
