@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError
+from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_weights
 from python_backend.config import CriticSection, RewardSection, RunConfig
 from python_backend.config.labels import attribute_weights
 from python_backend.config.live_models import LiveModel, live_model, live_models
 from python_backend.config.sections import constants_of
+from python_backend.digests import digest_of
 from python_backend.models.canary import canary_outputs
 from python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward
 from python_backend.monitoring.tracing import span
@@ -35,6 +36,7 @@ Working = Callable[[str], contextlib.AbstractContextManager[object]]
 RECOVERY_PAUSE_S = 5.0  # between two requests for a reload
 HEAL_EVERY_S = 1.0
 WAIT_POLL_S = 0.001
+MODEL = "critic.model"
 # Long enough for a supervisor (`tools serve`, `tools run`) to act first, which restarts the server's other models, too.
 HEAL_AFTER_S = 15.0
 
@@ -341,16 +343,18 @@ def initialise_store(
         pretrain: trains the critic on `critic.pretrain`; called if there is any.
 
     Raises:
-        CheckpointError: the checkpoint is no critic; or version 0 was pretrained on something else.
+        CheckpointError: the checkpoint is no critic; or version 0 was made from something else.
     """
-    pretrained = list(map(str, section.pretrain))
+    given = section.model_dump(mode="json", include={"standardization", "attribute_weights", "pretrain"})
+    weights = [fingerprint_weights(section.model), digest_of(section.model / CONFIG_FILE)]
+    made_from = {MODEL: weights, **{f"critic.{key}": value for key, value in given.items()}}
     if store.current() is None and 0 not in store.versions():
         critic = load_critic(
             section.model,
             standardization=constants_of(section.standardization),
             attribute_weights=section.attribute_weights,
         )
-        if pretrained:
+        if section.pretrain:
             critic = pretrain(critic)
         store.add(
             functools.partial(critic.write, integrity=store.integrity),
@@ -359,12 +363,16 @@ def initialise_store(
             parent=None,
             epoch=0,
             tokenizer=tokenizer_of(section.model),
-            pretrained=pretrained,
+            made_from=made_from,
         )
-    elif pretrained != (known := store.manifest(0).pretrained or []):
+    known = store.manifest(0).made_from or made_from
+    differing = [key for key, value in made_from.items() if value != known.get(key)]
+    if differing:
+        key = differing[0]
+        now, before = (section.model, "another model") if key == MODEL else (made_from[key], known.get(key))
         raise CheckpointError(
-            f"critic.pretrain is {pretrained}, but version 0 in {store.root} was pretrained on {known}; restore the "
-            "list, or start a run in another folder (run.dir)"
+            f"{key} is {now}, but was {before} when version 0 in {store.root} was made; restore it, or start a run in "
+            "another folder (run.dir)"
         )
     if store.current() is None:
         store.set_current(0)

@@ -205,7 +205,7 @@ class Manifest:
     base: int | None = None  # version that holds the other weights, if this one holds only adapters
     canary: list[float] | None = None  # values of the canary row that an instance must reproduce before it serves them
     tokenizer: str | None = None  # of version 0 of a critic: fingerprint of the tokenizer whose tokens it is trained on
-    pretrained: list[str] | None = None  # of version 0 of a critic: critic.pretrain
+    made_from: dict[str, Any] | None = None  # of version 0: the settings that decided what it is
 
     @property
     def digest(self) -> str:
@@ -299,7 +299,7 @@ class WeightsStore:
         reuse: bool = True,
         canary: Sequence[float] | None = None,
         tokenizer: str | None = None,
-        pretrained: Sequence[str] = (),
+        made_from: Mapping[str, Any] | None = None,
     ) -> Manifest:
         """Write a new version and return its manifest; CURRENT does not change.
 
@@ -310,7 +310,7 @@ class WeightsStore:
                 happens when a step is replayed after a crash. Older versions are never reused: numbers must increase
                 when steps are trained again after a rewind.
             canary: values of the canary row, for instances to reproduce.
-            tokenizer, pretrained: as in the manifest.
+            tokenizer, made_from: as in the manifest.
 
         Raises:
             OSError: the write failed; nothing is left behind.
@@ -335,7 +335,7 @@ class WeightsStore:
                 None if adapters is None else adapters.base,
                 None if canary is None else list(canary),
                 tokenizer,
-                list(pretrained) or None,
+                None if made_from is None else dict(made_from),
             )
             (staging / MANIFEST_FILE).write_text(json.dumps(manifest.to_json(), indent=1))
             for path in staging.iterdir():

@@ -105,7 +105,7 @@ def test_the_critic_knows_the_returns_of_an_earlier_run_before_its_first_step(ro
         initialise_stores(each)
     store = WeightsStore(config.run.weights_dir)
     assert (store.current(), store.versions()) == (0, [0])
-    assert store.manifest(0).pretrained == [str(root / "a")]
+    assert (store.manifest(0).made_from or {})["critic.pretrain"] == [str(root / "a")]
     assert store.manifest(0).tensors == WeightsStore(root / "a" / "weights" / "critic").manifest(0).tensors
     assert torch.equal(version(config), version(again)), "the same files give the same bits"
     assert torch.equal(version(config), version(other)), "the old values are those of another critic"
@@ -239,10 +239,24 @@ def test_another_list_is_refused_once_version_0_is_there(root: Path, tmp_path: P
         initialise_stores(config_of(folder, root / "critic", first))
         before = version(config_of(folder, root / "critic", first))
         with pytest.raises(
-            CheckpointError, match=r"critic\.pretrain is \[.*\], but version 0 in .* was pretrained on \["
+            CheckpointError, match=r"critic\.pretrain is \[.*\], but was \[.*\] when version 0 in .* was made; restore"
         ):
             initialise_stores(config_of(folder, root / "critic", then))
         assert torch.equal(version(config_of(folder, root / "critic", first)), before)
+
+
+def test_another_critic_or_other_constants_are_refused_once_version_0_is_there(root: Path, tmp_path: Path):
+    initialise_stores(config_of(tmp_path, root / "critic", []))
+    shutil.copytree(root / "critic", tmp_path / "other")
+    initialise_stores(config_of(tmp_path, tmp_path / "other", []))  # the same model at another place
+    config = config_of(tmp_path, root / "critic", [])
+    critic = config.critic.model_copy(update={"standardization": "off"})
+    with pytest.raises(CheckpointError, match=r"critic\.standardization is off, but was model when version 0"):
+        initialise_stores(config.model_copy(update={"critic": critic}))
+    edit = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**edit, "reward_standardization": {"mean": 1}}))
+    with pytest.raises(CheckpointError, match=r"critic\.model is .*other, but was another model when"):
+        initialise_stores(config_of(tmp_path, tmp_path / "other", []))
 
 
 def test_a_real_sidecar_leaves_a_journal_to_learn_from(root: Path, tmp_path: Path):
