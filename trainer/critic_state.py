@@ -5,12 +5,14 @@ If a damaged checkpoint can be recomputed from the journal, the damage is logged
 
 import logging
 
+import numpy as np
 import torch
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import TrainerSection
 from python_backend.digests import brief
 from python_backend.errors import NotFinite
+from python_backend.models.canary import canary_outputs
 from python_backend.models.card import OutOfMemory
 from python_backend.monitoring.log_lines import set_log_position
 from python_backend.monitoring.tracing import is_tracing, span
@@ -29,7 +31,7 @@ from trainer.checkpoint import (
     fingerprint,
     schedule_changes,
 )
-from trainer.critic_update import CriticUpdate, UpdateReport, load_update
+from trainer.critic_update import CriticUpdate, UpdateReport, WeightsBroken, load_update
 from trainer.progress import SidecarProgress
 
 logger = logging.getLogger(__name__)
@@ -69,7 +71,8 @@ class CriticState:
         """Train on the next step, unless it is known to have failed; return the report, if any, and the result.
 
         Raises:
-            CheckpointError: the journal entry is damaged and its step has already been trained and acknowledged.
+            CheckpointError: the journal entry is damaged and its step has already been trained and acknowledged; or the
+                step broke the weights, and the state before it cannot be restored.
             OutOfMemory, NotFinite: the step has already been trained and acknowledged, but fails now.
         """
         report, digest, error = None, None, None
@@ -193,15 +196,24 @@ class CriticState:
             )
 
     def _fit(self, payload: TrainPayload, state: str, known: Result | None) -> tuple[UpdateReport | None, str | None]:
-        """Train on the payload; return the report, or why the weights are unchanged. Raises as `train`."""
+        """Train on the payload; return the report, or why the weights are those before. Raises as `train`."""
         try:
-            return self.update.train(
+            report = self.update.train(
                 payload, lambda n: self._progress.beat(state, n), known.skipped_batches if known else None
-            ), None
+            )
+            if known is None and not np.isfinite(canary_outputs(self.update.critic)).all():
+                raise WeightsBroken("the update left a critic whose values are not finite")
+            return report, None
         except (NotFinite, OutOfMemory) as trouble:
             if known is not None:
                 raise  # only others that use the card have changed: without the step, the weights would be wrong
             return None, str(trouble)
+        except WeightsBroken as trouble:
+            before = self.step
+            unreachable = self.restore(before)
+            if unreachable is not None:
+                raise CheckpointError(f"{trouble}, and the step before, {unreachable}") from trouble
+            return None, f"{trouble}; the critic of step {before} was restored: lower trainer.optimizer.lr"
 
     def _replay(self, *, end: int) -> None:
         """Train on the journal's steps up to `end`. Raises DamagedEntry if an entry that changed weights is damaged."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.config import TrainerSection
 from python_backend.digests import DEFAULT, Algorithm
-from python_backend.errors import NotFinite
+from python_backend.errors import NotFinite, RlhfError
 from python_backend.models.adapters import load_trained, trained_tensors
 from python_backend.models.batching import padded_rows, plan_micro_batches
 from python_backend.models.card import Halving, OutOfMemory, card_bytes, use_card
@@ -34,7 +34,7 @@ from python_backend.store.sealed_folder import DamagedCheckpoint, hashes, verify
 from python_backend.store.weights import WeightsStore
 from python_backend.training.model import recomputing
 from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
-from python_backend.training.sharding import read_tensors, sync_gradients, write_slices
+from python_backend.training.sharding import all_finite, read_tensors, sync_gradients, write_slices
 from python_backend.training.step import (
     load_state,
     make_adamw,
@@ -136,6 +136,10 @@ class UpdateReport:
     skipped_batches: list[int] = field(default_factory=list)  # of all passes: global batches that did not fit
 
 
+class WeightsBroken(RlhfError):
+    """An update left weights that no critic can be served with; the state before it must be restored."""
+
+
 class CriticUpdate:
     """A critic with its optimizer and its position in the learning-rate schedule."""
 
@@ -179,6 +183,7 @@ class CriticUpdate:
             NotFinite: no optimizer step had a finite gradient; the weights are unchanged.
             OutOfMemory: no optimizer step was taken, because sequences do not fit into the card's memory one at a time;
                 or one of a replay does not fit.
+            WeightsBroken: weights are not finite after it.
         """
         self.ranks.announce("train", skip=skip)
         payload = self.ranks.broadcast(payload, TrainPayload)
@@ -213,6 +218,8 @@ class CriticUpdate:
             loss_sum, token_sum = loss_sum + loss * num_tokens, token_sum + num_tokens
         if not norms and skipped:
             raise failure
+        if norms and not all(self.ranks.gather(all_finite(self.parameters.values()))):
+            raise WeightsBroken("the update left weights of the critic that are not finite")
         return UpdateReport(
             loss_sum / (token_sum or 1),
             float(np.mean(norms or 0.0)),

@@ -297,6 +297,34 @@ def scrape(port: int) -> dict[str, float]:
     return {s.name.removeprefix("rlhf_trainer_") + "".join(s.labels.values()): s.value for s in samples}
 
 
+@pytest.mark.parametrize("lr", [1e30, 1e38], ids=["values overflow", "weights overflow"])
+def test_an_update_that_breaks_the_critic_is_one_failed_step(make: Callable[..., Rig], straight: Rig, lr: float):
+    """With a typo in the learning rate. Gradients and, up to a point, weights are finite; no value is any more."""
+
+    def start(lr: float) -> None:
+        optimizer = rig.config.trainer.optimizer.model_copy(update={"lr": lr, "min_lr": lr})
+        trainer = rig.config.trainer.model_copy(update={"optimizer": optimizer})
+        rig.config = rig.config.model_copy(update={"trainer": trainer})
+        rig.start()
+
+    rig = make()
+    usual = rig.config.trainer.optimizer.lr
+    rig.serve()
+    rig.start().train(1, 2)
+    rig.stop()
+    start(lr)
+    results = rig.train(3, 4)
+    for result in results:
+        assert "not finite; the critic of step" in str(result.error)
+    saved = rig.answer(rig.journal.accept_save(run_id="run", step=4, keep_steps=[4]))
+    assert (saved.error, rig.checkpoints.steps(), rig.store.current()) == (None, [4], 2)
+    rig.stop()
+    start(usual)
+    assert rig.train(5)[0].error is None
+    assert torch.equal(rig.weights(2), straight.weights(2))
+    assert rig.weights(3).isfinite().all()
+
+
 def test_a_refused_version_and_a_bad_gradient_are_errors_of_their_steps_alone(make: Callable[..., Rig], straight: Rig):
     rig, port = make(), free_port()
     rig.config = rig.config.model_copy(update={"monitoring": MonitoringSection(trainer_port=port)})
