@@ -31,6 +31,7 @@ from python_backend.store.durable import refusal
 from python_backend.store.run_lock import in_progress
 from python_backend.wire.contract import ContractError, Limits
 from tools.doctor import Finding, failed, warning
+from tools.input_checks import reward_findings, template_problem, token_findings, token_problems
 from tools.render import reward_parameters
 from tools.render_configs import render_configs
 from tools.server.health import is_triton
@@ -38,7 +39,6 @@ from tools.server.ports import PORT_KEYS, check_ports, is_open, server_urls, wit
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import probe
 from tools.server.vllm import check_vllm, starts_vllm
-from tools.token_checks import reward_findings, template_problem, token_findings, token_problems
 from trainer.control_plane import ControlPlane, ControlPlaneError
 from trainer.reward_rows import row_reader, without_row
 

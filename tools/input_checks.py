@@ -1,5 +1,4 @@
-"""Compares what tokenizer, embeddings, generation config and chat template of a run's models say of ends and sizes, and
-the form of the prompts with what these models read."""
+"""Checks what the models of a run read: tokens and ends, chat templates, and the form of the prompts."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
