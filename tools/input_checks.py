@@ -1,9 +1,16 @@
 """Checks what the models of a run read: tokens and ends, chat templates, and the form of the prompts."""
 
-from collections.abc import Iterator, Sequence
+import difflib
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+from jinja2 import meta
+
+from actor.data.prompt_files import EMPTY
 from actor.data.prompt_reader import Prompt
 from python_backend.checkpoints.tokenization import (
     PROBE,
@@ -20,11 +27,30 @@ from python_backend.checkpoints.tokenization import (
 from python_backend.config import RunConfig
 from python_backend.config.required_files import has_tokenizer
 from python_backend.rewards.function import MESSAGES_KEY
+from python_backend.wire.chats import TEMPLATE_COLUMNS, TEMPLATE_VARIABLES, TOOLS, template_options
 from tools.doctor import Finding, warning
 
 VLLM_BANS = 1024  # entries of `logit_bias`
 QUESTION = {"role": "user", "content": PROBE}
 MARK = 3  # characters of the shortest mark of a turn: white space and single signs are in any text
+ANSWER = re.compile(
+    r"(\w+_)?(answer|output|response|completion|reply|solution|target|chosen|ground_truth)s?", re.IGNORECASE
+)
+TAG = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")  # as special tokens are written
+GIVEN_SHARE, GIVEN_CHARACTERS = 0.75, 12  # of a file whose prompts have the answers: of rows, and of different answers
+# Columns beside the prompt that trainers, or chat templates, put into it: of LLaMA-Factory, Alpaca, TRL, transformers.
+PARTS_OF_PROMPTS = (
+    "system",
+    "system_prompt",
+    "input",
+    "history",
+    "documents",
+    "functions",
+    "image",
+    "images",
+    "videos",
+    "audios",
+)
 RESIZE = "resize its embeddings to the tokenizer (resize_token_embeddings)"
 
 
@@ -63,7 +89,101 @@ def _rendered(tokenizer: Any) -> str:
 
 def prompt_warnings(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
     """Return what is odd about the form of these prompts, as policy and reward model read them."""
-    return [*_rendered_texts(config, prompts), *_headers(config, prompts)]
+    return [
+        *_rendered_texts(config, prompts),
+        *_headers(config, prompts),
+        *_given_answers(prompts),
+        *([] if config.environment else _unused_columns(config, prompts)),  # an environment may use any
+    ]
+
+
+def _given_answers(prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a warning for each column whose values are at the end of a file's prompts, as in files for SFT.
+
+    A short answer may be there by accident ("Is 5 or 3 larger, 3 or 5"), in one row or in some of a file.
+    """
+    found: dict[tuple[str, str], list[tuple[Prompt, str]]] = defaultdict(list)
+    for prompt in prompts:
+        for name, answer in _answers(prompt.metadata):
+            found[prompt.where.rstrip("0123456789"), name].append((prompt, answer))
+    for (_, name), rows in found.items():
+        given = [(prompt, answer) for prompt, answer in rows if _ends_with(prompt, answer)]
+        is_known = len("".join({answer for _, answer in given})) >= GIVEN_CHARACTERS
+        if is_known and len(given) >= GIVEN_SHARE * len(rows):
+            yield (
+                f"{given[0][0].where}: the prompt ends with the row's {name!r}, the answer that the policy is to write "
+                f"({len(given)} of {len(rows)} such rows); end the prompt before it, or rename the column if the "
+                "policy is to repeat it"
+            )
+
+
+def _answers(columns: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in columns.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", answer) for key, answer in _answers(value))
+        elif ANSWER.fullmatch(name):
+            last = value[-1] if isinstance(value, list) and value else value
+            text = last.get("content") if isinstance(last, dict) else last
+            if isinstance(text, (str, int)) and str(text).strip():
+                yield name, str(text).strip()
+
+
+def _ends_with(prompt: Prompt, answer: str) -> bool:
+    """Return whether the prompt, or a message of it, ends with the answer, but for tags and signs behind it."""
+    chat = prompt.metadata.get(MESSAGES_KEY)
+    for text in [prompt.text] if chat is None else [message.get("content") or "" for message in chat]:
+        before, found, behind = text.rpartition(answer)
+        if found and not before[-1:].isalnum() and not re.search(r"\w", TAG.sub("", behind)):
+            return True
+    return False
+
+
+def _unused_columns(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a warning for each column, or variable of a chat template, that should change a prompt but does not."""
+    tokenizers = [load_tokenizer(config.actor.policy.model.absolute())]
+    if config.uses_reward_model and config.reward.template is None:
+        tokenizers.append(load_tokenizer(config.reward.model.absolute()))
+    found: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        columns = prompt.metadata
+        is_chat = MESSAGES_KEY in columns
+        for name in (*PARTS_OF_PROMPTS, *(() if is_chat else TEMPLATE_COLUMNS)):
+            value = columns.get(name)
+            if value not in (*EMPTY, {}) and not _is_within(prompt.text, value):
+                found[
+                    f"the column {name!r} is not in the prompt, and no model reads it; put it into the prompt"
+                    f"{' as `messages`' * (name in TEMPLATE_COLUMNS)}, or rename it if a reward function reads it"
+                ].append(prompt)
+        options = template_options(tokenizers[0], columns) if is_chat and columns.get(TEMPLATE_VARIABLES) else {}
+        tools = options.pop(TOOLS, None)
+        read = {name for each in tokenizers if options for name in _variables(each, tools)}
+        for name in options.keys() - read:
+            near = "".join(f" (did you mean {other!r}?)" for other in difflib.get_close_matches(name, read, 1))
+            found[f"{TEMPLATE_VARIABLES}: no chat template of this run reads {name!r}{near}; remove it"].append(prompt)
+    for told, rows in found.items():
+        yield f"{rows[0].where}: {told} ({len(rows)} such rows)" if len(rows) > 1 else f"{rows[0].where}: {told}"
+
+
+def _is_within(text: str, value: Any) -> bool:
+    """Return whether the longest text in the value is a part of `text`, which may leave out keys and numbers."""
+    longest = max(_texts_in(value), key=len, default="")
+    return bool(longest) and longest.strip() in text
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts_in(inner)
+
+
+def _variables(tokenizer: Any, tools: Any) -> set[str]:
+    """Return the names that a chat template reads, which it does not define itself."""
+    if not tokenizer.chat_template:
+        return set()
+    template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", tokenizer.get_chat_template(tools=tools))
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    return meta.find_undeclared_variables(environment.parse(template))
 
 
 def _headers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:

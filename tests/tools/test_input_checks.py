@@ -148,6 +148,116 @@ def test_a_template_without_the_bos_of_texts_is_named(
     )
 
 
+QUESTION = [{"role": "user", "content": "Open it."}]
+SENTENCE = "Paris is the capital of France."
+ALPACA = "### Instruction:\nName it.\n\n### Response:\n"
+SCHEMA = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+STARTS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+THINKING = CHATS["qwen2"] + STARTS + "{% if enable_thinking %}<think>{% endif %}"
+LARGER = [{"text": f"Which is larger, {i} or {i + 1}", "answer": str(i + i % 2)} for i in range(40)]
+COUNTED = [{"text": f"Count to {i}.\n#### {i}", "reward_model": {"ground_truth": i}} for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        *(
+            ([{"text": f"{ALPACA}{SENTENCE}{end}", "output": SENTENCE}], "'output'")
+            for end in ("", "</s>", "\n[END]\n")
+        ),
+        ([{"prompt": f"{ALPACA}{SENTENCE}", "completion": f" {SENTENCE}\n"}], "'completion'"),
+        ([{"prompt": f"Q: Where?\nA: {SENTENCE}", "reference_answers": ["Rome", SENTENCE]}], "'reference_answers'"),
+        ([{"text": f"Q: Where?\nA: {SENTENCE}", "extra_info": {"answer": SENTENCE}}], "'extra_info.answer'"),
+        ([{"messages": [{**QUESTION[0], "content": f"Where? {SENTENCE}"}], "answer": SENTENCE}], "'answer'"),
+        (
+            [{"messages": [QUESTION[0], {"role": "assistant", "content": SENTENCE}, QUESTION[0]], "output": SENTENCE}],
+            "'output'",
+        ),
+        (
+            [
+                {
+                    "prompt": f"Q: Where? {SENTENCE}",
+                    "chosen": [QUESTION[0], {"role": "assistant", "content": SENTENCE}],
+                    "rejected": [QUESTION[0]],
+                }
+            ],
+            "'chosen'",
+        ),
+        (COUNTED, "'reward_model.ground_truth', the answer that the policy is to write (20 of 20 such rows)"),
+        (COUNTED[:1], None),
+        (LARGER, None),
+        ([{"text": "Is 3 or 5 larger, 3 or 5", "answer": "5"}], None),
+        ([{"text": "Is 3 or 15 larger?", "answer": "5", "output": None}], None),
+        (
+            [
+                {"text": f"Repeat: {SENTENCE}", "output": SENTENCE},
+                *({"text": f"Name {i}.", "output": "x"} for i in "abc"),
+            ],
+            None,
+        ),
+        ([{"text": f"{ALPACA}", "output": SENTENCE, "instruction": "Name it."}], None),
+        ([{"messages": QUESTION, "chosen": [*QUESTION, {"role": "assistant", "content": SENTENCE}]}], None),
+        ([{"text": f"### Input:\n{SENTENCE}\n\n### Response:\n", "output": SENTENCE}], None),
+    ],
+)
+def test_a_file_whose_prompts_have_the_answer_is_named(
+    config: Path, rows: list[dict[str, Any]], told: str | None
+) -> None:
+    found = [each for each in warnings(config, rows) if "the answer that the policy is to write" in each]
+    assert len(found) == (told is not None)
+    assert all(f"prompts.jsonl:1: the prompt ends with the row's {told}" in each for each in found)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"text": "Hi", "tools": [SCHEMA]}, "the column 'tools' is not in the prompt, and no model reads it"),
+        ({"text": f"Use {json.dumps(SCHEMA)}", "tools": [SCHEMA]}, None),
+        (
+            {"text": "Hi", "chat_template_kwargs": {"enable_thinking": False}},
+            "the column 'chat_template_kwargs' is not",
+        ),
+        ({"prompt": QUESTION, "chat_template_kwargs": {"enable_thinking": True}}, None),
+        (
+            {"prompt": QUESTION, "chat_template_kwargs": {"enable_thinkin": True}},
+            "no chat template of this run reads 'enable_thinkin' (did you mean 'enable_thinking'?)",
+        ),
+        (
+            {"prompt": QUESTION, "chat_template_kwargs": '{"documents": [{"text": "x"}]}'},
+            "reads 'documents'; remove it",
+        ),
+        ({"prompt": QUESTION, "system": "Be brief."}, "the column 'system' is not in the prompt"),
+        ({"prompt": [{"role": "system", "content": "Be brief."}, *QUESTION], "system": "Be brief. "}, None),
+        ({"prompt": QUESTION, "system": "", "documents": [], "images": None}, None),
+        ({"prompt": QUESTION, "documents": [{"title": "x", "text": "A long one."}]}, "the column 'documents' is not"),
+        ({"text": "Read: A long one.", "documents": [{"title": "x", "text": "A long one."}]}, None),
+        ({"prompt": "Translate.", "input": "Bonjour"}, "the column 'input' is not in the prompt"),
+        ({"prompt": "Translate.\nBonjour", "input": "Bonjour", "id": 7, "question": "?"}, None),
+        ({"prompt": QUESTION, "history": [["Hello.", "Yes?"]]}, "the column 'history' is not in the prompt"),
+        ({"prompt": QUESTION, "images": ["x.png"]}, "the column 'images' is not in the prompt"),
+    ],
+)
+def test_a_column_that_should_change_the_prompt_but_does_not_is_named(
+    tmp_path: Path, config: Path, row: dict[str, Any], told: str | None
+) -> None:
+    save_chat_policy(tmp_path / "policy", chat_template=THINKING)
+    found = warnings(config, [row, row], f"actor.policy.model={tmp_path / 'policy'}")
+    assert len(found) == (told is not None), found
+    for each in found:
+        assert each.startswith(f"{config.parent / 'prompts.jsonl'}:1: ")
+        assert told in each
+        assert each.endswith(" (2 such rows)")
+
+
+def warnings(config: Path, rows: list[dict[str, Any]], *overrides: str) -> list[str]:
+    """What doctor and the start of a run say of these rows."""
+    path = config.parent / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    loaded = load_config(config, [f"actor.prompts.path={path}", *overrides])
+    reader = PromptReader.of(loaded, load_tokenizer(loaded.actor.policy.model.absolute()), None)
+    return prompt_warnings(loaded, [reader.prompt(row) for row in read_rows(path)])
+
+
 def test_models_without_embeddings_for_what_the_policy_may_send_are_refused(tmp_path: Path, config: Path) -> None:
     """By name, before the start: a run would end at the first such token."""
     chats = tmp_path / "chats.jsonl"
