@@ -17,6 +17,7 @@ from python_backend.checkpoints.tokenization import (
     SpecialTokens,
     encode_prompt,
     ids_without_entry,
+    is_encoder,
     load_tokenizer,
     num_embeddings,
     rendered_probe,
@@ -253,7 +254,7 @@ def reward_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Fi
         return
     tokenizer = load_tokenizer(reward.model.absolute())
     before = tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, _rendered(tokenizer))[0])
-    if before and tokenizer.cls_token is None and not _rendered(tokenizer).startswith(before[0]):
+    if before and not is_encoder(reward.model) and not _rendered(tokenizer).startswith(before[0]):
         yield warning(
             "prompts",
             f"reward.model begins texts with {' '.join(before)}, but its chat template writes none, so chats are "

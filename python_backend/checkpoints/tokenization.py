@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from python_backend.checkpoints.config_keys import read_key
-from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError, read_config, text_config
+from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError, model_type_of, read_config, text_config
 
 # A long text is tokenised only in part: first as many characters as `max_length` tokens are likely to need, then twice
 # as many while that yields too few tokens. Tokens next to the cut may be wrong, so spare ones are added and discarded.
@@ -106,7 +106,6 @@ def encode_sentence(
     skipped_pad_id: int | None,
     pair: str = "",
     append_eos: bool = False,
-    is_chat: bool = False,
 ) -> Encoded:
     """Return the tokens of a sentence for a reward model, truncated to `max_length` as transformers does.
 
@@ -115,16 +114,13 @@ def encode_sentence(
         skipped_pad_id: remove trailing tokens with this id; None: remove nothing.
         pair: the second text of a text pair; empty: there is none.
         append_eos: append the end-of-sequence token to the last text, unless it is there.
-        is_chat: the text is the output of a chat template, which has all special tokens of its own, as in
-            `apply_chat_template(tokenize=True)`. Only an encoder's [CLS] and [SEP], which its head reads, are added.
     """
     end = tokenizer.eos_token if append_eos else ""
-    adds = special_tokens and not (is_chat and not pair and tokenizer.cls_token is None)
 
     def encode(limit: int) -> tuple[list[int], list[int] | None]:
         if pair:
             return _encode_pair(tokenizer, text, _ended(pair, end), limit, special_tokens)
-        return (encode_text if adds else encode_bare_text)(tokenizer, _ended(text, end), limit), None
+        return (encode_text if special_tokens else encode_bare_text)(tokenizer, _ended(text, end), limit), None
 
     def without_padding(ids: list[int]) -> list[int]:
         size = len(ids)
@@ -248,6 +244,22 @@ def fingerprint(tokenizer: Any) -> str:
     """Return a hash of the vocabulary (token -> id, added tokens included). Equal hashes mean equal token ids."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     return hashlib.sha256(vocabulary.encode()).hexdigest()
+
+
+def is_encoder(folder: Path) -> bool:
+    """Return whether transformers knows the model in `folder` as an encoder, whose head reads the [CLS] of a row.
+
+    Its chats have the special tokens of its tokenizer. Any other model's have those of their template alone, as in
+    `apply_chat_template(tokenize=True)`; a decoder's tokenizer may have a [CLS], too.
+    """
+    from transformers.models.auto import modeling_auto
+
+    names = {
+        *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        *modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,  # XLNet
+    }
+    config = read_config(folder) if (folder / CONFIG_FILE).is_file() else {}
+    return model_type_of(config) in names and not read_key(config, "is_decoder", bool, False)
 
 
 def rendering_fingerprint(tokenizer: Any) -> str:

@@ -15,6 +15,7 @@ from python_backend.checkpoints.tokenization import (
     LONGEST_ROW_TOKENS,
     Encoded,
     encode_sentence,
+    is_encoder,
     load_tokenizer,
     too_long,
 )
@@ -73,7 +74,7 @@ class RowReader:
             checkpoint: folder with the tokenizer.
             limits: limits to enforce on rows.
             add_special_tokens: True: tokenise sentences as `tokenizer(text)` does, with special tokens. False: without
-                special tokens. A chat gets those of its template; see `encode_sentence`.
+                special tokens. A chat has those of its template, and an encoder's; see `is_encoder`.
             skipped_pad_id: padding id that transformers skips when it looks for a row's last token: sentences lose
                 their trailing tokens with this id; None: nothing is removed.
             takes_pairs: whether a row may have a second text.
@@ -154,7 +155,7 @@ class RowReader:
                 f"{SENTENCES}[{index}]: reward.append_eos is set, but the tokenizer of {self._checkpoint.name} has no "
                 "end-of-sequence token; remove that setting, or give the tokenizer an eos_token"
             )
-        is_chat = MESSAGES in metadata and self._template is None
+        is_chat = MESSAGES in metadata and self._template is None and not pair
         row = self._encode(text, pair, append_eos=append_eos, is_chat=is_chat)
         if not row.ids:
             raise ContractError(
@@ -235,16 +236,19 @@ class RowReader:
         """The checkpoint's tokenizer, loaded when it is first used: clients that send tokens never need it."""
         return load_tokenizer(self._checkpoint)
 
+    @functools.cached_property
+    def _is_encoder(self) -> bool:
+        return is_encoder(self._checkpoint)
+
     def _encode(self, text: str, pair: str = "", *, append_eos: bool = False, is_chat: bool = False) -> Encoded:
         return encode_sentence(
             self.tokenizer,
             text,
             self._max_length,
-            special_tokens=self._adds_special_tokens,
+            special_tokens=self._adds_special_tokens and (not is_chat or self._is_encoder),
             skipped_pad_id=self._skipped_pad_id,
             pair=pair,
             append_eos=append_eos,
-            is_chat=is_chat,
         )
 
     def _render(self, index: int, conversation: list[Any], metadata: dict[str, Any], *, generation_prompt: bool) -> str:
