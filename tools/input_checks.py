@@ -268,6 +268,9 @@ def token_findings(config: RunConfig) -> Iterator[Finding]:
     folder = config.actor.policy.model.absolute()
     tokenizer, size, special = load_tokenizer(folder), num_embeddings(folder), special_tokens_in(folder)
     yield _ends(tokenizer, special, size)
+    if tokenizer.chat_template and not _rendered(tokenizer):
+        told = "the policy's chat template refuses a question and a reply, so how it ends a turn is unknown"
+        yield warning("ends", f"{told}; name that token in generation_config.json (eos_token_id), if none above is it")
     behind = _rendered(tokenizer).rpartition(PROBE)[2].strip()
     if behind and reply_end(tokenizer) is None and not config.actor.generation.stop_strings:
         told = f"the chat template ends a reply with {behind!r}, which is no special token: no response ends there"

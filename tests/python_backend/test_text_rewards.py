@@ -385,11 +385,15 @@ ROLES = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
         (ROLES + "{% endfor %}", ["<|user|>"]),
         (ROLES + "{{ '<|return|>' if loop.last else '<|im_end|>' }}{% endfor %}", ["<|im_end|>", "<|return|>"]),
         (ROLES + " END {% endfor %}", []),
+        ("{{ tools[0].function.name }}" + CHATML, ["<|im_end|>"]),  # it needs tools
+        ({"tool_use": CHATML}, ["<|im_end|>"]),  # for chats with tools alone
+        ({"default": CHATML, "tool_use": ROLES + "<|return|>{% endfor %}"}, ["<|im_end|>"]),
+        ({"rag": CHATML}, []),
         ("{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}", []),
         ("{{ raise_exception('no') }}", []),
     ],
 )
-def test_the_tokens_with_which_a_template_ends_a_reply(template: str | None, ends: list[str]) -> None:
+def test_the_tokens_with_which_a_template_ends_a_reply(template: str | dict[str, str] | None, ends: list[str]) -> None:
     tokenizer = make_text_tokenizer("llama", chat_template=template)
     tokenizer.add_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>", "<|return|>")])
     tokenizer.add_tokens([AddedToken("<|user|>", special=False), AddedToken("\n", special=False)])

@@ -43,6 +43,13 @@ ENDS = "a response ends with '<|endoftext|>' (0), '<|im_end|>' (2)"
             ],
         ),
         (
+            {"chat_template": "{{ raise_exception('no') }}"},
+            [
+                ("ok", "ends", "a response ends with '<|im_end|>' (2)"),
+                ("warning", "ends", "the policy's chat template refuses a question and a reply"),
+            ],
+        ),
+        (
             {"more": 2, "ends": [2, 161, 200]},
             [
                 (
