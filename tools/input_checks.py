@@ -13,14 +13,12 @@ from jinja2 import meta
 from actor.data.prompt_files import EMPTY
 from actor.data.prompt_reader import Prompt
 from python_backend.checkpoints.tokenization import (
-    PROBE,
     SpecialTokens,
     encode_prompt,
     ids_without_entry,
     is_encoder,
     load_tokenizer,
     num_embeddings,
-    rendered_probe,
     reply_end,
     same_tokenizer,
     special_tokens_in,
@@ -28,7 +26,14 @@ from python_backend.checkpoints.tokenization import (
 from python_backend.config import RunConfig
 from python_backend.config.required_files import has_tokenizer
 from python_backend.rewards.function import MESSAGES_KEY
-from python_backend.wire.chats import TEMPLATE_COLUMNS, TEMPLATE_VARIABLES, TOOLS, template_options
+from python_backend.wire.chats import (
+    PROBE,
+    TEMPLATE_COLUMNS,
+    TEMPLATE_VARIABLES,
+    TOOLS,
+    rendered_probe,
+    template_options,
+)
 from tools.doctor import Finding, warning
 
 VLLM_BANS = 1024  # entries of `logit_bias`

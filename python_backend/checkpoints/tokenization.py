@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from python_backend.checkpoints.config_keys import read_key
 from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError, model_type_of, read_config, text_config
+from python_backend.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts
 
 # A long text is tokenised only in part: first as many characters as `max_length` tokens are likely to need, then twice
 # as many while that yields too few tokens. Tokens next to the cut may be wrong, so spare ones are added and discarded.
@@ -19,14 +20,6 @@ CHARACTERS_PER_TOKEN = 8
 SPARE_TOKENS = 64
 LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
 SENTENCEPIECE_SPACE = "\u2581"  # which SentencePiece puts before a text
-PROBE, NEXT_PROBE = "Yes.", "Why?"  # contents of messages that show what a chat template writes around them
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-TO_PARTS = (  # before a chat template; without an end that would remove white space at its start
-    "{%% set of = namespace(parts=[]) %%}{%% for m in messages %%}"
-    "{%% if m.content is string and m.role not in %s %%}"
-    "{%% set m = dict(m, content=[{'type': 'text', 'text': m.content}]) %%}{%% endif %%}"
-    "{%% set of.parts = of.parts + [m] %%}{%% endfor %%}{%% set messages = of.parts %%}{{ '' }}"
-)
 GENERATION_FILE = "generation_config.json"
 BRACKETED = re.compile(r"[<\[].*[>\]]", re.DOTALL)  # how special tokens are written
 LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # how many characters `_parts` searches for a word boundary
@@ -41,27 +34,8 @@ def load_tokenizer(folder: Path | str) -> Any:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} has no tokenizer that transformers can load: {error}") from error
     if isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = _of_texts(tokenizer)
+        tokenizer.chat_template = template_of_texts(tokenizer)
     return tokenizer
-
-
-def _of_texts(tokenizer: Any) -> str:
-    """Return the chat template; one that reads contents only as lists of parts, such as LLaVA's, makes parts of texts.
-
-    It may do so for some roles alone.
-    """
-    template, roles = str(tokenizer.chat_template), ("system", "user", "assistant")
-    for known in (roles, roles[1:]):
-        texts = {role: f"{role}: {PROBE}" for role in known}
-        messages = [{"role": role, "content": text} for role, text in texts.items()]
-        shown = rendered_probe(tokenizer, messages)
-        plain = [role for role in roles if texts.get(role, "") in shown]
-        tokenizer.chat_template = TO_PARTS % plain + template
-        parted = rendered_probe(tokenizer, messages)
-        if len(plain) < len(roles) and "'type'" not in parted and all(text in parted for text in texts.values()):
-            return str(tokenizer.chat_template)
-        tokenizer.chat_template = template
-    return template
 
 
 def encode_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
@@ -433,20 +407,6 @@ def _turn_ends(tokenizer: Any) -> tuple[int | None, int | None]:
     last = first_added([question, reply])
     earlier = end(first_added([question, reply, {**question, "content": NEXT_PROBE}]))
     return earlier if earlier in last else end(last), earlier
-
-
-def rendered_probe(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -> str:
-    """Return messages in the chat template, with a tool and behind a system message if it needs them.
-
-    Returns "" if it refuses them.
-    """
-    first: list[dict[str, str]]
-    for tools, first in itertools.product((None, [TOOL]), ([], [{"role": "system", "content": NEXT_PROBE}])):
-        try:
-            return str(tokenizer.apply_chat_template([*first, *messages], tools=tools, tokenize=False, **options))
-        except Exception:  # templates are programs and may raise anything; the caller that needs the text reports it
-            continue
-    return ""
 
 
 def _behind_reply(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
