@@ -25,13 +25,13 @@ from python_backend.wire import contract
 from tools.arguments import parse_or_complete
 from tools.render import (
     Render,
+    checked_parameters,
     critic_infer_steps,
     ensemble_outputs,
     limit_parameters,
     reference_parameters,
     render_rewards,
     reward_traits,
-    token_reward_parameters,
 )
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import shell_command
@@ -168,10 +168,9 @@ def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
             "pooling": section.pooling,
             "attribute_weights": json.dumps(weights),
             "merge_attributes": json.dumps(merges(section)),
-            "text": section.text,
             contract.LABELS: json.dumps(_labels(config)),
             "num_rewards": str(_num_rewards(config)),
-            **token_reward_parameters(section),
+            **checked_parameters(section),
         }
         if section.store:
             parameters |= {contract.STORE: str(place(config.run.reward_weights_dir)), "reload": section.reload}
