@@ -108,7 +108,6 @@ def encode_sentence(
     special_tokens: bool,
     skipped_pad_id: int | None,
     pair: str = "",
-    append_eos: bool = False,
 ) -> Encoded:
     """Return the tokens of a sentence for a reward model, truncated to `max_length` as transformers does.
 
@@ -116,14 +115,12 @@ def encode_sentence(
         special_tokens: True: as `encode_text`; False: as `encode_bare_text`.
         skipped_pad_id: remove trailing tokens with this id; None: remove nothing.
         pair: the second text of a text pair; empty: there is none.
-        append_eos: append the end-of-sequence token to the last text, unless it is there.
     """
-    end = tokenizer.eos_token if append_eos else ""
 
     def encode(limit: int) -> tuple[list[int], list[int] | None]:
         if pair:
-            return _encode_pair(tokenizer, text, _ended(pair, end), limit, special_tokens)
-        return (encode_text if special_tokens else encode_bare_text)(tokenizer, _ended(text, end), limit), None
+            return _encode_pair(tokenizer, text, pair, limit, special_tokens)
+        return (encode_text if special_tokens else encode_bare_text)(tokenizer, text, limit), None
 
     def without_padding(ids: list[int]) -> list[int]:
         size = len(ids)
@@ -148,10 +145,6 @@ def too_long(num_tokens: int, max_length: int) -> str:
         f"{least}{num_tokens} tokens, the model takes {max_length} (max_length), and a reply is never truncated; "
         "shorten the prompt or the reply"
     )
-
-
-def _ended(text: str, end: str) -> str:
-    return text if text.endswith(end) else text + end
 
 
 def _encode_pair(

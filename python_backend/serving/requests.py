@@ -126,14 +126,17 @@ class RowReader:
     def encoded(self, index: int, text: str, metadata: dict[str, Any], pair: str = "") -> Encoded:
         """Return the tokens of one sentence; `pair`: the second text, if not empty. Raises ContractError."""
         text, pair = self.rendered(index, text, metadata, pair)
-        append_eos = self.append_eos and MESSAGES not in metadata
-        if append_eos and not self.tokenizer.eos_token:
-            raise ContractError(
-                f"{SENTENCES}[{index}]: reward.append_eos is set, but the tokenizer of {self.checkpoint.name} has no "
-                "end-of-sequence token; remove that setting, or give the tokenizer an eos_token"
-            )
+        if self.append_eos and MESSAGES not in metadata:
+            end, last = self.tokenizer.eos_token, pair or text
+            if not end:
+                raise ContractError(
+                    f"{SENTENCES}[{index}]: reward.append_eos is set, but the tokenizer of {self.checkpoint.name} has "
+                    "no end-of-sequence token; remove that setting, or give the tokenizer an eos_token"
+                )
+            last += "" if last.endswith(end) else end
+            text, pair = (text, last) if pair else (last, "")
         is_chat = MESSAGES in metadata and self.template is None and not pair
-        row = self._encode(text, pair, append_eos=append_eos, is_chat=is_chat)
+        row = self._encode(text, pair, is_chat=is_chat)
         if not row.ids:
             raise ContractError(
                 f"{SENTENCES}[{index}]: {text[:80]!r} has no tokens, an empty sequence cannot be scored"
@@ -217,7 +220,7 @@ class RowReader:
     def _is_encoder(self) -> bool:
         return is_encoder(self.checkpoint)
 
-    def _encode(self, text: str, pair: str = "", *, append_eos: bool = False, is_chat: bool = False) -> Encoded:
+    def _encode(self, text: str, pair: str = "", *, is_chat: bool = False) -> Encoded:
         return encode_sentence(
             self.tokenizer,
             text,
@@ -225,7 +228,6 @@ class RowReader:
             special_tokens=self.add_special_tokens and (not is_chat or self._is_encoder),
             skipped_pad_id=self.skipped_pad_id,
             pair=pair,
-            append_eos=append_eos,
         )
 
     def _render(self, index: int, conversation: list[Any], metadata: dict[str, Any], *, generation_prompt: bool) -> str:
