@@ -17,6 +17,7 @@ from python_backend.checkpoints.tokenization import (
     encode_prompt,
     ids_without_entry,
     is_encoder,
+    is_special,
     load_tokenizer,
     num_embeddings,
     reply_end,
@@ -40,7 +41,8 @@ VLLM_BANS = 1024  # entries of `logit_bias`
 QUESTION = {"role": "user", "content": PROBE}
 MARK = 3  # characters of the shortest mark of a turn: white space and single signs are in any text
 ANSWER = re.compile(
-    r"(\w+_)?(answer|output|response|completion|reply|solution|target|chosen|ground_truth)s?", re.IGNORECASE
+    r"(\w+_)?(answer|output|response|completion|reply|solution|label|summary|chosen|gold|ground_truth)s?(_text)?",
+    re.IGNORECASE,
 )
 TAG = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")  # as special tokens are written
 GIVEN_SHARE, GIVEN_CHARACTERS = 0.75, 12  # of a file whose prompts have the answers: of rows, and of different answers
@@ -96,11 +98,26 @@ def _rendered(tokenizer: Any) -> str:
 def prompt_warnings(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
     """Return what is odd about the form of these prompts, as policy and reward model read them."""
     return [
-        *_rendered_texts(config, prompts),
+        *([*_rendered_texts(config, prompts)] or _ended_texts(config, prompts)),
         *_headers(config, prompts),
         *_given_answers(prompts),
-        *([] if config.environment else _unused_columns(config, prompts)),  # an environment may use any
+        *_unused_columns(config, prompts),
     ]
+
+
+def _ended_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a warning about text prompts behind which a response has ended, as those that were rendered for SFT."""
+    folder = config.actor.policy.model.absolute()
+    tokenizer = load_tokenizer(folder)
+    ends = [i for i in special_tokens_in(folder).eos_ids if is_special(tokenizer, i)]
+    marks = tuple(mark for mark in tokenizer.convert_ids_to_tokens(ends) if mark)
+    found = [each for each in prompts if MESSAGES_KEY not in each.metadata and each.text.rstrip().endswith(marks)]
+    if found:
+        yield (
+            f"{found[0].where}: the text ends with what ends a response ({', '.join(map(repr, marks))}), so the answer "
+            f"may be in the prompt ({len(found)} such rows); end it where the policy is to begin, or give the chat as "
+            "`messages`"
+        )
 
 
 def _given_answers(prompts: Sequence[Prompt]) -> Iterator[str]:
@@ -153,7 +170,9 @@ def _unused_columns(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
     for prompt in prompts:
         columns = prompt.metadata
         is_chat = MESSAGES_KEY in columns
-        for name in (*PARTS_OF_PROMPTS, *(() if is_chat else TEMPLATE_COLUMNS)):
+        # An environment may make its prompts of any column, but refuses those for the template.
+        parts = PARTS_OF_PROMPTS if config.environment is None else ()
+        for name in (*parts, *(() if is_chat else TEMPLATE_COLUMNS)):
             value = columns.get(name)
             if value not in (*EMPTY, {}) and not _is_within(prompt.text, value):
                 found[

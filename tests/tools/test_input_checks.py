@@ -108,7 +108,7 @@ def test_a_text_that_is_a_rendered_chat_is_named_once_with_the_remedy(
     given = [f"reward.model={tmp_path / 'reward'}", f"actor.prompts.path={prompts}", *settings]
     loaded = load_config(config, [*given, "actor.prompts.max_tokens=100"])
     end = {"qwen2": "<|im_end|>", "llama": "</s>", "bert": "[end]"}[family]
-    told = "".join(prompt_warnings(loaded, check_run(loaded)))
+    told = "".join(each for each in prompt_warnings(loaded, check_run(loaded)) if "ends a response" not in each)
     assert bool(told) == is_told
     assert [each.text for each in files(loaded) if each.level is Level.WARNING and "reward" in each.text] == (
         [told] if is_told else []
@@ -161,6 +161,7 @@ ALPACA = "### Instruction:\nName it.\n\n### Response:\n"
 SCHEMA = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 STARTS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 THINKING = CHATS["qwen2"] + STARTS + "{% if enable_thinking %}<think>{% endif %}"
+COUNTDOWN = [{"prompt": f"Make an equation of [3, 4, 7] that equals {i}.", "target": i} for i in range(20)]
 LARGER = [{"text": f"Which is larger, {i} or {i + 1}", "answer": str(i + i % 2)} for i in range(40)]
 COUNTED = [{"text": f"Count to {i}.\n#### {i}", "reward_model": {"ground_truth": i}} for i in range(20)]
 
@@ -193,6 +194,7 @@ COUNTED = [{"text": f"Count to {i}.\n#### {i}", "reward_model": {"ground_truth":
         (COUNTED, "'reward_model.ground_truth', the answer that the policy is to write (20 of 20 such rows)"),
         (COUNTED[:1], None),
         (LARGER, None),
+        (COUNTDOWN, None),
         ([{"text": "Is 3 or 5 larger, 3 or 5", "answer": "5"}], None),
         ([{"text": "Is 3 or 15 larger?", "answer": "5", "output": None}], None),
         (
@@ -218,6 +220,7 @@ def test_a_file_whose_prompts_have_the_answer_is_named(
 @pytest.mark.parametrize(
     ("row", "told"),
     [
+        ({"text": "Hi", "tools": [SCHEMA], "system": "Be brief.", "environment": "x"}, "the column 'tools' is not"),
         ({"text": "Hi", "tools": [SCHEMA]}, "the column 'tools' is not in the prompt, and no model reads it"),
         ({"text": f"Use {json.dumps(SCHEMA)}", "tools": [SCHEMA]}, None),
         (
@@ -248,12 +251,26 @@ def test_a_column_that_should_change_the_prompt_but_does_not_is_named(
     tmp_path: Path, config: Path, row: dict[str, Any], told: str | None
 ) -> None:
     save_chat_policy(tmp_path / "policy", chat_template=THINKING)
-    found = warnings(config, [row, row], f"actor.policy.model={tmp_path / 'policy'}")
+    environment = ["environment.class=there.py:Game", "rewards={model: {weight: 1.0}}"] if "environment" in row else []
+    found = warnings(config, [row, row], f"actor.policy.model={tmp_path / 'policy'}", *environment)
     assert len(found) == (told is not None), found
     for each in found:
         assert each.startswith(f"{config.parent / 'prompts.jsonl'}:1: ")
         assert told in each
         assert each.endswith(" (2 such rows)")
+
+
+@pytest.mark.parametrize(
+    ("end", "is_told"),
+    [("<|im_end|>\n", True), ("<|endoftext|>", True), ("<|im_end|>\n<|im_start|>assistant\n", False)],
+)
+def test_a_text_that_ends_as_a_response_does_is_named(tmp_path: Path, config: Path, end: str, *, is_told: bool) -> None:
+    save_chat_policy(tmp_path / "policy", **BASE)
+    text = f"<|im_start|>user\nOpen it.<|im_end|>\n<|im_start|>assistant\nDone.{end}"
+    settings = [f"actor.policy.model={tmp_path / 'policy'}", "reward.template='{{ text }}'"]
+    found = [each for each in warnings(config, [{"text": text}], *settings) if "ends a response" in each]
+    assert len(found) == is_told
+    assert all("prompts.jsonl:1: the text ends with what ends a response ('<|endoftext|>', " in each for each in found)
 
 
 def warnings(config: Path, rows: list[dict[str, Any]], *overrides: str) -> list[str]:
