@@ -1,6 +1,7 @@
 """Checks what the models of a run read: tokens and ends, chat templates, and the form of the prompts."""
 
 import difflib
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -147,18 +148,23 @@ def _answers(columns: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         elif ANSWER.fullmatch(name):
             last = value[-1] if isinstance(value, list) and value else value
             text = last.get("content") if isinstance(last, dict) else last
-            if isinstance(text, (str, int)) and str(text).strip():
-                yield name, str(text).strip()
+            answer = re.sub(r"(\s*<[^<>]*>)+$", "", _squeezed(str(text)))
+            if isinstance(text, (str, int)) and answer:
+                yield name, answer
 
 
 def _ends_with(prompt: Prompt, answer: str) -> bool:
     """Return whether the prompt, or a message of it, ends with the answer, but for tags and signs behind it."""
     chat = prompt.metadata.get(MESSAGES_KEY)
     for text in [prompt.text] if chat is None else [message.get("content") or "" for message in chat]:
-        before, found, behind = text.rpartition(answer)
+        before, found, behind = _squeezed(text).rpartition(answer)
         if found and not before[-1:].isalnum() and not re.search(r"\w", TAG.sub("", behind)):
             return True
     return False
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _unused_columns(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
@@ -181,7 +187,8 @@ def _unused_columns(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
                 ].append(prompt)
         options = template_options(tokenizers[0], columns) if is_chat and columns.get(TEMPLATE_VARIABLES) else {}
         tools = options.pop(TOOLS, None)
-        read = {name for each in tokenizers if options for name in _variables(each, tools)}
+        given = [each for each in tokenizers if options and each.chat_template]
+        read = {name for each in given for name in _variables(each.get_chat_template(tools=tools))}
         for name in options.keys() - read:
             near = "".join(f" (did you mean {other!r}?)" for other in difflib.get_close_matches(name, read, 1))
             found[f"{TEMPLATE_VARIABLES}: no chat template of this run reads {name!r}{near}; remove it"].append(prompt)
@@ -202,13 +209,12 @@ def _texts_in(value: Any) -> Iterator[str]:
         yield from _texts_in(inner)
 
 
-def _variables(tokenizer: Any, tools: Any) -> set[str]:
+@functools.cache
+def _variables(template: str) -> set[str]:
     """Return the names that a chat template reads, which it does not define itself."""
-    if not tokenizer.chat_template:
-        return set()
-    template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", tokenizer.get_chat_template(tools=tools))
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    return meta.find_undeclared_variables(environment.parse(template))
+    without = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # a tag of transformers' own
+    return meta.find_undeclared_variables(environment.parse(without))
 
 
 def _headers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:

@@ -173,7 +173,8 @@ COUNTED = [{"text": f"Count to {i}.\n#### {i}", "reward_model": {"ground_truth":
             ([{"text": f"{ALPACA}{SENTENCE}{end}", "output": SENTENCE}], "'output'")
             for end in ("", "</s>", "\n[END]\n")
         ),
-        ([{"prompt": f"{ALPACA}{SENTENCE}", "completion": f" {SENTENCE}\n"}], "'completion'"),
+        ([{"prompt": f"{ALPACA}{SENTENCE}", "completion": f" {SENTENCE}\n</s>"}], "'completion'"),
+        ([{"prompt": f"{ALPACA}{SENTENCE}\n\n{SENTENCE}", "output": f"{SENTENCE}\r\n{SENTENCE}"}], "'output'"),
         ([{"prompt": f"Q: Where?\nA: {SENTENCE}", "reference_answers": ["Rome", SENTENCE]}], "'reference_answers'"),
         ([{"text": f"Q: Where?\nA: {SENTENCE}", "extra_info": {"answer": SENTENCE}}], "'extra_info.answer'"),
         ([{"messages": [{**QUESTION[0], "content": f"Where? {SENTENCE}"}], "answer": SENTENCE}], "'answer'"),
