@@ -192,7 +192,10 @@ COUNTED = [{"text": f"Count to {i}.\n#### {i}", "reward_model": {"ground_truth":
             ],
             "'chosen'",
         ),
-        (COUNTED, "'reward_model.ground_truth', the answer that the policy is to write (20 of 20 such rows)"),
+        (
+            COUNTED,
+            "'reward_model.ground_truth', the answer that the policy is to write (in 20 of 20 rows with that column)",
+        ),
         (COUNTED[:1], None),
         (LARGER, None),
         (COUNTDOWN, None),
