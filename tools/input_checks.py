@@ -136,8 +136,8 @@ def _given_answers(prompts: Sequence[Prompt]) -> Iterator[str]:
         if is_known and len(given) >= GIVEN_SHARE * len(rows):
             yield (
                 f"{given[0][0].where}: the prompt ends with the row's {name!r}, the answer that the policy is to write "
-                f"(in {len(given)} of {len(rows)} rows with that column); end the prompt before it, or rename the column if the "
-                "policy is to repeat it"
+                f"(in {len(given)} of {len(rows)} rows with that column); end the prompt before it, or rename the "
+                "column if the policy is to repeat it"
             )
 
 
