@@ -23,14 +23,17 @@ from python_backend.checkpoints.tokenization import encode_prompt, load_tokenize
 from python_backend.client.served import ServedModel
 from python_backend.config import ConfigError, EnvironmentSection, RewardTerm, RunConfig
 from python_backend.config.required_files import check_files, has_chat_template, tokenizer_folder
+from python_backend.config.rewards import text_parameters
 from python_backend.config.without_effect import without_effect
 from python_backend.environments.pool import Environments
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
+from python_backend.serving.reward_reader import reward_reader
 from python_backend.store.durable import refusal
 from python_backend.store.run_lock import in_progress
 from python_backend.wire.contract import ContractError, Limits
 from tools.doctor import Finding, failed, warning
+from tools.input_checks import reward_findings, template_problem, token_findings, token_problems
 from tools.render import reward_parameters
 from tools.render_configs import render_configs
 from tools.server.health import is_triton
@@ -38,9 +41,7 @@ from tools.server.ports import PORT_KEYS, check_ports, is_open, server_urls, wit
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import probe
 from tools.server.vllm import check_vllm, starts_vllm
-from tools.token_checks import reward_findings, template_problem, token_findings, token_problems
 from trainer.control_plane import ControlPlane, ControlPlaneError
-from trainer.reward_rows import row_reader, without_row
 
 CHECKED_ROWS = 1000  # of each prompt file
 PROBE_S = 30.0
@@ -105,7 +106,7 @@ def _check_rendering(config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt
     `tokenizer`: the policy's. Raises PromptError, ConfigError.
     """
     section = config.reward
-    reader = row_reader(section, Limits(1))
+    reader = reward_reader(section.model.absolute(), Limits(1), text_parameters(section).get, truncates=False)
 
     def size_of(prompt: Prompt) -> int:
         is_chat = MESSAGES_KEY in prompt.metadata
@@ -118,7 +119,7 @@ def _check_rendering(config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt
                 return reader.encoded(0, prompt.text, metadata, REPLY).num_tokens
             return reader.encoded(0, text, metadata).num_tokens
         except ContractError as error:
-            raise PromptError(f"{prompt.where}: reward.model: {without_row(error)}") from error
+            raise PromptError(f"{prompt.where}: reward.model: {error.of_only_row}") from error
 
     check_renderings(config, tokenizer, prompts, size_of)
 

@@ -10,7 +10,7 @@ from python_backend.checkpoints.inspection import CheckpointError, fingerprint_w
 from python_backend.config import ConfigError, RewardSection, RunConfig
 from python_backend.config.live_models import reward_is_live
 from python_backend.config.required_files import tokenizer_folder
-from python_backend.config.rewards import MODEL_TERM, RewardTerm, read_template
+from python_backend.config.rewards import MODEL_TERM, RewardTerm, client_parameters, text_parameters
 from python_backend.config.sections import ServerSection
 from python_backend.rewards.function import with_absolute_path
 from python_backend.serving.templates import RowTemplate
@@ -37,37 +37,15 @@ def process_of(config: RunConfig) -> str | None:
     return section.granularity if section is not None and config.uses_reward_model else None
 
 
-def token_reward_parameters(reward: RewardSection) -> dict[str, str]:
-    """Return the model parameters of `reward.logit`, `reward.process` and `reward.template`, without those unset.
-
-    Raises:
-        ConfigError: the template is not valid.
-    """
-    process, found = reward.process, client_parameters(reward)
-    if process is not None:
-        found |= {"aggregate": process.aggregate, "step_separator": process.separator, "step_mark": process.mark}
-    if reward.logit is not None:
-        found["logit"] = json.dumps(reward.logit.model_dump())
-    if reward.template is not None:
-        try:
-            found["template"] = template = read_template(reward.template)
-            RowTemplate(template)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-    found |= {"score": None if reward.score == "auto" else reward.score}
-    found |= {"generation_prompt": "true" if reward.generation_prompt else None}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def client_parameters(reward: RewardSection) -> dict[str, str | None]:
-    """Return the parameters that a client needs: what the reward replies with, and what it takes."""
-    process = reward.process
-    return {
-        contract.PROCESS: None if process is None else process.granularity,
-        contract.TEXTS_ONLY: "true" if reward.template or (process is not None and process.mark) else None,
-        "add_special_tokens": json.dumps(reward.add_special_tokens),
-        "append_eos": json.dumps(reward.append_eos),
-    }
+def checked_parameters(reward: RewardSection) -> dict[str, str]:
+    """Return `text_parameters`. Raises ConfigError if the template is not valid."""
+    try:
+        found = text_parameters(reward)
+        if "template" in found:
+            RowTemplate(found["template"])
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return found
 
 
 # The steps of the ensembles `critic_infer` and, if the YAML has `rewards`, `reward_model`.

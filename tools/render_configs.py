@@ -26,13 +26,13 @@ from python_backend.wire import contract
 from tools.arguments import parse_or_complete
 from tools.render import (
     Render,
+    checked_parameters,
     critic_infer_steps,
     ensemble_outputs,
     limit_parameters,
     reference_parameters,
     render_rewards,
     reward_traits,
-    token_reward_parameters,
     weights_fingerprint,
 )
 from tools.server.triton_home import ServerStartError
@@ -193,10 +193,9 @@ def _reward_parameters(config: RunConfig, place: Any) -> dict[str, str]:
         "pooling": section.pooling,
         "attribute_weights": json.dumps(weights),
         "merge_attributes": json.dumps(merges(section)),
-        "text": section.text,
         contract.LABELS: json.dumps(_labels(config)),
         "num_rewards": str(_num_rewards(config)),
-        **token_reward_parameters(section),
+        **checked_parameters(section),
         **kept,
     }
 

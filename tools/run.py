@@ -28,6 +28,7 @@ from python_backend.store.journal import Journal
 from python_backend.store.run_lock import only_actor, only_run
 from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
+from tools.input_checks import prompt_warnings
 from tools.preflight import check_run
 from tools.report.data import loading_line
 from tools.report.display import RunDisplay
@@ -37,7 +38,6 @@ from tools.server.health import get_page
 from tools.server.ports import PORT_KEYS, check_ports, with_free_ports
 from tools.server.supervisor import Supervisor
 from tools.server.vllm import VllmServer, starts_vllm
-from tools.token_checks import prompt_warnings
 
 POLL_S = 0.25
 ACTOR_EXIT_S = 5.0  # added to actor.stop_grace_s, the time that the actor has to write a checkpoint

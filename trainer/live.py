@@ -17,16 +17,17 @@ from python_backend.checkpoints.tokenization import (
 )
 from python_backend.config import ConfigError, RewardSection, RunConfig
 from python_backend.config.live_models import live_model
+from python_backend.config.rewards import text_parameters
 from python_backend.errors import RlhfError
 from python_backend.models.canary import canary_outputs
 from python_backend.models.modeling import RewardModel
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, with_reply
+from python_backend.serving.reward_reader import reward_reader
 from python_backend.store.jsonl import named_lines
 from python_backend.store.weights import WeightsError, WeightsStore
 from python_backend.wire.contract import ContractError, TokenRow
 from python_backend.wire.messages import BadMessages, is_text_of_messages, plain_messages
 from trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
-from trainer.reward_rows import row_reader, without_row
 
 ROWS_PER_FORWARD = 16
 SIDES = ("chosen", "rejected")
@@ -56,13 +57,14 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
         raise ConfigError("reward.gate needs one reward per row; set reward.merge_attributes: true, or remove the gate")
     lengths = [length for length in (model.limits.max_length, section.max_length) if length]
     limits = dataclasses.replace(model.limits, max_length=min(lengths, default=LONGEST_ROW_TOKENS))
-    reader = row_reader(section, limits, skipped_pad_id=model.skipped_pad_id)
+    get, folder = text_parameters(section).get, section.model.absolute()
+    reader = reward_reader(folder, limits, get, skipped_pad_id=model.skipped_pad_id, truncates=False)
 
     def encode(pair: dict[str, Any], side: str, where: str) -> TokenRow:
         try:
             return reader.row_of_text(0, *_row(pair, side, where, is_pair=section.text == "pair"))
         except ContractError as error:
-            raise ConfigError(f"{where}: {without_row(error)}") from error
+            raise ConfigError(f"{where}: {error.of_only_row}") from error
 
     sides: dict[str, list[TokenRow]] = {side: [] for side in SIDES}
     for where, pair in named_lines(section.gate.pairs, "reward.gate.pairs", SIDES):

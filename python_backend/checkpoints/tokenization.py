@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from python_backend.checkpoints.config_keys import read_key
-from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError, read_config, text_config
+from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError, model_type_of, read_config, text_config
+from python_backend.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts
 
 # A long text is tokenised only in part: first as many characters as `max_length` tokens are likely to need, then twice
 # as many while that yields too few tokens. Tokens next to the cut may be wrong, so spare ones are added and discarded.
@@ -19,7 +20,6 @@ CHARACTERS_PER_TOKEN = 8
 SPARE_TOKENS = 64
 LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
 SENTENCEPIECE_SPACE = "\u2581"  # which SentencePiece puts before a text
-PROBE, NEXT_PROBE = "Yes.", "Why?"  # contents of messages that show what a chat template writes around them
 GENERATION_FILE = "generation_config.json"
 BRACKETED = re.compile(r"[<\[].*[>\]]", re.DOTALL)  # how special tokens are written
 LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # how many characters `_parts` searches for a word boundary
@@ -30,9 +30,12 @@ def load_tokenizer(folder: Path | str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = template_of_texts(tokenizer)
+    return tokenizer
 
 
 def encode_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
@@ -105,8 +108,6 @@ def encode_sentence(
     special_tokens: bool,
     skipped_pad_id: int | None,
     pair: str = "",
-    append_eos: bool = False,
-    is_chat: bool = False,
 ) -> Encoded:
     """Return the tokens of a sentence for a reward model, truncated to `max_length` as transformers does.
 
@@ -114,17 +115,12 @@ def encode_sentence(
         special_tokens: True: as `encode_text`; False: as `encode_bare_text`.
         skipped_pad_id: remove trailing tokens with this id; None: remove nothing.
         pair: the second text of a text pair; empty: there is none.
-        append_eos: append the end-of-sequence token to the last text, unless it is there.
-        is_chat: the text is the output of a chat template, which has all special tokens of its own, as in
-            `apply_chat_template(tokenize=True)`. Only an encoder's [CLS] and [SEP], which its head reads, are added.
     """
-    end = tokenizer.eos_token if append_eos else ""
-    adds = special_tokens and not (is_chat and not pair and tokenizer.cls_token is None)
 
     def encode(limit: int) -> tuple[list[int], list[int] | None]:
         if pair:
-            return _encode_pair(tokenizer, text, _ended(pair, end), limit, special_tokens)
-        return (encode_text if adds else encode_bare_text)(tokenizer, _ended(text, end), limit), None
+            return _encode_pair(tokenizer, text, pair, limit, special_tokens)
+        return (encode_text if special_tokens else encode_bare_text)(tokenizer, text, limit), None
 
     def without_padding(ids: list[int]) -> list[int]:
         size = len(ids)
@@ -149,10 +145,6 @@ def too_long(num_tokens: int, max_length: int) -> str:
         f"{least}{num_tokens} tokens, the model takes {max_length} (max_length), and a reply is never truncated; "
         "shorten the prompt or the reply"
     )
-
-
-def _ended(text: str, end: str) -> str:
-    return text if text.endswith(end) else text + end
 
 
 def _encode_pair(
@@ -248,6 +240,22 @@ def fingerprint(tokenizer: Any) -> str:
     """Return a hash of the vocabulary (token -> id, added tokens included). Equal hashes mean equal token ids."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     return hashlib.sha256(vocabulary.encode()).hexdigest()
+
+
+def is_encoder(folder: Path) -> bool:
+    """Return whether transformers knows the model in `folder` as an encoder, whose head reads the [CLS] of a row.
+
+    Its chats have the special tokens of its tokenizer. Any other model's have those of their template alone, as in
+    `apply_chat_template(tokenize=True)`; a decoder's tokenizer may have a [CLS], too.
+    """
+    from transformers.models.auto import modeling_auto
+
+    names = {
+        *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        *modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,  # XLNet
+    }
+    config = read_config(folder) if (folder / CONFIG_FILE).is_file() else {}
+    return model_type_of(config) in names and not read_key(config, "is_decoder", bool, False)
 
 
 def rendering_fingerprint(tokenizer: Any) -> str:
@@ -392,16 +400,6 @@ def _turn_ends(tokenizer: Any) -> tuple[int | None, int | None]:
     last = first_added([question, reply])
     earlier = end(first_added([question, reply, {**question, "content": NEXT_PROBE}]))
     return earlier if earlier in last else end(last), earlier
-
-
-def rendered_probe(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -> str:
-    """Return messages in the chat template, behind a system message if it needs one; "" if it refuses them."""
-    for before in ([], [{"role": "system", "content": NEXT_PROBE}]):
-        try:
-            return str(tokenizer.apply_chat_template([*before, *messages], tokenize=False, **options))
-        except Exception:  # templates are programs and may raise anything; the caller that needs the text reports it
-            continue
-    return ""
 
 
 def _behind_reply(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from python_backend.config.fields import Count, Seconds, Section
 from python_backend.rewards.function import TIMEOUT_OPTION, check_spec
+from python_backend.wire.contract import PROCESS, TEXTS_ONLY
 
 if TYPE_CHECKING:
     from python_backend.config.environment import EnvironmentSection
@@ -196,6 +197,38 @@ def read_template(template: str) -> str:
         raise ValueError(
             f"reward.template: {template!r} is neither a Jinja template nor a readable file: {error}"
         ) from error
+
+
+def text_parameters(reward: RewardSection) -> dict[str, str]:
+    """Return the model parameters that say which text is scored, and how its score is read; without those unset.
+
+    Raises:
+        ValueError: the template's file cannot be read.
+    """
+    process = reward.process
+    found = {
+        **client_parameters(reward),
+        "text": reward.text,
+        "aggregate": None if process is None else process.aggregate,
+        "step_separator": None if process is None else process.separator,
+        "step_mark": None if process is None else process.mark,
+        "logit": None if reward.logit is None else json.dumps(reward.logit.model_dump()),
+        "template": None if reward.template is None else read_template(reward.template),
+        "score": None if reward.score == "auto" else reward.score,
+        "generation_prompt": "true" if reward.generation_prompt else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def client_parameters(reward: RewardSection) -> dict[str, str | None]:
+    """Return the parameters that a client needs: what the reward replies with, and what it takes."""
+    process = reward.process
+    return {
+        PROCESS: None if process is None else process.granularity,
+        TEXTS_ONLY: "true" if reward.template or (process is not None and process.mark) else None,
+        "add_special_tokens": json.dumps(reward.add_special_tokens),
+        "append_eos": json.dumps(reward.append_eos),
+    }
 
 
 def _need(reward: RewardSection, what: str, **values: Any) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from python_backend.checkpoints.tokenization import (
     LONGEST_ROW_TOKENS,
     Encoded,
     encode_sentence,
+    is_encoder,
     load_tokenizer,
     too_long,
 )
@@ -49,69 +51,45 @@ logger = logging.getLogger(__name__)
 BYTES_PER_ROW = 128  # estimated overhead of a row's Python objects, in addition to the text
 
 
+@dataclass(eq=False)
 class RowReader:
     """Reads requests for one model; `sentences` take precedence over `tokens`."""
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        limits: Limits,
-        *,
-        add_special_tokens: bool,
-        skipped_pad_id: int | None = None,
-        takes_pairs: bool = False,
-        append_eos: bool = False,
-        template: RowTemplate | None = None,
-        generation_prompt: bool = False,
-        truncates: bool = True,
-        checks_size: bool = False,
-        owner: str = "reward model",
-    ) -> None:
-        """Create a reader; the tokenizer is loaded when the first sentence arrives.
-
-        Args:
-            checkpoint: folder with the tokenizer.
-            limits: limits to enforce on rows.
-            add_special_tokens: True: tokenise sentences as `tokenizer(text)` does, with special tokens. False: without
-                special tokens. A chat gets those of its template; see `encode_sentence`.
-            skipped_pad_id: padding id that transformers skips when it looks for a row's last token: sentences lose
-                their trailing tokens with this id; None: nothing is removed.
-            takes_pairs: whether a row may have a second text.
-            append_eos: end a sentence that is no chat with the tokenizer's end-of-sequence token.
-            template: renders the text to score; such a model reads only sentences. None: the sentence, or the
-                checkpoint's chat template.
-            generation_prompt: end a chat with the prompt for the next reply.
-            truncates: truncate sentences of which nothing but the text is known to `max_length`, as NeMo-Aligner and
-                transformers' pipelines do, and log it. A longer row that has a reply (`messages` or `response` in its
-                metadata, or a second text) is an error; False: any longer row is, because its end is what is scored.
-            checks_size: limit the size of sentences as that of tokens, because the reply has a number for each token.
-            owner: role of the model, for the messages.
-        """
-        self._checkpoint = checkpoint
-        self._limits = limits
-        self._adds_special_tokens = add_special_tokens
-        self._skipped_pad_id = skipped_pad_id
-        self._takes_pairs = takes_pairs
-        self._appends_eos = append_eos
-        self._template = template
-        self._generation_prompt = generation_prompt
-        self._truncates = truncates
-        self._checks_size = checks_size
-        self._num_truncated = 0
-        self._owner = owner
+    checkpoint: Path  # folder with the tokenizer, which is loaded when the first sentence arrives
+    limits: Limits
+    _: KW_ONLY
+    add_special_tokens: bool
+    """True: tokenise sentences as `tokenizer(text)` does, with special tokens. False: without. A chat has those of its
+    template, and an encoder's; see `is_encoder`."""
+    skipped_pad_id: int | None = None
+    """Padding id that transformers skips when it looks for a row's last token: sentences lose their trailing tokens
+    with this id; None: nothing is removed."""
+    takes_pairs: bool = False  # a row may have a second text
+    append_eos: bool = False  # end a sentence that is no chat with the tokenizer's end-of-sequence token
+    template: RowTemplate | None = None
+    """Renders the text to score; such a model reads only sentences. None: the sentence, or the checkpoint's chat
+    template."""
+    generation_prompt: bool = False  # end a chat with the prompt for the next reply
+    truncates: bool = True
+    """Truncate sentences of which nothing but the text is known to `max_length`, as NeMo-Aligner and transformers'
+    pipelines do, and log it. A longer row that has a reply (`messages` or `response` in its metadata, or a second text)
+    is an error; False: any longer row is, because its end is what is scored."""
+    checks_size: bool = False  # limit the size of sentences as that of tokens: the reply has a number for each token
+    owner: str = "reward model"  # role of the model, for the messages
+    _num_truncated: int = field(default=0, init=False)
 
     def read(self, call: Call) -> ScoringRows:
         """Return the request's rows. Raises ContractError if the request is invalid."""
         sentences, pairs = call.array(SENTENCES), self.pairs(call)
         if sentences is None:
-            if self._template is not None:
+            if self.template is not None:
                 raise ContractError(f"{TOKENS}: reward.template {NEEDS_MORE}; send {SENTENCES} and {METADATA}")
             arrays = (call.array(name) for name in (TOKENS, SEQUENCE_LENGTHS, PROMPT_LENGTHS))
-            return scoring_rows(*arrays, limits=self._limits)
+            return scoring_rows(*arrays, limits=self.limits)
         if call.array(PROMPT_LENGTHS) is not None:
             raise ContractError(f"{PROMPT_LENGTHS}: only valid with {TOKENS}, but {SENTENCES} was sent")
         metadata = call.array(METADATA)
-        size = text_bytes(sentences, metadata, self._limits, pairs) + BYTES_PER_ROW * sentences.size
+        size = text_bytes(sentences, metadata, self.limits, pairs) + BYTES_PER_ROW * sentences.size
         return ScoringRows(self._tokenized(sentences, pairs, metadata), unread_bytes=size)
 
     def _tokenized(
@@ -124,13 +102,13 @@ class RowReader:
             row = self.row_of_text(i, texts[i], metadata, seconds[i])
             width = max(width, row.tokens.size)
             yield row
-        if self._checks_size:
-            check_size(SENTENCES, len(texts), width, self._limits)
+        if self.checks_size:
+            check_size(SENTENCES, len(texts), width, self.limits)
 
     def pairs(self, call: Call) -> np.ndarray | None:
         """Return the second texts of the request's rows, if any. Raises ContractError if they have no place."""
         pairs = call.array(TEXT_PAIRS)
-        if pairs is not None and not self._takes_pairs:
+        if pairs is not None and not self.takes_pairs:
             raise ContractError(f"{TEXT_PAIRS}: this model scores one text per row, unless reward.text is pair")
         if pairs is not None and (call.array(SENTENCES) is None or call.array(TOKENS) is not None):
             raise ContractError(f"{TEXT_PAIRS}: only valid with {SENTENCES}, and not with {TOKENS}")
@@ -139,8 +117,8 @@ class RowReader:
     def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> TokenRow:
         """Return the row of one sentence; `pair`: the second text, if not empty. See `__init__` for longer ones."""
         row = self.encoded(index, text, metadata, pair)
-        has_reply = pair or self._appends_eos or MESSAGES in metadata or RESPONSE_KEY in metadata
-        if self._truncates and not has_reply:
+        has_reply = pair or self.append_eos or MESSAGES in metadata or RESPONSE_KEY in metadata
+        if self.truncates and not has_reply:
             self._report_truncation(index, row.num_tokens)
             row = row._replace(num_tokens=len(row.ids))
         return self._checked(index, row)
@@ -148,14 +126,17 @@ class RowReader:
     def encoded(self, index: int, text: str, metadata: dict[str, Any], pair: str = "") -> Encoded:
         """Return the tokens of one sentence; `pair`: the second text, if not empty. Raises ContractError."""
         text, pair = self.rendered(index, text, metadata, pair)
-        append_eos = self._appends_eos and MESSAGES not in metadata
-        if append_eos and not self.tokenizer.eos_token:
-            raise ContractError(
-                f"{SENTENCES}[{index}]: reward.append_eos is set, but the tokenizer of {self._checkpoint.name} has no "
-                "end-of-sequence token; remove that setting, or give the tokenizer an eos_token"
-            )
-        is_chat = MESSAGES in metadata and self._template is None
-        row = self._encode(text, pair, append_eos=append_eos, is_chat=is_chat)
+        if self.append_eos and MESSAGES not in metadata:
+            end, last = self.tokenizer.eos_token, pair or text
+            if not end:
+                raise ContractError(
+                    f"{SENTENCES}[{index}]: reward.append_eos is set, but the tokenizer of {self.checkpoint.name} has "
+                    "no end-of-sequence token; remove that setting, or give the tokenizer an eos_token"
+                )
+            last += "" if last.endswith(end) else end
+            text, pair = (text, last) if pair else (last, "")
+        is_chat = MESSAGES in metadata and self.template is None and not pair
+        row = self._encode(text, pair, is_chat=is_chat)
         if not row.ids:
             raise ContractError(
                 f"{SENTENCES}[{index}]: {text[:80]!r} has no tokens, an empty sequence cannot be scored"
@@ -173,17 +154,17 @@ class RowReader:
         known = self._messages(index, metadata, REPLY_KEY)
         if known is not None:
             metadata = {**metadata, REPLY_KEY: known}
-        if self._template is not None:
+        if self.template is not None:
             text, metadata = (text, metadata) if messages is None else with_reply(messages, text, metadata)
-            return self._template.render(index, text, metadata), pair
+            return self.template.render(index, text, metadata), pair
         if messages is None:
             return text, pair
         before, reply = split_reply(messages, text or pair, metadata)
-        if self._takes_pairs and not (text and pair) and reply is not None and (before or pair):
+        if self.takes_pairs and not (text and pair) and reply is not None and (before or pair):
             pair = self._content(index, reply)
             reply = None
         conversation = before if reply is None else [*before, reply]
-        return self._render(index, conversation, metadata, generation_prompt=self._generation_prompt), pair
+        return self._render(index, conversation, metadata, generation_prompt=self.generation_prompt), pair
 
     @staticmethod
     def _content(index: int, reply: dict[str, Any]) -> str:
@@ -197,7 +178,7 @@ class RowReader:
 
     def _valid(self, index: int, ids: Sequence[int], types: Sequence[int] | None = None) -> TokenRow:
         row = TokenRow(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
-        check_row(row.tokens, index, self._limits)
+        check_row(row.tokens, index, self.limits)
         return row
 
     def _report_truncation(self, index: int, num_tokens: int) -> None:
@@ -207,7 +188,7 @@ class RowReader:
             logger.warning(
                 "%s: %s[%d] was truncated to %d of its %d tokens (max_length), as %d such texts so far; with the reply "
                 "as %r or the chat as %r in %s, such a row is refused",
-                self._checkpoint.name,
+                self.checkpoint.name,
                 SENTENCES,
                 index,
                 self._max_length,
@@ -220,7 +201,7 @@ class RowReader:
 
     @property
     def _max_length(self) -> int:
-        return self._limits.max_length or LONGEST_ROW_TOKENS
+        return self.limits.max_length or LONGEST_ROW_TOKENS
 
     @staticmethod
     def _messages(index: int, metadata: dict[str, Any], key: str = MESSAGES) -> list[Any] | None:
@@ -233,18 +214,20 @@ class RowReader:
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, loaded when it is first used: clients that send tokens never need it."""
-        return load_tokenizer(self._checkpoint)
+        return load_tokenizer(self.checkpoint)
 
-    def _encode(self, text: str, pair: str = "", *, append_eos: bool = False, is_chat: bool = False) -> Encoded:
+    @functools.cached_property
+    def _is_encoder(self) -> bool:
+        return is_encoder(self.checkpoint)
+
+    def _encode(self, text: str, pair: str = "", *, is_chat: bool = False) -> Encoded:
         return encode_sentence(
             self.tokenizer,
             text,
             self._max_length,
-            special_tokens=self._adds_special_tokens,
-            skipped_pad_id=self._skipped_pad_id,
+            special_tokens=self.add_special_tokens and (not is_chat or self._is_encoder),
+            skipped_pad_id=self.skipped_pad_id,
             pair=pair,
-            append_eos=append_eos,
-            is_chat=is_chat,
         )
 
     def _render(self, index: int, conversation: list[Any], metadata: dict[str, Any], *, generation_prompt: bool) -> str:
@@ -252,7 +235,7 @@ class RowReader:
         where = f"{METADATA}[{index}]"
         if not self.tokenizer.chat_template:
             raise ContractError(
-                f"{where}.{MESSAGES}: the tokenizer of {self._checkpoint.name} has no chat template; "
+                f"{where}.{MESSAGES}: the tokenizer of {self.checkpoint.name} has no chat template; "
                 "save one in that folder (chat_template.jinja), or send the conversation as one text"
             )
         try:
@@ -261,7 +244,7 @@ class RowReader:
             raise ContractError(f"{where}.{error}") from error
         try:
             return render_chat(
-                self.tokenizer, conversation, options, owner=self._owner, generation_prompt=generation_prompt
+                self.tokenizer, conversation, options, owner=self.owner, generation_prompt=generation_prompt
             )
         except BadMessages as error:
             raise ContractError(f"{where}.{MESSAGES}{error}") from error

@@ -13,15 +13,15 @@ from typing import Any, cast
 import numpy as np
 
 from python_backend.models.modeling import RewardModel, Standardization
-from python_backend.serving.requests import RowReader, read_limits
+from python_backend.serving.requests import read_limits
+from python_backend.serving.reward_reader import reward_reader
 from python_backend.serving.scoring import Engine, Reply, Wait
-from python_backend.serving.step_rewards import StepReader, StepRules, step_reply
-from python_backend.serving.templates import RowTemplate
+from python_backend.serving.step_rewards import step_reply
 from python_backend.serving.torch_scoring import TorchProcess
 from python_backend.serving.triton import Parameters, log, triton_model
 from python_backend.serving.versions.follower import Version
 from python_backend.serving.versions.stored_model import OneVersion, follow_store, version_column
-from python_backend.wire.contract import PROBABILITIES, PROCESS, REWARD_VERSION, REWARDS, STORE, Limits, TokenRow
+from python_backend.wire.contract import PROBABILITIES, PROCESS, REWARD_VERSION, REWARDS, STORE, TokenRow
 
 
 def serve(args: Mapping[str, str]) -> Engine:
@@ -38,10 +38,11 @@ def serve(args: Mapping[str, str]) -> Engine:
     versions = follow_store(process, "reward", load) if stored else OneVersion(Version(0, load(folder)))
     model: RewardModel = versions.version.model
     limits = read_limits(model.limits, parameters)
+    reader = reward_reader(folder, limits, parameters.optional, skipped_pad_id=model.skipped_pad_id)
     log(f"{parameters.model}: {folder.name}, rewards are (score - {model.mean:g}) / {model.std:g}")
     return Engine(
         process,
-        read=make_reader(folder, model, limits, parameters).read,
+        read=reader.read,
         versions=versions,
         forward=_forward_token_scores if per_token else _forward,
         reply=step_reply(parameters.text("aggregate")) if per_token else REPLY,
@@ -88,28 +89,6 @@ def read_loader(parameters: Parameters) -> tuple[str, dict[str, Any]]:
         "merge_attributes": merge,
         "finite": parameters.optional(STORE) is not None,
     }
-
-
-def make_reader(folder: Path, model: RewardModel, limits: Limits, parameters: Parameters) -> RowReader:
-    """Return the reader of the model's requests. Raises CheckpointError or ValueError if a setting does not fit."""
-    adds, logit = parameters.text("add_special_tokens") == "true", parameters.optional("logit")
-    process = parameters.optional(PROCESS)
-    if process is not None:
-        separator, mark = (parameters.optional(name) for name in ("step_separator", "step_mark"))
-        rules = StepRules(process == "token", separator, mark, apart=logit is None)
-        return StepReader(folder, limits, add_special_tokens=adds, rules=rules)
-    template = parameters.optional("template")
-    return RowReader(
-        folder,
-        limits,
-        add_special_tokens=adds,
-        skipped_pad_id=model.skipped_pad_id,
-        append_eos=parameters.optional("append_eos") == "true",
-        takes_pairs=parameters.optional("text") == "pair",
-        template=None if template is None else RowTemplate(template),
-        generation_prompt=parameters.optional("generation_prompt") == "true",
-        truncates=template is None and logit is None,
-    )
 
 
 def read_standardization(setting: str) -> Standardization:

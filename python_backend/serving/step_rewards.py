@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from python_backend.models.batching import padded_rows
 from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY, split_reply
 from python_backend.serving.requests import RowReader
 from python_backend.wire import contract
-from python_backend.wire.contract import METADATA, SENTENCES, ContractError, Limits, RowSteps, ScoringRows, TokenRow
+from python_backend.wire.contract import METADATA, SENTENCES, ContractError, RowSteps, ScoringRows, TokenRow
 from python_backend.wire.texts import metadata_rows
 
 if TYPE_CHECKING:
@@ -54,18 +53,20 @@ class Span(NamedTuple):
     end: int
 
 
+@dataclass(eq=False)
 class StepReader(RowReader):
-    """Reads the rows of a process reward; see `RowReader`."""
+    """Reads the rows of a process reward; see `RowReader`. Raises CheckpointError if the mark must be one token."""
 
-    def __init__(self, checkpoint: Path, limits: Limits, *, add_special_tokens: bool, rules: StepRules) -> None:
-        """Create a reader. Raises CheckpointError if the mark must be one token, but is not."""
-        super().__init__(checkpoint, limits, add_special_tokens=add_special_tokens, truncates=False, checks_size=True)
-        self._rules = rules
-        self._mark = rules.mark or rules.separator
+    rules: StepRules = field(kw_only=True)
+    truncates: bool = False
+    checks_size: bool = True
+
+    def __post_init__(self) -> None:
+        self._mark = self.rules.mark or self.rules.separator
         self._pieces: dict[int, str] = {}
         # White space around a mark may be part of the format, as in Math-Shepherd's; the tag within it is scored.
         self._tag = (self._mark or "").strip() or self._mark
-        if not rules.apart and self._tag is not None:
+        if not self.rules.apart and self._tag is not None:
             (self._tag_id,) = single_tokens(self.tokenizer, [self._tag])
 
     def read(self, call: Call) -> ScoringRows:
@@ -73,9 +74,9 @@ class StepReader(RowReader):
         rows = super().read(call)
         if call.array(SENTENCES) is not None:
             return rows
-        if self._rules.per_token:
+        if self.rules.per_token:
             return ScoringRows(map(_every_token, rows.rows), rows.width)
-        if self._rules.mark not in (None, self._rules.separator):
+        if self.rules.mark not in (None, self.rules.separator):
             raise ContractError(
                 f"{contract.TOKENS}: reward.process.mark, which takes the place of the separator in texts, "
                 f"{contract.NEEDS_MORE}; send {SENTENCES}"
@@ -107,7 +108,7 @@ class StepReader(RowReader):
 
     def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> TokenRow:
         """Return the row of a sentence, with a mark behind each step, and the steps."""
-        if self._rules.per_token:
+        if self.rules.per_token:
             return _every_token(super().row_of_text(index, text, metadata, pair))
         messages = self._messages(index, metadata)
         if messages is None:
@@ -123,12 +124,12 @@ class StepReader(RowReader):
         else:
             ends = given.tolist()
             spans = [Span(begin, end, end) for begin, end in zip([start, *ends], ends, strict=False)]
-            mark = self._rules.mark
+            mark = self.rules.mark
         contents = [text[span.begin : span.content_end] for span in spans]
         is_chat = messages is not None
         if not spans:
             row, at = self._encode(prefix + text[start:], is_chat=is_chat), list[int]()
-        elif self._rules.apart:
+        elif self.rules.apart:
             row, at = self._apart(prefix, contents, mark, is_chat=is_chat)
         elif mark is None:
             raise ContractError(
@@ -146,7 +147,7 @@ class StepReader(RowReader):
         """Return a row and the index of each step's last token, its mark included, as in TRL's `PRMTrainer`."""
         ids, at = self._bare(prefix) if prefix else [], []
         bos = self.tokenizer.bos_token_id
-        if self._adds_special_tokens and not is_chat and bos is not None and ids[:1] != [bos]:
+        if self.add_special_tokens and not is_chat and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
         behind = self._bare(mark) if mark else []
         for content in contents:
@@ -173,12 +174,12 @@ class StepReader(RowReader):
         return row, [at for at, position in zip(tags, written, strict=True) if position in ours]
 
     def _separator(self, index: int) -> str:
-        if self._rules.separator is None:
+        if self.rules.separator is None:
             raise ContractError(
                 f"{METADATA}[{index}].{contract.STEP_ENDS}: missing; a process reward without separator "
                 f"{contract.NEEDS_MORE}; send it, or set reward.process.separator"
             )
-        return self._rules.separator
+        return self.rules.separator
 
     def _bare(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -190,7 +191,7 @@ class StepReader(RowReader):
             anchor = self._bare("a")[-1:]
             piece = self.tokenizer.decode([*anchor, token]).removeprefix(self.tokenizer.decode(anchor))
             has_role = token in self.tokenizer.all_special_ids and is_special(self.tokenizer, token)
-            self._pieces[token] = "" if has_role and str(self._rules.separator) not in piece else piece
+            self._pieces[token] = "" if has_role and str(self.rules.separator) not in piece else piece
         return self._pieces[token]
 
 

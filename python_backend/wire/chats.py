@@ -1,6 +1,7 @@
 """Renders conversations with a chat template: one place for prompts, requests, pairs, and the checks before a run."""
 
 import inspect
+import itertools
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,14 @@ Rendered = Callable[..., str]
 _checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 """For each tokenizer, the kinds of conversation that its template writes completely."""
 MOST_KINDS = 10_000
+PROBE, NEXT_PROBE = "Yes.", "Why?"  # contents of messages that show what a chat template writes around them
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+TO_PARTS = (  # before a chat template; without an end that would remove white space at its start
+    "{%% set of = namespace(parts=[]) %%}{%% for m in messages %%}"
+    "{%% if m.content is string and m.role not in %s %%}"
+    "{%% set m = dict(m, content=[{'type': 'text', 'text': m.content}]) %%}{%% endif %%}"
+    "{%% set of.parts = of.parts + [m] %%}{%% endfor %%}{%% set messages = of.parts %%}{{ '' }}"
+)
 ROLES = ("system", "user", "assistant", "tool")  # that a template may write without naming them
 
 
@@ -188,3 +197,36 @@ def _result(rendered: Rendered, messages: Sequence[Mapping[str, Any]], options: 
         return rendered(messages, **options)
     except Exception:  # templates are programs and may raise anything
         return None
+
+
+def template_of_texts(tokenizer: Any) -> str:
+    """Return the chat template; one that reads contents only as lists of parts, such as LLaVA's, makes parts of texts.
+
+    It may do so for some roles alone.
+    """
+    template, roles = str(tokenizer.chat_template), ("system", "user", "assistant")
+    for known in (roles, roles[1:]):
+        texts = {role: f"{role}: {PROBE}" for role in known}
+        messages = [{"role": role, "content": text} for role, text in texts.items()]
+        shown = rendered_probe(tokenizer, messages)
+        plain = [role for role in roles if texts.get(role, "") in shown]
+        tokenizer.chat_template = TO_PARTS % plain + template
+        parted = rendered_probe(tokenizer, messages)
+        if len(plain) < len(roles) and "'type'" not in parted and all(text in parted for text in texts.values()):
+            return str(tokenizer.chat_template)
+        tokenizer.chat_template = template
+    return template
+
+
+def rendered_probe(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -> str:
+    """Return messages in the chat template, with a tool and behind a system message if it needs them.
+
+    Returns "" if it refuses them.
+    """
+    first: list[dict[str, str]]
+    for tools, first in itertools.product((None, [TOOL]), ([], [{"role": "system", "content": NEXT_PROBE}])):
+        try:
+            return str(tokenizer.apply_chat_template([*first, *messages], tools=tools, tokenize=False, **options))
+        except Exception:  # templates are programs and may raise anything; the caller that needs the text reports it
+            continue
+    return ""

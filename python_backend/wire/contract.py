@@ -176,6 +176,11 @@ def outputs_of(*models: str, traits: Collection[str] = ()) -> list[Output]:
 class ContractError(RlhfError, ValueError):
     """A request violates the contract; the message names the field and the value."""
 
+    @property
+    def of_only_row(self) -> str:
+        """The message about the only row of a request, without its place in the request."""
+        return str(self).removeprefix(f"{METADATA}[0]").removeprefix(f"{SENTENCES}[0]").lstrip(".: ")
+
 
 class VersionRange(NamedTuple):
     """The versions of a model that may answer a request, both ends included."""

@@ -50,6 +50,7 @@ WITHOUT_TORCH = [
     "python_backend.serving.scheduling",
     "python_backend.serving.scoring",
     "python_backend.serving.requests",
+    "python_backend.serving.reward_reader",
     "python_backend.store.weights",
     "trainer.__main__",
     "trainer.control_plane",

@@ -2,11 +2,14 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from tiny_tokenizers import make_text_tokenizer
 
+from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.wire.chats import render_chat, template_options
 from python_backend.wire.messages import BadMessages, plain_messages
 
@@ -136,3 +139,57 @@ def test_arguments_of_a_tool_call_are_written_once(template: str, written: str) 
     for arguments in ('{"at": "Rome"}', {"at": "Rome"}):
         messages = [USER, {**CALL, "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}]
         assert written in render_chat(tokenizer, plain_messages(messages), {}, owner="policy")
+
+
+# As LLaVA, Idefics3 and SmolVLM publish them; the last one reads the system message as a text.
+LLAVA = (
+    "{% for m in messages %}{{ m['role'].upper() + ': ' }}"
+    "{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{% generation %}{{ c['text'] + ' ' }}{% endgeneration %}{% endfor %}{% endfor %}"
+)
+IDEFICS = (
+    "\n{% for m in messages %}{{ m['role'] | capitalize }}"
+    "{% if m['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}"
+    "<end_of_utterance>\n{% endfor %}"
+)
+MIXED = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content + '!' }}{% endif %}"
+    "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content[0].text + '!' }}{% endfor %}"
+)
+GEMMA = MIXED.replace("{{ messages[0].content + '!' }}", "{{ raise_exception('no system') }}")
+NO_SYSTEM = CHATML.replace("{{ m.content }}", "{{ raise_exception('no') if m.role == 'system' else m.content }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "written"),
+    [
+        (LLAVA, [SYSTEM, USER, REPLY, USER], "SYSTEM: Hi USER: Hi ASSISTANT: Hi USER: Hi "),
+        (
+            IDEFICS,
+            [USER, {**REPLY, "content": "No"}],
+            "\nUser: Hi<end_of_utterance>\nAssistant: No<end_of_utterance>\n",
+        ),
+        (MIXED, [SYSTEM, USER, REPLY, TOOL], 'Hi!<user>Hi!<assistant>Hi!<tool>{"a": 1}!'),
+        (GEMMA, [USER, REPLY], "<user>Hi!<assistant>Hi!"),
+        (GEMMA, [SYSTEM, USER], None),
+        *((each, [USER, REPLY], "") for each in (CHATML, FEW, FIRST_SYSTEM, CHANGED, THOUGHTS, ALTERNATING, NO_SYSTEM)),
+    ],
+)
+def test_a_template_that_reads_lists_of_parts_gets_them(
+    tmp_path: Path, template: str, messages: list[dict[str, Any]], written: str | None
+) -> None:
+    make_text_tokenizer("qwen2", chat_template=template).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    if written is None:
+        with pytest.raises(TemplateError, match="no system"):
+            render_chat(tokenizer, messages, {}, owner="policy")
+        return
+    assert (tokenizer.chat_template == template) == (not written)
+    found = render_chat(tokenizer, messages, {}, owner="policy")
+    whole = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    assert found == written or not written
+    if template in (LLAVA, IDEFICS):
+        assert found == make_text_tokenizer("qwen2", chat_template=template).apply_chat_template(whole, tokenize=False)
+    tokenizer.save_pretrained(tmp_path)  # as a run saves its policy
+    assert load_tokenizer(tmp_path).chat_template == tokenizer.chat_template

@@ -152,6 +152,19 @@ def test_a_chat_scores_as_its_own_template_says(tmp_path: Path, family: str):
     assert rows == score(tmp_path, [rendered, rendered, "No chat."])[0]  # or rendered by the client
 
 
+@pytest.mark.parametrize("family", ["llama", "bert", "roberta"])
+@pytest.mark.parametrize("has_cls", [True, False])
+def test_only_an_encoders_chat_gets_special_tokens_whatever_the_tokenizer_has(
+    tmp_path: Path, family: str, *, has_cls: bool
+) -> None:
+    cls = {"cls_token": "[CLS]" if family == "bert" else "<s>"} if has_cls else {"cls_token": None}
+    tokenizer = save_text_reward(tmp_path, family, chat_template=PLAIN_CHAT, **cls)
+    rows, rewards = score(tmp_path, [""], [{"messages": CHAT}])
+    rendered = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert rows == [tokenizer(rendered, add_special_tokens=family != "llama")["input_ids"]]
+    assert rewards[0] == pytest.approx(score_ids(tmp_path, rows[0]), abs=TOLERANCE)
+
+
 @families
 def test_a_pair_scores_as_in_the_pipeline(tmp_path: Path, family: str):
     tokenizer = save_text_reward(tmp_path, family)
@@ -202,6 +215,12 @@ def test_texts_end_with_eos_as_in_trl_and_the_prompt_of_a_pair_may_be_a_chat(tmp
     tokenizer = save_text_reward(tmp_path, "bert", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     rows, _ = score(tmp_path, [""], metadata[2:], **pair)
     assert rows == [tokenizer(MESSAGES[0]["content"], "one")["input_ids"]]
+    for family in ("llama", "roberta"):  # both begin the pair, and so do their templates
+        tokenizer = save_text_reward(tmp_path / family, family)
+        rendered = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+        rows, _ = score(tmp_path / family, [""], metadata[2:], **pair)
+        assert rows == [tokenizer(rendered, "one")["input_ids"]]
+        assert rows[0][:2] == [tokenizer.bos_token_id] * 2
     with pytest.raises(ContractError, match=r"append_eos is set, but the tokenizer of .* has no end-of-sequence"):
         score(tmp_path, ["y"], append_eos=True)
 
@@ -366,11 +385,15 @@ ROLES = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
         (ROLES + "{% endfor %}", ["<|user|>"]),
         (ROLES + "{{ '<|return|>' if loop.last else '<|im_end|>' }}{% endfor %}", ["<|im_end|>", "<|return|>"]),
         (ROLES + " END {% endfor %}", []),
+        ("{{ tools[0].function.name }}" + CHATML, ["<|im_end|>"]),  # it needs tools
+        ({"tool_use": CHATML}, ["<|im_end|>"]),  # for chats with tools alone
+        ({"default": CHATML, "tool_use": ROLES + "<|return|>{% endfor %}"}, ["<|im_end|>"]),
+        ({"rag": CHATML}, []),
         ("{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}", []),
         ("{{ raise_exception('no') }}", []),
     ],
 )
-def test_the_tokens_with_which_a_template_ends_a_reply(template: str | None, ends: list[str]) -> None:
+def test_the_tokens_with_which_a_template_ends_a_reply(template: str | dict[str, str] | None, ends: list[str]) -> None:
     tokenizer = make_text_tokenizer("llama", chat_template=template)
     tokenizer.add_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>", "<|return|>")])
     tokenizer.add_tokens([AddedToken("<|user|>", special=False), AddedToken("\n", special=False)])

@@ -17,23 +17,16 @@ import sysconfig
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from live_system import Checkpoints, System, make_run, wait_for
 from small_disk import small_disk
-from tiny_checkpoints import save_tiny
-from tiny_tokenizers import CHATS, save_chat_policy, save_text_reward
 
-from actor.data.prompt_files import read_rows
-from actor.data.prompt_reader import PromptReader
-from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.config import ConfigError, ServerSection, load_config
+from python_backend.config import ServerSection
 from python_backend.wire.contract import CRITIC_SAVE
 from tools import doctor
 from tools.doctor import Finding, Level, run_checks
-from tools.preflight import check_run, files
 from tools.server.container import BODY_LIMIT
 from tools.server.triton_home import (
     STUB,
@@ -45,7 +38,6 @@ from tools.server.triton_home import (
     server_environment,
 )
 from tools.server.tritonserver import TritonServer
-from tools.token_checks import prompt_warnings, token_findings
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -260,159 +252,6 @@ def test_what_is_wrong_with_a_configuration_has_a_line_each(config: Path, tmp_pa
     unknown = findings(str(config), "actor.algorithm.name=gpro")
     assert [each.name for each in unknown.values() if each.level is Level.FAILED] == ["configuration"]
     assert unknown["disk"].level is Level.OK
-
-
-BASE = {"eos_token": "<|endoftext|>"}
-ENDS = "a response ends with '<|endoftext|>' (0), '<|im_end|>' (2)"
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, [("ok", "ends", "a response ends with '<|im_end|>' (2)")]),
-        (BASE, [("warning", "ends", f"{ENDS}; '<|im_end|>' (2) because the chat template ends a reply with it")]),
-        ({**BASE, "ends": [0, 2]}, [("ok", "ends", f"{ENDS}, one of which is padding, too")]),
-        (
-            {"chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }} END\n{% endfor %}"},
-            [
-                ("ok", "ends", "a response ends with '<|im_end|>' (2)"),
-                ("warning", "ends", "the chat template ends a reply with 'END', which is no special token"),
-            ],
-        ),
-        (
-            {"more": 2, "ends": [2, 161, 200]},
-            [
-                (
-                    "warning",
-                    "ends",
-                    "a response ends with '<|im_end|>' (2); generation_config.json or template name None (161), ",
-                ),
-                (
-                    "ok",
-                    "embeddings",
-                    "actor.policy.model: 2 of 162 have no entry in the tokenizer, and are never sampled",
-                ),
-            ],
-        ),
-        (
-            {"more": -2},
-            [
-                ("ok", "ends", "a response ends with '<|im_end|>' (2)"),
-                ("warning", "embeddings", "actor.policy.model: 158, none for "),
-            ],
-        ),
-    ],
-    ids=str,
-)
-def test_what_ends_a_response_and_sizes_that_differ(
-    tmp_path: Path, config: Path, settings: dict[str, Any], expected: list[tuple[str, str, str]]
-) -> None:
-    save_chat_policy(tmp_path / "policy", **settings)
-    overrides = [f"actor.policy.model={tmp_path / 'policy'}", "actor.algorithm.name=grpo"]
-    found = [*token_findings(load_config(config, [*overrides, "actor.algorithm.responses_per_prompt=2"]))]
-    assert [(each.level.value, each.name) for each in found] == [(level, name) for level, name, _ in expected]
-    assert all(each.text.startswith(text) for each, (_, _, text) in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "is_told"),
-    [
-        ("qwen2", [], True),
-        ("llama", [], True),
-        ("llama", ["reward.append_eos=true"], False),  # which is what its template ends a turn with
-        ("qwen2", ["reward.template='{{ text }}'"], False),
-        ("bert", [], True),  # no special token, but its "\nassistant :"
-    ],
-)
-def test_a_text_that_is_a_rendered_chat_is_named_once_with_the_remedy(
-    tmp_path: Path, config: Path, family: str, settings: list[str], *, is_told: bool
-) -> None:
-    """Doctor and the start of a run say it: the reward model then reads no end of the reply's turn."""
-    chat = "{% for m in messages %}{{ m.role }} :\n{{ m.content }} [end]\n{% endfor %}" if family == "bert" else None
-    tokenizer = save_text_reward(tmp_path / "reward", family, **({"chat_template": chat} if chat else {}))
-    question = [{"role": "user", "content": "Open it."}]
-    prompts = tmp_path / "prompts.jsonl"
-    text = tokenizer.apply_chat_template(question, tokenize=False) + "assistant :\n" * (family == "bert")
-    rows = [{"text": "Open it: \n user"}, {"text": text}, {"text": text}]
-    prompts.write_text("\n".join(map(json.dumps, rows)))
-    given = [f"reward.model={tmp_path / 'reward'}", f"actor.prompts.path={prompts}", *settings]
-    loaded = load_config(config, [*given, "actor.prompts.max_tokens=100"])
-    end = {"qwen2": "<|im_end|>", "llama": "</s>", "bert": "[end]"}[family]
-    told = "".join(prompt_warnings(loaded, check_run(loaded)))
-    assert bool(told) == is_told
-    assert [each.text for each in files(loaded) if each.level is Level.WARNING and "reward" in each.text] == (
-        [told] if is_told else []
-    )
-    if is_told:
-        assert told.startswith(f"{prompts}:2 is a text with ")
-        assert f"so its reply is scored without {end!r}" in told
-        assert told.endswith("give the chat as `messages` (2 such rows)")
-
-
-TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
-STARTED = TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}"
-WITHOUT_HEADER = "{% for m in messages %}{{ '[INST]' if m.role == 'user' }}{{ m.content }}{% endfor %}"
-
-
-@pytest.mark.parametrize(("template", "is_told"), [(TURNS, True), (STARTED, False), (WITHOUT_HEADER, False)])
-def test_a_template_without_a_generation_prompt_is_named(
-    tmp_path: Path, config: Path, template: str, *, is_told: bool
-) -> None:
-    save_chat_policy(tmp_path / "policy", chat_template=template)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Open it."}]}))
-    given = [f"actor.policy.model={tmp_path / 'policy'}", f"actor.prompts.path={tmp_path / 'prompts.jsonl'}"]
-    loaded = load_config(config, given)
-    reader = PromptReader.of(loaded, load_tokenizer(tmp_path / "policy"), None)
-    prompts = [reader.prompt(row) for row in read_rows(tmp_path / "prompts.jsonl")]
-    told = [each for each in prompt_warnings(loaded, prompts) if "add_generation_prompt" in each]
-    assert len(told) == is_told
-    assert all("prompts end before '<assistant>'" in each for each in told)
-
-
-@pytest.mark.parametrize("family", ["llama", "bert", "qwen2"])
-@pytest.mark.parametrize("writes_bos", [True, False])
-def test_a_template_without_the_bos_of_texts_is_named(
-    tmp_path: Path, config: Path, family: str, *, writes_bos: bool
-) -> None:
-    template = "{{ bos_token }}" * writes_bos + "{% for m in messages %}{{ m.content }}{% endfor %}"
-    save_text_reward(tmp_path / "reward", family, chat_template=template)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "Open it."}]}))
-    given = [f"reward.model={tmp_path / 'reward'}", f"actor.prompts.path={prompts}"]
-    found = [each.text for each in files(load_config(config, given)) if "writes none" in each.text]
-    assert [text.partition(",")[0] for text in found] == ["reward.model begins texts with <s>"] * (
-        family == "llama" and not writes_bos
-    )
-
-
-def test_models_without_embeddings_for_what_the_policy_may_send_are_refused(tmp_path: Path, config: Path) -> None:
-    """By name, before the start: a run would end at the first such token."""
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
-    tokenizer = save_chat_policy(tmp_path / "policy", more=8)
-    added = {"extra_special_tokens": ["<end>"], "chat_template": CHATS["qwen2"].replace("<|im_end|>", "<end>")}
-    save_chat_policy(tmp_path / "added", more=-1, **added)
-    for name, size in {"small": 156, "enough": 160}.items():
-        save_tiny(tmp_path / name, "llama", "critic", vocab_size=size, max_position_embeddings=64)
-        tokenizer.save_pretrained(tmp_path / name)
-    grpo = ["actor.algorithm.name=grpo", "actor.algorithm.responses_per_prompt=2"]
-    for model, changes, told in (
-        ("policy", [f"critic.model={tmp_path / 'enough'}"], None),
-        (
-            "policy",
-            [f"critic.model={tmp_path / 'small'}"],
-            "critic.model: .*small has 156 embeddings, none for .* and 1 ",
-        ),
-        ("added", grpo, None),  # the template is not used
-        (
-            "added",
-            [*grpo, f"actor.prompts.path={chats}"],
-            r"added has 160 embeddings, none for '<end>' \(160\), which its",
-        ),
-    ):
-        settings = ["actor.prompts.max_tokens=40", f"actor.policy.model={tmp_path / model}", *changes]
-        with contextlib.nullcontext() if told is None else pytest.raises(ConfigError, match=told):
-            check_run(load_config(config, settings))
 
 
 def has_ended(process: psutil.Process) -> bool:

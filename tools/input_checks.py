@@ -1,19 +1,26 @@
-"""Compares what tokenizer, embeddings, generation config and chat template of a run's models say of ends and sizes, and
-the form of the prompts with what these models read."""
+"""Checks what the models of a run read: tokens and ends, chat templates, and the form of the prompts."""
 
-from collections.abc import Iterator, Sequence
+import difflib
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+from jinja2 import meta
+
+from actor.data.prompt_files import EMPTY
 from actor.data.prompt_reader import Prompt
 from python_backend.checkpoints.tokenization import (
-    PROBE,
     SpecialTokens,
     encode_prompt,
     ids_without_entry,
+    is_encoder,
+    is_special,
     load_tokenizer,
     num_embeddings,
-    rendered_probe,
     reply_end,
     same_tokenizer,
     special_tokens_in,
@@ -21,11 +28,38 @@ from python_backend.checkpoints.tokenization import (
 from python_backend.config import RunConfig
 from python_backend.config.required_files import has_tokenizer
 from python_backend.rewards.function import MESSAGES_KEY
+from python_backend.wire.chats import (
+    PROBE,
+    TEMPLATE_COLUMNS,
+    TEMPLATE_VARIABLES,
+    TOOLS,
+    rendered_probe,
+    template_options,
+)
 from tools.doctor import Finding, warning
 
 VLLM_BANS = 1024  # entries of `logit_bias`
 QUESTION = {"role": "user", "content": PROBE}
 MARK = 3  # characters of the shortest mark of a turn: white space and single signs are in any text
+ANSWER = re.compile(
+    r"(\w+_)?(answer|output|response|completion|reply|solution|label|summary|chosen|gold|ground_truth)s?(_text)?",
+    re.IGNORECASE,
+)
+TAG = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")  # as special tokens are written
+GIVEN_SHARE, GIVEN_CHARACTERS = 0.75, 12  # of a file whose prompts have the answers: of rows, and of different answers
+# Columns beside the prompt that trainers, or chat templates, put into it: of LLaMA-Factory, Alpaca, TRL, transformers.
+PARTS_OF_PROMPTS = (
+    "system",
+    "system_prompt",
+    "input",
+    "history",
+    "documents",
+    "functions",
+    "image",
+    "images",
+    "videos",
+    "audios",
+)
 RESIZE = "resize its embeddings to the tokenizer (resize_token_embeddings)"
 
 
@@ -64,7 +98,123 @@ def _rendered(tokenizer: Any) -> str:
 
 def prompt_warnings(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
     """Return what is odd about the form of these prompts, as policy and reward model read them."""
-    return [*_rendered_texts(config, prompts), *_headers(config, prompts)]
+    return [
+        *([*_rendered_texts(config, prompts)] or _ended_texts(config, prompts)),
+        *_headers(config, prompts),
+        *_given_answers(prompts),
+        *_unused_columns(config, prompts),
+    ]
+
+
+def _ended_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a warning about text prompts behind which a response has ended, as those that were rendered for SFT."""
+    folder = config.actor.policy.model.absolute()
+    tokenizer = load_tokenizer(folder)
+    ends = [i for i in special_tokens_in(folder).eos_ids if is_special(tokenizer, i)]
+    marks = tuple(mark for mark in tokenizer.convert_ids_to_tokens(ends) if mark)
+    found = [each for each in prompts if MESSAGES_KEY not in each.metadata and each.text.rstrip().endswith(marks)]
+    if found:
+        yield (
+            f"{found[0].where}: the text ends with what ends a response ({', '.join(map(repr, marks))}), so the answer "
+            f"may be in the prompt ({len(found)} such rows); end it where the policy is to begin, or give the chat as "
+            "`messages`"
+        )
+
+
+def _given_answers(prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a warning for each column whose values are at the end of a file's prompts, as in files for SFT.
+
+    A short answer may be there by accident ("Is 5 or 3 larger, 3 or 5"), in one row or in some of a file.
+    """
+    found: dict[tuple[str, str], list[tuple[Prompt, str]]] = defaultdict(list)
+    for prompt in prompts:
+        for name, answer in _answers(prompt.metadata):
+            found[prompt.where.rstrip("0123456789"), name].append((prompt, answer))
+    for (_, name), rows in found.items():
+        given = [(prompt, answer) for prompt, answer in rows if _ends_with(prompt, answer)]
+        is_known = len("".join({answer for _, answer in given})) >= GIVEN_CHARACTERS
+        if is_known and len(given) >= GIVEN_SHARE * len(rows):
+            yield (
+                f"{given[0][0].where}: the prompt ends with the row's {name!r}, the answer that the policy is to write "
+                f"(in {len(given)} of {len(rows)} rows with that column); end the prompt before it, or rename the "
+                "column if the policy is to repeat it"
+            )
+
+
+def _answers(columns: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in columns.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", answer) for key, answer in _answers(value))
+        elif ANSWER.fullmatch(name):
+            last = value[-1] if isinstance(value, list) and value else value
+            text = last.get("content") if isinstance(last, dict) else last
+            answer = re.sub(r"(\s*<[^<>]*>)+$", "", _squeezed(str(text)))
+            if isinstance(text, (str, int)) and answer:
+                yield name, answer
+
+
+def _ends_with(prompt: Prompt, answer: str) -> bool:
+    """Return whether the prompt, or a message of it, ends with the answer, but for tags and signs behind it."""
+    chat = prompt.metadata.get(MESSAGES_KEY)
+    for text in [prompt.text] if chat is None else [message.get("content") or "" for message in chat]:
+        before, found, behind = _squeezed(text).rpartition(answer)
+        if found and not before[-1:].isalnum() and not re.search(r"\w", TAG.sub("", behind)):
+            return True
+    return False
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _unused_columns(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a warning for each column, or variable of a chat template, that should change a prompt but does not."""
+    tokenizers = [load_tokenizer(config.actor.policy.model.absolute())]
+    if config.uses_reward_model and config.reward.template is None:
+        tokenizers.append(load_tokenizer(config.reward.model.absolute()))
+    found: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        columns = prompt.metadata
+        is_chat = MESSAGES_KEY in columns
+        # An environment may make its prompts of any column, but refuses those for the template.
+        parts = PARTS_OF_PROMPTS if config.environment is None else ()
+        for name in (*parts, *(() if is_chat else TEMPLATE_COLUMNS)):
+            value = columns.get(name)
+            if value not in (*EMPTY, {}) and not _is_within(prompt.text, value):
+                found[
+                    f"the column {name!r} is not in the prompt, and no model reads it; put it into the prompt"
+                    f"{' as `messages`' * (name in TEMPLATE_COLUMNS)}, or rename it if a reward function reads it"
+                ].append(prompt)
+        options = template_options(tokenizers[0], columns) if is_chat and columns.get(TEMPLATE_VARIABLES) else {}
+        tools = options.pop(TOOLS, None)
+        given = [each for each in tokenizers if options and each.chat_template]
+        read = {name for each in given for name in _variables(each.get_chat_template(tools=tools))}
+        for name in options.keys() - read:
+            near = "".join(f" (did you mean {other!r}?)" for other in difflib.get_close_matches(name, read, 1))
+            found[f"{TEMPLATE_VARIABLES}: no chat template of this run reads {name!r}{near}; remove it"].append(prompt)
+    for told, rows in found.items():
+        yield f"{rows[0].where}: {told} ({len(rows)} such rows)" if len(rows) > 1 else f"{rows[0].where}: {told}"
+
+
+def _is_within(text: str, value: Any) -> bool:
+    """Return whether the longest text in the value is a part of `text`, which may leave out keys and numbers."""
+    longest = max(_texts_in(value), key=len, default="")
+    return bool(longest) and longest.strip() in text
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts_in(inner)
+
+
+@functools.cache
+def _variables(template: str) -> set[str]:
+    """Return the names that a chat template reads, which it does not define itself."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    without = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # a tag of transformers' own
+    return meta.find_undeclared_variables(environment.parse(without))
 
 
 def _headers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
@@ -134,7 +284,7 @@ def reward_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Fi
         return
     tokenizer = load_tokenizer(reward.model.absolute())
     before = tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, _rendered(tokenizer))[0])
-    if before and tokenizer.cls_token is None and not _rendered(tokenizer).startswith(before[0]):
+    if before and not is_encoder(reward.model) and not _rendered(tokenizer).startswith(before[0]):
         yield warning(
             "prompts",
             f"reward.model begins texts with {' '.join(before)}, but its chat template writes none, so chats are "
@@ -148,6 +298,9 @@ def token_findings(config: RunConfig) -> Iterator[Finding]:
     folder = config.actor.policy.model.absolute()
     tokenizer, size, special = load_tokenizer(folder), num_embeddings(folder), special_tokens_in(folder)
     yield _ends(tokenizer, special, size)
+    if tokenizer.chat_template and not _rendered(tokenizer):
+        told = "the policy's chat template refuses a question and a reply, so how it ends a turn is unknown"
+        yield warning("ends", f"{told}; name that token in generation_config.json (eos_token_id), if none above is it")
     behind = _rendered(tokenizer).rpartition(PROBE)[2].strip()
     if behind and reply_end(tokenizer) is None and not config.actor.generation.stop_strings:
         told = f"the chat template ends a reply with {behind!r}, which is no special token: no response ends there"

@@ -1,0 +1,43 @@
+"""The reader of a reward model's rows: for the server, for `reward.gate` and for the checks before a run; no torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from python_backend.serving.requests import RowReader
+from python_backend.serving.step_rewards import StepReader, StepRules
+from python_backend.serving.templates import RowTemplate
+from python_backend.wire.contract import PROCESS, Limits
+
+
+def reward_reader(
+    folder: Path,
+    limits: Limits,
+    get: Callable[[str], str | None],
+    *,
+    skipped_pad_id: int | None = None,
+    truncates: bool = True,
+) -> RowReader:
+    """Return the reader of the rows of the reward model in `folder`; see `RowReader`.
+
+    Args:
+        get: returns a parameter of the model in config.pbtxt; None: it has none of that name.
+
+    Raises:
+        CheckpointError, ValueError: a parameter does not fit.
+    """
+    adds, logit = get("add_special_tokens") == "true", get("logit")
+    process, template = get(PROCESS), get("template")
+    if process is not None:
+        rules = StepRules(process == "token", get("step_separator"), get("step_mark"), apart=logit is None)
+        return StepReader(folder, limits, add_special_tokens=adds, rules=rules)
+    return RowReader(
+        folder,
+        limits,
+        add_special_tokens=adds,
+        skipped_pad_id=skipped_pad_id,
+        append_eos=get("append_eos") == "true",
+        takes_pairs=get("text") == "pair",
+        template=None if template is None else RowTemplate(template),
+        generation_prompt=get("generation_prompt") == "true",
+        truncates=truncates and template is None and logit is None,
+    )
