@@ -189,12 +189,14 @@ class Run:
         self._signals.check()
 
     def _server_failures(self) -> int:
-        """Return the sum of `nv_inference_request_failure` over all models and reasons in Triton's metrics."""
+        """Return how many requests failed by the server's metrics: in Triton, or with an error of a model."""
         if self._supervisor is None:
             return 0
         # If the server does not answer, it is being restarted, and its counters will start from 0 again.
         metrics = get_page(self._supervisor.server.section.metrics_url, "/metrics")
-        counts = re.findall(r"^nv_inference_request_failure\{[^}]*\} ([\d.e+]+)", metrics, re.MULTILINE)
+        counts = re.findall(
+            r"^(?:nv_inference_request_failure|rlhf_requests_refused_total)\{[^}]*\} ([\d.e+]+)", metrics, re.MULTILINE
+        )
         return int(sum(map(float, counts)))
 
     def _report(self, failures: int) -> None:

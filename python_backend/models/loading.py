@@ -492,6 +492,7 @@ def _load(
     with as_checkpoint_error(info.folder):
         if group is None:
             model, report = kind.from_pretrained(None, output_loading_info=True, **arguments)
+            check_finite(model)  # before any probe, whose result would mean nothing
         else:
             check_tensor_parallel(info.folder, group.size)
             model, report = group.from_pretrained(kind, **arguments)

@@ -87,7 +87,6 @@ def read_loader(parameters: Parameters) -> tuple[str, dict[str, Any]]:
         "pooling": pooling,
         "attribute_weights": weights,
         "merge_attributes": merge,
-        "finite": parameters.optional(STORE) is not None,
     }
 
 

@@ -80,11 +80,16 @@ class StepFailed(RlhfError):
     """The sidecar processed the journal entry and reported an error, which is this message."""
 
 
+STATUS: dict[type[Exception], int] = {Unavailable: 503, ContractError: 400}
+"""HTTP status of an error response; 500 for any other."""
+
+
 class Call:
     """One request and its response sender."""
 
-    def __init__(self, request: Any) -> None:
-        self._request = request
+    def __init__(self, request: Any, count_failure: Callable[[int], None] = lambda status: None) -> None:
+        """`count_failure`: called with the HTTP status of an error response."""
+        self._request, self._count_failure = request, count_failure
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
         self.answered = False
@@ -138,6 +143,8 @@ class Call:
         Never raises. If an exception left `execute`, Triton would answer every request of the batch a second time,
         and a second answer corrupts the server's heap.
         """
+        status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
+        self._count_failure(status)
         try:
             self._send(pb_utils.InferenceResponse(error=_triton_error(error)))
         except Exception as trouble:  # process edge: see above
@@ -178,15 +185,20 @@ class TritonModel:
 
     serve: Callable[[Mapping[str, str]], ModelServer]
     served: ModelServer
+    count_failure: Callable[[int], None] = staticmethod(lambda status: None)
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load. A reload through Triton runs this in a new process."""
         refuse_numpy_2()
+        name = json.loads(args["model_config"])["name"]
+        # Triton counts each of them as a success: a response was sent.
+        refused = NamedCounters(name, "rlhf_requests_refused_total", "Requests answered with an error", "status")
+        self.count_failure = lambda status: refused.add({str(status): 1})
         self.served = type(self).serve(args)
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Triton's entry point for requests."""
-        self.served.execute([Call(request) for request in requests])
+        self.served.execute([Call(request, self.count_failure) for request in requests])
 
     def finalize(self) -> None:
         """Triton's entry point at unload."""

@@ -36,6 +36,7 @@ DIVERGED = {
     "RlhfStale",
     "RlhfWeightsNotMoving",
     "RlhfRequestsFailed",
+    "RlhfRequestsRefused",
     "RlhfRowsMasked",
     "RlhfKLHigh",
 }
@@ -95,6 +96,7 @@ CAUSES: dict[str, dict[str, str]] = {
     "RlhfKLHigh": {f"rlhf_actor_kl_nats{{{ACTOR}}}": "6x60 101x119"},
     "RlhfRowsMasked": {f"rlhf_actor_masked_rows_total{{{ACTOR}}}": "0x60 8+8x119"},
     "RlhfRequestsFailed": {f"rlhf_actor_failed_requests_total{{{ACTOR}}}": ONCE},
+    "RlhfRequestsRefused": {'rlhf_requests_refused_total{job="rlhf-server", model="critic", status="400"}': ONCE},
     "RlhfRetries": {f"rlhf_actor_retries_total{{{ACTOR}}}": "0x60 8+8x119"},
     "RlhfOutage": {f"rlhf_actor_outages_total{{{ACTOR}}}": ONCE},
     "RlhfError": {

@@ -289,7 +289,17 @@ def test_weights_that_do_not_fit_the_served_model_are_refused(tmp_path: Path, ki
     if kind == "cut short":
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with refused(message):
-        load_model("load_reward", tmp_path / "other", load_reward(tmp_path / "served"), {"finite": True})
+        load_model("load_reward", tmp_path / "other", load_reward(tmp_path / "served"), {})
+
+
+@pytest.mark.parametrize(("loader", "kind"), [("load_reward", "reward"), ("load_language_model", "language")])
+def test_no_model_is_served_with_weights_that_are_not_finite(tmp_path: Path, loader: str, kind: str) -> None:
+    save_tiny(tmp_path, "llama", kind)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 3] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with refused("model.layers.0.mlp.up_proj.weight has values that are not finite"):
+        load_model(loader, tmp_path, None, {})
 
 
 # ---- a bfloat16 body under an fp32 head ----

@@ -448,6 +448,24 @@ def test_response_values_need_prompt_lengths_that_fit(live: System, extra: dict[
     assert refusal(live, CRITIC, inputs, ["response_values"]) == reason
 
 
+def test_a_request_that_a_model_refuses_is_counted(live: System) -> None:
+    """Triton counts it as a success, since there was a response."""
+
+    def refused(status: str) -> float:
+        with urllib.request.urlopen(f"http://{live.run.config.server.metrics_url}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+        labels = f'{{model="critic",status="{status}"}}'
+        found = re.search(rf"^rlhf_requests_refused_total{re.escape(labels)} (\S+)", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    before = refused("400"), refused("503")
+    refusal(live, CRITIC, {"tokens": np.asarray([[10**6]])})
+    (answer,) = ask_all(live.run.url, [demanding(CRITIC, exact_version=10**6)])
+    assert isinstance(answer, Refused)
+    assert answer.code == "503"
+    assert (refused("400"), refused("503")) == (before[0] + 1, before[1] + 1)
+
+
 def post_json(system: System, model: str, body: dict[str, Any], **headers: str) -> str:
     """Text of the refusal of a request in plain JSON."""
     url = f"http://{system.run.url}/v2/models/{model}/infer"

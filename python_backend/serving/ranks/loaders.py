@@ -22,7 +22,7 @@ def load_model(loader: str, folder: Path, served: Model | None, options: Mapping
     Args:
         loader: a name in `LOADERS`.
         served: a model, to load another version of its weights into the same module structure; else None.
-        options: keyword arguments of the loader, and optionally `finite`: refuse weights that are not, as of a critic.
+        options: keyword arguments of the loader.
 
     Raises:
         CheckpointError: the model cannot be loaded, or its weights are not finite.
@@ -30,7 +30,6 @@ def load_model(loader: str, folder: Path, served: Model | None, options: Mapping
     if isinstance(served, CriticModel | RewardModel):
         model: Any = served.with_weights(folder)
     else:
-        model = LOADERS[loader](folder, **{name: value for name, value in options.items() if name != "finite"})
-    if options.get("finite") or isinstance(model, CriticModel):
-        check_finite(model.model)  # reads every weight, and so pages in the mapped file before the first forward pass
+        model = LOADERS[loader](folder, **options)
+    check_finite(model.model)  # reads every weight, and so pages in the mapped file before the first forward pass
     return model
