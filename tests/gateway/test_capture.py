@@ -116,7 +116,7 @@ async def test_a_conversation_continues_its_own_tokens(lead: Callable[[Caller], 
         *["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
     ]
     assert TOKENIZER.decode(row["tokens"]) + "\n" == rendered(row["messages"], TOOL)
-    assert (row["session"], row["group"]) == ("s", "s")
+    assert (row["session"], row["group"], row["tools"]) == ("s", "s", [TOOL])
     assert [row["versions"][turn["start"]] for turn in row["turns"]] == [1, 2, 3]
 
 
@@ -151,15 +151,16 @@ async def test_edited_history_and_other_contexts_are_rows_of_their_own() -> None
     assert said == [["one", "two"], ["three"], ["sub"], ["edited"], ["other tools"]]
     each = [turn for row in found for turn in trained(row)]
     assert sorted(each) == sorted(sampler.completions), "each reply is trained once"
-    for row, tools in zip(found, ([], [], [], [], [TOOL]), strict=True):
-        assert TOKENIZER.decode(row["tokens"]) + "\n" == rendered(row["messages"], *tools)
+    assert [row["tools"] for row in found] == [[], [], [], [], [TOOL]]
+    for row in found:
+        assert TOKENIZER.decode(row["tokens"]) + "\n" == rendered(row["messages"], *row["tools"])
     shared = [*sampler.prompts[0], *sampler.completions[0]]
     assert [row["tokens"][: len(shared)] == shared for row in found] == [True, True, False, False, False]
 
 
 def stripping() -> Any:
     """A tokenizer whose chat template changes replies."""
-    strips = TEMPLATE.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' else '…' }}")
+    strips = TEMPLATE.replace("{{ m.content }}", "{{ '…' * (m.role == 'assistant') }}{{ m.content }}")
     return make_text_tokenizer("qwen2", ["Yes. Hello …"], chat_template=strips, model_max_length=1000)
 
 
