@@ -753,6 +753,7 @@ def test_every_way_in_has_the_same_ids(tmp_path: Path, other: str, shape: str):
             assert sample.response == text
             assert sample.prompt == (before[-1]["content"] if before else known.get("prompt"))
             assert sample.metadata.get("messages") == before
+            assert before is None or "prompt" not in sample.metadata
             assert "reply_messages" not in sample.metadata
 
 

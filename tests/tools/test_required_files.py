@@ -539,7 +539,8 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
     for settings, problems in (({}, 1), ({"template": "{{ response }}"}, 0)):
         prompts.write_text(json.dumps({"prompt": conversation}))
         reward = {"model": str(tmp_path / "other"), **settings}
-        config = RunConfig.model_validate({"actor": actor, "reward": reward, "environment": environment})
+        sections = {"actor": actor, "reward": reward, "rewards": {"model": {}}, "environment": environment}
+        config = RunConfig.model_validate(sections)
         found = [*preflight._environment(config, check_prompts(config))]
         assert all(
             "reward.model: messages: the reward model's chat template leaves out the tools" in one for one in found
