@@ -180,6 +180,25 @@ async def test_a_template_that_changes_replies_makes_each_call_a_row(caplog: pyt
         Sessions(tokenizer, most=1, most_tokens=1, idle_s=1)
 
 
+async def test_a_message_that_the_template_leaves_out_is_refused() -> None:
+    made = make_text_tokenizer("qwen2", chat_template=TEMPLATE.replace("in messages %}", "in messages[-1:] + [] %}"))
+    for changed, where in (
+        (
+            TEMPLATE.replace("in messages", "in messages if m.role != 'system'"),
+            "[0]: the policy's chat template leaves",
+        ),
+        (TEMPLATE.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"), "[1].content: the policy's chat"),
+    ):
+        made.chat_template = changed
+        async with scripted_gateway(ScriptedSampler(), tokenizer=made) as (caller, sessions):
+            call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+            said = {"role": "assistant", "content": "I add.", "tool_calls": [call]}
+            messages = [{"role": "system", "content": "Be brief."}, said, USER]
+            status, reply = await caller.post(f"/sessions/s{CHAT}", {"messages": messages})
+            assert (status, f"messages{where}" in reply["error"]["message"]) == (400, True), reply
+            assert len(sessions) == 0
+
+
 async def test_each_row_of_a_session_has_the_rewards_of_all_calls_also_for_trl(tmp_path: Path) -> None:
     """Three rows; the middle call and the last one are rewarded. The code for TRL is that of docs/gateway.md."""
     export, page = tmp_path / "rows.jsonl", Path(__file__).resolve().parents[2] / "docs/gateway.md"
