@@ -14,6 +14,7 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import shutil
 import sys
 import threading
@@ -60,6 +61,7 @@ from python_backend.wire.contract import (
 )
 from tools.report.curves import figure_of
 from tools.serve import with_fixed_ports
+from tools.server.health import get_page
 from tools.server.triton_home import ServerAborted, find_tritonserver, server_environment
 from trainer.control_plane import ControlPlane
 
@@ -250,9 +252,14 @@ class ReloadService:
         return self.config.server.http_url
 
     def failed_requests(self) -> int:
-        """Return the number of requests to the model that have failed since the start, by the server's own count."""
+        """Return the number of requests to the model that have failed since the start, by the server's own count.
+
+        Triton counts those that the model answered with an error as successes; the model counts them itself.
+        """
+        model, page = self.live.served_as, get_page(self.config.server.metrics_url, "/metrics")
+        refused = re.findall(rf'^rlhf_requests_refused_total{{model="{model}",.*}} (\S+)', page, re.MULTILINE)
         with ControlPlane(self.config.server.grpc_url) as control:
-            return control.statistics(self.live.served_as).failure_count
+            return control.statistics(model).failure_count + int(sum(map(float, refused)))
 
     def publish(self) -> Sample:
         """Publish weights that differ a little, and wait until they are served; see `_sample`."""

@@ -12,9 +12,13 @@ import itertools
 import queue
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from actor.data.chat import Chat, TemplateError
 from actor.data.prompt_files import CONVERSATIONS, PromptError, read_rows
 from actor.data.prompt_reader import Prompt, PromptReader, check_columns
 from actor.run.row_limits import REPLY, check_lengths, check_renderings
@@ -60,7 +64,8 @@ def check_run(config: RunConfig) -> list[Prompt]:
     prompts = check_prompts(config)
     if starts_vllm(config):
         check_vllm(config)
-    problems = [*_missing_trackers(config), *_tokenizers(config), *_functions(config, prompts), *_environment(config)]
+    problems = [*_missing_trackers(config), *_tokenizers(config), *_functions(config, prompts)]
+    problems += _environment(config, prompts)
     if problems:
         raise ConfigError("\n".join(problems))
     return prompts
@@ -201,27 +206,39 @@ def trial(
         return str(error)
 
 
-def _environment(config: RunConfig) -> Iterator[str]:
-    """Start a worker of the environment, which imports its class or agent, and its reward; make an instance."""
+def _environment(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Start a worker of the environment, which imports its class or agent, and its reward; make an instance.
 
-    async def start(settings: EnvironmentSection) -> None:
+    Its tools must be in the reward model's rendering, too.
+    """
+
+    async def tools_of(settings: EnvironmentSection) -> Sequence[dict[str, Any]] | None:
         environments = Environments(
             settings.model_copy(update={"workers": 1}), hidden_variables=config.hidden_variables(settings.options)
         )
         await environments.start()
         await environments.close()
+        return environments.tools
 
+    if config.environment is None:
+        return
     try:
-        if config.environment is not None:
-            asyncio.run(start(config.environment))
-    except FunctionError as error:
+        chat = Chat(load_tokenizer(config.actor.policy.model.absolute()), asyncio.run(tools_of(config.environment)))
+        first = next((prompt for prompt in prompts if MESSAGES_KEY in prompt.metadata), None)
+        if config.uses_reward_model and first is not None:
+            tokens = chat.tokenizer(chat.prompt(first.metadata[MESSAGES_KEY]), add_special_tokens=False)["input_ids"]
+            known = {**first.metadata, **chat.options}
+            _check_rendering(config, chat.tokenizer, [replace(first, tokens=np.array(tokens), metadata=known)])
+    except (FunctionError, PromptError, TemplateError, ConfigError) as error:
         yield str(error)
 
 
 def _texts(prompt: Prompt, reply: str) -> tuple[str, dict[str, Any]]:
     """Return the text and the metadata of a row with a made-up reply, as a run sends them."""
-    text = reply if MESSAGES_KEY in prompt.metadata else f"{prompt.text}{reply}"
-    return text, {**prompt.metadata, PROMPT_KEY: prompt.text, **({RESPONSE_KEY: reply} if reply else {})}
+    known = {**prompt.metadata, **({RESPONSE_KEY: reply} if reply else {})}
+    if MESSAGES_KEY in prompt.metadata:
+        return reply, known
+    return f"{prompt.text}{reply}", {**known, PROMPT_KEY: prompt.text}
 
 
 def _sample(prompt: Prompt, tokenizer: Any) -> Sample:

@@ -188,7 +188,7 @@ def _prompt_ids(tokenizer: Any, line: dict[str, Any], where: str, *, special: bo
     prompt = line["prompt"]
     if isinstance(prompt, str):
         if is_text_of_messages(prompt):
-            raise ConfigError(f"{KEY}: {where}: prompt is the JSON text of messages; store the list itself")
+            raise ConfigError(f"{KEY}: {where}: prompt holds messages written as a text; store the list itself")
         before, ids = encode_prompt(tokenizer, prompt)
         return [*before, *ids] if special else [*tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     try:
@@ -197,9 +197,12 @@ def _prompt_ids(tokenizer: Any, line: dict[str, Any], where: str, *, special: bo
         raise ConfigError(f"{KEY}: {where}: prompt{error}") from error
     try:
         options = template_options(tokenizer, line)
+    except BadMessages as error:
+        raise ConfigError(f"{KEY}: {where}: {error}") from error
+    try:
         text = render_chat(tokenizer, messages, options, owner="critic", generation_prompt=True)
     except BadMessages as error:
-        raise ConfigError(f"{KEY}: {where}: {str(error).lstrip(': ')}") from error
+        raise ConfigError(f"{KEY}: {where}: prompt{error}") from error
     except Exception as error:  # the template is the checkpoint's own code and may raise any exception
         raise ConfigError(f"{KEY}: {where}: the chat template rejects the prompt: {error}") from error
     return [*tokenizer(text, add_special_tokens=False)["input_ids"]]

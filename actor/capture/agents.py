@@ -117,7 +117,7 @@ class CapturedAgents(Agent):
             prompt.prompt_id,
             self._tokenizer.decode(first.before),
             np.array(first.before, np.int64),
-            {**prompt.metadata, MESSAGES_KEY: [*first.messages]},
+            {**prompt.metadata, **first.options, MESSAGES_KEY: [*first.messages]},
         )
 
 

@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from actor.data.chat import Chat, Message, TemplateError, warn_once
+from actor.data.chat import Chat, Message, TemplateError
 from actor.data.recorded import RecordedRow, Version
 from python_backend.errors import RlhfError
+from python_backend.wire.chats import TOOLS, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class PolicyCall:
     messages: Sequence[Message]  # added
     before: list[int]  # token ids of these messages, up to the reply; without a parent, the whole prompt
     digest: str  # of the tools and all messages before the reply
+    options: dict[str, Any]  # arguments of the chat template
     sampled: Sampled = field(default_factory=lambda: Sampled([], [], ended=False, versions=[]))
     reply: Message = field(default_factory=dict)
     reward: float = 0.0
@@ -114,6 +116,7 @@ class CapturedRow(RecordedRow):
             "session_reward": sum(call.reward for call in session.calls),
             "turns": [{"start": turn.start, "end": turn.end, "reward": turn.reward} for turn in self.turns],
             **{name: getattr(self, name) for name in columns},
+            TOOLS: self.calls[-1].options.get(TOOLS, []),
         }
 
 
@@ -160,7 +163,7 @@ class Session:
                 f"({self._max_tokens})",
                 "messages",
             )
-        return PolicyCall(parent, messages[known:], before, digests[-1]), left
+        return PolicyCall(parent, messages[known:], before, digests[-1], chat.options), left
 
     def record(self, call: PolicyCall, sampled: Sampled, reply: Message) -> None:
         """Add a call with its reply. Raises CaptureError if the session has ended meanwhile."""

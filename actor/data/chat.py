@@ -2,18 +2,19 @@
 
 import functools
 import json
-import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from python_backend.checkpoints.tokenization import reply_text
 from python_backend.errors import RlhfError
+from python_backend.wire.chats import TOOLS, render_chat, warn_once
+from python_backend.wire.messages import BadMessages
 
-logger = logging.getLogger(__name__)
 Message = dict[str, Any]
 PROBE = "Yes."  # a reply in the check of a chat template
+ASKED: Message = {"role": "user", "content": PROBE}
 THOUGHT_BEGIN, THOUGHT_END = "<think>\n", "</think>"
 THOUGHT = f"{THOUGHT_BEGIN}Hm.\n{THOUGHT_END}\n\n"  # which templates remove from earlier replies
 
@@ -24,12 +25,6 @@ class TemplateError(RlhfError):
 
 class HistoryChanged(TemplateError):
     """The chat template writes earlier messages anew, so what follows cannot be appended to what was sampled."""
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Log a warning, unless this process has done so."""
-    logger.warning(message)
 
 
 @dataclass(frozen=True)
@@ -44,14 +39,32 @@ class Chat:
         """Whether messages have roles."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
+    @functools.cached_property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the template, and of a reward model's: the tools, unless the policy does not see them."""
+        if not self.tools:
+            return {}
+        options = {TOOLS: [*self.tools]}
+        try:
+            self._rendered([ASKED], options)
+        except BadMessages as error:
+            warn_once(str(error).lstrip(": "))
+            return {}
+        except Exception:  # `prompt` says what is wrong with the conversation itself
+            return options
+        return options
+
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text up to the begin of the policy's first reply. Raises TemplateError."""
-        tools = {"tools": [*self.tools]} if self.tools else {}
         try:
-            found = self.tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True, **tools)
+            return self._rendered(messages, self.options)
+        except BadMessages as error:
+            raise TemplateError(f"messages{error}") from error
         except Exception as error:  # templates are programs and may raise anything
             raise TemplateError(f"the policy's chat template cannot render a conversation: {error}") from error
-        return str(found)
+
+    def _rendered(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        return render_chat(self.tokenizer, messages, options, owner="policy", generation_prompt=True)
 
     def after_reply(self, messages: Sequence[Message], last_token: int, text: str = "") -> list[int]:
         """Return the token ids between a reply that ends with `last_token` and the policy's next reply.
@@ -81,26 +94,20 @@ class Chat:
         return [_checked(call.get("function")) for call in found.get("tool_calls", ())]
 
     def check(self) -> None:
-        """Warn if the template does not show the tools; raise TemplateError if it does not show their results.
+        """Raise TemplateError if the template does not show the results of tools.
 
         Raise HistoryChanged unless it leaves a conversation as it is when messages follow: results, if there are tools.
         """
-        asked = [{"role": "user", "content": PROBE}]
-        if self.tools and self.prompt(asked) == Chat(self.tokenizer).prompt(asked):
-            warn_once("the policy's chat template leaves out the environment's tools: describe them in the prompts")
         if self.has_template:
-            results = [{"role": "tool", "name": "t", "content": PROBE}] if self.tools else asked
-            if PROBE not in self._after_probe(results, PROBE):
-                raise TemplateError("the policy's chat template leaves out the results of tools: use another one")
+            self._after_probe([{"role": "tool", "name": "t", "content": PROBE} if self.tools else ASKED], PROBE)
 
     def _after_probe(self, answers: Sequence[Message], reply: str) -> str:
         """Return the text between a reply and the next one: its end, and the messages that follow."""
-        asked = [{"role": "user", "content": PROBE}]
-        opening = self.prompt(asked)
+        opening = self.prompt([ASKED])
         if opening.endswith(THOUGHT_BEGIN):  # every reply goes on with a thought
             reply = THOUGHT + PROBE
         replied = opening.removesuffix(THOUGHT_BEGIN) + reply
-        whole = self.prompt([*asked, {"role": "assistant", "content": reply}, *answers])
+        whole = self.prompt([ASKED, {"role": "assistant", "content": reply}, *answers])
         if not whole.startswith(replied):
             raise HistoryChanged(
                 "the policy's chat template changes earlier messages of a conversation when others follow"

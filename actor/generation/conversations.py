@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from actor.data.chat import Chat, HistoryChanged, Message, TemplateError, warn_once
+from actor.data.chat import Chat, HistoryChanged, Message, TemplateError
 from actor.data.recorded import RecordedRow
 from actor.data.rollout import Prompt, Trajectory
 from actor.generation.slots import Finished, Response
@@ -26,6 +26,7 @@ from python_backend.checkpoints.tokenization import reply_text
 from python_backend.config.environment import EnvironmentSection
 from python_backend.environments.pool import EnvironmentFailed, Environments, Instance
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY
+from python_backend.wire.chats import warn_once
 
 logger = logging.getLogger(__name__)
 SEED = "seed"  # column that environments receive, equal for all responses to a prompt
@@ -244,11 +245,11 @@ class Agent:
             added = self._tokenizer(observation or "", add_special_tokens=False)["input_ids"]
             begun = replace(prompt, text=text, tokens=np.append(prompt.tokens, np.array(added, np.int64)))
         else:
-            content, more = messages[-1]["content"], observation or ""
-            content = content + more if isinstance(content, str) else [*content, {"type": "text", "text": more}]
-            text = self._chat.prompt(messages := [*messages[:-1], {**messages[-1], "content": content}])
+            last = {**messages[-1], "content": messages[-1]["content"] + (observation or "")}
+            text = self._chat.prompt(messages := [*messages[:-1], last])
             tokens = np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
-            begun = replace(prompt, text=text, tokens=tokens, metadata={**prompt.metadata, MESSAGES_KEY: messages})
+            metadata = {**prompt.metadata, **self._chat.options, MESSAGES_KEY: messages}
+            begun = replace(prompt, text=text, tokens=tokens, metadata=metadata)
         if len(begun.tokens) > self._max_prompt_tokens:
             raise EnvironmentFailed(
                 f"the prompt has {len(begun.tokens)} tokens with the environment's tools and first observation, more "

@@ -67,7 +67,8 @@ def row_metadata(
         said = {REPLY_KEY: [reply[last_reply(reply)]]} if reply else {}  # it may have tool calls
         options = {name: prompt.metadata[name] for name in TEMPLATE_COLUMNS if prompt.metadata.get(name)}
         return {MESSAGES_KEY: prompt.metadata[MESSAGES_KEY], **options, **empty, **said}
-    texts = {PROMPT_KEY: prompt.text, RESPONSE_KEY: response, **({REPLY_KEY: [*reply]} if reply else {})}
+    asked = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}
+    texts = {**asked, RESPONSE_KEY: response, **({REPLY_KEY: [*reply]} if reply else {})}
     return {**prompt.metadata, **texts, **({GROUP_KEY: group} if reward.groupwise else {})}
 
 

@@ -54,7 +54,7 @@ def take_counts() -> dict[str, float]:
     return taken
 
 
-PROMPT_KEY = "prompt"  # reserved metadata keys: the actor stores both texts there, and a chat's messages
+PROMPT_KEY = "prompt"  # reserved metadata keys: the actor stores both texts there, of a chat its messages
 RESPONSE_KEY = "response"
 MESSAGES_KEY = "messages"
 REPLY_KEY = "reply_messages"  # the reply with all its keys; with an environment, what followed the prompt
@@ -96,7 +96,7 @@ class Sample:
     None if the server has no tokenizer, which may be where another trainer sends texts to functions alone.
     """
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Columns of the prompt's line in the prompt file. The actor adds `prompt`, `response` and (chats) `messages`.
+    """Columns of the prompt's line in the prompt file. The actor adds `response`, and `prompt` or (chats) `messages`.
 
     `reply_messages` are those of a chat with an environment, from the first reply on; or the reply's message, if it has
     more than its content.
@@ -104,8 +104,11 @@ class Sample:
 
     @property
     def prompt(self) -> str | None:
-        """The prompt's text; None if the caller did not send it."""
-        return self.metadata.get(PROMPT_KEY)
+        """The prompt's text, of a chat the content of its last message; None if the caller did not send it."""
+        messages = self.metadata.get(MESSAGES_KEY)
+        if not isinstance(messages, list):
+            return self.metadata.get(PROMPT_KEY)
+        return (messages[-1].get("content") or "") if messages else ""
 
     @property
     def response(self) -> str | None:

@@ -21,7 +21,7 @@ from python_backend.checkpoints.tokenization import (
     too_long,
 )
 from python_backend.rewards.function import REPLY_KEY, RESPONSE_KEY, split_reply, with_reply
-from python_backend.wire.chats import render_chat, template_options
+from python_backend.wire.chats import render_chat, template_options, texts_in
 from python_backend.wire.contract import (
     MESSAGES,
     METADATA,
@@ -168,12 +168,13 @@ class RowReader:
 
     @staticmethod
     def _content(index: int, reply: dict[str, Any]) -> str:
-        """Return the text of a reply that the model reads without a template. Raises ContractError for tool calls."""
-        if reply.get("tool_calls"):
-            raise ContractError(
-                f"{METADATA}[{index}]: the reply has tool calls, but this model reads its text without a chat "
-                "template; write the calls in its content"
-            )
+        """Return the text of a reply that the model reads without a template. Raises ContractError if it says more."""
+        for (_, key, *_), _ in texts_in([reply]):
+            if key != "content":
+                raise ContractError(
+                    f"{METADATA}[{index}]: the reply has {key}, but this model reads its content without a chat "
+                    "template; write it there"
+                )
         return str(reply.get("content") or "")
 
     def _valid(self, index: int, ids: Sequence[int], types: Sequence[int] | None = None) -> TokenRow:

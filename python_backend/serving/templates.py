@@ -5,7 +5,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
+from python_backend.rewards.function import RESPONSE_KEY, Sample
 from python_backend.wire.contract import MESSAGES, METADATA, ContractError
 
 
@@ -31,11 +31,9 @@ class RowTemplate:
         """Return the text of row `index`. Raises ContractError if rendering fails or gives no text."""
         known = {name: value for name, value in metadata.items() if value is not None}  # null: a row lacks the column
         variables = {"text": sentence, "metadata": known, "response": known.get(RESPONSE_KEY, sentence)}
-        if PROMPT_KEY in known:
-            variables["prompt"] = known[PROMPT_KEY]
-        if MESSAGES in known:
-            variables["messages"] = messages = known[MESSAGES]
-            variables["prompt"] = (messages[-1].get("content") or "") if messages else ""
+        prompt = Sample(sentence, metadata=known).prompt
+        more = {"prompt": prompt, "messages": known.get(MESSAGES)}
+        variables |= {name: value for name, value in more.items() if value is not None}
         try:
             text = self._template.render(variables)
             text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them

@@ -1,17 +1,25 @@
 """Renders conversations with a chat template: one place for prompts, requests, pairs, and the checks before a run."""
 
+import copy
+import functools
 import inspect
 import itertools
 import json
+import logging
+import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from python_backend.wire.messages import BadMessages, with_arguments, without_nulls
 
+logger = logging.getLogger(__name__)
+Messages = Sequence[Mapping[str, Any]]
+Place = tuple[int | str, ...]  # of a text in messages: the index of the message, its key, …
 TOOLS, TEMPLATE_VARIABLES = TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # TRL's names
-MARK = "qzjx"  # in place of a content, to see whether a template writes it
-Rendered = Callable[..., str]
+GENERATION_PROMPT = "add_generation_prompt"
+MARK = "qzjx"  # beside a text, to see whether a template writes it
+Rendered = Callable[[Messages, Mapping[str, Any]], str]
 _checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 """For each tokenizer, the kinds of conversation that its template writes completely."""
 MOST_KINDS = 10_000
@@ -24,6 +32,15 @@ TO_PARTS = (  # before a chat template; without an end that would remove white s
     "{%% set of.parts = of.parts + [m] %%}{%% endfor %%}{%% set messages = of.parts %%}{{ '' }}"
 )
 ROLES = ("system", "user", "assistant", "tool")  # that a template may write without naming them
+LINKS = ("role", "type", "id", "tool_call_id")  # keys whose texts say nothing
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of published templates
+THOUGHT_END = "</think>"  # which ends the reasoning in a content
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning, unless this process has done so."""
+    logger.warning(message)
 
 
 def template_options(tokenizer: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,12 +79,7 @@ def _parsed(value: Any) -> Any:
 
 
 def render_chat(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    *,
-    owner: str,
-    generation_prompt: bool = False,
+    tokenizer: Any, messages: Messages, options: Mapping[str, Any], *, owner: str, generation_prompt: bool = False
 ) -> str:
     """Return a conversation as text, rendered with the tokenizer's chat template.
 
@@ -76,33 +88,32 @@ def render_chat(
         owner: role of the model that the tokenizer belongs to, for the messages.
 
     Raises:
-        BadMessages: the template leaves out a message or the tools; the message begins with the place.
+        BadMessages: the template leaves out the tools, or something that a message says; the message begins with the
+            place.
         Exception: whatever else the template raises, which is a program.
     """
 
-    def applied(shown: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        found = tokenizer.apply_chat_template(
-            [*shown], tokenize=False, add_generation_prompt=generation_prompt, **options
-        )
-        return str(found)
+    def applied(shown: Messages, options: Mapping[str, Any]) -> str:
+        return str(tokenizer.apply_chat_template([*shown], tokenize=False, **options))
 
-    def rendered(shown: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def rendered(shown: Messages, options: Mapping[str, Any]) -> str:
         try:
-            return applied(shown, **options)
+            return applied(shown, options)
         except Exception:  # DeepSeek's templates take the arguments of tool calls as JSON texts only
             written = [*map(_with_json_arguments, shown)]
             if written == [*shown]:
                 raise
-            return applied(written, **options)
+            return applied(written, options)
 
-    text = rendered(messages, **options)
+    options, template = {**options, GENERATION_PROMPT: generation_prompt}, str(tokenizer.chat_template)
+    text = rendered(messages, options)
     text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them
     kinds = _checked.setdefault(tokenizer, set())
-    kind = _kind(messages, options, tokenizer.chat_template, generation_prompt)
+    kind = _kind(messages, options, template)
     if kind not in kinds:
-        _check_roles(messages, str(tokenizer.chat_template), owner)
+        _check_roles(messages, template, owner)
         _check_tools(rendered, messages, options, text, owner)
-        _check_messages(rendered, messages, options, text, owner)
+        _check_texts(rendered, messages, options, text, template, owner)
         if len(kinds) < MOST_KINDS:
             kinds.add(kind)
     return text
@@ -113,19 +124,31 @@ def _with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": with_arguments(calls, json.dumps)} if calls else {**message}
 
 
-def _kind(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *more: Any) -> str:
-    """Return what decides whether a template writes the messages: all but their contents."""
-    shapes = [[message["role"], sorted(message), *_says(message)] for message in messages]
-    return json.dumps([shapes, sorted(options.items()), more], sort_keys=True, default=str)
+def texts_in(messages: Messages) -> Iterator[tuple[Place, Any]]:
+    """Yield place and value of what messages say: all texts but those that link calls and results, and arguments."""
+
+    def found(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+        if isinstance(value, str) or (place[-1] == "arguments" and isinstance(value, dict)):
+            if value.strip() if isinstance(value, str) else value:
+                yield place, value
+        elif isinstance(value, (dict, list)):
+            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                if key not in LINKS:
+                    yield from found(inner, (*place, key))
+
+    for i, message in enumerate(messages):
+        is_result = message["role"] not in ("system", "user", "assistant")  # whose name is that of the call
+        yield from found({key: message[key] for key in message if not (is_result and key == "name")}, (i,))
 
 
-def _says(message: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether a message says something by tool calls, or by its content alone; an empty one has no effect."""
-    calls = bool(message.get("tool_calls"))
-    return calls, not calls and bool((message.get("content") or "").strip())
+def _kind(messages: Messages, options: Mapping[str, Any], template: str) -> str:
+    """Return what decides whether a template writes the messages: all but their texts."""
+    keys = [[message["role"], sorted(message)] for message in messages]
+    places = [(place, THOUGHT_END in value) for place, value in texts_in(messages)]
+    return json.dumps([keys, places, sorted(options.items()), template], sort_keys=True, default=str)
 
 
-def _check_roles(messages: Sequence[Mapping[str, Any]], template: str, owner: str) -> None:
+def _check_roles(messages: Messages, template: str, owner: str) -> None:
     """Raise BadMessages for a role that no model was trained on: many templates write whatever they are given."""
     for i, message in enumerate(messages):
         role = message["role"]
@@ -136,65 +159,87 @@ def _check_roles(messages: Sequence[Mapping[str, Any]], template: str, owner: st
             )
 
 
-def _check_tools(
-    rendered: Rendered,
-    messages: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    text: str,
-    owner: str,
-) -> None:
+def _check_tools(rendered: Rendered, messages: Messages, options: Mapping[str, Any], text: str, owner: str) -> None:
     others = {name: value for name, value in options.items() if name != TOOLS}
     if TOOLS in options and _result(rendered, messages, others) == text:
+        remedy = (
+            "write a text without them as reward.template"
+            if owner == "reward model"
+            else "describe them in a message instead"
+        )
         raise BadMessages(
-            f": the {owner}'s chat template leaves out the row's tools; describe them in a message and rename "
-            f"the column `{TOOLS}`, or use a template that writes them"
+            f": the {owner}'s chat template leaves out the tools; {remedy}, or use a template that writes them"
         )
 
 
-def _check_messages(
-    rendered: Rendered,
-    messages: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    text: str,
-    owner: str,
+def _check_texts(
+    rendered: Rendered, messages: Messages, options: Mapping[str, Any], text: str, template: str, owner: str
 ) -> None:
-    """Raise BadMessages if another content of a message, or no tool calls, would give the same text.
+    """Raise BadMessages if another text in a place of the messages would give the same rendering.
 
-    A template may choose by position, such as the last message alone; it leaves out a role that it does not write there
-    either.
+    A template may choose messages by position, such as the last one alone. What it writes of the last message it may
+    leave out of earlier ones, and reasoning if it knows it, as thinking templates do on purpose; that is logged once, as is
+    the name of a participant.
     """
-    says = [*map(_says, messages)]
-    without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
-    if any(calls for calls, _ in says) and _result(rendered, without, options) == text:
-        i = next(i for i, (calls, _) in enumerate(says) if calls)
-        raise BadMessages(
-            f"[{i}]: the {owner}'s chat template leaves out the tool calls of the role {messages[i]['role']!r}; "
-            "write them in the content, or use a template that writes them"
-        )
-    marks = [f"{MARK}{i}q" for i in range(len(messages))]
-    marked = [
-        {**message, "content": message["content"] + mark} if has_content else message
-        for message, mark, (_, has_content) in zip(messages, marks, says, strict=True)
-    ]
-    found = (_result(rendered, marked, options) or "").casefold()  # one rendering for most conversations
-    for i, (message, mark, (_, has_content)) in enumerate(zip(messages, marks, says, strict=True)):
-        if not has_content or mark in found:
+
+    def is_lost(place: Place, value: Any, shown: Messages = messages) -> bool:
+        own = options if shown is messages else {**options, GENERATION_PROMPT: False}
+        before = text if shown is messages else _result(rendered, shown, own)
+        return before is None or _result(rendered, _changed(shown, {place: value}), own) == before
+
+    said = dict(texts_in(messages))
+    marks = {place: f"{MARK}{n}q" for n, place in enumerate(said)}
+    marked = {place: _marked(said[place], mark) for place, mark in marks.items()}
+    found = (_result(rendered, _changed(messages, marked), options) or "").casefold()  # one rendering for most chats
+    for place, mark in marks.items():
+        other = mark if isinstance(said[place], str) else {mark: mark}
+        if mark in found or not is_lost(place, other):
             continue
-        other = {**message, "content": mark}
-        if _result(rendered, [*messages[:i], other, *messages[i + 1 :]], options) != text:
+        i, key = int(place[0]), place[1]
+        role, last = messages[i]["role"], messages[: i + 1]
+        alone = {"role": role, "content": mark}
+        if is_lost((i,), alone) and not is_lost((i,), alone, last):
             continue
-        alone = _result(rendered, messages[: i + 1], options)
-        if alone is None or _result(rendered, [*messages[:i], other], options) in (None, alone):
+        is_known_reasoning = key in REASONING and THOUGHT_END in template and len(last) < len(messages)
+        if key == "name":  # of a participant; few templates write it, and OpenAI's clients send it
+            warn_once(f"the {owner}'s chat template leaves out the name of a message of the role {role!r}")
+            continue
+        if is_lost(place, other, last) and not is_known_reasoning:
+            path = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place)
+            if key == "content" and not messages[i].get("tool_calls"):
+                raise BadMessages(
+                    f"[{i}]: the {owner}'s chat template leaves out the role {role!r}; give the message another role, "
+                    "or use a template that writes it"
+                )
+            instead = "in a message of its own" if key == "content" else "in the content"
             raise BadMessages(
-                f"[{i}]: the {owner}'s chat template leaves out the role {message['role']!r}; give the message "
-                "another role, or use a template that writes it"
+                f"{path}: the {owner}'s chat template leaves it out of a message of the role {role!r}; write it "
+                f"{instead}, or use a template that writes it"
             )
+        warn_once(f"the {owner}'s chat template leaves out {key} of earlier messages")
+    if any(f"{MARK}{n}t" in marked[place] and f"{MARK}{n}t" not in found for n, place in enumerate(said)) and found:
+        warn_once(f"the {owner}'s chat template leaves out the reasoning in contents, before {THOUGHT_END}")
 
 
-def _result(rendered: Rendered, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
+def _marked(value: Any, mark: str) -> Any:
+    """Return what a message says with a mark at its end, and one at the end of its reasoning."""
+    if not isinstance(value, str):
+        return {**value, mark: mark}
+    return value.replace(THOUGHT_END, f"{mark[:-1]}t{THOUGHT_END}", 1) + mark
+
+
+def _changed(messages: Messages, values: Mapping[Place, Any]) -> list[Any]:
+    """Return the messages with other values in some places."""
+    found: Any = copy.deepcopy([*messages])
+    for (*path, key), value in values.items():
+        functools.reduce(operator.getitem, path, found)[key] = value
+    return list(found)
+
+
+def _result(rendered: Rendered, messages: Messages, options: Mapping[str, Any]) -> str | None:
     """Return the rendering, or None if the template refuses the messages."""
     try:
-        return rendered(messages, **options)
+        return rendered(messages, options)
     except Exception:  # templates are programs and may raise anything
         return None
 

@@ -15,6 +15,8 @@ from actor.generation.engine import Generation, uniform_draws
 from actor.generation.slots import Decoder, Response, Rules
 from actor.policy.policy import row_of
 from actor.run.validation import read_texts
+from actor.scoring.scorer import row_metadata
+from python_backend.client.served import ServedModel
 from python_backend.config.environment import EnvironmentSection
 from python_backend.errors import RlhfError
 from tests.actor.test_conversations import BANNED, EOS, TOKENIZER, prompts_of, sampled_of, unscored
@@ -51,12 +53,14 @@ def responses(model: Any, agent: CapturedAgents, count: int, **settings: Any) ->
 
 @pytest.mark.parametrize("engine", ["slots", "transformers"])
 def test_every_call_is_sampled_from_the_tokens_so_far(agents: Callable[..., CapturedAgents], model: Any, engine: str):
-    found = responses(model, agents("converse", options={"turns": 3}), 5, engine=engine)
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    found = responses(model, agents("converse", options={"turns": 3, "tools": tools}), 5, engine=engine)
     for i, response in enumerate(found):
         assert response.prompt is not None
         assert response.trajectory is not None
         assert response.trajectory.error == ""
         row = [*response.prompt.tokens.tolist(), *response.tokens]
+        assert row_metadata(ServedModel(), response.prompt, "", 0)["tools"] == tools
         said = [message["content"] for message in response.trajectory.messages]
         assert said[1::2] == [f"More {i}." for i in range(len(said) // 2)]
         for number, turn in enumerate(response.trajectory.turns, 1):

@@ -30,7 +30,7 @@ from actor.algorithms.method import Method
 from actor.algorithms.stages import RewardShaper
 from actor.capture.dialects import Asked, reply_to
 from actor.capture.sessions import Sampled, Sampling
-from actor.data.chat import Chat, HistoryChanged, TemplateError, tool_calls, warn_once
+from actor.data.chat import ASKED, Chat, HistoryChanged, TemplateError, tool_calls
 from actor.data.recorded import SampledTurn
 from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, join_rollouts
 from actor.generation import conversations
@@ -41,11 +41,12 @@ from actor.policy.policy import row_of
 from actor.run.collection import all_rows, by_spread, group_metrics, join_scored, with_others
 from actor.run.validation import Validation, _measured, read_texts, samples, turn_tokens
 from actor.scoring.environment import scores_of_others, with_environment
-from actor.scoring.scorer import Scorer
+from actor.scoring.scorer import Scorer, row_metadata
 from benchmarks.workload import random_llama
 from python_backend.client.served import ServedModel
 from python_backend.config.environment import EnvironmentSection
 from python_backend.rewards.function import Sample, load_function
+from python_backend.wire.chats import warn_once
 from tests.actor.test_generation import one_response
 from tests.support.settings import actor_section
 
@@ -140,15 +141,6 @@ def test_a_conversation_reads_as_the_template_would_render_it(agents: Callable[.
     assert found.logprobs == [0.0 if is_theirs else -1.0 for is_theirs in found.observed or ()]
 
 
-def test_an_observation_is_added_to_a_message_of_several_parts(agents: Callable[..., Agent]):
-    parts = [{"type": "text", "text": "Play."}]
-    agent = agents("Countdown")
-    prompt = dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user", "content": parts}], "turns": 1})
-    found, _ = talk(agent, ["one"], prompt)
-    assert found.prompt is not None
-    assert found.prompt.metadata["messages"][0]["content"] == [*parts, {"type": "text", "text": " 1 left, seed 5."}]
-
-
 @pytest.mark.parametrize(
     ("settings", "limit"),
     [
@@ -189,9 +181,11 @@ def test_tools_are_called_in_the_templates_format(agents: Callable[..., Agent]):
     prompt = dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user", "content": ""}]})
     call = '<tool_call>{"name": "increment", "arguments": {"step": %s}}</tool_call>'
     replies = [call % 2, call % '"x', "<tool_call>[]</tool_call>", call % 1 + call % 1, "Done."]
-    found, _ = talk(agents("IncrementEnv", max_tokens=2000), replies, prompt)
+    agent = agents("IncrementEnv", max_tokens=2000)
+    found, _ = talk(agent, replies, prompt)
     assert found.trajectory is not None
     assert found.prompt is not None
+    assert row_metadata(ServedModel(), found.prompt, "Done.", 0)["tools"] == agent._chat.tools
     assert found.prompt.text.startswith("<|im_start|>system\nincrement<|im_end|>")
     said = [message["content"] for message in found.trajectory.messages if message["role"] == "tool"]
     assert (said[0], said[3:]) == ("2", ["3", "4"])
@@ -258,10 +252,13 @@ def test_tools_that_the_policy_would_not_see_are_named(agents: Callable[..., Age
         made = make_text_tokenizer("qwen2", TEXTS, chat_template=template, model_max_length=512)
         agent._chat = Chat(made, agent._chat.tools)
         if "tool" in unseen:
-            with pytest.raises(TemplateError, match="leaves out the results of tools"):
+            with pytest.raises(TemplateError, match="leaves out the role 'tool'"):
                 agent.check_prompts(chats)
         else:
             agent.check_prompts(chats)
+            found, _ = talk(agent, ["Done."], dataclasses.replace(PROMPT, metadata={"messages": [ASKED]}))
+            assert found.prompt is not None
+            assert "tools" not in found.prompt.metadata, "a reward model would read what the policy does not"
     agent.check_prompts([Prompt("0", "Count.", np.array([5]))])
     assert ["chat template" in record.message for record in caplog.records] == [True, False]
 
@@ -350,9 +347,10 @@ def test_a_template_that_removes_thoughts_begins_another_row(
     theirs = [token for token, is_theirs in zip(found.tokens, found.observed or (), strict=True) if is_theirs]
     assert seen == [*found.prompt.tokens, *theirs]
     assert (first.trajectory.later, found.trajectory.later) == (0.5 + 2.0, 0.0)
-    (record,) = caplog.records
-    assert "thoughts" in record.message
-    assert "another sample of the same group" in record.message
+    left_out, another = caplog.messages
+    assert "leaves out the reasoning in contents" in left_out
+    assert "thoughts" in another
+    assert "another sample of the same group" in another
 
 
 @pytest.mark.parametrize(("tokenizer", "num_rows"), [(TOKENIZER, 1), (FORGETFUL, 2)])
@@ -380,7 +378,7 @@ def test_functions_receive_the_messages_of_a_conversation(agents: Callable[..., 
     assert chat["reply_messages"] == completion
     assert chat["messages"] == [*begun, *completion[:-1]]
     assert (chat["response"], sentences[0]) == ("three", "three")
-    assert chat["prompt"] == tokenizer.apply_chat_template(chat["messages"], tokenize=False, add_generation_prompt=True)
+    assert Sample("", metadata=chat).prompt == completion[-2]["content"]
     found_ends = scorer._on_tokens(rollout, range(1), {"step_ends": np.array([[3, 5]])})["step_ends"][0]
     last = rollout.trajectories[0].turns[-1] if rollout.trajectories else None
     assert last is not None
@@ -392,10 +390,8 @@ def test_functions_receive_the_messages_of_a_conversation(agents: Callable[..., 
     assert echo(Sample("", metadata={**text, "expected": expected})) == 1
 
 
-@pytest.mark.parametrize("template", ["{{ messages | length }}", "{{ messages[-1].content }}"])
-def test_with_a_template_that_only_knows_the_last_message_every_turn_is_a_row(
-    agents: Callable[..., Agent], template: str
-):
+def test_with_a_template_that_only_knows_the_last_message_every_turn_is_a_row(agents: Callable[..., Agent]):
+    template = "{{ messages[-1].content }}"
     tokenizer = make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=template)
     agent = agents("Countdown", tokenizer)
     agent.check_prompts([PROMPT])

@@ -128,7 +128,7 @@ IMAGE = {"type": "image", "image": "x.png"}
         ([{"messages": [USER, {"role": "gpt", "content": "Hi"}]}], "prompts.jsonl:1: messages ends with the assistant"),
         ([{"prompt": [USER], "tools": "search"}], "prompts.jsonl:1: tools: must be a list of JSON schemas, or its JSO"),
         ([{"prompt": [USER], "tools": ["{"]}], "prompts.jsonl:1: tools: must be a list of JSON schemas, or its JSON t"),
-        ([{"prompt": [USER], "tools": [{}]}], "prompts.jsonl:1: prompt: the policy's chat template leaves out the row"),
+        ([{"prompt": [USER], "tools": [{}]}], "prompts.jsonl:1: prompt: the policy's chat template leaves out the to"),
         ([{"prompt": [USER], "chat_template_kwargs": 3}], "prompts.jsonl:1: chat_template_kwargs: must be an object"),
         (
             [{"prompt": [USER], "chat_template_kwargs": {"tokenize": True}}],
@@ -268,7 +268,7 @@ def test_tables_hold_what_jsonl_holds(tmp_path: Path, write_table: Any):
     assert content(read(path, limit=1)) == expected[:1]
     chats = [
         [{"role": "user", "content": "hi"}],
-        [{"role": "system", "content": "be", "name": "n"}, {"role": "user", "content": "!"}],
+        [{"role": "system", "content": "be", "tool_call_id": "n"}, {"role": "user", "content": "!"}],
     ]
     for column in ("messages", "prompt"):
         (tmp_path / column).mkdir()

@@ -6,6 +6,7 @@ Clients stand for a server that answers, fails or changes its version as a test 
 import asyncio
 import dataclasses
 import json
+import re
 import string
 import types
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ from python_backend.errors import RlhfError
 from python_backend.rewards.function import Sample
 from python_backend.serving.function_reward import FunctionReward
 from python_backend.serving.requests import RowReader
+from python_backend.serving.templates import RowTemplate
 from python_backend.wire.contract import (
     REWARDS,
     VALUES,
@@ -749,7 +751,9 @@ def test_every_way_in_has_the_same_ids(tmp_path: Path, other: str, shape: str):
             (sample,) = samples_of(sentence, known)
             assert sample.text == (prompt + text if before is None else text)
             assert sample.response == text
+            assert sample.prompt == (before[-1]["content"] if before else known.get("prompt"))
             assert sample.metadata.get("messages") == before
+            assert before is None or "prompt" not in sample.metadata
             assert "reply_messages" not in sample.metadata
 
 
@@ -804,13 +808,24 @@ def test_a_last_message_with_more_than_its_content_is_the_reply(tmp_path: Path, 
         (sample,) = samples_of(sentence, known)
         assert (sample.text, sample.response) == (text, text)
         assert sample.metadata == {"messages": [QUESTION], "response": text, "reply_messages": [reply]}
-    pairs = Reader(tmp_path, theirs, text="pair")
-    if "tool_calls" not in more:
-        assert len({*map(tuple, pairs_ids(pairs, ways))}) == 1
-        return
+    pairs, field = Reader(tmp_path, theirs, text="pair"), [*more][-1]
     for sentence, known in ways:
-        with pytest.raises(ContractError, match=r"metadata\[0\]: the reply has tool calls, but this model"):
+        with pytest.raises(ContractError, match=rf"metadata\[0\]: the reply has {field}, but this model reads its con"):
             pairs_ids(pairs, [(sentence, known)])
+
+
+def test_tools_that_a_reward_models_template_does_not_know_are_refused_or_left_out_by_reward_template(tmp_path: Path):
+    POLICY.save_pretrained(tmp_path)
+    metadata = {"messages": [QUESTION], "tools": [{"name": "look"}], "response": " A day."}
+    known: dict[str, Any] = {"limits": Limits(vocab_size=1 << 20), "add_special_tokens": True}
+    with pytest.raises(ContractError, match=r"leaves out the tools; write a text without them as reward\.template, or"):
+        RowReader(tmp_path, **known).row_of_text(0, "", metadata, "")
+    documented = (Path(__file__).parents[2] / "docs" / "your-models.md").read_text().replace("\\|", "|")
+    (recipe,) = re.findall(r"`template: \"({% for m .*)\"`", documented)
+    reader = RowReader(tmp_path, **known, template=RowTemplate(recipe.replace("\\n", "\n")))
+    whole = POLICY.apply_chat_template([QUESTION, {"role": "assistant", "content": " A day."}], tokenize=False)
+    found = [reader.row_of_text(0, *row, "").tokens.tolist() for row in ((" A day.", metadata), ("", metadata))]
+    assert found == [encode_text(POLICY, whole.removesuffix("\n"), 500)] * 2
 
 
 def test_the_columns_of_a_row_for_the_template_reach_both_models(tmp_path: Path):

@@ -116,7 +116,7 @@ async def test_a_conversation_continues_its_own_tokens(lead: Callable[[Caller], 
         *["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
     ]
     assert TOKENIZER.decode(row["tokens"]) + "\n" == rendered(row["messages"], TOOL)
-    assert (row["session"], row["group"]) == ("s", "s")
+    assert (row["session"], row["group"], row["tools"]) == ("s", "s", [TOOL])
     assert [row["versions"][turn["start"]] for turn in row["turns"]] == [1, 2, 3]
 
 
@@ -151,15 +151,16 @@ async def test_edited_history_and_other_contexts_are_rows_of_their_own() -> None
     assert said == [["one", "two"], ["three"], ["sub"], ["edited"], ["other tools"]]
     each = [turn for row in found for turn in trained(row)]
     assert sorted(each) == sorted(sampler.completions), "each reply is trained once"
-    for row, tools in zip(found, ([], [], [], [], [TOOL]), strict=True):
-        assert TOKENIZER.decode(row["tokens"]) + "\n" == rendered(row["messages"], *tools)
+    assert [row["tools"] for row in found] == [[], [], [], [], [TOOL]]
+    for row in found:
+        assert TOKENIZER.decode(row["tokens"]) + "\n" == rendered(row["messages"], *row["tools"])
     shared = [*sampler.prompts[0], *sampler.completions[0]]
     assert [row["tokens"][: len(shared)] == shared for row in found] == [True, True, False, False, False]
 
 
 def stripping() -> Any:
     """A tokenizer whose chat template changes replies."""
-    strips = TEMPLATE.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' else '…' }}")
+    strips = TEMPLATE.replace("{{ m.content }}", "{{ '…' * (m.role == 'assistant') }}{{ m.content }}")
     return make_text_tokenizer("qwen2", ["Yes. Hello …"], chat_template=strips, model_max_length=1000)
 
 
@@ -177,6 +178,25 @@ async def test_a_template_that_changes_replies_makes_each_call_a_row(caplog: pyt
     tokenizer.chat_template = None
     with pytest.raises(TemplateError, match="no chat template"):
         Sessions(tokenizer, most=1, most_tokens=1, idle_s=1)
+
+
+async def test_a_message_that_the_template_leaves_out_is_refused() -> None:
+    made = make_text_tokenizer("qwen2", chat_template=TEMPLATE.replace("in messages %}", "in messages[-1:] + [] %}"))
+    for changed, where in (
+        (
+            TEMPLATE.replace("in messages", "in messages if m.role != 'system'"),
+            "[0]: the policy's chat template leaves",
+        ),
+        (TEMPLATE.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"), "[1].content: the policy's chat"),
+    ):
+        made.chat_template = changed
+        async with scripted_gateway(ScriptedSampler(), tokenizer=made) as (caller, sessions):
+            call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+            said = {"role": "assistant", "content": "I add.", "tool_calls": [call]}
+            messages = [{"role": "system", "content": "Be brief."}, said, USER]
+            status, reply = await caller.post(f"/sessions/s{CHAT}", {"messages": messages})
+            assert (status, f"messages{where}" in reply["error"]["message"]) == (400, True), reply
+            assert len(sessions) == 0
 
 
 async def test_each_row_of_a_session_has_the_rewards_of_all_calls_also_for_trl(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from tiny_tokenizers import make_text_tokenizer
 
 from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.wire.chats import render_chat, template_options
+from python_backend.wire.chats import render_chat, template_options, warn_once
 from python_backend.wire.messages import BadMessages, plain_messages
 
 SYSTEM, USER, REPLY = ({"role": role, "content": "Hi"} for role in ("system", "user", "assistant"))
@@ -40,7 +40,20 @@ CALLS = (
     "{% endfor %}"
 )
 CHANGED = "{% for m in messages %}{{ m.content | trim | upper | replace('</THINK>', '') | truncate(20) }}{% endfor %}"
-THOUGHTS = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+LOST = "the policy's chat template leaves it out of a message of the role 'assistant'"
+CALLS_OF = [{"function": {"name": name, "arguments": {"at": "it"}}} for name in ("look", "see")]
+TWO_CALLS, REASONED = {**CALL, "tool_calls": CALLS_OF}, {**REPLY, "reasoning_content": "Hm."}
+NAMES = (
+    "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    "{% endfor %}"
+)
+FIRST_CALL = "{% for m in messages %}{{ m.tool_calls[0] | tojson if m.tool_calls else m.content }}{% endfor %}"
+# As Qwen3's and gpt-oss', only of the last message and without a prompt for the next; R1 writes none at all.
+THINKING = (
+    "{% for m in messages %}{% if loop.last and m.reasoning_content and not add_generation_prompt %}"
+    "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
+)
+R1 = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
 ALTERNATING = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
@@ -67,13 +80,24 @@ ALTERNATING = (
         (LAST_SYSTEM, [SYSTEM, USER, REPLY], "[0]: the policy's chat template leaves out the role 'system'"),
         (JSON_TOOLS, [USER, {**TOOL, "role": "ipython"}], None),
         (CHANGED, [{**USER, "content": "a long question </think>" * 9}, REPLY], None),
-        (THOUGHTS, [USER, {**REPLY, "content": "<think>Hm.</think>"}, USER], None),
+        (R1, [USER, {**REPLY, "content": "<think>Hm.</think>"}, USER], None),
         (ALTERNATING, [USER, REPLY, USER], None),
         ("{{ messages[-1].content }}", [SYSTEM, USER, REPLY], None),  # it chooses by position
         ("{{ messages[0].content }}", [USER, REPLY], "[1]: the policy's chat template leaves out the role 'assistant'"),
-        (CALLS, [USER, CALL, SPOKEN_CALL, TOOL], None),
-        (CHATML, [USER, CALL, TOOL], "[1]: the policy's chat template leaves out the tool calls of the role 'assist"),
-        (CHATML, [USER, SPOKEN_CALL], "[1]: the policy's chat template leaves out the tool calls of the role 'assis"),
+        (CALLS, [USER, CALL, TOOL], None),
+        (CALLS, [USER, SPOKEN_CALL, TOOL], f"[1].content: {LOST}; write it in a message of its own"),
+        (CHATML, [USER, CALL, TOOL], f"[1].tool_calls[0].function.name: {LOST}; write it in the content"),
+        (CHATML, [USER, SPOKEN_CALL], f"[1].tool_calls[0].function.name: {LOST}"),
+        ("{{ messages[-1].content }}", [USER, SPOKEN_CALL, TOOL], None),
+        (NAMES, [USER, CALL], None),
+        (NAMES, [USER, TWO_CALLS], f"[1].tool_calls[0].function.arguments: {LOST}"),
+        (FIRST_CALL, [USER, TWO_CALLS], f"[1].tool_calls[1].function.name: {LOST}"),
+        (CHATML, [USER, {**TOOL, "name": "look", "tool_call_id": "1"}, {**REPLY, "refusal": "", "weight": 1}], None),
+        (CHATML, [USER, {**REPLY, "refusal": "No."}], f"[1].refusal: {LOST}"),
+        (CHATML, [USER, {**REPLY, "notes": {"seen": ["it"]}}], f"[1].notes.seen[0]: {LOST}"),
+        (CHATML, [USER, REASONED, USER], f"[1].reasoning_content: {LOST}"),
+        (THINKING, [USER, REASONED], None),
+        (R1, [USER, REASONED], f"[1].reasoning_content: {LOST}"),
     ],
 )
 def test_a_message_that_the_template_leaves_out_is_refused(
@@ -88,6 +112,27 @@ def test_a_message_that_the_template_leaves_out_is_refused(
             with pytest.raises(BadMessages, match=re.escape(left_out)):
                 render_chat(tokenizer, messages, {}, owner="policy")
         render_chat(tokenizer, [USER], {}, owner="policy")
+
+
+@pytest.mark.parametrize(
+    ("template", "reply", "said"),
+    [
+        (THINKING, REASONED, "reasoning_content of earlier messages"),
+        (R1, REASONED, "reasoning_content of earlier messages"),
+        (R1, {**REPLY, "content": "<think>Hm.</think>Hi"}, "the reasoning in contents, before </think>"),
+        (CHATML, {**REPLY, "content": "<think>Hm.</think>Hi"}, None),
+        (CHATML, {**REPLY, "name": "Ada"}, "the name of a message of the role 'assistant'"),
+    ],
+)
+def test_names_and_reasoning_that_templates_leave_out_on_purpose_are_said_once(
+    template: str, reply: dict[str, Any], said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = make_text_tokenizer("qwen2", chat_template=template)
+    warn_once.cache_clear()
+    for messages in ([USER, reply, USER], [USER, reply, USER, REPLY, USER]):
+        whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert render_chat(tokenizer, messages, {}, owner="policy", generation_prompt=True) == whole
+    assert caplog.messages == ([f"the policy's chat template leaves out {said}"] if said else [])
 
 
 def test_a_template_is_checked_once_for_each_kind_of_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +170,8 @@ def test_columns_of_trl_are_arguments_of_the_template(tools: Any, variables: Any
 
 
 STRINGS = (
-    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments + '!' }}{% endfor %}"
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments + '!' }}"
+    "{% endfor %}"
     "{{ m.content or '' }}{% endfor %}"
 )
 
@@ -173,7 +219,7 @@ NO_SYSTEM = CHATML.replace("{{ m.content }}", "{{ raise_exception('no') if m.rol
         (MIXED, [SYSTEM, USER, REPLY, TOOL], 'Hi!<user>Hi!<assistant>Hi!<tool>{"a": 1}!'),
         (GEMMA, [USER, REPLY], "<user>Hi!<assistant>Hi!"),
         (GEMMA, [SYSTEM, USER], None),
-        *((each, [USER, REPLY], "") for each in (CHATML, FEW, FIRST_SYSTEM, CHANGED, THOUGHTS, ALTERNATING, NO_SYSTEM)),
+        *((each, [USER, REPLY], "") for each in (CHATML, FEW, FIRST_SYSTEM, CHANGED, THINKING, ALTERNATING, NO_SYSTEM)),
     ],
 )
 def test_a_template_that_reads_lists_of_parts_gets_them(

@@ -317,8 +317,9 @@ def test_a_file_may_import_its_neighbours(make_pool: MakePool, tmp_path: Path) -
 
 
 def test_samples_and_scores() -> None:
-    found = [Sample("a b"), Sample("a b", [], {"prompt": "a", "response": " b"})]
-    assert [(sample.prompt, sample.response) for sample in found] == [(None, None), ("a", " b")]
+    found = [Sample("a b"), Sample("a b", [], {"prompt": "a", "response": " b"}), chat("42"), Sample("", [], NO_TURN)]
+    expected = [(None, None), ("a", " b"), ("6 times 7?", "42"), ("", None)]
+    assert [(sample.prompt, sample.response) for sample in found] == expected
     assert [checked(value) for value in (True, 3, 0.5)] == [1.0, 3.0, 0.5]
     assert importlib.import_module("python_backend.function_rewards").Sample is Sample
 
@@ -412,6 +413,7 @@ def test_a_class_gets_its_options_once_and_its_counts_reach_the_server() -> None
 
 @pytest.mark.parametrize(("name", "amount"), [("A", 1), ("a b", 1), ("", 1), ("a", -1), ("a", math.inf)])
 def test_a_bad_count_is_refused(name: str, amount: float) -> None:
+    take_counts()  # of other tests in this process
     with pytest.raises(ValueError, match="counter"):
         count(name, amount)
     assert take_counts() == {}
@@ -484,11 +486,12 @@ def test_any_metadata_has_a_group_or_a_cause() -> None:
 # ---- TRL's reward functions run unchanged: called with lists; None is no score and no error ----
 
 QUESTION = [{"role": "user", "content": "6 times 7?"}]
+NO_TURN: dict[str, Any] = {"messages": []}
 
 
 def chat(reply: str, **columns: object) -> Sample:
-    """As the actor sends a chat: the rendered prompt as text, and its messages."""
-    return Sample(reply, [1], {"prompt": "rendered", "response": reply, "messages": QUESTION, **columns})
+    """As the actor sends a chat."""
+    return Sample(reply, [1], {"response": reply, "messages": QUESTION, **columns})
 
 
 def message(content: str) -> list[dict[str, str]]:
@@ -801,6 +804,11 @@ def test_the_shipped_rubric_has_both_texts(server: ChatServer) -> None:
     message = server.requests[-1]["messages"][0]["content"]
     assert "# Prompt\nWhy not?\n\n# Response\nBecause.\n" in message
     assert message.endswith("a number from 1 to 10.")
+    asked = [{"role": "user", "content": "Go?"}, {"role": "assistant", "content": "No."}, QUESTION[0]]
+    with pytest.raises(NoVerdict):
+        Judge(model="m", base_url=server.url, timeout_s=30.0)(Sample("42", [], {"messages": asked, "response": "42"}))
+    message = server.requests[-1]["messages"][0]["content"]
+    assert "# Prompt\nuser: Go?\nassistant: No.\n6 times 7?\n\n# Response\n42\n" in message
 
 
 @pytest.mark.parametrize("what", ["busy once", "half once", "slow once"])

@@ -19,11 +19,11 @@ def ask(base_url: str, messages: list[dict[str, Any]], **more: Any) -> dict[str,
         return json.load(reply)["choices"][0]["message"]
 
 
-def converse(base_url: str, task: dict[str, Any], turns: int = 2) -> float:
+def converse(base_url: str, task: dict[str, Any], turns: int = 2, tools: Any = None) -> float:
     """A conversation of some turns; the reward is the number of characters of the last reply."""
     messages = [*task["messages"]]
     for turn in range(turns):
-        messages.append(ask(base_url, messages))
+        messages.append(ask(base_url, messages, tools=tools))
         messages.append({"role": "user", "content": f"More {turn}."})
     return len(messages[-2]["content"])
 

@@ -33,7 +33,7 @@ from python_backend.config.sections import UNMEASURED
 from python_backend.errors import RlhfError
 from python_backend.store.weights import WeightsStore
 from tests.support.settings import nested
-from tools import render_configs
+from tools import preflight, render_configs
 from tools.calibrate import calibration
 from tools.plan.command import roles_of, traffic_lines
 from tools.preflight import check_prompts, check_run
@@ -477,6 +477,21 @@ def test_prompts_that_cannot_be_used_are_named(
     assert not (tmp_path / "run").exists()
 
 
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+SHOP = '''
+class Shop:
+    def reset(self, **columns): ...
+
+    def buy(self, item: str) -> str:
+        """
+        Buy something.
+
+        Args:
+            item: What to buy.
+        """
+'''
+
+
 def test_conversations_need_chat_templates(tmp_path: Path) -> None:
     """The policy's, and the reward model's, which renders them itself whatever its vocabulary."""
     tokenizer = make_tokenizer()
@@ -517,6 +532,20 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=left_out):
         check("other", conversation)
     check("other", conversation, process={"separator": ".", "mark": "!"})  # which reads the reply without the template
+    (tmp_path / "other" / "chat_template.jinja").write_text(CHAT)
+    (tmp_path / "policy" / "chat_template.jinja").write_text("{{ (tools or []) | length }}" + CHAT)
+    (tmp_path / "shop.py").write_text(SHOP)
+    environment = {"class": f"{tmp_path / 'shop.py'}:Shop", "max_tokens": 600}
+    for settings, problems in (({}, 1), ({"template": "{{ response }}"}, 0)):
+        prompts.write_text(json.dumps({"prompt": conversation}))
+        reward = {"model": str(tmp_path / "other"), **settings}
+        sections = {"actor": actor, "reward": reward, "rewards": {"model": {}}, "environment": environment}
+        config = RunConfig.model_validate(sections)
+        found = [*preflight._environment(config, check_prompts(config))]
+        assert all(
+            "reward.model: messages: the reward model's chat template leaves out the tools" in one for one in found
+        )
+        assert len(found) == problems
     undefined = r"jsonl:1: reward\.model: reward\.template cannot be rendered: .* has no attribute 'hint'"
     with pytest.raises(ConfigError, match=undefined):
         check("other", conversation, logit={"tokens": [1]}, template="{{ response }}{{ metadata.hint }}")
