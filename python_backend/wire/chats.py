@@ -178,8 +178,8 @@ def _check_texts(
     """Raise BadMessages if another text in a place of the messages would give the same rendering.
 
     A template may choose messages by position, such as the last one alone. What it writes of the last message it may
-    leave out of earlier ones, and reasoning if it knows it, as thinking templates do on purpose; that is logged once, as is
-    the name of a participant.
+    leave out of earlier ones, and reasoning if it knows it, as thinking templates do on purpose. That is logged
+    once, and so is the name of a participant.
     """
 
     def is_lost(place: Place, value: Any, shown: Messages = messages) -> bool:
