@@ -83,6 +83,12 @@ def capture_router(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
 def add_trainer_routes(router: APIRouter, sessions: Sessions, export: Path | None) -> None:
     """Add what reads and ends sessions. `export`: JSONL file for the rows of those that end; None: there is none."""
 
+    @router.post("")
+    async def begin(name: Name) -> Response:
+        """Let calls begin another session under the name of one that has ended."""
+        sessions.reopen(name)
+        return JSONResponse({})
+
     @router.get("")
     async def read(name: Name) -> Response:
         """Return the trajectories so far."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -18,6 +19,7 @@ from python_backend.errors import RlhfError
 from python_backend.wire.chats import TOOLS, warn_once
 
 logger = logging.getLogger(__name__)
+MOST_ENDED = 100_000  # names that are remembered
 
 
 class CaptureError(RlhfError):
@@ -168,7 +170,7 @@ class Session:
     def record(self, call: PolicyCall, sampled: Sampled, reply: Message) -> None:
         """Add a call with its reply. Raises CaptureError if the session has ended meanwhile."""
         if self.is_over:
-            raise CaptureError(409, f"session {self.name} ended before this reply: begin another session")
+            raise _over(self.name)
         call.sampled, call.reply = sampled, reply
         self.num_tokens += len(call.before) + len(sampled.tokens)
         self.calls.append(call)
@@ -182,8 +184,17 @@ class Session:
         return rows
 
 
+def _over(name: str) -> CaptureError:
+    """Return the error of a call in a session that has ended. No client repeats a 404, as it does a 409."""
+    return CaptureError(404, f"session {name} has ended: call under another name, or POST to /sessions/{name} first")
+
+
 class Sessions:
-    """The open sessions, by name."""
+    """The open sessions, by name.
+
+    A session that has ended stays so for `idle_s`: an agent that still runs would otherwise begin it again, and its
+    calls would be rows of the next session of that name.
+    """
 
     def __init__(
         self, tokenizer: Any, *, most: int, most_tokens: int, idle_s: float, most_calls: float = math.inf
@@ -200,6 +211,7 @@ class Sessions:
         self.tokenizer, self._most, self._idle_s = tokenizer, most, idle_s
         self._most_tokens, self._most_calls = most_tokens, most_calls
         self._open: dict[str, Session] = {}
+        self._ended: dict[str, float] = {}  # when, by name; the first one first
         chat = Chat(tokenizer)
         if not chat.has_template:
             raise TemplateError("the policy's tokenizer has no chat template, which agents need: add one to its folder")
@@ -215,9 +227,11 @@ class Sessions:
     def calling(self, name: str) -> Iterator[Session]:
         """Yield the session for a call, a new one if there is none; one that is left without calls is forgotten.
 
-        Raises CaptureError if there are too many.
+        Raises CaptureError if it has ended, or there are too many.
         """
         self._drop_idle()
+        if name in self._ended:
+            raise _over(name)
         if name not in self._open and len(self._open) >= self._most:
             raise CaptureError(429, f"session {name}: {len(self._open)} others are open, the most: end some of them")
         session = self._open.setdefault(name, Session(name, self.tokenizer, self._most_tokens, self._most_calls))
@@ -239,17 +253,26 @@ class Sessions:
         return self._open[name]
 
     def end(self, name: str) -> Session | None:
-        """Forget a session and return it, None if it is unknown; replies that arrive later are refused."""
+        """Forget a session and return it, None if it is unknown; what is called in it from now on is refused."""
         session = self._open.pop(name, None)
         if session is not None:
             session.is_over = True
+            self._ended[name] = time.monotonic()
+            if len(self._ended) > MOST_ENDED:
+                del self._ended[next(iter(self._ended))]
         return session
+
+    def reopen(self, name: str) -> None:
+        """Let calls begin another session under the name of one that has ended."""
+        self._ended.pop(name, None)
 
     def _drop_idle(self) -> None:
         oldest = time.monotonic() - self._idle_s
         for session in [each for each in self._open.values() if not each.in_flight and each.used < oldest]:
             logger.warning("session %s: dropped with %d calls, as it was not ended", session.name, len(session.calls))
             self.end(session.name)
+        for name in list(itertools.takewhile(lambda name: self._ended[name] < oldest, self._ended)):
+            del self._ended[name]
 
 
 def _identity(message: Message) -> list[Any]:

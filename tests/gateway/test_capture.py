@@ -442,9 +442,12 @@ async def test_a_session_that_ends_during_a_call_refuses_its_reply() -> None:
         await until(lambda: sampler.in_flight == 1)
         assert (await caller.post("/sessions/s/end", {}))[0] == 200
         sampler.open.set()
-        status, reply = await late
-        assert (status, len(sessions)) == (409, 0)
-        assert "session s ended before this reply" in reply["error"]["message"]
+        for answer in (await late, await caller.post(f"/sessions/s{CHAT}", {"messages": [USER]})):
+            assert (answer[0], len(sessions)) == (404, 0), "no client repeats it, so no late agent begins it again"
+            assert "session s has ended: call under another name" in answer[1]["error"]["message"]
+        assert (await caller.post("/sessions/s", {}))[0] == 200
+        await say(caller, "s", [USER])
+        assert len(sessions) == 1
 
 
 async def test_disconnected_clients_leave_nothing() -> None:
@@ -535,7 +538,7 @@ async def test_the_gateway_of_a_yaml_serves_the_policy(tmp_path: Path) -> None:
             assert (await say(caller, "s", [USER]))["content"] == "Hi."
             await caller.post("/sessions/s/end", {})
             server.answer = lambda body: {"finish_reason": "abort"}
-            assert "finish_reason 'abort'" in await caller.error(f"/sessions/s{CHAT}", {"messages": [USER]}, 503)
+            assert "finish_reason 'abort'" in await caller.error(f"/sessions/other{CHAT}", {"messages": [USER]}, 503)
     [row] = read_jsonl(export)
     assert trained(row | {"versions": [None if seen else 0 for seen in row["observed"]]}) == [[*ids("Hi."), EOS]]
     sent = server.requests[0]["sampling_params"]
