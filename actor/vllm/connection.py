@@ -119,6 +119,11 @@ class VllmClient:
         choice: dict[str, Any] = choices[0]
         if choice.get("finish_reason") not in COMPLETE:  # "abort": the server was paused by another client
             raise Trouble(Kind.LOST, "did not complete a response", f"finish_reason {choice.get('finish_reason')!r}")
+        num_tokens, num_logprobs = len(choice["token_ids"]), len((choice.get("logprobs") or {}).get("content") or ())
+        end = max((span["end"] for span in choice.get("weight_versions") or ()), default=0)
+        if num_logprobs != num_tokens or end > num_tokens:
+            found = f"{num_tokens} tokens, {num_logprobs} log-probs, and versions of {end} tokens"
+            raise Trouble(Kind.LOST, "answered in columns of different lengths", found)
         return choice
 
     async def check(self) -> None:

@@ -526,6 +526,25 @@ async def test_a_vllm_server_that_returns_other_logprobs_is_not_used() -> None:
         await sampler.close()
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"logprobs": {"content": [{"logprob": -0.5}] * 3}},
+        {"logprobs": None},
+        {"weight_versions": [{"version": "w", "start": 0, "end": 5}]},
+    ],
+    ids=["a log-prob is missing", "no log-probs", "a version of more tokens"],
+)
+async def test_columns_that_do_not_fit_the_tokens_are_no_reply(columns: Json) -> None:
+    """Each log-prob would belong to another token."""
+    async with FakeVllm() as server:
+        sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=30)
+        server.answer = lambda request: columns
+        with pytest.raises(CaptureError, match="columns of different lengths"):
+            await sampler.sample("a", [9], Sampling(9))
+        await sampler.close()
+
+
 async def test_the_gateway_of_a_yaml_serves_the_policy(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path / "policy")
     (tmp_path / "policy" / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
