@@ -85,12 +85,15 @@ class FakeVllm(FakeServer):
             request.transport.abort()
         if body.get("model", "base") not in ("base", *self.adapters):
             return _error(404, f"The model `{body['model']}` does not exist.")
-        tokens = [5, 6, 7, 1]
-        choice = {"token_ids": tokens, "weight_versions": [{"version": self.weights, "start": 0, "end": len(tokens)}]}
-        choice["finish_reason"] = "stop"
-        choice |= self.answer(body)
-        choice["logprobs"] = {"content": [{"logprob": -0.5} for _ in choice["token_ids"]]}
-        return web.json_response({"choices": [choice]})
+        answer = self.answer(body)
+        tokens = answer.get("token_ids", [5, 6, 7, 1])
+        choice = {
+            "token_ids": tokens,
+            "weight_versions": [{"version": self.weights, "start": 0, "end": len(tokens)}],
+            "logprobs": {"content": [{"logprob": -0.5} for _ in tokens]},
+            "finish_reason": "stop",
+        }
+        return web.json_response({"choices": [{**choice, **answer}]})
 
 
 def _error(status: int, message: str) -> web.Response:
