@@ -426,11 +426,32 @@ def _common_root(names: Iterable[str], prefix: str) -> str:
     return f"{roots.pop()}." if len(roots) == 1 and all("." in name.removeprefix(prefix) for name in names) else ""
 
 
+def copies(head: Head | None, names: Iterable[str]) -> dict[str, str]:
+    """Return the names under which a model has its body or head a second time, each with the first name.
+
+    Starling's class, for one, has the layers of its language model under a root of their own as well. Whether such
+    tensors are equal, the loader of the weights compares.
+    """
+    rest = {*names}
+    owned = {name for name in rest if head is not None and head.owns(name)}
+    found = {name: own for own in owned for name in rest if name.endswith(f".{own}")}
+    for root in sorted({name.partition(".")[0] for name in rest}):
+        here = {name for name in rest if name.startswith(f"{root}.")}
+        inner = {name[dot.end() :]: name for name in sorted(rest - here) for dot in re.finditer(r"^|\.", name)}
+        again = {name: own for name in here if (own := inner.get(name.removeprefix(f"{root}."))) is not None}
+        if again.keys() == here and "." in layers_path(here):
+            found |= again
+            rest -= here
+    return found
+
+
 def loose_tensors(head: Head | None, tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> list[str]:
     """Return the tensors beside the body that are not the head's: those that look like another's, or without it any.
 
     The loader of the weights knows exactly which tensors a model uses; this is known without it.
     """
+    again = copies(head, tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in again}
     path = layers_path(tensors)
     root = path.partition(".")[0]
     if head is not None and (head.form.pooled or head.form.kind == "token"):  # their classes have layers of their own

@@ -31,6 +31,7 @@ from python_backend.checkpoints.heads import (
     Head,
     Layers,
     Pooling,
+    copies,
     is_harmless,
     layers_path,
     shape_error,
@@ -474,9 +475,16 @@ def _load(
     if not with_head:
         check_pickles(info.folder)
     tensors = stored_tensors(info)
+    again = copies(info.head, tensors)
+    if all(torch.equal(tensors[name], tensors[own]) for name, own in again.items()):
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in again}
     if info.head is not None and not with_head:
         tensors = {name: tensor for name, tensor in tensors.items() if not info.head.owns(name)}
-    tensors = _as_named(tensors, kind, config)
+    stored, tensors = tensors, _as_named(tensors, kind, config)
+    if twice := sorted(name for name in tensors.keys() & stored.keys() if tensors[name] is not stored[name]):
+        raise CheckpointError(
+            f"{info.folder}: its weights are stored twice and differ: {twice[0]} is also under another root; remove one"
+        )
     # transformers takes a name without the body's prefix for the body's own, whatever layer it was saved from.
     prefix = f"{kind.base_model_prefix}."
     beside = {name for name in tensors if not name.startswith(prefix)}

@@ -511,6 +511,31 @@ def test_a_wrapper_around_all_names_changes_nothing(tmp_path: Path, wrapper: str
     assert load_critic(tmp_path).note
 
 
+COPIES = [("model.model", "transformer"), ("model", "transformer"), ("model", "reward_model"), ("reward_model", "base")]
+
+
+@pytest.mark.parametrize(("root", "other"), COPIES, ids=" ".join)
+@pytest.mark.parametrize("name", ["v_head", "score"])
+def test_a_second_copy_of_body_or_head_is_harmless_if_it_is_equal(tmp_path: Path, root: str, other: str, name: str):
+    shape = Shape("llama", "GPTRewardModel", one(name), layers(name), root=root, language=name == "v_head")
+    body = save(tmp_path, shape)
+    stored = load_file(tmp_path / "model.safetensors")
+    inside = {key.removeprefix(f"{root}."): each for key, each in stored.items() if key.startswith(f"{root}.")}
+    again = {f"{other}.{key}": each.clone() for key, each in inside.items() if "lm_head" not in key}
+    again |= {} if root == "reward_model" else {f"{root}.{name}.weight": stored[f"{name}.weight"].clone()}
+    write(tmp_path, {**stored, **again}, {}, None)
+    assert_scores(tmp_path, shape, right(shape, body, stored))
+    assert load_critic(tmp_path).note == f"the value head is {name}"
+    for changed in (min(again), max(again)):
+        write(tmp_path, {**stored, **again, changed: 2 * again[changed]}, {}, None)
+        for load in (load_reward, load_critic):
+            with pytest.raises(CheckpointError, match=r"does not use|stored twice|no known head"):
+                load(tmp_path)
+    write(tmp_path, {**stored, "extra.norm.weight": torch.ones(H)}, {}, None)  # as the body's norm
+    with pytest.raises(CheckpointError, match=r"extra\.norm"):
+        load_reward(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "rename"),
     [("my_head", str), ("my_layer", bare), ("lm_head", str), ("cls", str), ("cls", bare), ("model.score", str)],
