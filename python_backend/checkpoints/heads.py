@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from python_backend.checkpoints.config_keys import read_key
+from python_backend.checkpoints.head_keys import activation_keys, activation_of
 from python_backend.checkpoints.safetensors_header import TensorInfo
 
 T = TypeVar("T")
 HeadKind = Literal["sequence", "token", "value"]
 Pooling = Literal["auto", "last", "mean"]  # of a head on each token; the functions are in `models.token_head.POOLS`
 Reading = Literal["mean", "first", "bins"]
-ACTIVATIONS = ("relu", "selu", "gelu", "tanh", "leaky_relu", "silu")
 BINS = 10  # of LDL's distribution of an attribute
 TRANSFORM, SCALE = "reward_transform_matrix", "gating.logit_scale"
 MODEL_TYPES = {"gpt_neox_reward_model": "gpt_neox"}  # of checkpoints' own classes -> of their bodies
@@ -145,16 +145,6 @@ MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask, if it has fou
 LIKE_A_HEAD = re.compile(r"head|score|regress|gating|normali[sz]er|reward|value|weights|out_proj|classif|linear|cls")
 IN_BODY = re.compile(r"(^|\.)\d+\.|emb|wte|wpe|norm|pooler")  # of names of layers, embeddings, norms
 WRAPPED = ("module.", "_orig_mod.")  # before every name: of DistributedDataParallel, of torch.compile
-# Keys of config.json that say what a head computes beside its layers: how it pools, an activation, a normalisation.
-SAYS = re.compile(
-    r"(?!hidden_|activation_function|gelu_activation|\w*dropout)(?:\w+_)?"
-    r"(?:pool\w*|summary_type|act|act_fn|activation\w*|sigmoid|tanh|normali[sz]\w*)|function_to_apply"
-    r"|(?:\w+_)?(?:reward|score|v?head|value|classifier)_"
-    r"(?:layer_?|batch_?)?(?:norm|mean|std|var|scale|shift|offset|clip|temperature)"
-)
-# Values of such keys that change nothing: BERT's class has a pooler of the first token, and GPT's has `cls_index`.
-NOTHING = ("", "none", "identity", "linear", "last", "lasttoken", "firsttokentransform", "clsindex")
-OF_TRAINING = ("normalizer_type", "normalize_function")  # Safe RLHF's, of how the constants were found
 
 
 @dataclass(frozen=True)
@@ -232,7 +222,7 @@ def _found(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorIn
         if layers is None:
             continue
         if len(layers.names) > 1:
-            layers = replace(layers, activation=_activation(form, prefix, config))
+            layers = replace(layers, activation=activation_of(prefix, form.activation, config))
         _check_count(prefix, len(layers.names), config)
         outputs = tensors[f"{layers.names[-1]}.weight"].shape[0]
         others = NORMALISER if "do_normalize" in config else ()
@@ -348,51 +338,14 @@ def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: Mapping
     return group
 
 
-def _activation(form: Form, prefix: str, config: Mapping[str, Any]) -> str:
-    """Return the activation between a head's layers: as config.json names it, or that of the published form."""
-    named = {key: _plain(config[key]) for key in _activation_keys(prefix, config)}
-    known = {_plain(name): name for name in ACTIVATIONS}
-    if wrong := [key for key, value in named.items() if value not in known]:
-        names = ", ".join(ACTIVATIONS)
-        raise ValueError(f"config.json: {wrong[0]} is {config[wrong[0]]!r}, but a head's activation is one of {names}")
-    if len({*named.values()}) > 1:
-        both = " and ".join(f"{key}: {config[key]!r}" for key in named)
-        raise ValueError(f"config.json says {both}, of one head ({prefix}); remove the wrong one")
-    return next((known[value] for value in named.values()), form.activation)
-
-
-def _activation_keys(prefix: str, config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of config.json that name the activation between a head's layers."""
-    stem = prefix.partition(".")[0]
-    keys = re.compile(rf"({stem}|{stem.replace('_', '')}|head)_act\w*")
-    return sorted(key for key, value in config.items() if keys.fullmatch(key) and value is not None)
-
-
-def _plain(name: Any) -> str:
-    """Return the last part of a name in config.json, without signs: of `torch.nn.LeakyReLU`, leakyrelu."""
-    return re.sub(r"[^a-z0-9]", "", str(name).rpartition(".")[2].lower())
-
-
-def said_of_head(head: Head | None, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json says of the head's outputs in keys that its row of the table does not read.
-
-    Some are keys of transformers' own classes, whose defaults say nothing; see `models.loading.placed_head`.
-    """
-    if head is None:
-        return {}
-    config = {**read_key(config, "sentence_transformers", dict, {}), **config}  # its cross-encoders' keys
-    read = {"normalize_reward", "do_normalize", *OF_TRAINING}
+def keys_of(head: Head, config: Mapping[str, Any]) -> set[str]:
+    """Return the keys of config.json that say what the head computes, and that its row of the table reads."""
+    keys = {"vhead_layer_type"} if head.prefix.startswith("v_head") else set()
+    if head.form.gate is not None:
+        keys |= {str(head.form.gate.softmax), head.form.gate.temperature[0]}
     if len(head.layers.names) > 1:
-        read |= {*_activation_keys(head.prefix, config)}
-    said = {key: config[key] for key in sorted(config.keys() - read) if SAYS.fullmatch(key)}
-    return {key: value for key, value in said.items() if not _says_nothing(key, value)}
-
-
-def _says_nothing(key: str, value: Any) -> bool:
-    if type(value) in (int, float):
-        is_factor = re.search(r"(scale|std|var|temperature)$", key) is not None
-        return "pool" in key or value == int(is_factor)
-    return value is None or value is False or (isinstance(value, str) and _plain(value) in NOTHING)
+        keys |= {*activation_keys(head.prefix, config)}
+    return keys | ({"mean", "std", "var"} if {"normalize_reward", "do_normalize"} & config.keys() else set())
 
 
 def layers_path(names: Iterable[str]) -> str:

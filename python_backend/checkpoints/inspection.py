@@ -24,7 +24,6 @@ from python_backend.checkpoints.heads import (
     is_harmless,
     loose_tensors,
     may_be_head,
-    said_of_head,
     unwrapped,
     wrapper_of,
 )
@@ -173,7 +172,6 @@ class CheckpointInfo:
     head: Head | None
     is_encoder_decoder: bool
     loose: tuple[str, ...]  # tensors that look like a head's, but belong to none that is known
-    said: Mapping[str, Any]  # keys of config.json about the head that are not read; see `said_of_head`
     labels: tuple[str, ...]  # from config.json's id2label; empty if they are only LABEL_0, LABEL_1, ...
     tensors: Mapping[str, TensorInfo]  # by name, without `wrapper`
     wrapper: str  # before the names of all tensors in the files, see `wrapper_of`
@@ -322,7 +320,6 @@ def _described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
         head=head,
         is_encoder_decoder=read_key(config, "is_encoder_decoder", bool, False),
         loose=tuple(loose_tensors(head, tensors, vocab_size)),
-        said=said_of_head(head, config),
         labels=() if labels == tuple(f"LABEL_{i}" for i in range(len(labels))) else labels,
         tensors=tensors,
         wrapper=wrapper,

@@ -24,8 +24,10 @@ from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
+    GenerationConfig,
 )
 
+from python_backend.checkpoints.head_keys import is_of_head, unread_keys
 from python_backend.checkpoints.heads import (
     GATES,
     Head,
@@ -33,6 +35,7 @@ from python_backend.checkpoints.heads import (
     Pooling,
     copies,
     is_harmless,
+    keys_of,
     layers_path,
     shape_error,
     unwrapped,
@@ -167,10 +170,13 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     fits = kind is not None and len(head.layers.names) == 1 and _own_path(kind, config) == head.prefix
     is_own = fits and kind.__name__ == info.architecture
+    given = read_config(info.folder)
     usual = type(config)()
-    for key, value in info.said.items():
-        if hasattr(usual, key) and (head.form.pooled or getattr(usual, key) == value):
-            continue  # read by transformers' own class, or said of any model of the family
+    unread = unread_keys(given, keys_of(head, given) | vars(GenerationConfig()).keys(), usual)
+    _warn_unread(info.model_type, tuple(key for key in unread if not is_of_head(key)))
+    for key, value in unread.items():
+        if not is_of_head(key) or (head.form.pooled and hasattr(usual, key)):  # which transformers' own class reads
+            continue
         about_pooling = "pool" in key or key == "summary_type"
         if about_pooling and (pooling != "auto" or (key == "pooling" and head.pooling == value and not is_own)):
             continue
@@ -192,6 +198,18 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
     if head.form.pooled and not is_own:
         return replace(head, form=replace(head.form, pooled=False), kind="value")
     return replace(head, pooling="last") if head.kind == "sequence" and is_own else head
+
+
+@functools.cache  # a live version is loaded beside requests
+def _warn_unread(model_type: str, keys: tuple[str, ...]) -> None:
+    if keys:
+        logger.warning(
+            "%s has keys that nothing reads, for a %s model: %s; if the model was trained with one of them, its scores "
+            "are others",
+            CONFIG_FILE,
+            model_type,
+            ", ".join(keys),
+        )
 
 
 def _own_path(kind: Any, config: Any) -> str:
@@ -474,17 +492,7 @@ def _load(
     """
     if not with_head:
         check_pickles(info.folder)
-    tensors = stored_tensors(info)
-    again = copies(info.head, tensors)
-    if all(torch.equal(tensors[name], tensors[own]) for name, own in again.items()):
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in again}
-    if info.head is not None and not with_head:
-        tensors = {name: tensor for name, tensor in tensors.items() if not info.head.owns(name)}
-    stored, tensors = tensors, _as_named(tensors, kind, config)
-    if twice := sorted(name for name in tensors.keys() & stored.keys() if tensors[name] is not stored[name]):
-        raise CheckpointError(
-            f"{info.folder}: its weights are stored twice and differ: {twice[0]} is also under another root; remove one"
-        )
+    tensors = _as_named(_tensors_once(info, with_head), kind, config, info.folder)
     # transformers takes a name without the body's prefix for the body's own, whatever layer it was saved from.
     prefix = f"{kind.base_model_prefix}."
     beside = {name for name in tensors if not name.startswith(prefix)}
@@ -524,10 +532,21 @@ def _load(
     return model.eval()
 
 
-def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any) -> dict[str, Tensor]:
+def _tensors_once(info: CheckpointInfo, with_head: bool) -> dict[str, Tensor]:
+    """Return the tensors without equal copies of the body or the head, and if not `with_head`, without the head."""
+    tensors = stored_tensors(info)
+    again = copies(info.head, tensors)
+    if all(torch.equal(tensors[name], tensors[own]) for name, own in again.items()):
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in again}
+    if info.head is None or with_head:
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if not info.head.owns(name)}
+
+
+def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any, folder: Path) -> dict[str, Tensor]:
     """Return the tensors, the body's under the names that they have in `kind`: some classes call their body otherwise.
 
-    transformers itself knows a body without prefix.
+    transformers itself knows a body without prefix. Raises CheckpointError if two tensors have one name there.
     """
     prefix, stored = kind.base_model_prefix, layers_path(tensors)
     is_usual = stored.startswith(f"{prefix}.") and not stored.startswith(f"{prefix}.{prefix}.")
@@ -538,10 +557,13 @@ def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any) -> dict[str, T
         return tensors
     root = stored.removesuffix(inner)
     outer = f"{root.partition('.')[0]}."  # a wrapper around a language model
-    return {
+    named = {
         f"{prefix}.{name.removeprefix(root)}" if name.startswith(root) else name.removeprefix(outer): tensor
         for name, tensor in tensors.items()
     }
+    if twice := sorted(name for name in named.keys() & tensors.keys() if named[name] is not tensors[name]):
+        raise CheckpointError(f"{folder}: {twice[0]} is stored twice, also under {root}, and differs; remove one")
+    return named
 
 
 def unused_tensors(info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str]) -> list[str]:

@@ -61,6 +61,7 @@ GENERAL = {name: H for name in ("d_model", "n_embd", "emb_dim", "dim", "embeddin
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 32},
     "t5": {"d_model": H, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "opt": {"ffn_dim": 24, "word_embed_proj_dim": H},
     "distilbert": {"dim": H, "hidden_dim": 24, "n_layers": 2, "n_heads": 2},
     "xlnet": {"d_model": H, "n_head": 2, "n_layer": 2, "d_inner": 24},
@@ -696,7 +697,6 @@ def test_a_class_of_transformers_scores_as_it_does_and_without_a_tensor_never(
 UNLIKE: dict[str, dict[str, Any]] = {  # what a family needs beside SIZES and FAMILIES; None: no such key
     "falcon": {"head_dim": None},
     "xlnet": {"max_position_embeddings": None},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 4},
     "funnel": {"block_sizes": [1, 1], "num_hidden_layers": None, "n_head": 2, "d_head": 8, "d_inner": 24},
     "glm": {"partial_rotary_factor": 0.5},
@@ -918,6 +918,18 @@ HEAD_KEYS: list[tuple[str, Any]] = [
     ("classifier_pooling", "mean"),
     ("use_mean_pooling", True),
     ("summary_type", "first"),
+    ("score_fn", "sigmoid"),
+    ("use_sigmoid_output", True),
+    ("output_scale", 5.0),
+    ("layer_index", -4),
+    ("hidden_layer_index", 1),
+    ("logit_bias", 0.5),
+    ("reward_clip", [-5, 5]),
+    ("calibration", {"slope": 2.0}),
+    ("softmax", True),
+    ("mean", 0.5),
+    ("value_transform", "symlog"),
+    ("apply_tanh", True),
 ]
 
 
@@ -927,7 +939,7 @@ def test_what_config_json_says_of_a_head_is_done_or_refused(tmp_path: Path, fami
     shape = Shape(family, {"llama": LLAMA, "gpt2": "GPT2ForSequenceClassification"}[family], one("score"), layers())
     save(tmp_path, shape)
     change_config(tmp_path, {key: value, "attention_dropout": 0.0, "hidden_act": "silu", "rms_norm_eps": 1e-6})
-    with pytest.raises(CheckpointError, match=rf"says {key}: {value!r}, which the head score"):
+    with pytest.raises(CheckpointError, match=rf"says {key}: {re.escape(repr(value))}, which the head score"):
         load_reward(tmp_path)
     if "pool" in key or key == "summary_type":
         load_reward(tmp_path, pooling="mean")
@@ -945,7 +957,47 @@ HARMLESS_KEYS: list[dict[str, Any]] = [
     {"normalizer_type": "RunningMeanStd", "normalize_function": "affine", "do_normalize": False},
     {"pooler_type": "first_token_transform", "pooler_fc_size": 768},
     {"return_dict": False},
+    {"score_fn": "identity", "output_scale": 1.0, "layer_index": -1, "score_bias": True, "use_sigmoid_output": False},
 ]
+
+
+LEGACY: dict[str, Any] = {  # keys that older versions of transformers and trainers wrote, and nothing reads
+    **{"torch_dtype": "bfloat16", "_name_or_path": "a/b", "transformers_version": "4.41.0", "torchscript": False},
+    **{"unsloth_fixed": True, "unsloth_version": "2025.1", "auto_map": {"AutoModel": "m.M"}, "tokenizer_class": "T"},
+    **{"temperature": 0.7, "top_p": 0.9, "do_sample": True, "num_beams": 1, "max_length": 20, "output_scores": False},
+    **{"finetuning_task": None, "task_specific_params": {"a": {"b": 1}}, "prefix": "</s>", "use_mrope": False},
+    **{"gradient_checkpointing": False, "_num_labels": 1, "n_ctx": 1024, "pretraining_tp": 1, "num_labels": 1},
+    **{"sep_token_id": 3, "decoder_start_token_id": 0, "is_reward_model": True},
+    **{"problem_type": "regression", "num_objectives": 19, "gating_hidden_dim": 8, "score_dim": 1, "bias": True},
+    **{"score_type": "reward", "momentum": 0.1, "mlp_bias": False},
+    **{"cross_attention_hidden_size": None, "tie_encoder_decoder": False, "use_bfloat16": False, "xla_device": True},
+}
+SUMMARY = {"summary_type": "cls_index", "summary_use_proj": True, "summary_activation": None}
+SUMMARY |= {"summary_proj_to_labels": True, "summary_first_dropout": 0.2}
+ORDINARY: dict[str, dict[str, Any]] = {
+    "llama": {"pretraining_tp": 2, "rope_theta": 10000.0, "rope_scaling": None},
+    "qwen2": {"max_window_layers": 28, "use_sliding_window": False},
+    "gemma2": {"cache_implementation": "hybrid", "final_logit_softcapping": 20.0, "attn_logit_softcapping": 50.0},
+    "gpt_neox": {"rotary_pct": 0.25, "rotary_emb_base": 10000, "use_parallel_residual": True},
+    "gpt2": SUMMARY,
+    "gptj": {**SUMMARY, "scale_attn_weights": True, "rotary": True, "rotary_dim": 4, "activation_function": "gelu_new"},
+    "gpt_neo": SUMMARY,
+    "bloom": {**SUMMARY, "masked_softmax_fusion": True, "offset_alibi": 100, "attention_softmax_in_fp32": True},
+    "opt": {"activation_dropout": 0.0, "do_layer_norm_before": True},
+    "starcoder2": {"norm_type": "layer_norm", "mlp_type": "default", "activation_function": "gelu_pytorch_tanh"},
+}
+
+
+@pytest.mark.parametrize("family", ORDINARY)
+def test_keys_that_have_no_part_in_a_score_need_no_word(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture):
+    save(tmp_path, Shape(family, "", one("score"), layers()))
+    change_config(tmp_path, {**LEGACY, **ORDINARY[family]})
+    load_reward(tmp_path)
+    assert "keys that nothing reads" not in caplog.text
+    for _ in range(2):
+        change_config(tmp_path, {"use_deep_thought": True, "reading": "backwards"})
+        load_reward(tmp_path)
+    assert caplog.text.count(f"keys that nothing reads, for a {family} model: reading, use_deep_thought;") == 1
 
 
 @pytest.mark.parametrize("config", HARMLESS_KEYS, ids=str)
