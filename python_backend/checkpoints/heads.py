@@ -421,15 +421,30 @@ def loose_tensors(head: Head | None, tensors: Mapping[str, TensorInfo], vocab_si
 
 
 def may_be_head(tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> list[str]:
-    """Return the prefixes of linear layers that no part of a body, but perhaps a head, would have."""
-    return sorted(
-        name.removesuffix(".weight")
+    """Return the prefixes of linear layers, alone or in sequence, that no part of a body, but perhaps a head, has."""
+    found = {
+        re.sub(r"(\.\d+)?\.weight$", "", name)
         for name, tensor in tensors.items()
         if name.endswith(".weight")
         and len(tensor.shape) == 2
         and tensor.shape[0] < (vocab_size or math.inf)
-        and not IN_BODY.search(name)
         and not is_harmless(name, tensor, vocab_size)
+    }
+    return sorted(prefix for prefix in found if not IN_BODY.search(f"{prefix}."))
+
+
+def would_fit(
+    prefix: str, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], vocab_size: int | None
+) -> bool:
+    """Return whether, with a head of this prefix, a model without a known one has no tensors of unknown use."""
+    try:
+        head = find_head({**config, "value_head_prefix": prefix}, tensors)
+    except ValueError:
+        return False
+    loose = loose_tensors(None, tensors, vocab_size)
+    return head is not None and all(
+        head.owns(name) or (name not in loose and (IN_BODY.search(name) or is_harmless(name, tensor, vocab_size)))
+        for name, tensor in tensors.items()
     )
 
 

@@ -25,6 +25,7 @@ from python_backend.checkpoints.heads import (
     loose_tensors,
     may_be_head,
     unwrapped,
+    would_fit,
     wrapper_of,
 )
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header, read_numbers
@@ -366,17 +367,17 @@ def reward_head(info: CheckpointInfo) -> Head:
             "convert it with `python -m tools import --reward FOLDER --convert NEW_FOLDER`"
         )
     check_pickles(info.folder)
-    others = may_be_head(info.tensors, info.vocab_size)
-    remedy = "".join(
-        f"; if {name} is its head, set value_head_prefix: {name} in its {CONFIG_FILE}" for name in others[:1]
-    )
+    others = may_be_head(info.tensors, info.vocab_size) if info.head is None else []
+    remedy = ""
+    if len(others) == 1 and would_fit(others[0], read_config(info.folder), info.tensors, info.vocab_size):
+        remedy = f"; if {others[0]} is its head, set value_head_prefix: {others[0]} in its {CONFIG_FILE}"
     if info.loose:
         beside = "" if info.head is None else f", beside the head {info.head.prefix},"
         raise CheckpointError(
             f"{info.folder}: {', '.join(info.loose[:6])}{beside} are of no known head, and without them its scores "
-            f"would differ; docs/your-models.md has the table of heads{remedy if info.head is None else ''}"
+            f"would differ; docs/your-models.md has the table of heads{remedy}"
         )
-    if info.head is None and others:
+    if others:
         raise CheckpointError(f"{info.folder} has no head of a known name, but {', '.join(others[:6])}{remedy}")
     if info.head is None:
         raise CheckpointError(

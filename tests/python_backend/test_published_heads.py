@@ -537,25 +537,59 @@ def test_a_second_copy_of_body_or_head_is_harmless_if_it_is_equal(tmp_path: Path
         load_reward(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "rename"),
-    [("my_head", str), ("my_layer", bare), ("lm_head", str), ("cls", str), ("cls", bare), ("model.score", str)],
-)
-def test_a_head_of_an_unknown_name_is_named_with_the_remedy(tmp_path: Path, name: str, rename: Callable[[str], str]):
-    shape = Shape("llama", "X", one(name), layers(name))
+UNKNOWN: list[tuple[str, Callable[[str], str], Shape | None]] = [
+    *(
+        ("my_head", str, None),
+        ("my_layer", bare, None),
+        ("lm_head", str, None),
+        ("cls", str, None),
+        ("cls", bare, None),
+    ),
+    ("model.score", str, None),
+    ("my_head", str, Shape("llama", "X", mlp("my_head", H, 8, 1), layers("my_head.0", "my_head.2"))),
+    ("net.top", str, Shape("llama", "X", mlp("net.top", H, 8, 1, step=3), layers("net.top.0", "net.top.3"))),
+    ("my_layer", bare, Shape("llama", "X", mlp("my_layer", H, 1), layers("my_layer.0"))),
+]
+
+
+@pytest.mark.parametrize(("name", "rename", "given"), UNKNOWN)
+def test_a_head_of_an_unknown_name_is_named_with_the_remedy(
+    tmp_path: Path, name: str, rename: Callable[[str], str], given: Shape | None
+):
+    shape = given or Shape("llama", "X", one(name), layers(name))
     body = save(tmp_path, shape)
     stored = load_file(tmp_path / "model.safetensors")
     file = tmp_path / "model.safetensors"
-    save_file({**{rename(key): each for key, each in stored.items()}, "lm_head.bias": torch.ones(VOCAB)}, file)
+    beside = {} if name == "lm_head" else {"lm_head.bias": torch.ones(VOCAB)}
+    save_file({**{rename(key): each for key, each in stored.items()}, **beside}, file)
     message = f"{name}.*value_head_prefix: {name} in its config.json"
     with pytest.raises(CheckpointError, match=message):
         load_reward(tmp_path)
     with pytest.raises(CheckpointError, match=name):
         load_critic(tmp_path)
-    if name == "lm_head":
-        save_file(stored, file)
     change_config(tmp_path, {"value_head_prefix": name})
     assert_scores(tmp_path, shape, right(shape, body, stored))
+
+
+NO_REMEDY: dict[str, tuple[str, ...]] = {  # none of these is served with the prefix of one layer
+    "two layers of their own names": ("dense.weight", "out.weight"),
+    "a scale beside the layer": ("my_head.weight", "temperature"),
+    "a norm among the layers": ("my_head.0.weight", "my_head.1.weight", "my_head.3.weight"),
+    "a layer in the body and one beside it": ("my_head.weight", "model.dense.weight"),
+}
+
+
+@pytest.mark.parametrize("rename", [str, bare])
+@pytest.mark.parametrize("names", NO_REMEDY.values(), ids=NO_REMEDY)
+def test_no_remedy_is_given_that_would_not_help(tmp_path: Path, names: tuple[str, ...], rename: Callable[[str], str]):
+    sizes = {"dense.weight": (8, H), "out.weight": (1, 8), "my_head.weight": (1, H)}
+    sizes |= {"my_head.0.weight": (8, H), "my_head.3.weight": (1, 8)}
+    save(tmp_path, Shape("llama", "X", {name: sizes.get(name, (H,)) for name in names}, layers()))
+    renamed(tmp_path, rename)
+    with pytest.raises(CheckpointError, match=r"no (known )?head") as caught:
+        load_reward(tmp_path)
+    assert names[0].removesuffix(".weight") in str(caught.value)
+    assert "value_head_prefix" not in str(caught.value)
 
 
 BESIDE = ["normalizer.pt", "gating_layer.pt", "reward_scale.pth", "value_head.bin", "pytorch_model_head.bin", "a.ckpt"]
