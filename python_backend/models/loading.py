@@ -134,17 +134,22 @@ def load_token_model(
     weights.
     """
     config = _config(info, 1)
-    kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
-    kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    if kind is None:
-        raise CheckpointError(f"{info.folder}: transformers has no classification class for {info.model_type} models")
-    model = _load(info, kind, config, dtype, with_head=False, group=group)
+    kind = _token_class(info, config)
+    model = _load(info, kind, config, dtype, with_head=False, starts_at_0=head is None, group=group)
     if head is None:
         own: Any = head_of(model)
         head = torch.nn.Linear(own.in_features, 1, bias=False)
         torch.nn.init.zeros_(head.weight)
     _put_head(info, model, head)
     return model
+
+
+def _token_class(info: CheckpointInfo, config: Any) -> Any:
+    kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+    kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if kind is None:
+        raise CheckpointError(f"{info.folder}: transformers has no classification class for {info.model_type} models")
+    return kind
 
 
 def _sequence_class(info: CheckpointInfo, config: Any) -> Any:
@@ -180,8 +185,9 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
         about_pooling = "pool" in key or key == "summary_type"
         if about_pooling and (pooling != "auto" or (key == "pooling" and head.pooling == value and not is_own)):
             continue
+        is_linear = head.gate is None and len(head.layers.names) == 1
         remedy = (
-            "set pooling: last or mean, as it was trained"
+            f"set pooling: last{' or mean' if is_linear else ''}, as it was trained"
             if about_pooling
             else f"remove {key} if it was trained without"
         )
@@ -190,10 +196,14 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
             f"{f'of {info.architecture}' if is_own else 'of such layers'} does not do; {remedy}"
         )
     if head.form.pooled and fits and not is_own and pooling == "auto":
+        own, each = _layers_beside(kind, config), _layers_beside(_token_class(info, config), config)
+        stored = {name for name in info.tensors if not head.owns(name)}
+        remedies = ["if it was trained as the latter, name that in architectures"] if own <= stored else []
+        if own & stored <= each <= stored:
+            remedies.append("set pooling: last" if each else "set pooling: last or mean")
         raise CheckpointError(
             f"{info.folder}: how its head {head.prefix} pools is unknown: {CONFIG_FILE} names the class "
-            f"{info.architecture}, not {kind.__name__}; if it was trained as the latter, name that in architectures, "
-            "otherwise set pooling: last or mean"
+            f"{info.architecture}, not {kind.__name__}; {', otherwise '.join(remedies) or 'use another checkpoint'}"
         )
     if head.form.pooled and not is_own:
         return replace(head, form=replace(head.form, pooled=False), kind="value")
@@ -210,6 +220,13 @@ def _warn_unread(model_type: str, keys: tuple[str, ...]) -> None:
             model_type,
             ", ".join(keys),
         )
+
+
+def _layers_beside(kind: Any, config: Any) -> set[str]:
+    """Return the tensors of transformers' class that are neither of the body nor of the head."""
+    model = _empty(kind, config)
+    apart = (f"{model.base_model_prefix}.", f"{head_path(model)}.")
+    return {name for name in model.state_dict() if not name.startswith(apart)}
 
 
 def _own_path(kind: Any, config: Any) -> str:
@@ -482,9 +499,12 @@ def _load(
     dtype: str,
     *,
     with_head: bool,
+    starts_at_0: bool = False,
     group: RankGroup | None = None,
 ) -> Any:
     """Load a checkpoint into class `kind` through transformers; if not `with_head`, the caller sets the head.
+
+    If it `starts_at_0`, the checkpoint's own head is left out, with the layers of its class.
 
     transformers renames and converts tensors and initialises missing ones. It does not copy tensors whose dtype already
     matches, so mapped tensors stay mapped. Missing tensors are an error, except those of a head that the caller sets,
@@ -521,7 +541,8 @@ def _load(
     # The caller sets the head, so that a tensor in the place of the class's own would be lost.
     taken = heads - report["missing_keys"]
     lost = [name for name in tensors if any(f".{name}".endswith(f".{own}") for own in taken)]
-    unused = [] if with_head else unused_tensors(info, config, kind, {*report["unexpected_keys"], *lost})
+    unexpected = {*report["unexpected_keys"], *lost}
+    unused = [] if with_head else unused_tensors(info, config, kind, unexpected, starts_at_0=starts_at_0)
     if unused:
         raise CheckpointError(
             f"{info.folder}: {kind.__name__} does not use {', '.join(unused[:6])}; left out, they would give other "
@@ -566,7 +587,9 @@ def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any, folder: Path) 
     return named
 
 
-def unused_tensors(info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str]) -> list[str]:
+def unused_tensors(
+    info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str], *, starts_at_0: bool = False
+) -> list[str]:
     """Return the tensors that `kind` does not use, without those that cannot change its outputs."""
     apart = {file.name for file in head_files(info.folder)}
     left = {name for name in unexpected if not is_harmless(name, info.tensors.get(name), info.vocab_size)}
@@ -590,7 +613,7 @@ def unused_tensors(info: CheckpointInfo, config: Any, kind: Any, unexpected: Ite
                 left.remove(name)
         return sorted(left)
     has_own_class = info.head.form.pooled or info.head.kind == "token"
-    if info.head.form.pooled:  # a critic starts from the body alone, without the layers of this head's class
+    if info.head.form.pooled and starts_at_0:  # a critic, from the body alone
         known |= dict.fromkeys(_empty(_sequence_class(info, config), config).state_dict(), ())
     left -= {name for name in left if has_own_class and name.startswith(f"{body}pooler.")}
     return sorted(name for name in left if name not in known or name.startswith(body))

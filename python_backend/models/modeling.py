@@ -348,7 +348,7 @@ def load_reward(
             if not outputs.is_causal and head.pooling == "auto":
                 raise CheckpointError(
                     f"{info.folder}: which token of a row does the head {head.prefix} read? The body is not causal, so "
-                    "the last one is a guess; set pooling: last or mean"
+                    f"the last one is a guess; set pooling: last{' or mean' if outputs.is_linear else ''}"
                 )
             pooling = "mean" if head.pooling == "mean" else "last"
             skipped_pad_id = _skipped_pad_id(outputs, head)

@@ -592,6 +592,40 @@ def test_no_remedy_is_given_that_would_not_help(tmp_path: Path, names: tuple[str
     assert "value_head_prefix" not in str(caught.value)
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["with the class's layers", "the head alone"])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "electra", "roberta", "deberta-v2", "modernbert", "xlnet"])
+def test_each_remedy_for_an_unknown_pooling_leads_to_a_served_model(tmp_path: Path, family: str, whole: bool):
+    model = AutoModelForSequenceClassification.from_config(tiny(Shape(family, "", {}, layers()), num_labels=1))
+    large(model).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    head = next(
+        name for name in stored if name.endswith(("classifier.weight", "out_proj.weight", "logits_proj.weight"))
+    )
+    if not whole:
+        body = f"{model.base_model_prefix}."
+        kept = {name: each for name, each in stored.items() if name.startswith(body) or name.startswith(head[:-6])}
+        write(tmp_path, kept, {}, None)
+    change_config(tmp_path, {"architectures": ["RewardModel"]})
+    with pytest.raises(CheckpointError, match=r"how its head .* pools is unknown") as caught:
+        load_reward(tmp_path)
+    text = str(caught.value)
+    offered = {
+        "last": "set pooling: last" in text,
+        "mean": "last or mean" in text,
+        "auto": "name that in architectures" in text,
+    }
+    for pooling, is_offered in offered.items():
+        if pooling == "auto":
+            change_config(tmp_path, {"architectures": [type(model).__name__]})
+        try:
+            load_reward(tmp_path, pooling=pooling)
+        except CheckpointError:
+            assert not is_offered
+        else:
+            assert is_offered or family == "modernbert"  # whose class for tokens has the same layers
+    assert any(offered.values()) or (family == "modernbert" and not whole)
+
+
 BESIDE = ["normalizer.pt", "gating_layer.pt", "reward_scale.pth", "value_head.bin", "pytorch_model_head.bin", "a.ckpt"]
 BESIDE += ["model_value_head.safetensors", "adapter_model.safetensors", "pytorch_model_head.safetensors"]
 BESIDE += ["model-00001-of-00002.safetensors", "optimizer_head.pt", "reward_scaler.pt"]
