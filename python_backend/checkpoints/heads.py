@@ -201,8 +201,12 @@ def find_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> H
     if not found:
         return None
     head, *others = found
-    if others and head.prefix != named:
-        prefixes = ", ".join(each.prefix for each in found)
+    prefixes = ", ".join(each.prefix for each in found)
+    if named and head.prefix != named:
+        raise ValueError(
+            f"value_head_prefix: {named} in config.json names no layer; set it to {prefixes}, or remove it"
+        )
+    if others and not named:
         raise ValueError(
             f"it has {len(found)} heads, {prefixes}; set value_head_prefix in config.json to the one that is trained"
         )

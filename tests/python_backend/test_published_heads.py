@@ -488,6 +488,22 @@ def test_of_two_heads_value_head_prefix_says_which_is_read(
             load_reward(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["Skywork-Reward", "OpenRLHF", "GRM-sftreg"])
+def test_a_value_head_prefix_that_names_no_tensor_is_refused(tmp_path: Path, name: str):
+    save(tmp_path, SHAPES[name])
+    for prefix in ("value_hed", "score.weight", "model"):
+        change_config(tmp_path, {"value_head_prefix": prefix})
+        for load in (load_reward, load_critic):
+            if name == "OpenRLHF":  # without the prefix, no head is known
+                with pytest.raises(CheckpointError, match=r"reward_of_mine.* no known head|not use reward_of_mine"):
+                    load(tmp_path)
+            else:
+                with pytest.raises(
+                    CheckpointError, match=f"value_head_prefix: {prefix} in config.json names no layer; set it to"
+                ):
+                    load(tmp_path)
+
+
 WRAPPERS: dict[str, Callable[[str], str]] = {
     "DistributedDataParallel": lambda name: f"module.{name}",
     "torch.compile": lambda name: f"_orig_mod.module.{name}",

@@ -50,6 +50,32 @@ def save_tokenizer(folder: Path, *words: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token=words[0]).save_pretrained(folder)
 
 
+def test_the_trial_and_the_yaml_take_settings_of_the_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save_with_value_head(tmp_path / "reward", "bert", prefix="score")
+    out, arguments = tmp_path / "my.yaml", ["--reward", str(tmp_path / "reward")]
+    assert main(arguments) == 2
+    assert "set pooling: last or mean" in capsys.readouterr().err
+    scores = []
+    for pooling in ("last", "mean"):
+        out.unlink(missing_ok=True)
+        assert main([*arguments, f"reward.pooling={pooling}", "--out", str(out), "reward.append_eos=true"]) == 0
+        scores += re.findall(r"trial +loads; .* scores (\S+)", capsys.readouterr().out)
+        assert (load_config(out).reward.pooling, load_config(out).reward.append_eos) == (pooling, True)
+    assert len({*scores}) == 2
+    save_tiny(tmp_path / "labels", "llama", "reward", num_labels=2, id2label={0: "bad", 1: "good"})
+    arguments = ["--reward", str(tmp_path / "labels")]
+    assert main([*arguments, "reward.attribute_weights={bad: -1, good: 1}"]) == 0
+    said = capsys.readouterr().out
+    assert "# choose" not in said
+    assert re.search(r"scores -?[\d.]+\n", said)
+    for wrong, message in (
+        ("reward.attribute_weights=[1]", "has 2 labels (bad, good), but reward.attribute_weights has 1 numbers"),
+        ("reward.poling=last", "did you mean reward.pooling"),
+    ):
+        assert main([*arguments, wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_both_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save_tiny(tmp_path / "reward", "bert", "reward", reward_standardization={"mean": 0.5, "std": 2.0})
     save_tokenizer(tmp_path / "reward", "a", "b")
