@@ -227,7 +227,6 @@ def _found(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorIn
             continue
         if len(layers.names) > 1:
             layers = replace(layers, activation=activation_of(prefix, form.activation, config))
-        _check_count(prefix, len(layers.names), config)
         outputs = tensors[f"{layers.names[-1]}.weight"].shape[0]
         others = NORMALISER if "do_normalize" in config else ()
         head = Head(form=form, kind=form.kind, prefix=prefix, layers=layers, num_labels=outputs, others=others)
@@ -253,16 +252,6 @@ def _temperature(rule: Gate, config: Mapping[str, Any]) -> float | None:
     if found <= 0:
         raise ValueError(f"config.json: {key} is {found:g}, must be above 0")
     return found
-
-
-def _check_count(prefix: str, count: int, config: Mapping[str, Any]) -> None:
-    """Compare the number of layers with GRM's keys of config.json."""
-    is_linear = read_key(config, "vhead_layer_type", str, "") == "linear"
-    hidden = 0 if is_linear else read_key(config, "vhead_num_layers", int, None)
-    if prefix == "v_head.summary" and hidden is not None and hidden + 1 != count:
-        raise ValueError(
-            f"config.json (vhead_num_layers) has {hidden + 1} layers in the head {prefix}, the file {count}"
-        )
 
 
 def _layers(prefix: str, activation: str, tensors: Mapping[str, TensorInfo], *, latest: int = 1) -> Layers | None:
@@ -327,13 +316,8 @@ def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: Mapping
     group = read_key(config, size, int, 1) if isinstance(size, str) else size
     transform = tensors[TRANSFORM].shape if TRANSFORM in tensors else (count, count)
     wide, read = (tensors[f"{layers.names[0]}.weight"].shape[1] for layers in (head.layers, gate))
-    linear = sum(len(tensors[f"{name}.weight"].shape) == 2 for name in gate.names)
-    hidden = read_key(config, "gating_n_hidden", int, linear - 1)
-    if wide != read or hidden != linear - 1:
-        raise ValueError(
-            f"the gate {gate.names[0]} has {linear} layers and reads {read} numbers, but {head.prefix} reads {wide}, "
-            f"and gating_n_hidden in config.json is {hidden}: they do not fit together"
-        )
+    if wide != read:
+        raise ValueError(f"the gate {gate.names[0]} reads {read} numbers, but {head.prefix} {wide}: they do not fit")
     if head.num_labels != count * group or transform != (count, count):
         raise ValueError(
             f"{head.prefix} has {head.num_labels} outputs, the gate {gate.names[-1]} {count}, with {group} of the "

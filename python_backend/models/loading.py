@@ -9,7 +9,7 @@ import json
 import logging
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ from python_backend.checkpoints.head_keys import is_of_head, unread_keys
 from python_backend.checkpoints.heads import (
     GATES,
     Head,
-    Layers,
     Pooling,
     copies,
     is_harmless,
@@ -60,7 +59,7 @@ from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.errors import RlhfError
 from python_backend.models.adapters import with_stored_adapters
-from python_backend.models.heads import build_head, head_of, head_path, install
+from python_backend.models.heads import build_head, head_of, head_path, install, linear
 from python_backend.models.token_head import measure_causality
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
@@ -138,8 +137,7 @@ def load_token_model(
     model = _load(info, kind, config, dtype, with_head=False, starts_at_0=head is None, group=group)
     if head is None:
         own: Any = head_of(model)
-        head = torch.nn.Linear(own.in_features, 1, bias=False)
-        torch.nn.init.zeros_(head.weight)
+        head = linear({"weight": torch.zeros(1, own.in_features)})
     _put_head(info, model, head)
     return model
 
@@ -192,8 +190,7 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
             else f"remove {key} if it was trained without"
         )
         raise CheckpointError(
-            f"{info.folder}: {CONFIG_FILE} says {key}: {value!r}, which the head {head.prefix} "
-            f"{f'of {info.architecture}' if is_own else 'of such layers'} does not do; {remedy}"
+            f"{info.folder}: {CONFIG_FILE} says {key}: {value!r}, which the head {head.prefix} does not do; {remedy}"
         )
     if head.form.pooled and fits and not is_own and pooling == "auto":
         own, each = _layers_beside(kind, config), _layers_beside(_token_class(info, config), config)
@@ -241,7 +238,7 @@ def _empty(kind: Any, config: Any) -> Any:
         return kind(config)
 
 
-def load_classifier(info: CheckpointInfo, head: Head, device: str, dtype: str, pooling: Pooling) -> Any:
+def load_classifier(info: CheckpointInfo, head: Head, dtype: str, pooling: Pooling) -> Any:
     """Load a classifier with its own pooling. Raises CheckpointError if it, or `pooling`, does not fit."""
     if pooling != "auto":
         raise CheckpointError(
@@ -249,8 +246,8 @@ def load_classifier(info: CheckpointInfo, head: Head, device: str, dtype: str, p
             f"its {info.architecture or 'class'}; set pooling: auto"
         )
     config = _config(info, head.num_labels)
-    model = _load(info, _sequence_class(info, config), config, dtype, with_head=False).to(device)
-    _put_head(info, model, read_head(info, head).to(device))
+    model = _load(info, _sequence_class(info, config), config, dtype, with_head=False)
+    _put_head(info, model, read_head(info, head))
     # A decoder's pooling searches for the padding id, which a row may contain: it would pool the wrong token.
     if measure_causality(model):
         raise CheckpointError(
@@ -349,9 +346,9 @@ def twin_with_head(
     Raises:
         CheckpointError: the architecture or the head differs from that of `origin`, or a shape.
     """
-    if info.head is None or origin.head is None or info.head != origin.head:
+    if info.head is None or info.head != origin.head:
         raise CheckpointError(
-            f"{info.folder} has another head than the served model: {_difference(info.head, origin.head)}"
+            f"{info.folder} has another head than the served model: {_shown(info.head)}; not {_shown(origin.head)}"
         )
     if info.head.num_labels > 1 and info.label_names != origin.label_names:
         raise CheckpointError(
@@ -372,19 +369,11 @@ def twin_with_head(
     return _with_tensors(model, {name: tensors[name] for name in own}, info.folder)
 
 
-def _difference(mine: Head | None, theirs: Head | None) -> str:
-    """Return the first of the fields in which two heads differ, as a text."""
-    if mine is None or theirs is None:
-        return "none" if mine is None else f"{mine.prefix}, and the served model has none"
-    for field in ("prefix", "num_labels", *(field.name for field in fields(Head) if field.name != "form")):
-        found, served = getattr(mine, field), getattr(theirs, field)
-        if found != served:
-            return f"its {field} is {_shown(found)}, not {_shown(served)}"
-    return f"its form is that of {mine.form.models or mine.prefix}, not of {theirs.form.models or theirs.prefix}"
-
-
-def _shown(value: Any) -> str:
-    return f"{', '.join(value.names)} ({value.activation})" if isinstance(value, Layers) else str(value)
+def _shown(head: Head | None) -> str:
+    if head is None:
+        return "none"
+    layers = f"{len(head.layers.names)} layers ({head.layers.activation})"
+    return f"{head.prefix} with {head.num_labels} outputs of {layers}, pooling {head.pooling}, {head.form.formula}"
 
 
 def check_finite(module: torch.nn.Module) -> None:

@@ -33,6 +33,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from python_backend.checkpoints.heads import GATES
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.config import RewardSection
+from python_backend.config.labels import attribute_weights
 from python_backend.models.modeling import quiet_transformers, save_critic
 from python_backend.wire.training_payload import TrainPayload
 from tests.support.loaders import load_critic, load_process_reward, load_reward, skip_on_cards
@@ -445,7 +447,7 @@ def test_a_row_without_the_header_that_a_gate_reads_has_no_reward(tmp_path: Path
     scores = load_reward(tmp_path).score([given[0], bare, bare[:2]])
     np.testing.assert_allclose(scores[:1], load_reward(tmp_path).score(given[:1]), atol=1e-5)
     assert np.isnan(scores[1:]).all()
-    with pytest.raises(CheckpointError, match="pooling: mean does not fit the gate"):
+    with pytest.raises(CheckpointError, match="pooling: mean needs a linear head"):
         load_reward(tmp_path, pooling="mean")
     change_config(tmp_path, {"vocab_size": VOCAB})
     with pytest.raises(CheckpointError, match=r"gating.layers reads where an answer's header begins.*unknown"):
@@ -841,7 +843,7 @@ def labelled(folder: Path, *labels: str) -> tuple[list[np.ndarray], np.ndarray]:
 
 def test_of_several_labels_the_user_says_which_is_the_reward(tmp_path: Path):
     given, logits = labelled(tmp_path, "bad", "good")
-    with pytest.raises(CheckpointError, match=r"2 outputs \(bad, good\).*\[-1, 1\] is the log-odds of good"):
+    with pytest.raises(CheckpointError, match=r"2 outputs \(bad, good\) is the reward\? Give reward.attribute_weights"):
         load_reward(tmp_path)
     odds = load_reward(tmp_path, attribute_weights=[-1, 1]).score(given)
     np.testing.assert_allclose(odds, logits[:, 1:] - logits[:, :1], atol=1e-4)
@@ -881,9 +883,8 @@ def test_the_good_one_of_two_labels_is_known_by_name_or_asked_for(
     tmp_path: Path, labels: tuple[str, str], good: int | None
 ):
     given, logits = labelled(tmp_path, *labels)
-    proposed = ("[1, -1]" if good == 0 else "[-1, 1]") + f" is the log-odds of {labels[0 if good == 0 else 1]}"
-    with pytest.raises(CheckpointError, match=re.escape(proposed)):
-        load_reward(tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(f"(the log-odds of {labels[0 if good == 0 else 1]}, if")):
+        attribute_weights(RewardSection(model=tmp_path))
     weights = [1, -1] if good == 0 else [-1, 1]
     if good is None:
         with pytest.raises(CheckpointError, match=rf"which of its 2 labels \({', '.join(labels)}\).*attribute_weights"):
