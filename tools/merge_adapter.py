@@ -9,7 +9,8 @@ from typing import Any
 from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from python_backend.checkpoints.heads import NORMALISER, Head, find_head, is_harmless
+from python_backend.checkpoints.head_tensors import find_head, is_harmless
+from python_backend.checkpoints.heads import NORMALISER, Head
 from python_backend.checkpoints.inspection import (
     ADAPTER_FILE,
     ADAPTER_WEIGHTS,

@@ -5,6 +5,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from python_backend.checkpoints.config_keys import read_key
+from python_backend.checkpoints.heads import Head
 
 ACTIVATIONS = ("relu", "selu", "gelu", "tanh", "leaky_relu", "silu")
 # Keys whose part in a score is known: constants and layers (`checkpoints.inspection`, `checkpoints.heads`), the
@@ -56,6 +57,16 @@ def activation_keys(prefix: str, config: Mapping[str, Any]) -> list[str]:
 def _plain(name: Any) -> str:
     """Return the last part of a name in config.json, without signs: of `torch.nn.LeakyReLU`, leakyrelu."""
     return re.sub(r"[^a-z0-9]", "", str(name).rpartition(".")[2].lower())
+
+
+def keys_of(head: Head, config: Mapping[str, Any]) -> set[str]:
+    """Return the keys of config.json that say what the head computes, and that its row of the table reads."""
+    keys = {"vhead_layer_type"} if head.prefix.startswith("v_head") else set()
+    if head.form.gate is not None:
+        keys |= {str(head.form.gate.softmax), head.form.gate.temperature[0]}
+    if len(head.layers.names) > 1:
+        keys |= {*activation_keys(head.prefix, config)}
+    return keys | ({"mean", "std", "var"} if {"normalize_reward", "do_normalize"} & config.keys() else set())
 
 
 def unread_keys(config: Mapping[str, Any], read: Container[str], defaults: Any) -> dict[str, Any]:

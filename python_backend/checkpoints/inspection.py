@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.checkpoints.config_keys import read_key
-from python_backend.checkpoints.heads import (
+from python_backend.checkpoints.head_tensors import (
     LIKE_A_HEAD,
-    MODEL_TYPES,
-    NORMALISER,
     PAIRWISE,
-    Head,
     find_head,
     is_harmless,
     loose_tensors,
@@ -28,6 +25,7 @@ from python_backend.checkpoints.heads import (
     would_fit,
     wrapper_of,
 )
+from python_backend.checkpoints.heads import MODEL_TYPES, NORMALISER, Head
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header, read_numbers
 from python_backend.errors import RlhfError
 

@@ -27,18 +27,9 @@ from transformers import (
     GenerationConfig,
 )
 
-from python_backend.checkpoints.head_keys import is_of_head, unread_keys
-from python_backend.checkpoints.heads import (
-    GATES,
-    Head,
-    Pooling,
-    copies,
-    is_harmless,
-    keys_of,
-    layers_path,
-    shape_error,
-    unwrapped,
-)
+from python_backend.checkpoints.head_keys import is_of_head, keys_of, unread_keys
+from python_backend.checkpoints.head_tensors import copies, is_harmless, layers_path, shape_error, unwrapped
+from python_backend.checkpoints.heads import GATES, Head, Pooling
 from python_backend.checkpoints.inspection import (
     ADAPTERS_KEY,
     CONFIG_FILE,
