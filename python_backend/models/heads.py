@@ -122,6 +122,12 @@ def head_of(model: Any) -> nn.Module:
     return model.get_submodule(path)
 
 
+def layers_beside(model: Any) -> set[str]:
+    """Return the parameters of a model that are neither of its body nor of its head."""
+    apart = (f"{model.base_model_prefix}.", f"{head_path(model)}.")
+    return {name for name, _ in model.named_parameters() if not name.startswith(apart)}
+
+
 def install(model: Any, head: nn.Module) -> None:
     """Put a head into the place of the model's own.
 

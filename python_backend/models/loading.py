@@ -50,7 +50,7 @@ from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.errors import RlhfError
 from python_backend.models.adapters import with_stored_adapters
-from python_backend.models.heads import build_head, head_of, head_path, install, linear
+from python_backend.models.heads import build_head, head_of, head_path, install, layers_beside, linear
 from python_backend.models.token_head import measure_causality
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
@@ -184,7 +184,7 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
             f"{info.folder}: {CONFIG_FILE} says {key}: {value!r}, which the head {head.prefix} does not do; {remedy}"
         )
     if head.form.pooled and fits and not is_own and pooling == "auto":
-        own, each = _layers_beside(kind, config), _layers_beside(_token_class(info, config), config)
+        own, each = (layers_beside(_empty(each, config)) for each in (kind, _token_class(info, config)))
         stored = {name for name in info.tensors if not head.owns(name)}
         remedies = ["if it was trained as the latter, name that in architectures"] if own <= stored else []
         if own & stored <= each <= stored:
@@ -208,13 +208,6 @@ def _warn_unread(model_type: str, keys: tuple[str, ...]) -> None:
             model_type,
             ", ".join(keys),
         )
-
-
-def _layers_beside(kind: Any, config: Any) -> set[str]:
-    """Return the tensors of transformers' class that are neither of the body nor of the head."""
-    model = _empty(kind, config)
-    apart = (f"{model.base_model_prefix}.", f"{head_path(model)}.")
-    return {name for name in model.state_dict() if not name.startswith(apart)}
 
 
 def _own_path(kind: Any, config: Any) -> str:

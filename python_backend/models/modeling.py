@@ -152,8 +152,7 @@ class RewardModel:
     def launch_token_scores(self, rows: Sequence[np.ndarray], width: int | None) -> Callable[[], list[np.ndarray]]:
         """Launch the forward pass of `token_scores`; return a function that waits for its results."""
         ids, attention, _ = collate(rows, self.model.device, width)
-        scores = to_host(self._scores(self._outputs(ids, attention)).squeeze(-1))
-        return lambda: [row_scores[: row.size] for row_scores, row in zip(scores(), rows, strict=True)]
+        return _by_rows(self._scores(self._outputs(ids, attention)).squeeze(-1), rows)
 
     def _scores(self, outputs: Tensor) -> Tensor:
         """Return the scores `[..., num_outputs]` of the head's outputs `[..., A]`."""
@@ -228,8 +227,7 @@ class CriticModel:
     def launch(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], list[np.ndarray]]:
         """Launch the forward pass of `values`; return a function that waits for its results."""
         ids, attention, _ = collate(rows, self.model.device, width)
-        values = to_host(self.forward(ids, attention))
-        return lambda: [row_values[: row.size] for row_values, row in zip(values(), rows, strict=True)]
+        return _by_rows(self.forward(ids, attention), rows)
 
     def forward(self, ids: Tensor, attention: Tensor) -> Tensor:
         """Return standardised values `[B, S]` of `ids` `[B, S]` with attention mask `[B, S]`; differentiable."""
@@ -281,6 +279,12 @@ class CriticModel:
             compile_forward=self._token_head.is_compiled,
             group=self._group,
         )
+
+
+def _by_rows(outputs: Tensor, rows: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
+    """Return a function that waits for `outputs` `[B, S]`, and returns those of each row without its padding."""
+    found = to_host(outputs)
+    return lambda: [each[: row.size] for each, row in zip(found(), rows, strict=True)]
 
 
 def load_reward(
@@ -338,6 +342,8 @@ def load_reward(
     else:
         model = load_token_model(info, read_head(info, head), dtype, group)
     outputs = TokenHead(model.to(device), is_pooled=head.form.pooled, compile_forward=compile_forward, like=known)
+    # transformers' own class pools the last token that is not padding
+    skips_padding = pooling == "auto" and head.kind == "sequence" and outputs.is_causal
     merging = merge_attributes is not False and (head.num_labels > 1 or attribute_weights is not None)
     reward = RewardModel(
         outputs,
@@ -346,7 +352,7 @@ def load_reward(
         probability=probability,
         num_outputs=head.num_labels if merge_attributes is False else 1,
         constants=constants_for(info, standardization),
-        skipped_pad_id=_skipped_pad_id(outputs, head) if pooling == "auto" else None,
+        skipped_pad_id=model.config.get_text_config().pad_token_id if skips_padding else None,
         origin=info,
     )
     reward.reload = functools.partial(
@@ -445,20 +451,10 @@ def _pooling(info: CheckpointInfo, head: Head, outputs: TokenHead, pooling: Pool
     return "mean"
 
 
-def _skipped_pad_id(outputs: TokenHead, head: Head) -> int | None:
-    """Return the padding id if transformers' own class pools the last token that is not padding, else None."""
-    if head.kind != "sequence" or not outputs.is_causal:
-        return None
-    return outputs.model.config.get_text_config().pad_token_id
-
-
 def constants_for(info: CheckpointInfo, setting: Standardization) -> Constants:
     """Return the constants of standardisation that `setting` selects; see `load_reward`."""
     if setting == "off":
         return Constants()
     if setting == "model":
         return info.constants or Constants()
-    mean, std = setting
-    if not std > 0:
-        raise CheckpointError(f"{info.folder}: standardization: std is {std:g}, must be above 0")
-    return Constants(mean, std)
+    return Constants(*setting)

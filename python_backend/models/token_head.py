@@ -14,7 +14,7 @@ from torch import Tensor
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.models.card import skip_inspections
 from python_backend.models.collation import depends_on_padding, one_by_one
-from python_backend.models.heads import GatedHead, keep_head_exact, last_match
+from python_backend.models.heads import GatedHead, keep_head_exact, last_match, layers_beside
 from python_backend.models.lean_decoder import LeanDecoder, lean_decoder
 from python_backend.models.readout import pool_last
 
@@ -47,7 +47,7 @@ class TokenHead:
             parameter.data = parameter.data.clone()
         self.is_causal: bool = not is_pooled and (measure_causality(model) if like is None else like.is_causal)
         self.is_compiled = compile_forward
-        self._layered = is_pooled or _has_layers_of_its_own(model, self.head)
+        self._layered = is_pooled or bool(layers_beside(model))
         self.lean: LeanDecoder | None = None
         if like is not None:  # the checks depend only on the architecture
             on_host = model.device.type == "cpu"  # `like` may be: a trained critic's first version is
@@ -191,9 +191,3 @@ def compile_body(model: Any, forward: Callable[[Tensor, Tensor], Any]) -> None:
             f"torch.compile does not work here: {reason[:300]}; install a C++ compiler (g++) and Python's headers, and "
             "PyTorch in a folder whose path has no space, or set compile: false"
         ) from error
-
-
-def _has_layers_of_its_own(model: Any, head: torch.nn.Module) -> bool:
-    body = f"{model.base_model_prefix}."
-    ours = {id(parameter) for parameter in head.parameters()}
-    return any(id(p) not in ours for name, p in model.named_parameters() if not name.startswith(body))

@@ -93,16 +93,11 @@ def _label_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | No
             f"{info.folder}: the head {head.prefix} has its own pooling or gate, so it cannot score single tokens; use "
             "a token classification checkpoint, or a decoder with a linear head"
         )
-    if given is None and head.num_labels > 2:
-        raise CheckpointError(
-            f"{info.folder}: a process reward from {head.num_labels} labels needs reward.attribute_weights, one weight "
-            "per label"
-        )
     if given is not None or head.num_labels == 1:
         return given
-    if info.good_label is None:
+    if info.good_label is None:  # or more than two labels
         raise CheckpointError(
-            f"{info.folder}: which of its 2 labels ({', '.join(info.labels)}) is that of a right step? Give "
-            "reward.attribute_weights: 1 for it, -1 for the other one"
+            f"{info.folder}: which of its {head.num_labels} labels ({', '.join(info.label_names)}) is that of a right "
+            "step? Give reward.attribute_weights, one weight per label, such as 1 for it and -1 for the other one"
         )
     return LOG_ODDS[info.good_label]
