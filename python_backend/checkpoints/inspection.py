@@ -115,7 +115,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Files beside a model's weights that have nothing to add to it: of a training's state, and the same weights once more.
 TRAINER_STATE = re.compile(
-    r"(optimizer|scheduler|scaler|sampler|training_args|rng_state|random_states)[-_\d]*\.\w+|adapters\.safetensors"
+    r"(optimizer|scheduler|scaler|sampler|training_args|rng_state|random_states)[-_\d]*\.\w+"
 )
 COPIES = re.compile(r"pytorch_model([-_]\d+-of-\d+)?\.bin|consolidated[-_.\d]*(of-\d+)?\.(safetensors|pth)")
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -43,7 +43,6 @@ from python_backend.checkpoints.inspection import (
     CheckpointInfo,
     check_pickles,
     fix_forward,
-    head_files,
     inspect_checkpoint,
     model_type_of,
     read_config,
@@ -385,8 +384,9 @@ def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a file is damaged, or the adapters do not fit.
     """
-    apart = head_files(info.folder)
-    tensors = unwrapped(map_tensors([file for file in info.files if file not in apart]), info.wrapper)
+    with as_checkpoint_error(info.folder):
+        mapped = {file: _mapped(info.folder / file) for file in {tensor.file for tensor in info.tensors.values()}}
+        tensors = {name: _view(mapped[tensor.file], tensor) for name, tensor in info.tensors.items()}
     if info.adapters is None:
         return tensors
     base = inspect_checkpoint(info.folder.parent / str(info.adapters.base))
@@ -403,12 +403,16 @@ def map_tensors(files: list[Path]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            with file.open("rb") as stream:
-                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapped = _mapped(file)
             tensors |= {name: _view(mapped, info) for name, info in read_header(file).items()}
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file.parent}: unreadable {file.name}: {error}") from error
     return tensors
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    with file.open("rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
@@ -538,13 +542,7 @@ def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any) -> dict[str, T
 
 def unused_tensors(info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str]) -> list[str]:
     """Return the tensors that `kind` does not use, without those that cannot change its outputs."""
-    apart = {file.name for file in head_files(info.folder)}
     left = {name for name in unexpected if not is_harmless(name, info.tensors.get(name), info.vocab_size)}
-    left |= {
-        name
-        for name, tensor in info.tensors.items()
-        if tensor.file in apart and not (info.head and info.head.owns(name))
-    }
     if not left:
         return []
     # Output layers of the family's language models, and a pooler that the head does not read; without a head, any.
@@ -581,8 +579,8 @@ def _keep_stable(model: Any, info: CheckpointInfo) -> None:
 
 def read_tensor(folder: Path, tensor: TensorInfo) -> Tensor:
     """Return a tensor, in memory of its own: a mapped one may be unaligned, on which the last bits would depend."""
-    with as_checkpoint_error(folder), (folder / tensor.file).open("rb") as stream:
-        return _view(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY), tensor).clone()
+    with as_checkpoint_error(folder):
+        return _view(_mapped(folder / tensor.file), tensor).clone()
 
 
 def _check_same_architecture(mine: Mapping[str, Any], folder: Path) -> None:
