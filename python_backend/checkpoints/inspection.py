@@ -114,10 +114,9 @@ ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Files beside a model's weights that have nothing to add to it: of a training's state, and the same weights once more.
-TRAINER_STATE = re.compile(
-    r"(optimizer|scheduler|scaler|sampler|training_args|rng_state|random_states)[-_\d]*\.\w+"
-)
+TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|sampler|training_args|rng_state|random_states)[-_\d]*\.\w+")
 COPIES = re.compile(r"pytorch_model([-_]\d+-of-\d+)?\.bin|consolidated[-_.\d]*(of-\d+)?\.(safetensors|pth)")
+ADAPTER_COPY = re.compile(r"adapter_model\.bin")
 FLOATS = ("F64", "F32", "F16", "BF16")
 COUNTS = re.compile(r".*(_ids|_index|mask|num_batches_tracked)|normalizer\.count")  # tensors of whole numbers
 TOKENIZERS = {
@@ -284,7 +283,7 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     config = read_config(folder)
     tensors = _read_tensors(folder)
     try:
-        return _described(folder, config, tensors)
+        return described(folder, config, tensors)
     except CheckpointError:
         raise
     except ValueError as error:
@@ -296,7 +295,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_object(folder / CONFIG_FILE)
 
 
-def _described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> CheckpointInfo:
+def described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> CheckpointInfo:
+    """Return what `inspect_checkpoint` does for this config.json and these tensors. Raises ValueError."""
     wrapper = wrapper_of(config, tensors)
     tensors = unwrapped(tensors, wrapper)
     head = find_head(config, tensors)
@@ -397,7 +397,7 @@ def reward_head(info: CheckpointInfo) -> Head:
 
 def check_pickles(folder: Path) -> None:
     """Raise CheckpointError if a pickled file beside the weights may have a part of the model, such as its head."""
-    if unread := [file.name for file in pickles(folder) if not COPIES.fullmatch(file.name)]:
+    if unread := [file.name for file in pickles_beside(folder)]:
         raise CheckpointError(
             f"{folder}: {', '.join(unread)} beside the weights may have a part of the model, such as its head, and is "
             "not read; convert it with `python -m tools import --reward FOLDER --convert NEW_FOLDER`, or remove it"
@@ -408,6 +408,12 @@ def pickles(folder: Path) -> list[Path]:
     """Return the pickled files in `folder` that may have weights, sorted."""
     files = sorted(file for file in folder.iterdir() if file.suffix in PICKLES and file.is_file())
     return [file for file in files if not TRAINER_STATE.fullmatch(file.name)]
+
+
+def pickles_beside(folder: Path) -> list[Path]:
+    """Return those of the `pickles` that are not the weights of the folder once more."""
+    copies = ADAPTER_COPY if (folder / ADAPTER_FILE).is_file() else COPIES
+    return [file for file in pickles(folder) if not copies.fullmatch(file.name)]
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
@@ -504,7 +510,7 @@ def head_files(folder: Path) -> list[Path]:
     """Return the files of a head apart from the model, such as LLaMA-Factory's value_head.safetensors."""
     own = {WEIGHTS_FILE}
     if (folder / ADAPTER_FILE).is_file():
-        own.add(ADAPTER_WEIGHTS)
+        own = {ADAPTER_WEIGHTS}
     elif not (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
         own |= set(_weight_map(folder).values())
     others = (file for file in sorted(folder.glob("*.safetensors")) if file.name not in own)
