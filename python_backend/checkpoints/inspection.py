@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,15 @@ INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+OTHER_WEIGHTS = (".pkl", ".npz", ".npy", ".h5", ".msgpack")  # that nothing here reads
 # Files beside a model's weights that have nothing to add to it: of a training's state, and the same weights once more.
 TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|sampler|training_args|rng_state|random_states)[-_\d]*\.\w+")
-COPIES = re.compile(r"pytorch_model([-_]\d+-of-\d+)?\.bin|consolidated[-_.\d]*(of-\d+)?\.(safetensors|pth)")
+COPIES = re.compile(
+    r"pytorch_model([-_]\d+-of-\d+)?\.bin|(tf_model|flax_model)([-_]\d+-of-\d+)?\.(h5|msgpack)"
+    r"|consolidated[-_.\d]*(of-\d+)?\.(safetensors|pth)"
+)
 ADAPTER_COPY = re.compile(r"adapter_model\.bin")
 FLOATS = ("F64", "F32", "F16", "BF16")
-COUNTS = re.compile(r".*(_ids|_index|mask|num_batches_tracked)|normalizer\.count")  # tensors of whole numbers
 TOKENIZERS = {
     "tokenizer.json": "fast (tokenizer.json)",
     "tokenizer.model": "SentencePiece (tokenizer.model)",
@@ -302,7 +305,8 @@ def described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Ten
     head = find_head(config, tensors)
     vocab_size = read_key(text_config(config), "vocab_size", int, None)
     for name, tensor in tensors.items():
-        if tensor.dtype not in FLOATS and not COUNTS.fullmatch(name) and not is_harmless(name, tensor, None):
+        is_weight = len(tensor.shape) > 1 or name.endswith((".weight", ".bias"))  # no counter or mask
+        if tensor.dtype not in FLOATS and is_weight and not is_harmless(name, tensor, None):
             raise ValueError(f"{tensor.file} is quantised: {name} is of type {tensor.dtype}; use the unquantised model")
     read_key(config, "quantization_config", dict, None)  # transformers reads it
     ids = read_key(config, "label2id", dict, {})
@@ -313,6 +317,8 @@ def described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Ten
             f"{folder / CONFIG_FILE}: id2label {names} and label2id {ids} contradict each other ({differing[0]}); "
             "correct the wrong one"
         )
+    if odd := [key for key in names if not str(key).isdigit()]:
+        raise ValueError(f"config.json: id2label has the key {odd[0]!r}, must be the number of a label")
     # transformers sorts the file's keys as texts, "10" before "2".
     labels = tuple(str(names[key]) for key in sorted(names, key=lambda key: (len(key), key)))
     return CheckpointInfo(
@@ -400,20 +406,21 @@ def check_pickles(folder: Path) -> None:
     if unread := [file.name for file in pickles_beside(folder)]:
         raise CheckpointError(
             f"{folder}: {', '.join(unread)} beside the weights may have a part of the model, such as its head, and is "
-            "not read; convert it with `python -m tools import --reward FOLDER --convert NEW_FOLDER`, or remove it"
+            "not read; convert it with `python -m tools import --reward FOLDER --convert NEW_FOLDER` if it is a "
+            "file of torch's, or remove it"
         )
 
 
-def pickles(folder: Path) -> list[Path]:
+def pickles(folder: Path, suffixes: Collection[str] = PICKLES) -> list[Path]:
     """Return the pickled files in `folder` that may have weights, sorted."""
-    files = sorted(file for file in folder.iterdir() if file.suffix in PICKLES and file.is_file())
+    files = sorted(file for file in folder.iterdir() if file.suffix in suffixes and file.is_file())
     return [file for file in files if not TRAINER_STATE.fullmatch(file.name)]
 
 
 def pickles_beside(folder: Path) -> list[Path]:
     """Return those of the `pickles` that are not the weights of the folder once more."""
     copies = ADAPTER_COPY if (folder / ADAPTER_FILE).is_file() else COPIES
-    return [file for file in pickles(folder) if not copies.fullmatch(file.name)]
+    return [file for file in pickles(folder, PICKLES + OTHER_WEIGHTS) if not copies.fullmatch(file.name)]
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
