@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import json
 import logging
 import mmap
 import re
@@ -24,13 +22,11 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
-    AutoConfig,
 )
 
 from python_backend.checkpoints.heads import (
     GATES,
     Head,
-    Layers,
     Pooling,
     is_harmless,
     layers_path,
@@ -45,7 +41,6 @@ from python_backend.checkpoints.inspection import (
     check_pickles,
     fix_forward,
     inspect_checkpoint,
-    model_type_of,
     read_config,
     stable_length,
 )
@@ -306,7 +301,7 @@ def twin(model: Any, info: CheckpointInfo, group: RankGroup | None = None) -> An
     Raises:
         CheckpointError: the architecture, names or shapes differ.
     """
-    _check_same_architecture(model.config.to_dict(), info.folder)
+    _check_same_architecture(model.config.to_dict(), info)
     return _with_tensors(model, stored_tensors(info), info.folder, group)
 
 
@@ -329,7 +324,7 @@ def twin_with_head(
             f"{info.folder}: its labels are {', '.join(info.label_names)}, but those of the served model are "
             f"{', '.join(origin.label_names)}, in this order; correct id2label in {CONFIG_FILE}, or train on its labels"
         )
-    _check_same_architecture(_read_config(origin.folder), info.folder)
+    _check_same_architecture(_config(origin, 1).to_dict(), info)
     if group is not None or info.tensors.keys() != origin.tensors.keys():
         return None
     own, path = model.state_dict(), head_path(model)
@@ -347,15 +342,9 @@ def _difference(mine: Head | None, theirs: Head | None) -> str:
     """Return the first of the fields in which two heads differ, as a text."""
     if mine is None or theirs is None:
         return "none" if mine is None else f"{mine.prefix}, and the served model has none"
-    for field in ("prefix", "num_labels", *(field.name for field in fields(Head) if field.name != "form")):
-        found, served = getattr(mine, field), getattr(theirs, field)
-        if found != served:
-            return f"its {field} is {_shown(found)}, not {_shown(served)}"
-    return f"its form is that of {mine.form.models or mine.prefix}, not of {theirs.form.models or theirs.prefix}"
-
-
-def _shown(value: Any) -> str:
-    return f"{', '.join(value.names)} ({value.activation})" if isinstance(value, Layers) else str(value)
+    names = ("prefix", "num_labels", *(field.name for field in fields(Head)))
+    field = next(name for name in names if getattr(mine, name) != getattr(theirs, name))
+    return f"its {field} is {getattr(mine, field)}, not {getattr(theirs, field)}"
 
 
 def check_finite(module: torch.nn.Module) -> None:
@@ -410,11 +399,9 @@ def map_tensors(files: list[Path]) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for file in files:
-        try:
+        with as_checkpoint_error(file):
             mapped = _mapped(file)
             tensors |= {name: _view(mapped, info) for name, info in read_header(file).items()}
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file.parent}: unreadable {file.name}: {error}") from error
     return tensors
 
 
@@ -636,8 +623,8 @@ def read_tensor(folder: Path, tensor: TensorInfo) -> Tensor:
         return _view(_mapped(folder / tensor.file), tensor).clone()
 
 
-def _check_same_architecture(mine: Mapping[str, Any], folder: Path) -> None:
-    theirs = _read_config(folder)
+def _check_same_architecture(mine: Mapping[str, Any], info: CheckpointInfo) -> None:
+    folder, theirs = info.folder, _config(info, 1).to_dict()
     if theirs["model_type"] != mine["model_type"]:
         raise CheckpointError(
             f"{folder} is a {theirs['model_type']} model, but the served model is {mine['model_type']}"
@@ -649,22 +636,6 @@ def _check_same_architecture(mine: Mapping[str, Any], folder: Path) -> None:
                 f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, but {mine.get(key)!r} in the served model; "
                 "a different architecture needs a reload through Triton"
             )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        return _read_architecture((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: unreadable {CONFIG_FILE}: {error}") from error
-
-
-@functools.lru_cache(maxsize=4)
-def _read_architecture(text: str) -> dict[str, Any]:
-    """Return all keys of a config.json, defaults included; cached, because the text rarely changes between versions."""
-    given = json.loads(text)
-    if not isinstance(given, dict) or "model_type" not in given:
-        raise ValueError("it has no model_type")
-    return AutoConfig.for_model(**{**given, "model_type": model_type_of(given)}).to_dict()
 
 
 def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
