@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -346,22 +346,14 @@ def stored_adapters(folder: Path) -> StoredAdapters | None:
     Raises:
         CheckpointError: config.json is damaged.
     """
+    found = read_config(folder).get(ADAPTERS_KEY) if (folder / CONFIG_FILE).is_file() else None
+    if found is None:
+        return None
     try:
-        found = read_key(read_config(folder), ADAPTERS_KEY, dict, None) if (folder / CONFIG_FILE).is_file() else None
-        if found is None:
-            return None
-        if lacking := {field.name for field in fields(StoredAdapters)} - found.keys():
-            raise ValueError(f"it lacks {min(lacking)}")
-        return StoredAdapters(
-            base=read_key(found, "base", int, 0),
-            scale=read_key(found, "scale", float, 0.0),
-            transposed=tuple(read_key(found, "transposed", list, [])),
-            rounded=tuple(read_key(found, "rounded", list, [])),
-        )
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {ADAPTERS_KEY} is damaged: {error}") from error
+        names = {key: tuple(map(str, read_key(found, key, list, None) or ())) for key in ("transposed", "rounded")}
+        return StoredAdapters(base=int(found["base"]), scale=float(found["scale"]), **names)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {ADAPTERS_KEY} is damaged: {error!r}") from error
 
 
 def reward_head(info: CheckpointInfo) -> Head:

@@ -388,7 +388,7 @@ def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
         return tensors
     base = inspect_checkpoint(info.folder.parent / str(info.adapters.base))
     with as_checkpoint_error(info.folder):
-        return with_stored_adapters(map_tensors(base.files), tensors, info.adapters)
+        return with_stored_adapters(stored_tensors(base), tensors, info.adapters)
 
 
 def map_tensors(files: list[Path]) -> dict[str, Tensor]:
