@@ -42,8 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         convert_pickled(source, arguments.convert)
         setattr(arguments, role, arguments.convert)
     if arguments.merge is not None:
-        from tools.merge_adapter import merge_reward_adapter  # torch: not for --help
+        from python_backend.models.modeling import quiet_transformers  # torch: not for --help
+        from tools.merge_adapter import merge_reward_adapter
 
+        quiet_transformers()
         merge_reward_adapter(arguments.reward, arguments.base, arguments.merge)
         arguments.reward = arguments.merge
     models = (arguments.reward, arguments.critic, arguments.policy)

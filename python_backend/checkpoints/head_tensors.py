@@ -23,6 +23,7 @@ OUTPUT = re.compile(r"(lm_head|embed_out)\.(weight|bias)")  # if it has an outpu
 HARMLESS = re.compile(
     r"(lm_predictions|mask_predictions|cls\.predictions|cls\.seq_relationship)\.[\w.]+"
     r"|.*(\.inv_freq|\.masked_bias|position_ids|token_type_ids)"
+    r"|(\w+\.)*(global_step|steps?|epochs?|\w*num_updates|num_batches_tracked)"
 )
 MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask, if it has four dimensions
 LIKE_A_HEAD = re.compile(r"head|score|regress|gating|normali[sz]er|reward|value|weights|out_proj|classif|linear|cls")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 import logging
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
-    AutoConfig,
     GenerationConfig,
 )
 
@@ -37,9 +36,7 @@ from python_backend.checkpoints.inspection import (
     CheckpointInfo,
     check_pickles,
     fix_forward,
-    head_files,
     inspect_checkpoint,
-    model_type_of,
     read_config,
     stable_length,
 )
@@ -57,6 +54,7 @@ if TYPE_CHECKING:  # slow to import, and needed only for models larger than one 
     from python_backend.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STANDARDISATION_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std", "do_normalize", "var", "pooling")
 LANGUAGE_MODELS = (
@@ -65,6 +63,12 @@ LANGUAGE_MODELS = (
     MODEL_FOR_PRETRAINING_MAPPING,
     MODEL_MAPPING,
 )
+SIZES = re.compile("size|dim|embd|positions|inner")  # keys of config.json that are parts of shapes
+NOT_FORMULA = {  # keys of config.json about how transformers computes and returns, which are set here
+    *("dtype", "torch_dtype", "return_dict", "use_return_dict", "output_attentions", "output_hidden_states"),
+    *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
+    *("chunk_size_feed_forward", "torchscript", "gradient_checkpointing", "transformers_version", "name_or_path"),
+}
 OWN_PATHS: dict[Any, str] = {}  # class of transformers -> path of its head
 NOT_ARCHITECTURE = {  # keys of config.json that do not change the forward pass
     "_name_or_path",
@@ -162,7 +166,7 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
     """
     config = _config(info, head.num_labels)
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    fits = kind is not None and len(head.layers.names) == 1 and _own_path(kind, config) == head.prefix
+    fits = kind is not None and len(head.layers.names) == 1 and _own_path(info, kind) == head.prefix
     is_own = fits and kind.__name__ == info.architecture
     given = read_config(info.folder)
     usual = type(config)()
@@ -210,10 +214,10 @@ def _warn_unread(model_type: str, keys: tuple[str, ...]) -> None:
         )
 
 
-def _own_path(kind: Any, config: Any) -> str:
+def _own_path(info: CheckpointInfo, kind: Any) -> str:
     """Return `head_path` of transformers' class, built once: a live version is loaded beside requests."""
     if kind not in OWN_PATHS:
-        OWN_PATHS[kind] = head_path(_empty(kind, config))
+        OWN_PATHS[kind] = head_path(_built(info, kind))
     return OWN_PATHS[kind]
 
 
@@ -316,7 +320,7 @@ def twin(model: Any, info: CheckpointInfo, group: RankGroup | None = None) -> An
     Raises:
         CheckpointError: the architecture, names or shapes differ.
     """
-    _check_same_architecture(model.config.to_dict(), info.folder)
+    _check_same_architecture(model.config.to_dict(), info)
     return _with_tensors(model, stored_tensors(info), info.folder, group)
 
 
@@ -339,7 +343,7 @@ def twin_with_head(
             f"{info.folder}: its labels are {', '.join(info.label_names)}, but those of the served model are "
             f"{', '.join(origin.label_names)}, in this order; correct id2label in {CONFIG_FILE}, or train on its labels"
         )
-    _check_same_architecture(_read_config(origin.folder), info.folder)
+    _check_same_architecture(_config(origin, 1).to_dict(), info)
     if group is not None or info.tensors.keys() != origin.tensors.keys():
         return None
     own, path = model.state_dict(), head_path(model)
@@ -394,13 +398,14 @@ def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a file is damaged, or the adapters do not fit.
     """
-    apart = head_files(info.folder)
-    tensors = unwrapped(map_tensors([file for file in info.files if file not in apart]), info.wrapper)
+    with as_checkpoint_error(info.folder):
+        mapped = {file: _mapped(info.folder / file) for file in {tensor.file for tensor in info.tensors.values()}}
+        tensors = {name: _view(mapped[tensor.file], tensor) for name, tensor in info.tensors.items()}
     if info.adapters is None:
         return tensors
     base = inspect_checkpoint(info.folder.parent / str(info.adapters.base))
     with as_checkpoint_error(info.folder):
-        return with_stored_adapters(map_tensors(base.files), tensors, info.adapters)
+        return with_stored_adapters(stored_tensors(base), tensors, info.adapters)
 
 
 def map_tensors(files: list[Path]) -> dict[str, Tensor]:
@@ -411,13 +416,15 @@ def map_tensors(files: list[Path]) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for file in files:
-        try:
-            with file.open("rb") as stream:
-                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        with as_checkpoint_error(file):
+            mapped = _mapped(file)
             tensors |= {name: _view(mapped, info) for name, info in read_header(file).items()}
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file.parent}: unreadable {file.name}: {error}") from error
     return tensors
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    with file.open("rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
@@ -449,13 +456,8 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
             f"{info.folder}: transformers has no {info.model_type} models; the checkpoint's own code would have to be "
             "run, which is never done"
         )
-    with as_checkpoint_error(info.folder):
-        settings = {"num_labels": num_labels, "return_dict": True, "local_files_only": True}
-        if read_config(info.folder).get("model_type") == info.model_type:
-            # It reads some types as others: mistral with `layer_types` as ministral.
-            config = AutoConfig.from_pretrained(str(info.folder), trust_remote_code=False, **settings)
-        else:  # a publisher's own name of the type
-            config = CONFIG_MAPPING[info.model_type].from_pretrained(str(info.folder), **settings)
+    given = read_config(info.folder)
+    config = _blaming(info, given, lambda keys: _read(info, keys, num_labels))
     if getattr(config, "quantization_config", None):
         raise CheckpointError(f"{info.folder} is quantised; use the unquantised checkpoint")
     # `inspect_checkpoint` has read OpenRLHF's keys already; a saved critic stores the same facts under our own keys.
@@ -463,6 +465,47 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
         if hasattr(config, key):
             delattr(config, key)
     return config
+
+
+def _read(info: CheckpointInfo, given: Mapping[str, Any], num_labels: int) -> Any:
+    """Return the configuration that transformers reads from these keys of config.json."""
+    # As `AutoConfig.from_pretrained`, which reads this type as another one.
+    kind = "ministral" if info.model_type == "mistral" and "layer_types" in given else info.model_type
+    keys = {key: value for key, value in given.items() if key not in NOT_FORMULA}
+    return CONFIG_MAPPING[kind].from_dict({**keys, "model_type": kind, "num_labels": num_labels})
+
+
+def _blaming(info: CheckpointInfo, given: Mapping[str, Any], build: Callable[[Mapping[str, Any]], T]) -> T:
+    """Return `build(given)`. Raises CheckpointError with the key of config.json without which it does not fail."""
+    try:
+        return build(given)
+    except Exception as error:  # process edge: what transformers does with a key may raise anything
+        cause = "it cannot be read"
+        for key, value in given.items():
+            with contextlib.suppress(Exception):
+                build({name: each for name, each in given.items() if name != key})
+                cause = f"{key} is {str(value)[:80]!r}"
+                break
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{info.folder / CONFIG_FILE}: {cause}: {reason[:300]}") from error
+
+
+def _built(info: CheckpointInfo, kind: Any) -> Any:
+    """Return a model of the class `kind` without data. Raises CheckpointError with the key that forbids it."""
+    return _blaming(info, read_config(info.folder), lambda keys: _empty(kind, _read(info, keys, 1)))
+
+
+def _check_shapes(info: CheckpointInfo, kind: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if a tensor has another shape than config.json says."""
+    own, given = _built(info, kind).state_dict(), read_config(info.folder)
+    for name, stored in tensors.items():
+        found = own.get(name, own.get(f"{kind.base_model_prefix}.{name}", stored)).shape
+        if found != stored.shape:
+            said = [f"{key}: {each}" for key, each in given.items() if SIZES.search(key) and each in [*found]]
+            raise CheckpointError(
+                f"{info.folder}: {name} has shape {list(stored.shape)}, but {list(found)} by {CONFIG_FILE} "
+                f"({', '.join(said) or 'defaults'}); copy both files of one model"
+            )
 
 
 def _load(
@@ -498,19 +541,27 @@ def _load(
                 f"may be of another layer; rename or remove {odd}"
             )
     arguments = {"config": config, "state_dict": tensors, "dtype": DTYPES[dtype]}
-    with as_checkpoint_error(info.folder):
-        if group is None:
-            model, report = kind.from_pretrained(None, output_loading_info=True, **arguments)
-        else:
-            check_tensor_parallel(info.folder, group.size)
-            model, report = group.from_pretrained(kind, **arguments)
+    try:
+        with as_checkpoint_error(info.folder):
+            if group is None:
+                model, report = kind.from_pretrained(None, output_loading_info=True, **arguments)
+            else:
+                check_tensor_parallel(info.folder, group.size)
+                model, report = group.from_pretrained(kind, **arguments)
+    except CheckpointError:
+        _check_shapes(info, kind, tensors)
+        raise
     heads = set() if with_head else {f"{head_path(model)}.{name}" for name, _ in head_of(model).named_parameters()}
     computed = {name for name, _ in model.named_buffers() if is_harmless(name, None, None)}
     lacking = sorted(report["missing_keys"] - heads - computed)
     if with_head:
         check_tensors(info.folder, lacking, report["unexpected_keys"])
     if lacking:
-        raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}")
+        tied = next((name for name in info.tensors if name.endswith(("lm_head.weight", "embed_out.weight"))), None)
+        output = (
+            f", which is {tied} if the two are tied: store it under this name" if "embed" in lacking[0] and tied else ""
+        )
+        raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}{output}")
     # The caller sets the head, so that a tensor in the place of the class's own would be lost.
     taken = heads - report["missing_keys"]
     lost = [name for name in tensors if any(f".{name}".endswith(f".{own}") for own in taken)]
@@ -522,6 +573,7 @@ def _load(
             "outputs than the checkpoint's; docs/your-models.md has the table of heads"
         )
     model.config.architectures = [kind.__name__]
+    model.name_or_path = str(info.folder)
     _keep_stable(model, info)
     return model.eval()
 
@@ -564,13 +616,7 @@ def unused_tensors(
     info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str], *, starts_at_0: bool = False
 ) -> list[str]:
     """Return the tensors that `kind` does not use, without those that cannot change its outputs."""
-    apart = {file.name for file in head_files(info.folder)}
     left = {name for name in unexpected if not is_harmless(name, info.tensors.get(name), info.vocab_size)}
-    left |= {
-        name
-        for name, tensor in info.tensors.items()
-        if tensor.file in apart and not (info.head and info.head.owns(name))
-    }
     if not left:
         return []
     # Output layers of the family's language models, and a pooler that the head does not read; without a head, any.
@@ -607,12 +653,12 @@ def _keep_stable(model: Any, info: CheckpointInfo) -> None:
 
 def read_tensor(folder: Path, tensor: TensorInfo) -> Tensor:
     """Return a tensor, in memory of its own: a mapped one may be unaligned, on which the last bits would depend."""
-    with as_checkpoint_error(folder), (folder / tensor.file).open("rb") as stream:
-        return _view(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY), tensor).clone()
+    with as_checkpoint_error(folder):
+        return _view(_mapped(folder / tensor.file), tensor).clone()
 
 
-def _check_same_architecture(mine: Mapping[str, Any], folder: Path) -> None:
-    theirs = _read_config(folder)
+def _check_same_architecture(mine: Mapping[str, Any], info: CheckpointInfo) -> None:
+    folder, theirs = info.folder, _config(info, 1).to_dict()
     if theirs["model_type"] != mine["model_type"]:
         raise CheckpointError(
             f"{folder} is a {theirs['model_type']} model, but the served model is {mine['model_type']}"
@@ -624,22 +670,6 @@ def _check_same_architecture(mine: Mapping[str, Any], folder: Path) -> None:
                 f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, but {mine.get(key)!r} in the served model; "
                 "a different architecture needs a reload through Triton"
             )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        return _read_architecture((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: unreadable {CONFIG_FILE}: {error}") from error
-
-
-@functools.lru_cache(maxsize=4)
-def _read_architecture(text: str) -> dict[str, Any]:
-    """Return all keys of a config.json, defaults included; cached, because the text rarely changes between versions."""
-    given = json.loads(text)
-    if not isinstance(given, dict) or "model_type" not in given:
-        raise ValueError("it has no model_type")
-    return AutoConfig.for_model(**{**given, "model_type": model_type_of(given)}).to_dict()
 
 
 def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:

@@ -156,7 +156,9 @@ def measure_causality(model: Any, **inputs: Any) -> bool:
         return _seems_causal(model, row, **inputs)
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:  # raised by a model's own code
         reason = " ".join(str(error).split())
-        raise CheckpointError(f"{type(model).__name__} cannot score rows of tokens: {reason[:300]}") from error
+        raise CheckpointError(
+            f"{model.name_or_path}: {type(model).__name__} cannot score rows of tokens: {reason[:300]}"
+        ) from error
     return not gradient.flatten(0, -2)[half:].any()  # one row: XLNet's tokens come before its rows
 
 

@@ -35,6 +35,7 @@ from python_backend.checkpoints.heads import GATES
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import RewardSection
 from python_backend.config.labels import attribute_weights
+from python_backend.models import loading
 from python_backend.models.modeling import quiet_transformers, save_critic
 from python_backend.wire.training_payload import TrainPayload
 from tests.support.loaders import load_critic, load_process_reward, load_reward, skip_on_cards
@@ -662,7 +663,8 @@ def test_each_remedy_for_an_unknown_pooling_leads_to_a_served_model(tmp_path: Pa
 
 BESIDE = ["normalizer.pt", "gating_layer.pt", "reward_scale.pth", "value_head.bin", "pytorch_model_head.bin", "a.ckpt"]
 BESIDE += ["model_value_head.safetensors", "adapter_model.safetensors", "pytorch_model_head.safetensors"]
-BESIDE += ["model-00001-of-00002.safetensors", "optimizer_head.pt", "reward_scaler.pt"]
+BESIDE += ["model-00001-of-00002.safetensors", "optimizer_head.pt", "reward_scaler.pt", "adapters.safetensors"]
+BESIDE += ["adapters.npz", "reward_scale.npy", "normalizer.pkl", "value_head.h5"]
 
 
 @pytest.mark.parametrize("file", quick(BESIDE, *BESIDE[::3]))
@@ -671,6 +673,7 @@ def test_a_file_beside_the_weights_is_read_or_refused_by_name(tmp_path: Path, fi
     for harmless in (
         *("optimizer.pt", "optimizer.safetensors", "scheduler.pt", "scaler.pt", "rng_state_0.pth", "training_args.bin"),
         *("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "consolidated.safetensors"),
+        *("tf_model.h5", "flax_model.msgpack", "model.gguf", "model.onnx"),
     ):
         (tmp_path / harmless).write_bytes(b"")
     load_reward(tmp_path)
@@ -703,6 +706,22 @@ def test_numbers_that_are_no_floating_point_ones_are_refused(tmp_path: Path, nam
     for load in (load_reward, load_critic):
         with pytest.raises(CheckpointError, match=f"quantised: {name} is of type"):
             load(tmp_path)
+
+
+COUNTERS = {"global_step": [12], "module.steps": 3, "v_head.num_updates": 7, "epoch": 1, "norm.num_batches_tracked": 5}
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_a_counter_beside_the_weights_changes_nothing(tmp_path: Path, name: str):
+    shape = SHAPES["Skywork-Reward"]
+    body = save(tmp_path, shape)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    save_file({**stored, name: torch.tensor(COUNTERS[name])}, file)
+    assert_scores(tmp_path, shape, right(shape, body, stored))
+    save_file({**stored, "scale": torch.tensor(2)}, file)
+    with pytest.raises(CheckpointError, match="does not use scale"):
+        load_reward(tmp_path)
 
 
 # ---- keys of config.json ----
@@ -748,6 +767,57 @@ def test_a_key_of_another_json_type_is_refused_or_changes_nothing(tmp_path: Path
             continue
         if isinstance(value, str | list | dict):
             np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=str(value))
+
+
+# Keys of config.json and what is said of them; None: the score stays.
+UNUSUAL: list[tuple[str, dict[str, Any], str | None]] = [
+    ("llama", {"attn_implementation": "flash_attention_2"}, None),
+    ("llama", {"_attn_implementation": "nonsense"}, None),
+    ("llama", {"output_hidden_states": "x", "output_attentions": True, "torchscript": True}, None),
+    ("llama", {"dtype": "nonsense"}, None),
+    ("bert", {"chunk_size_feed_forward": 2}, None),
+    ("llama", {"hidden_act": "nonsense"}, "config.json: hidden_act is 'nonsense': "),
+    ("bert", {"hidden_size": None}, "config.json: hidden_size is 'None': "),
+    ("gpt2", {"n_layer": "2"}, "config.json: n_layer is '2': "),
+    ("llama", {"id2label": {"good": 0}}, "config.json: id2label has the key 'good', must be the number of a label"),
+    (
+        "llama",
+        {"vocab_size": 48},
+        r"embed_tokens.weight has shape \[64, 16\], but \[48, 16\] by config.json \(.*vocab_size: 48\)",
+    ),
+    ("gpt2", {"n_inner": 8}, r"has shape .* by config.json \(.*n_inner: 8\)"),
+]
+
+
+@pytest.mark.parametrize(("family", "config", "told"), UNUSUAL, ids=lambda each: str(each)[:40])
+def test_an_unusual_key_of_config_json_changes_no_score_or_is_named(
+    tmp_path: Path, family: str, config: dict[str, Any], told: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(loading, "OWN_PATHS", {})
+    kind = SEQUENCE_CLASSES[family]
+    shape = Shape(family, kind, one("classifier" if family == "bert" else "score", bias=family == "bert"), layers())
+    save(tmp_path, shape)
+    expected = load_reward(tmp_path).score(rows(shape))
+    monkeypatch.setattr(loading, "OWN_PATHS", {})
+    change_config(tmp_path, config)
+    if told is None:
+        np.testing.assert_allclose(load_reward(tmp_path).score(rows(shape)), expected, rtol=1e-5)
+        return
+    for load in (load_reward, load_critic):
+        with pytest.raises(CheckpointError, match=told) as caught:
+            load(tmp_path)
+        assert str(tmp_path) in str(caught.value)
+
+
+def test_a_tied_model_with_its_output_layer_alone_is_refused_with_the_remedy(tmp_path: Path):
+    shape = SHAPES["GRM-sftreg"]
+    save(tmp_path, shape)
+    file = tmp_path / "model.safetensors"
+    save_file({name: each for name, each in load_file(file).items() if "embed_tokens" not in name}, file)
+    with pytest.raises(
+        CheckpointError, match=r"lack model\.embed_tokens\.weight, which is \S*lm_head\.weight if the two"
+    ):
+        load_reward(tmp_path)
 
 
 # ---- transformers' own classes ----
