@@ -9,12 +9,12 @@ from pathlib import Path
 from python_backend.checkpoints.inspection import (
     ADAPTER_FILE,
     CONFIG_FILE,
-    COPIES,
     INDEX_FILE,
     WEIGHTS_FILE,
     CheckpointError,
     head_files,
     pickles,
+    pickles_beside,
     tensors_in,
 )
 from python_backend.monitoring.log_lines import say
@@ -105,7 +105,7 @@ def _weights_in(folder: Path) -> list[Path]:
 
 def _heads_beside(source: Path, folder: Path, weights: list[Path]) -> list[Path]:
     """Return the pickles beside the weights that are none: a head of the model is in a file of its own."""
-    found = [file for file in pickles(folder) if file not in weights and not COPIES.fullmatch(file.name)]
+    found = [file for file in pickles_beside(folder) if file not in weights]
     if source.is_file() and found:
         say(f"left out, since {source.name} alone was given: {', '.join(file.name for file in found)}")
     return [] if source.is_file() else found

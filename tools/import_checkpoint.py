@@ -15,11 +15,10 @@ import yaml
 from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
 from python_backend.checkpoints.language_models import check_language_model
 from python_backend.checkpoints.tokenization import load_tokenizer, same_tokenizer
-from python_backend.config import RunConfig
+from python_backend.config import RewardSection, parse_config
 from python_backend.config.command_line import interrupt_on_signals, reporting
-from python_backend.config.labels import choices
+from python_backend.config.labels import attribute_weights, choices, merges
 from python_backend.config.required_files import has_chat_template
-from python_backend.config.yaml_file import read_yaml
 from tools.arguments import parse_or_complete
 
 FROM_REWARD = "from-reward"
@@ -43,11 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         convert_pickled(source, arguments.convert)
         setattr(arguments, role, arguments.convert)
     if arguments.merge is not None:
-        from tools.merge_adapter import merge_reward_adapter  # torch: not for --help
+        from python_backend.models.modeling import quiet_transformers  # torch: not for --help
+        from tools.merge_adapter import merge_reward_adapter
 
+        quiet_transformers()
         merge_reward_adapter(arguments.reward, arguments.base, arguments.merge)
         arguments.reward = arguments.merge
-    text = import_checkpoints(arguments.reward, arguments.critic, arguments.policy, try_out=not arguments.no_load)
+    models = (arguments.reward, arguments.critic, arguments.policy)
+    text = import_checkpoints(*models, arguments.overrides, try_out=not arguments.no_load)
     if arguments.out is None:
         print(f"\n{text}", end="")
     else:
@@ -80,26 +82,36 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
     return given
 
 
-def import_checkpoints(reward: Path | None, critic: Path | None, policy: Path | None, *, try_out: bool) -> str:
+def import_checkpoints(
+    reward: Path | None, critic: Path | None, policy: Path | None, overrides: Sequence[str] = (), *, try_out: bool
+) -> str:
     """Inspect the models, report on them, and return the YAML of their sections, which is validated.
 
     Args:
         reward: the reward model's folder.
         critic: the critic's folder, or `from-reward` for the reward model's folder.
         policy: the policy's folder.
+        overrides: keys of the sections, `section.key=value`, with which the models are tried as well.
         try_out: also load each model and score one row.
 
     Raises:
         CheckpointError: a folder cannot be used; the message names it and says what to do.
+        ConfigError: an override is wrong.
     """
     rewards = None if reward is None else inspect_checkpoint(reward)
-    critics = None
     if rewards is not None:
-        _import_reward(rewards, try_out)
+        _report("reward", rewards)
+        reward_head(rewards)  # raises CheckpointError if the model has no reward head
+    critics = None
     if critic == Path(FROM_REWARD):
         critics = rewards
     elif critic is not None:
         critics = inspect_checkpoint(critic)
+    sections = make_sections(rewards, critics, policy)
+    config = parse_config(sections, "the imported sections", overrides)
+    if rewards is not None and try_out:
+        _try_reward(rewards, config.reward)
+    if critics is not None and critics is not rewards:
         _report("critic", critics)
     if critics is not None and try_out:
         _try_critic(critics)
@@ -107,8 +119,9 @@ def import_checkpoints(reward: Path | None, critic: Path | None, policy: Path | 
         _import_policy(policy, try_out)
     if rewards is not None and critics is not None:
         _compare_tokenizers(rewards, critics)
-    text = render_yaml(rewards, critics, policy)
-    RunConfig.model_validate(read_yaml(text))
+    text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+    if rewards is not None and _is_open(rewards, config.reward):
+        text = text.replace("reward:\n", f"reward:\n{_label_choices(rewards)}", 1)
     return text
 
 
@@ -117,13 +130,13 @@ def suggested_dtype(info: CheckpointInfo) -> str:
     return HALF.get(next(iter(info.dtypes), ""), "float32")
 
 
-def render_yaml(reward: CheckpointInfo | None, critic: CheckpointInfo | None, policy: Path | None) -> str:
+def make_sections(
+    reward: CheckpointInfo | None, critic: CheckpointInfo | None, policy: Path | None
+) -> dict[str, dict[str, Any]]:
     """Return the `reward:` and `critic:` sections that serve these models, and the policy's key."""
     sections: dict[str, dict[str, Any]] = {}
     if reward is not None:
-        assert reward.head is not None
-        sections["reward"] = {**_common(reward), "pooling": "auto"}
-        sections["reward"]["standardization"] = "model"
+        sections["reward"] = {**_common(reward), "pooling": "auto", "standardization": "model"}
     if critic is not None:
         sections["critic"] = {**_common(critic), "standardization": "model"}
         if critic.constants is None and reward is not None and reward.constants is not None:
@@ -131,10 +144,12 @@ def render_yaml(reward: CheckpointInfo | None, critic: CheckpointInfo | None, po
             sections["critic"]["standardization"] = {"mean": constants.mean, "std": constants.std}
     if policy is not None:
         sections["actor"] = {"policy": {"model": str(policy)}}
-    text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
-    if reward is not None and reward.head is not None and reward.head.num_labels > 1:
-        text = text.replace("reward:\n", f"reward:\n{_label_choices(reward)}", 1)
-    return text
+    return sections
+
+
+def _is_open(info: CheckpointInfo, section: RewardSection) -> bool:
+    """Return whether nothing says which of several labels is the reward."""
+    return len(info.label_names) > 1 and merges(section) is None
 
 
 def _common(info: CheckpointInfo) -> dict[str, Any]:
@@ -181,15 +196,18 @@ def _head_line(info: CheckpointInfo) -> str:
     return f"{HEADS[head.kind]} `{head.prefix}`: {head.num_labels} output(s), {layers}{how}"
 
 
-def _import_reward(info: CheckpointInfo, try_out: bool) -> None:
-    _report("reward", info)
-    reward_head(info)  # raises CheckpointError if the model has no reward head
-    if not try_out:
-        return
+def _try_reward(info: CheckpointInfo, section: RewardSection) -> None:
+    """Score a row with the section's settings; if they leave the labels open, with a score for each of these."""
     from python_backend.models.modeling import load_reward
 
-    names = info.label_names if len(info.label_names) > 1 else [""]
-    _, score = _try_out(info, functools.partial(load_reward, merge_attributes=len(names) == 1), "score")
+    load = functools.partial(
+        load_reward,
+        pooling=section.pooling,
+        attribute_weights=None if section.attribute_weights is None else attribute_weights(section),
+        merge_attributes=False if _is_open(info, section) else merges(section),
+    )
+    model, score = _try_out(info, load, "score")
+    names = info.label_names if model.num_outputs > 1 else [""]
     scores = ", ".join(f"{name} {x:.4f}".lstrip() for name, x in zip(names, score, strict=True))
     print(f"  {'trial':<13} loads; the row of tokens 1 to {TRIAL_TOKENS} scores {scores}")
     if info.tokenizer is not None:
@@ -244,6 +262,9 @@ def _compare_tokenizers(reward: CheckpointInfo, critic: CheckpointInfo) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="key of the sections, such as reward.pooling=last"
+    )
     parser.add_argument("--reward", type=Path, metavar="PATH", help="folder of the reward model")
     parser.add_argument("--critic", type=Path, metavar="PATH|from-reward", help="folder of the critic or its body")
     parser.add_argument("--policy", type=Path, metavar="PATH", help="folder of the policy")

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from python_backend.checkpoints.heads import WRAPPED
+from python_backend.checkpoints.head_tensors import WRAPPED
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.checkpoints.tensor_file import STORED_AS, write_tensors
 from python_backend.process import die_with_parent

@@ -8,26 +8,24 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from python_backend.checkpoints.config_keys import read_key
-from python_backend.checkpoints.heads import (
+from python_backend.checkpoints.head_tensors import (
     LIKE_A_HEAD,
-    MODEL_TYPES,
-    NORMALISER,
     PAIRWISE,
-    Head,
     find_head,
     is_harmless,
     loose_tensors,
     may_be_head,
-    said_of_head,
     unwrapped,
+    would_fit,
     wrapper_of,
 )
+from python_backend.checkpoints.heads import MODEL_TYPES, NORMALISER, Head
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header, read_numbers
 from python_backend.errors import RlhfError
 
@@ -113,13 +111,15 @@ INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+OTHER_WEIGHTS = (".pkl", ".npz", ".npy", ".h5", ".msgpack")  # that nothing here reads
 # Files beside a model's weights that have nothing to add to it: of a training's state, and the same weights once more.
-TRAINER_STATE = re.compile(
-    r"(optimizer|scheduler|scaler|sampler|training_args|rng_state|random_states)[-_\d]*\.\w+|adapters\.safetensors"
+TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|sampler|training_args|rng_state|random_states)[-_\d]*\.\w+")
+COPIES = re.compile(
+    r"pytorch_model([-_]\d+-of-\d+)?\.bin|(tf_model|flax_model)([-_]\d+-of-\d+)?\.(h5|msgpack)"
+    r"|consolidated[-_.\d]*(of-\d+)?\.(safetensors|pth)"
 )
-COPIES = re.compile(r"pytorch_model([-_]\d+-of-\d+)?\.bin|consolidated[-_.\d]*(of-\d+)?\.(safetensors|pth)")
+ADAPTER_COPY = re.compile(r"adapter_model\.bin")
 FLOATS = ("F64", "F32", "F16", "BF16")
-COUNTS = re.compile(r".*(_ids|_index|mask|num_batches_tracked)|normalizer\.count")  # tensors of whole numbers
 TOKENIZERS = {
     "tokenizer.json": "fast (tokenizer.json)",
     "tokenizer.model": "SentencePiece (tokenizer.model)",
@@ -173,7 +173,6 @@ class CheckpointInfo:
     head: Head | None
     is_encoder_decoder: bool
     loose: tuple[str, ...]  # tensors that look like a head's, but belong to none that is known
-    said: Mapping[str, Any]  # keys of config.json about the head that are not read; see `said_of_head`
     labels: tuple[str, ...]  # from config.json's id2label; empty if they are only LABEL_0, LABEL_1, ...
     tensors: Mapping[str, TensorInfo]  # by name, without `wrapper`
     wrapper: str  # before the names of all tensors in the files, see `wrapper_of`
@@ -284,7 +283,7 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     config = read_config(folder)
     tensors = _read_tensors(folder)
     try:
-        return _described(folder, config, tensors)
+        return described(folder, config, tensors)
     except CheckpointError:
         raise
     except ValueError as error:
@@ -296,13 +295,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_object(folder / CONFIG_FILE)
 
 
-def _described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> CheckpointInfo:
+def described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> CheckpointInfo:
+    """Return what `inspect_checkpoint` does for this config.json and these tensors. Raises ValueError."""
     wrapper = wrapper_of(config, tensors)
     tensors = unwrapped(tensors, wrapper)
     head = find_head(config, tensors)
     vocab_size = read_key(text_config(config), "vocab_size", int, None)
     for name, tensor in tensors.items():
-        if tensor.dtype not in FLOATS and not COUNTS.fullmatch(name) and not is_harmless(name, tensor, None):
+        is_weight = len(tensor.shape) > 1 or name.endswith((".weight", ".bias"))  # no counter or mask
+        if tensor.dtype not in FLOATS and is_weight and not is_harmless(name, tensor, None):
             raise ValueError(f"{tensor.file} is quantised: {name} is of type {tensor.dtype}; use the unquantised model")
     read_key(config, "quantization_config", dict, None)  # transformers reads it
     ids = read_key(config, "label2id", dict, {})
@@ -313,6 +314,8 @@ def _described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
             f"{folder / CONFIG_FILE}: id2label {names} and label2id {ids} contradict each other ({differing[0]}); "
             "correct the wrong one"
         )
+    if odd := [key for key in names if not str(key).isdigit()]:
+        raise ValueError(f"config.json: id2label has the key {odd[0]!r}, must be the number of a label")
     # transformers sorts the file's keys as texts, "10" before "2".
     labels = tuple(str(names[key]) for key in sorted(names, key=lambda key: (len(key), key)))
     return CheckpointInfo(
@@ -322,7 +325,6 @@ def _described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
         head=head,
         is_encoder_decoder=read_key(config, "is_encoder_decoder", bool, False),
         loose=tuple(loose_tensors(head, tensors, vocab_size)),
-        said=said_of_head(head, config),
         labels=() if labels == tuple(f"LABEL_{i}" for i in range(len(labels))) else labels,
         tensors=tensors,
         wrapper=wrapper,
@@ -340,22 +342,14 @@ def stored_adapters(folder: Path) -> StoredAdapters | None:
     Raises:
         CheckpointError: config.json is damaged.
     """
+    found = read_config(folder).get(ADAPTERS_KEY) if (folder / CONFIG_FILE).is_file() else None
+    if found is None:
+        return None
     try:
-        found = read_key(read_config(folder), ADAPTERS_KEY, dict, None) if (folder / CONFIG_FILE).is_file() else None
-        if found is None:
-            return None
-        if lacking := {field.name for field in fields(StoredAdapters)} - found.keys():
-            raise ValueError(f"it lacks {min(lacking)}")
-        return StoredAdapters(
-            base=read_key(found, "base", int, 0),
-            scale=read_key(found, "scale", float, 0.0),
-            transposed=tuple(read_key(found, "transposed", list, [])),
-            rounded=tuple(read_key(found, "rounded", list, [])),
-        )
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {ADAPTERS_KEY} is damaged: {error}") from error
+        names = {key: tuple(map(str, read_key(found, key, list, None) or ())) for key in ("transposed", "rounded")}
+        return StoredAdapters(base=int(found["base"]), scale=float(found["scale"]), **names)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {ADAPTERS_KEY} is damaged: {error!r}") from error
 
 
 def reward_head(info: CheckpointInfo) -> Head:
@@ -369,17 +363,17 @@ def reward_head(info: CheckpointInfo) -> Head:
             "convert it with `python -m tools import --reward FOLDER --convert NEW_FOLDER`"
         )
     check_pickles(info.folder)
-    others = may_be_head(info.tensors, info.vocab_size)
-    remedy = "".join(
-        f"; if {name} is its head, set value_head_prefix: {name} in its {CONFIG_FILE}" for name in others[:1]
-    )
+    others = may_be_head(info.tensors, info.vocab_size) if info.head is None else []
+    remedy = ""
+    if len(others) == 1 and would_fit(others[0], read_config(info.folder), info.tensors, info.vocab_size):
+        remedy = f"; if {others[0]} is its head, set value_head_prefix: {others[0]} in its {CONFIG_FILE}"
     if info.loose:
         beside = "" if info.head is None else f", beside the head {info.head.prefix},"
         raise CheckpointError(
             f"{info.folder}: {', '.join(info.loose[:6])}{beside} are of no known head, and without them its scores "
-            f"would differ; docs/your-models.md has the table of heads{remedy if info.head is None else ''}"
+            f"would differ; docs/your-models.md has the table of heads{remedy}"
         )
-    if info.head is None and others:
+    if others:
         raise CheckpointError(f"{info.folder} has no head of a known name, but {', '.join(others[:6])}{remedy}")
     if info.head is None:
         raise CheckpointError(
@@ -397,17 +391,24 @@ def reward_head(info: CheckpointInfo) -> Head:
 
 def check_pickles(folder: Path) -> None:
     """Raise CheckpointError if a pickled file beside the weights may have a part of the model, such as its head."""
-    if unread := [file.name for file in pickles(folder) if not COPIES.fullmatch(file.name)]:
+    if unread := [file.name for file in pickles_beside(folder)]:
         raise CheckpointError(
             f"{folder}: {', '.join(unread)} beside the weights may have a part of the model, such as its head, and is "
-            "not read; convert it with `python -m tools import --reward FOLDER --convert NEW_FOLDER`, or remove it"
+            "not read; convert it with `python -m tools import --reward FOLDER --convert NEW_FOLDER` if it is a "
+            "file of torch's, or remove it"
         )
 
 
-def pickles(folder: Path) -> list[Path]:
+def pickles(folder: Path, suffixes: Collection[str] = PICKLES) -> list[Path]:
     """Return the pickled files in `folder` that may have weights, sorted."""
-    files = sorted(file for file in folder.iterdir() if file.suffix in PICKLES and file.is_file())
+    files = sorted(file for file in folder.iterdir() if file.suffix in suffixes and file.is_file())
     return [file for file in files if not TRAINER_STATE.fullmatch(file.name)]
+
+
+def pickles_beside(folder: Path) -> list[Path]:
+    """Return those of the `pickles` that are not the weights of the folder once more."""
+    copies = ADAPTER_COPY if (folder / ADAPTER_FILE).is_file() else COPIES
+    return [file for file in pickles(folder, PICKLES + OTHER_WEIGHTS) if not copies.fullmatch(file.name)]
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
@@ -504,7 +505,7 @@ def head_files(folder: Path) -> list[Path]:
     """Return the files of a head apart from the model, such as LLaMA-Factory's value_head.safetensors."""
     own = {WEIGHTS_FILE}
     if (folder / ADAPTER_FILE).is_file():
-        own.add(ADAPTER_WEIGHTS)
+        own = {ADAPTER_WEIGHTS}
     elif not (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
         own |= set(_weight_map(folder).values())
     others = (file for file in sorted(folder.glob("*.safetensors")) if file.name not in own)

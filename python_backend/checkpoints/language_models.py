@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from python_backend.checkpoints.heads import is_harmless
+from python_backend.checkpoints.head_tensors import is_harmless
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint, read_config, text_config
 
 SHOWN = 4  # names of tensors in a message

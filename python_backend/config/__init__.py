@@ -349,7 +349,15 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(
             f"{path} must contain sections ({', '.join(RunConfig.model_fields)}), not a {type(data).__name__}"
         )
-    data = _unshared(data)
+    return parse_config(_unshared(data), path, overrides)
+
+
+def parse_config(data: dict[str, Any], source: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Apply overrides to the sections `data`, in place, and validate them; `source` names them in messages.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
     for override in overrides:
         _apply_override(data, override)
     try:
@@ -362,7 +370,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         problems = [(".".join(map(str, item["loc"])), _describe(item)) for item in error.errors()]
     except ValueError as error:
         problems = [("", str(error))]
-    raise ConfigError("\n".join(f"{_source(path, overrides, *problem)}: {problem[1]}" for problem in problems))
+    raise ConfigError("\n".join(f"{_source(source, overrides, *problem)}: {problem[1]}" for problem in problems))
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -445,7 +453,7 @@ def _unshared(data: Any) -> Any:
     return [_unshared(value) for value in data] if isinstance(data, list) else data
 
 
-def _source(path: Path, overrides: Sequence[str], location: str, text: str) -> str:
+def _source(path: Path | str, overrides: Sequence[str], location: str, text: str) -> str:
     """Return what causes a problem: the file, or overrides; the file with overrides if the problem is between keys."""
     keys = {override: override.partition("=")[0] for override in overrides}
     if location:

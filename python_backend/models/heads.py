@@ -1,6 +1,7 @@
 """The layers of a head, built from its row in the table and its tensors, in float32."""
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -75,14 +76,21 @@ def _build(layers: Layers, tensors: dict[str, Tensor]) -> nn.Module:
         if "running_mean" in own:
             parts[number] = nn.BatchNorm1d(len(own["weight"]))
             own["num_batches_tracked"] = torch.tensor(0)
+            parts[number].load_state_dict(own, assign=True)
         else:
-            outputs, inputs = own["weight"].shape
-            parts[number] = nn.Linear(inputs, outputs, bias="bias" in own, device="meta")
-        parts[number].load_state_dict(own, assign=True)
+            parts[number] = linear(own)
         if "running_mean" not in own and name != layers.names[-1]:
             parts[f"{number}_{layers.activation}"] = ACTIVATIONS[layers.activation]()
     found = LayeredHead(parts) if len(parts) > 1 else next(iter(parts.values()))
     return found.eval()
+
+
+def linear(tensors: Mapping[str, Tensor]) -> nn.Linear:
+    """Return the linear layer of a `weight` and perhaps a `bias`."""
+    outputs, inputs = tensors["weight"].shape
+    layer = nn.Linear(inputs, outputs, bias="bias" in tensors, device="meta")
+    layer.load_state_dict(tensors, assign=True)
+    return layer
 
 
 @torch.no_grad()
@@ -112,6 +120,12 @@ def head_of(model: Any) -> nn.Module:
     if not path:
         raise CheckpointError(f"{type(model).__name__} has no linear head")
     return model.get_submodule(path)
+
+
+def layers_beside(model: Any) -> set[str]:
+    """Return the parameters of a model that are neither of its body nor of its head."""
+    apart = (f"{model.base_model_prefix}.", f"{head_path(model)}.")
+    return {name for name, _ in model.named_parameters() if not name.startswith(apart)}
 
 
 def install(model: Any, head: nn.Module) -> None:

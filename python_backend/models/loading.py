@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 import logging
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,19 +23,12 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
-    AutoConfig,
+    GenerationConfig,
 )
 
-from python_backend.checkpoints.heads import (
-    GATES,
-    Head,
-    Layers,
-    Pooling,
-    is_harmless,
-    layers_path,
-    shape_error,
-    unwrapped,
-)
+from python_backend.checkpoints.head_keys import is_of_head, keys_of, unread_keys
+from python_backend.checkpoints.head_tensors import copies, is_harmless, layers_path, shape_error, unwrapped
+from python_backend.checkpoints.heads import GATES, Head, Pooling
 from python_backend.checkpoints.inspection import (
     ADAPTERS_KEY,
     CONFIG_FILE,
@@ -43,9 +36,7 @@ from python_backend.checkpoints.inspection import (
     CheckpointInfo,
     check_pickles,
     fix_forward,
-    head_files,
     inspect_checkpoint,
-    model_type_of,
     read_config,
     stable_length,
 )
@@ -56,13 +47,14 @@ from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.errors import RlhfError
 from python_backend.models.adapters import with_stored_adapters
-from python_backend.models.heads import build_head, head_of, head_path, install
+from python_backend.models.heads import build_head, head_of, head_path, install, layers_beside, linear
 from python_backend.models.token_head import measure_causality
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from python_backend.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STANDARDISATION_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std", "do_normalize", "var", "pooling")
 LANGUAGE_MODELS = (
@@ -71,6 +63,12 @@ LANGUAGE_MODELS = (
     MODEL_FOR_PRETRAINING_MAPPING,
     MODEL_MAPPING,
 )
+SIZES = re.compile("size|dim|embd|positions|inner")  # keys of config.json that are parts of shapes
+NOT_FORMULA = {  # keys of config.json about how transformers computes and returns, which are set here
+    *("dtype", "torch_dtype", "return_dict", "use_return_dict", "output_attentions", "output_hidden_states"),
+    *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
+    *("chunk_size_feed_forward", "torchscript", "gradient_checkpointing", "transformers_version", "name_or_path"),
+}
 OWN_PATHS: dict[Any, str] = {}  # class of transformers -> path of its head
 NOT_ARCHITECTURE = {  # keys of config.json that do not change the forward pass
     "_name_or_path",
@@ -130,17 +128,21 @@ def load_token_model(
     weights.
     """
     config = _config(info, 1)
+    kind = _token_class(info, config)
+    model = _load(info, kind, config, dtype, with_head=False, starts_at_0=head is None, group=group)
+    if head is None:
+        own: Any = head_of(model)
+        head = linear({"weight": torch.zeros(1, own.in_features)})
+    _put_head(info, model, head)
+    return model
+
+
+def _token_class(info: CheckpointInfo, config: Any) -> Any:
     kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
     kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kind is None:
         raise CheckpointError(f"{info.folder}: transformers has no classification class for {info.model_type} models")
-    model = _load(info, kind, config, dtype, with_head=False, group=group)
-    if head is None:
-        own: Any = head_of(model)
-        head = torch.nn.Linear(own.in_features, 1, bias=False)
-        torch.nn.init.zeros_(head.weight)
-    _put_head(info, model, head)
-    return model
+    return kind
 
 
 def _sequence_class(info: CheckpointInfo, config: Any) -> Any:
@@ -164,39 +166,58 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
     """
     config = _config(info, head.num_labels)
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    fits = kind is not None and len(head.layers.names) == 1 and _own_path(kind, config) == head.prefix
+    fits = kind is not None and len(head.layers.names) == 1 and _own_path(info, kind) == head.prefix
     is_own = fits and kind.__name__ == info.architecture
+    given = read_config(info.folder)
     usual = type(config)()
-    for key, value in info.said.items():
-        if hasattr(usual, key) and (head.form.pooled or getattr(usual, key) == value):
-            continue  # read by transformers' own class, or said of any model of the family
+    unread = unread_keys(given, keys_of(head, given) | vars(GenerationConfig()).keys(), usual)
+    _warn_unread(info.model_type, tuple(key for key in unread if not is_of_head(key)))
+    for key, value in unread.items():
+        if not is_of_head(key) or (head.form.pooled and hasattr(usual, key)):  # which transformers' own class reads
+            continue
         about_pooling = "pool" in key or key == "summary_type"
         if about_pooling and (pooling != "auto" or (key == "pooling" and head.pooling == value and not is_own)):
             continue
+        is_linear = head.gate is None and len(head.layers.names) == 1
         remedy = (
-            "set pooling: last or mean, as it was trained"
+            f"set pooling: last{' or mean' if is_linear else ''}, as it was trained"
             if about_pooling
             else f"remove {key} if it was trained without"
         )
         raise CheckpointError(
-            f"{info.folder}: {CONFIG_FILE} says {key}: {value!r}, which the head {head.prefix} "
-            f"{f'of {info.architecture}' if is_own else 'of such layers'} does not do; {remedy}"
+            f"{info.folder}: {CONFIG_FILE} says {key}: {value!r}, which the head {head.prefix} does not do; {remedy}"
         )
     if head.form.pooled and fits and not is_own and pooling == "auto":
+        own, each = (layers_beside(_empty(each, config)) for each in (kind, _token_class(info, config)))
+        stored = {name for name in info.tensors if not head.owns(name)}
+        remedies = ["if it was trained as the latter, name that in architectures"] if own <= stored else []
+        if own & stored <= each <= stored:
+            remedies.append("set pooling: last" if each else "set pooling: last or mean")
         raise CheckpointError(
             f"{info.folder}: how its head {head.prefix} pools is unknown: {CONFIG_FILE} names the class "
-            f"{info.architecture}, not {kind.__name__}; if it was trained as the latter, name that in architectures, "
-            "otherwise set pooling: last or mean"
+            f"{info.architecture}, not {kind.__name__}; {', otherwise '.join(remedies) or 'use another checkpoint'}"
         )
     if head.form.pooled and not is_own:
         return replace(head, form=replace(head.form, pooled=False), kind="value")
     return replace(head, pooling="last") if head.kind == "sequence" and is_own else head
 
 
-def _own_path(kind: Any, config: Any) -> str:
+@functools.cache  # a live version is loaded beside requests
+def _warn_unread(model_type: str, keys: tuple[str, ...]) -> None:
+    if keys:
+        logger.warning(
+            "%s has keys that nothing reads, for a %s model: %s; if the model was trained with one of them, its scores "
+            "are others",
+            CONFIG_FILE,
+            model_type,
+            ", ".join(keys),
+        )
+
+
+def _own_path(info: CheckpointInfo, kind: Any) -> str:
     """Return `head_path` of transformers' class, built once: a live version is loaded beside requests."""
     if kind not in OWN_PATHS:
-        OWN_PATHS[kind] = head_path(_empty(kind, config))
+        OWN_PATHS[kind] = head_path(_built(info, kind))
     return OWN_PATHS[kind]
 
 
@@ -205,7 +226,7 @@ def _empty(kind: Any, config: Any) -> Any:
         return kind(config)
 
 
-def load_classifier(info: CheckpointInfo, head: Head, device: str, dtype: str, pooling: Pooling) -> Any:
+def load_classifier(info: CheckpointInfo, head: Head, dtype: str, pooling: Pooling) -> Any:
     """Load a classifier with its own pooling. Raises CheckpointError if it, or `pooling`, does not fit."""
     if pooling != "auto":
         raise CheckpointError(
@@ -213,8 +234,8 @@ def load_classifier(info: CheckpointInfo, head: Head, device: str, dtype: str, p
             f"its {info.architecture or 'class'}; set pooling: auto"
         )
     config = _config(info, head.num_labels)
-    model = _load(info, _sequence_class(info, config), config, dtype, with_head=False).to(device)
-    _put_head(info, model, read_head(info, head).to(device))
+    model = _load(info, _sequence_class(info, config), config, dtype, with_head=False)
+    _put_head(info, model, read_head(info, head))
     # A decoder's pooling searches for the padding id, which a row may contain: it would pool the wrong token.
     if measure_causality(model):
         raise CheckpointError(
@@ -299,7 +320,7 @@ def twin(model: Any, info: CheckpointInfo, group: RankGroup | None = None) -> An
     Raises:
         CheckpointError: the architecture, names or shapes differ.
     """
-    _check_same_architecture(model.config.to_dict(), info.folder)
+    _check_same_architecture(model.config.to_dict(), info)
     return _with_tensors(model, stored_tensors(info), info.folder, group)
 
 
@@ -313,16 +334,16 @@ def twin_with_head(
     Raises:
         CheckpointError: the architecture or the head differs from that of `origin`, or a shape.
     """
-    if info.head is None or origin.head is None or info.head != origin.head:
+    if info.head is None or info.head != origin.head:
         raise CheckpointError(
-            f"{info.folder} has another head than the served model: {_difference(info.head, origin.head)}"
+            f"{info.folder} has another head than the served model: {_shown(info.head)}; not {_shown(origin.head)}"
         )
     if info.head.num_labels > 1 and info.label_names != origin.label_names:
         raise CheckpointError(
             f"{info.folder}: its labels are {', '.join(info.label_names)}, but those of the served model are "
             f"{', '.join(origin.label_names)}, in this order; correct id2label in {CONFIG_FILE}, or train on its labels"
         )
-    _check_same_architecture(_read_config(origin.folder), info.folder)
+    _check_same_architecture(_config(origin, 1).to_dict(), info)
     if group is not None or info.tensors.keys() != origin.tensors.keys():
         return None
     own, path = model.state_dict(), head_path(model)
@@ -336,19 +357,11 @@ def twin_with_head(
     return _with_tensors(model, {name: tensors[name] for name in own}, info.folder)
 
 
-def _difference(mine: Head | None, theirs: Head | None) -> str:
-    """Return the first of the fields in which two heads differ, as a text."""
-    if mine is None or theirs is None:
-        return "none" if mine is None else f"{mine.prefix}, and the served model has none"
-    for field in ("prefix", "num_labels", *(field.name for field in fields(Head) if field.name != "form")):
-        found, served = getattr(mine, field), getattr(theirs, field)
-        if found != served:
-            return f"its {field} is {_shown(found)}, not {_shown(served)}"
-    return f"its form is that of {mine.form.models or mine.prefix}, not of {theirs.form.models or theirs.prefix}"
-
-
-def _shown(value: Any) -> str:
-    return f"{', '.join(value.names)} ({value.activation})" if isinstance(value, Layers) else str(value)
+def _shown(head: Head | None) -> str:
+    if head is None:
+        return "none"
+    layers = f"{len(head.layers.names)} layers ({head.layers.activation})"
+    return f"{head.prefix} with {head.num_labels} outputs of {layers}, pooling {head.pooling}, {head.form.formula}"
 
 
 def check_finite(module: torch.nn.Module) -> None:
@@ -385,13 +398,14 @@ def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a file is damaged, or the adapters do not fit.
     """
-    apart = head_files(info.folder)
-    tensors = unwrapped(map_tensors([file for file in info.files if file not in apart]), info.wrapper)
+    with as_checkpoint_error(info.folder):
+        mapped = {file: _mapped(info.folder / file) for file in {tensor.file for tensor in info.tensors.values()}}
+        tensors = {name: _view(mapped[tensor.file], tensor) for name, tensor in info.tensors.items()}
     if info.adapters is None:
         return tensors
     base = inspect_checkpoint(info.folder.parent / str(info.adapters.base))
     with as_checkpoint_error(info.folder):
-        return with_stored_adapters(map_tensors(base.files), tensors, info.adapters)
+        return with_stored_adapters(stored_tensors(base), tensors, info.adapters)
 
 
 def map_tensors(files: list[Path]) -> dict[str, Tensor]:
@@ -402,13 +416,15 @@ def map_tensors(files: list[Path]) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for file in files:
-        try:
-            with file.open("rb") as stream:
-                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        with as_checkpoint_error(file):
+            mapped = _mapped(file)
             tensors |= {name: _view(mapped, info) for name, info in read_header(file).items()}
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file.parent}: unreadable {file.name}: {error}") from error
     return tensors
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    with file.open("rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
@@ -440,13 +456,8 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
             f"{info.folder}: transformers has no {info.model_type} models; the checkpoint's own code would have to be "
             "run, which is never done"
         )
-    with as_checkpoint_error(info.folder):
-        settings = {"num_labels": num_labels, "return_dict": True, "local_files_only": True}
-        if read_config(info.folder).get("model_type") == info.model_type:
-            # It reads some types as others: mistral with `layer_types` as ministral.
-            config = AutoConfig.from_pretrained(str(info.folder), trust_remote_code=False, **settings)
-        else:  # a publisher's own name of the type
-            config = CONFIG_MAPPING[info.model_type].from_pretrained(str(info.folder), **settings)
+    given = read_config(info.folder)
+    config = _blaming(info, given, lambda keys: _read(info, keys, num_labels))
     if getattr(config, "quantization_config", None):
         raise CheckpointError(f"{info.folder} is quantised; use the unquantised checkpoint")
     # `inspect_checkpoint` has read OpenRLHF's keys already; a saved critic stores the same facts under our own keys.
@@ -456,6 +467,47 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
     return config
 
 
+def _read(info: CheckpointInfo, given: Mapping[str, Any], num_labels: int) -> Any:
+    """Return the configuration that transformers reads from these keys of config.json."""
+    # As `AutoConfig.from_pretrained`, which reads this type as another one.
+    kind = "ministral" if info.model_type == "mistral" and "layer_types" in given else info.model_type
+    keys = {key: value for key, value in given.items() if key not in NOT_FORMULA}
+    return CONFIG_MAPPING[kind].from_dict({**keys, "model_type": kind, "num_labels": num_labels})
+
+
+def _blaming(info: CheckpointInfo, given: Mapping[str, Any], build: Callable[[Mapping[str, Any]], T]) -> T:
+    """Return `build(given)`. Raises CheckpointError with the key of config.json without which it does not fail."""
+    try:
+        return build(given)
+    except Exception as error:  # process edge: what transformers does with a key may raise anything
+        cause = "it cannot be read"
+        for key, value in given.items():
+            with contextlib.suppress(Exception):
+                build({name: each for name, each in given.items() if name != key})
+                cause = f"{key} is {str(value)[:80]!r}"
+                break
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{info.folder / CONFIG_FILE}: {cause}: {reason[:300]}") from error
+
+
+def _built(info: CheckpointInfo, kind: Any) -> Any:
+    """Return a model of the class `kind` without data. Raises CheckpointError with the key that forbids it."""
+    return _blaming(info, read_config(info.folder), lambda keys: _empty(kind, _read(info, keys, 1)))
+
+
+def _check_shapes(info: CheckpointInfo, kind: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if a tensor has another shape than config.json says."""
+    own, given = _built(info, kind).state_dict(), read_config(info.folder)
+    for name, stored in tensors.items():
+        found = own.get(name, own.get(f"{kind.base_model_prefix}.{name}", stored)).shape
+        if found != stored.shape:
+            said = [f"{key}: {each}" for key, each in given.items() if SIZES.search(key) and each in [*found]]
+            raise CheckpointError(
+                f"{info.folder}: {name} has shape {list(stored.shape)}, but {list(found)} by {CONFIG_FILE} "
+                f"({', '.join(said) or 'defaults'}); copy both files of one model"
+            )
+
+
 def _load(
     info: CheckpointInfo,
     kind: Any,
@@ -463,9 +515,12 @@ def _load(
     dtype: str,
     *,
     with_head: bool,
+    starts_at_0: bool = False,
     group: RankGroup | None = None,
 ) -> Any:
     """Load a checkpoint into class `kind` through transformers; if not `with_head`, the caller sets the head.
+
+    If it `starts_at_0`, the checkpoint's own head is left out, with the layers of its class.
 
     transformers renames and converts tensors and initialises missing ones. It does not copy tensors whose dtype already
     matches, so mapped tensors stay mapped. Missing tensors are an error, except those of a head that the caller sets,
@@ -473,10 +528,7 @@ def _load(
     """
     if not with_head:
         check_pickles(info.folder)
-    tensors = stored_tensors(info)
-    if info.head is not None and not with_head:
-        tensors = {name: tensor for name, tensor in tensors.items() if not info.head.owns(name)}
-    tensors = _as_named(tensors, kind, config)
+    tensors = _as_named(_tensors_once(info, with_head), kind, config, info.folder)
     # transformers takes a name without the body's prefix for the body's own, whatever layer it was saved from.
     prefix = f"{kind.base_model_prefix}."
     beside = {name for name in tensors if not name.startswith(prefix)}
@@ -489,38 +541,60 @@ def _load(
                 f"may be of another layer; rename or remove {odd}"
             )
     arguments = {"config": config, "state_dict": tensors, "dtype": DTYPES[dtype]}
-    with as_checkpoint_error(info.folder):
-        if group is None:
-            model, report = kind.from_pretrained(None, output_loading_info=True, **arguments)
-            check_finite(model)  # before any probe, whose result would mean nothing
-        else:
-            check_tensor_parallel(info.folder, group.size)
-            model, report = group.from_pretrained(kind, **arguments)
+    try:
+        with as_checkpoint_error(info.folder):
+            if group is None:
+                model, report = kind.from_pretrained(None, output_loading_info=True, **arguments)
+            else:
+                check_tensor_parallel(info.folder, group.size)
+                model, report = group.from_pretrained(kind, **arguments)
+    except CheckpointError:
+        _check_shapes(info, kind, tensors)
+        raise
     heads = set() if with_head else {f"{head_path(model)}.{name}" for name, _ in head_of(model).named_parameters()}
     computed = {name for name, _ in model.named_buffers() if is_harmless(name, None, None)}
     lacking = sorted(report["missing_keys"] - heads - computed)
     if with_head:
         check_tensors(info.folder, lacking, report["unexpected_keys"])
     if lacking:
-        raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}")
+        tied = next((name for name in info.tensors if name.endswith(("lm_head.weight", "embed_out.weight"))), None)
+        output = (
+            f", which is {tied} if the two are tied: store it under this name" if "embed" in lacking[0] and tied else ""
+        )
+        raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}{output}")
     # The caller sets the head, so that a tensor in the place of the class's own would be lost.
     taken = heads - report["missing_keys"]
     lost = [name for name in tensors if any(f".{name}".endswith(f".{own}") for own in taken)]
-    unused = [] if with_head else unused_tensors(info, config, kind, {*report["unexpected_keys"], *lost})
+    unexpected = {*report["unexpected_keys"], *lost}
+    unused = [] if with_head else unused_tensors(info, config, kind, unexpected, starts_at_0=starts_at_0)
     if unused:
         raise CheckpointError(
             f"{info.folder}: {kind.__name__} does not use {', '.join(unused[:6])}; left out, they would give other "
             "outputs than the checkpoint's; docs/your-models.md has the table of heads"
         )
+    if group is None:
+        check_finite(model)  # before any probe, whose result would mean nothing
     model.config.architectures = [kind.__name__]
+    model.name_or_path = str(info.folder)
     _keep_stable(model, info)
     return model.eval()
 
 
-def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any) -> dict[str, Tensor]:
+def _tensors_once(info: CheckpointInfo, with_head: bool) -> dict[str, Tensor]:
+    """Return the tensors without equal copies of the body or the head, and if not `with_head`, without the head."""
+    tensors = stored_tensors(info)
+    again = copies(info.head, tensors)
+    if all(torch.equal(tensors[name], tensors[own]) for name, own in again.items()):
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in again}
+    if info.head is None or with_head:
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if not info.head.owns(name)}
+
+
+def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any, folder: Path) -> dict[str, Tensor]:
     """Return the tensors, the body's under the names that they have in `kind`: some classes call their body otherwise.
 
-    transformers itself knows a body without prefix.
+    transformers itself knows a body without prefix. Raises CheckpointError if two tensors have one name there.
     """
     prefix, stored = kind.base_model_prefix, layers_path(tensors)
     is_usual = stored.startswith(f"{prefix}.") and not stored.startswith(f"{prefix}.{prefix}.")
@@ -531,21 +605,20 @@ def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any) -> dict[str, T
         return tensors
     root = stored.removesuffix(inner)
     outer = f"{root.partition('.')[0]}."  # a wrapper around a language model
-    return {
+    named = {
         f"{prefix}.{name.removeprefix(root)}" if name.startswith(root) else name.removeprefix(outer): tensor
         for name, tensor in tensors.items()
     }
+    if twice := sorted(name for name in named.keys() & tensors.keys() if named[name] is not tensors[name]):
+        raise CheckpointError(f"{folder}: {twice[0]} is stored twice, also under {root}, and differs; remove one")
+    return named
 
 
-def unused_tensors(info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str]) -> list[str]:
+def unused_tensors(
+    info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str], *, starts_at_0: bool = False
+) -> list[str]:
     """Return the tensors that `kind` does not use, without those that cannot change its outputs."""
-    apart = {file.name for file in head_files(info.folder)}
     left = {name for name in unexpected if not is_harmless(name, info.tensors.get(name), info.vocab_size)}
-    left |= {
-        name
-        for name, tensor in info.tensors.items()
-        if tensor.file in apart and not (info.head and info.head.owns(name))
-    }
     if not left:
         return []
     # Output layers of the family's language models, and a pooler that the head does not read; without a head, any.
@@ -561,7 +634,7 @@ def unused_tensors(info: CheckpointInfo, config: Any, kind: Any, unexpected: Ite
                 left.remove(name)
         return sorted(left)
     has_own_class = info.head.form.pooled or info.head.kind == "token"
-    if info.head.form.pooled:  # a critic starts from the body alone, without the layers of this head's class
+    if info.head.form.pooled and starts_at_0:  # a critic, from the body alone
         known |= dict.fromkeys(_empty(_sequence_class(info, config), config).state_dict(), ())
     left -= {name for name in left if has_own_class and name.startswith(f"{body}pooler.")}
     return sorted(name for name in left if name not in known or name.startswith(body))
@@ -582,12 +655,12 @@ def _keep_stable(model: Any, info: CheckpointInfo) -> None:
 
 def read_tensor(folder: Path, tensor: TensorInfo) -> Tensor:
     """Return a tensor, in memory of its own: a mapped one may be unaligned, on which the last bits would depend."""
-    with as_checkpoint_error(folder), (folder / tensor.file).open("rb") as stream:
-        return _view(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY), tensor).clone()
+    with as_checkpoint_error(folder):
+        return _view(_mapped(folder / tensor.file), tensor).clone()
 
 
-def _check_same_architecture(mine: Mapping[str, Any], folder: Path) -> None:
-    theirs = _read_config(folder)
+def _check_same_architecture(mine: Mapping[str, Any], info: CheckpointInfo) -> None:
+    folder, theirs = info.folder, _config(info, 1).to_dict()
     if theirs["model_type"] != mine["model_type"]:
         raise CheckpointError(
             f"{folder} is a {theirs['model_type']} model, but the served model is {mine['model_type']}"
@@ -599,22 +672,6 @@ def _check_same_architecture(mine: Mapping[str, Any], folder: Path) -> None:
                 f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, but {mine.get(key)!r} in the served model; "
                 "a different architecture needs a reload through Triton"
             )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        return _read_architecture((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: unreadable {CONFIG_FILE}: {error}") from error
-
-
-@functools.lru_cache(maxsize=4)
-def _read_architecture(text: str) -> dict[str, Any]:
-    """Return all keys of a config.json, defaults included; cached, because the text rarely changes between versions."""
-    given = json.loads(text)
-    if not isinstance(given, dict) or "model_type" not in given:
-        raise ValueError("it has no model_type")
-    return AutoConfig.for_model(**{**given, "model_type": model_type_of(given)}).to_dict()
 
 
 def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:

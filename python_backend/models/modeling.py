@@ -42,17 +42,15 @@ from python_backend.models.loading import (
     twin,
     twin_with_head,
 )
-from python_backend.models.token_head import (
+from python_backend.models.readout import (
     POOLS,
-    PooledHead,
-    TokenHead,
-    compile_body,
     label_probabilities,
     log_odds,
     merge_attributes,
     pool_last,
     standardise,
 )
+from python_backend.models.token_head import TokenHead
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from python_backend.models.tensor_parallel import RankGroup
@@ -68,10 +66,10 @@ class RewardModel:
 
     def __init__(
         self,
-        outputs: TokenHead | PooledHead,
+        outputs: TokenHead,
         *,
         constants: Constants,
-        pooling: str = "last",
+        pooling: str | None = "last",
         weights: Tensor | None = None,
         num_for: int | None = None,
         probability: bool = False,
@@ -81,6 +79,7 @@ class RewardModel:
     ) -> None:
         """
         Args:
+            pooling: of `POOLS`; None: the model pools its outputs itself.
             weights: weights `[A]` of the sum of the outputs; None: they are not summed.
             num_for: the score is the log-odds of this many first outputs against the others; None: it is not.
             probability: return the sigmoid of the score.
@@ -93,7 +92,7 @@ class RewardModel:
         self.limits = limits_of(self.model)
         self.skipped_pad_id = skipped_pad_id  # strip it from the end of sentences: transformers pools the token before
         self._outputs = outputs
-        self._pool = POOLS.get(pooling)
+        self._pool = None if pooling is None else POOLS[pooling]
         self._weights, self._num_for, self._probability = weights, num_for, probability
         self.has_token_types = (getattr(self.model.config, "type_vocab_size", None) or 0) > 1
 
@@ -107,12 +106,11 @@ class RewardModel:
     @property
     def packs_rows(self) -> bool:
         """Whether the padding of rows is not computed."""
-        return isinstance(self._outputs, TokenHead) and self._outputs.packs_rows
+        return self._outputs.packs_rows
 
     def use_own_forward(self) -> None:
         """Use transformers' own forward pass instead of the lean one, for comparisons."""
-        if isinstance(self._outputs, TokenHead):
-            self._outputs.lean = None
+        self._outputs.lean = None
 
     @torch.no_grad()
     def score(self, rows: Sequence[np.ndarray], width: int | None = None, types: TokenTypes = ()) -> np.ndarray:
@@ -136,7 +134,7 @@ class RewardModel:
             token_types = [padded_rows(known, width or max(row.size for row in rows), np.int64)]
         ids, attention, lengths, *found = collate(rows, self.model.device, width, *token_types)
         named = {"token_type_ids": found[0]} if found else {}
-        if isinstance(self._outputs, TokenHead) and self._pool is pool_last:
+        if self._pool is pool_last:
             scores = self._outputs.at_last(ids, attention, lengths, **named)
         else:
             scores = self._outputs(ids, attention, **named)
@@ -154,8 +152,7 @@ class RewardModel:
     def launch_token_scores(self, rows: Sequence[np.ndarray], width: int | None) -> Callable[[], list[np.ndarray]]:
         """Launch the forward pass of `token_scores`; return a function that waits for its results."""
         ids, attention, _ = collate(rows, self.model.device, width)
-        scores = to_host(self._scores(self._outputs(ids, attention)).squeeze(-1))
-        return lambda: [row_scores[: row.size] for row_scores, row in zip(scores(), rows, strict=True)]
+        return _by_rows(self._scores(self._outputs(ids, attention)).squeeze(-1), rows)
 
     def _scores(self, outputs: Tensor) -> Tensor:
         """Return the scores `[..., num_outputs]` of the head's outputs `[..., A]`."""
@@ -226,8 +223,7 @@ class CriticModel:
     def launch(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], list[np.ndarray]]:
         """Launch the forward pass of `values`; return a function that waits for its results."""
         ids, attention, _ = collate(rows, self.model.device, width)
-        values = to_host(self.forward(ids, attention))
-        return lambda: [row_values[: row.size] for row_values, row in zip(values(), rows, strict=True)]
+        return _by_rows(self.forward(ids, attention), rows)
 
     def forward(self, ids: Tensor, attention: Tensor) -> Tensor:
         """Return standardised values `[B, S]` of `ids` `[B, S]` with attention mask `[B, S]`; differentiable."""
@@ -276,6 +272,12 @@ class CriticModel:
         )
 
 
+def _by_rows(outputs: Tensor, rows: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
+    """Return a function that waits for `outputs` `[B, S]`, and returns those of each row without its padding."""
+    found = to_host(outputs)
+    return lambda: [each[: row.size] for each, row in zip(found(), rows, strict=True)]
+
+
 def load_reward(
     folder: Path,
     *,
@@ -284,6 +286,7 @@ def load_reward(
     pooling: Pooling = "auto",
     attribute_weights: Sequence[float] | None = None,
     merge_attributes: bool | None = None,
+    probability: bool = False,
     standardization: Standardization = "model",
     compile_forward: bool = False,
     group: RankGroup | None = None,
@@ -297,6 +300,7 @@ def load_reward(
         attribute_weights: weights of the A attributes in the merged sum.
         merge_attributes: True: return the sum, weighted by 1/A each without `attribute_weights`; False: return all A
             scores; None: `attribute_weights` are needed for A > 1.
+        probability: return the sigmoid of the score, or of the sum.
         standardization: `checkpoint` (config.json's `reward_standardization`), `off`, or (mean, std).
         compile_forward: apply torch.compile to the body.
         group: load this rank's part of the model, on its device instead of `device`.
@@ -306,69 +310,54 @@ def load_reward(
         CheckpointError: the folder is not a checkpoint, has no trained head, or a setting does not fit its head; or its
             architecture or head differs from that of `like`.
     """
-    settings: dict[str, Any] = {
-        "device": device,
-        "dtype": dtype,
-        "pooling": pooling,
-        "attribute_weights": attribute_weights,
-        "merge_attributes": merge_attributes,
-        "standardization": standardization,
-        "compile_forward": compile_forward,
-        "group": group,
-    }
     info = inspect_checkpoint(folder)
     head = placed_head(info, reward_head(info), pooling)
     copied = None if like is None or like.origin is None else twin_with_head(like.model, like.origin, info, group)
     weights = attribute_weights_of(info, head, attribute_weights)
     if merge_attributes is None and attribute_weights is None and head.num_labels > 1:
-        raise CheckpointError(f"{info.folder}: {_which_label(info)}")
-    constants = constants_for(info, standardization)
+        raise CheckpointError(
+            f"{info.folder}: which of its {head.num_labels} outputs ({', '.join(info.label_names)}) is the reward? "
+            "Give reward.attribute_weights, one weight per output"
+        )
     device = device if group is None else str(group.device)
     # The parts of a group are read anew, but not probed: other ranks' requests would meet the probes' collectives.
     known: Any = like._outputs if like is not None and (copied is not None or group is not None) else None
-    outputs: TokenHead | PooledHead
-    skipped_pad_id = None
-    if not head.form.pooled:
-        if head.gate is not None and pooling not in ("auto", "last"):
-            raise CheckpointError(
-                f"{info.folder}: pooling: {pooling} does not fit the gate of its head; set pooling: auto"
-            )
-        model = load_token_model(info, read_head(info, head), dtype, group) if copied is None else copied
-        outputs = TokenHead(model.to(device), compile_forward=compile_forward, like=known)
-        if pooling == "auto":
-            if not outputs.is_causal and head.pooling == "auto":
-                raise CheckpointError(
-                    f"{info.folder}: which token of a row does the head {head.prefix} read? The body is not causal, so "
-                    "the last one is a guess; set pooling: last or mean"
-                )
-            pooling = "mean" if head.pooling == "mean" else "last"
-            skipped_pad_id = _skipped_pad_id(outputs, head)
-        if pooling == "mean" and not outputs.is_linear:
-            raise CheckpointError(
-                f"{info.folder}: pooling: mean needs a linear head, but {head.prefix} has several layers: the mean may "
-                "be that of its inputs or of its outputs; use pooling: last, or another reward model"
-            )
+    if head.form.pooled and group is not None:
+        raise CheckpointError(
+            f"{info.folder}: the head {head.prefix} has its own pooling, which cannot be split; set tensor_parallel: 1"
+        )
+    if copied is not None:
+        model = copied
+    elif head.form.pooled:
+        model = load_classifier(info, head, dtype, pooling)
     else:
-        if group is not None:
-            raise CheckpointError(
-                f"{info.folder}: the head {head.prefix} has its own pooling, which cannot be split; set "
-                "tensor_parallel: 1"
-            )
-        model = load_classifier(info, head, device, dtype, pooling) if copied is None else copied
-        outputs = PooledHead(model, like=known)
-        if compile_forward:
-            compile_body(model, outputs)
+        model = load_token_model(info, read_head(info, head), dtype, group)
+    outputs = TokenHead(model.to(device), is_pooled=head.form.pooled, compile_forward=compile_forward, like=known)
+    # transformers' own class pools the last token that is not padding
+    skips_padding = pooling == "auto" and head.kind == "sequence" and outputs.is_causal
     merging = merge_attributes is not False and (head.num_labels > 1 or attribute_weights is not None)
     reward = RewardModel(
         outputs,
-        pooling=pooling,
+        pooling=None if head.form.pooled else _pooling(info, head, outputs, pooling),
         weights=weights.to(device) if merging else None,
+        probability=probability,
         num_outputs=head.num_labels if merge_attributes is False else 1,
-        constants=constants,
-        skipped_pad_id=skipped_pad_id,
+        constants=constants_for(info, standardization),
+        skipped_pad_id=model.config.get_text_config().pad_token_id if skips_padding else None,
         origin=info,
     )
-    reward.reload = functools.partial(load_reward, **settings)
+    reward.reload = functools.partial(
+        load_reward,
+        device=device,
+        dtype=dtype,
+        pooling=pooling,
+        attribute_weights=attribute_weights,
+        merge_attributes=merge_attributes,
+        probability=probability,
+        standardization=standardization,
+        compile_forward=compile_forward,
+        group=group,
+    )
     return reward
 
 
@@ -436,22 +425,21 @@ def quiet_transformers() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _which_label(info: CheckpointInfo) -> str:
-    names = info.label_names
-    good = 0 if info.good_label == 0 else 1
-    weights = "[1, -1]" if good == 0 else "[-1, 1]"
-    odds = f"; reward.attribute_weights: {weights} is the log-odds of {names[good]}" if len(names) == 2 else ""
-    return (
-        f"which of its {len(names)} outputs ({', '.join(names)}) is the reward? Give reward.attribute_weights, one "
-        f"weight per output{odds}"
-    )
-
-
-def _skipped_pad_id(outputs: TokenHead, head: Head) -> int | None:
-    """Return the padding id if transformers' own class pools the last token that is not padding, else None."""
-    if head.kind != "sequence" or not outputs.is_causal:
-        return None
-    return outputs.model.config.get_text_config().pad_token_id
+def _pooling(info: CheckpointInfo, head: Head, outputs: TokenHead, pooling: Pooling) -> str:
+    """Return how a head on each token pools, as `pooling`, the checkpoint or its body says."""
+    if pooling == "auto" and head.pooling == "auto" and not outputs.is_causal:
+        raise CheckpointError(
+            f"{info.folder}: which token of a row does the head {head.prefix} read? The body is not causal, so the "
+            f"last one is a guess; set pooling: last{' or mean' if outputs.is_linear else ''}"
+        )
+    if "mean" not in (pooling, head.pooling if pooling == "auto" else None):
+        return "last"
+    if not outputs.is_linear:
+        raise CheckpointError(
+            f"{info.folder}: pooling: mean needs a linear head, but {head.prefix} has several layers or a gate: the "
+            "mean may be that of its inputs or of its outputs; use pooling: last, or another reward model"
+        )
+    return "mean"
 
 
 def constants_for(info: CheckpointInfo, setting: Standardization) -> Constants:
@@ -460,7 +448,4 @@ def constants_for(info: CheckpointInfo, setting: Standardization) -> Constants:
         return Constants()
     if setting == "model":
         return info.constants or Constants()
-    mean, std = setting
-    if not std > 0:
-        raise CheckpointError(f"{info.folder}: standardization: std is {std:g}, must be above 0")
-    return Constants(mean, std)
+    return Constants(*setting)

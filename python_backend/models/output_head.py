@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from python_backend.models.heads import linear
 from python_backend.models.logprobs import ids_on, sampling_entropy, sampling_logits, target_logprobs
 
 MAX_LOGITS = 1 << 24  # per chunk: 64 MiB in float32
@@ -69,11 +70,8 @@ def keep_outputs(model: Any, ids: Sequence[int]) -> None:
     wrong = [i for i in ids if not 0 <= i < head.out_features]
     if wrong:
         raise ValueError(f"token {wrong[0]} is outside the vocabulary [0, {head.out_features})")
-    rows = nn.Linear(head.in_features, len(ids), bias=head.bias is not None, dtype=torch.float32)
-    rows.weight = nn.Parameter(head.weight.detach()[list(ids)].float())
-    if head.bias is not None:
-        rows.bias = nn.Parameter(head.bias.detach()[list(ids)].float())
-    model.set_output_embeddings(rows)
+    rows = {name: parameter.detach()[list(ids)].float() for name, parameter in head.named_parameters()}
+    model.set_output_embeddings(linear(rows))
 
 
 def head_logprobs(

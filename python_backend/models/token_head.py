@@ -14,96 +14,30 @@ from torch import Tensor
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.models.card import skip_inspections
 from python_backend.models.collation import depends_on_padding, one_by_one
-from python_backend.models.heads import GatedHead, keep_head_exact, last_match
+from python_backend.models.heads import GatedHead, keep_head_exact, last_match, layers_beside
 from python_backend.models.lean_decoder import LeanDecoder, lean_decoder
-
-# Computes rewards from per-token outputs: pooling, weighted sum of attributes, log-odds, standardisation.
-#
-# As in NeMo-Aligner, attributes are pooled in fp32, then merged, then standardised. Tensors in, tensors out.
-
-
-def pool_last(outputs: Tensor, lengths: Tensor) -> Tensor:
-    """Return `[B, A]`: `outputs` `[B, S, A]` at each row's last token, index length-1.
-
-    Hugging Face instead pools the last token that is *not the padding id*. The results differ if a row ends with that
-    id, which happens when the end-of-text token is also the padding token. Here the given length decides. Sentences
-    lose trailing padding ids after tokenisation (`RewardModel.skipped_pad_id`).
-
-    Args:
-        lengths: int64 `[B]`, in tokens, each in [1, S].
-    """
-    return outputs.take_along_dim((lengths - 1)[:, None, None], dim=1).squeeze(1)
-
-
-def pool_mean(outputs: Tensor, lengths: Tensor) -> Tensor:
-    """Return `[B, A]`: mean of `outputs` `[B, S, A]` over each row's tokens 0 ... length-1.
-
-    For a linear head this equals applying the head to the mean hidden state.
-
-    Args:
-        lengths: int64 `[B]`, in tokens, each in [1, S].
-    """
-    steps = torch.arange(outputs.shape[1], device=outputs.device)
-    valid = (steps[None] < lengths[:, None]).unsqueeze(-1)
-    return outputs.masked_fill(~valid, 0.0).sum(dim=1) / lengths[:, None]
-
-
-POOLS = {"last": pool_last, "mean": pool_mean}  # by the names in `checkpoints.inspection.Pooling`
-
-
-def merge_attributes(scores: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum `[B, 1]` of attribute scores `[B, A]` with `weights` `[A]`.
-
-    The nine HelpSteer attributes are in this order: quality, toxicity, humor, creativity, helpfulness, correctness,
-    coherence, complexity, verbosity.
-    """
-    assert scores.shape[-1] == weights.shape[0], (scores.shape, weights.shape)
-    return (scores * weights).sum(dim=-1, keepdim=True)
-
-
-def label_probabilities(scores: Tensor, problem_type: str | None) -> Tensor:
-    """Return the probabilities `[B, A]` of the labels with `scores` `[B, A]`, as transformers' pipeline computes them.
-
-    `problem_type` is that of the model's configuration; the scores of a regression are returned as they are.
-    """
-    if problem_type == "regression":
-        return scores
-    if problem_type == "multi_label_classification" or scores.shape[-1] == 1:
-        return scores.sigmoid()
-    return scores.softmax(-1)
-
-
-def standardise(values: Tensor, mean: float, std: float) -> Tensor:
-    """Return `(values - mean) / std` elementwise, for `values` of any shape; `std` > 0."""
-    return (values - mean) / std
-
-
-def log_odds(outputs: Tensor, num_for: int) -> Tensor:
-    """Return `[..., 1]`: the log-odds of the first `num_for` of `outputs` `[..., A]` against the others.
-
-    logsumexp(outputs[:num_for]) - logsumexp(outputs[num_for:]), which for next-token logits is the difference of the
-    log-probs, log p(for) - log p(against). Without others, it is the first term alone.
-    """
-    favourable = outputs[..., :num_for].logsumexp(-1, keepdim=True)
-    if num_for == outputs.shape[-1]:
-        return favourable
-    return favourable - outputs[..., num_for:].logsumexp(-1, keepdim=True)
-
+from python_backend.models.readout import pool_last
 
 PROBE_TOKENS = 4
 CAUSAL_TOLERANCE = 1e-5  # relative to the largest hidden state
 
 
 class TokenHead:
-    """The per-token forward pass of a classification model with a linear head.
+    """The forward pass of a classification model: outputs of each token, or of each row if it pools them itself.
 
     The constructor measures whether the body is causal. A causal body gets no attention mask: padding on the right
     cannot influence earlier tokens; this saves building masks and lets attention use its causal kernel. If padding
     influences the tokens of a body all the same, rows run one by one (`one_by_one`).
     """
 
-    def __init__(self, model: Any, *, compile_forward: bool = False, like: TokenHead | None = None) -> None:
-        """Wrap `model`; `like` is the head of a model of the same architecture, whose measurements are reused."""
+    def __init__(
+        self, model: Any, *, is_pooled: bool = False, compile_forward: bool = False, like: TokenHead | None = None
+    ) -> None:
+        """
+        Args:
+            is_pooled: the model is a classifier with its own pooling, and a body that is not causal.
+            like: the head of a model of the same architecture, whose measurements are reused.
+        """
         self.model = model.eval()
         skip_inspections(model)
         self.head = keep_head_exact(model)
@@ -111,9 +45,9 @@ class TokenHead:
         # that differ in the last bits. A clone is aligned.
         for parameter in self.head.parameters():
             parameter.data = parameter.data.clone()
-        self.is_causal: bool = measure_causality(model) if like is None else like.is_causal
+        self.is_causal: bool = not is_pooled and (measure_causality(model) if like is None else like.is_causal)
         self.is_compiled = compile_forward
-        self._layered = _has_layers_of_its_own(model, self.head)
+        self._layered = is_pooled or bool(layers_beside(model))
         self.lean: LeanDecoder | None = None
         if like is not None:  # the checks depend only on the architecture
             on_host = model.device.type == "cpu"  # `like` may be: a trained critic's first version is
@@ -122,9 +56,13 @@ class TokenHead:
         else:
             if self.is_causal and not self._layered and not compile_forward:
                 self.lean = lean_decoder(model)
+            # Tokens show it more clearly than the inputs of a pooled head, but only the pooling may read padding. The
+            # lean pass is causal by construction.
+            probed = (self._hidden, self._features) if is_pooled else (self._hidden,)
             masks = not self.is_causal
-            # The lean pass is causal by construction.
-            self.one_by_one = self.lean is None and depends_on_padding(model, self._hidden, is_masked=masks)
+            self.one_by_one = self.lean is None and any(
+                depends_on_padding(model, each, is_masked=masks) for each in probed
+            )
         if compile_forward:
             compile_body(model, self)
 
@@ -141,18 +79,20 @@ class TokenHead:
     def __call__(self, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
         """Return outputs `[B, S, A]` of `ids` `[B, S]`, padded on the right; `attention` `[B, S]` is 1 at tokens.
 
+        They are `[B, A]` if the model pools them itself.
+
         `types`: `token_type_ids` `[B, S]`, for a body that has them.
         """
-        if self.one_by_one:
-            return one_by_one(self._outputs, ids, attention, **types)
-        return self._outputs(ids, attention, **types)
+        return self._by_rows(self._outputs, ids, attention, **types)
+
+    def _by_rows(self, forward: Callable[..., Tensor], ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
+        return one_by_one(forward, ids, attention, **types) if self.one_by_one else forward(ids, attention, **types)
 
     def at_last(self, ids: Tensor, attention: Tensor, lengths: Tensor, **types: Tensor) -> Tensor:
         """Return outputs `[B, A]` at index length-1 of each row; NaN for a row without what the head's gate reads."""
         if isinstance(self.head, GatedHead) and self.head.pattern is not None:
             start = last_match(ids, lengths, self.head.pattern)
-            run = one_by_one if self.one_by_one else lambda forward, *given, **more: forward(*given, **more)
-            hidden = run(self._hidden, ids, attention, **types)
+            hidden = self._by_rows(self._hidden, ids, attention, **types)
             at_gate = pool_last(hidden, start.clamp(min=0) + 1)
             return self.head(pool_last(hidden, lengths), at_gate).masked_fill(start[:, None] < 0, torch.nan)
         if self.lean is not None and not torch.is_grad_enabled():
@@ -170,30 +110,6 @@ class TokenHead:
         if self.lean is not None and not torch.is_grad_enabled():
             return self.lean.hidden(ids, attention.sum(1))
         return self.model.base_model(input_ids=ids, use_cache=False)[0]
-
-
-class PooledHead:
-    """The forward pass of a classifier with its own pooling, one row at a time if its outputs depend on padding."""
-
-    def __init__(self, model: Any, *, like: PooledHead | None = None) -> None:
-        """Wrap `model`; `like` is the head of a model of the same architecture, whose measurement is reused."""
-        self.model = model.eval()
-        skip_inspections(model)
-        self.head = keep_head_exact(model)
-        probed = (self._hidden, self._features)  # tokens show it more clearly, but only the pooling may read padding
-        self.one_by_one: bool = like.one_by_one if like else any(depends_on_padding(model, each) for each in probed)
-
-    def __call__(self, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
-        """Return outputs `[B, A]` of `ids` and `attention` as for `TokenHead`."""
-        if self.one_by_one:
-            return one_by_one(self._outputs, ids, attention, **types)
-        return self._outputs(ids, attention, **types)
-
-    def _outputs(self, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
-        return self.model(input_ids=ids, attention_mask=attention, **types).logits
-
-    def _hidden(self, ids: Tensor, attention: Tensor) -> Tensor:
-        return self.model.base_model(input_ids=ids, attention_mask=attention)[0]
 
     def _features(self, ids: Tensor, attention: Tensor) -> Tensor:
         """Return the input of the head: a score itself may be close to 0, and its rounding is then no measure."""
@@ -240,7 +156,9 @@ def measure_causality(model: Any, **inputs: Any) -> bool:
         return _seems_causal(model, row, **inputs)
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:  # raised by a model's own code
         reason = " ".join(str(error).split())
-        raise CheckpointError(f"{type(model).__name__} cannot score rows of tokens: {reason[:300]}") from error
+        raise CheckpointError(
+            f"{model.name_or_path}: {type(model).__name__} cannot score rows of tokens: {reason[:300]}"
+        ) from error
     return not gradient.flatten(0, -2)[half:].any()  # one row: XLNet's tokens come before its rows
 
 
@@ -275,9 +193,3 @@ def compile_body(model: Any, forward: Callable[[Tensor, Tensor], Any]) -> None:
             f"torch.compile does not work here: {reason[:300]}; install a C++ compiler (g++) and Python's headers, and "
             "PyTorch in a folder whose path has no space, or set compile: false"
         ) from error
-
-
-def _has_layers_of_its_own(model: Any, head: torch.nn.Module) -> bool:
-    body = f"{model.base_model_prefix}."
-    ours = {id(parameter) for parameter in head.parameters()}
-    return any(id(p) not in ours for name, p in model.named_parameters() if not name.startswith(body))

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-import torch
+from typing import Any, Literal
 
 from python_backend.checkpoints.heads import Head
 from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
 from python_backend.checkpoints.tokenization import load_tokenizer, single_tokens
-from python_backend.models.loading import load_causal_model, load_token_model, placed_head, read_head
-from python_backend.models.modeling import RewardModel, Standardization, constants_for
+from python_backend.models.loading import load_causal_model, placed_head
+from python_backend.models.modeling import RewardModel, Standardization, constants_for, load_reward
 from python_backend.models.output_head import keep_outputs
 from python_backend.models.token_head import TokenHead
-
-if TYPE_CHECKING:
-    from python_backend.models.tensor_parallel import RankGroup
 
 LOG_ODDS = ((1.0, -1.0), (-1.0, 1.0))  # weights of two labels' outputs whose sum is the log-odds of label 0, or of 1
 
@@ -26,12 +21,8 @@ def load_process_reward(
     folder: Path,
     *,
     score: Literal["auto", "logit", "probability"] = "auto",
-    device: str = "cpu",
-    dtype: str = "float32",
     attribute_weights: Sequence[float] | None = None,
-    standardization: Standardization = "model",
-    compile_forward: bool = False,
-    group: RankGroup | None = None,
+    **settings: Any,
 ) -> RewardModel:
     """Load a process reward from a checkpoint with a head on each token, such as a token classifier or value head.
 
@@ -39,21 +30,19 @@ def load_process_reward(
         score: `logit`: one output, or the log-odds of the good label of two (`CheckpointInfo.good_label`), or the sum
             weighted by `attribute_weights`;
             `probability`: its sigmoid; `auto`: `probability` for two labels, otherwise `logit`.
-        group: load this rank's part of the model, on its device instead of `device`.
+        settings: further ones of `load_reward`.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, has no linear head, or a setting does not fit it.
     """
     info = inspect_checkpoint(folder)
     head = placed_head(info, reward_head(info), "last")
-    weights = _label_weights(info, head, attribute_weights)
-    model = load_token_model(info, read_head(info, head), dtype, group)
-    device = device if group is None else str(group.device)
-    return RewardModel(
-        TokenHead(model.to(device), compile_forward=compile_forward),
-        constants=constants_for(info, standardization),
-        weights=None if weights is None else torch.tensor(weights, dtype=torch.float32, device=device),
+    return load_reward(
+        folder,
+        pooling="last",
+        attribute_weights=_label_weights(info, head, attribute_weights),
         probability=score == "probability" or (score == "auto" and head.num_labels == 2),
+        **settings,
     )
 
 
@@ -104,18 +93,11 @@ def _label_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | No
             f"{info.folder}: the head {head.prefix} has its own pooling or gate, so it cannot score single tokens; use "
             "a token classification checkpoint, or a decoder with a linear head"
         )
-    if given is not None and len(given) != head.num_labels:
-        raise CheckpointError(f"{info.folder}: {len(given)} attribute weights for a head of {head.num_labels} outputs")
-    if given is None and head.num_labels > 2:
-        raise CheckpointError(
-            f"{info.folder}: a process reward from {head.num_labels} labels needs reward.attribute_weights, one weight "
-            "per label"
-        )
     if given is not None or head.num_labels == 1:
         return given
-    if info.good_label is None:
+    if info.good_label is None:  # or more than two labels
         raise CheckpointError(
-            f"{info.folder}: which of its 2 labels ({', '.join(info.labels)}) is that of a right step? Give "
-            "reward.attribute_weights: 1 for it, -1 for the other one"
+            f"{info.folder}: which of its {head.num_labels} labels ({', '.join(info.label_names)}) is that of a right "
+            "step? Give reward.attribute_weights, one weight per label, such as 1 for it and -1 for the other one"
         )
     return LOG_ODDS[info.good_label]

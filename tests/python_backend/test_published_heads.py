@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from python_backend.checkpoints.heads import GATES
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.config import RewardSection
+from python_backend.config.labels import attribute_weights
+from python_backend.models import loading
 from python_backend.models.modeling import quiet_transformers, save_critic
 from python_backend.wire.training_payload import TrainPayload
 from tests.support.loaders import load_critic, load_process_reward, load_reward, skip_on_cards
@@ -61,6 +64,7 @@ GENERAL = {name: H for name in ("d_model", "n_embd", "emb_dim", "dim", "embeddin
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 32},
     "t5": {"d_model": H, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "opt": {"ffn_dim": 24, "word_embed_proj_dim": H},
     "distilbert": {"dim": H, "hidden_dim": 24, "n_layers": 2, "n_heads": 2},
     "xlnet": {"d_model": H, "n_head": 2, "n_layer": 2, "d_inner": 24},
@@ -78,6 +82,16 @@ quiet_transformers()
 
 Tensors = dict[str, Tensor]
 Formula = Callable[[Tensor, int, Tensors], Tensor]  # hidden states [S, H], where the gate reads, tensors -> rewards [A]
+
+
+def quick(names: Iterable[Any], *chosen: Any) -> list[Any]:
+    """Mark all but the chosen names as slow: one of each kind is enough for `make test`."""
+    return [
+        name
+        if name in chosen
+        else pytest.param(*(name if isinstance(name, tuple) else (name,)), marks=pytest.mark.slow)
+        for name in names
+    ]
 
 
 def linear(x: Tensor, t: Tensors, name: str) -> Tensor:
@@ -387,7 +401,10 @@ def assert_scores(folder: Path, shape: Shape, expected: np.ndarray) -> None:
     np.testing.assert_allclose(np.concatenate([reward.score([row]) for row in given]), expected, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+KINDS = ("Skywork-Reward", "GRM-sftreg", "ArmoRM, Gemma", "QRM", "URM-3.1", "beaver", "oasst-pythia, mean", "OpenRLHF")
+
+
+@pytest.mark.parametrize("name", quick(SHAPES, *KINDS, "LLaMA-Factory", "an MLP of another activation"))
 def test_a_published_shape_scores_by_its_formula_and_a_damaged_one_never_otherwise(tmp_path: Path, name: str):
     shape = SHAPES[name]
     body = save(tmp_path, shape)
@@ -444,7 +461,7 @@ def test_a_row_without_the_header_that_a_gate_reads_has_no_reward(tmp_path: Path
     scores = load_reward(tmp_path).score([given[0], bare, bare[:2]])
     np.testing.assert_allclose(scores[:1], load_reward(tmp_path).score(given[:1]), atol=1e-5)
     assert np.isnan(scores[1:]).all()
-    with pytest.raises(CheckpointError, match="pooling: mean does not fit the gate"):
+    with pytest.raises(CheckpointError, match="pooling: mean needs a linear head"):
         load_reward(tmp_path, pooling="mean")
     change_config(tmp_path, {"vocab_size": VOCAB})
     with pytest.raises(CheckpointError, match=r"gating.layers reads where an answer's header begins.*unknown"):
@@ -487,6 +504,22 @@ def test_of_two_heads_value_head_prefix_says_which_is_read(
             load_reward(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["Skywork-Reward", "OpenRLHF", "GRM-sftreg"])
+def test_a_value_head_prefix_that_names_no_tensor_is_refused(tmp_path: Path, name: str):
+    save(tmp_path, SHAPES[name])
+    for prefix in ("value_hed", "score.weight", "model"):
+        change_config(tmp_path, {"value_head_prefix": prefix})
+        for load in (load_reward, load_critic):
+            if name == "OpenRLHF":  # without the prefix, no head is known
+                with pytest.raises(CheckpointError, match=r"reward_of_mine.* no known head|not use reward_of_mine"):
+                    load(tmp_path)
+            else:
+                with pytest.raises(
+                    CheckpointError, match=f"value_head_prefix: {prefix} in config.json names no layer; set it to"
+                ):
+                    load(tmp_path)
+
+
 WRAPPERS: dict[str, Callable[[str], str]] = {
     "DistributedDataParallel": lambda name: f"module.{name}",
     "torch.compile": lambda name: f"_orig_mod.module.{name}",
@@ -496,8 +529,8 @@ WRAPPERS: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("name", ["Skywork-Reward", "GRM-sftreg", "URM-3.1"])
+@pytest.mark.parametrize("wrapper", quick(WRAPPERS, "torch.compile", "a class of any name"))
+@pytest.mark.parametrize("name", quick(["Skywork-Reward", "GRM-sftreg", "URM-3.1"], "Skywork-Reward", "GRM-sftreg"))
 def test_a_wrapper_around_all_names_changes_nothing(tmp_path: Path, wrapper: str, name: str):
     if name == "GRM-sftreg" and "layers" in wrapper:
         pytest.skip("a language model has tensors of its own beside the body")
@@ -511,38 +544,136 @@ def test_a_wrapper_around_all_names_changes_nothing(tmp_path: Path, wrapper: str
     assert load_critic(tmp_path).note
 
 
-@pytest.mark.parametrize(
-    ("name", "rename"),
-    [("my_head", str), ("my_layer", bare), ("lm_head", str), ("cls", str), ("cls", bare), ("model.score", str)],
-)
-def test_a_head_of_an_unknown_name_is_named_with_the_remedy(tmp_path: Path, name: str, rename: Callable[[str], str]):
-    shape = Shape("llama", "X", one(name), layers(name))
+COPIES = [("model.model", "transformer"), ("model", "transformer"), ("model", "reward_model"), ("reward_model", "base")]
+
+
+@pytest.mark.parametrize(("root", "other"), quick(COPIES, *COPIES[::2]))
+@pytest.mark.parametrize("name", ["v_head", "score"])
+def test_a_second_copy_of_body_or_head_is_harmless_if_it_is_equal(tmp_path: Path, root: str, other: str, name: str):
+    shape = Shape("llama", "GPTRewardModel", one(name), layers(name), root=root, language=name == "v_head")
+    body = save(tmp_path, shape)
+    stored = load_file(tmp_path / "model.safetensors")
+    inside = {key.removeprefix(f"{root}."): each for key, each in stored.items() if key.startswith(f"{root}.")}
+    again = {f"{other}.{key}": each.clone() for key, each in inside.items() if "lm_head" not in key}
+    again |= {} if root == "reward_model" else {f"{root}.{name}.weight": stored[f"{name}.weight"].clone()}
+    write(tmp_path, {**stored, **again}, {}, None)
+    assert_scores(tmp_path, shape, right(shape, body, stored))
+    assert load_critic(tmp_path).note == f"the value head is {name}"
+    for changed in (min(again), max(again)):
+        write(tmp_path, {**stored, **again, changed: 2 * again[changed]}, {}, None)
+        for load in (load_reward, load_critic):
+            with pytest.raises(CheckpointError, match=r"does not use|stored twice|no known head"):
+                load(tmp_path)
+    write(tmp_path, {**stored, "extra.norm.weight": torch.ones(H)}, {}, None)  # as the body's norm
+    with pytest.raises(CheckpointError, match=r"extra\.norm"):
+        load_reward(tmp_path)
+
+
+UNKNOWN: list[tuple[str, Callable[[str], str], Shape | None]] = [
+    *(
+        ("my_head", str, None),
+        ("my_layer", bare, None),
+        ("lm_head", str, None),
+        ("cls", str, None),
+        ("cls", bare, None),
+    ),
+    ("model.score", str, None),
+    ("my_head", str, Shape("llama", "X", mlp("my_head", H, 8, 1), layers("my_head.0", "my_head.2"))),
+    ("net.top", str, Shape("llama", "X", mlp("net.top", H, 8, 1, step=3), layers("net.top.0", "net.top.3"))),
+    ("my_layer", bare, Shape("llama", "X", mlp("my_layer", H, 1), layers("my_layer.0"))),
+]
+
+
+@pytest.mark.parametrize(("name", "rename", "given"), UNKNOWN)
+def test_a_head_of_an_unknown_name_is_named_with_the_remedy(
+    tmp_path: Path, name: str, rename: Callable[[str], str], given: Shape | None
+):
+    shape = given or Shape("llama", "X", one(name), layers(name))
     body = save(tmp_path, shape)
     stored = load_file(tmp_path / "model.safetensors")
     file = tmp_path / "model.safetensors"
-    save_file({**{rename(key): each for key, each in stored.items()}, "lm_head.bias": torch.ones(VOCAB)}, file)
+    beside = {} if name == "lm_head" else {"lm_head.bias": torch.ones(VOCAB)}
+    save_file({**{rename(key): each for key, each in stored.items()}, **beside}, file)
     message = f"{name}.*value_head_prefix: {name} in its config.json"
     with pytest.raises(CheckpointError, match=message):
         load_reward(tmp_path)
     with pytest.raises(CheckpointError, match=name):
         load_critic(tmp_path)
-    if name == "lm_head":
-        save_file(stored, file)
     change_config(tmp_path, {"value_head_prefix": name})
     assert_scores(tmp_path, shape, right(shape, body, stored))
 
 
+NO_REMEDY: dict[str, tuple[str, ...]] = {  # none of these is served with the prefix of one layer
+    "two layers of their own names": ("dense.weight", "out.weight"),
+    "a scale beside the layer": ("my_head.weight", "temperature"),
+    "a norm among the layers": ("my_head.0.weight", "my_head.1.weight", "my_head.3.weight"),
+    "a layer in the body and one beside it": ("my_head.weight", "model.dense.weight"),
+}
+
+
+@pytest.mark.parametrize("rename", [str, bare])
+@pytest.mark.parametrize("names", NO_REMEDY.values(), ids=NO_REMEDY)
+def test_no_remedy_is_given_that_would_not_help(tmp_path: Path, names: tuple[str, ...], rename: Callable[[str], str]):
+    sizes = {"dense.weight": (8, H), "out.weight": (1, 8), "my_head.weight": (1, H)}
+    sizes |= {"my_head.0.weight": (8, H), "my_head.3.weight": (1, 8)}
+    save(tmp_path, Shape("llama", "X", {name: sizes.get(name, (H,)) for name in names}, layers()))
+    renamed(tmp_path, rename)
+    with pytest.raises(CheckpointError, match=r"no (known )?head") as caught:
+        load_reward(tmp_path)
+    assert names[0].removesuffix(".weight") in str(caught.value)
+    assert "value_head_prefix" not in str(caught.value)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["with the class's layers", "the head alone"])
+@pytest.mark.parametrize(
+    "family",
+    quick(["bert", "distilbert", "electra", "roberta", "deberta-v2", "modernbert", "xlnet"], "bert", "distilbert"),
+)
+def test_each_remedy_for_an_unknown_pooling_leads_to_a_served_model(tmp_path: Path, family: str, whole: bool):
+    model = AutoModelForSequenceClassification.from_config(tiny(Shape(family, "", {}, layers()), num_labels=1))
+    large(model).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    head = next(
+        name for name in stored if name.endswith(("classifier.weight", "out_proj.weight", "logits_proj.weight"))
+    )
+    if not whole:
+        body = f"{model.base_model_prefix}."
+        kept = {name: each for name, each in stored.items() if name.startswith(body) or name.startswith(head[:-6])}
+        write(tmp_path, kept, {}, None)
+    change_config(tmp_path, {"architectures": ["RewardModel"]})
+    with pytest.raises(CheckpointError, match=r"how its head .* pools is unknown") as caught:
+        load_reward(tmp_path)
+    text = str(caught.value)
+    offered = {
+        "last": "set pooling: last" in text,
+        "mean": "last or mean" in text,
+        "auto": "name that in architectures" in text,
+    }
+    for pooling, is_offered in offered.items():
+        if pooling == "auto":
+            change_config(tmp_path, {"architectures": [type(model).__name__]})
+        try:
+            load_reward(tmp_path, pooling=pooling)
+        except CheckpointError:
+            assert not is_offered
+        else:
+            assert is_offered or family == "modernbert"  # whose class for tokens has the same layers
+    assert any(offered.values()) or (family == "modernbert" and not whole)
+
+
 BESIDE = ["normalizer.pt", "gating_layer.pt", "reward_scale.pth", "value_head.bin", "pytorch_model_head.bin", "a.ckpt"]
 BESIDE += ["model_value_head.safetensors", "adapter_model.safetensors", "pytorch_model_head.safetensors"]
-BESIDE += ["model-00001-of-00002.safetensors", "optimizer_head.pt", "reward_scaler.pt"]
+BESIDE += ["model-00001-of-00002.safetensors", "optimizer_head.pt", "reward_scaler.pt", "adapters.safetensors"]
+BESIDE += ["adapters.npz", "reward_scale.npy", "normalizer.pkl", "value_head.h5"]
 
 
-@pytest.mark.parametrize("file", BESIDE)
+@pytest.mark.parametrize("file", quick(BESIDE, *BESIDE[::3]))
 def test_a_file_beside_the_weights_is_read_or_refused_by_name(tmp_path: Path, file: str):
     save(tmp_path, SHAPES["Skywork-Reward"])
     for harmless in (
         *("optimizer.pt", "optimizer.safetensors", "scheduler.pt", "scaler.pt", "rng_state_0.pth", "training_args.bin"),
         *("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "consolidated.safetensors"),
+        *("tf_model.h5", "flax_model.msgpack", "model.gguf", "model.onnx"),
     ):
         (tmp_path / harmless).write_bytes(b"")
     load_reward(tmp_path)
@@ -564,7 +695,9 @@ def test_a_file_with_the_head_may_have_any_name(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["score.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", quick([torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.bool], torch.int8)
+)
 def test_numbers_that_are_no_floating_point_ones_are_refused(tmp_path: Path, name: str, dtype: torch.dtype):
     save(tmp_path, SHAPES["Skywork-Reward"])
     file = tmp_path / "model.safetensors"
@@ -573,6 +706,22 @@ def test_numbers_that_are_no_floating_point_ones_are_refused(tmp_path: Path, nam
     for load in (load_reward, load_critic):
         with pytest.raises(CheckpointError, match=f"quantised: {name} is of type"):
             load(tmp_path)
+
+
+COUNTERS = {"global_step": [12], "module.steps": 3, "v_head.num_updates": 7, "epoch": 1, "norm.num_batches_tracked": 5}
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_a_counter_beside_the_weights_changes_nothing(tmp_path: Path, name: str):
+    shape = SHAPES["Skywork-Reward"]
+    body = save(tmp_path, shape)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    save_file({**stored, name: torch.tensor(COUNTERS[name])}, file)
+    assert_scores(tmp_path, shape, right(shape, body, stored))
+    save_file({**stored, "scale": torch.tensor(2)}, file)
+    with pytest.raises(CheckpointError, match="does not use scale"):
+        load_reward(tmp_path)
 
 
 # ---- keys of config.json ----
@@ -593,7 +742,12 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in KEYS.items() for key in keys])
+OF_EACH_TYPE = [("Skywork-Reward", "architectures"), ("Skywork-Reward", "id2label"), ("beaver", "do_normalize")]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), quick([(name, key) for name, keys in KEYS.items() for key in keys], *OF_EACH_TYPE)
+)
 def test_a_key_of_another_json_type_is_refused_or_changes_nothing(tmp_path: Path, name: str, key: str):
     shape = SHAPES[name.partition(", moments")[0]]
     if "moments" in name:
@@ -615,6 +769,57 @@ def test_a_key_of_another_json_type_is_refused_or_changes_nothing(tmp_path: Path
             np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=str(value))
 
 
+# Keys of config.json and what is said of them; None: the score stays.
+UNUSUAL: list[tuple[str, dict[str, Any], str | None]] = [
+    ("llama", {"attn_implementation": "flash_attention_2"}, None),
+    ("llama", {"_attn_implementation": "nonsense"}, None),
+    ("llama", {"output_hidden_states": "x", "output_attentions": True, "torchscript": True}, None),
+    ("llama", {"dtype": "nonsense"}, None),
+    ("bert", {"chunk_size_feed_forward": 2}, None),
+    ("llama", {"hidden_act": "nonsense"}, "config.json: hidden_act is 'nonsense': "),
+    ("bert", {"hidden_size": None}, "config.json: hidden_size is 'None': "),
+    ("gpt2", {"n_layer": "2"}, "config.json: n_layer is '2': "),
+    ("llama", {"id2label": {"good": 0}}, "config.json: id2label has the key 'good', must be the number of a label"),
+    (
+        "llama",
+        {"vocab_size": 48},
+        r"embed_tokens.weight has shape \[64, 16\], but \[48, 16\] by config.json \(.*vocab_size: 48\)",
+    ),
+    ("gpt2", {"n_inner": 8}, r"has shape .* by config.json \(.*n_inner: 8\)"),
+]
+
+
+@pytest.mark.parametrize(("family", "config", "told"), UNUSUAL, ids=lambda each: str(each)[:40])
+def test_an_unusual_key_of_config_json_changes_no_score_or_is_named(
+    tmp_path: Path, family: str, config: dict[str, Any], told: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(loading, "OWN_PATHS", {})
+    kind = SEQUENCE_CLASSES[family]
+    shape = Shape(family, kind, one("classifier" if family == "bert" else "score", bias=family == "bert"), layers())
+    save(tmp_path, shape)
+    expected = load_reward(tmp_path).score(rows(shape))
+    monkeypatch.setattr(loading, "OWN_PATHS", {})
+    change_config(tmp_path, config)
+    if told is None:
+        np.testing.assert_allclose(load_reward(tmp_path).score(rows(shape)), expected, rtol=1e-5)
+        return
+    for load in (load_reward, load_critic):
+        with pytest.raises(CheckpointError, match=told) as caught:
+            load(tmp_path)
+        assert str(tmp_path) in str(caught.value)
+
+
+def test_a_tied_model_with_its_output_layer_alone_is_refused_with_the_remedy(tmp_path: Path):
+    shape = SHAPES["GRM-sftreg"]
+    save(tmp_path, shape)
+    file = tmp_path / "model.safetensors"
+    save_file({name: each for name, each in load_file(file).items() if "embed_tokens" not in name}, file)
+    with pytest.raises(
+        CheckpointError, match=r"lack model\.embed_tokens\.weight, which is \S*lm_head\.weight if the two"
+    ):
+        load_reward(tmp_path)
+
+
 # ---- transformers' own classes ----
 
 OWN_CLASSES = [
@@ -632,7 +837,9 @@ OWN_CLASSES = [
 
 
 @pytest.mark.parametrize("scale", ["as initialised", "as trained"])
-@pytest.mark.parametrize(("family", "kind"), OWN_CLASSES, ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(
+    ("family", "kind"), quick(OWN_CLASSES, *OWN_CLASSES[1:4]), ids=lambda each: getattr(each, "__name__", each)
+)
 def test_a_class_of_transformers_scores_as_it_does_and_without_a_tensor_never(
     tmp_path: Path, family: str, kind: Any, scale: str
 ):
@@ -671,18 +878,16 @@ def test_a_class_of_transformers_scores_as_it_does_and_without_a_tensor_never(
 UNLIKE: dict[str, dict[str, Any]] = {  # what a family needs beside SIZES and FAMILIES; None: no such key
     "falcon": {"head_dim": None},
     "xlnet": {"max_position_embeddings": None},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 4},
     "funnel": {"block_sizes": [1, 1], "num_hidden_layers": None, "n_head": 2, "d_head": 8, "d_inner": 24},
     "glm": {"partial_rotary_factor": 0.5},
     "zamba": {"num_hidden_layers": None},
     "zamba2": {"num_hidden_layers": None},
 }
-# Of other inputs than text, of random or whole-table sizes, encoder-decoders, or slow to build.
+# Families whose layers have further sizes, inputs or packages, or that are large or slow all the same.
 UNBUILT = re.compile(
-    "axk[12]|bart|bigbird_pegasus|canine|cohere_compass_text|deepseek_v[23]|gemma3|ibert|layoutlm.*|lilt|luke|markuplm|mbart|"
-    "minicpm3|mistral4|mobilebert|modernvbert|mt5|mvp|perceiver|plbart|qwen[23]_moe|qwen3_(next|5.*)|reformer|roc_bert|"
-    "u?m?t5.*|tapas|ultravbert|xmod|zamba2?"
+    "axk1|cohere_compass_text|deepseek_v[23]|ibert|layoutlmv[23]|lilt|luke|mistral4|perceiver|qwen3_(next|5.*)|reformer"
+    "|xmod|zamba2?"
 )
 SAID: list[dict[str, Any]] = [
     {"classifier_pooling": "mean"},
@@ -693,10 +898,16 @@ SAID: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("family", [each for each in SEQUENCE_CLASSES if not UNBUILT.fullmatch(each)])
+@pytest.mark.parametrize(
+    "family",
+    quick([each for each in SEQUENCE_CLASSES if not UNBUILT.fullmatch(each)], "bert", "electra", "gpt2", "gemma3_text"),
+)
 def test_every_class_for_sequences_scores_as_transformers_does_or_is_refused(tmp_path: Path, family: str):
     if family in ("jamba", "convbert", "nystromformer"):
         skip_on_cards("the simulated cards have no depthwise convolution")
+    usual = AutoConfig.for_model(family)
+    if usual.is_encoder_decoder or usual.get_text_config() is not usual or not getattr(usual, "vocab_size", None):
+        pytest.skip("no model of one text")
     said = SAID if family in ("modernbert", "electra", "gpt2", "bert", "gemma3_text") else []
     for i, config in enumerate([{"problem_type": "multi_label_classification"}, *said]):
         sizes = {**SIZES, **GENERAL, **FAMILIES.get(family, {}), **UNLIKE.get(family, {}), "num_labels": 2, **config}
@@ -732,7 +943,7 @@ def labelled(folder: Path, *labels: str) -> tuple[list[np.ndarray], np.ndarray]:
 
 def test_of_several_labels_the_user_says_which_is_the_reward(tmp_path: Path):
     given, logits = labelled(tmp_path, "bad", "good")
-    with pytest.raises(CheckpointError, match=r"2 outputs \(bad, good\).*\[-1, 1\] is the log-odds of good"):
+    with pytest.raises(CheckpointError, match=r"2 outputs \(bad, good\) is the reward\? Give reward.attribute_weights"):
         load_reward(tmp_path)
     odds = load_reward(tmp_path, attribute_weights=[-1, 1]).score(given)
     np.testing.assert_allclose(odds, logits[:, 1:] - logits[:, :1], atol=1e-4)
@@ -767,14 +978,15 @@ LABELS: list[tuple[tuple[str, str], int | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("labels", "good"), LABELS, ids=[" ".join(labels) for labels, _ in LABELS])
+@pytest.mark.parametrize(
+    ("labels", "good"), quick(LABELS, *LABELS[::3]), ids=[" ".join(labels) for labels, _ in LABELS]
+)
 def test_the_good_one_of_two_labels_is_known_by_name_or_asked_for(
     tmp_path: Path, labels: tuple[str, str], good: int | None
 ):
     given, logits = labelled(tmp_path, *labels)
-    proposed = ("[1, -1]" if good == 0 else "[-1, 1]") + f" is the log-odds of {labels[0 if good == 0 else 1]}"
-    with pytest.raises(CheckpointError, match=re.escape(proposed)):
-        load_reward(tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(f"(the log-odds of {labels[0 if good == 0 else 1]}, if")):
+        attribute_weights(RewardSection(model=tmp_path))
     weights = [1, -1] if good == 0 else [-1, 1]
     if good is None:
         with pytest.raises(CheckpointError, match=rf"which of its 2 labels \({', '.join(labels)}\).*attribute_weights"):
@@ -893,16 +1105,30 @@ HEAD_KEYS: list[tuple[str, Any]] = [
     ("classifier_pooling", "mean"),
     ("use_mean_pooling", True),
     ("summary_type", "first"),
+    ("score_fn", "sigmoid"),
+    ("use_sigmoid_output", True),
+    ("output_scale", 5.0),
+    ("layer_index", -4),
+    ("hidden_layer_index", 1),
+    ("logit_bias", 0.5),
+    ("reward_clip", [-5, 5]),
+    ("calibration", {"slope": 2.0}),
+    ("softmax", True),
+    ("mean", 0.5),
+    ("value_transform", "symlog"),
+    ("apply_tanh", True),
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize(("key", "value"), HEAD_KEYS, ids=[f"{key}-{value}" for key, value in HEAD_KEYS])
+@pytest.mark.parametrize("family", quick(["llama", "gpt2"], "llama"))
+@pytest.mark.parametrize(
+    ("key", "value"), quick(HEAD_KEYS, *HEAD_KEYS[::3]), ids=[f"{key}-{value}" for key, value in HEAD_KEYS]
+)
 def test_what_config_json_says_of_a_head_is_done_or_refused(tmp_path: Path, family: str, key: str, value: Any):
     shape = Shape(family, {"llama": LLAMA, "gpt2": "GPT2ForSequenceClassification"}[family], one("score"), layers())
     save(tmp_path, shape)
     change_config(tmp_path, {key: value, "attention_dropout": 0.0, "hidden_act": "silu", "rms_norm_eps": 1e-6})
-    with pytest.raises(CheckpointError, match=rf"says {key}: {value!r}, which the head score"):
+    with pytest.raises(CheckpointError, match=rf"says {key}: {re.escape(repr(value))}, which the head score"):
         load_reward(tmp_path)
     if "pool" in key or key == "summary_type":
         load_reward(tmp_path, pooling="mean")
@@ -920,7 +1146,47 @@ HARMLESS_KEYS: list[dict[str, Any]] = [
     {"normalizer_type": "RunningMeanStd", "normalize_function": "affine", "do_normalize": False},
     {"pooler_type": "first_token_transform", "pooler_fc_size": 768},
     {"return_dict": False},
+    {"score_fn": "identity", "output_scale": 1.0, "layer_index": -1, "score_bias": True, "use_sigmoid_output": False},
 ]
+
+
+LEGACY: dict[str, Any] = {  # keys that older versions of transformers and trainers wrote, and nothing reads
+    **{"torch_dtype": "bfloat16", "_name_or_path": "a/b", "transformers_version": "4.41.0", "torchscript": False},
+    **{"unsloth_fixed": True, "unsloth_version": "2025.1", "auto_map": {"AutoModel": "m.M"}, "tokenizer_class": "T"},
+    **{"temperature": 0.7, "top_p": 0.9, "do_sample": True, "num_beams": 1, "max_length": 20, "output_scores": False},
+    **{"finetuning_task": None, "task_specific_params": {"a": {"b": 1}}, "prefix": "</s>", "use_mrope": False},
+    **{"gradient_checkpointing": False, "_num_labels": 1, "n_ctx": 1024, "pretraining_tp": 1, "num_labels": 1},
+    **{"sep_token_id": 3, "decoder_start_token_id": 0, "is_reward_model": True},
+    **{"problem_type": "regression", "num_objectives": 19, "gating_hidden_dim": 8, "score_dim": 1, "bias": True},
+    **{"score_type": "reward", "momentum": 0.1, "mlp_bias": False},
+    **{"cross_attention_hidden_size": None, "tie_encoder_decoder": False, "use_bfloat16": False, "xla_device": True},
+}
+SUMMARY = {"summary_type": "cls_index", "summary_use_proj": True, "summary_activation": None}
+SUMMARY |= {"summary_proj_to_labels": True, "summary_first_dropout": 0.2}
+ORDINARY: dict[str, dict[str, Any]] = {
+    "llama": {"pretraining_tp": 2, "rope_theta": 10000.0, "rope_scaling": None},
+    "qwen2": {"max_window_layers": 28, "use_sliding_window": False},
+    "gemma2": {"cache_implementation": "hybrid", "final_logit_softcapping": 20.0, "attn_logit_softcapping": 50.0},
+    "gpt_neox": {"rotary_pct": 0.25, "rotary_emb_base": 10000, "use_parallel_residual": True},
+    "gpt2": SUMMARY,
+    "gptj": {**SUMMARY, "scale_attn_weights": True, "rotary": True, "rotary_dim": 4, "activation_function": "gelu_new"},
+    "gpt_neo": SUMMARY,
+    "bloom": {**SUMMARY, "masked_softmax_fusion": True, "offset_alibi": 100, "attention_softmax_in_fp32": True},
+    "opt": {"activation_dropout": 0.0, "do_layer_norm_before": True},
+    "starcoder2": {"norm_type": "layer_norm", "mlp_type": "default", "activation_function": "gelu_pytorch_tanh"},
+}
+
+
+@pytest.mark.parametrize("family", quick(ORDINARY, "llama", "gptj", "bloom"))
+def test_keys_that_have_no_part_in_a_score_need_no_word(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture):
+    save(tmp_path, Shape(family, "", one("score"), layers()))
+    change_config(tmp_path, {**LEGACY, **ORDINARY[family]})
+    load_reward(tmp_path)
+    assert "keys that nothing reads" not in caplog.text
+    for _ in range(2):
+        change_config(tmp_path, {"use_deep_thought": True, "reading": "backwards"})
+        load_reward(tmp_path)
+    assert caplog.text.count(f"keys that nothing reads, for a {family} model: reading, use_deep_thought;") == 1
 
 
 @pytest.mark.parametrize("config", HARMLESS_KEYS, ids=str)
@@ -957,7 +1223,9 @@ STRAYS = [
 
 
 @pytest.mark.parametrize("change", ["moved", "lost", "twice", "elsewhere"])
-@pytest.mark.parametrize(("family", "prefix", "name"), STRAYS, ids=[family for family, *_ in STRAYS])
+@pytest.mark.parametrize(
+    ("family", "prefix", "name"), quick(STRAYS, *STRAYS[1:4:2]), ids=[family for family, *_ in STRAYS]
+)
 def test_a_tensor_of_the_body_comes_from_its_place_or_is_refused(
     tmp_path: Path, family: str, prefix: str, name: str, change: str
 ):
@@ -978,7 +1246,8 @@ def test_a_tensor_of_the_body_comes_from_its_place_or_is_refused(
 
 
 @pytest.mark.parametrize(
-    "name", ["INF-ORM", "GRM-sftreg", "with a dropout", "trlX", "beaver", "an MLP of another activation"]
+    "name",
+    quick(["INF-ORM", "GRM-sftreg", "with a dropout", "trlX", "beaver", "an MLP of another activation"], "INF-ORM"),
 )
 def test_a_critic_starts_from_each_head_on_tokens_trains_it_and_is_loaded_again(tmp_path: Path, name: str):
     shape = SHAPES[name]

@@ -800,7 +800,7 @@ def test_checkpoints_that_score_no_tokens(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has its own pooling or gate, so it cannot score single tokens"):
         load_process_reward(tmp_path / "pooled")
     save_model(tmp_path / "three", "critic", num_labels=3)
-    with pytest.raises(CheckpointError, match=r"3 labels needs reward\.attribute_weights"):
+    with pytest.raises(CheckpointError, match=r"which of its 3 labels .* Give reward\.attribute_weights"):
         load_process_reward(tmp_path / "three")
     weighted = load_process_reward(tmp_path / "three", attribute_weights=[-1, 0, 1])
     own = logits(AutoModelForTokenClassification, tmp_path / "three", [5, 6, 7]).numpy()

@@ -1,5 +1,6 @@
 """`python -m tools import`: what it says, writes and refuses; `--merge` makes a checkpoint of an adapter."""
 
+import copy
 import json
 import os
 import pickle
@@ -14,11 +15,19 @@ import pytest
 import torch
 import yaml
 from peft import (
+    AdaptionPromptConfig,
     AutoPeftModelForCausalLM,
     AutoPeftModelForSequenceClassification,
     AutoPeftModelForTokenClassification,
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
     LoraConfig,
+    OFTConfig,
+    PeftConfig,
     PeftModel,
+    PromptTuningConfig,
+    VeraConfig,
     get_peft_model,
 )
 from safetensors.torch import load_file, save_file
@@ -27,6 +36,7 @@ from tiny_tokenizers import VOCAB, make_text_tokenizer, save_text_reward
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -41,13 +51,42 @@ from python_backend.models.modeling import load_reward
 from tools import convert_pickled, unpickle
 from tools.import_checkpoint import main
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # from peft
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # from peft
+    pytest.mark.filterwarnings("ignore:(Unsupported layer type|Setting `save_embedding):UserWarning"),
+]
 ROWS = [np.asarray([5, 9, 7]), np.asarray([11, 4, 8, 6, 3])]
 
 
 def save_tokenizer(folder: Path, *words: str) -> None:
     model = WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token=words[0]).save_pretrained(folder)
+
+
+def test_the_trial_and_the_yaml_take_settings_of_the_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save_with_value_head(tmp_path / "reward", "bert", prefix="score")
+    out, arguments = tmp_path / "my.yaml", ["--reward", str(tmp_path / "reward")]
+    assert main(arguments) == 2
+    assert "set pooling: last or mean" in capsys.readouterr().err
+    scores = []
+    for pooling in ("last", "mean"):
+        out.unlink(missing_ok=True)
+        assert main([*arguments, f"reward.pooling={pooling}", "--out", str(out), "reward.append_eos=true"]) == 0
+        scores += re.findall(r"trial +loads; .* scores (\S+)", capsys.readouterr().out)
+        assert (load_config(out).reward.pooling, load_config(out).reward.append_eos) == (pooling, True)
+    assert len({*scores}) == 2
+    save_tiny(tmp_path / "labels", "llama", "reward", num_labels=2, id2label={0: "bad", 1: "good"})
+    arguments = ["--reward", str(tmp_path / "labels")]
+    assert main([*arguments, "reward.attribute_weights={bad: -1, good: 1}"]) == 0
+    said = capsys.readouterr().out
+    assert "# choose" not in said
+    assert re.search(r"scores -?[\d.]+\n", said)
+    for wrong, message in (
+        ("reward.attribute_weights=[1]", "has 2 labels (bad, good), but reward.attribute_weights has 1 numbers"),
+        ("reward.poling=last", "did you mean reward.pooling"),
+    ):
+        assert main([*arguments, wrong]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_both_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -179,13 +218,178 @@ def merge(tmp_path: Path, *arguments: str) -> int:
     return main(["--reward", str(tmp_path / "adapter"), "--merge", str(tmp_path / "merged"), *arguments])
 
 
+# Types of adapters that peft merges: some add a product, some scale, some replace.
+TYPES: dict[str, PeftConfig] = {
+    "LNTuning": LNTuningConfig(target_modules=["input_layernorm", "model.norm"]),
+    "IA3": IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "VeRA": VeraConfig(r=2, target_modules=["q_proj"]),
+    "LoHa": LoHaConfig(r=2, target_modules=["q_proj", "down_proj"]),
+    "OFT": OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"]),
+    "LoRA, tokens": LoraConfig(r=2, target_modules="all-linear", trainable_token_indices=[5, 9]),
+    "LoRA, biases": LoraConfig(r=2, target_modules=["q_proj"], bias="all"),
+    "LoRA, embeddings": LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]),
+    "LoRA, norm": LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]),
+    "LoRA, other scales": LoraConfig(
+        r=2, target_modules="all-linear", alpha_pattern={"model.layers.0.mlp.up_proj": 32}, rank_pattern={"q_proj": 3}
+    ),
+}
+# Names of the base model's body, and whether the adapter has them as well; None: transformers' own.
+ROOTS: dict[str, tuple[str, bool]] = {
+    "wrapped": ("module.model.", False),
+    "another": ("transformer.", False),
+    "bare": ("", False),
+    "another, of both": ("transformer.", True),
+    "wrapped, of both": ("reward_model.net.model.", True),
+    "bare, of both": ("", True),
+}
+
+
+def trained(folder: Path, base: Path, config: PeftConfig, *, vocab_size: int | None = None) -> Any:
+    """Save an adapter of the base model with a new head, all of it trained; return what peft merges of it."""
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    if vocab_size is not None:
+        model.resize_token_embeddings(vocab_size)
+    config = copy.deepcopy(config)
+    config.task_type = "SEQ_CLS"
+    adapted = get_peft_model(model, config)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    adapted.save_pretrained(folder)
+    make_text_tokenizer("qwen2").save_pretrained(folder)
+    return adapted.merge_and_unload().eval()
+
+
+def assert_merged(tmp_path: Path, expected: Any) -> None:
+    with torch.no_grad():
+        logits = [expected(input_ids=torch.from_numpy(row)[None]).logits[0].numpy() for row in ROWS]
+    np.testing.assert_allclose(load_reward(tmp_path / "merged").score(ROWS), logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "root"),
+    [
+        *((kind, "own") for kind in TYPES),
+        *((kind, root) for kind in ("LNTuning", "LoRA, biases", "LoRA, other scales") for root in ROOTS),
+    ],
+)
+def test_the_merged_model_is_the_one_that_peft_merges(tmp_path: Path, kind: str, root: str) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_tiny(base, "qwen2", "body", vocab_size=VOCAB, pad_token_id=0)
+    theirs = trained(adapter, base, TYPES[kind])
+    prefix, of_both = ROOTS.get(root, ("model.", False))
+    old, file = "base_model.model.model.", base / "model.safetensors"
+    save_file({f"{prefix}{name.removeprefix('model.')}": each for name, each in load_file(file).items()}, file)
+    if of_both:
+        file, renamed = adapter / "adapter_model.safetensors", f"base_model.model.{prefix}"
+        save_file({name.replace(old, renamed, 1): each for name, each in load_file(file).items()}, file)
+        file = adapter / "adapter_config.json"
+        file.write_text(file.read_text().replace('"model.', f'"{prefix}'))
+    assert merge(tmp_path) == 0
+    assert_merged(tmp_path, theirs)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    assert_merged(tmp_path, again)
+
+
+@pytest.mark.parametrize("kind", ["LoRA, norm", "LoRA, embeddings", "LoRA, tokens"])
+def test_a_vocabulary_that_was_resized_is_resized_in_the_merged_model(tmp_path: Path, kind: str) -> None:
+    save_tiny(tmp_path / "base", "qwen2", "language", vocab_size=VOCAB, pad_token_id=0)
+    theirs = trained(tmp_path / "adapter", tmp_path / "base", TYPES[kind], vocab_size=VOCAB + 3)
+    assert merge(tmp_path) == 0
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["vocab_size"] == VOCAB + 3
+    assert_merged(tmp_path, theirs)
+
+
+def test_a_reward_model_of_a_publisher_s_own_type_is_merged(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_tiny(base, "gpt-neox", "body", vocab_size=VOCAB)
+    body = AutoModel.from_pretrained(base)
+    adapted = get_peft_model(body, LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False))
+    adapted.save_pretrained(adapter)
+    make_text_tokenizer("qwen2").save_pretrained(adapter)
+    head = {"out_proj.weight": torch.randn(1, 16), "out_proj.bias": torch.randn(1)}
+    own = {f"gpt_neox.{name}": tensor for name, tensor in load_file(base / "model.safetensors").items()}
+    save_file({**own, **head}, base / "model.safetensors")
+    change_config(base, model_type="gpt_neox_reward_model", pooling="mean", architectures=["GPTNeoXRewardModel"])
+    assert merge(tmp_path) == 0
+    with torch.no_grad():
+        means = [adapted(input_ids=torch.from_numpy(row)[None])[0][0].mean(0) for row in ROWS]
+        expected = [(mean @ head["out_proj.weight"].T + head["out_proj.bias"]).numpy() for mean in means]
+    np.testing.assert_allclose(load_reward(tmp_path / "merged").score(ROWS), expected, atol=1e-5)
+
+
+def test_the_config_and_each_file_beside_an_adapter_is_read_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None
+) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_tiny(base, "qwen2", "language", vocab_size=VOCAB)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False))
+    adapted.save_pretrained(adapter)
+    make_text_tokenizer("qwen2").save_pretrained(adapter)
+    head = {"v_head.summary.weight": torch.randn(1, 16), "v_head.summary.bias": torch.randn(1)}
+    torch.save(head, adapter / "pytorch_model.bin")  # as TRL's models with a value head
+    said = {"normalize_reward": True, "mean": 0.5, "std": 2.0, "quantization_config": {"load_in_4bit": True}}
+    (adapter / "config.json").write_text(json.dumps(said))
+    assert merge(tmp_path) == 2
+    assert "pytorch_model.bin beside the weights may have a part of the model" in capsys.readouterr().err
+    assert convert(adapter, tmp_path / "new", "--merge", str(tmp_path / "merged")) == 0
+    with torch.no_grad():
+        last = [
+            adapted(torch.from_numpy(row)[None], output_hidden_states=True).hidden_states[-1][0, -1] for row in ROWS
+        ]
+        scores = [each @ head["v_head.summary.weight"].T + head["v_head.summary.bias"] for each in last]
+    expected = [(score.numpy() - 0.5) / 2 for score in scores]
+    np.testing.assert_allclose(load_reward(tmp_path / "merged").score(ROWS), expected, atol=1e-5)
+    (tmp_path / "new" / "config.json").write_text(json.dumps({"score_activation": "tanh"}))
+    command = ["--reward", str(tmp_path / "new"), "--merge", str(tmp_path / "other")]
+    assert main(command) == 2
+    assert "says score_activation: 'tanh', which the head" in capsys.readouterr().err
+    (tmp_path / "new" / "config.json").unlink()
+    save_file(load_file(base / "model.safetensors"), tmp_path / "new" / "model.safetensors")
+    assert main(command) == 2
+    assert re.search(r"new/model\.safetensors has model\.\S+, and so has", capsys.readouterr().err)
+    assert not (tmp_path / "other").exists()
+
+
+UNMERGED: dict[str, tuple[PeftConfig, str]] = {
+    "prompts": (
+        PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2),
+        "inputs or layers (peft_type PROMPT_TUNING)",
+    ),
+    "layers": (LoraConfig(r=2, layer_replication=[(0, 2), (1, 2)], target_modules=["q_proj"]), "(layer_replication ["),
+    "attention": (
+        AdaptionPromptConfig(adapter_len=2, adapter_layers=1),
+        "inputs or layers (peft_type ADAPTION_PROMPT)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNMERGED)
+def test_an_adapter_that_no_model_of_its_layers_equals_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    config, told = UNMERGED[kind]
+    save_text_reward(tmp_path / "base", "llama" if kind == "attention" else "qwen2")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    assert merge(tmp_path) == 2
+    said = capsys.readouterr().err
+    assert told in said, said
+    assert str(tmp_path / "adapter") in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "merged").exists()
+
+
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
         ("qwen2", {"num_labels": 3}),
         ("qwen2", {"use_dora": True}),
         ("qwen2", {"modules_to_save": ["score", "classifier"]}),
-        ("bert", {"modules_to_save": ["score", "classifier"]}),
+        ("bert", {"modules_to_save": ["score", "classifier"], "bias": "all"}),
+        ("roberta", {}),
         ("qwen2", {"task_type": "TOKEN_CLS", "target_modules": ["q_proj"]}),
     ],
 )
@@ -205,7 +409,7 @@ def test_the_merged_model_scores_as_the_adapter(tmp_path: Path, family: str, set
     found = load_reward(tmp_path / "merged", merge_attributes=False).score(ROWS)
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert config["pad_token_id"] == make_text_tokenizer(family).pad_token_id
+    assert config["pad_token_id"] == (make_text_tokenizer(family).pad_token_id if family == "qwen2" else 0)
 
 
 @pytest.mark.parametrize("prefix", ["v_head.summary", "regression_head", "value_head", "score.0"])
@@ -301,10 +505,9 @@ def test_what_an_adapter_trained_replaces_that_of_the_base_and_the_rest_stays(tm
 
 
 BASES: dict[str, tuple[Any, str]] = {
-    "a tensor less": (lambda own: {n: own[n] for n in own if "norm.weight" not in n}, r"lacks model\.\S*norm\.weight"),
-    "renamed": (lambda own: {n.replace("model.", "transformer."): own[n] for n in own}, r"transformer\."),
+    "a tensor less": (lambda own: {n: own[n] for n in own if "norm.weight" not in n}, r"lack model\.\S*norm\.weight"),
     "a tensor more": (lambda own: {**own, "model.layers.0.extra.weight": torch.ones(1)}, r"layers\.0\.extra\.weight"),
-    "a normaliser": (lambda own: {**own, "normalizer.mean": torch.ones(1)}, r"does not use normalizer\.mean"),
+    "a normaliser": (lambda own: {**own, "normalizer.mean": torch.ones(1)}, r"normalizer\.mean, beside the head"),
 }
 
 
@@ -399,7 +602,9 @@ def test_adapters_that_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFi
     save_adapter(adapter, base, "qwen2")
     weights = load_file(adapter / "adapter_model.safetensors")
     save_file({**weights, "base_model.model.score.weight": torch.ones(1, 99)}, adapter / "adapter_model.safetensors")
-    refused("cannot be merged into", "size mismatch")
+    refused("merged into", "score.weight has shape [1, 99], expected [num_labels, 16]")
+    save_file({**weights, "base_model.model.model.norm.weight": torch.ones(9)}, adapter / "adapter_model.safetensors")
+    refused("model.norm.weight has shape [9], but [16] in", "with --base PATH")
     torch.save({"mean": torch.ones(1)}, adapter / "normalizer.pt")
     refused("normalizer.pt beside the weights may have a part of the model")
     (adapter / "normalizer.pt").rename(base / "reward_scale.pth")
