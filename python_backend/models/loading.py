@@ -532,7 +532,8 @@ def _load(
                 check_tensor_parallel(info.folder, group.size)
                 model, report = group.from_pretrained(kind, **arguments)
     except CheckpointError:
-        _check_shapes(info, kind, tensors)
+        if group is None:  # whose errors name the rank
+            _check_shapes(info, kind, tensors)
         raise
     heads = set() if with_head else {f"{head_path(model)}.{name}" for name, _ in head_of(model).named_parameters()}
     computed = {name for name, _ in model.named_buffers() if is_harmless(name, None, None)}
