@@ -523,18 +523,7 @@ def _load(
                 f"{info.folder}: some of the body's tensors are stored under {prefix} and others are not ({odd}): they "
                 f"may be of another layer; rename or remove {odd}"
             )
-    arguments = {"config": config, "state_dict": tensors, "dtype": DTYPES[dtype]}
-    try:
-        with as_checkpoint_error(info.folder):
-            if group is None:
-                model, report = kind.from_pretrained(None, output_loading_info=True, **arguments)
-            else:
-                check_tensor_parallel(info.folder, group.size)
-                model, report = group.from_pretrained(kind, **arguments)
-    except CheckpointError:
-        if group is None:  # whose errors name the rank
-            _check_shapes(info, kind, tensors)
-        raise
+    model, report = _from_pretrained(info, kind, tensors, group, config=config, dtype=DTYPES[dtype])
     heads = set() if with_head else {f"{head_path(model)}.{name}" for name, _ in head_of(model).named_parameters()}
     computed = {name for name, _ in model.named_buffers() if is_harmless(name, None, None)}
     lacking = sorted(report["missing_keys"] - heads - computed)
@@ -559,6 +548,22 @@ def _load(
     model.name_or_path = str(info.folder)
     _keep_stable(model, info)
     return model.eval()
+
+
+def _from_pretrained(
+    info: CheckpointInfo, kind: Any, tensors: dict[str, Tensor], group: RankGroup | None, **settings: Any
+) -> tuple[Any, Any]:
+    """Return transformers' model of these tensors, and its report of those that it lacks or does not use."""
+    try:
+        with as_checkpoint_error(info.folder):
+            if group is None:
+                return kind.from_pretrained(None, output_loading_info=True, state_dict=tensors, **settings)
+            check_tensor_parallel(info.folder, group.size)
+            return group.from_pretrained(kind, state_dict=tensors, **settings)
+    except CheckpointError:
+        if group is None:  # whose errors name the rank
+            _check_shapes(info, kind, tensors)
+        raise
 
 
 def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any) -> dict[str, Tensor]:
