@@ -443,10 +443,6 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
     config = _blaming(info, given, lambda keys: _read(info, keys, num_labels))
     if getattr(config, "quantization_config", None):
         raise CheckpointError(f"{info.folder} is quantised; use the unquantised checkpoint")
-    # `inspect_checkpoint` has read OpenRLHF's keys already; a saved critic stores the same facts under our own keys.
-    for key in (*STANDARDISATION_KEYS, ADAPTERS_KEY):
-        if hasattr(config, key):
-            delattr(config, key)
     return config
 
 
@@ -454,7 +450,9 @@ def _read(info: CheckpointInfo, given: Mapping[str, Any], num_labels: int) -> An
     """Return the configuration that transformers reads from these keys of config.json."""
     # As `AutoConfig.from_pretrained`, which reads this type as another one.
     kind = "ministral" if info.model_type == "mistral" and "layer_types" in given else info.model_type
-    keys = {key: value for key, value in given.items() if key not in NOT_FORMULA}
+    # `inspect_checkpoint` has read OpenRLHF's keys already; a saved critic stores the same facts under our own keys.
+    unread = {*NOT_FORMULA, *STANDARDISATION_KEYS, ADAPTERS_KEY}
+    keys = {key: value for key, value in given.items() if key not in unread}
     return CONFIG_MAPPING[kind].from_dict({**keys, "model_type": kind, "num_labels": num_labels})
 
 
