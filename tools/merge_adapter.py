@@ -126,7 +126,7 @@ def _write(
 
 
 def _load(info: CheckpointInfo) -> tuple[Any, Head]:
-    """Return the reward model in float32, without any shares of its files, and its head."""
+    """Return the reward model in float32, and its head."""
     head = placed_head(info, reward_head(info), "auto")
     if head.form.pooled:
         return load_classifier(info, head, "float32", "auto"), head

@@ -460,10 +460,6 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
     config = _blaming(info, given, lambda keys: _read(info, keys, num_labels))
     if getattr(config, "quantization_config", None):
         raise CheckpointError(f"{info.folder} is quantised; use the unquantised checkpoint")
-    # `inspect_checkpoint` has read OpenRLHF's keys already; a saved critic stores the same facts under our own keys.
-    for key in (*STANDARDISATION_KEYS, ADAPTERS_KEY):
-        if hasattr(config, key):
-            delattr(config, key)
     return config
 
 
@@ -471,7 +467,9 @@ def _read(info: CheckpointInfo, given: Mapping[str, Any], num_labels: int) -> An
     """Return the configuration that transformers reads from these keys of config.json."""
     # As `AutoConfig.from_pretrained`, which reads this type as another one.
     kind = "ministral" if info.model_type == "mistral" and "layer_types" in given else info.model_type
-    keys = {key: value for key, value in given.items() if key not in NOT_FORMULA}
+    # `inspect_checkpoint` has read OpenRLHF's keys already; a saved critic stores the same facts under our own keys.
+    unread = {*NOT_FORMULA, *STANDARDISATION_KEYS, ADAPTERS_KEY}
+    keys = {key: value for key, value in given.items() if key not in unread}
     return CONFIG_MAPPING[kind].from_dict({**keys, "model_type": kind, "num_labels": num_labels})
 
 
@@ -540,17 +538,7 @@ def _load(
                 f"{info.folder}: some of the body's tensors are stored under {prefix} and others are not ({odd}): they "
                 f"may be of another layer; rename or remove {odd}"
             )
-    arguments = {"config": config, "state_dict": tensors, "dtype": DTYPES[dtype]}
-    try:
-        with as_checkpoint_error(info.folder):
-            if group is None:
-                model, report = kind.from_pretrained(None, output_loading_info=True, **arguments)
-            else:
-                check_tensor_parallel(info.folder, group.size)
-                model, report = group.from_pretrained(kind, **arguments)
-    except CheckpointError:
-        _check_shapes(info, kind, tensors)
-        raise
+    model, report = _from_pretrained(info, kind, tensors, group, config=config, dtype=DTYPES[dtype])
     heads = set() if with_head else {f"{head_path(model)}.{name}" for name, _ in head_of(model).named_parameters()}
     computed = {name for name, _ in model.named_buffers() if is_harmless(name, None, None)}
     lacking = sorted(report["missing_keys"] - heads - computed)
@@ -589,6 +577,22 @@ def _tensors_once(info: CheckpointInfo, with_head: bool) -> dict[str, Tensor]:
     if info.head is None or with_head:
         return tensors
     return {name: tensor for name, tensor in tensors.items() if not info.head.owns(name)}
+
+
+def _from_pretrained(
+    info: CheckpointInfo, kind: Any, tensors: dict[str, Tensor], group: RankGroup | None, **settings: Any
+) -> tuple[Any, Any]:
+    """Return transformers' model of these tensors, and its report of those that it lacks or does not use."""
+    try:
+        with as_checkpoint_error(info.folder):
+            if group is None:
+                return kind.from_pretrained(None, output_loading_info=True, state_dict=tensors, **settings)
+            check_tensor_parallel(info.folder, group.size)
+            return group.from_pretrained(kind, state_dict=tensors, **settings)
+    except CheckpointError:
+        if group is None:  # whose errors name the rank
+            _check_shapes(info, kind, tensors)
+        raise
 
 
 def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any, folder: Path) -> dict[str, Tensor]:
