@@ -18,6 +18,7 @@ from actor.data.chat import TemplateError
 from python_backend.store.jsonl import append_jsonl
 
 Name = Annotated[str, PathParameter(pattern=r"^[\w.:-]{1,200}$")]
+RELEASE = "rlhf.release"  # in the scope of a request: gives back the room of its body
 TYPES = {404: "not_found_error", 429: "rate_limit_error"}  # Anthropic's names
 
 
@@ -40,9 +41,10 @@ def capture_router(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
     router = APIRouter(prefix="/sessions/{name}", tags=["agents"])
 
     async def answer(name: str, request: Request, dialect: Dialect) -> Response:
-        asked = dialect.read(await _json(request), max_tokens)
+        asked = await asyncio.to_thread(dialect.read, await _json(request), max_tokens)
         with sessions.calling(name) as session:
-            call, most = session.begin(asked.messages, asked.tools)
+            # A long context takes seconds, in which other agents and the run's generation go on.
+            call, most = await asyncio.to_thread(session.begin, asked.messages, asked.tools)
             prompt = call.tokens
             sampling = dataclasses.replace(asked.sampling, max_tokens=min(most, asked.sampling.max_tokens))
             sampled = await _while_connected(request, sampler.sample(name, prompt, sampling))
@@ -113,12 +115,22 @@ def _rows(session: Session, group: str | None = None) -> list[dict[str, Any]]:
 
 
 async def _json(request: Request) -> Any:
-    """Return the body, `{}` if there is none. Raises CaptureError unless it is JSON whose texts have an encoding."""
+    """Return the body, `{}` if there is none. Raises CaptureError unless it is JSON whose texts have an encoding.
+
+    The request keeps no copy, and gives back the room that the gateway has reserved for its body.
+    """
+
+    def parsed(data: bytes) -> Any:
+        found = json.loads(data or "{}")
+        json.dumps(found, ensure_ascii=False).encode()  # raises on lone surrogates
+        return found
+
     try:
-        body = json.loads(await request.body() or "{}")
-        json.dumps(body, ensure_ascii=False).encode()  # raises on lone surrogates
+        body = await asyncio.to_thread(parsed, b"".join([chunk async for chunk in request.stream()]))
     except (ValueError, RecursionError) as error:
         raise CaptureError(400, f"body: must be JSON in UTF-8, but {error}") from error
+    if (release := request.scope.get(RELEASE)) is not None:
+        await release()
     return body
 
 

@@ -86,6 +86,9 @@ NUMBER, TEXT_OR_LIST, ANYTHING = (int, float), (str, list), (str, int, float, li
 NAMES = {str: "a text", int: "an integer", NUMBER: "a number", bool: "true or false", dict: "an object", list: "a list"}
 
 
+IDS, MAX_ID = ("id", "name", "tool_call_id", "tool_use_id"), 200  # which no template need write, but all are kept
+
+
 def refuse(field: str, value: Any, must: str) -> NoReturn:
     """Raise the CaptureError of a field."""
     shown = json.dumps(value)
@@ -106,6 +109,8 @@ def checked(body: Any, fields: Mapping[str, Any], required: tuple[str, ...] = ()
             not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, ANYTHING))
         ):
             refuse(where + name, value, f"must be {NAMES.get(kind, 'a text or a list')}")
+        if name in IDS and len(value) > MAX_ID:
+            refuse(where + name, value, f"has {len(value)} characters, must have at most {MAX_ID}")
     if missing := [name for name in required if name not in found]:
         raise CaptureError(400, f"{where}{missing[0]}: missing, must be given", where + missing[0])
     return found
@@ -167,7 +172,8 @@ MESSAGE = {
     **{"role": [*ROLES], "content": TEXT_OR_LIST, "name": str, "tool_calls": list, "tool_call_id": str},
     **{"annotations": [[]]},
 }
-TOOL, CALL = {"type": ["function"], "function": dict}, {"id": str, "type": ["function"], "function": dict}
+TOOL = {"type": ["function"], "function": dict}
+CALL = {"id": str, "type": ["function"], "function": dict, "index": int}  # OpenAI's client puts the last one in
 FUNCTION = {"name": str, "description": str, "parameters": dict, "strict": bool}
 
 
@@ -205,7 +211,8 @@ def _openai_call(body: Any, where: str) -> Json:
         arguments = None
     if not isinstance(arguments, dict):
         refuse(f"{where}function.arguments", function["arguments"], "must be an object as JSON")
-    return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    linked = {"id": call["id"]} if "id" in call else {}
+    return {**linked, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _openai_body(reply: PolicyReply, asked: Asked) -> Json:

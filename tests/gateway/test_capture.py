@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tiny_tokenizers import make_text_tokenizer
 
 from actor.capture.sessions import CaptureError, Sampling, Sessions
 from actor.capture.vllm import VllmSampler
-from actor.data.chat import TemplateError
+from actor.data.chat import Chat, TemplateError
 from python_backend.config.sections import ServedPolicySection
 from python_backend.errors import RlhfError
 from python_backend.store.jsonl import read_jsonl
@@ -279,6 +280,8 @@ async def test_streams_have_the_events_of_each_api() -> None:
         assert delta["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
         assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "tool_calls")
         assert (usage["choices"], usage["usage"]["completion_tokens"] > 0) == ([], True)
+        result = {"role": "tool", "tool_call_id": delta["tool_calls"][0]["id"], "content": "1"}
+        await say(caller, "s", [USER, delta, result], tools=[TOOL])  # with the index, as OpenAI's client sends it back
 
         tools = [{"name": "add", "input_schema": SCHEMA}]
         events = await events_of(caller, MESSAGES, {"max_tokens": 90, "messages": [USER], "tools": tools})
@@ -292,7 +295,7 @@ async def test_streams_have_the_events_of_each_api() -> None:
         assert (data[4]["content_block"]["name"], data[4]["content_block"]["input"]) == ("add", {})
         assert json.loads(data[5]["delta"]["partial_json"]) == {"a": 1}
         assert data[7]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-        assert len(await rows(caller, "s")) == 2
+        assert sorted(len(row["turns"]) for row in await rows(caller, "s")) == [1, 2]
 
 
 # ---- what is refused ----
@@ -314,6 +317,8 @@ REFUSED: list[tuple[str, str, Json]] = [
     *((MESSAGES, field, fields) for field, fields in BOTH.items()),
     *((CHAT, field, fields) for field, fields in BOTH.items() if field != "tools[0].name"),
     (CHAT, "n", {"n": 2}),
+    (CHAT, "messages[0].name", {"messages": [{**USER, "name": "x" * 201}]}),
+    (CHAT, "messages[0].tool_call_id", {"messages": [{**USER, "tool_call_id": "x" * 201}]}),
     (CHAT, "logit_bias", {"logit_bias": {"5": -100}}),
     (CHAT, "response_format", {"response_format": {"type": "json_object"}}),
     (CHAT, "seed", {"seed": 1}),
@@ -382,6 +387,68 @@ async def test_the_key_may_be_sent_as_each_client_does() -> None:
             ({}, 401),
         ):
             assert (await caller.post(f"/sessions/s{MESSAGES}", body, headers=headers))[0] == status
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:8100"}, 200),
+        ({"Host": "[::1]:8100"}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "evil.example:8100"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "["}, 403),
+    ],
+    ids=str,
+)
+async def test_without_a_key_no_web_page_reads_or_changes_a_session(headers: dict[str, str], status: int) -> None:
+    """A browser sends the page's Origin, or a host name that the page has pointed at this machine."""
+    async with scripted_gateway(ScriptedSampler()) as (caller, _):
+        await say(caller, "s", [USER])
+        for path in (f"s{CHAT}", "s/reward", "s/end"):
+            body = (
+                b'{"reward": 1.0}' if path == "s/reward" else json.dumps({"messages": [USER]} if CHAT in path else {})
+            )
+            async with caller.session.post(f"{caller.url}/sessions/{path}", data=body, headers=headers) as reply:
+                assert reply.status == status, await reply.text()
+    async with scripted_gateway(ScriptedSampler(), key="secret") as (caller, _):  # a proxy's host name, for example
+        known = {**headers, "Authorization": "Bearer secret"}
+        assert (await caller.post(f"/sessions/s{CHAT}", {"messages": [USER]}, headers=known))[0] == 200
+
+
+# ---- long contexts ----
+
+
+async def test_bodies_leave_the_gateway_before_the_policy_samples() -> None:
+    """Twenty of 1 MB are more than `gateway.max_body_bytes`, which those of all requests share."""
+    sampler = ScriptedSampler()
+    async with scripted_gateway(sampler) as (caller, _):
+        sampler.open.clear()
+        body = {"messages": [USER], "metadata": {"note": "x" * 1_000_000}}
+        calls = [asyncio.create_task(caller.post(f"/sessions/{i}{CHAT}", body)) for i in range(20)]
+        await until(lambda: sampler.in_flight == 20)
+        sampler.open.set()
+        assert {status for status, _ in await asyncio.gather(*calls)} == {200}
+
+
+async def test_a_context_is_rendered_beside_the_event_loop_if_it_may_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[threading.Thread] = []
+    prompt = Chat.prompt
+
+    def watched(chat: Chat, messages: list[Json]) -> str:
+        places.append(threading.current_thread())
+        return prompt(chat, messages)
+
+    async with scripted_gateway(ScriptedSampler(), most_tokens=100) as (caller, _):
+        monkeypatch.setattr(Chat, "prompt", watched)
+        await say(caller, "s", [USER])
+        assert len(places) == 1
+        assert places[0] is not threading.current_thread()
+        long = {"messages": [{"role": "user", "content": "a " * 5_000}]}
+        assert "raise max_session_tokens" in await caller.error(f"/sessions/s{CHAT}", long, 400)
+        assert len(places) == 1, "no token is as long as that"
 
 
 # ---- sessions ----

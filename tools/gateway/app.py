@@ -6,9 +6,11 @@ import binascii
 import contextlib
 import gc
 import hmac
+import ipaddress
 import itertools
 import re
-from collections.abc import AsyncIterator, Sequence
+import urllib.parse
+from collections.abc import AsyncIterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -19,7 +21,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from actor.capture.app import refused
+from actor.capture.app import RELEASE, refused
 from python_backend.client.client import TritonClient
 from python_backend.config import GatewaySection
 from python_backend.errors import RlhfError
@@ -125,11 +127,15 @@ class RequestGuard:
         try:
             if self._key and not is_open and not carries(given, self._key):
                 raise GatewayError(401, NO_KEY)
+            if not self._key and scope["path"].startswith(SESSIONS):
+                _refuse_pages(headers)
             async with contextlib.AsyncExitStack() as reserved:
                 size = int(headers.get("content-length", 0))
                 body = await self._body(receive, size, 0 if is_open else self._max_body_bytes, reserved)
                 if scope["path"].startswith(SESSIONS):  # where a call counts, whether its client waits for it or not
-                    await self._app(scope, _replayed(body, receive), send)
+                    replay = _replayed(body, receive)
+                    del body  # the policy may sample for minutes
+                    await self._app({**scope, RELEASE: reserved.aclose}, replay, send)
                 else:
                     await self._answer_while_connected(scope, body, receive, send)
         except GatewayError as error:  # those of the routes have their own handler
@@ -184,6 +190,22 @@ class RequestGuard:
         if _num_items(body) > MAX_ITEMS:
             raise GatewayError(413, f"the body has more than {MAX_ITEMS} texts, objects and arrays: send fewer rows")
         return bytes(body)
+
+
+def _refuse_pages(headers: Mapping[str, str]) -> None:
+    """Raise GatewayError if a web page in a browser on this machine may have sent a request.
+
+    It would carry an Origin; or the page's own host name for this machine, whose replies it could then read.
+    """
+    try:
+        host = urllib.parse.urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        is_here = host == "localhost" or bool(ipaddress.ip_address(host))
+    except ValueError:
+        is_here = False
+    if "origin" in headers or not is_here:
+        raise GatewayError(
+            403, "the request may come from a web page: call by address or localhost, or set a key (gateway.key_env)"
+        )
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
