@@ -99,8 +99,8 @@ class CapturedAgents(Agent):
             return as_response([(prompt, RecordedRow())], error=error)
         last = session.calls[-1]
         last.reward += reward or 0.0
-        if not last.sampled.ended and not truncated:
-            truncated, error = "actor.generation.max_new_tokens", ""
+        if not last.sampled.ended and not truncated and failed is None:
+            truncated = "actor.generation.max_new_tokens"
         found = sorted(session.rows(), key=lambda row: last in row.calls)  # the last call's at the end
         return as_response(
             [(self._prompt(prompt, row), row) for row in found],

@@ -106,14 +106,16 @@ class Chat:
         opening = self.prompt([ASKED])
         if opening.endswith(THOUGHT_BEGIN):  # every reply goes on with a thought
             reply = THOUGHT + PROBE
-        replied = opening.removesuffix(THOUGHT_BEGIN) + reply
+        before = opening.removesuffix(THOUGHT_BEGIN)
         whole = self.prompt([ASKED, {"role": "assistant", "content": reply}, *answers])
-        if not whole.startswith(replied):
+        # Llama 2's and Mistral's write a space before a reply: the policy's own one is kept, with or without it.
+        replied = whole.removeprefix(before).lstrip()
+        if not (whole.startswith(before) and replied.startswith(reply)):
             raise HistoryChanged(
                 "the policy's chat template changes earlier messages of a conversation when others follow"
                 + (", such as the thoughts of a reply" if reply != PROBE else "")
             )
-        return whole[len(replied) :]
+        return replied.removeprefix(reply)
 
     def _ids(self, text: str) -> list[int]:
         return [*self.tokenizer(text, add_special_tokens=False)["input_ids"]]

@@ -22,6 +22,7 @@ from actor.policy.policy import Policy
 from python_backend.config import ActorSection, OptimizerSection, UpdateSection
 from python_backend.errors import NotFinite
 from python_backend.models.adapters import adapter_dropouts
+from python_backend.rewards.function import FunctionError
 from python_backend.training.model import in_training, recomputing
 from python_backend.training.ranks import dealt
 from python_backend.training.sharding import sync_gradients
@@ -204,7 +205,13 @@ class PolicyUpdate:
             parts.append({**stats, "loss": loss.detach()})
         # One copy from the device for the whole minibatch: each would wait until the device is idle.
         # Added one by one: from Python 3.12 on, `sum` rounds differently.
-        values = torch.stack([torch.stack([*part.values()]) for part in parts]).tolist()
+        if differing := [part for part in parts if part.keys() != parts[0].keys()]:
+            names = ", ".join(sorted(parts[0].keys() ^ differing[0].keys()))
+            raise FunctionError(
+                f"actor.algorithm.loss: {self._method.own_loss} returns metrics of other names for other rows "
+                f"({names}); return the same ones always, 0 where there is nothing to count"
+            )
+        values = torch.stack([torch.stack([part[name] for name in parts[0]]) for part in parts]).tolist()
         sums = [functools.reduce(operator.add, column) for column in zip(*values, strict=True)]
         return dict(zip(parts[0], self._ranks.totals(sums), strict=True))
 

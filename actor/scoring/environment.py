@@ -7,23 +7,33 @@ import torch
 from actor.data.rollout import ProcessRewards, Rollout, Scores
 
 COMPONENT = "environment"  # name among a rollout's rewards
+BEYOND = "the environment's rewards, or their sum, are beyond float32; return smaller ones, or lower environment.weight"
 
 
 def with_environment(rollout: Rollout, scores: Scores, weight: float) -> Scores:
     """Add the environments' rewards, times `weight`: each at the last token of its turn.
 
-    Conversations whose environment failed count as not scored.
+    Conversations whose environment failed, or whose rewards are beyond float32, count as not scored.
     """
     if rollout.trajectories is None:
         return scores
-    rewards, ends = torch.zeros(rollout.tokens.shape), torch.zeros(rollout.tokens.shape, dtype=torch.bool)
+    exact = torch.zeros(rollout.tokens.shape, dtype=torch.float64)
+    ends = torch.zeros(rollout.tokens.shape, dtype=torch.bool)
     for row, trajectory in enumerate(rollout.trajectories):
         for turn in trajectory.turns:
-            rewards[row, turn.end - 1] = weight * turn.reward
+            exact[row, turn.end - 1] = weight * turn.reward
             ends[row, turn.end - 1] = True
         if trajectory.turns:
-            rewards[row, trajectory.turns[-1].end - 1] += weight * trajectory.later
-    process, errors = scores.process, [trajectory.error for trajectory in rollout.trajectories]
+            exact[row, trajectory.turns[-1].end - 1] += weight * trajectory.later
+    is_finite = torch.cat([exact, exact.sum(-1, keepdim=True)], -1).float().isfinite().all(-1)
+    rewards = exact.where(is_finite[:, None], 0.0).float()
+    process, errors = (
+        scores.process,
+        [
+            trajectory.error or ("" if finite else BEYOND)
+            for trajectory, finite in zip(rollout.trajectories, is_finite.tolist(), strict=True)
+        ],
+    )
     succeeded, total = torch.tensor([not error for error in errors]), rewards.sum(-1)
     if process is not None:
         rewards, ends = rewards + process.rewards, ends | process.ends

@@ -141,7 +141,7 @@ class VllmGeneration(Generation):
         own_seed = int(np.random.SeedSequence([*seed]).generate_state(1)[0]) >> 1
         sampling: dict[str, Any] = {
             "max_tokens": most,
-            "min_tokens": s.min_new_tokens,
+            "min_tokens": min(s.min_new_tokens, most),
             "seed": own_seed,
             "logprobs": 0,
             "repetition_penalty": s.repetition_penalty,

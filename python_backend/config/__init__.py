@@ -179,6 +179,11 @@ class RunConfig(Section):
         check_actor(self.actor)
         if self.environment is not None:
             check_environment(self.environment, self.actor)
+            if self.run.deterministic and self.actor.generation.engine == "vllm":
+                raise ValueError(
+                    "run.deterministic: an environment's turns wait for each other, and vLLM's differ from run to run; "
+                    "set actor.generation.engine: slots, or remove run.deterministic"
+                )
         check_optimizer("actor.optimizer", self.actor.optimizer, total_steps=self.actor.optimizer_steps)
         check_optimizer("trainer.optimizer", self.trainer.optimizer)
         check_training(

@@ -63,7 +63,7 @@ _CENTRED = replace(
     takes_process_rewards=False,
 )
 _NO_KL = {"actor.kl.coef": 0.0}
-_DECOUPLED = {**_NO_KL, "actor.algorithm.lam_values": 1.0, "actor.algorithm.lam_length": 0.05}
+_DECOUPLED = {**_NO_KL, "actor.algorithm.lam_values": 1.0}
 ALGORITHMS = {
     "ppo": _PPO,
     "vapo": replace(
@@ -72,6 +72,7 @@ ALGORITHMS = {
         meaning="GAE, with a lambda of its own for the critic's returns",
         recipe={
             **_DECOUPLED,
+            "actor.algorithm.lam_length": 0.05,
             "actor.algorithm.clip_ratio_high": 0.28,
             "actor.algorithm.positive_nll": 0.1,
             "actor.algorithm.critic_warmup_steps": 50,
@@ -84,6 +85,7 @@ ALGORITHMS = {
         loss="dis",
         recipe={
             **_DECOUPLED,
+            "actor.algorithm.lam_length": 1.5,  # as its implementers quote section 4.1
             "actor.algorithm.old_logprobs": "sampler",
             "actor.algorithm.critic_warmup_steps": 10,
             "trainer.epochs": 2,

@@ -27,7 +27,8 @@ OPENENV, AGENT = "python_backend.environments.openenv:OpenEnv", "python_backend.
 class EnvironmentFailed(RlhfError):
     """A call of an environment has failed; the message names the environment, what was called, and the cause.
 
-    `is_lost`: not by itself, but because its worker has died, or with an OSError, as when its server hangs up.
+    `is_lost`: not by itself, but because its worker has died, or with a ConnectionError, as when its server hangs up.
+    Other OSErrors may be the policy's doing, such as a file that is not there: tried again, they would never count.
     """
 
     is_lost = False

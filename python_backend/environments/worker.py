@@ -197,7 +197,7 @@ async def serve(parent: Parent, host: Callable[[], HostedEnvironment]) -> None:
             async with hosted.lock:
                 result = await getattr(hosted, message["op"])(**message["arguments"])
         except Exception as error:  # process edge: every call must get an answer
-            result = {"error": describe(error), "lost": isinstance(error.__cause__, OSError)}
+            result = {"error": describe(error), "lost": isinstance(error.__cause__, ConnectionError)}
         if message["op"] == "close":
             del instances[message["instance"]]
         writer.write(frame({"number": message["number"], **result}))

@@ -110,6 +110,7 @@ def turns_of(rows: list[Response]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "settings", "error", "truncated"),
     [
+        ("failing", {"max_new_tokens": 1}, "ValueError: lost the way (agents.py:", ""),
         ("failing", {}, "ValueError: lost the way (agents.py:", ""),
         ("wrong", {}, "the reward is 'good'; return a finite number or None", ""),
         ("idle", {}, "ended without a reply of the policy", ""),
@@ -124,7 +125,9 @@ def turns_of(rows: list[Response]) -> list[dict[str, Any]]:
 def test_failures_and_limits_say_so(
     agents: Callable[..., CapturedAgents], model: Any, name: str, settings: dict[str, Any], error: str, truncated: str
 ):
-    (found,) = responses(model, agents(name, **settings), 1)
+    generation = {key: settings[key] for key in settings if key == "max_new_tokens"}
+    agent = agents(name, **{key: value for key, value in settings.items() if key not in generation})
+    (found,) = responses(model, agent, 1, **generation)
     assert found.trajectory is not None
     assert (found.trajectory.truncated, bool(found.trajectory.error)) == (truncated, bool(error))
     assert error in found.trajectory.error

@@ -239,6 +239,17 @@ def test_what_follows_a_reply_is_the_templates(template: str, keeps: bool, openi
     assert chat.tokenizer.decode(row) == chat.prompt([*said, written, *more])
 
 
+def test_a_space_before_a_reply_changes_no_history():
+    """Llama 2's and Mistral's templates write one."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    chat = Chat(make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=template, model_max_length=512))
+    chat.check()
+    assert chat.tokenizer.decode(chat.after_reply([ASKED], EOS, "Yes.")) == f"[INST] {ASKED['content']} [/INST]"
+
+
 def test_tools_that_the_policy_would_not_see_are_named(agents: Callable[..., Agent], caplog: pytest.LogCaptureFixture):
     agent, chats = agents("IncrementEnv"), [dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user"}]})]
     warn_once.cache_clear()
@@ -622,6 +633,15 @@ def test_a_turns_reward_stands_at_its_last_token():
     assert batch.returns.tolist() == [[0, 6.5, 6.5, 0, 0, 4.5], [0, 8.5, 0, 0, 8.5, 0]]
     compared = batch_of(scored, "rloo")
     assert compared.advantages.tolist() == [[0, -2, -2, 0, 0, -2], [0, 2, 0, 0, 2, 0]]
+
+
+@pytest.mark.parametrize(("reward", "weight"), [(3e38, 1.0), (1e39, 1.0), (1e30, 1e10)])
+def test_rewards_beyond_float32_fail_their_conversation(reward: float, weight: float):
+    """Alone or in sum: an infinite total would make the advantages of its whole group NaN."""
+    scored = scored_of(row((2, 3, reward), (4, 5, reward), length=5), row((2, 3, 1.0), length=3), weight=weight)
+    assert scored.scores.scored.tolist() == [False, True]
+    assert scored.scores.rewards.tolist() == [0, weight]
+    assert "beyond float32" in scored.scores.failures[0]
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce++", "grpo", "rloo"])

@@ -273,13 +273,18 @@ ROWS = r"a tensor of shape \(2, 6\)"
         ("return inputs.mean(inputs.old_logprobs), {}", RlhfError, "returned .* that depends on inputs.logprobs"),
         ("return inputs.logprobs.mean(), {}", RlhfError, "depends on tokens outside the responses that are learned"),
         ("return inputs.no_such_field, {}", RlhfError, r"failed: AttributeError: .*no_such_field.* \(mine.py:5\)"),
+        (
+            "return inputs.mean(inputs.logprobs), {'a': inputs.logprobs.sum()} if inputs.logprobs.shape[1] > 5 else {}",
+            RlhfError,
+            r"returns metrics of other names for other rows \(a\); return the same ones always",
+        ),
     ],
 )
 def test_a_wrong_loss_changes_nothing_and_is_named(
     tmp_path: Path, checkpoint: Path, body: str, kind: type[Exception], problem: str
 ):
     spec = written(tmp_path, body)
-    policy = trainable_policy(model=checkpoint, loss=spec, minibatch_size=2)
+    policy = trainable_policy(model=checkpoint, loss=spec, minibatch_size=2, token_budget=8)  # a row at a time
     before = [parameter.clone() for parameter in policy.model.parameters()]
     with pytest.raises(kind, match=rf"^actor\.algorithm\.loss: {re.escape(spec)} {problem}") as caught:
         update_of(policy).run(random_batch([6, 7], prompt=2, seed=0), seed=0, kl_coef=0.0)

@@ -41,7 +41,8 @@ def test_an_empty_file_is_all_defaults_which_are_valid_themselves(tmp_path: Path
 @pytest.mark.parametrize(
     ("written", "alpha", "kl"),
     [
-        ("{name: sao}", 0.05, 0.0),
+        ("{name: sao}", 1.5, 0.0),
+        ("{name: vapo}", 0.05, 0.0),
         ("{name: sao, lam_length: null}", None, 0.0),
         ("{name: sao, lam_length: 1.0}, kl: {coef: 0.1}", 1.0, 0.1),
         ("{name: ppo}", None, 0.01),
@@ -51,7 +52,7 @@ def test_what_the_yaml_says_overrides_what_was_published(tmp_path: Path, written
     """A null is a value, too; so it is in sections that were validated before, and among overrides."""
     config = load(tmp_path, f"actor: {{algorithm: {written}}}")
     assert (config.actor.algorithm.lam_length, config.actor.kl.coef) == (alpha, kl)
-    assert ("lam_length None (published: 0.05)" in config.published_choices) == ("null" in written)
+    assert ("lam_length None (published: 1.5)" in config.published_choices) == ("null" in written)
     assert RunConfig(actor=config.actor).actor == config.actor
     overridden = load(tmp_path, f"actor: {{algorithm: {written}}}", "actor.algorithm.lam_length=null")
     assert overridden.actor.algorithm.lam_length is None

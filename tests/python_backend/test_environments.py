@@ -334,6 +334,18 @@ async def test_an_openenv_server_is_an_environment() -> None:
         assert (await waiting).observation == "start"
 
 
+@pytest.mark.parametrize(
+    ("action", "is_lost"), [("no file", False), ("hang up", True), ("die", True), ("raise", False)]
+)
+async def test_what_the_policy_did_wrong_is_no_lost_environment(action: str, is_lost: bool) -> None:
+    """A conversation that is lost begins again: with an action that fails, until the policy does another."""
+    async with running(step_timeout_s=20) as environments:
+        instance = await environments.open({})
+        with pytest.raises(EnvironmentFailed) as caught:
+            await instance.step(action)
+        assert caught.value.is_lost == is_lost
+
+
 async def test_an_idle_session_answers_the_servers_pings() -> None:
     async with served() as (server, url, _), running(url=url, step_timeout_s=20) as environments:
         instance = await environments.open({})

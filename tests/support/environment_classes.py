@@ -122,6 +122,8 @@ class Doing:
             "fork": os.fork,
             "memory": lambda: bytearray(1 << 40),
             "print": lambda: print("x" * 100),
+            "no file": lambda: Path("/no/such/file").read_text(),
+            "hang up": lambda: (_ for _ in ()).throw(ConnectionResetError("the server is gone")),
             "hang": lambda: time.sleep(3600),
             "meet": Doing.meeting.wait,
         }
