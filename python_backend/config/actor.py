@@ -492,7 +492,7 @@ def check_actor(actor: ActorSection) -> None:
             "such as '1', or running servers in actor.generation.vllm.servers"
         )
     _check_ratios(actor)
-    _check_critic_settings(algorithm)
+    _check_critic_settings(algorithm, actor.rewards)
     if algorithm.critic_warmup_steps >= actor.steps:
         raise ValueError(
             f"actor.algorithm.critic_warmup_steps ({algorithm.critic_warmup_steps}) must be below actor.steps "
@@ -550,8 +550,17 @@ def _check_active_files(files: Sequence[PromptFileSection], steps: int) -> None:
             )
 
 
-def _check_critic_settings(algorithm: AlgorithmSection) -> None:
-    """Reject settings of the critic in an algorithm without one, and dynamic sampling without groups."""
+def _check_critic_settings(algorithm: AlgorithmSection, rewards: RewardsSection) -> None:
+    """Reject settings of the critic in an algorithm without one, or that do not fit its predictions, and dynamic
+    sampling without groups.
+    """
+    shaped = {"normalization": rewards.normalization != "none", "clip": rewards.clip is not None}
+    if algorithm.prompt_candidates > 1 and any(shaped.values()):
+        key = next(key for key, is_set in shaped.items() if is_set)
+        raise ValueError(
+            f"actor.rewards.{key} ({getattr(rewards, key)}) cannot be used with actor.algorithm.prompt_candidates: the "
+            "critic predicts what it makes of scores, and is compared with scores; remove one of the two"
+        )
     names = () if algorithm.uses_critic else ("critic_warmup_steps", "lam_values", "lam_length")
     for name in names:
         if value := getattr(algorithm, name):

@@ -213,6 +213,14 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "actor: {rollout_size: 9, algorithm: {responses_per_prompt: 2}}",
             "actor.rollout_size (9) is not a multiple of actor.algorithm.responses_per_prompt (2); set it to 8 or 10",
         ),
+        (
+            "actor: {algorithm: {prompt_candidates: 2}, rewards: {normalization: running}}",
+            "actor.rewards.normalization (running) cannot be used with actor.algorithm.prompt_candidates",
+        ),
+        (
+            "actor: {algorithm: {prompt_candidates: 2}, rewards: {clip: 1}}",
+            "actor.rewards.clip (1.0) cannot be used with actor.algorithm.prompt_candidates",
+        ),
         ("actor: {algorithm: {name: grpo}}", "actor.algorithm.name: grpo compares the responses to a prompt"),
         (
             "actor: {algorithm: {name: rloo, responses_per_prompt: 2}, update: {epochs: 2}}",
