@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import mmap
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -170,7 +172,8 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
     is_own = fits and kind.__name__ == info.architecture
     given = read_config(info.folder)
     usual = type(config)()
-    unread = unread_keys(given, keys_of(head, given) | vars(GenerationConfig()).keys(), usual)
+    named = _keys_in_source(type(config), kind or type(config)) - vars(usual).keys()
+    unread = unread_keys(given, keys_of(head, given) | named | vars(GenerationConfig()).keys(), usual)
     _warn_unread(info.model_type, tuple(key for key in unread if not is_of_head(key)))
     for key, value in unread.items():
         if not is_of_head(key) or (head.form.pooled and hasattr(usual, key)):  # which transformers' own class reads
@@ -212,6 +215,13 @@ def _warn_unread(model_type: str, keys: tuple[str, ...]) -> None:
             model_type,
             ", ".join(keys),
         )
+
+
+@functools.cache
+def _keys_in_source(*classes: type) -> set[str]:
+    """Return the keys of config.json that the modules of these classes name: some only `getattr(config, key, ...)`."""
+    texts = (inspect.getsource(sys.modules[each.__module__]) for each in classes)
+    return {name for text in texts for name in re.findall(r"(?:config\.|config, \"|kwargs\.\w+\(\")(\w+)", text)}
 
 
 def _own_path(info: CheckpointInfo, kind: Any) -> str:
