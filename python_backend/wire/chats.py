@@ -32,7 +32,8 @@ TO_PARTS = (  # before a chat template; without an end that would remove white s
     "{%% set of.parts = of.parts + [m] %%}{%% endfor %%}{%% set messages = of.parts %%}{{ '' }}"
 )
 ROLES = ("system", "user", "assistant", "tool")  # that a template may write without naming them
-LINKS = ("role", "type", "id", "tool_call_id")  # keys whose texts say nothing
+# Keys whose texts say nothing: links, and what chat logs note beside a message.
+LINKS = ("role", "type", "id", "tool_call_id", "timestamp", "created_at", "model", "language", "finish_reason")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of published templates
 THOUGHT_END = "</think>"  # which ends the reasoning in a content
 
@@ -99,8 +100,8 @@ def render_chat(
     def rendered(shown: Messages, options: Mapping[str, Any]) -> str:
         try:
             return applied(shown, options)
-        except Exception:  # DeepSeek's templates take the arguments of tool calls as JSON texts only
-            written = [*map(_with_json_arguments, shown)]
+        except Exception:  # DeepSeek's templates take tool calls only beside a text, with JSON texts as arguments
+            written = [*map(_with_texts, shown)]
             if written == [*shown]:
                 raise
             return applied(written, options)
@@ -119,9 +120,10 @@ def render_chat(
     return text
 
 
-def _with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": with_arguments(calls, json.dumps)} if calls else {**message}
+def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
+    if not (calls := message.get("tool_calls")):
+        return {**message}
+    return {**message, "content": message.get("content") or "", "tool_calls": with_arguments(calls, json.dumps)}
 
 
 def texts_in(messages: Messages) -> Iterator[tuple[Place, Any]]:
@@ -211,7 +213,7 @@ def _check_texts(
                     f"[{i}]: the {owner}'s chat template leaves out the role {role!r}; give the message another role, "
                     "or use a template that writes it"
                 )
-            instead = "in a message of its own" if key == "content" else "in the content"
+            instead = "in a message of its own" if key == "content" else "in the content, remove it"
             raise BadMessages(
                 f"{path}: the {owner}'s chat template leaves it out of a message of the role {role!r}; write it "
                 f"{instead}, or use a template that writes it"
