@@ -12,14 +12,11 @@ ACTIVATIONS = ("relu", "selu", "gelu", "tanh", "leaky_relu", "silu")
 # bookkeeping of a training (Safe RLHF's normaliser included), and what transformers once wrote and now reads no more.
 READ = re.compile(
     r"value_head_prefix|normalize_reward|do_normalize|reward_standardization|critic_adapters"
-    r"|(?:score|reward|rm|reward_model)_type|\w*threshold"
-    r"|normalizer_type|normalize_function|momentum|_\w+|\w*version\w*|unsloth\w*|torch\w*|auto_map|architectures"
-    r"|model_type|transformers.*|sentence_transformers|tokenizer\w*|finetuning_task|prefix"
-    r"|task_specific_params|quantization_config|pruned_heads|xla_device|output_past|gradient_checkpointing"
-    r"|attn_implementation|use_bfloat16|bf16|fp16|seed|license|tf_legacy_loss|tie_\w+|is_\w+|add_cross_attention"
-    r"|cross_attention_hidden_size|\w+_token_id|(?:bos|eos|pad)_token|\w*padding\w*|rope_\w+|\w*rotary\w*|pretraining_tp"
-    r"|n_ctx|directionality|\w*_len(?:gth)?|use_mrope"
-    r"|position_embedding_type|(?:\w+_)?dropout\w*|(?:num|n)_\w+|\w+_(?:num|n)_\w+|\w+_(?:dim|size|sizes|per_head)"
+    r"|(?:score|reward|rm|reward_model)_type|\w*threshold|normalizer_type|normalize_function|momentum"
+    r"|_\w+|\w*version\w*|unsloth\w*|torch\w*|auto_map|transformers.*|sentence_transformers|tokenizer\w*|finetuning_task"
+    r"|prefix|task_specific_params|quantization_config|xla_device|output_past|gradient_checkpointing|bf16|fp16|seed"
+    r"|license|tie_\w+|is_\w+|\w+_token_id|(?:bos|eos|pad)_token|\w*padding\w*|rope_\w+|\w*rotary\w*|directionality"
+    r"|\w*_len(?:gth)?|(?:\w+_)?dropout\w*|(?:num|n)_\w+|\w+_(?:num|n)_\w+|\w+_(?:dim|size|sizes|per_head)"
     r"|summary_use_proj|summary_proj_to_labels|\w*_neurons|\w*dataset\w*|\w*train\w*|\w*loss\w*|\w*path|\w*names?"
     r"|learning_rate|lora_\w+"
 )

@@ -172,7 +172,7 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
     is_own = fits and kind.__name__ == info.architecture
     given = read_config(info.folder)
     usual = type(config)()
-    named = _keys_in_source(type(config), kind or type(config)) - vars(usual).keys()
+    named = _keys_in_source(*(each.__module__ for each in (type(config), kind) if each)) - vars(usual).keys()
     unread = unread_keys(given, keys_of(head, given) | named | vars(GenerationConfig()).keys(), usual)
     _warn_unread(info.model_type, tuple(key for key in unread if not is_of_head(key)))
     for key, value in unread.items():
@@ -218,9 +218,9 @@ def _warn_unread(model_type: str, keys: tuple[str, ...]) -> None:
 
 
 @functools.cache
-def _keys_in_source(*classes: type) -> set[str]:
-    """Return the keys of config.json that the modules of these classes name: some only `getattr(config, key, ...)`."""
-    texts = (inspect.getsource(sys.modules[each.__module__]) for each in classes)
+def _keys_in_source(*modules: str) -> set[str]:
+    """Return the keys of config.json that modules of transformers name: of some, no class has an attribute."""
+    texts = (inspect.getsource(sys.modules[name]) for name in modules)
     return {name for text in texts for name in re.findall(r"(?:config\.|config, \"|kwargs\.\w+\(\")(\w+)", text)}
 
 
