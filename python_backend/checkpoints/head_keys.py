@@ -30,6 +30,7 @@ OF_BODY = re.compile(
     r"norm_\w+|layer_norm_eps\w*|mlp_type|\w*(?:attn|attention|alibi|emb|init|router|expert|moe|fusion|cache|hidden_act)\w*|activation_function|gelu_activation"
 )
 OF_CLASS = re.compile(r"summary_\w+|\w*pool\w*|classifier_\w+")  # among the keys of transformers' own classes
+FACTOR = re.compile(r"(scale|scaling|factor|multiplier|std|var|temperature)$")
 # Values that change nothing: BERT's class has a pooler of the first token, and GPT's has `cls_index`.
 NOTHING = ("", "none", "identity", "linear", "last", "lasttoken", "firsttokentransform", "clsindex")
 
@@ -88,20 +89,9 @@ def unread_keys(config: Mapping[str, Any], read: Container[str], defaults: Any) 
     }
 
 
-def is_of_head(key: str) -> bool:
-    """Return whether a key's name is one that a head might have."""
-    return OF_HEAD.fullmatch(key) is not None
-
-
 def _says_nothing(key: str, value: Any) -> bool:
     if type(value) in (int, float):
-        neutral = (
-            1
-            if re.search(r"(scale|scaling|factor|multiplier|std|var|temperature)$", key)
-            else -1
-            if "layer" in key
-            else 0
-        )
+        neutral = 1 if FACTOR.search(key) else -1 if "layer" in key else 0
         return "pool" in key or value == neutral
     if value is True:  # the layers show it
         return key.endswith(("bias", "head", "model"))

@@ -94,17 +94,14 @@ def render_chat(
         Exception: whatever else the template raises, which is a program.
     """
 
-    def applied(shown: Messages, options: Mapping[str, Any]) -> str:
-        return str(tokenizer.apply_chat_template([*shown], tokenize=False, **options))
-
     def rendered(shown: Messages, options: Mapping[str, Any]) -> str:
         try:
-            return applied(shown, options)
+            return str(tokenizer.apply_chat_template([*shown], tokenize=False, **options))
         except Exception:  # DeepSeek's templates take tool calls only beside a text, with JSON texts as arguments
             written = [*map(_with_texts, shown)]
             if written == [*shown]:
                 raise
-            return applied(written, options)
+            return rendered(written, options)
 
     options, template = {**options, GENERATION_PROMPT: generation_prompt}, str(tokenizer.chat_template)
     text = rendered(messages, options)
@@ -123,7 +120,8 @@ def render_chat(
 def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
     if not (calls := message.get("tool_calls")):
         return {**message}
-    return {**message, "content": message.get("content") or "", "tool_calls": with_arguments(calls, json.dumps)}
+    calls = with_arguments(calls, lambda given: given if isinstance(given, str) else json.dumps(given))
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
 def texts_in(messages: Messages) -> Iterator[tuple[Place, Any]]:
@@ -164,13 +162,11 @@ def _check_roles(messages: Messages, template: str, owner: str) -> None:
 def _check_tools(rendered: Rendered, messages: Messages, options: Mapping[str, Any], text: str, owner: str) -> None:
     others = {name: value for name, value in options.items() if name != TOOLS}
     if TOOLS in options and _result(rendered, messages, others) == text:
-        remedy = (
-            "write a text without them as reward.template"
-            if owner == "reward model"
-            else "describe them in a message instead"
+        instead = (
+            "write a text without them as reward.template" if owner == "reward model" else "describe them in a message"
         )
         raise BadMessages(
-            f": the {owner}'s chat template leaves out the tools; {remedy}, or use a template that writes them"
+            f": the {owner}'s chat template leaves out the tools; {instead}, or use a template that writes them"
         )
 
 
