@@ -189,7 +189,7 @@ def _unused_columns(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
         tools = options.pop(TOOLS, None)
         given = [each for each in tokenizers if options and each.chat_template]
         read = {name for each in given for name in _variables(each.get_chat_template(tools=tools))}
-        for name in options.keys() - read:
+        for name in sorted(name for name in options.keys() - read if options[name] not in (*EMPTY, {})):
             near = "".join(f" (did you mean {other!r}?)" for other in difflib.get_close_matches(name, read, 1))
             found[f"{TEMPLATE_VARIABLES}: no chat template of this run reads {name!r}{near}; remove it"].append(prompt)
     for told, rows in found.items():

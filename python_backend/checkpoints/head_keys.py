@@ -11,14 +11,14 @@ ACTIVATIONS = ("relu", "selu", "gelu", "tanh", "leaky_relu", "silu")
 # Keys whose part in a score is known: constants and layers (`checkpoints.inspection`, `checkpoints.heads`), the
 # bookkeeping of a training (Safe RLHF's normaliser included), and what transformers once wrote and now reads no more.
 READ = re.compile(
-    r"value_head_prefix|normalize_reward|do_normalize|reward_standardization|critic_adapters|score_type"
-    r"|normalizer_type|normalize_function|momentum|_\w+|\w*version\w*|unsloth\w*|torch\w*|auto_map|architectures"
-    r"|model_type|transformers\w*|sentence_transformers|tokenizer_class|model_max_length|finetuning_task|prefix"
-    r"|task_specific_params|quantization_config|pruned_heads|xla_device|output_past|gradient_checkpointing"
-    r"|attn_implementation|use_bfloat16|tf_legacy_loss|tie_\w+|is_\w+|add_cross_attention|cross_attention_hidden_size"
-    r"|\w+_token_id|rope_\w+|rotary\w*|pretraining_tp|n_ctx|directionality|max_length|seq_length|use_mrope"
-    r"|position_embedding_type|(?:\w+_)?dropout\w*|(?:num|n)_\w+|\w+_(?:num|n)_\w+|\w+_(?:dim|size|sizes|per_head)"
-    r"|summary_use_proj|summary_proj_to_labels|\w*_neurons|\w*dataset\w*|\w*train\w*|\w*loss\w*|\w*path|\w*name"
+    r"value_head_prefix|normalize_reward|do_normalize|reward_standardization|critic_adapters"
+    r"|(?:score|reward|rm|reward_model)_type|\w*threshold|normalizer_type|normalize_function|momentum"
+    r"|_\w+|\w*version\w*|unsloth\w*|torch\w*|auto_map|transformers.*|sentence_transformers|tokenizer\w*|finetuning_task"
+    r"|prefix|task_specific_params|quantization_config|xla_device|output_past|gradient_checkpointing|bf16|fp16|seed"
+    r"|license|tie_\w+|is_\w+|\w+_token_id|(?:bos|eos|pad)_token|\w*padding\w*|rope_\w+|\w*rotary\w*|directionality"
+    r"|\w*_len(?:gth)?|(?:\w+_)?dropout\w*|(?:num|n)_\w+|\w+_(?:num|n)_\w+|\w+_(?:dim|size|sizes|per_head)"
+    r"|summary_use_proj|summary_proj_to_labels|\w*_neurons|\w*dataset\w*|\w*train\w*|\w*loss\w*|\w*path|\w*names?"
+    r"|learning_rate|lora_\w+"
 )
 # Keys that may say what a head computes; before them, keys of a body's layers with such names.
 OF_HEAD = re.compile(
@@ -27,9 +27,10 @@ OF_HEAD = re.compile(
     r"|function|(?:mean|std|var)(?:_|$))\w*"
 )
 OF_BODY = re.compile(
-    r"norm_\w+|mlp_type|\w*(?:attn|attention|alibi|emb|init|router|expert|moe|fusion|cache|hidden_act)\w*|activation_function|gelu_activation"
+    r"norm_\w+|layer_norm_eps\w*|mlp_type|\w*(?:attn|attention|alibi|emb|init|router|expert|moe|fusion|cache|hidden_act)\w*|activation_function|gelu_activation"
 )
 OF_CLASS = re.compile(r"summary_\w+|\w*pool\w*|classifier_\w+")  # among the keys of transformers' own classes
+FACTOR = re.compile(r"(scale|scaling|factor|multiplier|std|var|temperature)$")
 # Values that change nothing: BERT's class has a pooler of the first token, and GPT's has `cls_index`.
 NOTHING = ("", "none", "identity", "linear", "last", "lasttoken", "firsttokentransform", "clsindex")
 
@@ -88,15 +89,10 @@ def unread_keys(config: Mapping[str, Any], read: Container[str], defaults: Any) 
     }
 
 
-def is_of_head(key: str) -> bool:
-    """Return whether a key's name is one that a head might have."""
-    return OF_HEAD.fullmatch(key) is not None
-
-
 def _says_nothing(key: str, value: Any) -> bool:
     if type(value) in (int, float):
-        neutral = 1 if re.search(r"(scale|scaling|std|var|temperature)$", key) else -1 if "layer" in key else 0
+        neutral = 1 if FACTOR.search(key) else -1 if "layer" in key else 0
         return "pool" in key or value == neutral
     if value is True:  # the layers show it
-        return key.endswith("bias")
+        return key.endswith(("bias", "head", "model"))
     return not value or (isinstance(value, str) and _plain(value) in NOTHING)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import mmap
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from python_backend.checkpoints.head_keys import is_of_head, keys_of, unread_keys
+from python_backend.checkpoints.head_keys import OF_HEAD, keys_of, unread_keys
 from python_backend.checkpoints.head_tensors import copies, is_harmless, layers_path, shape_error, unwrapped
 from python_backend.checkpoints.heads import GATES, Head, Pooling
 from python_backend.checkpoints.inspection import (
@@ -49,6 +51,7 @@ from python_backend.errors import RlhfError
 from python_backend.models.adapters import with_stored_adapters
 from python_backend.models.heads import build_head, head_of, head_path, install, layers_beside, linear
 from python_backend.models.token_head import measure_causality
+from python_backend.wire.chats import warn_once
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from python_backend.models.tensor_parallel import RankGroup
@@ -170,10 +173,15 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
     is_own = fits and kind.__name__ == info.architecture
     given = read_config(info.folder)
     usual = type(config)()
-    unread = unread_keys(given, keys_of(head, given) | vars(GenerationConfig()).keys(), usual)
-    _warn_unread(info.model_type, tuple(key for key in unread if not is_of_head(key)))
+    named = _keys_in_source(*(each.__module__ for each in (type(config), kind) if each)) - vars(usual).keys()
+    unread = unread_keys(given, keys_of(head, given) | named | vars(GenerationConfig()).keys(), usual)
+    if odd := [key for key in unread if not OF_HEAD.fullmatch(key)]:
+        warn_once(
+            f"{CONFIG_FILE} has keys that nothing reads, for a {info.model_type} model: {', '.join(odd)}; if the model "
+            "was trained with one of them, its scores are others"
+        )
     for key, value in unread.items():
-        if not is_of_head(key) or (head.form.pooled and hasattr(usual, key)):  # which transformers' own class reads
+        if key in odd or (head.form.pooled and hasattr(usual, key)):  # which transformers' own class reads
             continue
         about_pooling = "pool" in key or key == "summary_type"
         if about_pooling and (pooling != "auto" or (key == "pooling" and head.pooling == value and not is_own)):
@@ -202,16 +210,11 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
     return replace(head, pooling="last") if head.kind == "sequence" and is_own else head
 
 
-@functools.cache  # a live version is loaded beside requests
-def _warn_unread(model_type: str, keys: tuple[str, ...]) -> None:
-    if keys:
-        logger.warning(
-            "%s has keys that nothing reads, for a %s model: %s; if the model was trained with one of them, its scores "
-            "are others",
-            CONFIG_FILE,
-            model_type,
-            ", ".join(keys),
-        )
+@functools.cache
+def _keys_in_source(*modules: str) -> set[str]:
+    """Return the keys of config.json that modules of transformers name: of some, no class has an attribute."""
+    text = "".join(inspect.getsource(sys.modules[name]) for name in modules)
+    return {*re.findall(r"(?:config\.|config, \"|kwargs\.\w+\(\")(\w+)", text)}
 
 
 def _own_path(info: CheckpointInfo, kind: Any) -> str:

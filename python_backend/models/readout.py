@@ -33,7 +33,7 @@ def pool_mean(outputs: Tensor, lengths: Tensor) -> Tensor:
     return outputs.masked_fill(~valid, 0.0).sum(dim=1) / lengths[:, None]
 
 
-POOLS = {"last": pool_last, "mean": pool_mean}  # by the names in `checkpoints.inspection.Pooling`
+POOLS = {"last": pool_last, "mean": pool_mean}  # by the names in `checkpoints.heads.Pooling`
 
 
 def merge_attributes(scores: Tensor, weights: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ TO_PARTS = (  # before a chat template; without an end that would remove white s
     "{%% set of.parts = of.parts + [m] %%}{%% endfor %%}{%% set messages = of.parts %%}{{ '' }}"
 )
 ROLES = ("system", "user", "assistant", "tool")  # that a template may write without naming them
-LINKS = ("role", "type", "id", "tool_call_id")  # keys whose texts say nothing
+# Keys whose texts say nothing: links, and what chat logs note beside a message.
+LINKS = ("role", "type", "id", "tool_call_id", "timestamp", "created_at", "model", "language", "finish_reason")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of published templates
 THOUGHT_END = "</think>"  # which ends the reasoning in a content
 
@@ -93,17 +94,14 @@ def render_chat(
         Exception: whatever else the template raises, which is a program.
     """
 
-    def applied(shown: Messages, options: Mapping[str, Any]) -> str:
-        return str(tokenizer.apply_chat_template([*shown], tokenize=False, **options))
-
     def rendered(shown: Messages, options: Mapping[str, Any]) -> str:
         try:
-            return applied(shown, options)
-        except Exception:  # DeepSeek's templates take the arguments of tool calls as JSON texts only
-            written = [*map(_with_json_arguments, shown)]
+            return str(tokenizer.apply_chat_template([*shown], tokenize=False, **options))
+        except Exception:  # DeepSeek's templates take tool calls only beside a text, with JSON texts as arguments
+            written = [*map(_with_texts, shown)]
             if written == [*shown]:
                 raise
-            return applied(written, options)
+            return rendered(written, options)
 
     options, template = {**options, GENERATION_PROMPT: generation_prompt}, str(tokenizer.chat_template)
     text = rendered(messages, options)
@@ -119,9 +117,11 @@ def render_chat(
     return text
 
 
-def _with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": with_arguments(calls, json.dumps)} if calls else {**message}
+def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
+    if not (calls := message.get("tool_calls")):
+        return {**message}
+    calls = with_arguments(calls, lambda given: given if isinstance(given, str) else json.dumps(given))
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
 def texts_in(messages: Messages) -> Iterator[tuple[Place, Any]]:
@@ -162,13 +162,11 @@ def _check_roles(messages: Messages, template: str, owner: str) -> None:
 def _check_tools(rendered: Rendered, messages: Messages, options: Mapping[str, Any], text: str, owner: str) -> None:
     others = {name: value for name, value in options.items() if name != TOOLS}
     if TOOLS in options and _result(rendered, messages, others) == text:
-        remedy = (
-            "write a text without them as reward.template"
-            if owner == "reward model"
-            else "describe them in a message instead"
+        instead = (
+            "write a text without them as reward.template" if owner == "reward model" else "describe them in a message"
         )
         raise BadMessages(
-            f": the {owner}'s chat template leaves out the tools; {remedy}, or use a template that writes them"
+            f": the {owner}'s chat template leaves out the tools; {instead}, or use a template that writes them"
         )
 
 
@@ -211,7 +209,7 @@ def _check_texts(
                     f"[{i}]: the {owner}'s chat template leaves out the role {role!r}; give the message another role, "
                     "or use a template that writes it"
                 )
-            instead = "in a message of its own" if key == "content" else "in the content"
+            instead = "in a message of its own" if key == "content" else "in the content, remove it"
             raise BadMessages(
                 f"{path}: the {owner}'s chat template leaves it out of a message of the role {role!r}; write it "
                 f"{instead}, or use a template that writes it"

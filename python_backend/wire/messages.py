@@ -15,7 +15,7 @@ class BadMessages(RlhfError, ValueError):
 
 
 def plain_messages(value: Any) -> list[dict[str, Any]]:
-    """Return a conversation whose contents are texts, without keys that are null.
+    """Return a conversation whose contents are texts, without keys that are null and `tool_calls` that are empty.
 
     Arrow gives every message the keys of all, and clients write null for what a message does not have, but templates
     ask whether a key is there. A content is null only beside tool calls, as in OpenAI's format.
@@ -38,7 +38,11 @@ def _plain_message(index: int, message: Any) -> dict[str, Any]:
     if content is None and not message.get("tool_calls"):
         raise BadMessages(f"[{index}].content: missing or null, must be a text")
     plain = {**without_nulls({**message, "content": ""}), "content": content}  # in the order of the message's own keys
-    return {**plain, "tool_calls": _read_calls(plain["tool_calls"])} if plain.get("tool_calls") else plain
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = _read_calls(plain["tool_calls"])
+    else:
+        plain.pop("tool_calls", None)
+    return plain
 
 
 def _read_calls(calls: Any) -> Any:

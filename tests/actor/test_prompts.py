@@ -301,6 +301,7 @@ UNEVEN: list[tuple[dict[str, Any], list[dict[str, Any]] | None, dict[str, Any]]]
     ({"prompt": called(days=[0.5], at={"x": {"y": 1}})}, called(days=[0.5], at={"x": {"y": 1}}), {}),
     ({"prompt": called(city=None, at={"x": {"y": None}})}, called(at={"x": {}}), {}),
     ({"prompt": [{**USER, "content": None, "tool_calls": None}]}, None, {}),
+    ({"prompt": [{**USER, "tool_calls": []}]}, [USER], {}),
     ({"prompt": [USER], "task": "code", "tests": ["t", None]}, [USER], {"task": "code", "tests": ["t", None]}),
     ({"prompt": [USER], "task": "math", "answer": 5}, [USER], {"task": "math", "answer": 5.0}),
     ({"prompt": [USER], "answer": 5.5, "extra": {"a": None, "b": []}}, [USER], {"answer": 5.5, "extra": {"b": []}}),

@@ -93,7 +93,8 @@ ALTERNATING = (
         (NAMES, [USER, TWO_CALLS], f"[1].tool_calls[0].function.arguments: {LOST}"),
         (FIRST_CALL, [USER, TWO_CALLS], f"[1].tool_calls[1].function.name: {LOST}"),
         (CHATML, [USER, {**TOOL, "name": "look", "tool_call_id": "1"}, {**REPLY, "refusal": "", "weight": 1}], None),
-        (CHATML, [USER, {**REPLY, "refusal": "No."}], f"[1].refusal: {LOST}"),
+        (CHATML, [{**USER, "timestamp": "2024", "language": "English"}, {**REPLY, "model": "m"}], None),
+        (CHATML, [USER, {**REPLY, "refusal": "No."}], f"[1].refusal: {LOST}; write it in the content, remove it, or"),
         (CHATML, [USER, {**REPLY, "notes": {"seen": ["it"]}}], f"[1].notes.seen[0]: {LOST}"),
         (CHATML, [USER, REASONED, USER], f"[1].reasoning_content: {LOST}"),
         (THINKING, [USER, REASONED], None),
@@ -177,10 +178,15 @@ STRINGS = (
 
 
 @pytest.mark.parametrize(
-    ("template", "written"), [(CALLS, '"arguments": {"at": "Rome"}'), (STRINGS, '{"at": "Rome"}!')]
+    ("template", "written"),
+    [
+        (CALLS, '"arguments": {"at": "Rome"}'),
+        (STRINGS, '{"at": "Rome"}!'),
+        (STRINGS.replace("m.content or ''", "m.content + '.'"), '{"at": "Rome"}!.'),
+    ],
 )
 def test_arguments_of_a_tool_call_are_written_once(template: str, written: str) -> None:
-    """As JSON texts, as in OpenAI's format, or as objects; DeepSeek's templates take only texts."""
+    """As JSON texts, as in OpenAI's format, or as objects; DeepSeek's templates take only texts, and a content."""
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
     for arguments in ('{"at": "Rome"}', {"at": "Rome"}):
         messages = [USER, {**CALL, "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}]

@@ -834,6 +834,10 @@ OWN_CLASSES = [
     ("jamba", AutoModelForSequenceClassification),
     ("mistral", AutoModelForSequenceClassification),
 ]
+OF_BASE_MODELS: dict[str, dict[str, Any]] = {  # keys that are in config.json of the published ones, but in no class
+    "deberta-v2": {"position_buckets": 64, "share_att_key": True, "norm_rel_ebd": "none", "conv_act": "gelu"},
+    "modernbert": {"layer_norm_eps": 1e-5, "global_rope_theta": 160000.0},
+}
 
 
 @pytest.mark.parametrize("scale", ["as initialised", "as trained"])
@@ -841,7 +845,7 @@ OWN_CLASSES = [
     ("family", "kind"), quick(OWN_CLASSES, *OWN_CLASSES[1:4]), ids=lambda each: getattr(each, "__name__", each)
 )
 def test_a_class_of_transformers_scores_as_it_does_and_without_a_tensor_never(
-    tmp_path: Path, family: str, kind: Any, scale: str
+    tmp_path: Path, family: str, kind: Any, scale: str, caplog: pytest.LogCaptureFixture
 ):
     """Near-initial weights tell a causal body from another one, too."""
     if family == "jamba":
@@ -849,9 +853,10 @@ def test_a_class_of_transformers_scores_as_it_does_and_without_a_tensor_never(
     shape = Shape(family, "", {}, layers())
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = kind.from_config(tiny(shape, num_labels=1)).eval()
+        model = kind.from_config(tiny(shape, num_labels=1, **OF_BASE_MODELS.get(family, {}))).eval()
     model = large(model) if scale == "as trained" else model
     model.save_pretrained(tmp_path)
+    change_config(tmp_path, OF_BASE_MODELS.get(family, {}))
     given = rows(shape)
     with torch.no_grad():
         logits = [model(input_ids=torch.from_numpy(row)[None]).logits[0] for row in given]
@@ -863,6 +868,7 @@ def test_a_class_of_transformers_scores_as_it_does_and_without_a_tensor_never(
             load_reward(tmp_path)
     for reward in (load_reward(tmp_path, **settings), load_reward(tmp_path, **settings).with_weights(tmp_path)):
         np.testing.assert_allclose(reward.score(given), expected, atol=1e-5 * max(1, np.abs(expected).max()))
+    assert "keys that nothing reads" not in caplog.text
     if scale == "as initialised":
         return
     stored = load_file(tmp_path / "model.safetensors")
@@ -1156,9 +1162,11 @@ LEGACY: dict[str, Any] = {  # keys that older versions of transformers and train
     **{"temperature": 0.7, "top_p": 0.9, "do_sample": True, "num_beams": 1, "max_length": 20, "output_scores": False},
     **{"finetuning_task": None, "task_specific_params": {"a": {"b": 1}}, "prefix": "</s>", "use_mrope": False},
     **{"gradient_checkpointing": False, "_num_labels": 1, "n_ctx": 1024, "pretraining_tp": 1, "num_labels": 1},
-    **{"sep_token_id": 3, "decoder_start_token_id": 0, "is_reward_model": True},
+    **{"sep_token_id": 3, "decoder_start_token_id": 0, "is_reward_model": True, "down_scale_factor": 1},
     **{"problem_type": "regression", "num_objectives": 19, "gating_hidden_dim": 8, "score_dim": 1, "bias": True},
     **{"score_type": "reward", "momentum": 0.1, "mlp_bias": False},
+    **{"transformers.js_config": {"dtype": "q4"}, "max_sequence_length": 2048, "cutoff_len": 2048, "pad_token": "<p>"},
+    **{"bf16": True, "padding_side": "left", "label_names": ["labels"], "reward_model": True, "value_head": True},
     **{"cross_attention_hidden_size": None, "tie_encoder_decoder": False, "use_bfloat16": False, "xla_device": True},
 }
 SUMMARY = {"summary_type": "cls_index", "summary_use_proj": True, "summary_activation": None}
@@ -1173,11 +1181,13 @@ ORDINARY: dict[str, dict[str, Any]] = {
     "gpt_neo": SUMMARY,
     "bloom": {**SUMMARY, "masked_softmax_fusion": True, "offset_alibi": 100, "attention_softmax_in_fp32": True},
     "opt": {"activation_dropout": 0.0, "do_layer_norm_before": True},
+    "gemma3_text": {"sliding_window_pattern": 6, "cache_implementation": "hybrid"},
+    "phi": {"partial_rotary_factor": 0.4, "qk_layernorm": False},
     "starcoder2": {"norm_type": "layer_norm", "mlp_type": "default", "activation_function": "gelu_pytorch_tanh"},
 }
 
 
-@pytest.mark.parametrize("family", quick(ORDINARY, "llama", "gptj", "bloom"))
+@pytest.mark.parametrize("family", quick(ORDINARY, "llama", "gptj", "bloom", "gemma3_text"))
 def test_keys_that_have_no_part_in_a_score_need_no_word(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture):
     save(tmp_path, Shape(family, "", one("score"), layers()))
     change_config(tmp_path, {**LEGACY, **ORDINARY[family]})

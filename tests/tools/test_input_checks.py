@@ -232,6 +232,8 @@ def test_a_file_whose_prompts_have_the_answer_is_named(
             "the column 'chat_template_kwargs' is not",
         ),
         ({"prompt": QUESTION, "chat_template_kwargs": {"enable_thinking": True}}, None),
+        # Of SmolTalk 2, whose rows have all variables of SmolLM3's template.
+        ({"prompt": QUESTION, "chat_template_kwargs": {"enable_thinking": False, "xml_tools": []}}, None),
         (
             {"prompt": QUESTION, "chat_template_kwargs": {"enable_thinkin": True}},
             "no chat template of this run reads 'enable_thinkin' (did you mean 'enable_thinking'?)",
