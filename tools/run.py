@@ -189,13 +189,18 @@ class Run:
         self._signals.check()
 
     def _server_failures(self) -> int:
-        """Return how many requests failed by the server's metrics: in Triton, or with an error of a model."""
+        """Return how many requests failed by the server's metrics: in Triton, or with an error of a model.
+
+        A 503 is none: the client repeats the request, and counts it if it fails for good.
+        """
         if self._supervisor is None:
             return 0
         # If the server does not answer, it is being restarted, and its counters will start from 0 again.
         metrics = get_page(self._supervisor.server.section.metrics_url, "/metrics")
         counts = re.findall(
-            r"^(?:nv_inference_request_failure|rlhf_requests_refused_total)\{[^}]*\} ([\d.e+]+)", metrics, re.MULTILINE
+            r"^(?:nv_inference_request_failure|rlhf_requests_refused_total)\{(?!.*\"503\")[^}]*\} ([\d.e+]+)",
+            metrics,
+            re.MULTILINE,
         )
         return int(sum(map(float, counts)))
 
