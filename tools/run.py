@@ -197,11 +197,8 @@ class Run:
             return 0
         # If the server does not answer, it is being restarted, and its counters will start from 0 again.
         metrics = get_page(self._supervisor.server.section.metrics_url, "/metrics")
-        counts = re.findall(
-            r"^(?:nv_inference_request_failure|rlhf_requests_refused_total)\{(?!.*\"503\")[^}]*\} ([\d.e+]+)",
-            metrics,
-            re.MULTILINE,
-        )
+        names = "nv_inference_request_failure|rlhf_requests_refused_total"
+        counts = re.findall(rf'^(?:{names})\{{(?!.*"503")[^}}]*\}} ([\d.e+]+)', metrics, re.MULTILINE)
         return int(sum(map(float, counts)))
 
     def _report(self, failures: int) -> None:

@@ -218,7 +218,7 @@ SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with the
     "reloads_swap": "New weights loaded in place, inside the running server process.",
     "reloads_triton": "New weights loaded through Triton's load call, in a fresh model instance.",
     "failed_requests": "Requests that failed, by the client's count.",
-    "server_failures": "Requests answered with an error other than 503, by the server's own count (Triton's and its models').",
+    "server_failures": "Requests answered with an error other than 503, by the server's and its models' count.",
     "masked_samples": "Samples that were excluded from training because they have no reward.",
     "steps_without_signal": "Steps in which no response had an advantage, such as groups of equal rewards.",
     "seconds_total": "Seconds of the last `tools run`, from its start to the report.",
