@@ -41,6 +41,7 @@ RlhfError                    the user can fix it; the message names what is wron
   DamagedEntry               an entry of the journal
   StoppedWaiting             a stop while waiting for server or disk
   NotFinite                  NaN or infinity
+  WeightsBroken              … in the weights that an update has left
   OutOfMemory                a card too small for the smallest part of the work
   RankOutOfMemory            … while the other ranks wait
   RankFailed, OtherRankLost  what another rank met

@@ -67,8 +67,13 @@ LOSSES = (0.5, 0.25, 0.125)
 STEPS_OF = {0: 0, 1: 1, 2: 2, 3: 3}
 
 
+def files(step: int) -> dict[str, str]:
+    return {"model.safetensors": hashlib.sha256(str(step).encode()).hexdigest()}
+
+
 def sha(step: int) -> str:
-    return hashlib.sha256(str(step).encode()).hexdigest()
+    """The digest of a version with these files."""
+    return Manifest(0, "run", step, files(step), {}, None, 1).digest
 
 
 def values(step: int) -> np.ndarray:
@@ -107,7 +112,7 @@ def results() -> dict[int, Result]:
 
 
 def manifests() -> list[Manifest]:
-    return [Manifest(version, "run", version, sha(version), {}, None, 1) for version in range(4)]
+    return [Manifest(version, "run", version, files(version), {}, None, 1) for version in range(4)]
 
 
 # ---- steps ----
@@ -166,8 +171,8 @@ def test_a_repeat_with_another_answer_is_named(record: RequestRecord):
 @pytest.mark.parametrize(
     ("change", "current", "words"),
     [
-        ({"digest": sha(9)}, 3, f"version 2 of step 2 has digest {sha(9)[:12]}…, without faults it is {sha(2)[:12]}…"),
-        ({"step": 1, "digest": sha(1)}, 3, "the versions are of steps [0, 1, 1, 3]"),
+        ({"files": files(9)}, 3, f"version 2 of step 2 has digest {sha(9)[:12]}…, without faults it is {sha(2)[:12]}…"),
+        ({"step": 1, "files": files(1)}, 3, "the versions are of steps [0, 1, 1, 3]"),
         ({}, 2, "CURRENT names 2, the last version is 3"),
     ],
 )
@@ -181,7 +186,7 @@ def test_a_fault_in_the_versions_is_named(reference: Reference, change: dict[str
 
 def test_versions_go_back_where_the_run_was_rewound_and_only_there(reference: Reference):
     steps = [0, 1, 2, 1, 2, 3]
-    every = [Manifest(version, "run", step, sha(step), {}, None, 1) for version, step in enumerate(steps)]
+    every = [Manifest(version, "run", step, files(step), {}, None, 1) for version, step in enumerate(steps)]
     assert check_versions(every, 5, reference, {1}).kept
     assert not check_versions(every, 5, reference, {2}).kept
     assert not check_versions(every[:-1], 4, reference, {1}).kept
