@@ -131,7 +131,10 @@ class Session:
         """`limit`: why a call was refused, `max_tokens` or `max_turns`; empty: none was."""
         self.calls: list[PolicyCall] = []
         self.used, self.in_flight, self.is_over = time.monotonic(), 0, False
-        self._tokenizer, self._max_tokens, self._max_calls, self._longest = tokenizer, max_tokens, max_calls, longest
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._max_calls = max_calls
+        self._longest = longest
         self._ends: dict[str, PolicyCall] = {}  # by the digest of the conversation with the call's reply
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall, int]:

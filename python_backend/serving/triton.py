@@ -80,8 +80,11 @@ class StepFailed(RlhfError):
     """The sidecar processed the journal entry and reported an error, which is this message."""
 
 
-STATUS: dict[type[Exception], int] = {Unavailable: 503, ContractError: 400}
-"""HTTP status of an error response; 500 for any other."""
+def http_status(error: Exception) -> int:
+    """Return the HTTP status of the response to a request that failed with `error`."""
+    if isinstance(error, Unavailable):
+        return 503
+    return 400 if isinstance(error, ContractError) else 500
 
 
 class Call:
@@ -143,8 +146,7 @@ class Call:
         Never raises. If an exception left `execute`, Triton would answer every request of the batch a second time,
         and a second answer corrupts the server's heap.
         """
-        status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
-        self._count_failure(status)
+        self._count_failure(http_status(error))
         try:
             self._send(pb_utils.InferenceResponse(error=_triton_error(error)))
         except Exception as trouble:  # process edge: see above
@@ -216,14 +218,11 @@ def triton_model(serve: Callable[[Mapping[str, str]], ModelServer]) -> type[Trit
 
 
 def _triton_error(error: Exception) -> Any:
-    code, message = pb_utils.TritonError.INTERNAL, str(error)
-    if isinstance(error, Unavailable):
-        code = pb_utils.TritonError.UNAVAILABLE
-    elif isinstance(error, ContractError):
-        code = pb_utils.TritonError.INVALID_ARG
-    elif not isinstance(error, StepFailed):
-        message = f"{type(error).__name__}: {error}"
-    return pb_utils.TritonError(printable(message), code)
+    kinds = pb_utils.TritonError
+    status = http_status(error)
+    is_plain = status != 500 or isinstance(error, StepFailed)
+    message = str(error) if is_plain else f"{type(error).__name__}: {error}"
+    return kinds(printable(message), {503: kinds.UNAVAILABLE, 400: kinds.INVALID_ARG, 500: kinds.INTERNAL}[status])
 
 
 def _outgoing(array: np.ndarray) -> np.ndarray:

@@ -71,8 +71,8 @@ def write_jsonl(path: Path, lines: Iterable[Mapping[str, Any]], *, durable: bool
 def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Append one JSON object per line. Writes all lines or none, because the next append would continue a partial line.
 
-    Drops an unterminated last line, which a crash of the machine has left: several processes may append, one at a time.
-    Raises OSError if the disk is full.
+    Drops an unterminated last line, which a crash of the machine has left. Processes that append to one file wait for
+    each other. Raises OSError if the disk is full.
     """
     data = b"".join(map(_encoded, lines))
     with path.open("a+b", buffering=0) as file:

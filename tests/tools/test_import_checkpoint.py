@@ -319,15 +319,21 @@ def test_a_reward_model_of_a_publisher_s_own_type_is_merged(tmp_path: Path) -> N
     np.testing.assert_allclose(load_reward(tmp_path / "merged").score(ROWS), expected, atol=1e-5)
 
 
-def test_the_config_and_each_file_beside_an_adapter_is_read_or_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None
-) -> None:
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
+def base_and_adapter(folder: Path) -> tuple[Path, Path, Any]:
+    """Save a language model and an adapter of it; return both folders, and peft's model."""
+    base, adapter = folder / "base", folder / "adapter"
     save_tiny(base, "qwen2", "language", vocab_size=VOCAB)
     model = AutoModelForCausalLM.from_pretrained(base)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False))
     adapted.save_pretrained(adapter)
     make_text_tokenizer("qwen2").save_pretrained(adapter)
+    return base, adapter, adapted
+
+
+def test_the_config_and_each_file_beside_an_adapter_is_read_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None
+) -> None:
+    base, adapter, adapted = base_and_adapter(tmp_path)
     head = {"v_head.summary.weight": torch.randn(1, 16), "v_head.summary.bias": torch.randn(1)}
     torch.save(head, adapter / "pytorch_model.bin")  # as TRL's models with a value head
     said = {"normalize_reward": True, "mean": 0.5, "std": 2.0, "quantization_config": {"load_in_4bit": True}}
@@ -415,12 +421,7 @@ def test_the_merged_model_scores_as_the_adapter(tmp_path: Path, family: str, set
 @pytest.mark.parametrize("prefix", ["v_head.summary", "regression_head", "value_head", "score.0"])
 @pytest.mark.parametrize("place", ["adapter", "a file beside it", "the base model"])
 def test_a_head_that_the_class_does_not_have_is_merged_too(tmp_path: Path, prefix: str, place: str) -> None:
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    save_tiny(base, "qwen2", "language", vocab_size=VOCAB)
-    model = AutoModelForCausalLM.from_pretrained(base)
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False))
-    adapted.save_pretrained(adapter)
-    make_text_tokenizer("qwen2").save_pretrained(adapter)
+    base, adapter, adapted = base_and_adapter(tmp_path)
     head = {f"{prefix}.weight": torch.randn(1, 16), f"{prefix}.bias": torch.randn(1)}
     if prefix == "score.0":
         head = {"score.0.weight": torch.randn(8, 16), "score.2.weight": torch.randn(1, 8)}
