@@ -28,6 +28,7 @@ from python_backend.wire.contract import (
     CRITIC_SAVE,
     CRITIC_TRAIN,
     DUMMY_VAR,
+    LOAD_LABEL,
     NEEDS_MORE,
     PROBE_HEADER,
     REWARD_VERSION,
@@ -363,8 +364,8 @@ class ModelServers:
         label = f"{version}-{uuid.uuid4().hex[:8]}"  # unique: Triton reloads only if the configuration has changed
 
         def load_one(control: ControlPlane) -> int:
-            control.load(self._model, parameters={"weights_version": label}, timeout_s=timeout_s)
-            active = control.active_parameters(self._model).get("weights_version")
+            control.load(self._model, parameters={LOAD_LABEL: label}, timeout_s=timeout_s)
+            active = control.active_parameters(self._model).get(LOAD_LABEL)
             if active != label:
                 raise ControlPlaneError(f"{self._model} runs with the configuration {active!r} instead of {label!r}")
             served = self._ask(control)

@@ -13,6 +13,7 @@ from python_backend.config.rewards import MODEL_TERM
 from python_backend.wire.contract import (
     GROUPWISE,
     LABELS,
+    LOAD_LABEL,
     PROCESS,
     QUEUE_US,
     REWARD_COMPONENTS,
@@ -29,6 +30,7 @@ Config = Mapping[str, Any]  # of a model, as Triton returns it
 Expected = Mapping[str, str | None]  # parameters of a model; None: it has no such parameter
 MAY_DIFFER = frozenset(
     {
+        LOAD_LABEL,
         "compile",
         "device",
         "forward_overhead_tokens",

@@ -39,6 +39,7 @@ MESSAGES = "messages"  # key in `metadata`: the chat that the sentence replies t
 PROMPT_LENGTHS = "prompt_lengths"  # INT64 [B, 1], optional: number of leading prompt tokens in each row
 STORE = "store"  # parameter: weights store that the versions come from; a reward model may have none
 LABELS = "labels"  # parameter, JSON list: the A names
+LOAD_LABEL = "load_label"  # parameter that a reload sets: Triton reloads a changed configuration only
 PROCESS = "process"  # parameter: granularity of a process reward, `step` or `token`
 # In the error message of a reward that a row of tokens alone cannot be sent to; health probes recognise it.
 NEEDS_MORE = "needs more than a row of tokens"

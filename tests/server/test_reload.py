@@ -43,6 +43,7 @@ from python_backend.wire.contract import (
     CRITIC_INFER,
     CRITIC_SAVE,
     CRITIC_TRAIN,
+    LOAD_LABEL,
     REWARD_MODEL,
     REWARD_VERSION,
     REWARDS,
@@ -136,7 +137,7 @@ def test_an_update_changes_the_served_values_through_triton(finished: FinishedRu
     assert run.critic_updates(up_to=run.journal.last_step())[-1]["reload"] == "triton"
     assert run.store.serving()[0].pid != pid
     with ControlPlane(run.config.server.grpc_url) as control:
-        label = control.active_parameters(CRITIC)["weights_version"]
+        label = control.active_parameters(CRITIC)[LOAD_LABEL]
     assert label.startswith(f"{run.store.current()}-")
 
 

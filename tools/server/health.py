@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from python_backend.wire.contract import LOAD_LABEL
 from tools.server.child import restart_pause_s
 from tools.server.tritonserver import SCORING_OUTPUTS, TritonServer, probe
 from trainer.control_plane import ControlPlaneError, LoadRefused, ModelFailed, ModelProcessDied, ModelUnusable
@@ -262,7 +263,8 @@ class ServerHealth:
         pause_s = restart_pause_s(watched.replacements + 1)
         try:
             timeout_s = self._server.section.start_timeout_s
-            self._control.load(model, parameters={"replaced": uuid.uuid4().hex[:8]}, unload=unload, timeout_s=timeout_s)
+            label = f"replaced-{uuid.uuid4().hex[:8]}"
+            self._control.load(model, parameters={LOAD_LABEL: label}, unload=unload, timeout_s=timeout_s)
         except LoadRefused as error:  # the model itself cannot load, and could not in a restarted server
             self._log(f"error: {error}\ntrying again in {pause_s:g} s")
         except ControlPlaneError as error:

@@ -20,7 +20,7 @@ from python_backend.client import pool
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import OverBudget, RequestFailed, RequestRefused, ServerFailed
 from python_backend.client.retry import RequestCounters
-from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, DEMANDED, REWARD_MODEL, VersionRange
+from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, DEMANDED, LOAD_LABEL, REWARD_MODEL, VersionRange
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [np.asarray([3, 4, 5])]
@@ -324,14 +324,15 @@ async def test_the_same_server_is_no_failover(monkeypatch: pytest.MonkeyPatch):
         assert client.counters == RequestCounters(requests=1, retries=1)
 
 
-async def test_servers_may_differ_in_what_changes_no_score():
+async def test_servers_may_differ_in_what_changes_no_score(caplog: pytest.LogCaptureFixture):
     async with FakeTriton() as one, FakeTriton() as two, client_of(one, two) as client:
         one.parameters |= {"workers": "1", "device": "cpu"}
-        two.parameters |= {"workers": "4", "device": "cuda", "token_budget": "4096"}
+        two.parameters |= {"workers": "4", "device": "cuda", "token_budget": "4096", LOAD_LABEL: "reloaded"}
         await client.describe(REWARD_MODEL)
         await asyncio.gather(*(client.rewards(ROWS) for _ in range(8)))
         assert one.asked
         assert two.asked
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
