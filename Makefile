@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr demo-sao demo-agent test test-all test-device gpu-check test-repeated mutants test-trl test-judge test-vllm test-monitoring check format docs clean
+.PHONY: demo demo-llm demo-rlvr demo-sao demo-agent test test-all test-device gpu-check test-repeated mutants fuzz test-trl test-judge test-vllm test-monitoring check format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo sentences run.seed=$(SEED)
@@ -54,6 +54,10 @@ test-repeated:
 # ONLY="PART ...": the faults whose name or path has one of these parts.
 mutants: $(INSTALLED)
 	$(BIN)/python tests/mutants.py $(ONLY)
+
+# Twenty rounds of bad requests of each kind (FUZZ_SEED=N: others); `make test-all` plays two.
+fuzz: $(INSTALLED)
+	FUZZ_ROUNDS=$${FUZZ_ROUNDS:-20} $(PYTEST) -s tests/fuzz
 
 # Installs TRL, which needs another NumPy, into an environment of its own.
 test-trl: $(INSTALLED)

@@ -1,6 +1,4 @@
-"""Reward functions of the benchmarks and the fuzz test. No large library, so that the reward processes start fast."""
-
-import os
+"""Reward functions of the benchmarks. No large library, so that the reward processes start fast."""
 
 from python_backend.rewards.function import Sample
 
@@ -32,9 +30,5 @@ def variety(sample: Sample) -> float:
 
 
 def num_tokens(sample: Sample) -> float:
-    """Return the number of tokens, unless the metadata makes the function fail or fork, as the fuzz test does."""
-    if sample.metadata.get("do") == "raise":
-        raise ValueError("as the metadata says")
-    if sample.metadata.get("do") == "fork":
-        os.fork()  # both processes return
+    """Return the number of tokens."""
     return float(len(sample.tokens))

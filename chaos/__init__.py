@@ -1,1 +1,1 @@
-"""The crash test and the soak test, which kill processes and check every guarantee, and the fuzzer of the wire."""
+"""The crash test and the soak test, which kill processes and check every guarantee."""

@@ -28,7 +28,6 @@ COMMANDS = {
     "report": ("tools.report.page", "write the page of a run, or of several side by side; --follow while they run"),
     "doctor": ("tools.doctor", "check the machine, a configuration and its server, with remedies"),
     "chaos": ("chaos.crash", "run the crash test: kill processes at every point, then check every guarantee"),
-    "fuzz": ("chaos.fuzz", "run the fuzz test: bad requests to every model while a client scores valid rows"),
     "bench": ("benchmarks.command", "run the measurements behind the README's numbers"),
 }
 

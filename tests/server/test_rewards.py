@@ -24,6 +24,7 @@ import psutil
 import pytest
 import reward_functions
 import torch
+from bad_requests import Request, array_tensor, grpc_sender, send_http
 from bare_client import Refused, ask, ask_all
 from chat_server import ChatServer
 from google.protobuf import json_format
@@ -54,7 +55,6 @@ from actor.data.prompt_reader import check_columns
 from actor.data.rollout import Prompt, Rollout, Scores
 from actor.scoring.scorer import Scorer, row_metadata
 from benchmarks.processes import free_ports
-from chaos.fuzz import Request, array_tensor, grpc_sender, send_http
 from examples.demo.pretrained import SMOLLM2, fetch, save_smollm2
 from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.client.client import TritonClient

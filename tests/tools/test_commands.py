@@ -48,7 +48,6 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
     "status": CONFIG,
     "import": ["--reward", "{folder}", "--no-load"],
     "chaos": ["--out", "{folder}"],
-    "fuzz": ["--out", "{folder}/file/out"],
     "bench": ["update", "--report-only", "{folder}"],
     "report": ["{folder}/none"],
     "export": ["{folder}"],

@@ -1,0 +1,299 @@
+"""Bad requests to every model and to the gateway, while a client scores valid rows. `make fuzz` sends thousands."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import hypothesis
+import numpy as np
+import psutil
+import pytest
+import reward_functions
+from bad_requests import DEFECTS, HANG_S, Answer, Request, bad_requests, grpc_sender, post, send_http
+from fake_vllm import FakeVllm
+from gateway_attacks import ATTACKS, GATEWAY_KEY, HEADERS, LEFT_OPEN
+from hypothesis import strategies as st
+from live_system import (
+    Checkpoints,
+    LiveRun,
+    make_run,
+    random_rows,
+    scoring_inputs,
+    start_server,
+    stop_process,
+    wait_for,
+)
+
+from python_backend.wire.contract import CRITIC_INFER
+from tools.server.ports import free_port, is_open
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "1"))
+SEED = int(os.environ.get("FUZZ_SEED", "1"))
+TOGETHER = 4  # requests of a round
+PAUSE_S = 0.05  # of the good client
+TOLERANCE = 1e-4
+# A status 500 is a defect, unless its message contains one of these, which tritonserver's own parsers send.
+TRITONS_OWN = ("failed to parse the request JSON buffer", "Unable to parse", "unexpected", "Unexpected")
+GATEWAY_BYTES = 300e6  # above its memory at the start
+NUM_LEFT_OPEN = 40
+TRAINING_KEY, KEY_VARIABLE, GATEWAY_KEY_VARIABLE = "open sesame", "FUZZ_TRAINING_KEY", "FUZZ_GATEWAY_KEY"
+MIXTURE: dict[str, dict[str, Any]] = {
+    "rewards": {
+        "model": {},
+        "length": {"function": f"{reward_functions.__file__}:by_row", "timeout_s": 1.0, "weight": 0.1},
+    },
+    "reward": {"text": "pair"},
+    "server": {"training_key_env": KEY_VARIABLE},
+    "actor": {"kl": {"reference": "triton"}},
+}
+
+
+class GoodClient:
+    """Sends the same valid request repeatedly; the first answer is the reference for all others."""
+
+    def __init__(self, url: str, path: str, body: Any, headers: Mapping[str, str], read: Callable[[Any], Any]) -> None:
+        """`read` returns the numbers of a reply, by name."""
+        self.wrong: list[str] = []
+        self.longest_wait_s, self.answers = 0.0, 0
+        self._request = url, path, json.dumps(body).encode(), headers
+        self._read, self._end = read, threading.Event()
+        self._expected: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._run, name="good client")
+
+    def __enter__(self) -> "GoodClient":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(PAUSE_S):
+            answer = post(*self._request)
+            self.longest_wait_s = max(self.longest_wait_s, answer.seconds)
+            self.answers += 1
+            if answer.status != "200":
+                self.wrong.append(f"{answer.status} {answer.text[:500]}")
+                continue
+            found = {name: np.asarray(numbers) for name, numbers in self._read(json.loads(answer.text)).items()}
+            self._expected = self._expected or found
+            for name, expected in self._expected.items():
+                if name not in found or not np.allclose(found[name], expected, atol=TOLERANCE, rtol=0, equal_nan=True):
+                    self.wrong.append(f"{name}: {found.get(name)} instead of {expected}")
+
+
+def numbers_of(reply: Any) -> dict[str, Any]:
+    return {item["name"]: item["data"] for item in reply["outputs"] if item["datatype"] == "FP32"}
+
+
+@dataclass
+class Stage:
+    """A server that is attacked while a good client is served."""
+
+    run: LiveRun
+    key: str | None
+    log: Path
+    good: GoodClient
+
+    def check(self) -> None:
+        """Fail if the good client was not served well, or a process had to be replaced."""
+        answers = self.good.answers
+        wait_for(lambda: self.good.answers > answers + 1)
+        assert not self.good.wrong
+        print(f"longest wait {self.good.longest_wait_s:.2f} s", end=" ")
+        assert self.good.longest_wait_s < HANG_S
+        self.good.longest_wait_s = 0.0
+        replaced = [line for line in self.log.read_text().splitlines() if "restarting" in line or "reloading" in line]
+        assert not replaced
+
+
+@contextlib.contextmanager
+def started(folder: Path, checkpoints: Checkpoints, key: str | None, **sections: Mapping[str, Any]) -> Iterator[Stage]:
+    """Without a sidecar, so that no update changes what the good client gets."""
+    with contextlib.ExitStack() as running:
+        keys = {KEY_VARIABLE: TRAINING_KEY, GATEWAY_KEY_VARIABLE: GATEWAY_KEY}
+        running.enter_context(mock.patch.dict(os.environ, keys))
+        run = make_run(folder, checkpoints, **sections)
+        server = start_server(run)
+        running.callback(stop_process, server)
+        wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server, timeout_s=300.0)
+        inputs = [
+            {"name": name, "datatype": "INT64", "shape": array.shape, "data": array.ravel().tolist()}
+            for name, array in scoring_inputs(random_rows([3, 17], seed=SEED)).items()
+        ]
+        path = f"/v2/models/{CRITIC_INFER}/infer"
+        good = running.enter_context(GoodClient(run.url, path, {"inputs": inputs}, {}, numbers_of))
+        yield Stage(run, key, server.log_path, good)
+        print(f"{folder.name}: {good.answers} good answers, at most {good.longest_wait_s:.2f} s apart")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[Stage]:
+    with started(tmp_path_factory.mktemp("plain"), checkpoints, None) as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[Stage]:
+    """With a mixture of rewards, a training key and a reference."""
+    with started(tmp_path_factory.mktemp("guarded"), checkpoints, TRAINING_KEY, **MIXTURE) as stage:
+        yield stage
+
+
+def each_round(strategy: st.SearchStrategy[Any], play: Callable[[Sequence[Any]], None]) -> None:
+    """Call `play` once with TOGETHER of the simplest examples, and ROUNDS times with as many others."""
+
+    @hypothesis.seed(SEED)
+    @hypothesis.settings(
+        max_examples=1 + ROUNDS,  # the first one is the simplest
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(st.lists(strategy, min_size=TOGETHER, max_size=TOGETHER))
+    def play_one(examples: Sequence[Any]) -> None:
+        play(examples)
+
+    play_one()
+
+
+def check_answer(answer: Answer) -> None:
+    """Fail if it is none, or the error of a program instead of a sentence, or a number of something empty."""
+    assert not answer.hung
+    if answer.status in ("500", "INTERNAL", "UNKNOWN"):
+        assert any(words in answer.text for words in TRITONS_OWN), answer
+    elif answer.status == "200":
+        assert not [name for name, shape in answer.outputs.items() if 0 in shape], answer
+
+
+@pytest.mark.parametrize("defect", [None, *DEFECTS])
+@pytest.mark.parametrize("name", ["plain", "guarded"])
+def test_bad_requests_are_answered_and_disturb_nobody(
+    name: str, defect: str | None, request: pytest.FixtureRequest
+) -> None:
+    stage: Stage = request.getfixturevalue(name)
+    models = sorted(path.parent.name for path in stage.run.config.run.repository_dir.glob("*/config.pbtxt"))
+    at = stage.run.config.server
+
+    def over_grpc(request: Request) -> Answer:
+        with grpc_sender(at.grpc_url) as send:
+            return send(request)
+
+    def play(requests: Sequence[Request]) -> None:
+        ways = [
+            over_grpc if i % 2 and each.body is None else partial(send_http, at.http_url)
+            for i, each in enumerate(requests)
+        ]
+        with ThreadPoolExecutor(TOGETHER) as executor:
+            sent = [executor.submit(way, each) for way, each in zip(ways, requests, strict=True)]
+        for each in sent:
+            check_answer(each.result())
+
+    each_round(bad_requests(models, stage.key, defect), play)
+    stage.check()
+
+
+# ---- the gateway ----
+
+
+@pytest.fixture(scope="module")
+def policy() -> Iterator[FakeVllm]:
+    """A policy whose server runs in a thread."""
+    loop, server = asyncio.new_event_loop(), FakeVllm()
+    thread = threading.Thread(target=loop.run_forever, name="policy")
+    thread.start()
+    asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+    yield server
+    asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@dataclass
+class Gateway:
+    """A running gateway and its good client."""
+
+    url: str
+    process: psutil.Process
+    bytes_at_start: int
+    good: GoodClient
+
+    def check(self) -> None:
+        """Fail if the good client was not served well, or the gateway has grown."""
+        answers = self.good.answers
+        wait_for(lambda: self.good.answers > answers + 1)
+        assert not self.good.wrong
+        print(f"longest wait {self.good.longest_wait_s:.2f} s", end=" ")
+        assert self.good.longest_wait_s < HANG_S
+        self.good.longest_wait_s = 0.0
+        assert self.process.memory_info().rss - self.bytes_at_start < GATEWAY_BYTES
+
+
+@pytest.fixture(scope="module")
+def gateway(guarded: Stage, policy: FakeVllm) -> Iterator[Gateway]:
+    section = {"port": free_port(), "key_env": GATEWAY_KEY_VARIABLE}
+    model = str(guarded.run.config.actor.policy.model)
+    section["policy"] = {"model": model, "servers": [policy.url], "max_session_tokens": 50_000}
+    child = guarded.run.start("gateway", f"gateway={json.dumps(section)}", module="tools gateway")
+    url = f"127.0.0.1:{section['port']}"
+    try:
+        wait_for(lambda: is_open(url), child)
+        process = psutil.Process(child.process.pid)
+        body = {"inputs": [{"text": "A list of words"}, {"prompt": "A list", "response": " of words"}]}
+        read = lambda reply: {"rewards": reply["rewards"], **reply["components"]}  # noqa: E731
+        with GoodClient(url, "/v1/rewards", body, HEADERS, read) as good:
+            yield Gateway(url, process, process.memory_info().rss, good)
+    finally:
+        stop_process(child)
+
+
+def status_of(url: str, content: bytes) -> str:
+    """Send bytes; return the status of the reply, an empty text if the connection was closed without one."""
+    host, port = url.split(":")
+    with socket.create_connection((host, int(port)), HANG_S) as connection:
+        with contextlib.suppress(ConnectionError):  # refused before the body was read
+            connection.sendall(content)
+        with contextlib.suppress(ConnectionError):
+            found = re.match(rb"HTTP/1.1 (\d+)", connection.recv(4096))
+            return found[1].decode() if found else ""
+    return ""
+
+
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_attacks_on_the_gateway_are_answered_and_disturb_nobody(gateway: Gateway, kind: str) -> None:
+    def play(attacks: Sequence[bytes]) -> None:
+        with ThreadPoolExecutor(TOGETHER) as executor:
+            statuses = list(executor.map(partial(status_of, gateway.url), attacks))
+        print(kind, statuses)
+        assert not set(statuses) & {"500", "502"}
+
+    each_round(ATTACKS[kind], play)
+    gateway.check()
+
+
+@pytest.mark.parametrize("kind", LEFT_OPEN)
+def test_connections_that_stay_open_disturb_nobody(gateway: Gateway, policy: FakeVllm, kind: str) -> None:
+    host, port = gateway.url.split(":")
+    policy.is_hanging = True
+    with contextlib.ExitStack() as opened:
+        for _ in range(NUM_LEFT_OPEN * ROUNDS):
+            connection = opened.enter_context(socket.create_connection((host, int(port)), HANG_S))
+            connection.sendall(LEFT_OPEN[kind])
+        gateway.check()
+    policy.is_hanging = False
+    gateway.check()
