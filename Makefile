@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr demo-sao demo-agent test test-all test-device gpu-check test-repeated mutants fuzz test-trl test-judge test-vllm test-monitoring check format docs clean
+.PHONY: demo demo-llm demo-rlvr demo-sao demo-agent test test-all test-device gpu-check test-repeated mutants crash fuzz test-trl test-judge test-vllm test-monitoring check format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo sentences run.seed=$(SEED)
@@ -54,6 +54,10 @@ test-repeated:
 # ONLY="PART ...": the faults whose name or path has one of these parts.
 mutants: $(INSTALLED)
 	$(BIN)/python tests/mutants.py $(ONLY)
+
+# Fifty kills of server, models and sidecar (CRASH_KILLS=N, CRASH_RANKS=2, …), then a soak test of SOAK_MINUTES.
+crash: $(INSTALLED)
+	CRASH_KILLS=$${CRASH_KILLS:-50} SOAK_MINUTES=$${SOAK_MINUTES:-10} $(PYTEST) -s tests/crash
 
 # Twenty rounds of bad requests of each kind (FUZZ_SEED=N: others); `make test-all` plays two.
 fuzz: $(INSTALLED)

@@ -13,7 +13,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-ROOTS = ("python_backend", "trainer", "actor", "critic_client", "tools", "benchmarks", "chaos", "examples")
+ROOTS = ("python_backend", "trainer", "actor", "critic_client", "tools", "benchmarks", "examples")
 SHADES = ("#d6ebf7", "#e7f3d8", "#fde9cf", "#f9dcdc", "#efe3f5", "#eeeeee", "#eeeeee", "#eeeeee")
 COLOURS = dict(zip(ROOTS, SHADES, strict=True))
 BASE = (  # many packages import them
@@ -24,7 +24,7 @@ BASE = (  # many packages import them
     "python_backend.process",
     "tools.arguments",
 )
-FLAT = ("benchmarks", "chaos", "critic_client", "examples", "trainer")
+FLAT = ("benchmarks", "critic_client", "examples", "trainer")
 Graph = Mapping[str, set[str]]
 
 

@@ -27,7 +27,6 @@ COMMANDS = {
     "status": ("tools.status", "show served versions, journal, last step and last problem of a run; --watch"),
     "report": ("tools.report.page", "write the page of a run, or of several side by side; --follow while they run"),
     "doctor": ("tools.doctor", "check the machine, a configuration and its server, with remedies"),
-    "chaos": ("chaos.crash", "run the crash test: kill processes at every point, then check every guarantee"),
     "bench": ("benchmarks.command", "run the measurements behind the README's numbers"),
 }
 
@@ -51,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         return 2
     module = COMMANDS[name][0]
-    # Neither the wheel nor the image contains the packages `chaos` and `benchmarks`; a checkout does, also an editable
-    # one, whose installed packages do not include them.
+    # Neither the wheel nor the image contains the package `benchmarks`; a checkout does, also an editable one,
+    # whose installed packages do not include it.
     sys.path.append(str(ROOT))
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         print(f"error: {name} needs a checkout of the project; run it from the root of the checkout", file=sys.stderr)

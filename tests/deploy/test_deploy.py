@@ -454,7 +454,7 @@ DOCKERFILE = ROOT / "Dockerfile.triton"
 INSTALL = ROOT / "tools" / "install.sh"
 TARGETS = ("trainer", "single", "server")
 Instruction = tuple[str, str]
-NOWHERE = {"pytriton", "vaderSentiment", "pytest", "benchmarks", "chaos"}  # in no image
+NOWHERE = {"pytriton", "vaderSentiment", "pytest", "benchmarks"}  # in no image
 TRAINING = {"peft", "tensorboard", "pyarrow", "matplotlib"}
 STAGES = {
     "serving,operating": ("import tools.serve, tools.render_configs, tools.server.healthcheck", NOWHERE | TRAINING),
@@ -518,7 +518,7 @@ def test_what_is_copied_exists_and_tests_are_not_in_the_image() -> None:
         word for stage in stages().values() for name, line in stage if name == "COPY" for word in line.split()[:-1]
     }
     assert all((ROOT / path).exists() for path in copied)
-    assert not copied & {"tests", "benchmarks", "chaos", "deploy", "."}
+    assert not copied & {"tests", "benchmarks", "deploy", "."}
 
 
 @pytest.mark.slow
@@ -541,7 +541,7 @@ def test_script_installs_what_each_image_needs(tmp_path: Path) -> None:
         code = f"{imports}; import importlib.util as u; print([n for n in {sorted(absent)} if u.find_spec(n)])"
         ran = subprocess.run([str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert (ran.returncode, ran.stdout) == (0, "[]\n"), ran.stderr
-        for arguments, expected in ((["serve", "--help"], 0), (["chaos", "--help"], 2)):  # it is in no image
+        for arguments, expected in ((["serve", "--help"], 0), (["bench", "--help"], 2)):  # it is in no image
             script = [str(python.with_name("rlhf-triton")), *arguments]
             ran = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
             assert ran.returncode == expected, ran.stderr

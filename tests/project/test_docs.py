@@ -45,7 +45,6 @@ FILE_ENDINGS = (".py", ".yaml", ".jsonl", ".log", ".lock", ".md", ".html")
 FOLDERS = (
     "actor",
     "benchmarks",
-    "chaos",
     "configs",
     "critic_client",
     "deploy",

@@ -47,7 +47,6 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
     "gateway": CONFIG,
     "status": CONFIG,
     "import": ["--reward", "{folder}", "--no-load"],
-    "chaos": ["--out", "{folder}"],
     "bench": ["update", "--report-only", "{folder}"],
     "report": ["{folder}/none"],
     "export": ["{folder}"],

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
+from crash_system import Background
 
-from benchmarks.workload import VOCAB_SIZE
-from chaos.system import Background
 from python_backend.client.client import TrainAnswer, TritonClient
 from python_backend.client.errors import RequestFailed, RequestRefused
 from python_backend.config import ClientSection
 from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
 T = TypeVar("T")
+VOCAB_SIZE = 100
 ROWS, LONGEST = 48, 96  # of a batch: its rows, and the tokens of a row
 SAVE_EVERY = 10  # steps; each save makes the server load the critic anew, which takes seconds
 SCORERS = 3

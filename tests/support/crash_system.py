@@ -1,26 +1,18 @@
-"""The system that the tests kill and restart: the real server with its supervisor, the sidecar, and an actor."""
+"""The system that the crash test kills and restarts: the real server with its supervisor, the sidecar, and an actor."""
 
-import functools
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
-import yaml
+from live_system import Checkpoints, make_run
 
-from benchmarks.measurement import Record
-from benchmarks.processes import free_ports
-from benchmarks.workload import SIZES, make_checkpoint
 from python_backend.config import load_config
-from python_backend.config.sections import UNMEASURED
 from python_backend.monitoring.log_lines import say
 from python_backend.store.weights import WeightsStore
 from tools.run import LIBRARY_ENV
@@ -30,65 +22,6 @@ from tools.server.health import is_alive
 from tools.server.shared_memory import SHARED_MEMORY
 from tools.server.supervisor import Supervisor
 from tools.server.triton_home import ServerStartError
-
-SHOWN = 5  # violations in a printed verdict
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Result of checking a guarantee of the system, which `promise` states."""
-
-    promise: str
-    checked: int
-    """Number of items checked; 0 counts as a violation."""
-    violations: list[str] = field(default_factory=list)
-
-    @property
-    def kept(self) -> bool:
-        """Whether there are no violations."""
-        return not self.violations
-
-    def sentence(self) -> str:
-        """Return the guarantee, whether it was kept, and its first violations."""
-        if self.kept:
-            return f"kept    {self.promise} ({self.checked} checked)"
-        more = f" … and {len(self.violations) - SHOWN} more" if len(self.violations) > SHOWN else ""
-        return f"BROKEN  {self.promise}: {'; '.join(self.violations[:SHOWN])}{more}"
-
-
-def verdict(promise: str, checked: int, violations: Sequence[str]) -> Verdict:
-    """Return the verdict on a guarantee, which counts as broken if there was nothing to check."""
-    return Verdict(promise, checked, list(violations) or ([] if checked else ["there was nothing to check"]))
-
-
-def run_test(out: Path, seed: int, test: Callable[[threading.Event, Record], list[Verdict]]) -> int:
-    """Run a test in `out`, print its verdicts, and return the exit code, which is 130 after a second signal.
-
-    Args:
-        test: runs until it is done, or the event is set; its result goes into the record.
-    """
-    enough = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, functools.partial(_enough, enough))
-    record = Record(out.resolve(), seed=seed)
-    say(f"seed {seed}, in {record.out}")
-    try:
-        verdicts = test(enough, record)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    record.result["verdicts"] = [vars(item) for item in verdicts]
-    record.save()
-    for item in verdicts:
-        say(item.sentence())
-    return 0 if all(item.kept for item in verdicts) else 1
-
-
-def _enough(event: threading.Event, number: int, frame: FrameType | None) -> None:
-    """Handle a signal: end the test soon at the first one, stop it at the second."""
-    if event.is_set():
-        signal.default_int_handler(number, frame)
-    event.set()
 
 
 class Background(threading.Thread):
@@ -133,18 +66,11 @@ class Program(NamedTuple):
 PROGRAMS = {"actor": Program("actor", "actor", 130), "sidecar": Program("critic sidecar", "trainer", 0)}
 
 
-def write_config(folder: Path, ranks: int = 1) -> Path:
-    """Write small checkpoints, and the YAML of a run with free ports, in `folder`; return the YAML's path."""
-    data: dict[str, Any] = {}
-    for model in ("reward", "critic"):
-        make_checkpoint(SIZES["tiny"], folder / "checkpoints" / model)
-        data[model] = {"model": str(folder / "checkpoints" / model), **UNMEASURED}
-    data["critic"]["reload"] = "swap"
-    data["run"] = {"dir": str(folder), "run_id": "chaos"}
-    data["server"] = free_ports()
-    # All versions are kept: each one is compared with the reference.
-    data["trainer"] = {
-        "optimizer": {"lr": 1e-3, "warmup_steps": 2, "constant_steps": 10, "max_steps": 1000},
+def make_crash_run(folder: Path, checkpoints: Checkpoints, ranks: int = 1) -> Path:
+    """Write the YAML of a run in `folder`; return its path. All versions are kept: each is compared with another's."""
+    trainer = {
+        "warmup_steps": 2,
+        "max_steps": 1000,
         "global_batch_size": 12,
         "token_budget": 512,
         "checkpoint_every": 5,
@@ -152,12 +78,10 @@ def write_config(folder: Path, ranks: int = 1) -> Path:
         "publish": {"every": 1, "keep": 100_000},
         "ranks": ranks,
     }
-    path = folder / "chaos.yaml"
-    path.write_text(yaml.safe_dump(data, sort_keys=False))
-    return path
+    return make_run(folder, checkpoints, critic={"reload": "swap"}, trainer=trainer).path
 
 
-class ChaosSystem:
+class DisturbedSystem:
     """Server and programs of a run. Call `look` from the main thread; `kill` may be called from any thread."""
 
     def __init__(self, path: Path, generator: random.Random, programs: Sequence[str] = ("sidecar",)) -> None:

@@ -1,1 +1,0 @@
-"""The crash test and the soak test, which kill processes and check every guarantee."""

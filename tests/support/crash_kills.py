@@ -1,0 +1,254 @@
+"""The kills of the crash test: which process, at which moment, and how."""
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from crash_system import RANK, Background, DisturbedSystem
+from crash_traffic import Traffic
+
+from python_backend.config import RunConfig
+from python_backend.monitoring.log_lines import say
+from python_backend.store.journal import Journal
+from tools.server.health import is_alive
+from tools.server.shared_memory import SHARED_MEMORY
+
+VICTIMS = ("tritonserver", "critic", "critic_train", "critic_save", "reward_model", "sidecar")
+MODELS = VICTIMS[1:5]
+POINTS = ("journal write", "training", "verify", "CURRENT", "reload", "checkpoint", "idle")
+LASTS_S = {"training": 0.1, "reload": 4.0}  # about, of the kill points that are not over at once
+STOP_S = 3.0  # longest temporary stop: too short for the supervisor to replace the process
+HUNG_S = 120.0  # time limit for a hung process to be replaced
+CATCH_S = 5.0  # longest wait for critic_train to write
+RECOVERY_S = 300.0  # time limit for the system to recover
+ATTEMPTS = 3  # per kill: a kill point may not come in time, or a victim may end just before it is hit
+REWIND_EVERY = 3  # kills
+HASTE = 0.3  # share of the kills that do not wait for a step to be trained after the last kill
+
+
+def plan_kills(num_kills: int, seed: int, *, ranks: int = 1) -> list[tuple[str, str]]:
+    """Return (victim, kill point) of each kill; for every seed, 42 kills cover each pair once.
+
+    Args:
+        ranks: number of ranks that train the critic; above 1, each is a victim, too.
+    """
+    generator = random.Random(seed)
+    victims, points = [*VICTIMS, *(f"{RANK}{rank}" for rank in range(ranks) if ranks > 1)], list(POINTS)
+    generator.shuffle(victims)
+    generator.shuffle(points)
+    # 6 victims (8 with two ranks) and 7 points have no common divisor, so stepping through both covers all pairs.
+    return [(victims[i % len(victims)], points[i % len(points)]) for i in range(num_kills)]
+
+
+def ways_of(num_kills: int, *, hung: bool) -> list[str]:
+    """Return how each victim is hit: one in four is stopped for a while and, with `hung`, one in four permanently."""
+    return ["stopped" if i % 4 == 3 else "hung" if hung and i % 4 == 1 else "killed" for i in range(num_kills)]
+
+
+class Points:
+    """Waits for the kill points of one run: for a name, a file or a heartbeat that was not there before."""
+
+    def __init__(self, config: RunConfig, shared_memory: Path, region_prefix: str) -> None:
+        journal = Journal(config.run.journal_dir, config.run.identity)
+        entries = config.run.journal_dir / config.run.identity / "entries"
+        versions, checkpoints = config.run.weights_dir, config.run.dir / "checkpoints" / "critic"
+
+        def current() -> set[Hashable]:
+            file = (versions / "CURRENT").stat()
+            return {("CURRENT", file.st_ino, file.st_mtime_ns)}
+
+        def idle() -> set[Hashable]:
+            beat = journal.heartbeat()
+            return {("heartbeat", beat.time)} if beat is not None and beat.state == "idle" else set()
+
+        self.looks: dict[str, Callable[[], set[Hashable]]] = {
+            "journal write": lambda: _names(entries),
+            "training": lambda: _names(entries, lambda name: name.endswith(".train")),
+            "verify": lambda: _names(versions, _is_new_folder),
+            "CURRENT": current,
+            "reload": lambda: _names(shared_memory, lambda name: name.startswith(region_prefix)),
+            "checkpoint": lambda: _names(checkpoints, _is_new_folder),
+            "idle": idle,
+        }
+
+    def wait(self, point: str, timeout_s: float, give_up: threading.Event) -> str | None:
+        """Return what was seen when the kill point came; None if it does not within `timeout_s`, or after `give_up`."""
+        look = self.looks[point]
+        before, deadline = look(), time.monotonic() + timeout_s
+        while not (seen := look() - before):
+            if time.monotonic() > deadline or give_up.is_set():
+                return None
+            time.sleep(0.001)
+        return str(min(seen, key=str))
+
+
+def _names(folder: Path, counts: Callable[[str], bool] = bool) -> set[Hashable]:
+    names = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208 - names, a thousand times a second
+    return {name for name in names if counts(name)}
+
+
+def _is_new_folder(name: str) -> bool:
+    return name.isdigit() or name.startswith(".staging-")
+
+
+def stop_for(process: psutil.Process, seconds: float, give_up: threading.Event) -> bool:
+    """Stop the process for `seconds`; return False if it has ended."""
+    try:
+        process.send_signal(signal.SIGSTOP)
+        give_up.wait(seconds)
+        process.send_signal(signal.SIGCONT)
+    except psutil.NoSuchProcess:
+        return False
+    return True
+
+
+def stop_for_good(process: psutil.Process, give_up: threading.Event) -> bool:
+    """Stop the process and wait until it has been replaced; return False if that takes longer than HUNG_S.
+
+    In that case the process continues, so that the run can end.
+    """
+    deadline = time.monotonic() + HUNG_S
+    _signal([process], signal.SIGSTOP)
+    while is_alive(process):
+        if time.monotonic() > deadline or give_up.wait(0.2):
+            _signal([process], signal.SIGCONT)
+            return give_up.is_set()
+    return True
+
+
+def freeze_models(system: DisturbedSystem, number: int, generator: random.Random, give_up: threading.Event) -> None:
+    """Stop processes of models for a few seconds while no request waits for them; a replacement is a trouble."""
+    for _ in range(number):
+        model, seconds = generator.choice(MODELS), generator.uniform(1.0, 5.0)
+        for process in system.processes_of(model)[-1:]:
+            stop_for(process, seconds, give_up)
+            if process not in system.processes_of(model):
+                system.troubles.append(f"the process of {model} was replaced as it was stopped for {seconds:.1f} s")
+
+
+def stop_accepting(system: DisturbedSystem) -> Callable[[], None]:
+    """Stop critic_train during a journal write, if one comes within CATCH_S; return a function that continues it."""
+    entries = system.config.run.journal_dir / system.config.run.identity / "entries"
+    stubs, deadline = system.processes_of("critic_train"), time.monotonic() + CATCH_S
+    # The journal writes an entry to a hidden file and renames it.
+    while not (caught := _names(entries, lambda name: name.startswith("."))) and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    if caught:
+        _signal(stubs, signal.SIGSTOP)
+    timer = threading.Timer(6.0, _signal, (stubs, signal.SIGCONT))  # a stopped process may hold the journal's lock
+    timer.start()
+
+    def resume() -> None:
+        timer.cancel()
+        _signal(stubs, signal.SIGCONT)
+
+    return resume
+
+
+def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+class GaveUp(Exception):
+    """Raised if the run ends before the plan is complete; not an error."""
+
+
+class Killer:
+    """Kills processes in its `thread`, and records each kill in `kills`."""
+
+    def __init__(
+        self,
+        system: DisturbedSystem,
+        traffic: Traffic,
+        plan: Sequence[tuple[str, str]],
+        generator: random.Random,
+        *,
+        hung: bool = False,
+    ) -> None:
+        self.kills: list[dict[str, Any]] = []
+        self.done: list[tuple[str, str]] = []
+        """(victim, kill point) of each kill that was carried out or given up after its last attempt."""
+        self._system, self._traffic, self._plan, self._random = system, traffic, plan, generator
+        self._ways = ways_of(len(plan), hung=hung)
+        self._points = Points(system.config, SHARED_MEMORY, system.region_prefix)
+        self.thread = Background("killer", self._run)
+        self._give_up = self.thread.given_up
+
+    def _run(self) -> None:
+        try:
+            self._until(lambda: self._traffic.last_step >= 3, "step 3 was not trained")
+            for (victim, point), way in zip(self._plan, self._ways, strict=True):
+                if len(self.done) % REWIND_EVERY == REWIND_EVERY - 1:
+                    self._traffic.rewind_now.set()
+                for _ in range(ATTEMPTS):
+                    if self._one(victim, point, way):
+                        break
+                self.done.append((victim, point))
+            self._until(self._system.is_whole, "the system did not recover after the last kill")
+        except GaveUp:
+            return
+        finally:
+            self._traffic.hold.clear()
+
+    def _one(self, victim: str, point: str, way: str) -> bool:
+        trained = self._traffic.last_step
+        self._until(self._system.is_whole, f"the system did not recover before killing the {victim}")
+        if self._random.random() > HASTE:
+            self._until(lambda: self._traffic.last_step > trained, f"no step after {trained} was trained")
+        self._give_up.wait(self._random.uniform(0, 1.0))
+        if point == "idle":
+            self._traffic.hold.set()
+        if point in ("reload", "checkpoint"):
+            self._traffic.save_now.set()
+        processes = self._processes(victim)
+        seen = self._points.wait(point, 60.0, self._give_up)
+        self._give_up.wait(self._random.uniform(0, LASTS_S.get(point, 0.0)) + self._random.uniform(0, 0.02))
+        if self._give_up.is_set():
+            raise GaveUp
+        if point == "reload":  # the reloaded model may have two processes by now
+            processes = self._processes(victim)
+        ranks, trains = self._system.ranks(), victim == "sidecar" or victim.startswith(RANK)
+        kill = {"number": len(self.done) + 1, "time_s": round(self._traffic.record.now(), 3), "victim": victim}
+        kill |= {"point": point, "way": way, "seen": seen, "step": self._traffic.last_step}
+        is_there = seen is not None and bool(processes)  # it may have ended between two looks
+        kill["hit"] = hit = is_there and self._hit(victim, self._random.choice(processes), way, trains=trains)
+        if hit and way == "killed" and trains:
+            kill["ranks_gone_s"] = self._system.await_end(ranks)
+        self._traffic.hold.clear()
+        self.kills.append(kill)
+        say(
+            f"{kill['number']:>3}/{len(self._plan)}  {kill['time_s']:>6.1f} s  step {kill['step']:>3}  "
+            f"{victim:<12} {way:<7} at {point:<13} {seen}{'' if hit else '  (missed)'}"
+        )
+        return hit
+
+    def _hit(self, victim: str, process: psutil.Process, way: str, *, trains: bool) -> bool:
+        if way == "stopped":
+            return stop_for(process, self._random.uniform(0, STOP_S), self._give_up)
+        if way == "killed" or trains:  # a hung sidecar has no supervisor to replace it
+            return self._system.kill(process)
+        if not stop_for_good(process, self._give_up):
+            self._system.troubles.append(f"the {victim} hung for {HUNG_S:g} s, and nothing replaced it")
+        return True
+
+    def _processes(self, victim: str) -> list[psutil.Process]:
+        self._until(lambda: bool(self._system.processes_of(victim)), f"there is no {victim} to kill")
+        return self._system.processes_of(victim)
+
+    def _until(self, condition: Callable[[], bool], otherwise: str) -> None:
+        deadline = time.monotonic() + RECOVERY_S
+        while not condition():
+            if self._give_up.is_set() or not self._traffic.thread.is_alive():
+                raise GaveUp
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{otherwise} within {RECOVERY_S:g} s")
+            self._give_up.wait(0.2)
