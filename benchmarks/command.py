@@ -18,13 +18,12 @@ from tools.arguments import SHELL_ASKS, command_to_complete, parse_or_complete
 
 BENCHMARKS = {
     "scoring": ("benchmarks.scoring", "speed of scoring and of the gateway, compared with other servers"),
-    "reload": ("benchmarks.reload", "failures and latency that critic reloads and updates cause for clients"),
-    "learning": ("benchmarks.learning", "reward that each algorithm reaches on a task with a known optimum"),
-    "generation": ("benchmarks.generation", "speed of generation, compared with transformers"),
-    "step": ("benchmarks.step", "time of a PPO step by phase, overlapped and serial"),
+    "reload": (
+        "benchmarks.reload",
+        "what reloads cost clients, and the time until a version is served",
+    ),
     "trl": ("benchmarks.trl", "GRPO, RLOO and PPO training steps, compared with TRL"),
     "memory": ("benchmarks.memory", "memory that the dry run predicts, compared with the measured peak"),
-    "update": ("benchmarks.update", "throughput of the critic update, compared with the same update on padded rows"),
     "gpu": ("benchmarks.gpu", "whether everything works on this machine's GPU, and how fast it is there"),
 }
 

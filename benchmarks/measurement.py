@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -165,28 +165,6 @@ def in_turn(names: Sequence[str], num_rounds: int) -> Iterator[tuple[int, str]]:
         first = number % len(names)
         for name in [*names[first:], *names[:first]]:
             yield number, name
-
-
-def time_in_turn(record: Record, contenders: Mapping[str, Callable[[], Any]], num_rounds: int, **labels: Any) -> None:
-    """Time every contender once in each round; each sample has `labels`, `round`, `contender` and `seconds`."""
-    for number, name in in_turn(list(contenders), num_rounds):
-        seconds, _ = timed(contenders[name])
-        record.add({**labels, "round": number, "contender": name, "seconds": seconds})
-        record.say(f"{' '.join(map(str, labels.values()))}  round {number}  {name}: {seconds:.2f} s")
-
-
-def speeds(samples: Iterable[Sample], against: str, *cell: str) -> list[Sample]:
-    """Return tokens/s of each contender in each cell, and `speed_up`: how many times as fast as `against` it is."""
-    return [
-        {
-            **{key: own[0][key] for key in cell},
-            "contender": name,
-            "tokens_per_s": median_of(sample["tokens"] / sample["seconds"] for sample in own),
-            "speed_up": ratio(matched, against, name, "seconds"),
-        }
-        for matched in grouped(samples, *cell).values()
-        for (name,), own in grouped(matched, "contender").items()
-    ]
 
 
 def quotient(one: float | None, other: float | None) -> float | None:

@@ -1,9 +1,7 @@
 """Benchmark of reloads of the critic (or reward model): their cost for clients, and the time until one is served.
 
 Part a (load): failures, p99 and longest pause of clients during swaps and Triton reloads. Part b (publish): time until
-a written version is served, against the unavoidable steps alone. Part c (training): value requests while the critic
-trains, with updates of three sizes. Part d (demands): clients of three servers, one of which sees new versions late,
-with and without `min_version`. Server and clients have one core each.
+a written version is served, against the unavoidable steps alone. Server and clients have one core each.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-import psutil
 
 from benchmarks.measurement import (
     Option,
@@ -34,30 +31,26 @@ from benchmarks.measurement import (
     Result,
     Sample,
     Target,
-    grouped,
     median_of,
     medians,
     quotient,
     select,
     timed,
 )
-from benchmarks.processes import ON_FREE_PORTS, SERVED, SPAWN, output_of, running_pool, running_sidecar, running_triton
-from benchmarks.workload import SIZES, make_checkpoint, make_trace, noise_payload
+from benchmarks.processes import ON_FREE_PORTS, SERVED, SPAWN, output_of, running_pool, running_triton
+from benchmarks.workload import SIZES, make_checkpoint, make_trace
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import RequestFailed
-from python_backend.config import ClientSection, CriticOptimizerSection, RunConfig, ServerSection, TrainerSection
+from python_backend.config import ClientSection, RunConfig, TrainerSection
 from python_backend.config.live_models import live_model
-from python_backend.config.sections import PublishSection
 from python_backend.digests import digest_of_mapped
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import (
     REWARD_VERSION,
     REWARDS,
-    SEQUENCE_LENGTHS,
     VALUES,
     WEIGHTS_VERSION,
-    VersionRange,
 )
 from tools.report.curves import figure_of
 from tools.serve import with_fixed_ports
@@ -108,8 +101,7 @@ class ReloadSetup:
 
 # ---- clients ----
 
-_ended: Any  # in the process of the clients: an event, and the version that requests demand, -1 for none
-_demanded: Any
+_ended: Any  # an event in the process of the clients
 
 
 class Clients:
@@ -117,22 +109,19 @@ class Clients:
 
     def __init__(self, running: contextlib.ExitStack) -> None:
         """Start the process, which ends when `running` closes."""
-        self._ended, self.demanded = SPAWN.Event(), SPAWN.Value("q", -1)
-        self._pool: Executor = running.enter_context(running_pool(1, _remember, self._ended, self.demanded))
+        self._ended = SPAWN.Event()
+        self._pool: Executor = running.enter_context(running_pool(1, _remember, self._ended))
 
     @contextlib.contextmanager
-    def sending(
-        self, url: str, num_clients: int, model: str = "critic", more_urls: Sequence[str] = ()
-    ) -> Iterator[dict[str, list[Any]]]:
+    def sending(self, url: str, num_clients: int, model: str) -> Iterator[dict[str, list[Any]]]:
         """Run clients during the block; yield their observations, which are complete after the block.
 
         Each client has one row at a time scored, without retries. The observations are `start_s` (on the monotonic
-        clock), `latency_ms`, `version` and `demanded` of each answer, and `failures`. Values are demanded of version
-        `demanded` or newer, unless it is -1.
+        clock), `latency_ms` and `version` of each answer, and `failures`.
         """
         seen: dict[str, list[Any]] = {}
         self._ended.clear()
-        running = self._pool.submit(_observe, [url, *more_urls], num_clients, model)
+        running = self._pool.submit(_observe, url, num_clients, model)
         try:
             yield seen
         finally:
@@ -140,28 +129,27 @@ class Clients:
         seen.update(running.result())
 
 
-def _remember(ended: Any, demanded: Any) -> None:
-    global _ended, _demanded
-    _ended, _demanded = ended, demanded
+def _remember(ended: Any) -> None:
+    global _ended
+    _ended = ended
 
 
-def _observe(urls: list[str], num_clients: int, model: str) -> dict[str, list[Any]]:
-    return asyncio.run(_observe_all(urls, num_clients, model))
+def _observe(url: str, num_clients: int, model: str) -> dict[str, list[Any]]:
+    return asyncio.run(_observe_all(url, num_clients, model))
 
 
-async def _observe_all(urls: list[str], num_clients: int, model: str) -> dict[str, list[Any]]:
-    seen: dict[str, list[Any]] = {"start_s": [], "latency_ms": [], "version": [], "demanded": [], "failures": []}
+async def _observe_all(url: str, num_clients: int, model: str) -> dict[str, list[Any]]:
+    seen: dict[str, list[Any]] = {"start_s": [], "latency_ms": [], "version": [], "failures": []}
     rows = itertools.cycle(make_trace(256))  # one event loop: the clients share the iterator
-    settings = ClientSection(servers=tuple(urls), deadline_s=300, retries=0, max_outage_s=0, max_in_flight=num_clients)
-    async with TritonClient(urls[0], settings) as client:
+    settings = ClientSection(deadline_s=300, retries=0, max_outage_s=0, max_in_flight=num_clients)
+    async with TritonClient(url, settings) as client:
 
         async def ask() -> None:
             while not _ended.is_set():
-                start, least = time.monotonic(), _demanded.value
+                start = time.monotonic()
                 try:
                     if model == "critic":
-                        versions = VersionRange(least) if least >= 0 else None
-                        answer = await client.score([next(rows)], (VALUES, WEIGHTS_VERSION), versions=versions)
+                        answer = await client.score([next(rows)], (VALUES, WEIGHTS_VERSION))
                         scores, version = answer[VALUES], answer[WEIGHTS_VERSION]
                     else:
                         answer = await client.rewards([next(rows)], (REWARDS, REWARD_VERSION))
@@ -177,7 +165,6 @@ async def _observe_all(urls: list[str], num_clients: int, model: str) -> dict[st
                 seen["start_s"].append(round(start, 5))
                 seen["latency_ms"].append(round(latency * 1e3, 3))
                 seen["version"].append(int(version[0, 0]))
-                seen["demanded"].append(least)
 
         await asyncio.gather(*(ask() for _ in range(num_clients)))
     return seen
@@ -199,7 +186,6 @@ class ReloadService:
         model: str,
         *,
         live: str = "critic",
-        trainer: TrainerSection | None = None,
     ) -> None:
         """`live`: of LIVE_MODELS."""
         from python_backend.models.modeling import load_critic, quiet_transformers  # torch: not for --help
@@ -217,7 +203,7 @@ class ReloadService:
             "server": ON_FREE_PORTS,
             "reward": {**served, "store": live == "reward"},
             "critic": served,
-            "trainer": trainer or TrainerSection(serve_timeout_s=300),
+            "trainer": TrainerSection(serve_timeout_s=300),
             "actor": without_critic if live == "reward" else {},
         }
         self.config = with_fixed_ports(RunConfig.model_validate(sections))
@@ -334,9 +320,9 @@ def _step_back() -> None:
 
 OPTIONS = {
     "parts": Option(
-        ["a", "b", "c", "d"],
-        "a: clients during reloads, b: time until served, c: clients during updates, d: demanded versions",
-        known="abcd",
+        ["a", "b"],
+        "a: clients during reloads, b: time until served",
+        known="ab",
     ),
     "model": Option("critic", "model that is reloaded in part a: critic or reward", known=LIVE_MODELS),
     "models": Option(["1m", "7m", "110m"], f"any of {', '.join(SIZES)}; above 7m only in b", ["tiny"], SIZES),
@@ -347,15 +333,6 @@ OPTIONS = {
     "quiet_s": Option(3.0, "part a: seconds of each quiet block", quick=0.5),
     "publishes": Option(20, "part b: publishes of each model up to 7 million parameters", quick=2),
     "loads": Option(7, "part b: Triton reloads of each model, and publishes of larger models", quick=1),
-    "update_clients": Option(8, "part c: value requests in flight while the critic trains", quick=2),
-    "update_rows": Option(
-        32, "part c: rows of the smallest update; the others have two and four times as many", quick=4
-    ),
-    "demand_swaps": Option(200, "part d: number of swaps", quick=4),
-    "demand_every_s": Option(6.0, "part d: seconds of requests after each swap", quick=3.0),
-    "demand_clients": Option(32, "part d: value requests in flight at three servers", quick=4),
-    "lag_s": Option(2.0, "part d: seconds after which the third server sees a new version", quick=1.0),
-    "updates": Option(3, "part c: updates of each size on each server", quick=1),
 }
 SMALL = ("tiny", "1m", "2m", "5m", "7m")  # models whose latencies under load are short enough
 MOST_P99 = {"swap": 1.5, "triton": 3.0}
@@ -365,15 +342,6 @@ MOST_PAUSE_MS = 20.0
 MARGIN_S = 0.05
 SWAP_EVERY_S = 0.5
 MOST_SWAP, MOST_TRITON = 1.25, 1.2
-UPDATE_SIZES = (1, 2, 4)
-MOST_GROWTH = 1.2
-MOST_DEMAND_P99 = 1.03
-TURN_S = 0.3  # requests demand a version for so long, then for as long none
-ROUNDING_S = 1e-5  # of the clients' times
-GRACE_S = 2.0  # until the late server has swapped, and a request has tried it again
-TRAINER = TrainerSection(
-    optimizer=CriticOptimizerSection(lr=1e-5), token_budget=1024, checkpoint_every=1_000_000, reload_on_save="none"
-)
 FRESH_PROCESS = """
 import sys, time
 from pathlib import Path
@@ -670,167 +638,6 @@ def publish_targets(model: str, of: dict[str, Any]) -> list[Target]:
     ]
 
 
-# ---- part c ----
-
-
-def measure_training(setup: ReloadSetup, model: str) -> list[dict[str, Any]]:
-    """Return, for each size and repeat, the requests around an update and the update's begin and end."""
-    settings, runs = setup.settings, list[dict[str, Any]]()
-    with ReloadService(setup, "training", model, trainer=TRAINER) as service, running_sidecar(service.config) as child:
-        psutil.Process(child.process.pid).nice(LOWEST_PRIORITY)
-        for size in UPDATE_SIZES * settings.updates:
-            payload = make_payload(settings.update_rows, copies=size)
-            with setup.clients.sending(service.url, settings.update_clients) as samples:
-                time.sleep(0.5)  # until all clients have begun
-                begin, end = asyncio.run(_train(service.url, payload, len(runs) + 1))
-            runs.append({"size": size, "window": (begin, end), "samples": samples})
-            setup.say(f"c: update x{size}, {end - begin:.1f} s")
-    return runs
-
-
-def make_payload(num_rows: int, *, copies: int) -> dict[str, np.ndarray]:
-    """Return the trace's first rows, `copies` times, as a packed training payload."""
-    arrays = noise_payload(make_trace(num_rows) * copies).arrays()
-    return {name: array[:, None] if name == SEQUENCE_LENGTHS else array[None] for name, array in arrays.items()}
-
-
-async def _train(url: str, payload: dict[str, np.ndarray], step: int) -> tuple[float, float]:
-    settings = ClientSection(deadline_s=600, train_deadline_s=600, retries=0, max_outage_s=0)
-    async with TritonClient(url, settings) as client:
-        begin = time.monotonic()
-        await client.train(payload, run_id=RUN_ID, step=step)
-        return begin, time.monotonic()
-
-
-def summarise_training(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return, by size, the p99 of requests in flight during an update, and the update's duration."""
-    found: dict[str, Any] = {}
-    for (size,), chosen in grouped(runs, "size").items():
-        latencies = np.concatenate([Samples.of(run["samples"]).in_flight([run["window"]]) for run in chosen])
-        found[f"x{size}"] = {
-            "updates": len(chosen),
-            "requests": int(latencies.size),
-            "failed": sum(len(run["samples"]["failures"]) for run in chosen),
-            "p99_ms": p99(latencies),
-            "update_s": median_of(end - begin for begin, end in (run["window"] for run in chosen)),
-        }
-    return found
-
-
-def training_targets(model: str, summary: dict[str, Any]) -> list[Target]:
-    """Return the largest p99 divided by the p99 during the smallest update, and the failed requests."""
-    p99s = {size: of["p99_ms"] for size, of in summary.items() if of["p99_ms"] is not None}
-    growth = quotient(max(p99s.values(), default=None), p99s.get("x1"))
-    detail = "p99 " + ", ".join(f"{size}: {value:,.0f} ms" for size, value in p99s.items())
-    return [
-        Target("c: p99 while the critic trains, largest / x1", growth, None, MOST_GROWTH, detail),
-        Target("c: failed requests", sum(of["failed"] for of in summary.values()), None, 0),
-    ]
-
-
-def draw_training(axes: Any, model: str, runs: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    """Draw the p99 for each size of the update as bars, and the duration of the update as a line."""
-    for place, of in enumerate(summary.values()):
-        bar = axes.bar(place, of["p99_ms"] or 0.0, 0.5, color="#0072B2")
-        axes.bar_label(bar, fmt="%.0f", padding=2)
-        axes.hlines(
-            of["update_s"] * 1e3, place - 0.25, place + 0.25, color="#3C4043", label=None if place else "the update"
-        )
-    title = f"While the critic trains, {model} model"
-    axes.set(yscale="log", ylabel="p99 of value requests (ms)", title=title)
-    axes.set_xticks(range(len(summary)), [f"update {size}" for size in summary])
-    axes.legend()
-
-
-# ---- part d ----
-
-
-def measure_demands(setup: ReloadSetup, model: str) -> dict[str, Any]:
-    """Return the requests at three servers, in turn with and without demands, and when each version was trained.
-
-    The third server sees the store as it was `lag_s` ago, as through a volume that caches it, and the publisher, which
-    waits for the other two, does not see that server's record.
-    """
-    settings, trained = setup.settings, [(0.0, 0)]
-    trainer = TrainerSection(serve_timeout_s=300, publish=PublishSection(keep=100))
-    with ReloadService(setup, "demands", model, trainer=trainer) as service, contextlib.ExitStack() as running:
-        late = WeightsStore(service.folder / "late" / "weights" / "critic")
-        late.root.mkdir(parents=True)
-        _show(late, service.store, 0)
-        (service.folder / "other").mkdir()
-        (service.folder / "other" / "weights").symlink_to(service.folder / "weights")
-        urls = [running.enter_context(_one_more(setup, service, name)) for name in ("other", "late")]
-        with setup.clients.sending(service.url, settings.demand_clients, more_urls=urls) as samples:
-            for number in range(settings.demand_swaps):
-                demands = number % 2 == 1  # also while it is published
-                setup.clients.demanded.value = trained[-1][1] if demands else -1
-                version = service.publish()["version"]
-                begin = time.monotonic()  # publication itself may take longer, on a slow machine
-                while time.monotonic() < begin + settings.demand_every_s:
-                    setup.clients.demanded.value = version if demands else -1
-                    if version != trained[-1][1]:
-                        trained.append((time.monotonic() + ROUNDING_S, version))
-                        timer = threading.Timer(settings.lag_s, _show, [late, service.store, version])
-                        timer.start()
-                        running.callback(timer.join)
-                    time.sleep(TURN_S)
-                    demands = not demands
-        setup.clients.demanded.value = -1
-    return {"samples": samples, "trained": trained, "lag_s": settings.lag_s}
-
-
-def _show(late: WeightsStore, store: WeightsStore, version: int) -> None:
-    late.folder(version).symlink_to(store.folder(version))
-    late.set_current(version)
-
-
-@contextlib.contextmanager
-def _one_more(setup: ReloadSetup, service: ReloadService, name: str) -> Iterator[str]:
-    """Run a server with the weights in a folder of the service; yield its address."""
-    run = service.config.run.model_copy(update={"dir": service.folder / name})
-    config = service.config.model_copy(update={"run": run, "server": ServerSection(**ON_FREE_PORTS)})
-    with on_core(setup.server_core), running_triton(config := with_fixed_ports(config)):
-        yield config.server.http_url
-
-
-def summarise_demands(found: dict[str, Any]) -> dict[str, Any]:
-    """Return, with and without demands: requests, those that an older version than the last trained answered, and p99.
-
-    The p99 of requests while the third server was late is apart: demands then have two servers instead of three.
-    """
-    names = ("start_s", "latency_ms", "version", "demanded")
-    start, latency, version, demanded = (np.asarray(found["samples"][name]) for name in names)
-    times, versions = map(np.asarray, zip(*found["trained"], strict=True))
-    last = np.searchsorted(times, start) - 1
-    is_older, is_late = version < versions[last], start < times[last] + found["lag_s"] + GRACE_S
-    of = {
-        name: {
-            "requests": int(chosen.sum()),
-            "older": int(is_older[chosen].sum()),
-            "p99_ms": p99(latency[chosen & ~is_late]),
-            "late_p99_ms": p99(latency[chosen & is_late]),
-        }
-        for name, chosen in (("with", demanded >= 0), ("without", demanded < 0))
-    }
-    return {"failed": len(found["samples"]["failures"]), "swaps": len(times) - 1, **of}
-
-
-def demand_targets(model: str, of: dict[str, Any]) -> list[Target]:
-    """Return the targets of a model."""
-    ours, theirs = of["with"], of["without"]
-    now, late = (
-        (quotient(ours[name], theirs[name]), f"{_ms(ours[name])} against {_ms(theirs[name])} without")
-        for name in ("p99_ms", "late_p99_ms")
-    )
-    return [
-        Target("d: failed requests", of["failed"], None, 0, f"{of['swaps']} swaps"),
-        Target("d: older versions with min_version", ours["older"], None, 0, f"of {ours['requests']:,} requests"),
-        Target("d: older versions without", theirs["older"], 1, None, f"of {theirs['requests']:,} requests"),
-        Target("d: p99 with / without", now[0], None, MOST_DEMAND_P99, now[1]),
-        Target("d: … while one of three servers is late", late[0], None, None, late[1]),
-    ]
-
-
 # ---- all parts ----
 
 
@@ -848,22 +655,11 @@ class Part(NamedTuple):
     measure: Callable[[ReloadSetup, str], Any]
     summarise: Callable[[Any], Any]
     targets: Callable[[str, Any], list[Target]]
-    draw: Callable[[Any, str, Any, Any], None] | None = None
-    """Draws axes for a model, from what `measure` and `summarise` returned."""
 
 
 PARTS = {
-    "load": Part("a", under_load, measure_load, summarise_load, load_targets, draw_load),
+    "load": Part("a", under_load, measure_load, summarise_load, load_targets),
     "publish": Part("b", list, measure_publish, summarise_publish, publish_targets),
-    "training": Part(
-        "c",
-        lambda models: under_load(models)[-1:],
-        measure_training,
-        summarise_training,
-        training_targets,
-        draw_training,
-    ),
-    "demands": Part("d", lambda models: under_load(models)[:1], measure_demands, summarise_demands, demand_targets),
 }
 
 
@@ -908,10 +704,7 @@ def targets(result: Result) -> list[Target]:
 
 
 def draw(result: Result, out: Path) -> None:
-    """Draw latency over time and p99 while training, of the first model of the parts that were measured."""
-    drawn = [(part.draw, name) for name, part in PARTS.items() if part.draw is not None and result["parts"].get(name)]
-    if drawn:
-        with figure_of(out / "reload.png", (11, 4.1 * len(drawn))) as figure:
-            for axes, (draw_part, name) in zip(figure.subplots(len(drawn), 1, squeeze=False).flat, drawn, strict=True):
-                model, found = next(iter(result["parts"][name].items()))
-                draw_part(axes, model, found, result["summary"][name][model])
+    """Draw latency over time, of the first model that was reloaded under load."""
+    for model, found in list(result["parts"].get("load", {}).items())[:1]:
+        with figure_of(out / "reload.png", (11, 4.1)) as figure:
+            draw_load(figure.subplots(), model, found, result["summary"]["load"][model])

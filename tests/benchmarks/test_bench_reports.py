@@ -1,7 +1,6 @@
 """What the benchmarks make of samples made by hand: matched ratios, windows, targets and tables. Nothing is timed."""
 
 import importlib
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import learning, reload, scoring, step, trl
+from benchmarks import reload, scoring, trl
 from benchmarks.command import BENCHMARKS, main, markdown, parse_arguments, targets_table
 from benchmarks.measurement import Sample, Target, pairs, ratio
 from benchmarks.reload import Samples, quiet_windows
-from python_backend.config import load_config
 
 
 def one(targets: list[Target], words: str) -> Target:
@@ -133,22 +131,7 @@ def test_a_cell_lasts_as_long_as_asked_unless_that_is_too_long_for_all():
     assert planned(1.0, 1.0)[1, 64] == 64  # one request per worker
 
 
-# ---- step, TRL, learning ----
-
-
-def test_a_step_is_compared_within_a_round():
-    def block(mode: str, number: int, seconds: float, **lengths: float) -> Sample:
-        spans = [[name, 1.0, 1.0 + length] for name, length in lengths.items()]
-        found = {"mode": mode, "round": number, "steps": 2, "seconds": seconds}
-        return {**found, "cpu_seconds": 1.5 * seconds, "spans": spans}
-
-    own = {"generate": 4.0, "logprobs": 1.0, "init_logprobs": 1.0, "train_time": 2.0}
-    samples = [block("serial", i, seconds, **own, scoring=2.0) for i, seconds in enumerate((10.0, 20.0, 10.0))]
-    samples += [block("overlapped", i, seconds, generate=5.0) for i, seconds in enumerate((8.0, 12.0, 9.0))]
-    overlapped, path, cores = step.targets({"samples": samples})
-    assert overlapped.value == 0.8  # the median of 0.8, 0.6 and 0.9, each of one round
-    assert path.value == pytest.approx(4.0 / 5.0)  # scoring is not the actor's own, and a block has two steps
-    assert cores.value == 0.75
+# ---- TRL ----
 
 
 def test_trl_is_compared_within_a_round():
@@ -166,53 +149,6 @@ def test_trl_is_compared_within_a_round():
     assert seconds.value == pytest.approx(0.69)  # the median of 0.75, 0.6 and 0.69
     assert (seconds.name, seconds.verdict) == ("tiny grpo 16x8: ours / TRL, seconds", "pass")
     assert (cpu.value, cpu.verdict) == (pytest.approx(0.69), "no target")
-
-
-def test_the_worst_seed_decides():
-    def run(algorithm: str, seed: int, *rewards: float) -> list[Sample]:
-        common = {"algorithm": algorithm, "seed": seed, "optimum": 1.0, "accuracy": None}
-        return [{**common, "step": i, "reward": reward, "kl": 2.0 * i} for i, reward in enumerate(rewards, 1)]
-
-    good, bad = run("ppo", 0, 0.1, 0.96, *[1.0] * 5), run("ppo", 1, 0.1, *[0.9] * 6)
-    result: dict[str, Any] = {"samples": [*good, *bad, *run("grpo", 0, *[1.0] * 6)]}
-    result["summary"] = learning.summarise(result)
-    assert list(result["summary"][0].values()) == ["ppo", 0, 1.0, 2, 14.0]
-    assert list(result["summary"][1].values()) == ["ppo", 1, pytest.approx(0.9), None, 14.0]
-    assert [target.verdict for target in learning.targets(result)] == ["miss", "pass"]
-
-
-def test_guided_prompts_are_compared_by_seed_at_their_last_accuracy():
-    def run(algorithm: str, seed: int, auc: float | None, *steps: tuple[float, float, float | None]) -> list[Sample]:
-        common = {"algorithm": algorithm, "seed": seed, "prompts": 10.0, "auc": auc, "reward": 0.0, "kl": 0.0}
-        return [
-            {**common, "step": i, "tokens": tokens, "useful": useful, "accuracy": accuracy}
-            for i, (tokens, useful, accuracy) in enumerate(steps, 1)
-        ]
-
-    samples = [
-        *run("dynamic", 0, None, (100, 0.5, 0.4), (200, 0.1, None), (300, 0.4, 0.8)),  # 60 a useful prompt
-        *run("guided", 0, 0.9, (100, 0.5, 0.4), (80, 0.4, 0.9)),  # 20
-        *run("dynamic", 1, None, (100, 0.2, 0.6)),  # 50
-        *run("guided", 1, 0.7, (100, 0.25, 0.5)),  # 40
-        *run("guided", 2, 0.8, (100, 0.5, 0.5)),  # without a partner
-    ]
-    samples[-4]["auc"] = None  # a step whose prompts were all useful
-    result: dict[str, Any] = {"samples": samples, "summary": learning.summarise({"samples": samples})}
-    assert [row["tokens_a_useful_prompt"] for row in result["summary"]] == [60, 20, 50, 40, 20]
-    assert [row["auc"] for row in result["summary"]] == [None, pytest.approx(0.9), None, pytest.approx(0.7), 0.8]
-    tokens, accuracy, auc = learning.targets(result)
-    assert (tokens.value, accuracy.value) == (pytest.approx(0.8), pytest.approx(-0.1))  # the worst seed of each
-    assert auc.value == pytest.approx(0.7)
-
-
-@pytest.mark.parametrize("algorithm", sorted(learning.RUNS))
-def test_every_configuration_of_learning_is_valid(tmp_path: Path, algorithm: str):
-    arguments = parse_arguments("learning", learning, ["--out", str(tmp_path)])
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(learning.configuration(arguments, tmp_path, algorithm, 3)))
-    config = load_config(path)
-    name = learning.RUNS[algorithm].get("name", algorithm)
-    assert (config.actor.algorithm.name, config.run.seed, config.actor.kl.coef) == (name, 3, 0.0)
 
 
 # ---- reload ----
@@ -286,12 +222,3 @@ def test_publishing_is_divided_by_the_sum_of_its_steps():
         (pytest.approx(1.2), "pass"),
         (pytest.approx(1.5), "miss"),
     ]
-
-
-def test_training_compares_sizes_of_the_update():
-    runs = [
-        {"size": size, "window": (1.0, 1.0 + update_s), "samples": ticking(0, 10, 0.05, latency_ms)}
-        for size, update_s, latency_ms in ((1, 2.0, 100.0), (2, 4.0, 100.0), (4, 8.0, 130.0))
-    ]
-    found = one(reload.training_targets("7m", reload.summarise_training(runs)), "p99")
-    assert (found.value, found.verdict) == (pytest.approx(1.3), "miss")

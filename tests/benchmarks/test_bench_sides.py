@@ -14,19 +14,15 @@ import pytest
 from benchmarks import gpu, trl
 from benchmarks.command import parse_arguments, report
 from benchmarks.measurement import Record
-from benchmarks.reload import divided, make_payload, on_core
+from benchmarks.reload import divided, on_core
 from benchmarks.scoring import FORMS, ModelBench, load_contender, pack, stripped_width, unpack
 from benchmarks.trl import ALGORITHMS, REQUIREMENTS, SteppedTrainer, configuration, prepare_cell, take_turns
 from benchmarks.trl_sides import ppo_arguments, trl_arguments
-from benchmarks.update import make_payload as make_update
-from benchmarks.update import padded_payload
 from benchmarks.workload import LONGEST, SHORTEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace, trace_lengths
 from python_backend.config import load_config
 from python_backend.errors import RlhfError
 from python_backend.models.modeling import load_reward
 from python_backend.store.jsonl import read_jsonl
-from python_backend.wire.contract import SEQUENCE_LENGTHS, Limits
-from python_backend.wire.training_payload import train_payload
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,22 +40,6 @@ def test_a_trace_is_log_normal_within_its_limits_and_a_prefix_of_a_longer_one():
     assert all(np.array_equal(a, b) for a, b in zip(short, long[:5], strict=True))
     assert [row.size for row in long] == trace_lengths(50).tolist()
     assert all(row.min() >= 3 and row.max() < VOCAB_SIZE for row in long)
-
-
-def test_payloads_are_exact_multiples_that_the_contract_accepts():
-    limits = Limits(VOCAB_SIZE, LONGEST)
-    one, four = (train_payload(make_payload(3, copies=copies), limits) for copies in (1, 4))
-    assert four.tokens.size == 4 * one.tokens.size
-    assert four.lengths.tolist() == one.lengths.tolist() * 4
-    assert make_payload(3, copies=2)[SEQUENCE_LENGTHS].shape == (6, 1)
-
-
-def test_padding_lengthens_rows_and_trains_nothing():
-    payload = make_update(16)
-    padded = padded_payload(payload)
-    assert padded.mask.sum() == payload.mask.sum()
-    assert padded.lengths.tolist() == [payload.lengths.max()] * 16
-    assert padded.tokens.sum() == payload.tokens.sum()
 
 
 # ---- scoring ----

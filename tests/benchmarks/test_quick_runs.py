@@ -1,6 +1,5 @@
 """One whole quick run of each benchmark: it measures all contenders, reports, and leaves nothing running."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -12,19 +11,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCORING = ["gateway_tokens", "ideal", "one_forward", "ours", "pytriton_stripped", "serve_rm"]
 GPU_PARTS = ["environment", "device_tests", "tritonserver", "planner"]  # tests/device has the others
-PICTURES = {"scoring": "throughput.png", "step": "step.png", "learning": "learning.png", "reload": "reload.png"}
+PICTURES = {"scoring": "throughput.png", "reload": "reload.png"}
 
 
 @pytest.mark.parametrize(
     ("name", "options", "contenders", "target"),
     [
-        ("generation", [], ["generate", "slots-4"], "tiny: identical greedy responses, share"),
-        ("update", ["--threads", "1"], ["ours", "padded"], "tiny: ours / padded to the longest, times as fast"),
         ("scoring", ["--contenders", ",".join(SCORING)], SCORING, "through the gateway"),
-        ("step", [], ["overlapped", "serial"], "overlapped / serial"),
-        ("learning", [], ["guided", "rloo"], "share of the optimum, worst seed"),
         ("trl", ["--contenders", "ours"], ["ours"], "tiny ppo 16x8: ours / TRL"),
-        ("reload", ["--model", "reward"], [], "p99 while the critic trains"),
+        ("reload", ["--model", "reward"], [], "Triton reload / new process"),
         ("gpu", ["--device", "cpu", "--parts", ",".join(GPU_PARTS)], sorted(GPU_PARTS), ""),
     ],
 )
@@ -37,7 +32,7 @@ def test_quick_run(name: str, options: list[str], contenders: list[str], target:
     assert target in done.stdout
     assert done.stdout.strip() == (tmp_path / "report.md").read_text().strip()
     result = json.loads((tmp_path / "result.json").read_text())
-    key = {"step": "mode", "learning": "algorithm", "gpu": "part"}.get(name, "contender")
+    key = {"gpu": "part"}.get(name, "contender")
     assert sorted({sample[key] for sample in result["samples"]}) == contenders
     CHECKS.get(name, lambda result: None)(result)
     assert name not in PICTURES or (tmp_path / PICTURES[name]).stat().st_size > 5_000
@@ -45,23 +40,10 @@ def test_quick_run(name: str, options: list[str], contenders: list[str], target:
     assert str(tmp_path) not in running
 
 
-def greedy_responses_are_identical(result: dict[str, Any]) -> None:
-    assert result["greedy_identical"] == {"tiny": 1.0}
-
-
 def every_cell_is_measured(result: dict[str, Any]) -> None:
     swept = [sample for sample in result["samples"] if sample["purpose"] == "sweep"]
     assert {(sample["rows"], sample["concurrency"]) for sample in swept} == {(8, 1), (8, 8)}
     assert all(sample["cpu_s"] > 0 for sample in swept)
-
-
-def phases_follow_each_other_unless_overlapped(result: dict[str, Any]) -> None:
-    phases = {"generate", "scoring", "logprobs", "init_logprobs", "critic_update", "train_time"}
-    for sample in result["samples"]:
-        assert phases <= {name for name, _, _ in sample["spans"]}
-        ordered = sorted((start, end) for name, start, end in sample["spans"] if name in phases)
-        serial = all(before[1] <= after[0] for before, after in itertools.pairwise(ordered))
-        assert serial or sample["mode"] == "overlapped"
 
 
 def no_response_ended_early(result: dict[str, Any]) -> None:
@@ -76,10 +58,7 @@ def no_request_failed(result: dict[str, Any]) -> None:
     assert load["failed_by_clients"] == load["failed_by_server"] == 0
     assert (load["swap"]["reloads"], load["triton"]["reloads"]) == (4, 1)
     assert load["versions_seen"] > 1
-    demands = result["summary"]["demands"]["tiny"]
-    assert (demands["failed"], demands["swaps"], demands["with"]["older"]) == (0, 4, 0)
-    assert demands["without"]["older"] > 0, "no server was late, which shows nothing"
-    assert result["summary"].keys() == {"load", "publish", "training", "demands"}
+    assert result["summary"].keys() == {"load", "publish"}
 
 
 def every_part_passed_that_needs_no_gpu(result: dict[str, Any]) -> None:
@@ -89,9 +68,7 @@ def every_part_passed_that_needs_no_gpu(result: dict[str, Any]) -> None:
 
 
 CHECKS = {
-    "generation": greedy_responses_are_identical,
     "scoring": every_cell_is_measured,
-    "step": phases_follow_each_other_unless_overlapped,
     "trl": no_response_ended_early,
     "reload": no_request_failed,
     "gpu": every_part_passed_that_needs_no_gpu,

@@ -4,12 +4,9 @@ Where there is no Prometheus (`make test-monitoring` names one), the files alone
 """
 
 import json
-import os
 import re
 import runpy
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +23,6 @@ NAME = re.compile(r"\b(?:rlhf|nv|process)_\w+|\bup\b")
 TRITON = {"nv_inference_request_success", "nv_inference_request_duration_us"}
 GENERATE = runpy.run_path(str(MONITORING / "generate.py"))
 OURS = {GENERATE["exported"](prefix, metric): metric for prefix, table in TABLES.items() for metric in table}
-PICTURE = "RLHF_DASHBOARD_PICTURE"  # where to keep the picture, for docs/
 SCRAPES = 20  # of each process: longer than every `for`
 # Rules without their `for`, with windows of seconds, and with limits that a tiny run reaches.
 QUICK = quick(rules(), {"> 100": "> 5"})  # RlhfKLHigh
@@ -218,9 +214,3 @@ class TestRealPrometheus:
             assert prometheus.fired() == set()
             empty = [query for _, query in queries() if not prometheus.query(query)]
             assert [query for query in empty if "last_problem_timestamp_seconds" not in query] == []
-            picture = tmp_path / "dashboard.png"
-            command = [sys.executable, MONITORING / "draw.py", prometheus.url, picture, "--minutes", "1.5"]
-            subprocess.run(command, check=True, timeout=300)
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        if kept := os.environ.get(PICTURE):
-            shutil.copy(picture, kept)

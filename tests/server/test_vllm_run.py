@@ -21,6 +21,7 @@ import aiohttp
 import numpy as np
 import psutil
 import pytest
+import reward_functions
 import torch
 import yaml
 from fake_reward import Caller
@@ -33,11 +34,11 @@ from actor.generation.conversations import Agent
 from actor.generation.engine import Generation
 from actor.policy.policy import Policy
 from actor.vllm.generation import VllmGeneration
-from benchmarks.learning import make_checkpoints
 from benchmarks.processes import SERVED
+from benchmarks.workload import random_llama, word_tokenizer
 from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.config import EnvironmentSection, RunConfig
-from python_backend.store.jsonl import read_jsonl
+from python_backend.store.jsonl import read_jsonl, write_jsonl
 from tools.server.vllm import VllmServer
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -84,7 +85,15 @@ def vllm() -> Path:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Policy, critic and prompts over sixty words; vLLM's attention needs heads of at least 32 dimensions."""
     folder = tmp_path_factory.mktemp("models")
-    make_checkpoints(folder, seed=0)
+    words = [f"w{i}" for i in range(60)]
+    tokenizer = word_tokenizer(["<pad>", "<eos>", "<unk>", *words], eos="<eos>", unknown="<unk>")
+    ids = {"vocab_size": len(words) + 3, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    for kind in ("policy", "critic"):
+        random_llama(kind, seed=0, max_position_embeddings=64, **ids).save_pretrained(folder / kind)
+        tokenizer.save_pretrained(folder / kind)
+    generator = np.random.default_rng(0)
+    prompts = (" ".join(generator.choice(words, 3)) for _ in range(64))
+    write_jsonl(folder / "prompts.jsonl", ({"text": prompt} for prompt in prompts))
     config = LlamaConfig.from_pretrained(folder / "policy").to_dict()
     torch.manual_seed(0)
     wide = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -98,7 +107,7 @@ def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[
     return {
         "run": {"dir": str(folder / "run")},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
-        "rewards": {"share": {"function": "benchmarks.reward_functions:share_of_word"}},
+        "rewards": {"share": {"function": f"{reward_functions.__file__}:share_of_word"}},
         "critic": served,
         "actor": {
             "steps": STEPS,

@@ -18,6 +18,12 @@ def num_tokens(sample: Sample) -> float:
     return float(len(sample.tokens))
 
 
+def share_of_word(sample: Sample) -> float:
+    """Return the share of `w7` among the words of the response."""
+    words = (sample.response or "").split()
+    return words.count("w7") / len(words) if words else 0.0
+
+
 def length(sample: Sample) -> float:
     """Return the number of characters."""
     return float(len(sample.text))
