@@ -111,7 +111,7 @@ def _check_rendering(config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt
     `tokenizer`: the policy's. Raises PromptError, ConfigError.
     """
     section = config.reward
-    reader = reward_reader(section.model.absolute(), Limits(1), text_parameters(section).get, truncates=False)
+    reader = reward_reader(section.model.absolute(), Limits(1), text_parameters(section).get)
 
     def size_of(prompt: Prompt) -> int:
         is_chat = MESSAGES_KEY in prompt.metadata
