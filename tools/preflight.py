@@ -161,7 +161,7 @@ def _check_templates(config: RunConfig, prompts: str) -> None:
 
 def _missing_trackers(config: RunConfig) -> list[str]:
     missing = [name for name in config.actor.trackers if importlib.util.find_spec(name) is None]
-    return [f"actor.trackers: {name} is not installed; pip install {name}, or remove it" for name in missing]
+    return [f"actor.trackers: {name} is not installed; pip install '.[{name}]', or remove it" for name in missing]
 
 
 def _tokenizers(config: RunConfig) -> Iterator[str]:

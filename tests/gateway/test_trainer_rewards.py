@@ -171,7 +171,7 @@ NO_GATEWAY = r"is this the address of `tools gateway` .*not Triton's\?"
         ("http://:sesame@host", None, "set it as REWARD_GATEWAY_KEY"),
         ("http://host:port", None, NO_GATEWAY),
         ("http://a b:1", None, NO_GATEWAY),
-        ("http://URL", HTTP_2, NO_GATEWAY),
+        ("http://URL", HTTP_2, f"the answer is not HTTP; {NO_GATEWAY}"),
         ("https://URL", HTTP_2, NO_GATEWAY),
         ("http://URL", b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}", f"404: Not Found; {NO_GATEWAY}"),
         ("http://URL", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", NO_GATEWAY),

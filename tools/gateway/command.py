@@ -154,10 +154,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config, arguments.overrides)
         log_to_stderr("gateway", config.run)
         asyncio.run(serve(config))
-    except ModuleNotFoundError as error:
-        if error.name not in ("fastapi", "h11", "prometheus_client", "starlette", "uvicorn"):
-            raise
-        return report(RuntimeError(f"the gateway needs {error.name}: pip install '.[gateway]'"))
     except REPORTED as error:
         return report(error)
     return 0

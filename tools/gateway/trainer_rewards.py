@@ -142,7 +142,8 @@ def _post(body: Mapping[str, Any], url: str) -> dict[str, Any]:
         except (OSError, http.client.HTTPException) as error:
             cause = f"{url}: {error}"
             if not _may_pass(error):
-                raise RewardUnavailable(f"{cause}; {NOT_THE_GATEWAY}") from error
+                told = "the answer is not HTTP" if isinstance(error, http.client.BadStatusLine) else error
+                raise RewardUnavailable(f"{url}: {told}; {NOT_THE_GATEWAY}") from error
         pause_s = backoff_s(FIRST_PAUSE_S, attempt)
         if time.monotonic() + pause_s > give_up:
             break
