@@ -209,8 +209,8 @@ class JournalState:
         for entry in sorted(self._known_rewinds(), reverse=True):
             if entry.target < step <= entry.step + 1 and entry.target < entry.step:
                 return (
-                    f"; the run was rewound from step {entry.step} to step {entry.target}: unless this client "
-                    "requested that, another one owns the run, and this one must stop"
+                    f"; the run was rewound from step {entry.step} to step {entry.target}: the actor that requested "
+                    "the last rewind owns the run, and all others must stop"
                 )
         return ""
 
@@ -504,7 +504,7 @@ class Journal(JournalState):
         was = "was trained too long ago to compare" if known is None else "was already sent with other content"
         raise ContractError(
             f"step: {step} of run {self.run_id!r} {was}; the last step is {last}: send step {last + 1}, "
-            f"or rewind({step - 1}), which is critic_save with rewind_to {step - 1}{self._rewound(step)}"
+            f"or send critic_save once with rewind_to {step - 1}{self._rewound(step)}"
         )
 
     def _next_aside(self) -> Path:

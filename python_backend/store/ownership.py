@@ -47,11 +47,8 @@ def refuse_superseded(sender: Sender | None, owners: Sequence[str], run_id: str)
         is_late = sender.rewinds < newest.rewinds
     else:
         is_late = any(owner is not None and owner.session == sender.session for owner in before)
-    if not is_late:
-        return
-    if newest is not None and newest.session == sender.session:
-        raise ContractError(f"run {run_id!r} was rewound by this client after this request was sent")
-    raise ContractError(
-        f"run {run_id!r} was rewound by another client, which owns it since; stop this one, or take the run back with "
-        "rewind(n)"
-    )
+    if is_late:
+        raise ContractError(
+            f"run {run_id!r} was rewound after this request was sent: the actor that requested the last "
+            "rewind owns the run, and all others must stop"
+        )
