@@ -34,6 +34,10 @@ COMMANDS = {
 ROOT = Path(__file__).resolve().parent.parent
 
 
+EXTRAS = {"gateway": "gateway", "serve": "serve"}  # of pyproject.toml, that a command needs; `train` has all
+COMPUTING = ("tokenizers", "torch", "transformers")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names and return its exit code; 2 if there is no such command."""
     program = "python -m tools" if Path(sys.argv[0]).name == "__main__.py" else Path(sys.argv[0]).name
@@ -59,6 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.argv = [f"{program} {name}", *arguments]  # the command's `main` parses sys.argv
     try:
         return int(importlib.import_module(module).main() or 0)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if (ROOT / package).is_dir():  # ours
+            raise
+        extra = EXTRAS.get(name, "train") + (",serving" if package in COMPUTING and name == "gateway" else "")
+        print(f"error: {name} needs the package {package}: pip install '.[{extra}]'", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:  # commands that have something to say when they are interrupted catch it themselves
         print("stopped", file=sys.stderr)
         return 130

@@ -111,7 +111,7 @@ def _check_rendering(config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt
     `tokenizer`: the policy's. Raises PromptError, ConfigError.
     """
     section = config.reward
-    reader = reward_reader(section.model.absolute(), Limits(1), text_parameters(section).get, truncates=False)
+    reader = reward_reader(section.model.absolute(), Limits(1), text_parameters(section).get)
 
     def size_of(prompt: Prompt) -> int:
         is_chat = MESSAGES_KEY in prompt.metadata
@@ -161,7 +161,7 @@ def _check_templates(config: RunConfig, prompts: str) -> None:
 
 def _missing_trackers(config: RunConfig) -> list[str]:
     missing = [name for name in config.actor.trackers if importlib.util.find_spec(name) is None]
-    return [f"actor.trackers: {name} is not installed; pip install {name}, or remove it" for name in missing]
+    return [f"actor.trackers: {name} is not installed; pip install '.[{name}]', or remove it" for name in missing]
 
 
 def _tokenizers(config: RunConfig) -> Iterator[str]:

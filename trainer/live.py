@@ -58,7 +58,7 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
     lengths = [length for length in (model.limits.max_length, section.max_length) if length]
     limits = dataclasses.replace(model.limits, max_length=min(lengths, default=LONGEST_ROW_TOKENS))
     get, folder = text_parameters(section).get, section.model.absolute()
-    reader = reward_reader(folder, limits, get, skipped_pad_id=model.skipped_pad_id, truncates=False)
+    reader = reward_reader(folder, limits, get, skipped_pad_id=model.skipped_pad_id)
 
     def encode(pair: dict[str, Any], side: str, where: str) -> TokenRow:
         try:

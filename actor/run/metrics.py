@@ -103,7 +103,7 @@ class Trackers:
                 module = importlib.import_module(name)
             except ImportError as error:
                 raise RlhfError(
-                    f"actor.trackers: {name} is not installed ({error}); pip install {name}, or remove it"
+                    f"actor.trackers: {name} is not installed ({error}); pip install '.[{name}]', or remove it"
                 ) from error
             start = functools.partial(self._start, name, module, run_dir, run_id)
             self._calls.put(functools.partial(self._try, name, start))

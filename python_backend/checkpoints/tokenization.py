@@ -97,7 +97,7 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     types: list[int] | None = None  # of a text pair whose tokens have types
-    num_tokens: int = 0  # before truncation; counted up to `SPARE_TOKENS` beyond the limit
+    num_tokens: int = 0  # counted up to `SPARE_TOKENS` beyond the limit
 
 
 def encode_sentence(
@@ -109,7 +109,7 @@ def encode_sentence(
     skipped_pad_id: int | None,
     pair: str = "",
 ) -> Encoded:
-    """Return the tokens of a sentence for a reward model, truncated to `max_length` as transformers does.
+    """Return the tokens of a sentence for a reward model, of a longer one up to `SPARE_TOKENS` beyond `max_length`.
 
     Args:
         special_tokens: True: as `encode_text`; False: as `encode_bare_text`.
@@ -131,19 +131,15 @@ def encode_sentence(
     most = max_length + SPARE_TOKENS
     ids, types = encode(most)
     kept = without_padding(ids) if len(ids) < most else ids  # the end of a longer row may be missing
-    num_tokens = len(kept)
-    if num_tokens > max_length:
-        ids, types = encode(max_length)
-        kept = without_padding(ids)
-    return Encoded(kept, types and types[: len(kept)], num_tokens)
+    return Encoded(kept, types and types[: len(kept)], len(kept))
 
 
 def too_long(num_tokens: int, max_length: int) -> str:
-    """Return the message about a row whose reply or end truncation would remove; `num_tokens`: as of `Encoded`."""
+    """Return the message about a row that is too long; `num_tokens`: as of `Encoded`."""
     least = "at least " if num_tokens >= max_length + SPARE_TOKENS else ""
     return (
-        f"{least}{num_tokens} tokens, the model takes {max_length} (max_length), and a reply is never truncated; "
-        "shorten the prompt or the reply"
+        f"{least}{num_tokens} tokens, the model takes {max_length} (max_length), and nothing is truncated; "
+        "shorten the text"
     )
 
 

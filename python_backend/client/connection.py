@@ -32,6 +32,7 @@ else:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PROBE_TIMEOUT_S = 5.0
+NOT_HTTP = "give Triton's HTTP port (server.http_port), not the one for gRPC"
 MORE_CONNECTIONS = 8  # beyond the requests in flight, so that probes never wait for a connection
 
 
@@ -161,6 +162,8 @@ def trouble_of(error: Exception, deadline_s: float, *, hint: str = HINT) -> Trou
         return Trouble.refused(str(error.status() or ""), str(error.message()))
     if isinstance(error, asyncio.TimeoutError):
         return Trouble(Kind.LOST, f"did not respond within {deadline_s:g} s")
+    if isinstance(error, aiohttp.ClientResponseError):  # not of a status, which tritonclient reads itself
+        return Trouble(Kind.WRONG, "does not answer in HTTP", NOT_HTTP)
     cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
     kind = Kind.UNREACHABLE if isinstance(error, aiohttp.ClientConnectorError) else Kind.LOST
     return Trouble(kind, "cannot be reached", cause, hint=hint)

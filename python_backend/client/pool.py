@@ -136,11 +136,11 @@ REMIND_EVERY_S = 30.0
 class Outage:
     """One outage, from the first request without a healthy server until a server is healthy again."""
 
-    def __init__(self, causes: Callable[[], str], longest_s: float) -> None:
+    def __init__(self, causes: Callable[[], str]) -> None:
         self.models: set[str] = set()  # models with waiting requests
         self._began = time.monotonic()
         self._causes = causes
-        logger.warning("no healthy server; requests wait up to %g s for one: %s", longest_s, causes())
+        logger.warning("no healthy server; requests wait for one: %s", causes())
 
     @property
     def seconds(self) -> float:
@@ -155,7 +155,7 @@ class Outage:
 
     def end(self) -> None:
         """Log the end of the outage."""
-        logger.warning("a server is healthy again after %.1f s, the run continues", self.seconds)
+        logger.warning("a server is healthy again after %.1f s", self.seconds)
 
 
 # Sends training requests in step order, including retries, because the journal refuses gaps.
@@ -592,7 +592,7 @@ class ServerPool(Generic[C]):
         """Wait until the state of any server changes. Raises RequestFailed after `max_outage_s`."""
         longest = self._settings.max_outage_s
         if self._outage is None:
-            self._outage = Outage(self._causes, longest)
+            self._outage = Outage(self._causes)
             self._counters.outages += 1
             self._reminder = self._spawn(self._outage.remind())
             asyncio.get_running_loop().call_later(longest, self._change)  # wake the waiters, to check the time

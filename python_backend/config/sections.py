@@ -263,8 +263,8 @@ class ModelSection(Section):
     """Fixed cost of a forward pass, in tokens. A row joins a pass only if that adds no more padding than this. Rows
     that a model packs without padding join in any case."""
     max_length: Count | None = None
-    """Maximum sequence length in tokens; default: the model's limit, or 32768 if it has none. A longer row is refused;
-    only `sentences` without a known reply are truncated, which the log says."""
+    """Maximum sequence length in tokens; default: the model's limit, or 32768 if it has none. A longer row is refused:
+    nothing is truncated."""
     dtype: Precision = AUTO_PRECISION
     """Data type of the body in the forward pass; `auto`: bfloat16 on a GPU, float32 on a CPU. The head computes in
     fp32, from the model's own fp32 values."""

@@ -1,4 +1,4 @@
-"""The metrics of actor and sidecar, one row each: what exporters, `tools status`, dashboard and documentation read.
+"""The metrics of actor, sidecar and gateway, a row each: what exporters, `tools status`, dashboard and docs read.
 
 `python deploy/monitoring/generate.py` writes the dashboard and the tables of docs/monitoring.md.
 """
@@ -26,8 +26,8 @@ class MetricSpec:
 
     name: str
     help: str
-    kind: Literal["gauge", "counter"] = "gauge"
-    label: str = ""
+    kind: Literal["gauge", "counter", "histogram"] = "gauge"
+    label: str = ""  # several, of the gateway: with commas
     unit: str = "short"  # Grafana's name of the unit
     key: str = ""  # in metrics.jsonl; of a counter, what a step adds to it
     panel: str = ""  # title of the dashboard's panel that shows it
@@ -291,7 +291,14 @@ TRAINER = (
     ),
     *SHARED,
 )
-TABLES = {"rlhf_actor_": ACTOR, "rlhf_trainer_": TRAINER}  # by prefix
+GATEWAY = (  # served at its own /metrics
+    MetricSpec("requests", "Requests that ended; 499: the client has left.", "counter", "route,status"),
+    MetricSpec("request_seconds", "Duration of a request, the wait for a server included.", "histogram", "route"),
+    MetricSpec("requests_in_flight", "Requests that have not ended."),
+    MetricSpec("rows", "Rows that were to be scored.", "counter"),
+    MetricSpec("failed_rows", "Rows that got no reward.", "counter"),
+)
+TABLES = {"rlhf_actor_": ACTOR, "rlhf_trainer_": TRAINER, "rlhf_gateway_": GATEWAY}  # by prefix
 
 
 # Serves the metrics of a process to Prometheus. A gauge is absent until it has a value; a counter starts at 0.

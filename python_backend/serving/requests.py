@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from python_backend.checkpoints.tokenization import (
     load_tokenizer,
     too_long,
 )
-from python_backend.rewards.function import REPLY_KEY, RESPONSE_KEY, split_reply, with_reply
+from python_backend.rewards.function import REPLY_KEY, split_reply, with_reply
 from python_backend.wire.chats import render_chat, template_options, texts_in
 from python_backend.wire.contract import (
     MESSAGES,
@@ -70,13 +70,8 @@ class RowReader:
     """Renders the text to score; such a model reads only sentences. None: the sentence, or the checkpoint's chat
     template."""
     generation_prompt: bool = False  # end a chat with the prompt for the next reply
-    truncates: bool = True
-    """Truncate sentences of which nothing but the text is known to `max_length`, as NeMo-Aligner and transformers'
-    pipelines do, and log it. A longer row that has a reply (`messages` or `response` in its metadata, or a second text)
-    is an error; False: any longer row is, because its end is what is scored."""
     checks_size: bool = False  # limit the size of sentences as that of tokens: the reply has a number for each token
     owner: str = "reward model"  # role of the model, for the messages
-    _num_truncated: int = field(default=0, init=False)
 
     def read(self, call: Call) -> ScoringRows:
         """Return the request's rows. Raises ContractError if the request is invalid."""
@@ -115,13 +110,8 @@ class RowReader:
         return pairs
 
     def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> TokenRow:
-        """Return the row of one sentence; `pair`: the second text, if not empty. See `__init__` for longer ones."""
-        row = self.encoded(index, text, metadata, pair)
-        has_reply = pair or self.append_eos or MESSAGES in metadata or RESPONSE_KEY in metadata
-        if self.truncates and not has_reply:
-            self._report_truncation(index, row.num_tokens)
-            row = row._replace(num_tokens=len(row.ids))
-        return self._checked(index, row)
+        """Return the row of one sentence; `pair`: the second text, if not empty. Raises ContractError, if too long."""
+        return self._checked(index, self.encoded(index, text, metadata, pair))
 
     def encoded(self, index: int, text: str, metadata: dict[str, Any], pair: str = "") -> Encoded:
         """Return the tokens of one sentence; `pair`: the second text, if not empty. Raises ContractError."""
@@ -181,24 +171,6 @@ class RowReader:
         row = TokenRow(np.asarray(ids, np.int64), types=None if types is None else np.asarray(types, np.int64))
         check_row(row.tokens, index, self.limits)
         return row
-
-    def _report_truncation(self, index: int, num_tokens: int) -> None:
-        """Log the first, 10th, 100th, ... sentence that is truncated."""
-        self._num_truncated += num_tokens > self._max_length
-        if num_tokens > self._max_length and str(self._num_truncated).strip("0") == "1":
-            logger.warning(
-                "%s: %s[%d] was truncated to %d of its %d tokens (max_length), as %d such texts so far; with the reply "
-                "as %r or the chat as %r in %s, such a row is refused",
-                self.checkpoint.name,
-                SENTENCES,
-                index,
-                self._max_length,
-                num_tokens,
-                self._num_truncated,
-                RESPONSE_KEY,
-                MESSAGES,
-                METADATA,
-            )
 
     @property
     def _max_length(self) -> int:

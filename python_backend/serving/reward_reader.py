@@ -15,7 +15,6 @@ def reward_reader(
     get: Callable[[str], str | None],
     *,
     skipped_pad_id: int | None = None,
-    truncates: bool = True,
 ) -> RowReader:
     """Return the reader of the rows of the reward model in `folder`; see `RowReader`.
 
@@ -39,5 +38,4 @@ def reward_reader(
         takes_pairs=get("text") == "pair",
         template=None if template is None else RowTemplate(template),
         generation_prompt=get("generation_prompt") == "true",
-        truncates=truncates and template is None and logit is None,
     )

@@ -58,7 +58,6 @@ class StepReader(RowReader):
     """Reads the rows of a process reward; see `RowReader`. Raises CheckpointError if the mark must be one token."""
 
     rules: StepRules = field(kw_only=True)
-    truncates: bool = False
     checks_size: bool = True
 
     def __post_init__(self) -> None:

@@ -749,7 +749,7 @@ def test_both_trackers_receive_what_the_files_hold(said: list[tuple[Any, ...]], 
 
 def test_a_tracker_that_is_not_installed_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(RlhfError, match=r"actor\.trackers: wandb is not installed .*pip install wandb"):
+    with pytest.raises(RlhfError, match=r"actor\.trackers: wandb is not installed .*pip install '\.\[wandb\]'"):
         Trackers(["wandb"], tmp_path, "run")
 
 

@@ -60,7 +60,7 @@ from python_backend.wire.contract import (
     VersionRange,
     texts_array,
 )
-from tools.gateway.json_api import RewardInput
+from tools.gateway.dialects import RewardInput
 from tools.gateway.rows import reply_row
 from trainer.live import read_pairs
 

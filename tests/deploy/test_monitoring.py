@@ -64,6 +64,8 @@ CALM = {
     f"rlhf_actor_failed_requests_total{{{ACTOR}}}": "0x180",
     f"rlhf_actor_retries_total{{{ACTOR}}}": "0x180",
     f"rlhf_actor_outages_total{{{ACTOR}}}": "0x180",
+    'rlhf_gateway_requests_total{job="rlhf-gateway", route="/score", status="200"}': "0+10x180",
+    'rlhf_gateway_requests_total{job="rlhf-gateway", route="/health", status="503"}': "0x180",
     f"rlhf_actor_disk_free_bytes{{{ACTOR}}}": "50x180",
     f"rlhf_actor_disk_size_bytes{{{ACTOR}}}": "100x180",
     f"rlhf_trainer_disk_free_bytes{{{TRAINER}}}": "50x180",
@@ -93,6 +95,9 @@ CAUSES: dict[str, dict[str, str]] = {
     "RlhfRowsMasked": {f"rlhf_actor_masked_rows_total{{{ACTOR}}}": "0x60 8+8x119"},
     "RlhfRequestsFailed": {f"rlhf_actor_failed_requests_total{{{ACTOR}}}": ONCE},
     "RlhfRequestsRefused": {'rlhf_requests_refused_total{job="rlhf-server", model="critic", status="400"}': ONCE},
+    "RlhfGatewayFailing": {
+        'rlhf_gateway_requests_total{job="rlhf-gateway", route="/score", status="504"}': "0x60 1+1x119"
+    },
     "RlhfRetries": {f"rlhf_actor_retries_total{{{ACTOR}}}": "0x60 8+8x119"},
     "RlhfOutage": {f"rlhf_actor_outages_total{{{ACTOR}}}": ONCE},
     "RlhfError": {
@@ -139,7 +144,11 @@ def test_dashboard_and_page_are_generated_and_select_the_jobs_that_are_scraped()
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
     jobs = {job["job_name"] for job in config["scrape_configs"]}
     texts = (MONITORING / "alerts.yml").read_text() + board.replace('\\"', '"')
-    assert jobs == {"rlhf-server", "rlhf-actor", "rlhf-trainer"} >= set(re.findall(r'job="([\w-]+)"', texts))
+    assert (
+        jobs
+        == {"rlhf-server", "rlhf-actor", "rlhf-trainer", "rlhf-gateway"}
+        >= set(re.findall(r'job="([\w-]+)"', texts))
+    )
 
 
 def check(tmp_path: Path, series: dict[str, str], minute: int, expected: set[str]) -> str:

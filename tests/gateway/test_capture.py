@@ -620,7 +620,13 @@ async def test_the_gateway_of_a_yaml_serves_the_policy(tmp_path: Path) -> None:
     async with FakeVllm() as server, contextlib.AsyncExitStack() as closing:
         server.answer = lambda body: {"token_ids": [*ids("Hi."), EOS], "weight_versions": []}
         section = ServedPolicySection(model=tmp_path / "policy", servers=(server.url,), export=export)
-        async with gateway("unused:1", more=[policy_router(section, closing)]) as caller:
+        async with gateway(more=[policy_router(section, closing)]) as caller:
+            base = "the base URL ends with /sessions/NAME, and /v1 for OpenAI's client"
+            for path in ("/v1/chat/completions", "/v1/messages"):
+                assert base in await caller.error(path, {"messages": [USER]}, 404)
+            assert "known: /sessions/{name}, " in await caller.error("/sessions/s/chat/completions", {}, 404)
+            assert "no such path" in await caller.error("/v1/rewards", {"inputs": [{"text": "a"}]}, 404)
+            assert (await caller.get("/health"))[0] == 200  # without rewards, no server is missing
             assert (await say(caller, "s", [USER]))["content"] == "Hi."
             await caller.post("/sessions/s/end", {})
             server.answer = lambda body: {"finish_reason": "abort"}

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import random
+import re
 import socket
 import ssl
 import struct
@@ -19,12 +20,13 @@ import pytest
 from certificate import make_certificate
 from fake_reward import Caller, FakeReward, gateway, rows_of
 from fake_triton import Behaviour
+from prometheus_client.parser import text_string_to_metric_families
 
 from python_backend.client.connection import Message
 from python_backend.config import ConfigError, GatewaySection, RunConfig
 from tools.gateway import app, command, scoring
 from tools.gateway.command import check_key
-from tools.gateway.vllm import activated
+from tools.gateway.dialects import activated
 
 NONE = np.empty((0, 1))
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -209,7 +211,7 @@ async def test_vllm_scores_text_pairs() -> None:
             expected = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
             assert reply["data"] == expected
         for names in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
-            _, reply = await caller.post("/score", {**dict(zip(names, ("ab", ["c"]), strict=True)), **raw})
+            _, reply = await caller.post("/v1/score", {**dict(zip(names, ("ab", ["c"]), strict=True)), **raw})
             assert reply["data"][0]["score"] == 4
         _, reply = await caller.post("/score", {"text_1": "a", "text_2": "b"})
         assert reply["data"][0]["score"] == 1  # the probability of the only label
@@ -217,6 +219,79 @@ async def test_vllm_scores_text_pairs() -> None:
         assert "text_1: 2 texts for 3 of text_2, must be as many, or one" in await caller.error("/score", body, 400)
         for wrong in ({"text_1": "a"}, {"text_1": [], "text_2": "a"}, {"text_1": 5, "text_2": "a"}):
             await caller.error("/score", wrong, 400)
+
+
+async def test_documents_are_ranked_in_vllms_form_and_in_teis() -> None:
+    async with fake_gateway(text="pair", labels=("entailment",)) as (caller, server):
+        body = {"query": "q", "documents": ["a", "abc", "ab"], "use_activation": False}
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            status, reply = await caller.post(path, {**body, "model": "reward_model", "return_documents": False})
+            assert (status, reply["model"]) == (200, "reward_model")
+            best = [{"index": 1, "relevance_score": 5}, {"index": 2, "relevance_score": 4}]
+            assert reply["results"] == [*best, {"index": 0, "relevance_score": 3}]
+        assert rows_of(server.received[0]) == ["q|a", "q|abc", "q|ab"]
+        for top_n, number in ((0, 3), (2, 2), (9, 3), (None, 3)):
+            _, reply = await caller.post("/rerank", {**body, "top_n": top_n})
+            assert [row["document"]["text"] for row in reply["results"]] == ["abc", "ab", "a"][:number]
+        _, reply = await caller.post("/rerank", {"query": "q", "texts": ["a", "ab"], "raw_scores": True})
+        assert reply == [{"index": 1, "score": 4}, {"index": 0, "score": 3}]
+        _, reply = await caller.post("/rerank", {"query": "q", "texts": ["a"], "return_text": True, "truncate": True})
+        assert reply == [{"index": 0, "score": 1, "text": "a"}]  # the probability of the only label
+        assert "documents: empty" in await caller.error("/rerank", {"query": "q", "documents": []}, 400)
+        refused = {"query": "q", "documents": ["a", "refuse"]}
+        assert "documents[1]: " in await caller.error("/rerank", refused, 400)
+        assert "did you mean documents?" in await caller.error("/rerank", {"query": "q", "document": ["a"]}, 400)
+    async with fake_gateway() as (caller, _):
+        assert "use /v1/rewards" in await caller.error("/rerank", {"query": "q", "texts": ["a"]}, 501)
+
+
+async def test_each_request_is_counted_and_logged_with_the_cause_of_a_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "tools.gateway.request_log")
+    async with fake_gateway(key="sesame") as (caller, _):
+        headers = {"Authorization": "Bearer sesame"}
+        await caller.post("/v1/rewards", {"inputs": [{"text": "abc"}, {"text": "refuse"}]}, headers=headers)
+        await caller.post("/get_reward", {"query": ["abc"]}, headers=headers)
+        await caller.error("/get_reward", {"query": ["a", "refuse"]}, 400, headers=headers)
+        await caller.error("/get_reward", {"query": ["a"]}, 401)
+        await caller.error("/secret", {}, 404, headers=headers)
+        for _ in range(2):
+            async with caller.session.get(caller.url + "/metrics") as reply:
+                page = await reply.text()
+        samples = {}
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                samples[(sample.name.removeprefix("rlhf_gateway_"), *sample.labels.values())] = sample.value
+    assert samples["requests_total", "/v1/rewards", "200"] == 1
+    assert samples["requests_total", "/get_reward", "400"] == 1
+    assert samples["requests_total", "/get_reward", "401"] == 1
+    assert samples["requests_total", "other", "404"] == 1
+    assert samples["requests_total", "/metrics", "200"] == 1
+    assert samples["request_seconds_count", "/get_reward"] == 3
+    assert (samples["rows_total",], samples["failed_rows_total",], samples["requests_in_flight",]) == (5, 3, 1)
+    lines = [(record.levelname, re.sub(r"\d+ ms", "N ms", record.message)) for record in caplog.records]
+    assert lines == [
+        ("WARNING", "POST /v1/rewards 200 2 rows (1 without a reward) N ms: text: 'refuse' has no tokens"),
+        ("INFO", "POST /get_reward 200 1 rows N ms"),
+        ("WARNING", "POST /get_reward 400 2 rows (2 without a reward) N ms: query[1]: text: 'refuse' has no tokens"),
+        ("WARNING", f"POST /get_reward 401 N ms: {app.NO_KEY}"),
+        ("WARNING", lines[-1][1]),
+    ]
+
+
+async def test_json_is_read_whatever_curl_calls_it_and_the_page_names_the_status_of_a_wrong_body() -> None:
+    async with fake_gateway() as (caller, _):
+        for kind in ("application/x-www-form-urlencoded", "text/plain", "application/octet-stream"):
+            status, reply = await caller.post("/get_reward", {"query": ["abc"]}, headers={"Content-Type": kind})
+            assert (status, reply["rewards"]) == (200, [3])
+        assert "not JSON at character 0" in await caller.error("/get_reward", b"a=b", 400)
+        _, page = await caller.get("/openapi.json")
+        replies = [operation["responses"] for path in page["paths"].values() for operation in path.values()]
+        assert all({"200", "default"} == responses.keys() for responses in replies)
+        assert (await caller.get("/docs"))[0] == 404  # it would load scripts from the internet
+        for path in ("/health", "/readyz", "/healthz"):
+            assert (await caller.get(path))[0] == 200
 
 
 async def test_vllm_classifies_with_the_labels_of_the_checkpoint() -> None:
@@ -366,35 +441,48 @@ async def checked_gateway(
 
 
 WRONG_BODIES: list[tuple[str, Any, int, str]] = [
-    ("/v1/rewards", {"inputs": [{"txet": "a"}]}, 400, "inputs.0.txet"),
-    ("/v1/rewards", {"inputs": [{"text": "a"}], "model": "x"}, 400, "model"),
-    ("/v1/rewards", {"inputs": [{"text": 5}]}, 400, "inputs.0.text"),
+    ("/v1/rewards", {"inputs": [{"txet": "a"}]}, 400, "inputs[0]: unknown field 'txet'; did you mean text?"),
+    (
+        "/v1/rewards",
+        {"inputs": [{"text": "a"}], "model": "x"},
+        400,
+        "unknown field 'model'; known: inputs, probabilities, timing",
+    ),
+    ("/v1/rewards", {"inputs": [{"text": 5}]}, 400, "inputs[0].text: must be a text, got 5"),
     ("/v1/rewards", {"inputs": [{"text": "a", "tokens": [1]}]}, 400, "text and tokens"),
     ("/v1/rewards", {"inputs": [{}]}, 400, "no content"),
     ("/v1/rewards", {"inputs": [{"prompt": "a"}]}, 400, "belong together"),
-    ("/v1/rewards", {"inputs": [{"tokens": [1, -1]}]}, 400, "inputs.0.tokens.1"),
-    ("/v1/rewards", {"inputs": [{"tokens": [1, 2**70]}]}, 400, "inputs.0.tokens.1"),
-    ("/v1/rewards", {"inputs": [{"tokens": [True]}]}, 400, "inputs.0.tokens.0"),
+    ("/v1/rewards", {"inputs": [{"tokens": [1, -1]}]}, 400, "inputs[0].tokens[1]: must be at least 0, got -1"),
+    ("/v1/rewards", {"inputs": [{"tokens": [1, 2**70]}]}, 400, "inputs[0].tokens[1]: must be less than 2147483648"),
+    ("/v1/rewards", {"inputs": [{"tokens": [True]}]}, 400, "inputs[0].tokens[0]: must be an integer, got True"),
     ("/v1/rewards", {"inputs": [{"text": "a", "metadata": {"prompt": "b"}}]}, 400, "metadata.prompt: a reserved name"),
-    ("/v1/rewards", {"inputs": []}, 400, "inputs"),
-    ("/v1/rewards", [], 400, "must be a JSON object, sent with the header Content-Type"),
-    ("/get_reward", {"query": "abc"}, 400, "query"),
+    ("/v1/rewards", {"inputs": []}, 400, "inputs: empty, must have at least 1 entry"),
+    ("/v1/rewards", {"inputs": ["a"]}, 400, "inputs[0]: must be an object, got 'a'"),
+    ("/v1/rewards", [], 400, "body: must be an object, got []"),
+    ("/get_reward", {"query": "abc"}, 400, "query: must be a list, got 'abc'"),
     ("/get_reward", {"query": []}, 400, "0 rows"),
-    ("/get_reward", {"queries": ["a"]}, 400, "query: Field required"),
-    ("/remote_rm", {"prompt": "a"}, 400, "response: Field required"),
-    ("/remote_rm", {"prompt": [], "response": "a"}, 400, "prompt"),
-    ("/classify", {"input": [["a"]]}, 400, "input.0.0"),
+    ("/get_reward", {"queries": ["a"]}, 400, "unknown field 'queries'; did you mean query?"),
+    ("/get_reward", {}, 400, "query: missing"),
+    ("/remote_rm", {"prompt": "a"}, 400, "response: missing"),
+    ("/remote_rm", {"prompt": 5, "response": "a"}, 400, "prompt: must be a text, got 5"),
+    ("/remote_rm", {"prompt": [], "response": "a"}, 400, "prompt: empty"),
+    ("/remote_rm", {"prompt": [{}], "response": "a"}, 400, "prompt[0]: must be"),
+    ("/classify", {"input": [["a"]]}, 400, "input[0][0]: must be an integer"),
     ("/classify", {"input": "a", "add_special_tokens": False}, 400, "reward.add_special_tokens True"),
-    ("/classify", {"input": "a", "messages": [{"role": "user", "content": "b"}]}, 400, "input"),
-    ("/pooling", {"input": "a", "encoding_format": "bytes"}, 400, "encoding_format"),
+    ("/classify", {"input": "a", "messages": [{"role": "user", "content": "b"}]}, 400, "unknown field 'input'"),
+    ("/pooling", {"input": "a", "encoding_format": "bytes"}, 400, "encoding_format: must be 'float' or 'base64'"),
     ("/pooling", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
     ("/get_reward", b'{"query": ["\xff"]}', 400, "body"),
     ("/get_reward", b'{"query": ["abc"', 400, "body"),
     ("/get_reward", b"[" * 100_000, 400, "body"),
-    ("/get_reward", b"", 400, "body"),
+    ("/get_reward", b"", 400, "body: empty, must be a JSON object"),
     ("/classify", {"model": "other", "input": "a"}, 404, "`other` does not exist"),
-    ("/reward", {}, 404, "Not Found"),
-    ("/score", {"text_1": "a", "text_2": "b"}, 501, "needs reward.text: pair"),
+    ("/get_rewards", {}, 404, "/get_rewards: no such path; did you mean /get_reward?"),
+    ("/xyzzy", {}, 404, "known: /classify, /get_reward, "),
+    ("/v1/models", {}, 405, "/v1/models: POST is not allowed here; send GET"),
+    ("/health", {}, 413, "send no body to this path"),
+    ("/v1/chat/completions", {}, 404, "the policy is not served to agents here; set gateway.policy"),
+    ("/score", {"text_1": "a", "text_2": "b"}, 501, "need reward.text: pair"),
     (
         "/v1/rewards",
         {"inputs": [{"text": "a"}], "probabilities": True},
@@ -626,16 +714,16 @@ BOMBS: list[tuple[str, Any, int, str]] = [
     ("/score", {"text_1": LONG, "text_2": ["a"] * 5000}, 413, "5000 rows, must be 1 to 4096 per request"),
     ("/score", {"text_1": [LONG], "text_2": ["a"] * 1500}, 413, "300001500 characters in all rows, must be at most"),
     ("/score", {"text_1": "x" * 4_100_000, "text_2": ["b", "b"]}, 400, "text: 4100001 bytes, must be at most 4000000"),
-    ("/v1/rewards", {"inputs": [{}] * 2000}, 400, "inputs.0: has no content"),
+    ("/v1/rewards", {"inputs": [{}] * 2000}, 400, "inputs[0]: has no content"),
     ("/v1/rewards", {"inputs": [{}] * 100_000}, 413, "100000 rows, must be 1 to 4096"),
-    ("/v1/rewards", {"inputs": [{"tokens": ["a"] * 200_000}]}, 400, "inputs.0.tokens.0"),
-    ("/v1/rewards", {"inputs": [{"messages": [{}] * 100_000}]}, 400, "inputs.0.messages.0"),
-    ("/v1/rewards", {"inputs": [{str(i): 1 for i in range(70_000)}]}, 400, "70000 fields, must be at most 64"),
+    ("/v1/rewards", {"inputs": [{"tokens": ["a"] * 200_000}]}, 400, "inputs[0].tokens[0]"),
+    ("/v1/rewards", {"inputs": [{"messages": [{}] * 100_000}]}, 400, "inputs[0].messages[0]"),
+    ("/v1/rewards", {"inputs": [{str(i): 1 for i in range(70_000)}]}, 400, "inputs[0]: unknown field '0'; known: text"),
     ("/v1/rewards", {"inputs": [{"text": "a", "metadata": {"a": [[]] * 600_000}}]}, 413, "250000 texts, objects"),
-    ("/get_reward", {"query": [1] * 2000}, 400, "query.0"),
+    ("/get_reward", {"query": [1] * 2000}, 400, "query[0]: must be a text, got 1"),
     ("/remote_rm", {"prompt": [{"role": "user", "content": [1] * 200_000}], "response": ""}, 400, "content"),
-    ("/classify", {"input": [[]] * 2000}, 400, "input.0"),
-    ("/get_reward", {str(i): 1 for i in range(70_000)}, 400, "70000 fields"),
+    ("/classify", {"input": [[]] * 2000}, 400, "input[0]: empty"),
+    ("/get_reward", {str(i): 1 for i in range(70_000)}, 400, "body: unknown field '0'; known: query"),
 ]
 
 

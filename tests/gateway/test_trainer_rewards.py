@@ -1,6 +1,7 @@
 """The functions for TRL and verl, against a gateway in front of a fake server."""
 
 import asyncio
+import socketserver
 import subprocess
 import sys
 import threading
@@ -154,6 +155,50 @@ def test_a_key_and_an_address_are_required(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("REWARD_GATEWAY_URL")
     with pytest.raises(RewardUnavailable, match="REWARD_GATEWAY_URL"):
         trl_reward(["a"], ["b"])
+
+
+HTTP_2 = b"\x00\x00\x18\x04\x00\x00\x00\x00\x00" + bytes(24)  # how a gRPC server begins
+NO_GATEWAY = r"is this the address of `tools gateway` .*not Triton's\?"
+
+
+@pytest.mark.parametrize(
+    ("url", "answer", "told"),
+    [
+        ("127.0.0.1:8100", None, r"127\.0\.0\.1:8100 must begin with http://"),
+        ("localhost:8100", None, "must begin with http://"),
+        ("ftp://host:8100", None, "must begin with http://"),
+        ("http://", None, "must begin with http://"),
+        ("http://:sesame@host", None, "set it as REWARD_GATEWAY_KEY"),
+        ("http://host:port", None, NO_GATEWAY),
+        ("http://a b:1", None, NO_GATEWAY),
+        ("http://URL", HTTP_2, f"the answer is not HTTP; {NO_GATEWAY}"),
+        ("https://URL", HTTP_2, NO_GATEWAY),
+        ("http://URL", b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}", f"404: Not Found; {NO_GATEWAY}"),
+        ("http://URL", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", NO_GATEWAY),
+        ("http://URL", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n<>", NO_GATEWAY),
+    ],
+)
+def test_a_wrong_address_fails_at_once(
+    url: str, answer: bytes | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+            self.request.sendall(answer or b"")
+
+    monkeypatch.setattr(trainer_rewards, "WAIT_S", 300.0)
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it is repeated"))
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other) as other:
+        thread = threading.Thread(target=other.serve_forever, args=[0.01])
+        thread.start()
+        try:
+            monkeypatch.setenv("REWARD_GATEWAY_URL", url.replace("URL", f"127.0.0.1:{other.server_address[1]}"))
+            with pytest.raises(RewardUnavailable, match=told) as failed:
+                trl_reward(["a"], ["b"])
+        finally:
+            other.shutdown()
+            thread.join()
+    assert "sesame" not in str(failed.value)
 
 
 def test_the_functions_need_the_standard_library_alone() -> None:

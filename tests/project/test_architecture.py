@@ -15,6 +15,11 @@ import pytest
 
 from tools import render_configs
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("python_backend", "trainer", "actor", "critic_client", "tools", "benchmarks", "examples")
 MOST_LINES = {"actor/loop.py": 200, "trainer/sidecar.py": 200, "README.md": 180}
@@ -114,6 +119,23 @@ def test_what_does_not_compute_never_imports_torch(tmp_path: Path):
     assert not guilty[:1], f"{guilty[:1]} imports torch or transformers"
     contract = imported_after(NUMPY_ALONE, tmp_path)[NUMPY_ALONE[-1]]
     assert contract & {*HEAVY, "numpy"} == {"numpy"}
+
+
+def test_clients_and_the_gateway_are_installed_without_torch():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+
+    def packages(requirements: list[str]) -> set[str]:
+        names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}  # type: ignore[index]
+        inner = re.findall(r"rlhf-on-triton\[(.+?)\]", " ".join(requirements))
+        return names.union(*(packages(extras[extra]) for found in inner for extra in found.split(",")))
+
+    for name in ("client", "gateway"):
+        found = packages([*project["dependencies"], *extras[name]])
+        assert not found & {"torch", "transformers", "tokenizers"}, name
+        assert {"numpy", "safetensors", "xxhash", "tritonclient", "pydantic", "pyyaml"} <= found
+    for name in ("serve", "train"):
+        assert {"torch", "transformers", "nvidia-pytriton"} <= packages(extras[name])
 
 
 def test_model_files_import_a_class_that_exists_and_nothing_else():

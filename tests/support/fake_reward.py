@@ -161,7 +161,8 @@ async def gateway(
     """
     calling = ClientSection(**{"backoff_s": 0.001, "deadline_s": 20.0, "servers": urls, **(client or {})})
     section = GatewaySection(**{"port": 0, **settings})
-    triton = TritonClient("unused:1", calling, expected={REWARD_MODEL: expected} if expected else None)
+    named = {REWARD_MODEL: expected} if expected else None
+    triton = TritonClient("unused:1", calling, expected=named) if urls else None  # else the policy alone is served
     app = create_app(triton, section, key, more=more)
     server = uvicorn.Server(bounded(app, section))
     bound = server.config.bind_socket()

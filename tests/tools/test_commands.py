@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,35 @@ def test_exit_code_2_of_wrong_arguments(arguments: list[str], program: Path) -> 
     done = run(program, *arguments)
     assert done.returncode == 2
     assert "usage: rlhf-triton" in done.stdout + done.stderr or "error: unknown" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "package", "extra"),
+    [
+        ("gateway", "tools.gateway.command", "h11", "gateway"),
+        ("gateway", "tools.gateway.command", "transformers", "gateway,serving"),
+        ("serve", "tools.serve", "psutil", "serve"),
+        ("run", "tools.run", "rich", "train"),
+    ],
+)
+def test_a_missing_package_names_the_extra_that_has_it(
+    command: str,
+    module: str,
+    package: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError(f"No module named '{package}.part'", name=f"{package}.part")
+
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(main=missing))
+    monkeypatch.setattr(program_module, "ROOT", Path("/"))
+    monkeypatch.setattr(sys, "argv", ["tools"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert program_module.main([command]) == 2
+    told = f"error: {command} needs the package {package}: pip install '.[{extra}]'\n"
+    assert capsys.readouterr().err == told
 
 
 def test_overrides_stand_on_both_sides_of_options() -> None:

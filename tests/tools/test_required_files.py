@@ -403,7 +403,7 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
         ([*PLAYED, "environment.reward={file}:scor"], "{file}:scor cannot be imported: {file} has no 'scor'"),
         ([LONGEST, "environment.agent={file}:walk"], "environment.agent {file}:walk: "),
         (["critic.model={other_policy}"], "critic.model: the tokenizer of {other_policy} differs"),
-        (["actor.trackers=[mlflow]"], "actor.trackers: mlflow is not installed; pip install mlflow, or remove it"),
+        (["actor.trackers=[mlflow]"], "actor.trackers: mlflow is not installed; pip install '.[mlflow]', or remove it"),
     ],
 )
 def test_a_run_is_refused_with_one_line_for_each_problem(

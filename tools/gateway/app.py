@@ -4,19 +4,22 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import difflib
 import gc
 import hmac
 import ipaddress
 import itertools
 import re
+import reprlib
 import urllib.parse
 from collections.abc import AsyncIterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,13 +29,12 @@ from python_backend.client.client import TritonClient
 from python_backend.config import GatewaySection
 from python_backend.errors import RlhfError
 from python_backend.wire.texts import printable
-from tools.gateway.json_api import json_router
+from tools.gateway.dialects import reward_router
+from tools.gateway.request_log import GatewayMetrics, RequestLog
 from tools.gateway.rows import GatewayError
 from tools.gateway.scoring import RewardSource, Room
-from tools.gateway.trainers import openrlhf_router, slime_router
-from tools.gateway.vllm import vllm_router
 
-OPEN_PATHS = ("/healthz", "/readyz", "/docs", "/openapi.json")  # without a key
+OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics", "/openapi.json"})  # without a key
 MOST_PROBLEMS = 3  # of an invalid body, in its error message
 NO_KEY = "no valid key: send `Authorization: Bearer KEY`, or put the key into the URL, http://:KEY@host"
 HEADERS = {
@@ -45,35 +47,62 @@ COLLECTED_BYTES = 1_000_000  # of a body after which garbage is collected, which
 MAX_ITEMS = 250_000  # texts, objects and arrays of a body, each of which takes 50 to 250 bytes once it is parsed
 _ITEM = re.compile(rb'"[^"]*"?|[{[]')
 SESSIONS = "/sessions/"
-NO_OBJECT = "must be a JSON object, sent with the header Content-Type: application/json"
 NOT_JSON = "not JSON: it is not UTF-8, nested too deeply, or has a number with too many digits"
-KINDS = {"completion", "chat", "texts", "rows", "str"}  # pydantic's names of union members, which no client sent
-UNION_FIELDS = {"input", "text_1", "text_2", "queries", "documents", "items", "data_1", "data_2"}
+AGENT_PATHS = ("/v1/chat/completions", "/v1/messages")  # behind /sessions/NAME
+# Pydantic's problems in our words, by type; in braces what its context has.
+PROBLEMS = {
+    "missing": "missing",
+    "string_type": "must be a text",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "int_type": "must be an integer",
+    "bool_type": "must be true or false",
+    "too_short": "empty, must have at least {min_length} entry",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "literal_error": "must be {expected}",
+    "string_pattern_mismatch": "must match {pattern}",
+}
+WITHOUT_VALUE = ("missing", "too_short", "value_error")
 DESCRIPTION = "Rewards from Triton, in the protocols of several trainers. A row without a reward is an error, never 0."
 
 
+class ErrorReply(BaseModel):
+    """The shape of OpenAI's and vLLM's errors: `message`, `type`, `param` and `code`, the status."""
+
+    error: dict[str, Any]
+
+
 def create_app(
-    client: TritonClient, settings: GatewaySection, key: str | None = None, *, more: Sequence[APIRouter] = ()
+    client: TritonClient | None, settings: GatewaySection, key: str | None = None, *, more: Sequence[APIRouter] = ()
 ) -> FastAPI:
-    """Return the application, which closes `client` when it shuts down.
+    """Return the application.
 
     Args:
+        client: where the rewards come from; the application closes it when it shuts down. None: there are none.
         key: what requests must carry, if set.
         more: routes beside those for rewards.
     """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with client:
+        async with client or contextlib.nullcontext():
             yield
 
-    source = RewardSource(client, settings)
+    metrics, routes = GatewayMetrics(), set[str]()
     app = FastAPI(
         title="Reward gateway",
         description=DESCRIPTION,
         lifespan=lifespan,
+        docs_url=None,  # its page loads scripts from the internet
         redoc_url=None,
-        middleware=[Middleware(RequestGuard, settings=settings, key=key)],
+        responses={"default": {"description": "An error, `error.message` says which", "model": ErrorReply}},
+        middleware=[
+            Middleware(RequestLog, metrics=metrics, routes=routes, quiet=OPEN_PATHS),
+            Middleware(RequestGuard, settings=settings, key=key),
+        ],
         exception_handlers={
             RlhfError: refused,
             GatewayError: _gateway_error,
@@ -81,13 +110,8 @@ def create_app(
             RequestValidationError: _invalid_body,
         },
     )
-    for router in (
-        json_router(source),
-        openrlhf_router(source),
-        slime_router(source),
-        vllm_router(source, settings.model),
-        *more,
-    ):
+    source = RewardSource(client, settings) if client else None
+    for router in ([reward_router(source, settings.model)] if source else []) + [*more]:
         app.include_router(router)
 
     @app.get("/healthz", tags=["health"])
@@ -95,14 +119,21 @@ def create_app(
         """Return 200 while the gateway runs."""
         return {"status": "ok"}
 
+    @app.get("/health", tags=["health"])
     @app.get("/readyz", tags=["health"])
-    async def readyz() -> dict[str, str]:
+    async def health() -> dict[str, str]:
         """Return 200 if a server is ready to score, otherwise 503 with the cause."""
-        cause = await source.why_not_ready()
+        cause = await source.why_not_ready() if source else None
         if cause is not None:
             raise GatewayError(HTTPStatus.SERVICE_UNAVAILABLE, cause)
         return {"status": "ready"}
 
+    @app.get("/metrics", tags=["health"])
+    async def prometheus() -> Response:
+        """Return the gateway's metrics in Prometheus' text format."""
+        return Response(metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    routes.update(app.openapi()["paths"], OPEN_PATHS)
     return app
 
 
@@ -132,6 +163,8 @@ class RequestGuard:
             async with contextlib.AsyncExitStack() as reserved:
                 size = int(headers.get("content-length", 0))
                 body = await self._body(receive, size, 0 if is_open else self._max_body_bytes, reserved)
+                others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]  # curl -d names a form
+                scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
                 if scope["path"].startswith(SESSIONS):  # where a call counts, whether its client waits for it or not
                     replay = _replayed(body, receive)
                     del body  # the policy may sample for minutes
@@ -179,7 +212,10 @@ class RequestGuard:
             body += message.get("body", b"")
             more = message.get("more_body", False)
             if max(size, len(body)) > limit:
-                raise GatewayError(413, f"the body exceeds {limit} bytes (gateway.max_body_bytes)")
+                told = (
+                    f"the body exceeds {limit} bytes (gateway.max_body_bytes)" if limit else "send no body to this path"
+                )
+                raise GatewayError(413, told)
             if len(body) > SMALL_BODY_BYTES and not has_room:
                 await reserved.enter_async_context(self._room.reserved(size or limit))
                 if (
@@ -245,11 +281,28 @@ async def _gateway_error(_: Request, error: GatewayError) -> JSONResponse:
     return error_reply(error.status, str(error))
 
 
-async def _http_error(_: Request, error: StarletteHTTPException) -> JSONResponse:
+async def _http_error(request: Request, error: StarletteHTTPException) -> JSONResponse:
     detail = str(error.detail)
+    path = request.url.path
+    known = sorted(request.app.openapi()["paths"])
     if detail == "There was an error parsing the body":  # FastAPI's, for any exception in there
         detail = f"body: {NOT_JSON}"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        detail = f"{path}: {request.method} is not allowed here; send {(error.headers or {}).get('Allow', 'POST')}"
+    elif error.status_code == HTTPStatus.NOT_FOUND and detail == "Not Found":
+        near = difflib.get_close_matches(path, known, n=1)
+        detail = f"{path}: no such path; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}")
+        if path in AGENT_PATHS or path.startswith(SESSIONS):
+            detail = f"{path}: " + _session_hint(path, known)
     return error_reply(HTTPStatus(error.status_code), detail)
+
+
+def _session_hint(path: str, known: Sequence[str]) -> str:
+    if not any(each.startswith(SESSIONS) for each in known):
+        return "the policy is not served to agents here; set gateway.policy"
+    if path in AGENT_PATHS:
+        return f"an agent's calls name a session: the base URL ends with {SESSIONS}NAME, and /v1 for OpenAI's client"
+    return f"no such path; known: {', '.join(each for each in known if each.startswith(SESSIONS))}"
 
 
 async def _invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -260,14 +313,20 @@ async def _invalid_body(_: Request, error: RequestValidationError) -> JSONRespon
 
 
 def _problem(item: dict[str, Any]) -> str:
-    """Return one of pydantic's problems in words of the request."""
+    """Return one of pydantic's problems in words of the request: its field, what is wrong, and the value."""
     if item["type"] == "json_invalid":
         return f"body: not JSON at character {item['loc'][-1]}: {item['ctx']['error']}"
-    if tuple(item["loc"]) == ("body",) and item["type"] in ("missing", "model_attributes_type", "dict_type"):
-        return f"body: {NO_OBJECT}"
-    parts: list[str] = []
-    for part in map(str, item["loc"]):
-        of_union = bool(parts) and parts[-1] in UNION_FIELDS and part in ("text", "tokens")
-        if part not in KINDS and not part.startswith("list[") and not of_union:
-            parts.append(part)
-    return f"{'.'.join(parts)}: {item['msg'].removeprefix('Value error, ')}"
+    place = ""
+    for part in item["loc"][item["loc"][0] == "body" :]:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif not part.startswith("<"):  # not a member of a union
+            place += f".{part}" if place else part
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] in PROBLEMS:
+        message = PROBLEMS[item["type"]].format(**item.get("ctx", {}))
+    if item["type"] not in WITHOUT_VALUE:
+        message += f", got {reprlib.repr(item['input'])}"
+    elif not place and item["type"] == "missing":
+        message = "empty, must be a JSON object"
+    return f"{place or 'body'}{'' if message.startswith(('[', ':')) else ': '}{message}"

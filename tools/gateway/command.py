@@ -154,10 +154,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config, arguments.overrides)
         log_to_stderr("gateway", config.run)
         asyncio.run(serve(config))
-    except ModuleNotFoundError as error:
-        if error.name not in ("fastapi", "starlette", "uvicorn"):
-            raise
-        return report(RuntimeError(f"the gateway needs {error.name}: pip install '.[gateway]'"))
     except REPORTED as error:
         return report(error)
     return 0
@@ -193,10 +189,13 @@ async def serve(config: RunConfig) -> None:
     from tools.gateway.app import create_app
     from tools.gateway.policy import policy_router
 
-    settings = config.gateway
-    expected = {REWARD_MODEL: reward_parameters(config)}
-    url = server_url(config)
-    client = TritonClient(url, config.actor.client, expected=expected)
+    settings, client, sources = config.gateway, None, list[str]()
+    if settings.policy:
+        sources.append(f"the policy for agents from {', '.join(settings.policy.servers)}")
+    if not settings.policy or config.rewards or "reward.model" in config.written:
+        url = server_url(config)
+        sources.insert(0, f"rewards from {', '.join(config.actor.client.servers) or url}")
+        client = TritonClient(url, config.actor.client, expected={REWARD_MODEL: reward_parameters(config)})
     log_config = None if is_json() else uvicorn.config.LOGGING_CONFIG  # None: its loggers use the root's handler
     async with contextlib.AsyncExitStack() as closing:
         more = [policy_router(settings.policy, closing)] if settings.policy else []
@@ -207,10 +206,8 @@ async def serve(config: RunConfig) -> None:
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         bound = server.config.bind_socket()
         bound.listen(server.config.backlog)  # so that clients can connect as soon as the line is printed
-        servers = ", ".join(config.actor.client.servers) or url
         scheme, port = "https" if settings.tls_certificate else "http", bound.getsockname()[1]
-        agents = f", the policy for agents from {', '.join(settings.policy.servers)}" if settings.policy else ""
-        say(f"gateway: {scheme}://{settings.host}:{port}, rewards from {servers}{agents}")
+        say(f"gateway: {scheme}://{settings.host}:{port}, {', '.join(sources)}")
         free_memory_at_once()
         await server.serve([bound])
 

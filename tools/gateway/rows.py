@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import reprlib
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from python_backend.errors import RlhfError
 from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY, with_reply
-from python_backend.wire.messages import plain_messages, text_of
+from python_backend.wire.messages import plain_messages
 
 MAX_ROWS = 4096  # of one request
 Message = dict[str, Any]
@@ -125,7 +127,6 @@ def check_all(results: list[RowResult], name: str) -> None:
 # What the bodies of all protocols share: strict types, unknown fields refused, token ids and messages.
 
 
-MAX_FIELDS = 64  # of an object; each unknown one is an error message
 T = TypeVar("T")
 
 
@@ -148,35 +149,19 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, data: Any) -> Any:
-        if isinstance(data, dict) and len(data) > MAX_FIELDS:
-            raise ValueError(f"{len(data)} fields, must be at most {MAX_FIELDS}")
+    def _only_known_fields(cls, data: Any) -> Any:
+        known = [name for field, info in cls.model_fields.items() for name in _names(field, info.validation_alias)]
+        unknown = next((name for name in data if name not in known), None) if isinstance(data, dict) else None
+        if unknown is not None:
+            near = difflib.get_close_matches(unknown[:100], known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"unknown field {reprlib.repr(unknown)}; {hint}")
         return data
 
 
-class ChatMessage(BaseModel):
-    """One message of a chat; other fields, such as `tool_calls`, reach the reward model's chat template."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: str
-    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-
-    @field_validator("content")
-    @classmethod
-    def _joined(cls, content: str | list[dict[str, Any]] | None) -> str | None:
-        return text_of(content)
-
-    @model_validator(mode="after")
-    def _has_content(self) -> ChatMessage:
-        if self.content is None and not (self.model_extra or {}).get("tool_calls"):
-            raise ValueError("content: missing or null, must be a text")
-        return self
+def _names(field: str, alias: Any) -> list[str]:
+    return [str(name) for name in alias.choices] if isinstance(alias, AliasChoices) else [field]
 
 
-Chat = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-
-
-def plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Return the messages as sent, with the parts of a content joined, and without keys that are null."""
-    return plain_messages([message.model_dump(exclude_unset=True) for message in messages])
+# Other keys of a message, such as `tool_calls`, reach the reward model's chat template.
+Chat = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True), AfterValidator(plain_messages)]

@@ -13,8 +13,10 @@ import itertools
 import json
 import logging
 import os
+import ssl
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +30,7 @@ WAIT_S = 300.0  # for a gateway or server that does not answer
 TIMEOUT_S = 180.0  # of one request; above `gateway.deadline_s`
 ROWS_PER_REQUEST = 256
 FIRST_PAUSE_S = 0.5
+NOT_THE_GATEWAY = "is this the address of `tools gateway` (port 8100 by default), without a path, and not Triton's?"
 NOT_METADATA = ("completion_ids", "environments")  # arguments of TRL with one entry per row that are no columns
 
 
@@ -101,7 +104,7 @@ def rewards_of(
     rewards: list[float | None] = []
     errors: list[str | None] = []
     for chunk in _chunks(rows, prompts or range(len(rows))):
-        reply = _post({"inputs": chunk}, url or os.environ.get("REWARD_GATEWAY_URL"))
+        reply = _post({"inputs": chunk}, url or os.environ.get("REWARD_GATEWAY_URL", ""))
         if len(reply["rewards"]) != len(chunk) or any(isinstance(reward, list) for reward in reply["rewards"]):
             raise RewardUnavailable("the reward model has several rewards per row: set reward.merge_attributes")
         rewards += reply["rewards"]
@@ -117,10 +120,9 @@ def _chunks(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any]) -> list[S
     return [rows[start:end] for start, end in zip(starts, [*starts[1:], len(rows)], strict=False)]
 
 
-def _post(body: Mapping[str, Any], url: str | None) -> dict[str, Any]:
+def _post(body: Mapping[str, Any], url: str) -> dict[str, Any]:
     """Return the gateway's reply; wait while no server answers. Raises RewardUnavailable."""
-    if not url:
-        raise RewardUnavailable("REWARD_GATEWAY_URL is not set: the gateway's address, for example http://host:8100")
+    _check_address(url)
     key = os.environ.get("REWARD_GATEWAY_KEY")
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     try:
@@ -132,13 +134,16 @@ def _post(body: Mapping[str, Any], url: str | None) -> dict[str, Any]:
     for attempt in itertools.count():
         try:
             with opener_for(url).open(request, timeout=TIMEOUT_S) as reply:
-                return json.load(reply)
+                return _read(reply.read(), url)
         except urllib.error.HTTPError as error:
             cause = f"{url}: {error.code}: {_message(error)}"
             if error.code not in (503, 504):
                 raise RewardUnavailable(cause) from error
         except (OSError, http.client.HTTPException) as error:
             cause = f"{url}: {error}"
+            if not _may_pass(error):
+                told = "the answer is not HTTP" if isinstance(error, http.client.BadStatusLine) else error
+                raise RewardUnavailable(f"{url}: {told}; {NOT_THE_GATEWAY}") from error
         pause_s = backoff_s(FIRST_PAUSE_S, attempt)
         if time.monotonic() + pause_s > give_up:
             break
@@ -147,11 +152,38 @@ def _post(body: Mapping[str, Any], url: str | None) -> dict[str, Any]:
     raise RewardUnavailable(f"{cause}; no answer for {WAIT_S:g} s")
 
 
+def _check_address(url: str) -> None:
+    """Raise RewardUnavailable unless it is one that urllib can open. Shows no password."""
+    parts = urllib.parse.urlsplit(url)
+    if not url:
+        raise RewardUnavailable("REWARD_GATEWAY_URL is not set: the gateway's address, for example http://host:8100")
+    if "@" in parts.netloc:
+        raise RewardUnavailable("REWARD_GATEWAY_URL has a key or a password: set it as REWARD_GATEWAY_KEY instead")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise RewardUnavailable(f"REWARD_GATEWAY_URL: {url} must begin with http:// or https://, as http://host:8100")
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether a repetition may succeed: not where the address is wrong or another protocol answers."""
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(reason, ssl.SSLError):
+        return isinstance(reason, ssl.SSLEOFError)  # cut off; otherwise a certificate, or no TLS at all
+    return isinstance(reason, (OSError, http.client.IncompleteRead))
+
+
+def _read(body: bytes, url: str) -> dict[str, Any]:
+    try:
+        reply = json.loads(body)
+        return {name: [*reply[name]] for name in ("rewards", "errors")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise RewardUnavailable(f"{url}: the reply has no rewards; {NOT_THE_GATEWAY}") from error
+
+
 def _message(error: urllib.error.HTTPError) -> str:
     try:
         return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):  # a proxy's page
-        return str(error.reason)
+    except (ValueError, KeyError, TypeError):  # a proxy's page, or another server
+        return f"{error.reason}; {NOT_THE_GATEWAY}" if error.code == 404 else str(error.reason)
 
 
 def _is_column(name: str, values: Any, num_rows: int) -> bool:

@@ -20,6 +20,7 @@ from python_backend.client import pool
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import OverBudget, RequestFailed, RequestRefused, ServerFailed
 from python_backend.client.retry import RequestCounters
+from python_backend.config import ClientSection
 from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, DEMANDED, LOAD_LABEL, REWARD_MODEL, VersionRange
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -254,6 +255,24 @@ async def test_a_server_that_stays_away_is_an_error(max_outage_s: float, error: 
         with pytest.raises(RequestFailed, match=error.replace("URL", re.escape(server.url))):
             await client.rewards(ROWS)
         assert client.counters.failed_requests == 1
+
+
+async def test_a_server_that_speaks_no_http_is_not_asked_again():
+    asked = []
+
+    async def grpc(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.read(100))
+        writer.write(b"\x00\x00\x18\x04\x00\x00\x00\x00\x00" + bytes(24))  # HTTP/2's settings
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(grpc, "127.0.0.1", 0) as server:
+        url = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with TritonClient(url, ClientSection(retries=5)) as client:
+            for call in (lambda: client.rewards(ROWS), lambda: client.describe(REWARD_MODEL)):
+                with pytest.raises(RequestRefused, match=f"{url} does not answer in HTTP: give Triton's HTTP port"):
+                    await call()
+    assert len(asked) == 2
 
 
 async def test_the_first_contact_is_impatient_and_takes_any_server_that_answers():

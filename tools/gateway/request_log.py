@@ -1,0 +1,105 @@
+"""One log line and Prometheus metrics for each request of the gateway."""
+
+import json
+import logging
+import time
+from collections.abc import Collection
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from python_backend.monitoring.metrics import GATEWAY
+from python_backend.wire.texts import printable
+
+logger = logging.getLogger(__name__)
+CLIENT_LEFT = 499  # nginx's status of a request whose client did not wait for the reply
+LONGEST_CAUSE = 300  # in characters
+_KINDS: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+
+
+class GatewayMetrics:
+    """The metrics of the table `GATEWAY`, by name, and those of the process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.by_name = {
+            spec.name: _KINDS[spec.kind](
+                f"rlhf_gateway_{spec.name}",
+                spec.help,
+                spec.label.split(",") if spec.label else (),
+                registry=self.registry,
+            )
+            for spec in GATEWAY
+        }
+
+    def page(self) -> bytes:
+        """Return all of them in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class RequestLog:
+    """ASGI middleware: counts and logs each request, at WARNING with the cause if it or one of its rows failed.
+
+    Routes leave `num_rows`, and the `errors` of rows without a reward, in the request's state.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, metrics: GatewayMetrics, routes: Collection[str], quiet: Collection[str]
+    ) -> None:
+        """`routes`: paths that are counted under their name. `quiet`: those that are not logged."""
+        self._app, self._metrics = app, metrics.by_name
+        self._routes, self._quiet = routes, quiet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, body = CLIENT_LEFT, bytearray()
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            if status >= 400:
+                body.extend(message.get("body", b""))
+            await send(message)
+
+        state = scope.setdefault("state", {})
+        started = time.monotonic()
+        try:
+            with self._metrics["requests_in_flight"].track_inprogress():
+                await self._app(scope, receive, noted)
+        except Exception:
+            status = 500  # of Starlette, around this
+            raise
+        finally:
+            seconds = time.monotonic() - started
+            self._note(scope, status, seconds, state.get("num_rows", 0), _causes(bytes(body), state))
+
+    def _note(self, scope: Scope, status: int, seconds: float, num_rows: int, causes: list[str]) -> None:
+        path = scope["path"]
+        route = path if path in self._routes else "/sessions" if path.startswith("/sessions/") else "other"
+        num_failed = num_rows if status >= 400 else len(causes)
+        self._metrics["requests"].labels(route, str(status)).inc()
+        self._metrics["request_seconds"].labels(route).observe(seconds)
+        self._metrics["rows"].inc(num_rows)
+        self._metrics["failed_rows"].inc(num_failed)
+        if path not in self._quiet:
+            failed = f" ({num_failed} without a reward)" if num_failed else ""
+            rows = f" {num_rows} rows{failed}" if num_rows else ""
+            line = f"{scope['method']} {path} {status}{rows} {1000 * seconds:.0f} ms"
+            cause = f": {causes[0]}" if causes else ": the client has left" if status == CLIENT_LEFT else ""
+            level = logging.WARNING if cause or status >= 400 else logging.INFO
+            logger.log(level, "%s", printable(line + cause, LONGEST_CAUSE))
+
+
+def _causes(body: bytes, state: dict[str, Any]) -> list[str]:
+    """Return why a request failed, or why its rows have no reward: every error reply has the shape of OpenAI's."""
+    if not body:
+        return list(state.get("errors", ()))
+    try:
+        return [str(json.loads(body)["error"]["message"])]
+    except (ValueError, KeyError, TypeError):
+        return [body.decode(errors="replace")]
