@@ -27,7 +27,7 @@ from actor.policy.checkpoint import (
 )
 from actor.run.metrics import ActorMetrics, Metric, MetricsLog, Trackers, finite, has_signal
 from actor.run.staleness import VersionSteps, staleness_metrics
-from actor.run.validation import Validation, explained, read_texts, samples, turn_tokens
+from actor.run.validation import Validation, explained, samples, training_texts
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.client.client import TritonClient
@@ -197,9 +197,7 @@ class Recorder:
         line |= measured
         self._log.write(step, line)
         limit = min(self._settings.logged_texts, len(scores.scored))
-        texts = read_texts(whole.rollout, whole.scores, self._policy.tokenizer, limit)
-        for index, text in enumerate(texts if scored.rollout.trajectories else ()):
-            text["turn_tokens"] = turn_tokens(whole.rollout, batch, self._policy.tokenizer, index)
+        texts = await asyncio.to_thread(training_texts, whole, batch, self._policy.tokenizer, limit)
         self._log.add_texts([{"step": step, **text} for text in texts])
         end_step(step)
         logger.info(
