@@ -85,7 +85,7 @@ class PromptReader:
         if not size or (size > self.max_tokens and self.too_long == "error"):
             raise PromptError(
                 f"{prompt.where}: {size} tokens, but a prompt must have 1 to {self.max_tokens} "
-                "(actor.prompts.max_tokens)"
+                "(actor.prompts.max_tokens); actor.prompts.too_long: skip leaves longer ones out"
             )
         if problem := without_embedding(self.tokenizer, prompt.tokens.tolist(), self.vocab_size):
             raise PromptError(f"{prompt.where}: {problem}")

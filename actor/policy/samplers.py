@@ -108,7 +108,10 @@ class OtherSamplers:
 
         def answer_rows(*, reference: bool) -> None:
             message = self._message_of_rank_0()
-            part = Rollout([], **message, is_end=torch.zeros_like(message["lengths"]).bool())
+            lengths = message["lengths"]
+            is_end = torch.zeros_like(lengths).bool()
+            part = Rollout([], message["tokens"], lengths, message["prompt_lengths"], is_end)
+            part = replace(part, observed=message.get("observed"))
             with self._reported():
                 self._mail.send(0, {"logprobs": own(part, reference=reference)})
 

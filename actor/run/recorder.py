@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.algorithms.batch import process_metrics, rollout_metrics, text_metrics
-from actor.data.rollout import PPOBatch, ScoredRollout, Scores, Trajectory
+from actor.algorithms.batch import failures, process_metrics, rollout_metrics, text_metrics
+from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, Trajectory
 from actor.policy.checkpoint import (
     RunState,
     check_checkpoint_of,
@@ -209,7 +209,7 @@ class Recorder:
             f", scored by weights version {scores.versions.max()}" if self._has_critic else "",
             seconds,
         )
-        _warn_of_failures(f"step {step}", scores)
+        _warn_of_failures(f"step {step}", scored.rollout, scores)
         self._constants.note(scored)
         is_taught = await asyncio.to_thread(lambda: batch.policy_weights.any(-1).tolist())
         self._warn_of_no_learning(step, line, any(is_taught), scored.rollout.trajectories or ())
@@ -307,7 +307,7 @@ class Recorder:
 
     async def log_validation(self, when: str, step: int, result: Validation, *, seconds: float) -> None:
         """Log a validation, write its texts ("before" and "after" only), and save the policy if it is the best."""
-        _warn_of_failures(f"validation {when}", result.scores)
+        _warn_of_failures(f"validation {when}", result.rollout, result.scores)
         self._masked_samples += int((~result.scores.scored).sum())
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
         line = finite(line | process_metrics(result.scores))
@@ -531,8 +531,6 @@ class ConstantTerms:
                 )
 
 
-def _warn_of_failures(where: str, scores: Scores) -> None:
-    failed = int((~scores.scored).sum())
-    if failed:
-        causes = "; ".join(scores.failures[:3]) + ("; …" if len(scores.failures) > 3 else "")
-        logger.warning("%s: %d of %d rewards are unavailable: %s", where, failed, len(scores.scored), causes)
+def _warn_of_failures(where: str, rollout: Rollout, scores: Scores) -> None:
+    if failed := failures(rollout, scores):
+        logger.warning("%s: %s", where, failed)

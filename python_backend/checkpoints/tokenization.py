@@ -319,7 +319,8 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: i
     eos_ids = sorted(named if end is None else named | {end})
     if not eos_ids:
         raise CheckpointError(
-            "the policy's tokenizer, generation config and chat template define no end-of-sequence token"
+            "actor.policy.model: tokenizer, generation config and chat template define no end-of-sequence token; set "
+            "eos_token_id in its generation_config.json"
         )
 
     def known(token: int | None) -> bool:

@@ -390,7 +390,10 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
             "{file}:needs: answer: no column of the prompts, which have none; rena",
         ),
         (["rewards.mine.function={file}:peeks"], "OSError: ['SOME_SETTING']"),
-        (["rewards.mine.function={file}:slow", "rewards.mine.timeout_s=0.1"], "took longer than 0.1 s and was killed"),
+        (
+            ["rewards.mine.function={file}:slow", "rewards.mine.timeout_s=0.1"],
+            "took longer than 0.1 s (its timeout_s) and was killed",
+        ),
         (["rewards.mine.function={file}:group"], "TypeError: object of type 'Sample' has no len()"),
         (["rewards.mine.options={{margin: 2}}"], "margin"),
         ([*PLAYED, "environment.reward={file}:trl"], ""),
@@ -453,7 +456,8 @@ def test_a_run_is_refused_with_one_line_for_each_problem(
         ),
         (
             '{"text": "a"}\n{"text": "' + "a " * 2000 + '"}\n',
-            "{}:2: 2001 tokens, but a prompt must have 1 to 512 (actor.prompts.max_tokens)",
+            "{}:2: 2001 tokens, but a prompt must have 1 to 512 (actor.prompts.max_tokens); "
+            "actor.prompts.too_long: skip leaves longer ones out",
         ),
     ],
 )
