@@ -26,6 +26,7 @@ from actor.policy.checkpoint import (
     set_aside,
 )
 from actor.run.metrics import ActorMetrics, Metric, MetricsLog, Trackers, finite, has_signal
+from actor.run.settings import flat_settings
 from actor.run.staleness import VersionSteps, staleness_metrics
 from actor.run.validation import Validation, explained, samples, training_texts
 from actor.scoring.scorer import Scorer
@@ -113,7 +114,8 @@ class Recorder:
             save_every=self._settings.checkpoint_every,
             manifest_step=self._manifest_step,
         )
-        trackers = await asyncio.to_thread(Trackers, self._settings.trackers, self._dir, self._run_id)
+        settings = flat_settings(self._config)
+        trackers = await asyncio.to_thread(Trackers, self._settings.trackers, self._dir, self._run_id, settings)
         self._log = await asyncio.to_thread(
             MetricsLog, self._dir, first_step=step + 1, trackers=trackers, exported=self._exported
         )

@@ -710,8 +710,15 @@ def test_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         display.phase("starting [bold]tritonserver[/bold]")
         display.refresh()  # no file yet
         append(tmp_path / "critic_metrics.jsonl", SWAP, TRITON)
-        append(tmp_path / "metrics.jsonl", step_row(1), step_row(2), torn='{"step": 3, ')
+        parts = {"reward_a": 0.25, "reward_b": 1.0, "reward_b_missing": 1.0, "useful_prompts": 0.5}
+        second_row = step_row(2, **{f"train_rollouts/{name}": value for name, value in parts.items()})
+        append(tmp_path / "metrics.jsonl", step_row(1), second_row, torn='{"step": 3, ')
+        append(tmp_path / "validations.jsonl", {"step": 0, "reward": 0.5, "kl": 0.25})
         print("a message")
+        display.refresh()
+        validated = [{"step": 0, "reward": 0.5, "kl": 0.25}, {"step": 2, "reward": None, "kl": None}]
+        append(tmp_path / "new", *validated)  # as a run that resumes writes it
+        (tmp_path / "new").replace(tmp_path / "validations.jsonl")
         display.refresh()
         display.log("another")
     out = capsys.readouterr().out
@@ -719,8 +726,10 @@ def test_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert out.splitlines()[:2] == ["[0:00] starting [bold]tritonserver[/bold]", "a message"]
     first, second = out.splitlines()[2:4]
     assert first.startswith("step 1/4  reward +0.100  KL 0.50  tokens/s 1,234  weights version 1  swap reload 12 ms")
+    assert "  reward +0.200  a +0.250  b +1.000  useful prompts 50%  KL 0.50  " in second
     assert "swap reload 12 ms  triton reload 2,345 ms  failed requests 0  2.0 s  ETA 0:04" in second
-    assert out.splitlines()[4:] == ["another"]
+    validations = ["validation at step 0: reward +0.500, 0.25 nats of KL", "validation at step 2: reward unavailable"]
+    assert out.splitlines()[4:] == [*validations, "another"]
 
 
 def test_the_eta_of_a_resumed_run_knows_no_pause(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -10,7 +10,18 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
-from tools.report.data import MEDIANS, PHASES, SHOWN_S, RunRecord, formatted, number, phase_seconds, series
+from tools.report.data import (
+    COMPONENT,
+    MEDIANS,
+    PHASES,
+    SHOWN_S,
+    RunRecord,
+    components,
+    formatted,
+    number,
+    phase_seconds,
+    series,
+)
 
 Axes = Any  # matplotlib is imported only by the functions that draw
 Draw = Callable[[Axes, RunRecord], None]
@@ -27,7 +38,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
 PHASE_COLOURS = dict(zip(PHASES.values(), (BLUE, SKY, GREEN, PURPLE, RED, ORANGE, "#C9CDD3"), strict=True))
 REWARD, KL = "train_rollouts/rewards", "train_rollouts/init_policy_kl_per_sequence"
 EXPLAINED, STEP_TIME = "train_rollouts/explained_variance", "timers/step_time"
-TURNS, COMPONENT = "train_rollouts/turns", "train_rollouts/reward_"
+TURNS = "train_rollouts/turns"
 ENDED = "train_rollouts/fraction_of_samples_properly_ended"
 RELOADS: dict[str, dict[str, Any]] = {
     "swap": {"color": BLUE, "marker": "o", "s": 14},
@@ -193,15 +204,8 @@ def draw_versions(axes: Axes, run: RunRecord) -> None:
     finish(axes, "Served version of the critic weights", "minutes since the first step")
 
 
-def components(run: RunRecord) -> list[str]:
-    """Return the names of the rewards that a weighted sum has, if it has several."""
-    names = {name.removeprefix(COMPONENT) for row in run.steps for name in row if name.startswith(COMPONENT)}
-    found = [name for name in sorted(names - {"version"}) if any(series(run.steps, COMPONENT + name)[1])]
-    return found if len(found) > 1 else []
-
-
 def draw_components(axes: Axes, run: RunRecord) -> None:
-    for name, colour in zip(components(run), itertools.cycle(COLOURS)):
+    for name, colour in zip(components(run.steps), itertools.cycle(COLOURS), strict=False):
         _plot(axes, run, COMPONENT + name, color=colour, lw=1.6, label=name)
     finish(axes, "Each reward, without its weight", "step")
 
@@ -373,7 +377,7 @@ PICTURES: dict[Draw, tuple[str, Callable[[RunRecord], bool]]] = {  # {draw: (cap
     ),
     draw_components: (
         "What each reward function, model or environment gave: their weighted sum is the reward.",
-        lambda run: bool(components(run)),
+        lambda run: bool(components(run.steps)),
     ),
     draw_explained_variance: (
         "How much of the returns' variance the critic explains: 1 is all; below 0 its values are further off than "
