@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from actor.algorithms.batch import failures, process_metrics, rollout_metrics, text_metrics
+from actor.algorithms.stages import overlong_penalties
 from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, Trajectory
 from actor.policy.checkpoint import (
     RunState,
@@ -196,6 +197,9 @@ class Recorder:
             **card_bytes(self._state.policy.sampler.device),
             **{f"out_of_memory/{each.setting}": each.count for each in self._state.policy.halvings if each.count},
         }
+        if (rewards := self._settings.rewards).overlong_tokens:
+            penalties = overlong_penalties(scored.rollout.mask, rewards, self._settings.generation.max_new_tokens)
+            line["train_rollouts/overlong_penalty"] = float(penalties.mean())
         line |= measured
         self._log.write(step, line)
         limit = min(self._settings.logged_texts, len(scores.scored))

@@ -560,6 +560,18 @@ def test_the_seed_and_reproducibility_are_among_the_changes(tmp_path: Path):
     assert lines == ["run.seed: 0 -> 7", "run.deterministic: False -> True"]
 
 
+def test_another_reward_model_is_named_by_both_paths(tmp_path: Path, checkpoints: Checkpoints):
+    """Not by its content alone, which differs as well."""
+    run = {"run": {"dir": after_five_steps(tmp_path / "run")}, "critic": {}}
+    before, now = (
+        RunConfig.model_validate({**run, "reward": {"model": str(model)}})
+        for model in (checkpoints.reward, checkpoints.critic)
+    )
+    write_settings(before, {})
+    line = f"reward.model: {checkpoints.reward} -> {checkpoints.critic}"
+    assert describe_changes(find_changes(now, accepted=True)) == [line]
+
+
 def test_a_critic_is_not_made_again_at_a_resume(tmp_path: Path):
     run = after_five_steps(tmp_path / "run", name="ppo")
     config = config_of(run, name="ppo")
