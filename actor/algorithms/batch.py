@@ -164,8 +164,9 @@ def failures(rollout: Rollout, scores: Scores) -> str:
     if not failed:
         return ""
     prompts = [*dict.fromkeys(rollout.prompts[row].where or rollout.prompts[row].prompt_id for row in failed)]
-    shown = [", ".join([*prompts[:3], "…"[: len(prompts) - 3]]), "; ".join(scores.failures[:3])]
-    return f"{len(failed)} of {len(scores.scored)} rewards are unavailable (prompts {shown[0]}): {shown[1]}"
+    named = ", ".join(prompts[:3]) + (", …" if len(prompts) > 3 else "")
+    causes = "; ".join(scores.failures[:3])
+    return f"{len(failed)} of {len(scores.scored)} rewards are unavailable (prompts {named}): {causes}"
 
 
 def check_failures(rollout: Rollout, scores: Scores, max_failed_fraction: float) -> None:

@@ -24,12 +24,11 @@ from actor.data.rollout import Prompt, Trajectory
 from actor.generation.slots import Finished, Response
 from python_backend.checkpoints.tokenization import reply_text, without_embedding
 from python_backend.config.environment import EnvironmentSection
-from python_backend.environments.pool import EnvironmentFailed, Environments, Instance
+from python_backend.environments.pool import SEED, EnvironmentFailed, Environments, Instance
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY
 from python_backend.wire.chats import warn_once
 
 logger = logging.getLogger(__name__)
-SEED = "seed"  # column that environments receive, equal for all responses to a prompt
 ANOTHER_ROW = "%s: there, a conversation goes on as another sample of the same group"
 ROW_STEP = 1 << 32  # between the numbers of a conversation's rows, of which the first is the prompt's index
 # A row's number and its tokens before the next turn, None at its end; or a conversation's index and its response.

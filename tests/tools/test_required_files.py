@@ -370,7 +370,15 @@ async def needs(completions, answer):
 class Game:
     def __init__(self, highest=9): ...
     def reset(self, row): ...
-    def step(self, action): ...
+    def step(self, action): return "more", 0.0, False
+
+
+class Untold(Game):
+    def step(self, action): return "only an observation"
+
+
+class Strict(Game):
+    def step(self, action): raise ValueError(action)
 
 
 def run(base_url, task): ...
@@ -398,6 +406,8 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
         (["rewards.mine.options={{margin: 2}}"], "margin"),
         ([*PLAYED, "environment.reward={file}:trl"], ""),
         ([LONGEST, "environment.agent={file}:run"], ""),
+        ([LONGEST, "environment.class={file}:Untold"], "Untold: step: returned 'only an observation'; return a tuple"),
+        ([LONGEST, "environment.class={file}:Strict"], ""),  # it may refuse a reply
         (
             [LONGEST, "environment.class={file}:Gam"],
             "environment.class {file}:Gam: {file}:Gam cannot be imported: {file} has no",
