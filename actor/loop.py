@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from actor.algorithms.batch import check_failures, critic_payload, make_batch, with_limits
+from actor.algorithms.batch import RewardsFailed, check_failures, critic_payload, make_batch, with_limits
 from actor.algorithms.losses import KLControl
 from actor.algorithms.method import Method, log_choices
 from actor.algorithms.stages import RewardShaper
@@ -85,14 +85,14 @@ class PPORun:
         """Run all steps, resuming from the newest checkpoint; return the summary.
 
         Raises:
-            Stopped, PromptError: a stop was requested, or a prompt cannot be used; the checkpoint of the last complete
-                step has been written.
+            Stopped, PromptError, RewardsFailed: a stop was requested, a prompt cannot be used, or too many rewards
+                failed; the checkpoint of the last complete step has been written.
             RlhfError: the run failed, e.g. with RequestFailed or NotFinite.
         """
         self.stop.saved = lambda: self.done * self.recorder.has_checkpoint(self.done)
         try:
             return await self.all_steps()
-        except (Stopped, PromptError) as error:  # a prompt is refused before its step begins
+        except (Stopped, PromptError, RewardsFailed) as error:  # a step has not begun before its prompts and rewards
             await self.leave()
             raise stopped_early(error, self.done, has_checkpoint=self.recorder.has_checkpoint()) from None
         finally:  # after an error: tasks still in flight would otherwise print tracebacks after the reported error
@@ -133,7 +133,7 @@ class PPORun:
             rollout = await self.stop.or_done(self.rollouts.take(step))  # past this point the step runs to its end
         timers.include(rollout.timers)
         scored = rollout.scored
-        check_failures(scored.scores, self.settings.rewards.max_failed_fraction)
+        check_failures(scored.rollout, scored.scores, self.settings.rewards.max_failed_fraction)
         whole = await self.in_thread(all_rows, scored, (), self.policy.pad_id)
         batch = await self.in_thread(self.make_batch, scored, rollout.dropped if self.scorer.has_critic else [])
         if self.scorer.has_critic:

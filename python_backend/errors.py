@@ -15,6 +15,7 @@ RlhfError                    the user can fix it; the message names what is wron
     BadEnvironment           what an environment returned or raised
   BadGroup                   the group of a row
   WorkerDied                 the process of a reward function or of environments
+  RewardsFailed              too many rewards of a rollout are unavailable
   EnvironmentFailed          a call of an environment
   TemplateError              a chat template that cannot be used for conversations
     HistoryChanged           ... as it writes earlier messages anew

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -71,6 +72,11 @@ def _values(prefix: str, action: argparse.Action, **_: Any) -> Iterable[str]:
     if action.type is not Path:
         return []
     return FilesCompleter(("yaml", "yml") if action.dest == "config" else ())(prefix)
+
+
+def program() -> str:
+    """Return how the commands were called: `rlhf-triton` or `python -m tools`."""
+    return sys.argv[0].rpartition(" ")[0] or "python -m tools"
 
 
 def _keys(prefix: str) -> Iterable[str]:

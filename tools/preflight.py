@@ -29,7 +29,7 @@ from python_backend.config import ConfigError, EnvironmentSection, RewardTerm, R
 from python_backend.config.required_files import check_files, has_chat_template, tokenizer_folder
 from python_backend.config.rewards import text_parameters
 from python_backend.config.without_effect import without_effect
-from python_backend.environments.pool import Environments
+from python_backend.environments.pool import SEED, EnvironmentFailed, Environments
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
 from python_backend.serving.reward_reader import reward_reader
@@ -207,7 +207,7 @@ def trial(
 
 
 def _environment(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Start a worker of the environment, which imports its class or agent, and its reward; make an instance.
+    """Start a worker of the environment, which imports its class or agent, and its reward; try the first prompt.
 
     Its tools must be in the reward model's rendering, too.
     """
@@ -216,8 +216,12 @@ def _environment(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
         environments = Environments(
             settings.model_copy(update={"workers": 1}), hidden_variables=config.hidden_variables(settings.options)
         )
-        await environments.start()
-        await environments.close()
+        try:
+            await environments.start()
+            if settings.class_ is not None and prompts:
+                await _try_out(environments, prompts[0])
+        finally:
+            await environments.close()
         return environments.tools
 
     if config.environment is None:
@@ -229,8 +233,27 @@ def _environment(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
             tokens = chat.tokenizer(chat.prompt(first.metadata[MESSAGES_KEY]), add_special_tokens=False)["input_ids"]
             known = {**first.metadata, **chat.options}
             _check_rendering(config, chat.tokenizer, [replace(first, tokens=np.array(tokens), metadata=known)])
-    except (FunctionError, PromptError, TemplateError, ConfigError) as error:
+    except (FunctionError, EnvironmentFailed, PromptError, TemplateError, ConfigError) as error:
         yield str(error)
+
+
+async def _try_out(environments: Environments, prompt: Prompt) -> None:
+    """Reset an instance with the prompt, and let it answer a made-up reply if it has no tools.
+
+    Raises EnvironmentFailed if it returns what no environment may; it may refuse this prompt or this reply.
+    """
+    instance = None
+    try:
+        shown = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}
+        instance = await environments.open({SEED: 0, **prompt.metadata, **shown})
+        if environments.tools is None:
+            await instance.step(REPLY)
+    except EnvironmentFailed as error:
+        if error.is_misused:
+            raise
+    finally:
+        if instance is not None:
+            await instance.close()
 
 
 def _texts(prompt: Prompt, reply: str) -> tuple[str, dict[str, Any]]:

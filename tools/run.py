@@ -26,7 +26,7 @@ from python_backend.process import StopSignals
 from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
 from python_backend.store.run_lock import only_actor, only_run
-from tools.arguments import parse_or_complete
+from tools.arguments import parse_or_complete, program
 from tools.calibrate.calibration import settle
 from tools.input_checks import prompt_warnings
 from tools.preflight import check_run
@@ -306,8 +306,8 @@ def _supervise(
                     _print_policy(config.run.dir)
                 raise
     except KeyboardInterrupt:
-        again = shlex.join(["python", "-m", "tools", "run", "--config", str(path), *overrides])
-        print(f"stopped; {again} {_what_resumes(config.run.dir)}", file=sys.stderr)
+        again = shlex.join(["run", "--config", str(path), *overrides])
+        print(f"stopped; {program()} {again} {_what_resumes(config.run.dir)}", file=sys.stderr)
         _print_policy(config.run.dir)
         return 130
     _print_outcome(config.run.dir)
@@ -335,7 +335,9 @@ def _print_policy(run_dir: Path) -> None:
     """Print how to load the newest policy of the run; after an error it is only in a checkpoint."""
     newest = max(numbers_in(run_dir / "checkpoints" / "actor"), default=0)
     if newest > (read_json(run_dir / "policy" / "policy.json") or {}).get("step", 0):
-        export = shlex.join(["python", "-m", "tools", "export", str(run_dir)])
-        print(f"policy: {export} writes that of step {newest} as a Hugging Face folder")
+        print(
+            f"policy: {program()} {shlex.join(['export', str(run_dir)])} writes that of step {newest} as a Hugging "
+            "Face folder"
+        )
     elif line := loading_line(run_dir):
         print(f"policy: {run_dir / 'policy'}, which {line} loads")

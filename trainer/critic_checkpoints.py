@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from python_backend.config import TrainerSection
 from python_backend.store.journal import Entry, Journal, Result
@@ -68,8 +69,8 @@ class CriticCheckpoints:
 
         self._progress.persist("removing checkpoints", keep)
 
-    def set_aside_after(self, rewind: Entry) -> list[str]:
-        """Set aside the entries after `rewind.target`, remove the checkpoints after it; return the files set aside."""
+    def set_aside_after(self, rewind: Entry) -> Path:
+        """Set aside the entries after `rewind.target`, remove the checkpoints after it; return the entries' folder."""
         aside = self._progress.persist("setting steps aside", lambda: self._journal.set_aside_after(rewind))
         self._journal.forget_aside(keep=KEEP_SET_ASIDE)
         self._progress.persist("removing checkpoints", lambda: self._folder.drop_after(rewind.target))

@@ -138,8 +138,14 @@ class CriticState:
     def restore(self, step: int) -> str | None:
         """Load the newest checkpoint up to `step` and replay the steps after it; return None, or the error.
 
-        After an error, call `restore_newest`.
+        Step 0 needs no checkpoint, but a run that has saved one is not begun anew: that would discard it. After an
+        error, call `restore_newest`.
         """
+        if step == 0 and (saved := self._checkpoints.asked_steps()):
+            return (
+                f"0 would discard the saved checkpoints of steps {', '.join(map(str, saved))}; resume at one of them, "
+                "or begin anew with another run.dir"
+            )
         try:
             self.restore_newest(at_most=step)
             self._replay(end=step)

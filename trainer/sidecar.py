@@ -114,6 +114,6 @@ class Sidecar:
         else:  # restored first, so that the journal is unchanged if that fails
             aside = self.checkpoints.set_aside_after(entry)
             error = self.versions.publish_again()
-            logger.warning("rewound to step %d; set aside: %s", self.critic.step, ", ".join(aside) or "nothing")
+            logger.warning("rewound from step %d to step %d; what followed is in %s", entry.step, entry.target, aside)
             self.checkpoints.write_asked()
         return Result(entry.name, self.versions.current(), error=error, owners=owners)

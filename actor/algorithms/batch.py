@@ -154,13 +154,27 @@ def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
     }
 
 
-def check_failures(scores: Scores, max_failed_fraction: float) -> None:
-    """Raise RlhfError, naming the causes, if more than `max_failed_fraction` of the rows, or all, have no score."""
+class RewardsFailed(RlhfError):
+    """Too many rewards of a rollout are unavailable."""
+
+
+def failures(rollout: Rollout, scores: Scores) -> str:
+    """Return how many rewards are unavailable, of which prompts, and why; "" if all are there."""
+    failed = (~scores.scored).nonzero().flatten().tolist()
+    if not failed:
+        return ""
+    prompts = [*dict.fromkeys(rollout.prompts[row].where or rollout.prompts[row].prompt_id for row in failed)]
+    named = ", ".join(prompts[:3]) + (", …" if len(prompts) > 3 else "")
+    causes = "; ".join(scores.failures[:3])
+    return f"{len(failed)} of {len(scores.scored)} rewards are unavailable (prompts {named}): {causes}"
+
+
+def check_failures(rollout: Rollout, scores: Scores, max_failed_fraction: float) -> None:
+    """Raise RewardsFailed if more than `max_failed_fraction` of the rows, or all, have no score."""
     failed = int((~scores.scored).sum())
     if failed > max_failed_fraction * len(scores.scored) or failed == len(scores.scored):
-        raise RlhfError(
-            f"{failed} of {len(scores.scored)} rewards are unavailable (actor.rewards.max_failed_fraction is "
-            f"{max_failed_fraction:g}): {'; '.join(scores.failures[:3])}"
+        raise RewardsFailed(
+            f"{failures(rollout, scores)}; at most actor.rewards.max_failed_fraction ({max_failed_fraction:g}) may be"
         )
 
 

@@ -107,13 +107,23 @@ def penalise_missing_eos(inputs: AdvantageInputs, shaper: RewardShaper) -> Advan
     return dataclasses.replace(inputs, rewards=inputs.rewards - shaper.settings.missing_eos_penalty * (~inputs.ended))
 
 
+def overlong_penalties(mask: Tensor, settings: RewardsSection, max_new_tokens: int) -> Tensor:
+    """Return up to `overlong_penalty` for each row `[B]`, linearly over the last `overlong_tokens` of the length.
+
+    Args:
+        mask: float32 `[B, S-1]`, 1 at the tokens of the response.
+        settings: `overlong_tokens` must be above 0.
+    """
+    share = (mask.sum(-1) - (max_new_tokens - settings.overlong_tokens)) / settings.overlong_tokens
+    return settings.overlong_penalty * share.clamp(0.0, 1.0)
+
+
 def penalise_overlong(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
-    """Subtract up to `overlong_penalty`, linearly over the last `overlong_tokens` of the maximum length."""
-    s = shaper.settings
-    if not s.overlong_tokens:
+    """Subtract the penalty of overlong responses, if there is one."""
+    if not shaper.settings.overlong_tokens:
         return inputs
-    share = (inputs.mask.sum(-1) - (shaper.max_new_tokens - s.overlong_tokens)) / s.overlong_tokens
-    return dataclasses.replace(inputs, rewards=inputs.rewards - s.overlong_penalty * share.clamp(0.0, 1.0))
+    penalties = overlong_penalties(inputs.mask, shaper.settings, shaper.max_new_tokens)
+    return dataclasses.replace(inputs, rewards=inputs.rewards - penalties)
 
 
 # A stage changes `rewards` or `steps`, or leaves rows out of the policy's update by `counted`.

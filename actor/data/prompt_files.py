@@ -20,6 +20,7 @@ from python_backend.errors import RlhfError
 
 SOURCES = ("text", "messages", "prompt")  # columns that may hold the prompt
 EMPTY: tuple[Any, ...] = (None, "", [])
+ONE_A_LINE = "; a JSONL file has one object a line, as df.to_json(path, orient='records', lines=True) writes it"
 NO_SOURCE = "must have a text, messages or prompt column"
 CONVERSATIONS = ("messages", "prompt")  # columns that may hold chat messages
 CHUNK_BYTES = 16 * 2**20  # read at once by the pass that finds the lines of JSONL
@@ -184,9 +185,11 @@ class JsonLines:
         except PromptError:
             raise
         except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
-            raise PromptError(f"{where}: not JSON: {error}; a JSONL file has one object a line") from error
+            what = f"not JSON: {error}" if text.lstrip()[:1] in ("{", "[") else f"{text.strip()[:80]!r} is not JSON"
+            raise PromptError(f"{where}: {'a JSON array' if text.strip() == '[' else what}{ONE_A_LINE}") from error
         if not isinstance(columns, dict):
-            raise PromptError(f"{where}: {NO_SOURCE}, got {text.strip()[:80]!r}")
+            what = "a JSON array" if isinstance(columns, list) else repr(text.strip()[:80])
+            raise PromptError(f"{where}: {what}{ONE_A_LINE}")
         return columns
 
     def _scan(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from actor.data.prompt_files import EMPTY, SOURCES, PromptError, PromptRow, begun, read_rows, source_of
-from python_backend.checkpoints.tokenization import encode_prompt
+from python_backend.checkpoints.tokenization import encode_prompt, without_embedding
 from python_backend.client.served import ServedModel
 from python_backend.config import RunConfig
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
@@ -85,14 +85,10 @@ class PromptReader:
         if not size or (size > self.max_tokens and self.too_long == "error"):
             raise PromptError(
                 f"{prompt.where}: {size} tokens, but a prompt must have 1 to {self.max_tokens} "
-                "(actor.prompts.max_tokens)"
+                "(actor.prompts.max_tokens); actor.prompts.too_long: skip leaves longer ones out"
             )
-        if self.vocab_size is not None and (largest := int(prompt.tokens.max())) >= self.vocab_size:
-            token = self.tokenizer.convert_ids_to_tokens(largest)
-            raise PromptError(
-                f"{prompt.where}: token {largest} ({token!r}) is outside the policy's {self.vocab_size} embeddings; "
-                "remove it, or resize the embeddings to the tokenizer (resize_token_embeddings)"
-            )
+        if problem := without_embedding(self.tokenizer, prompt.tokens.tolist(), self.vocab_size):
+            raise PromptError(f"{prompt.where}: {problem}")
         return prompt
 
     def is_long(self, prompt: Prompt) -> bool:

@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,14 +22,13 @@ from actor.data.chat import Chat, HistoryChanged, Message, TemplateError
 from actor.data.recorded import RecordedRow
 from actor.data.rollout import Prompt, Trajectory
 from actor.generation.slots import Finished, Response
-from python_backend.checkpoints.tokenization import reply_text
+from python_backend.checkpoints.tokenization import reply_text, without_embedding
 from python_backend.config.environment import EnvironmentSection
-from python_backend.environments.pool import EnvironmentFailed, Environments, Instance
+from python_backend.environments.pool import SEED, EnvironmentFailed, Environments, Instance
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY
 from python_backend.wire.chats import warn_once
 
 logger = logging.getLogger(__name__)
-SEED = "seed"  # column that environments receive, equal for all responses to a prompt
 ANOTHER_ROW = "%s: there, a conversation goes on as another sample of the same group"
 ROW_STEP = 1 << 32  # between the numbers of a conversation's rows, of which the first is the prompt's index
 # A row's number and its tokens before the next turn, None at its end; or a conversation's index and its response.
@@ -104,6 +103,7 @@ class Agent:
         tokenizer: Any,
         *,
         max_prompt_tokens: int,
+        vocab_size: int | None = None,
         in_step: bool = False,
         hidden_variables: Sequence[str] = (),
         stop_strings: Sequence[str] = (),
@@ -111,6 +111,7 @@ class Agent:
         """Start the workers of the environments.
 
         Args:
+            vocab_size: of the model's embeddings; None: tokens beyond them are not detected.
             in_step: all rows wait for the slowest environment, so that what is decoded together, and with it the last
                 bits of log-probs, does not depend on how fast environments are.
             hidden_variables: environment variables that the workers do not inherit.
@@ -120,7 +121,7 @@ class Agent:
             RlhfError: the class of the environment cannot be used.
         """
         self._settings, self._tokenizer, self._max_prompt_tokens = settings, tokenizer, max_prompt_tokens
-        self._stop_strings = {*stop_strings}
+        self._stop_strings, self._vocab_size = {*stop_strings}, vocab_size
         self.longest, self.in_step, self.restarts = settings.max_tokens, in_step, settings.restarts
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
@@ -160,6 +161,11 @@ class Agent:
 
     async def _end(self) -> None:
         await self._environments.close()
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raise TemplateError if one of the tokens before a turn of the policy has no embedding."""
+        if problem := without_embedding(self._tokenizer, tokens, self._vocab_size):
+            raise TemplateError(f"what the policy would read: {problem}")
 
     async def talk(self, prompt: Prompt, seed: int, rows: "TalkRows", *, may_restart: bool = False) -> Response:
         """Lead one conversation to its end; a failure of the environment is recorded in it.
@@ -353,7 +359,7 @@ class Talks:
         self._arrivals.put((row, None))
 
     async def _talk(self, agent: Agent, index: int, prompt: Prompt, seed: int) -> None:
-        rows, restarts, response = TalkRows(self, index), 0, None
+        rows, restarts, response = TalkRows(self, index, agent.check_tokens), 0, None
         try:
             # Over restarts, too: in step, all wait for this one, and so would who took its place.
             async with agent.limit:
@@ -376,8 +382,9 @@ class Talks:
 class TalkRows:
     """The rows of one conversation."""
 
-    def __init__(self, talks: Talks, index: int) -> None:
+    def __init__(self, talks: Talks, index: int, check_tokens: Callable[[Sequence[int]], None]) -> None:
         self._talks, self._row = talks, index
+        self._check_tokens = check_tokens
         self._asked, self._since, self._waited = 0, 0.0, 0.0
 
     def clock(self) -> float:
@@ -385,10 +392,11 @@ class TalkRows:
         return (self._since if self._asked else time.monotonic()) - self._waited
 
     async def sampled(self, before: Sequence[int]) -> Response:
-        """Return the policy's turn behind `before`, which follows the tokens that the row has."""
+        """Return the policy's turn behind `before`, which follows the tokens that the row has. Raises TemplateError."""
         return await self._sampled(self._row, before)
 
     async def _sampled(self, row: int, before: Sequence[int]) -> Response:
+        self._check_tokens(before)
         if not self._asked:
             self._since = time.monotonic()
         self._asked += 1

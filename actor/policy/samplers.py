@@ -78,6 +78,8 @@ class OtherSamplers:
         for rank in self._others:
             part = rollout.select(rows[rank])
             tensors = {"tokens": part.tokens, "lengths": part.lengths, "prompt_lengths": part.prompt_lengths}
+            if part.observed is not None:
+                tensors["observed"] = part.observed
             self._mail.send(rank, tensors)
         out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
         out[rows[0]] = own(rollout.select(rows[0]), reference=reference)
@@ -107,7 +109,9 @@ class OtherSamplers:
         def answer_rows(*, reference: bool) -> None:
             message = self._message_of_rank_0()
             lengths = message["lengths"]
-            part = Rollout([], message["tokens"], lengths, message["prompt_lengths"], torch.zeros_like(lengths).bool())
+            is_end = torch.zeros_like(lengths).bool()
+            part = Rollout([], message["tokens"], lengths, message["prompt_lengths"], is_end)
+            part = replace(part, observed=message.get("observed"))
             with self._reported():
                 self._mail.send(0, {"logprobs": own(part, reference=reference)})
 

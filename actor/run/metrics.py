@@ -32,6 +32,8 @@ from python_backend.store.jsonl import append_jsonl, drop_steps_from
 logger = logging.getLogger(__name__)
 PROJECT = "rlhf-on-triton"
 TABLE = "train_rollouts/table"
+MOST_PARAMS = 100  # of MLflow in one call
+MOST_PARAM = 500  # characters of one
 FINISH_S = 120.0  # for what is still queued when a run ends
 MOST_PENDING = 1000  # calls that wait for a slow tracker; later ones are dropped
 
@@ -39,9 +41,10 @@ MOST_PENDING = 1000  # calls that wait for a slow tracker; later ones are droppe
 class WandbTracker:
     """A Weights & Biases run whose id is the run's identity, so that a resumed run continues it."""
 
-    def __init__(self, wandb: Any, run_dir: Path, run_id: str) -> None:
+    def __init__(self, wandb: Any, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> None:
         self._table = wandb.Table
         self._run = wandb.init(project=PROJECT, id=run_id, name=run_id, dir=str(run_dir), resume="allow")
+        self._run.config.update(dict(settings), allow_val_change=True)  # at a resume, too
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log scalars of `step`."""
@@ -66,10 +69,13 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 class MlflowTracker:
     """An MLflow run; its tracking server is set by MLflow's own environment variables."""
 
-    def __init__(self, mlflow: Any, run_dir: Path, run_id: str) -> None:
+    def __init__(self, mlflow: Any, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> None:
         self._mlflow = mlflow
         mlflow.set_experiment(PROJECT)
         mlflow.start_run(run_name=run_id)
+        shown = [(name, str(value)[:MOST_PARAM]) for name, value in settings.items()]
+        for first in range(0, len(shown), MOST_PARAMS):
+            mlflow.log_params(dict(shown[first : first + MOST_PARAMS]))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log scalars of `step`."""
@@ -92,8 +98,8 @@ KINDS: dict[str, type[WandbTracker] | type[MlflowTracker]] = {"wandb": WandbTrac
 class Trackers:
     """All configured trackers; a tracker that fails is disabled, and the run continues."""
 
-    def __init__(self, names: Sequence[str], run_dir: Path, run_id: str) -> None:
-        """Start each tracker. Raises RlhfError if one is not installed."""
+    def __init__(self, names: Sequence[str], run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> None:
+        """Start each tracker with the settings, as {`section.key`: value}. Raises RlhfError if one is not installed."""
         self._open: dict[str, WandbTracker | MlflowTracker] = {}
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(MOST_PENDING)
@@ -105,7 +111,7 @@ class Trackers:
                 raise RlhfError(
                     f"actor.trackers: {name} is not installed ({error}); pip install '.[{name}]', or remove it"
                 ) from error
-            start = functools.partial(self._start, name, module, run_dir, run_id)
+            start = functools.partial(self._start, name, module, run_dir, run_id, settings)
             self._calls.put(functools.partial(self._try, name, start))
         # A daemon: a tracker that hangs must not keep a run that has failed from ending.
         self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
@@ -131,8 +137,8 @@ class Trackers:
         while (call := self._calls.get()) is not None:
             call()
 
-    def _start(self, name: str, module: Any, run_dir: Path, run_id: str) -> None:
-        self._open[name] = KINDS[name](module, run_dir, run_id)
+    def _start(self, name: str, module: Any, *given: Any) -> None:
+        self._open[name] = KINDS[name](module, *given)
 
     def _each(self, do: Callable[[WandbTracker | MlflowTracker], None]) -> None:
         if self._room.acquire(blocking=False):

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.algorithms.batch import process_metrics, rollout_metrics, text_metrics
-from actor.data.rollout import PPOBatch, ScoredRollout, Scores, Trajectory
+from actor.algorithms.batch import failures, process_metrics, rollout_metrics, text_metrics
+from actor.algorithms.stages import overlong_penalties
+from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, Trajectory
 from actor.policy.checkpoint import (
     RunState,
     check_checkpoint_of,
@@ -26,8 +27,9 @@ from actor.policy.checkpoint import (
     set_aside,
 )
 from actor.run.metrics import ActorMetrics, Metric, MetricsLog, Trackers, finite, has_signal
+from actor.run.settings import flat_settings
 from actor.run.staleness import VersionSteps, staleness_metrics
-from actor.run.validation import Validation, explained, read_texts, samples, turn_tokens
+from actor.run.validation import Validation, explained, samples, training_texts
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.client.client import TritonClient
@@ -113,7 +115,8 @@ class Recorder:
             save_every=self._settings.checkpoint_every,
             manifest_step=self._manifest_step,
         )
-        trackers = await asyncio.to_thread(Trackers, self._settings.trackers, self._dir, self._run_id)
+        settings = flat_settings(self._config)
+        trackers = await asyncio.to_thread(Trackers, self._settings.trackers, self._dir, self._run_id, settings)
         self._log = await asyncio.to_thread(
             MetricsLog, self._dir, first_step=step + 1, trackers=trackers, exported=self._exported
         )
@@ -194,12 +197,13 @@ class Recorder:
             **card_bytes(self._state.policy.sampler.device),
             **{f"out_of_memory/{each.setting}": each.count for each in self._state.policy.halvings if each.count},
         }
+        if (rewards := self._settings.rewards).overlong_tokens:
+            penalties = overlong_penalties(scored.rollout.mask, rewards, self._settings.generation.max_new_tokens)
+            line["train_rollouts/overlong_penalty"] = float(penalties.mean())
         line |= measured
         self._log.write(step, line)
         limit = min(self._settings.logged_texts, len(scores.scored))
-        texts = read_texts(whole.rollout, whole.scores, self._policy.tokenizer, limit)
-        for index, text in enumerate(texts if scored.rollout.trajectories else ()):
-            text["turn_tokens"] = turn_tokens(whole.rollout, batch, self._policy.tokenizer, index)
+        texts = await asyncio.to_thread(training_texts, whole, batch, self._policy.tokenizer, limit)
         self._log.add_texts([{"step": step, **text} for text in texts])
         end_step(step)
         logger.info(
@@ -211,7 +215,7 @@ class Recorder:
             f", scored by weights version {scores.versions.max()}" if self._has_critic else "",
             seconds,
         )
-        _warn_of_failures(f"step {step}", scores)
+        _warn_of_failures(f"step {step}", scored.rollout, scores)
         self._constants.note(scored)
         is_taught = await asyncio.to_thread(lambda: batch.policy_weights.any(-1).tolist())
         self._warn_of_no_learning(step, line, any(is_taught), scored.rollout.trajectories or ())
@@ -309,7 +313,7 @@ class Recorder:
 
     async def log_validation(self, when: str, step: int, result: Validation, *, seconds: float) -> None:
         """Log a validation, write its texts ("before" and "after" only), and save the policy if it is the best."""
-        _warn_of_failures(f"validation {when}", result.scores)
+        _warn_of_failures(f"validation {when}", result.rollout, result.scores)
         self._masked_samples += int((~result.scores.scored).sum())
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
         line = finite(line | process_metrics(result.scores))
@@ -533,8 +537,6 @@ class ConstantTerms:
                 )
 
 
-def _warn_of_failures(where: str, scores: Scores) -> None:
-    failed = int((~scores.scored).sum())
-    if failed:
-        causes = "; ".join(scores.failures[:3]) + ("; …" if len(scores.failures) > 3 else "")
-        logger.warning("%s: %d of %d rewards are unavailable: %s", where, failed, len(scores.scored), causes)
+def _warn_of_failures(where: str, rollout: Rollout, scores: Scores) -> None:
+    if failed := failures(rollout, scores):
+        logger.warning("%s: %s", where, failed)

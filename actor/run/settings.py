@@ -76,7 +76,8 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     if isinstance(earlier, RunConfig):
         changed |= _scheduled(earlier, config, changed, step)
     contents = read_contents(config)
-    changed |= {key: ["", CONTENT] for key in contents if key in known and known[key] != contents[key]}
+    differing = [key for key in contents if key in known and known[key] != contents[key]]
+    changed |= {key: ["", CONTENT] for key in differing if key not in changed}  # else its path has changed
     guarded = describe_changes({key: values for key, values in changed.items() if _is_guarded(key)})
     if guarded and not accepted:
         raise ConfigError(

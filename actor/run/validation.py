@@ -164,6 +164,14 @@ def _rows(rollout: Rollout, index: int) -> list[int]:
     return [*others, index]
 
 
+def training_texts(whole: ScoredRollout, batch: PPOBatch, tokenizer: Any, limit: int) -> list[dict[str, Any]]:
+    """Return the first rows of a step as `read_texts` does; conversations have their sampled tokens, too."""
+    texts = read_texts(whole.rollout, whole.scores, tokenizer, limit)
+    for index, text in enumerate(texts if whole.rollout.trajectories else ()):
+        text["turn_tokens"] = turn_tokens(whole.rollout, batch, tokenizer, index)
+    return texts
+
+
 def turn_tokens(rollout: Rollout, batch: PPOBatch, tokenizer: Any, index: int) -> list[list[tuple[str, float, float]]]:
     """Return the sampled tokens of a conversation by turn: text, the critic's value before it, 0 without, advantage."""
     return [

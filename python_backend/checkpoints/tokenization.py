@@ -87,6 +87,16 @@ def encode_prompt(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     return ([] if text.lstrip().startswith(_literal(tokenizer, before)) else before), bare
 
 
+def without_embedding(tokenizer: Any, ids: Sequence[int], num_embeddings: int | None) -> str:
+    """Return what is wrong with ids of a text that the policy has no embedding for; "" if there are none."""
+    if num_embeddings is None or (largest := max(ids, default=0)) < num_embeddings:
+        return ""
+    return (
+        f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is outside the policy's {num_embeddings} "
+        "embeddings; remove it, or resize the embeddings to the tokenizer (resize_token_embeddings)"
+    )
+
+
 def encode_bare_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
     """Return the first `max_length` ids of the text, without special tokens."""
     return _first_ids(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"], text, max_length)
@@ -305,7 +315,8 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: i
     eos_ids = sorted(named if end is None else named | {end})
     if not eos_ids:
         raise CheckpointError(
-            "the policy's tokenizer, generation config and chat template define no end-of-sequence token"
+            "actor.policy.model: tokenizer, generation config and chat template define no end-of-sequence token; set "
+            "eos_token_id in its generation_config.json"
         )
 
     def known(token: int | None) -> bool:

@@ -477,6 +477,8 @@ def _describe(item: Any) -> str:
     if item["type"] == "model_type":
         keys = ", ".join(_keys_in("", keys_of(_sections(Section)[item["ctx"]["class_name"]], "")))
         return f"{location} is a section, not a value (got {item['input']!r}); its keys are {keys}"
+    if item["type"] == "dict_type" and location == "rewards":
+        return f"rewards names its terms (got {item['input']!r}): rewards: {{my_reward: {{function: FILE.py:NAME}}}}"
     if item["type"] == "missing":
         return f"{location} is missing"
     if item["type"] in ("tuple_type", "list_type"):

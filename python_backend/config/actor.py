@@ -292,7 +292,8 @@ class KLSection(Section):
     every: CountOrZero = 0
     """With `coef: 0`: measure the KL to the reference in every n-th step and in validations; 0: never."""
     penalty_in: Literal["auto", "reward", "loss"] = "auto"
-    """Where the KL penalty applies: in the rewards or in the loss; `auto`: `loss` for grpo, otherwise `reward`."""
+    """Where the KL penalty applies: in the rewards or in the loss; `auto`: `reward` for ppo, vapo, sao, rloo and
+    reinforce++, `loss` for the others."""
     target: Annotated[float, Field(gt=0)] | None = None
     """Target KL for adapting `coef`, in nats per sequence; default: `coef` is fixed."""
     horizon: Count = 10_000

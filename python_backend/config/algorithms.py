@@ -160,8 +160,10 @@ def _one_of(*names: str, or_file: bool = False) -> AfterValidator:
             return value
         if or_file and ":" in value:
             return check_spec(value)
-        near = difflib.get_close_matches(value, names)
-        near.sort(key=lambda name: sorted(name) != sorted(value))  # first those with the same letters: grpo for gpro
+        near = difflib.get_close_matches(value.lower(), names)
+        near.sort(
+            key=lambda name: sorted(name) != sorted(value.lower())
+        )  # first those with the same letters: grpo for gpro
         valid = ", ".join(map(repr, names)) + (f", or {FILE}" if or_file else "")
         raise ValueError(f"Input should be one of {valid}" + (f"; did you mean {near[0]}?" if near else ""))
 

@@ -22,6 +22,7 @@ from python_backend.workers.process import START_LIMIT_S, WorkerProcess, inherit
 
 SHORTEST_WAIT_S = 0.05  # for an answer, if `clock` does not advance meanwhile
 OPENENV, AGENT = "python_backend.environments.openenv:OpenEnv", "python_backend.environments.agent:AgentRun"
+SEED = "seed"  # column that environments receive, equal for all responses to a prompt
 
 
 class EnvironmentFailed(RlhfError):
@@ -29,9 +30,11 @@ class EnvironmentFailed(RlhfError):
 
     `is_lost`: not by itself, but because its worker has died, or with a ConnectionError, as when its server hangs up.
     Other OSErrors may be the policy's doing, such as a file that is not there: tried again, they would never count.
+    `is_misused`: it has returned what no environment may.
     """
 
     is_lost = False
+    is_misused = False
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,7 @@ class Environments:
         if "error" in answer:
             failure = EnvironmentFailed(f"{self._name}: {what}: {answer['error']}")
             failure.is_lost = answer.get("lost", False)
+            failure.is_misused = answer.get("is_misused", False)
             raise failure
         return answer
 

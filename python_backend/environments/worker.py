@@ -197,7 +197,12 @@ async def serve(parent: Parent, host: Callable[[], HostedEnvironment]) -> None:
             async with hosted.lock:
                 result = await getattr(hosted, message["op"])(**message["arguments"])
         except Exception as error:  # process edge: every call must get an answer
-            result = {"error": describe(error), "lost": isinstance(error.__cause__, ConnectionError)}
+            own = error.__cause__  # of the user's code
+            result = {
+                "error": describe(error),
+                "lost": isinstance(own, ConnectionError),
+                "is_misused": own is None or isinstance(own, BadScore),
+            }
         if message["op"] == "close":
             del instances[message["instance"]]
         writer.write(frame({"number": message["number"], **result}))

@@ -115,7 +115,7 @@ class Worker:
         except BaseException as error:
             self.kill()
             if isinstance(error, TimeoutError):
-                raise TimeoutError(f"took longer than {self._limit_s:g} s and was killed") from error
+                raise TimeoutError(f"took longer than {self._limit_s:g} s (its timeout_s) and was killed") from error
             raise
 
     def kill(self) -> None:

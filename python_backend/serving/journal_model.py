@@ -161,7 +161,11 @@ class JournalServer:
         return None
 
     def _journalled(self, entry: Entry) -> str:
-        what = f"step {entry.step}" if entry.kind == "train" else f"the {entry.kind} after step {entry.step}"
+        what = {
+            "train": f"step {entry.step}",
+            "save": f"the save after step {entry.step}",
+            "rewind": f"the rewind from step {entry.step} to step {entry.target}",
+        }[entry.kind]
         return (
             f"{what} of run {self.journal.run_id!r} is in the journal and will be processed: "
             "repeat the request to get its result"

@@ -209,8 +209,8 @@ class JournalState:
         for entry in sorted(self._known_rewinds(), reverse=True):
             if entry.target < step <= entry.step + 1 and entry.target < entry.step:
                 return (
-                    f"; the run was rewound from step {entry.step} to step {entry.target}: the actor that requested "
-                    "the last rewind owns the run, and all others must stop"
+                    f"; the run was rewound from step {entry.step} to step {entry.target}: if this client has not done "
+                    "that, another one owns the run, and this one must stop"
                 )
         return ""
 
@@ -421,23 +421,21 @@ class Journal(JournalState):
             if entry != newest and entry.step <= step - KEPT_RESULTS:
                 self._result_path(entry).unlink()
 
-    def set_aside_after(self, rewind: Entry) -> list[str]:
-        """Move every entry and result after `rewind.target` to a new folder below set_aside/; return their names.
+    def set_aside_after(self, rewind: Entry) -> Path:
+        """Move every entry and result after `rewind.target`, if any, to a new folder below set_aside/; return it.
 
         The newest are moved first, so that a crash halfway leaves no gap between the remaining entries.
         """
-        moved = []
         aside = self._next_aside()
         for folder, suffix in ((self._archive, ""), (self._entries, ""), (self._results, RESULT_SUFFIX)):
             for entry in sorted(entries_in(folder, suffix), reverse=True):
                 if entry.step > rewind.target and entry != rewind:
                     durable.make_folder(aside)
                     (folder / f"{entry.name}{suffix}").rename(aside / f"{entry.name}{suffix}")
-                    moved.append(f"{entry.name}{suffix}")
         for folder in (aside, self._entries, self._results):  # otherwise a power failure could undo the renames
             if folder.is_dir():
                 durable.sync_directory(folder)
-        return moved
+        return aside
 
     def set_aside_damaged(self, entry: Entry) -> None:
         """Copy a damaged entry to set_aside/ for inspection and truncate the original.
@@ -504,7 +502,7 @@ class Journal(JournalState):
         was = "was trained too long ago to compare" if known is None else "was already sent with other content"
         raise ContractError(
             f"step: {step} of run {self.run_id!r} {was}; the last step is {last}: send step {last + 1}, "
-            f"or send critic_save once with rewind_to {step - 1}{self._rewound(step)}"
+            f"or rewind to step {step - 1} first{self._rewound(step)}"
         )
 
     def _next_aside(self) -> Path:

@@ -43,12 +43,9 @@ def refuse_superseded(sender: Sender | None, owners: Sequence[str], run_id: str)
     if sender is None or not owners:
         return
     newest, *before = (Sender.parse(owner) for owner in owners)
+    rewound = f"run {run_id!r} was rewound after this request was sent"
     if newest is not None and newest.session == sender.session:
-        is_late = sender.rewinds < newest.rewinds
-    else:
-        is_late = any(owner is not None and owner.session == sender.session for owner in before)
-    if is_late:
-        raise ContractError(
-            f"run {run_id!r} was rewound after this request was sent: the actor that requested the last "
-            "rewind owns the run, and all others must stop"
-        )
+        if sender.rewinds < newest.rewinds:
+            raise ContractError(f"{rewound}, by the same client: send what follows the rewind")
+    elif any(owner is not None and owner.session == sender.session for owner in before):
+        raise ContractError(f"{rewound}, by another client, which owns it now: this one must stop")

@@ -215,13 +215,15 @@ def test_distinct_bigrams_by_hand():
     ],
 )
 def test_too_many_failures_stop_the_run(scored: list[bool], allowed: float, stops: bool):
-    scores = scored_rollout(scored=scored).scores
+    found = scored_rollout(scored=scored)
     if not stops:
-        return check_failures(scores, allowed)
+        return check_failures(found.rollout, found.scores, allowed)
+    first = found.rollout.prompts[scored.index(False)].prompt_id
     with pytest.raises(
-        RlhfError, match=rf"{scored.count(False)} of 4 rewards .*max_failed_fraction is {allowed:g}\): 503"
+        RlhfError,
+        match=rf"{scored.count(False)} of 4 rewards .* \(prompts {first}(, [^ ,]+)*\): 503.*_fraction \({allowed:g}\)",
     ):
-        check_failures(scores, allowed)
+        check_failures(found.rollout, found.scores, allowed)
 
 
 @pytest.mark.parametrize(

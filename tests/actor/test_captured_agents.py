@@ -32,8 +32,9 @@ def agents() -> Iterator[Callable[..., CapturedAgents]]:
     begun: list[CapturedAgents] = []
 
     def begin(name: str, **settings: Any) -> CapturedAgents:
+        options = {"max_prompt_tokens": 100, "stop_strings": ["\n"], "vocab_size": settings.pop("vocab_size", None)}
         section = EnvironmentSection.model_validate({"agent": f"{AGENTS}:{name}", "max_tokens": 300, **settings})
-        begun.append(CapturedAgents(section, TOKENIZER, max_prompt_tokens=100, stop_strings=["\n"]))
+        begun.append(CapturedAgents(section, TOKENIZER, **options))
         return begun[-1]
 
     yield begin
@@ -119,6 +120,7 @@ def turns_of(rows: list[Response]) -> list[dict[str, Any]]:
         ("lingering", {"timeout_s": 3}, "", "environment.timeout_s"),
         ("asleep", {"timeout_s": 1}, "took longer than 1 s", ""),
         ("stopping", {"options": {"stop": "\n"}}, "", ""),
+        ("stopping", {"options": {"stop": "\n"}, "vocab_size": 10}, "outside the policy's 10 embeddings", ""),
         ("stopping", {"options": {"stop": "x"}}, 'stop: ["x"] must be in actor.generation.stop_strings', ""),
     ],
 )

@@ -1,6 +1,7 @@
 """Conversations with environments: the tokens of every engine, what ends them, their rewards, and what they train."""
 
 import asyncio
+import copy
 import dataclasses
 import string
 import threading
@@ -78,8 +79,8 @@ def section(name: str, **settings: Any) -> EnvironmentSection:
 def agents() -> Iterator[Callable[..., Agent]]:
     begun: list[Agent] = []
 
-    def begin(name: str, tokenizer: Any = TOKENIZER, **settings: Any) -> Agent:
-        begun.append(Agent(section(name, **settings), tokenizer, max_prompt_tokens=100))
+    def begin(name: str, tokenizer: Any = TOKENIZER, vocab_size: int | None = None, **settings: Any) -> Agent:
+        begun.append(Agent(section(name, **settings), tokenizer, max_prompt_tokens=100, vocab_size=vocab_size))
         return begun[-1]
 
     yield begin
@@ -417,6 +418,25 @@ def test_another_end_than_the_templates_is_completed():
     assert chat.after_reply(answer, EOS) == rest
     assert chat.after_reply(answer, ids("!")[-1]) == [EOS, *rest]
     assert chat.after_reply(answer, ids("<")[-1]) == [EOS, *rest]
+
+
+@pytest.mark.parametrize(("first", "turns"), [("<|extra|>", 0), ("hello", 1)])
+def test_a_token_without_embedding_fails_its_conversation(agents: Callable[..., Agent], first: str, turns: int):
+    """In the first observation, or in the answer to a turn, which is its text."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
+    agent = agents("Doing", tokenizer, vocab_size=len(TOKENIZER), options={"first": first})
+    done: dict[int, Response] = {}
+    talks = agent.begin({0: PROMPT}, lambda index, found: done.update({index: found}), seed=1)
+    while not done:
+        for row, before in talks.next(wait=True):
+            if before is not None:
+                reply = [*ids("<|extra|>"), EOS]
+                talks.take(row, Response(reply, True, [-1.0] * len(reply)))
+    found = done[0].trajectory
+    assert found is not None
+    assert (len(found.turns), found.truncated) == (turns, "")
+    assert "token 160 ('<|extra|>') is outside the policy's 160 embeddings" in found.error
 
 
 # ---- a model's conversations, by every engine ----

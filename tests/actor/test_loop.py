@@ -33,6 +33,7 @@ from tiny_tokenizers import make_text_tokenizer, save_chat_policy
 
 import actor.algorithms.batch
 import actor.loop
+from actor.algorithms.batch import RewardsFailed
 from actor.data.prompt_files import PromptError
 from actor.data.prompts import chances, preferred
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
@@ -673,6 +674,29 @@ def test_a_bad_row_ends_a_run_with_the_checkpoint_of_the_last_complete_step(
     assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [*range(1, step + 1)]
     prompts.write_text("\n".join(rows))
     go(make_grpo(tmp_path / "run", checkpoints, **{**settings, "steps": step + 1}))
+
+
+class Failing(Server):
+    """Rewards that fail from the 17th response on."""
+
+    count = 0
+
+    async def score_sentences(self, texts: list[str], *_: object, **__: object) -> dict[str, np.ndarray]:
+        found = await super().score_sentences(texts)
+        self.count += len(texts)
+        return {REWARDS: found[REWARDS] if self.count <= 16 else found[REWARDS] * np.float32("nan")}
+
+
+def test_failing_rewards_end_a_run_with_the_checkpoint_of_the_last_complete_step(
+    tmp_path: Path, checkpoints: Checkpoints
+):
+    settings = {"rollout_size": 8, "validation_size": 0, "steps": 30, "checkpoint_every": 50}
+    with pytest.raises(
+        RewardsFailed, match=r"8 of 8 rewards are unavailable \(prompts .*prompts.jsonl:\d+, "
+    ) as caught:
+        go(make_grpo(tmp_path, checkpoints, Failing(), **settings))
+    assert "; the run stopped after step 2, whose checkpoint is written; the next" in str(caught.value)
+    assert saved_steps(tmp_path / "checkpoints" / "actor") == [2]
 
 
 class Rare(Server):

@@ -94,7 +94,9 @@ IMAGE = {"type": "image", "image": "x.png"}
     ("lines", "message"),
     [
         (['{"text": "a"}', "{"], "prompts.jsonl:2: not JSON"),
-        (["", "[1]"], f"prompts.jsonl:2: {NO_COLUMN} '[1]'"),
+        (["", "[1]"], "prompts.jsonl:2: a JSON array; a JSONL file has one object a line"),
+        (["[", "1]"], "prompts.jsonl:1: a JSON array; a JSONL file has one object a line"),
+        (["text,answer", "hello,3"], "prompts.jsonl:1: 'text,answer' is not JSON; a JSONL file has one object a line"),
         (['{"question": "a"}'], f"prompts.jsonl:1: {NO_COLUMN}"),
         (['{"prompt": {"a": 1}}'], "prompts.jsonl:1: prompt: must be a string, got {'a': 1}"),
         (['{"text": 3}'], "prompts.jsonl:1: text: must be a string, got 3"),

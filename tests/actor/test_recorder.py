@@ -560,6 +560,18 @@ def test_the_seed_and_reproducibility_are_among_the_changes(tmp_path: Path):
     assert lines == ["run.seed: 0 -> 7", "run.deterministic: False -> True"]
 
 
+def test_another_reward_model_is_named_by_both_paths(tmp_path: Path, checkpoints: Checkpoints):
+    """Not by its content alone, which differs as well."""
+    run = {"run": {"dir": after_five_steps(tmp_path / "run")}, "critic": {}}
+    before, now = (
+        RunConfig.model_validate({**run, "reward": {"model": str(model)}})
+        for model in (checkpoints.reward, checkpoints.critic)
+    )
+    write_settings(before, {})
+    line = f"reward.model: {checkpoints.reward} -> {checkpoints.critic}"
+    assert describe_changes(find_changes(now, accepted=True)) == [line]
+
+
 def test_a_critic_is_not_made_again_at_a_resume(tmp_path: Path):
     run = after_five_steps(tmp_path / "run", name="ppo")
     config = config_of(run, name="ppo")
@@ -651,7 +663,7 @@ def test_a_step_is_shown_and_summed(tmp_path: Path) -> None:
     assert "step" not in before
 
     def two_steps(metrics: ActorMetrics) -> None:
-        log = MetricsLog(tmp_path, first_step=1, trackers=Trackers([], tmp_path, ""), exported=metrics)
+        log = MetricsLog(tmp_path, first_step=1, trackers=Trackers([], tmp_path, "", {}), exported=metrics)
         log.write(1, LINE)
         log.write(2, {**LINE, "train_rollouts/rewards": 0.75, "timers/score_wait": 1.0})
         log.chart({"val_rollouts/rewards": 0.875}, 2)
@@ -684,13 +696,13 @@ def test_a_step_is_shown_and_summed(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path):
-    log = MetricsLog(tmp_path, first_step=1, trackers=Trackers([], tmp_path, ""))
+    log = MetricsLog(tmp_path, first_step=1, trackers=Trackers([], tmp_path, "", {}))
     for step in (1, 2, 3):
         log.write(step, {"a": float(step)})
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "a"')  # killed while writing
-    log = MetricsLog(tmp_path, first_step=3, trackers=Trackers([], tmp_path, ""))
+    log = MetricsLog(tmp_path, first_step=3, trackers=Trackers([], tmp_path, "", {}))
     log.write(3, {"a": 30.0})
     log.close()
     assert [(line["step"], line["a"]) for line in read_jsonl(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 30)]
@@ -707,9 +719,10 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     def noted(name: str, result: Any = None) -> Callable[..., Any]:
         return lambda *given, **named: (calls.append((name, *given, *named.values())), result)[1]
 
-    run = types.SimpleNamespace(log=noted("wandb.log"), finish=noted("wandb.finish"))
+    config = types.SimpleNamespace(update=noted("wandb.config"))
+    run = types.SimpleNamespace(log=noted("wandb.log"), finish=noted("wandb.finish"), config=config)
     wandb = types.SimpleNamespace(Table=lambda columns, data: (columns, data), init=noted("wandb.init", run))
-    names = ("set_experiment", "start_run", "log_metrics", "log_dict", "end_run")
+    names = ("set_experiment", "start_run", "log_params", "log_metrics", "log_dict", "end_run")
     mlflow = types.SimpleNamespace(**{name: noted(f"mlflow.{name}") for name in names})
     for name, module in (("wandb", wandb), ("mlflow", mlflow)):
         monkeypatch.setitem(sys.modules, name, module)
@@ -717,7 +730,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_both_trackers_receive_what_the_files_hold(said: list[tuple[Any, ...]], tmp_path: Path):
-    log = MetricsLog(tmp_path, first_step=1, trackers=Trackers(["wandb", "mlflow"], tmp_path, "my-run"))
+    log = MetricsLog(
+        tmp_path, first_step=1, trackers=Trackers(["wandb", "mlflow"], tmp_path, "my-run", {"actor.steps": 3})
+    )
     log.write(1, {"train_rollouts/rewards": 0.5, "train_rollouts/staleness_rows": {"0": 3}})
     columns, rows = (
         ["step", "prompt", "response", "reward"],
@@ -732,8 +747,10 @@ def test_both_trackers_receive_what_the_files_hold(said: list[tuple[Any, ...]], 
     point, table = {"train_rollouts/rewards": 0.5}, {"columns": columns, "data": rows}  # no histogram: TensorBoard's
     assert said == [
         ("wandb.init", "rlhf-on-triton", "my-run", "my-run", str(tmp_path), "allow"),
+        ("wandb.config", {"actor.steps": 3}, True),
         ("mlflow.set_experiment", "rlhf-on-triton"),
         ("mlflow.start_run", "my-run"),
+        ("mlflow.log_params", {"actor.steps": "3"}),
         ("wandb.log", point, 1),
         ("mlflow.log_metrics", point, 1),
         ("wandb.log", {"train_rollouts/table": (columns, rows)}, 1),
@@ -743,14 +760,14 @@ def test_both_trackers_receive_what_the_files_hold(said: list[tuple[Any, ...]], 
         ("mlflow.end_run",),
     ]
     assert [list(line.values()) for line in read_jsonl(tmp_path / "rollouts.jsonl")] == [rows[0][:-1], rows[1]]
-    MetricsLog(tmp_path, first_step=1, trackers=Trackers([], tmp_path, "")).close()  # a run that repeats step 1
+    MetricsLog(tmp_path, first_step=1, trackers=Trackers([], tmp_path, "", {})).close()  # a run that repeats step 1
     assert read_jsonl(tmp_path / "rollouts.jsonl") == []
 
 
 def test_a_tracker_that_is_not_installed_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(RlhfError, match=r"actor\.trackers: wandb is not installed .*pip install '\.\[wandb\]'"):
-        Trackers(["wandb"], tmp_path, "run")
+        Trackers(["wandb"], tmp_path, "run", {})
 
 
 def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(
@@ -760,7 +777,7 @@ def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(
         raise ConnectionError("the tracking server is away")
 
     sys.modules["mlflow"].log_metrics = refuse  # type: ignore[attr-defined]
-    trackers = Trackers(["mlflow", "wandb"], tmp_path, "run")
+    trackers = Trackers(["mlflow", "wandb"], tmp_path, "run", {})
     for step in (1, 2):
         trackers.log({"x": 1.0}, step)
     trackers.finish()
@@ -785,7 +802,7 @@ def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
         said.append(("mlflow.log_metrics", step))
 
     sys.modules["mlflow"].log_metrics = hang  # type: ignore[attr-defined]
-    trackers = Trackers(["mlflow"], tmp_path, "run")
+    trackers = Trackers(["mlflow"], tmp_path, "run", {})
     for step in range(6):
         trackers.log({"x": 1.0}, step)  # returns at once
     assert hanging.wait(60)

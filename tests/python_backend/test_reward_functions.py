@@ -164,7 +164,7 @@ def test_a_sample_that_takes_too_long_is_killed_with_everything_it_started(make_
         assert psutil.Process().children() == others
     finally:
         prctl(subreaper, 0)
-    assert errors_of(killed) == ["took longer than 1 s and was killed"] * 3
+    assert errors_of(killed) == ["took longer than 1 s (its timeout_s) and was killed"] * 3
     assert first.score != second.score
     assert last == ScoreOutcome(1.0)
     assert [psutil.pid_exists(int(pid)) for pid in (first.score, *(path.read_text() for path in files))] == [False] * 3
@@ -433,7 +433,7 @@ def test_a_failure_costs_its_own_group_and_a_bad_score_its_own_row(make_pool: Ma
     causes = {
         "raise": "RuntimeError: no verdict on None",
         "die": "the worker process ended with exit code 3",
-        "loop": "took longer than 1 s and was killed",
+        "loop": "took longer than 1 s (its timeout_s) and was killed",
         "few": "the function returned 2 scores for a group of 3",
         "many": "the function returned 4 scores for a group of 3",
         "number": f"the function returned 1.0, {must}",
@@ -549,7 +549,7 @@ def test_a_coroutine_is_awaited_as_in_trl_within_its_time_limit(make_pool: MakeP
         found = scored(pool, group)[0] if groupwise else outcomes(pool, group)
         assert found == [ScoreOutcome(float(score)) for score in scores]
     (hanging,) = outcomes(make_pool(f"{TRL_FILE}:hangs", timeout_s=LIMIT_S), group[:1])
-    assert "took longer than 1 s and was killed" in hanging.error
+    assert "took longer than 1 s (its timeout_s) and was killed" in hanging.error
 
 
 def test_a_column_that_a_row_lacks_is_none_for_a_function_of_trl() -> None:

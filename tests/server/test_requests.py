@@ -423,7 +423,7 @@ def test_a_refusal_names_the_field(live: System) -> None:
     other, ahead = ({**training_inputs(seed=24), **identity("test", step)} for step in (last, last + 5))
     assert refusal(live, CRITIC_TRAIN, other) == (
         f"step: {last} of run 'test' was already sent with other content; the last step is {last}: "
-        f"send step {last + 1}, or send critic_save once with rewind_to {last - 1}"
+        f"send step {last + 1}, or rewind to step {last - 1} first"
     )
     message = refusal(live, CRITIC_TRAIN, ahead)
     assert f"step: {last + 5}, but the last step of run 'test' is {last}; send step {last + 1} first" in message

@@ -190,7 +190,7 @@ def test_the_sum_and_what_fails_costs_its_own_row(server: TritonServer) -> None:
         "",
         f"verdict: RuntimeError: no verdict on 'raise' (reward_functions.py:{line})",
         "",
-        "verdict: took longer than 1 s and was killed",
+        "verdict: took longer than 1 s (its timeout_s) and was killed",
         "verdict: the worker process ended with exit code 3",
         "verdict: returned nan, must be finite",
         "",
@@ -286,7 +286,8 @@ def test_grpo_until_the_endpoint_dies(
     (line,) = read_jsonl(run.config.run.dir / "metrics.jsonl")
     assert line["train_rollouts/reward_peers"] == line["train_rollouts/reward_judge"] == 4.0
     assert line["train_rollouts/masked_samples"] == 4
-    assert "step 1: 4 of 16 rewards are unavailable: judge: the judge's answer has no number: 'no idea'" in log
+    assert "step 1: 4 of 16 rewards are unavailable (prompts " in log
+    assert "): judge: the judge's answer has no number: 'no idea'" in log
     assert "ConnectionRefusedError" in log
     assert "actor.rewards.max_failed_fraction" in log
 
@@ -304,7 +305,7 @@ def test_a_reload_waits_for_a_running_function_and_no_worker_outlives_its_server
             pass
         control.load("reward_function_verdict", parameters={"workers": "3"}, timeout_s=60)
         errors = [item.decode() for array in running.result().values() if array.dtype == object for item in array.flat]
-    assert "took longer than 1 s and was killed" in "".join(errors)
+    assert "took longer than 1 s (its timeout_s) and was killed" in "".join(errors)
     _, alive = psutil.wait_procs(replaced, timeout=60)
     assert not alive
     workers = worker_processes(server)
@@ -419,7 +420,7 @@ def test_components_reach_the_actor_and_failures_are_marked(mixed: System, check
     np.testing.assert_allclose(scores.rewards[fine], direct[fine] + 10 + 0.5 * labels, atol=1e-4, rtol=0)
     raised, killed = scores.failures
     assert raised.startswith("verdict: RuntimeError: no verdict on 'raise' (reward_functions.py:")
-    assert killed == "verdict: took longer than 1 s and was killed"
+    assert killed == "verdict: took longer than 1 s (its timeout_s) and was killed"
 
 
 @pytest.mark.slow
@@ -435,8 +436,9 @@ def test_the_run_logs_every_component_masks_what_failed_and_keeps_its_templates(
         assert line["train_rollouts/reward_texts"] == line["train_rollouts/reward_peers"] == 1.0
         assert line["train_rollouts/reward_verdict"] == pytest.approx(15 / 6)
         assert np.isfinite(line["train_rollouts/reward_model"])
-    assert "step 1: 2 of 8 rewards are unavailable: verdict: RuntimeError: no verdict on 'raise'" in log
-    assert "; verdict: took longer than 1 s and was killed" in log
+    assert "step 1: 2 of 8 rewards are unavailable (prompts " in log
+    assert "): verdict: RuntimeError: no verdict on 'raise'" in log
+    assert "; verdict: took longer than 1 s (its timeout_s) and was killed" in log
     assert json.loads((folder / "actor_summary.json").read_text())["critic_updates"] == 2
     AutoModelForCausalLM.from_pretrained(str(folder / "policy"))
     assert load_tokenizer(folder / "policy").chat_template == TEMPLATES

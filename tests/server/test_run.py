@@ -145,7 +145,7 @@ def test_without_a_sidecar_requests_end_with_a_sentence_and_are_processed_when_i
     (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
     assert (code, "Traceback" in log, log.rstrip().endswith(sentence)) == (2, False, True)
     assert "no sidecar follows the journal: start `python -m trainer`" in sentence
-    assert f"the rewind after step {step} of run 'test' is in the journal and will be processed" in sentence
+    assert f"the rewind from step {step} to step 0 of run 'test' is in the journal and will be processed" in sentence
     live.start_sidecar()
     wait_for(lambda: not live.run.journal.entries(), live.sidecar)
     assert [line["step"] for line in live.run.critic_updates(up_to=step)].count(step) == 1

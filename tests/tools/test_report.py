@@ -31,9 +31,9 @@ from python_backend.store.jsonl import NewLines, read_jsonl
 from python_backend.store.run_lock import only_actor, only_run
 from tools.report.conversations import Conversation
 from tools.report.curves import (
+    METRICS,
     as_svg,
-    draw_distinct,
-    draw_ended,
+    draw_components,
     draw_kl,
     draw_reward,
     draw_step_time,
@@ -282,9 +282,12 @@ class TestPage:
         assert str(tmp_path) not in page
         for key in SUMMARY_KEYS:
             assert (f"<code>{key}</code>" in page) == (not key.startswith(("process_reward_", "steps_")))
-        assert page.count("<figure>") == 7
+        assert page.count("<figure>") == 8
+        # A rule for every `i` of a table gave tokens a bar for a background, and took the spaces between them.
+        assert all(rule.startswith(".") for rule in re.findall(r"^(.*\bi(?:\.\w+)?) {", page, re.MULTILINE))
+        assert ".said i { font-style: normal; white-space: pre-wrap; }" in page
         assert set(re.findall(r'(?:src|href)="([^"]{5})', page)) == {"data:"}
-        first, second = (as_svg(draw_distinct, load_run(full_run)) for _ in range(2))
+        first, second = (as_svg(draw_kl, load_run(full_run)) for _ in range(2))
         assert first == second
         assert "<dc:date>" not in first
         write_curves(load_run(full_run), tmp_path / "curves.png")
@@ -300,7 +303,7 @@ class TestPage:
         assert [row["step"] for row in run.critic if row["reload"] == "swap"] == steps
         assert [row["step"] for row in run.critic if row["reload"] == "triton"] == [3], "rare ones are all there"
         assert (run.summary["reloads_swap"], run.summary["reloads_triton"]) == (5000, 1)
-        assert len(pictures(run)) == 7
+        assert len(pictures(run)) == 8
 
     def test_the_page_says_what_was_trained_and_with_which_settings(self, tmp_path: Path) -> None:
         run_dir = write_run(tmp_path / "mine", validated=False, num_steps=2)
@@ -354,29 +357,28 @@ class TestPage:
         write_lines(folder / "metrics.jsonl", rows)
         (folder / "changes.jsonl").write_text('{"step": 7, "changed": {"actor.kl.coef": [0.5, 0]}}\n')
         finish_run(folder, server_failures=0, peak_rss_mb=1.0, seconds_total=1.0)
-        axes, distinct = (Figure().subplots() for _ in range(2))
+        axes = Figure().subplots()
         draw_reward(axes, load_run(folder))
         marks = {line.get_xdata()[0]: line.get_label() for line in axes.lines if len(set(line.get_xdata())) == 1}
         assert {4, 7.5, 8, 11} <= marks.keys()
         assert marks[7.5] == "resumed with other settings"
         assert [text.get_text() for text in axes.texts] == ["v1", "v3", "v2"]
-        # Distinct bigrams of 0.05 were a flat line at the bottom of an axis up to 1.25.
-        draw_distinct(distinct, load_run(folder))
-        assert distinct.get_ylim()[1] == pytest.approx(0.055)
         write_curves(load_run(folder), folder / "curves.png")
 
     def test_a_run_without_a_critic_or_a_measured_kl_has_no_words_and_no_pictures_of_it(self, tmp_path: Path) -> None:
         run_dir = write_run(tmp_path / "mine", critic=False)
         text = page_of(run_dir)
         assert not re.search("critic|version|reload|PPO", re.sub(r'src="[^"]*"', "", text))
-        assert list(pictures(load_run(run_dir))) == [draw_reward, draw_kl, draw_step_time, draw_distinct, draw_ended]
-        assert text.count("<figure>") == 5
+        run = load_run(run_dir)
+        recorded = [each.of_one for each in METRICS if each.points(run)[0]]
+        assert list(pictures(run)) == [draw_reward, draw_kl, draw_components, draw_step_time, *recorded]
+        assert text.count("<figure>") == 4 + len(recorded)
         assert "<td class=n>–</td>" not in text
         run_dir = write_run(tmp_path / "no KL", validated=False, critic=False, num_steps=3)
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()[:3]]
         write_lines(run_dir / "metrics.jsonl", [{key: row[key] for key in row if "kl" not in key} for row in rows])
         run = load_run(run_dir)
-        assert list(pictures(run)) == [draw_reward, draw_step_time, draw_distinct, draw_ended]
+        assert list(pictures(run)) == [draw_reward, draw_components, draw_step_time, *recorded]
         axes = Figure().subplots()
         draw_reward(axes, run)
         assert axes.get_legend_handles_labels()[1] == ["per step"]
@@ -708,8 +710,15 @@ def test_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         display.phase("starting [bold]tritonserver[/bold]")
         display.refresh()  # no file yet
         append(tmp_path / "critic_metrics.jsonl", SWAP, TRITON)
-        append(tmp_path / "metrics.jsonl", step_row(1), step_row(2), torn='{"step": 3, ')
+        parts = {"reward_a": 0.25, "reward_b": 1.0, "reward_b_missing": 1.0, "useful_prompts": 0.5}
+        second_row = step_row(2, **{f"train_rollouts/{name}": value for name, value in parts.items()})
+        append(tmp_path / "metrics.jsonl", step_row(1), second_row, torn='{"step": 3, ')
+        append(tmp_path / "validations.jsonl", {"step": 0, "reward": 0.5, "kl": 0.25})
         print("a message")
+        display.refresh()
+        validated = [{"step": 0, "reward": 0.5, "kl": 0.25}, {"step": 2, "reward": None, "kl": None}]
+        append(tmp_path / "new", *validated)  # as a run that resumes writes it
+        (tmp_path / "new").replace(tmp_path / "validations.jsonl")
         display.refresh()
         display.log("another")
     out = capsys.readouterr().out
@@ -717,8 +726,10 @@ def test_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert out.splitlines()[:2] == ["[0:00] starting [bold]tritonserver[/bold]", "a message"]
     first, second = out.splitlines()[2:4]
     assert first.startswith("step 1/4  reward +0.100  KL 0.50  tokens/s 1,234  weights version 1  swap reload 12 ms")
+    assert "  reward +0.200  a +0.250  b +1.000  useful prompts 50%  KL 0.50  " in second
     assert "swap reload 12 ms  triton reload 2,345 ms  failed requests 0  2.0 s  ETA 0:04" in second
-    assert out.splitlines()[4:] == ["another"]
+    validations = ["validation at step 0: reward +0.500, 0.25 nats of KL", "validation at step 2: reward unavailable"]
+    assert out.splitlines()[4:] == [*validations, "another"]
 
 
 def test_the_eta_of_a_resumed_run_knows_no_pause(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

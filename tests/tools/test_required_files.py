@@ -370,7 +370,15 @@ async def needs(completions, answer):
 class Game:
     def __init__(self, highest=9): ...
     def reset(self, row): ...
-    def step(self, action): ...
+    def step(self, action): return "more", 0.0, False
+
+
+class Untold(Game):
+    def step(self, action): return "only an observation"
+
+
+class Strict(Game):
+    def step(self, action): raise ValueError(action)
 
 
 def run(base_url, task): ...
@@ -390,11 +398,16 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
             "{file}:needs: answer: no column of the prompts, which have none; rena",
         ),
         (["rewards.mine.function={file}:peeks"], "OSError: ['SOME_SETTING']"),
-        (["rewards.mine.function={file}:slow", "rewards.mine.timeout_s=0.1"], "took longer than 0.1 s and was killed"),
+        (
+            ["rewards.mine.function={file}:slow", "rewards.mine.timeout_s=0.1"],
+            "took longer than 0.1 s (its timeout_s) and was killed",
+        ),
         (["rewards.mine.function={file}:group"], "TypeError: object of type 'Sample' has no len()"),
         (["rewards.mine.options={{margin: 2}}"], "margin"),
         ([*PLAYED, "environment.reward={file}:trl"], ""),
         ([LONGEST, "environment.agent={file}:run"], ""),
+        ([LONGEST, "environment.class={file}:Untold"], "Untold: step: returned 'only an observation'; return a tuple"),
+        ([LONGEST, "environment.class={file}:Strict"], ""),  # it may refuse a reply
         (
             [LONGEST, "environment.class={file}:Gam"],
             "environment.class {file}:Gam: {file}:Gam cannot be imported: {file} has no",
@@ -453,7 +466,8 @@ def test_a_run_is_refused_with_one_line_for_each_problem(
         ),
         (
             '{"text": "a"}\n{"text": "' + "a " * 2000 + '"}\n',
-            "{}:2: 2001 tokens, but a prompt must have 1 to 512 (actor.prompts.max_tokens)",
+            "{}:2: 2001 tokens, but a prompt must have 1 to 512 (actor.prompts.max_tokens); "
+            "actor.prompts.too_long: skip leaves longer ones out",
         ),
     ],
 )

@@ -158,7 +158,7 @@ class Disturbed(RuleBasedStateMachine):
         self.train(2)
         self.save(late=False, keep=True)
         self.train(1)
-        self.rewind(chosen=1)
+        self.rewind(chosen=0)
         until(lambda: not any(self.armed.values()))
 
     @rule(write=st.sampled_from(WRITES), when=st.sampled_from(["before", "after"]))
@@ -218,8 +218,8 @@ class Disturbed(RuleBasedStateMachine):
 
     def reachable(self) -> list[int]:
         """Return the steps to which a rewind is possible."""
-        newest = max(self.asked, default=0)
-        return sorted({0, *self.asked, *range(newest, self.step + 1)})
+        newest = max(self.asked, default=0)  # a run that has saved a checkpoint is not begun anew
+        return sorted({*self.asked, *range(newest, self.step + 1)})
 
     def teardown(self) -> None:
         try:
@@ -282,6 +282,18 @@ def test_the_last_of_two_rewinds_to_one_step_owns_the_run(rig: Rig):
         rig.journal.accept_save(run_id="run", sender=Sender("old", 1))
     rig.stop()
     assert rig.start().journal.owners() == ["new/1", "old/1"]
+
+
+def test_a_second_start_of_a_run_that_has_saved_discards_nothing(rig: Rig, straight: Rig):
+    rig.train(1, 2)
+    assert rig.rewind(0).error is None  # nothing was saved
+    rig.train(1)
+    assert rig.save().error is None
+    rig.train(2)
+    error = str(rig.rewind(0).error)
+    assert error.startswith("rewind_to: 0 would discard the saved checkpoints of steps 1; ")
+    assert rig.rewind(2).weights_version == 5
+    assert torch.equal(rig.weights(), straight.weights(2))
 
 
 @pytest.mark.parametrize(("target", "restarted"), [(0, False), (1, True)])

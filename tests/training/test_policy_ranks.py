@@ -189,6 +189,7 @@ def conversations(ranks: AnyRanks, folder: Path, name: str = "Countdown") -> lis
     try:
         policy.renew_sampler()
         rollout = policy.generate(prompts, seed=3)
+        assert torch.equal(policy.sampled_logprobs(rollout), rollout.logprobs)  # which no forward pass contradicts
     finally:
         policy.close()
     found = [{name: getattr(part, name) for name in Rollout.__annotations__} for part in (rollout, *rollout.others)]

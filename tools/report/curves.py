@@ -1,6 +1,7 @@
 """Draws the report's pictures: of one run or several as SVG for a page, and the four most informative ones as a PNG."""
 
 import contextlib
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,18 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
-from tools.report.data import MEDIANS, PHASES, SHOWN_S, RunRecord, formatted, number, phase_seconds, series
+from tools.report.data import (
+    COMPONENT,
+    MEDIANS,
+    PHASES,
+    SHOWN_S,
+    RunRecord,
+    components,
+    formatted,
+    number,
+    phase_seconds,
+    series,
+)
 
 Axes = Any  # matplotlib is imported only by the functions that draw
 Draw = Callable[[Axes, RunRecord], None]
@@ -27,7 +39,7 @@ PHASE_COLOURS = dict(zip(PHASES.values(), (BLUE, SKY, GREEN, PURPLE, RED, ORANGE
 REWARD, KL = "train_rollouts/rewards", "train_rollouts/init_policy_kl_per_sequence"
 EXPLAINED, STEP_TIME = "train_rollouts/explained_variance", "timers/step_time"
 TURNS = "train_rollouts/turns"
-DISTINCT, ENDED = "train_rollouts/distinct2", "train_rollouts/fraction_of_samples_properly_ended"
+ENDED = "train_rollouts/fraction_of_samples_properly_ended"
 RELOADS: dict[str, dict[str, Any]] = {
     "swap": {"color": BLUE, "marker": "o", "s": 14},
     "triton": {"color": RED, "marker": "D", "s": 46},
@@ -192,16 +204,10 @@ def draw_versions(axes: Axes, run: RunRecord) -> None:
     finish(axes, "Served version of the critic weights", "minutes since the first step")
 
 
-def draw_distinct(axes: Axes, run: RunRecord) -> None:
-    """Draw the share of distinct bigrams, scaled to its maximum, which is a few per cent for long or many responses."""
-    axes.set_ylim(0, 1.1 * max(_plot(axes, run, DISTINCT, color=GREEN, lw=1.6)) or 1.0)
-    finish(axes, "Distinct bigrams (share of all)", "step")
-
-
-def draw_ended(axes: Axes, run: RunRecord) -> None:
-    _plot(axes, run, ENDED, color=ORANGE, lw=1.6)
-    axes.set_ylim(-0.03, 1.03)
-    finish(axes, "Responses that ended on their own (share)", "step")
+def draw_components(axes: Axes, run: RunRecord) -> None:
+    for name, colour in zip(components(run.steps), itertools.cycle(COLOURS), strict=False):
+        _plot(axes, run, COMPONENT + name, color=colour, lw=1.6, label=name)
+    finish(axes, "Each reward, without its weight", "step")
 
 
 def draw_turns(axes: Axes, run: RunRecord) -> None:
@@ -267,32 +273,6 @@ def _recorded(key: str, *, least: int = 2) -> Callable[[RunRecord], bool]:
     return lambda run: len(series(run.steps, key)[0]) >= least
 
 
-PICTURES: dict[Draw, tuple[str, Callable[[RunRecord], bool]]] = {  # {draw: (caption, whether the run has its data)}
-    draw_reward: ("The mean reward per batch.", _recorded(REWARD, least=1)),
-    draw_kl: (
-        "How far the policy has moved from the initial policy, estimated on the sampled tokens: while it is near 0, "
-        "the estimate of a batch can be negative.",
-        _recorded(KL),
-    ),
-    draw_explained_variance: (
-        "How much of the returns' variance the critic explains: 1 is all; below 0 its values are further off than "
-        "their mean would be, as those of a new critic are. The axis ends at -1.",
-        lambda run: _recorded(EXPLAINED, least=1 if "ev_v0" in run.summary else 2)(run),
-    ),
-    draw_versions: ("Which critic version is served, and when it was replaced.", lambda run: bool(run.critic)),
-    draw_step_time: (
-        "Where a step's time goes; the axis is cut off above the usual step, so rare long steps exceed it.",
-        _recorded(STEP_TIME),
-    ),
-    draw_distinct: ("Whether texts stay diverse: repetition shows here first.", _recorded(DISTINCT)),
-    draw_turns: (
-        "Turns of the policy per conversation, and which share of the conversations a limit or a failure ended.",
-        _recorded(TURNS),
-    ),
-    draw_ended: ("Share of responses that ended before their length limit.", _recorded(ENDED)),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Overlay:
     """A picture with a line per run; `low` and `high` bound the axis."""
@@ -305,6 +285,29 @@ class Overlay:
     high: float | None = None
     is_smooth: bool = True
 
+    def draw(self, axes: Axes, runs: Sequence[RunRecord]) -> None:
+        """Draw a line for each of the runs that have data."""
+        for i, run in enumerate(runs):
+            x, y = self.points(run)
+            if x:
+                colour, dashes = line_style(i)
+                smooth = self.is_smooth and len(y) >= 20
+                if smooth and len(runs) <= FEW:
+                    axes.plot(x, y, color=colour, alpha=0.25, lw=0.8)
+                axes.plot(
+                    x, smoothed(y) if smooth else y, color=colour, ls=dashes, lw=1.8, label=run.name, **markers(x)
+                )
+        if self.low is not None:
+            axes.set_ylim(max(self.low, min(0.0, axes.get_ylim()[0])), 1.05 * axes.get_ylim()[1])
+        if self.high is not None:
+            axes.set_ylim(top=self.high)
+        finish(axes, self.title, self.xlabel, legend=1 < len(runs) <= FEW)
+
+    def of_one(self, axes: Axes, run: RunRecord) -> None:
+        """Draw the line of one run, and where it resumed with other settings."""
+        self.draw(axes, [run])
+        _mark_changes(axes, run)
+
 
 def _metric(key: str) -> Callable[[RunRecord], Points]:
     return lambda run: series(run.steps, key)
@@ -314,6 +317,84 @@ def _frontier(run: RunRecord) -> Points:
     """Return (KL, reward) of the steps that have both, each smoothed."""
     rows = [row for row in run.steps if series([row], KL)[0] and series([row], REWARD)[0]]
     return smoothed(series(rows, KL)[1]), smoothed(series(rows, REWARD)[1])
+
+
+METRICS = (
+    Overlay(
+        title="Tokens per response",
+        caption="Tokens that the policy generated: mean of each batch.",
+        points=_metric("train_rollouts/generation_length"),
+        low=0.0,
+    ),
+    Overlay(
+        title="Responses that ended on their own (share)",
+        caption="The others reached their length limit.",
+        points=_metric(ENDED),
+        low=-0.03,
+        high=1.03,
+    ),
+    Overlay(
+        title="Prompts whose responses differ in reward (share)",
+        caption="The others teach nothing where responses to a prompt are compared.",
+        points=_metric("train_rollouts/useful_prompts"),
+        low=-0.03,
+        high=1.03,
+    ),
+    Overlay(
+        title="Entropy of the policy (nats per token)",
+        caption="Whether the policy still explores: near 0 it samples the same responses again and again.",
+        points=_metric("train_optim/entropy"),
+        low=0.0,
+    ),
+    Overlay(
+        title="Gradient norm",
+        caption="Before it is clipped to actor.optimizer.grad_clip.",
+        points=_metric("train_optim/grad_norm"),
+        low=0.0,
+    ),
+    Overlay(
+        title="Clipped tokens (share)",
+        caption="Tokens whose probability ratio the loss clips.",
+        points=_metric("train_optim/clip_fraction"),
+        low=0.0,
+    ),
+    Overlay(
+        title="Learning rate", caption="Of the policy.", points=_metric("train_optim/lr"), low=0.0, is_smooth=False
+    ),
+)
+
+
+def _has_curve(overlay: Overlay) -> Callable[[RunRecord], bool]:
+    return lambda run: len(overlay.points(run)[0]) > 1
+
+
+PICTURES: dict[Draw, tuple[str, Callable[[RunRecord], bool]]] = {  # {draw: (caption, whether the run has its data)}
+    draw_reward: ("The mean reward per batch.", _recorded(REWARD, least=1)),
+    draw_kl: (
+        "How far the policy has moved from the initial policy, estimated on the sampled tokens: while it is near 0, "
+        "the estimate of a batch can be negative.",
+        _recorded(KL),
+    ),
+    draw_components: (
+        "What each reward function, model or environment gave: their weighted sum is the reward.",
+        lambda run: bool(components(run.steps)),
+    ),
+    draw_explained_variance: (
+        "How much of the returns' variance the critic explains: 1 is all; below 0 its values are further off than "
+        "their mean would be, as those of a new critic are. The axis ends at -1.",
+        lambda run: _recorded(EXPLAINED, least=1 if "ev_v0" in run.summary else 2)(run),
+    ),
+    draw_versions: ("Which critic version is served, and when it was replaced.", lambda run: bool(run.critic)),
+    draw_step_time: (
+        "Where a step's time goes; the axis is cut off above the usual step, so rare long steps exceed it.",
+        _recorded(STEP_TIME),
+    ),
+    draw_turns: (
+        "Turns of the policy per conversation, and which share of the conversations a limit or a failure ended.",
+        _recorded(TURNS),
+    ),
+    **{each.of_one: (each.caption, _has_curve(each)) for each in METRICS},
+}
 
 
 OVERLAYS = (
@@ -339,45 +420,18 @@ OVERLAYS = (
         high=1.0,
         points=_metric(EXPLAINED),
     ),
-    Overlay(
-        title="Tokens per response", caption="Mean of each batch.", points=_metric("train_rollouts/generation_length")
-    ),
     Overlay(title="Seconds per step", caption="All phases together.", points=_metric(STEP_TIME), low=0.0),
-    Overlay(title="Distinct bigrams (share of all)", caption="Repetition shows here first.", points=_metric(DISTINCT)),
-    Overlay(
-        title="Responses that ended on their own (share)",
-        caption="The others reached their length limit.",
-        points=_metric(ENDED),
-    ),
+    *METRICS,
 )
 
 
 def overlaid(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
     """Return (caption, SVG text) of the pictures that show several runs."""
-    return [(overlay.caption, _drawn(overlay, runs)) for overlay in OVERLAYS if any(overlay.points(r)[0] for r in runs)]
+    return [
+        (overlay.caption, as_svg(overlay.draw, runs)) for overlay in OVERLAYS if any(overlay.points(r)[0] for r in runs)
+    ]
 
 
 def line_style(index: int) -> tuple[str, str]:
     """Return (colour, dashes) of the run with this index."""
     return COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]
-
-
-def _drawn(overlay: Overlay, runs: Sequence[RunRecord]) -> str:
-    def draw(axes: Axes) -> None:
-        for i, run in enumerate(runs):
-            x, y = overlay.points(run)
-            if x:
-                colour, dashes = line_style(i)
-                smooth = overlay.is_smooth and len(y) >= 20
-                if smooth and len(runs) <= FEW:
-                    axes.plot(x, y, color=colour, alpha=0.25, lw=0.8)
-                axes.plot(
-                    x, smoothed(y) if smooth else y, color=colour, ls=dashes, lw=1.8, label=run.name, **markers(x)
-                )
-        if overlay.low is not None:
-            axes.set_ylim(bottom=max(overlay.low, min(0.0, axes.get_ylim()[0])))
-        if overlay.high is not None:
-            axes.set_ylim(top=overlay.high)
-        finish(axes, overlay.title, overlay.xlabel, legend=len(runs) <= FEW)
-
-    return as_svg(draw)

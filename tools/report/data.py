@@ -183,6 +183,7 @@ Row = TypeVar("Row")
 RUN_FILES = (SETTINGS_FILE, "metrics.jsonl", RUN_LOCK_FILE, LOCK_FILE)  # every run has one of these
 MOST_DRAWN = 2000  # plotted steps, and critic updates: more look the same, but make a page of many megabytes
 MOST_TEXTS = 8  # shown from the beginning of a run, and as many from its end
+COMPONENT = "train_rollouts/reward_"  # of a metric: the mean of one of several rewards
 SHOWN_S = 0.005  # phases that are shorter would be shown as 0.00
 # Timer -> label; "other" is the part of a step that no timer covers.
 PHASES = {
@@ -471,6 +472,13 @@ def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[fl
     found = [(row["step"], number(row.get(key))) for row in rows]
     kept = [(step, value) for step, value in found if value is not None]
     return [step for step, _ in kept], [value for _, value in kept]
+
+
+def components(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names of the rewards of a weighted sum that rows of metrics.jsonl have; [] if it is a single one."""
+    names = {name.removeprefix(COMPONENT) for row in rows for name in row if name.startswith(COMPONENT)}
+    names = {name for name in names if name != "version" and not name.endswith("_missing")}
+    return sorted(names) if len(names) > 1 else []
 
 
 def number(value: Any) -> float | None:

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from python_backend.store.jsonl import NewLines
 from python_backend.store.run_lock import RUN_LOCK_FILE
-from tools.report.data import PHASES, SHOWN_S, Thinned, formatted, number, phase_seconds
+from tools.report.data import COMPONENT, PHASES, SHOWN_S, Thinned, components, formatted, number, phase_seconds
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PHASE_STYLES = dict(zip(PHASES.values(), ("blue", "cyan", "green", "magenta", "red", "yellow", "white"), strict=True))
@@ -45,6 +45,7 @@ class RunDisplay:
         self._phase_file = Path(run_dir) / RUN_LOCK_FILE
         self._metrics = NewLines(Path(run_dir) / "metrics.jsonl")
         self._critic_metrics = NewLines(Path(run_dir) / "critic_metrics.jsonl")
+        self._validations = NewLines(Path(run_dir) / "validations.jsonl")
         self._total = total_steps
         self._every = max(1, round(total_steps / PLAIN_LINES))
         self._recent: tuple[dict[str, Any], ...] = ()  # the last steps
@@ -52,6 +53,7 @@ class RunDisplay:
         self._reloads: dict[str, dict[str, Any]] = {}
         self._num_reloads: Counter[str] = Counter()
         self._resumed_at = 0
+        self._validated = -1  # step of the newest validation
         self._start = self._phase_start = time.monotonic()
         self._phase = ""
         self._mark: RenderableType = Spinner("dots")
@@ -59,6 +61,8 @@ class RunDisplay:
     def __enter__(self) -> "RunDisplay":
         for row in self._read():  # steps from before a resume are not reported again
             self._resumed_at = row["step"]
+        for _ in self._new_validations():
+            pass
         if self._is_live:
             self._live = Live(
                 get_renderable=self._render,
@@ -76,7 +80,8 @@ class RunDisplay:
             self.refresh()
         finally:
             if self._live is not None:
-                self._mark = Text("✗" if kind else "✓", style="red" if kind else "green")
+                stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
+                self._mark = Text("✗", style="red") if kind and not stopped else Text("✓", style="green")
                 for stream in (sys.stdout, sys.stderr):
                     stream.flush()  # rich's proxy would lose an unfinished line
                 self._live.stop()
@@ -105,6 +110,16 @@ class RunDisplay:
             step = row["step"]
             if not self._is_live and (step % self._every == 0 or step in (1, self._total)):
                 self.log(self._plain_line(row))
+        for line in self._new_validations():
+            figures = [_format(line, "reward", "+.3f") or "unavailable", _format(line, "kl", ".2f", " nats of KL")]
+            self.log(f"validation at step {line['step']}: reward {', '.join(filter(None, figures))}")
+
+    def _new_validations(self) -> Iterator[dict[str, Any]]:
+        """Yield the validations of later steps than any before; a run that resumes writes their file anew."""
+        for line in self._validations.read_objects():
+            if line["step"] > self._validated:
+                self._validated = line["step"]
+                yield line
 
     def _read(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of new steps; each is part of the displayed state before it is yielded."""
@@ -154,6 +169,8 @@ class RunDisplay:
         served = newest or {"weights_version": row.get("train_rollouts/weights_version")}
         figures = [
             ("reward", _format(row, "train_rollouts/rewards", "+.3f")),
+            *((name, _format(row, f"{COMPONENT}{name}", "+.3f")) for name in components([row])),
+            ("useful prompts", _format(row, "train_rollouts/useful_prompts", ".0%")),
             ("KL", _format(row, "train_rollouts/init_policy_kl_per_sequence", ".2f")),
             ("tokens/s", _format(row, "tokens_per_s", ",.0f")),
             ("critic explains", _format(row, "train_rollouts/explained_variance", ".2f")),
