@@ -21,13 +21,12 @@ from python_backend.process import StopRequested, StopSignals
 from python_backend.store.control_key import control_key
 from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
-from tools.server.ports import with_free_ports
+from tools.server.ports import bind_address, check_ports, with_free_ports
 from tools.server.supervisor import Supervisor
 from tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from tools.server.tritonserver import TritonServer, shell_command
 
 WATCH_INTERVAL_S = 0.2
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SAFE_VERSION = (2, 69)  # version in the 26.05 container; older releases have published vulnerabilities
 
 
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(shell_command(config, repository_of(config)))
             return 0
         with stop.raising():
-            config = _prepared(arguments.config, overrides)
+            config = _prepared(arguments.config, overrides, is_starting=True)
         supervisor = Supervisor(
             lambda: start_server(config, log=say, check=stop.check), log=say, folder=config.server_dir
         )
@@ -73,9 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             say("stopped")
 
 
-def _prepared(path: Path, overrides: list[str]) -> RunConfig:
-    """Return the configuration with measured settings and fixed ports, once the files that it names exist."""
+def _prepared(path: Path, overrides: list[str], *, is_starting: bool = False) -> RunConfig:
+    """Return the configuration with measured settings and fixed ports, once the files that it names exist.
+
+    `is_starting`: the ports must be free, too.
+    """
     config = load_config(path, overrides)
+    section = with_free_ports(config.server)
+    if is_starting:
+        check_ports(section)
     limit_access(config.run)
     if config.run.log_format == "json":
         log_to_stderr("server", config.run)
@@ -87,7 +92,7 @@ def _prepared(path: Path, overrides: list[str]) -> RunConfig:
     overrides = [*overrides, *settle(config, say)]
     config = load_config(path, overrides)
     ensure_first_version(config, path, overrides)
-    return with_fixed_ports(config)
+    return config.model_copy(update={"server": section})
 
 
 def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]) -> None:
@@ -118,11 +123,6 @@ def _run_module(what: str, arguments: Sequence[str]) -> None:
         raise ServerStartError(
             f"{what} failed: `python -m {arguments[0]}` ended with exit code {code}; its output above says why"
         )
-
-
-def with_fixed_ports(config: RunConfig) -> RunConfig:
-    """Return the configuration with a free port for each port of 0, so that a restarted server keeps its ports."""
-    return config.model_copy(update={"server": with_free_ports(config.server)})
 
 
 def start_server(
@@ -182,7 +182,7 @@ def serve_rendered(
 
 def _warn_if_exposed(server: TritonServer, log: Callable[[str], None]) -> None:
     host = server.section.host
-    if host in LOOPBACK:
+    if bind_address(host).startswith("127."):
         return
     log(
         f"warning: server.host is {host}: every client that can reach it can send scoring requests and, unless "

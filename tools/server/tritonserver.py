@@ -43,7 +43,7 @@ from python_backend.wire.contract import (
 from tools.server.child import poll_failure, relay_lines, set_aside_if_large, start_bound, stub_failure, tail
 from tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, SERVER_ARGUMENTS
 from tools.server.drain import drain
-from tools.server.ports import check_ports, is_open, with_free_ports
+from tools.server.ports import bind_address, check_ports, is_open, with_free_ports
 from tools.server.shared_memory import Regions, remove_abandoned
 from tools.server.triton_home import (
     PYTHON_DIR,
@@ -410,17 +410,18 @@ def server_command(
     home: TritonHome, repository: Path, backends: Path, section: ServerSection, key: str, trace_endpoint: str | None
 ) -> list[str]:
     """Return the command line of a server of all models in `repository`; see `TritonServer`."""
+    address = bind_address(section.host)
     return [
         str(home.binary),
         f"--model-repository={repository}",
         f"--backend-directory={backends}",
         *SERVER_ARGUMENTS,
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
-        f"--http-address={section.host}",
+        f"--http-address={address}",
         f"--http-port={section.http_port}",
-        f"--grpc-address={section.host}",
+        f"--grpc-address={address}",
         f"--grpc-port={section.grpc_port}",
-        f"--metrics-address={section.host}",
+        f"--metrics-address={address}",
         f"--metrics-port={section.metrics_port}",
         *([f"{BODY_LIMIT}={LARGEST_BODY_BYTES}"] if accepts(home, BODY_LIMIT) else []),
         *closing_arguments(key),
@@ -468,7 +469,7 @@ def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequen
     first, from the trainer, with `trainer_arguments`.
 
     Raises:
-        ServerStartError: there is no tritonserver for this Python.
+        ServerStartError: there is no tritonserver for this Python, or `server.host` has no address.
     """
     home = find_tritonserver(config.server.tritonserver)
     backends = lay_out_backends(home, config.server_dir / "backends")
