@@ -20,6 +20,7 @@ import psutil
 from actor.run.settings import describe_changes, find_changes, write_settings
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_accept_changes, limit_access, report, reporting, run_parser
+from python_backend.config.required_files import check_devices
 from python_backend.config.without_effect import effect_line
 from python_backend.errors import REPORTED, RlhfError
 from python_backend.process import StopSignals
@@ -263,6 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit_access(config.run)
         if args.dry_run:
             return _plan(config, machine)
+        check_devices(config)
         told = prompt_warnings(config, check_run(config))
         if args.fresh and config.run.dir.exists():
             with only_run(config.run.dir), only_actor(config.run.dir):

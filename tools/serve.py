@@ -14,7 +14,7 @@ from pathlib import Path
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import limit_access, log_to_stderr, reporting, run_parser
 from python_backend.config.live_models import live_models
-from python_backend.config.required_files import check_files
+from python_backend.config.required_files import check_devices, check_files
 from python_backend.config.without_effect import effect_line
 from python_backend.monitoring.log_lines import say
 from python_backend.process import StopRequested, StopSignals
@@ -85,6 +85,7 @@ def _prepared(path: Path, overrides: list[str], *, is_starting: bool = False) ->
     if config.run.log_format == "json":
         log_to_stderr("server", config.run)
     check_files(config, server=True)
+    check_devices(config, *config.served_sections)
     if config.gpu_precisions:
         say(f"on GPUs: {config.gpu_precisions}")
     if not config.has_actor and (line := effect_line(config)):

@@ -14,9 +14,17 @@ Host = Annotated[str, Field(min_length=1)]  # to bind; an empty one would be eve
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # limit of torch's CPU generator
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2"]
 LoraTargets = Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise ValueError("must be cpu, cuda or cuda:N, such as cuda:0")
+    return value
+
+
+Device = Annotated[str, AfterValidator(_device)]
 
 
 def _compiled(value: str) -> str:

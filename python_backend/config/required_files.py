@@ -1,5 +1,6 @@
 """Checks that the files named in a configuration exist and are usable, before anything slow starts."""
 
+import importlib
 import symtable
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,6 +39,40 @@ def check_files(config: RunConfig, *, server: bool = False, actor: bool = False)
     if server:
         problems = {**_of_server(config, whole_run=actor), **problems}
     _raise(problems)
+
+
+def check_devices(config: RunConfig, *roles: str) -> None:
+    """Check that torch can use the GPUs of these roles, such as `reward` or `actor.policy`; default: of all.
+
+    Raises:
+        ConfigError: the message has one line for each GPU that is missing.
+    """
+    if problems := missing_gpus(config, *roles):
+        raise ConfigError("\n".join(problems))
+
+
+def missing_gpus(config: RunConfig, *roles: str) -> list[str]:
+    """Return a line for each role, of these or all, whose GPUs torch cannot use. Imports torch only if one has any."""
+    places = [
+        place for place in config.places if place.cards and (not roles or place.key.removesuffix(".device") in roles)
+    ]
+    if not places:
+        return []
+    torch = importlib.import_module("torch")
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = (
+        f"torch, built for CUDA {torch.version.cuda}, can use {usable}: update the driver if nvidia-smi shows a lower "
+        "version"
+        if torch.version.cuda
+        else "this torch is built for the CPU: install one that is built for CUDA"
+    )
+    needed = {place: int(place.cards[-1].partition(":")[2]) + 1 for place in places}
+    return [
+        f"{place.key}: {place.cards[-1]} needs {count} GPU{'s'[: count > 1]}; {found}"
+        + (", or set it to cpu" if place.key.endswith(".device") else "")
+        for place, count in needed.items()
+        if count > usable
+    ]
 
 
 def has_chat_template(folder: Path) -> bool:

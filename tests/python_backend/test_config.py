@@ -203,7 +203,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "rewards.share is a section, not a value (got 'my.py:share'); its keys are weight, function,",
         ),
         ("run: {trace_endpoint: foo}", "run.trace_endpoint: must be a URL such as http://localhost:4318 (got 'foo')"),
-        ("critic: {device: gpu}", "critic.device: String should match"),
+        ("critic: {device: gpu}", "critic.device: must be cpu, cuda or cuda:N, such as cuda:0 (got 'gpu')"),
         ("actor: {optimizer: {betas: [0.9]}}", "actor.optimizer.betas"),
         ("run: {seed: -1}", "run.seed: Input should be greater than or equal to 0 (got -1)"),
         ("run: {seed: 4294967296}", "run.seed: Input should be less than 4294967296"),

@@ -274,6 +274,34 @@ def test_each_command_names_what_it_misses(
     assert error.startswith(f"error: {key}: {tmp_path / 'none'} does not exist")
 
 
+@pytest.mark.parametrize(
+    ("command", "roles"),
+    [
+        (tools.run, ("reward", "critic", "reference", "trainer", "actor.policy")),
+        (tools.serve, ("reward", "critic", "reference")),
+        (trainer.__main__, ("trainer",)),
+        (actor.__main__, ("actor.policy",)),
+    ],
+)
+def test_each_command_names_a_gpu_that_is_missing_before_it_loads_a_model(
+    command: Any,
+    roles: tuple[str, ...],
+    tmp_path: Path,
+    checkpoints: Checkpoints,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch and Triton say it in sentences of their own, or with a traceback."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    path = write_yaml(tmp_path, "ppo", "model", checkpoints)
+    for role in roles:
+        overrides = [f"{role}.device=cuda:98", "actor.kl.reference=triton"]
+        assert command.main(["--config", str(path), *overrides]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: {role}.device: cuda:98 needs 99 GPUs; "), error
+        assert error.endswith(", or set it to cpu")
+
+
 def test_a_sidecar_without_a_critic_is_refused(
     tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
