@@ -33,7 +33,7 @@ from tools.input_checks import prompt_warnings
 from tools.preflight import check_run
 from tools.report.data import loading_line
 from tools.report.display import RunDisplay
-from tools.serve import ensure_first_version, start_server
+from tools.serve import ensure_first_version, lock_of_server, start_server
 from tools.server.child import Child
 from tools.server.health import get_page
 from tools.server.ports import PORT_KEYS, check_ports, with_free_ports
@@ -130,7 +130,7 @@ class Run:
             ensure_first_version(self.config, self._path, self._overrides)
         log, check = self._display.log, self._signals.check
         self._supervisor = Supervisor(
-            lambda: start_server(self.config, log=log, check=check), log=log, folder=self.config.server_dir
+            lambda: start_server(self.config, log=log, check=check), log=log, lock=lock_of_server(self.config)
         )
         check()
 

@@ -19,6 +19,7 @@ from python_backend.config.without_effect import effect_line
 from python_backend.monitoring.log_lines import say
 from python_backend.process import StopRequested, StopSignals
 from python_backend.store.control_key import control_key
+from python_backend.store.run_lock import only_server
 from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
 from tools.server.ports import bind_address, check_ports, with_free_ports
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with stop.raising():
             config = _prepared(arguments.config, overrides, is_starting=True)
         supervisor = Supervisor(
-            lambda: start_server(config, log=say, check=stop.check), log=say, folder=config.server_dir
+            lambda: start_server(config, log=say, check=stop.check), log=say, lock=lock_of_server(config)
         )
         say("serving; Ctrl-C drains and stops it")
         while True:
@@ -139,6 +140,11 @@ def start_server(
 
     render_repository(config, repository_of(config))
     return serve_rendered(config, log=log, check=check)
+
+
+def lock_of_server(config: RunConfig) -> contextlib.AbstractContextManager[None]:
+    """Return the lock of the server's folder, which names the key that sets it."""
+    return only_server(config.server_dir, "server.dir" if config.server.dir else "run.dir")
 
 
 def repository_of(config: RunConfig) -> Path:

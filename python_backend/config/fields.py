@@ -2,9 +2,10 @@
 
 import re
 import socket
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -63,6 +64,12 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, serialize_by_alias=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def _home(cls, value: Any) -> Any:
+        """Expand the `~` of a path, as a shell does."""
+        return value.expanduser() if isinstance(value, Path) and value.parts[:1] == ("~",) else value
 
 
 # Server addresses in the YAML: `host:port`, or `dns:name:port` for every address that the name resolves to.

@@ -13,9 +13,10 @@ from python_backend.checkpoints.inspection import (
     inspect_checkpoint,
     reward_head,
 )
-from python_backend.checkpoints.language_models import check_language_model
+from python_backend.checkpoints.language_models import check_family, check_language_model
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
-from python_backend.config import ConfigError, RewardSection, RunConfig
+from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig
 from python_backend.config.labels import attribute_weights
 from python_backend.config.training import missing_packages
 from python_backend.rewards.function import FILE_SPEC
@@ -121,6 +122,11 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
         f"{role}.model": _of_checkpoint(section.model, WAYS_OUT.get(role, ""), is_language=_generates(config, role))
         for role, section in config.served_sections.items()
     }
+    for role, section in config.served_sections.items():
+        if problems[f"{role}.model"] is None:
+            problems[f"{role}.model"] = _refused(load_tokenizer, section.model.absolute())
+        if problems[f"{role}.model"] is None:
+            problems[f"{role}.max_length"] = _of_max_length(section)
     if config.uses_reward_model and problems["reward.model"] is None:
         problems["reward.model"] = _of_reward(config.reward, whole_run=whole_run) or _refused(_of_store, config)
     for role, section in config.served_sections.items():
@@ -139,6 +145,15 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
         )
     specs = {f"rewards.{name}.function": str(term.function) for name, term in config.functions.items()}
     return problems | _of_functions(specs)
+
+
+def _of_max_length(section: ModelSection) -> str | None:
+    most = inspect_checkpoint(section.model).max_positions
+    if section.max_length is None or most is None or section.max_length <= most:
+        return None
+    return (
+        f"{section.max_length} is more than the {most} positions of {section.model}; set {most} or less, or remove it"
+    )
 
 
 def _of_store(config: RunConfig) -> None:
@@ -184,7 +199,7 @@ def _of_checkpoint(folder: Path, way_out: str = "", *, is_language: bool = False
 
 
 def _check_model(folder: Path) -> None:
-    inspect_checkpoint(folder)
+    check_family(inspect_checkpoint(folder))
     check_pickles(folder)
 
 

@@ -244,6 +244,10 @@ def test_a_server_is_ready_when_its_models_are_and_their_errors_are_no_deaths(tm
             b'E1120 14:09:03.838 4092 backend_model.cc:692] "ERROR: no\\n\\nAt:\\n  /m.py(3): f\\n"',
             "  | error: ERROR: no",
         ),
+        (
+            b'E1120 14:09:03.838 4092 backend_model.cc:692] "ERROR: Failed to create instance: ValueError: 3 labels"',
+            None,
+        ),
         (b"printed by a library", "  | printed by a library"),
         (b'I1120 14:08:58.930 4092 grpc_server.cc:2558] "Started GRPCInferenceService"\n', None),
         (b"I1120 14:08:58.927979 4092 server.cc:604] \n", None),

@@ -176,6 +176,27 @@ def test_overrides_stand_on_both_sides_of_options() -> None:
             parse_or_complete(parser, [*first, "--config", "x.yaml", "a=1", "--unknown"])
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("x.yaml", "give the configuration as --config x.yaml"),
+        (
+            "--config x.yaml --port 9000",
+            "--port; settings are written as section.key=value, such as server.http_port=…",
+        ),
+        ("--config x.yaml --nonsense=1", "section.key=value, such as server.http_port=…"),
+    ],
+)
+def test_a_setting_or_a_file_in_the_wrong_place_is_named_with_the_right_one(
+    words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    with pytest.raises(SystemExit):
+        parse_or_complete(parser, words.split())
+    assert told in capsys.readouterr().err
+
+
 def test_exit_code_2_of_an_error_of_each_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
