@@ -175,6 +175,7 @@ def probe(control: ControlPlane, model: str, timeout_s: float) -> None:
 
 KILL_AFTER_S = 10.0
 EXIT_TIMEOUT_S = 1  # which tritonserver waits for open connections; `tools serve` has drained them before
+PLAIN_EXIT_TIMEOUT_S = 10  # of one that no supervisor stops: models need seconds to unload, else it ends with code 1
 FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
 UNTRACED = 1_000_000_000  # of as many requests without a trace context, Triton traces one; those with one, always
 
@@ -407,7 +408,13 @@ class TritonServer:
 
 
 def server_command(
-    home: TritonHome, repository: Path, backends: Path, section: ServerSection, key: str, trace_endpoint: str | None
+    home: TritonHome,
+    repository: Path,
+    backends: Path,
+    section: ServerSection,
+    key: str,
+    trace_endpoint: str | None,
+    exit_timeout_s: int = EXIT_TIMEOUT_S,
 ) -> list[str]:
     """Return the command line of a server of all models in `repository`; see `TritonServer`."""
     address = bind_address(section.host)
@@ -416,7 +423,7 @@ def server_command(
         f"--model-repository={repository}",
         f"--backend-directory={backends}",
         *SERVER_ARGUMENTS,
-        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+        f"--exit-timeout-secs={exit_timeout_s}",
         f"--http-address={address}",
         f"--http-port={section.http_port}",
         f"--grpc-address={address}",
@@ -485,7 +492,9 @@ def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequen
         return Path(f"{_SHELL}fd/{descriptors.setdefault(odd, 9 - len(descriptors))}", path.relative_to(odd))
 
     python_dir, models, backend = map(alias, (PYTHON_DIR, repository.absolute(), backends))
-    command = server_command(home, models, backend, with_free_ports(config.server), _KEY, config.run.trace_endpoint)
+    section = with_free_ports(config.server)
+    endpoint = config.run.trace_endpoint
+    command = server_command(home, models, backend, section, _KEY, endpoint, PLAIN_EXIT_TIMEOUT_S)
     has_versions = all((model.store / "CURRENT").exists() for model in live_models(config))
     return "\n".join(
         [
