@@ -22,7 +22,7 @@ from python_backend.config.command_line import (
     report,
     run_parser,
 )
-from python_backend.config.required_files import check_files
+from python_backend.config.required_files import check_devices, check_files
 from python_backend.errors import REPORTED
 from python_backend.monitoring.log_lines import say
 from python_backend.monitoring.tracing import tracing
@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit_access(config.run)
         log_to_stderr("actor", config.run, gpus=config.gpu_precisions)
         check_files(config, actor=True)
+        check_devices(config, "actor.policy")
         check_lengths(config)
         launch_ranks(config.actor.ranks, "actor", sys.argv[1:] if argv is None else argv, key="actor.ranks")
         if os.environ.get("RANK", "0") == "0":

@@ -53,8 +53,8 @@ from python_backend.wire.contract import (
     WEIGHTS_VERSION,
 )
 from tools.report.curves import figure_of
-from tools.serve import with_fixed_ports
 from tools.server.health import get_page
+from tools.server.ports import with_free_ports
 from tools.server.triton_home import ServerAborted, find_tritonserver, server_environment
 from trainer.control_plane import ControlPlane
 
@@ -66,6 +66,11 @@ RUN_ID = "bench"
 LOWEST_PRIORITY = 19
 PERTURBATION = 1e-4
 LIVE_MODELS = ("critic", "reward")
+
+
+def with_fixed_ports(config: RunConfig) -> RunConfig:
+    """Return the configuration with a free port for each port of 0, so that a restarted server keeps its ports."""
+    return config.model_copy(update={"server": with_free_ports(config.server)})
 
 
 def divided(cores: Sequence[int]) -> tuple[int, int, Sequence[int]]:

@@ -57,8 +57,25 @@ class RlhfError(Exception):
     """An error that the user can fix; the message names what is wrong and what to do."""
 
 
+MAX_REASON = 400
+
+
 class NotFinite(RlhfError, FloatingPointError):
     """Logits or a gradient hold NaN or infinity."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an exception of a library says, in one line: of the system's own, what to do as well.
+
+    A library's class names, error numbers, blank lines and lists are of no use to a reader.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        name = f"{error.filename}: " if error.filename else ""
+        remedy = "; let this user read and write it" if isinstance(error, PermissionError) else ""
+        return f"{name}{error.strerror}{remedy}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[-1] if len(lines) == 2 and lines[0].endswith(":") else " ".join(lines)
+    return text[:MAX_REASON] or type(error).__name__
 
 
 REPORTED = (RlhfError, OSError)

@@ -21,12 +21,26 @@ def parse_or_complete(parser: argparse.ArgumentParser, argv: Sequence[str] | Non
         import argcomplete  # only here, since no command needs it
 
         argcomplete.autocomplete(parser, default_completer=_values)  # type: ignore[arg-type]  # any callable will do
+    words = sys.argv[1:] if argv is None else argv
+    files = [word for word in words if word.endswith((".yaml", ".yml")) and "=" not in word]
+    if files and not any(word.split("=")[0] == "--config" for word in words) and "--config" in parser.format_help():
+        parser.error(f"give the configuration as --config {files[0]}")
     arguments, rest = parser.parse_known_args(argv)  # `parse_intermixed_args` does not support commands of commands
     if rest and (OVERRIDES not in arguments or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(
+            f"unrecognized arguments: {' '.join(rest)}{_as_override(rest[0]) if OVERRIDES in arguments else ''}"
+        )
     if rest:
         arguments.overrides += rest
     return arguments
+
+
+def _as_override(option: str) -> str:
+    """Return how to write a setting that was given as an option, as a part of a message."""
+    from python_backend.config.other_names import key_of
+
+    key = key_of("", option.lstrip("-").partition("=")[0].replace("-", "_"))
+    return f"; settings are written as section.key=value, such as {key or 'server.http_port'}=…"
 
 
 def command_to_complete(commands: Mapping[str, tuple[str, str]]) -> str:

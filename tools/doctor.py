@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from python_backend.errors import RlhfError
+from python_backend.errors import RlhfError, reason_of
 from tools.arguments import parse_or_complete
 from tools.server.shared_memory import SHARED_MEMORY
 from tools.server.triton_home import find_tritonserver, libpython_dir, usage
@@ -89,8 +89,10 @@ def run_checks(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
     for name, check in checks:
         try:
             yield from check()
-        except (RlhfError, OSError) as error:
+        except RlhfError as error:
             yield failed(name, str(error))
+        except OSError as error:
+            yield failed(name, reason_of(error))
         except Exception as error:  # a broken package may raise anything where it is imported
             yield failed(name, f"{type(error).__name__}: {error}")
 

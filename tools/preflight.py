@@ -26,7 +26,7 @@ from python_backend.checkpoints.inspection import stored_dtypes
 from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer, num_embeddings, same_tokenizer
 from python_backend.client.served import ServedModel
 from python_backend.config import ConfigError, EnvironmentSection, RewardTerm, RunConfig
-from python_backend.config.required_files import check_files, has_chat_template, tokenizer_folder
+from python_backend.config.required_files import check_files, has_chat_template, missing_gpus, tokenizer_folder
 from python_backend.config.rewards import text_parameters
 from python_backend.config.without_effect import without_effect
 from python_backend.environments.pool import SEED, EnvironmentFailed, Environments
@@ -305,24 +305,7 @@ def settings(config: RunConfig) -> Iterator[Finding]:
 
 def devices(config: RunConfig) -> Iterator[Finding]:
     """Check that torch can use the GPUs that the configuration names."""
-    on_gpus = [place for place in config.places if place.cards]
-    if not on_gpus:
-        return
-    torch = importlib.import_module("torch")
-    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    cuda = torch.version.cuda
-    for place in on_gpus:
-        last = place.cards[-1]
-        needed = int(last.partition(":")[2]) + 1
-        if needed > usable:
-            found = (
-                f"torch, built for CUDA {cuda}, can use {usable}: update the driver if nvidia-smi shows a lower version"
-                if cuda
-                else "this torch is built for the CPU: install one that is built for CUDA"
-            )
-            yield failed(
-                "devices", f"{place.key}: {last} needs {needed} GPU{'s'[: needed > 1]}; {found}, or set it to cpu"
-            )
+    yield from (failed("devices", problem) for problem in missing_gpus(config))
 
 
 def rendering(config: RunConfig) -> Iterator[Finding]:

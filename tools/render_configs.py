@@ -68,11 +68,11 @@ FUNCTION_MODULE = "python_backend.serving.function_reward"
 
 @dataclass(frozen=True)
 class Drift:
-    """A file of the repository that is out of date, or a folder that should not be there."""
+    """A path of the repository that is out of date, or should not be there."""
 
     path: Path
     diff: str
-    text: str | None  # of the file as it should be; None: the folder should not be there
+    text: str | None  # of the file as it should be; None: it should not be there
 
 
 def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str, str]:
@@ -100,13 +100,15 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
 def render_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True) -> list[Path]:
     """Write the repository into `out` and return the files written; files that are up to date are not touched.
 
-    Also removes models that were rendered from an earlier YAML, and version folders that were not rendered, because the
-    server would load them.
+    Also removes what was rendered from an earlier YAML, and version folders that were not rendered: the server would
+    load them.
     """
     drifts = check_repository(config, out, resolve_paths=resolve_paths)
     for drift in drifts:
-        if drift.text is None:
+        if drift.text is None and drift.path.is_dir():
             shutil.rmtree(drift.path)
+        elif drift.text is None:
+            drift.path.unlink()
         else:
             drift.path.parent.mkdir(parents=True, exist_ok=True)
             drift.path.write_text(drift.text)
@@ -124,7 +126,7 @@ def check_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True
             lines = difflib.unified_diff(before, after, "on disk", "rendered", lineterm="", n=1)
             drifts.append(Drift(path, "\n".join(lines), text))
     return drifts + [
-        Drift(folder, "-a model or version that is not in the YAML", None) for folder in _stale(out, files)
+        Drift(path, "-a model, version or file that is not in the YAML", None) for path in _stale(out, files)
     ]
 
 
@@ -254,20 +256,19 @@ def _reference(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
 
 
 def _stale(out: Path, files: Mapping[Path, str]) -> list[Path]:
-    """Return the folders in `out` to remove: models rendered earlier, and unrendered versions of the models in `files`.
+    """Return what to remove from `out`, contents first: rendered models and versions, and the files of those that stay.
 
-    Models that the user added are kept. To Triton, every folder whose name begins with a digit is a version, and a name
-    of 20 digits makes the server exit at each load.
+    Only what Triton reads: models and folders that the user added are kept. To Triton, every folder whose name begins
+    with a digit is a version, and a name of 20 digits makes the server exit at each load. A model.py that has become an
+    ensemble would be restarted again and again, since no process ever serves it.
     """
     models = [
-        path.parent
-        for path in out.glob("*/config.pbtxt")
-        if path not in files and path.read_text().startswith(GENERATED)
+        path.parent for path in out.glob("*/config.pbtxt") if path in files or path.read_text().startswith(GENERATED)
     ]
-    ours = {path.parent for path in files}
-    rendered = {path.parents[1] for path in files if path.name != "config.pbtxt"}
-    versions = [path for model in rendered for path in model.glob("[0-9]*") if path.is_dir() and path not in ours]
-    return sorted([*models, *versions])
+    bytecode = {path.parent / "__pycache__" for path in files if path.suffix == ".py"}
+    kept = {*files, *(parent for path in files for parent in path.parents), *bytecode}
+    found = [path for model in models for path in (model, *model.glob("[0-9]*"), *model.glob("[0-9]*/*"))]
+    return sorted((path for path in found if path not in kept), reverse=True)
 
 
 def _num_rewards(config: RunConfig) -> int:

@@ -20,6 +20,7 @@ import psutil
 from actor.run.settings import describe_changes, find_changes, write_settings
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_accept_changes, limit_access, report, reporting, run_parser
+from python_backend.config.required_files import check_devices
 from python_backend.config.without_effect import effect_line
 from python_backend.errors import REPORTED, RlhfError
 from python_backend.process import StopSignals
@@ -32,7 +33,7 @@ from tools.input_checks import prompt_warnings
 from tools.preflight import check_run
 from tools.report.data import loading_line
 from tools.report.display import RunDisplay
-from tools.serve import ensure_first_version, start_server
+from tools.serve import ensure_first_version, lock_of_server, start_server
 from tools.server.child import Child
 from tools.server.health import get_page
 from tools.server.ports import PORT_KEYS, check_ports, with_free_ports
@@ -129,7 +130,7 @@ class Run:
             ensure_first_version(self.config, self._path, self._overrides)
         log, check = self._display.log, self._signals.check
         self._supervisor = Supervisor(
-            lambda: start_server(self.config, log=log, check=check), log=log, folder=self.config.server_dir
+            lambda: start_server(self.config, log=log, check=check), log=log, lock=lock_of_server(self.config)
         )
         check()
 
@@ -263,6 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit_access(config.run)
         if args.dry_run:
             return _plan(config, machine)
+        check_devices(config)
         told = prompt_warnings(config, check_run(config))
         if args.fresh and config.run.dir.exists():
             with only_run(config.run.dir), only_actor(config.run.dir):

@@ -14,20 +14,20 @@ from pathlib import Path
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import limit_access, log_to_stderr, reporting, run_parser
 from python_backend.config.live_models import live_models
-from python_backend.config.required_files import check_files
+from python_backend.config.required_files import check_devices, check_files
 from python_backend.config.without_effect import effect_line
 from python_backend.monitoring.log_lines import say
 from python_backend.process import StopRequested, StopSignals
 from python_backend.store.control_key import control_key
+from python_backend.store.run_lock import only_server
 from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
-from tools.server.ports import with_free_ports
+from tools.server.ports import bind_address, check_ports, with_free_ports
 from tools.server.supervisor import Supervisor
 from tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from tools.server.tritonserver import TritonServer, shell_command
 
 WATCH_INTERVAL_S = 0.2
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SAFE_VERSION = (2, 69)  # version in the 26.05 container; older releases have published vulnerabilities
 
 
@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(shell_command(config, repository_of(config)))
             return 0
         with stop.raising():
-            config = _prepared(arguments.config, overrides)
+            config = _prepared(arguments.config, overrides, is_starting=True)
         supervisor = Supervisor(
-            lambda: start_server(config, log=say, check=stop.check), log=say, folder=config.server_dir
+            lambda: start_server(config, log=say, check=stop.check), log=say, lock=lock_of_server(config)
         )
         say("serving; Ctrl-C drains and stops it")
         while True:
@@ -73,13 +73,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             say("stopped")
 
 
-def _prepared(path: Path, overrides: list[str]) -> RunConfig:
-    """Return the configuration with measured settings and fixed ports, once the files that it names exist."""
+def _prepared(path: Path, overrides: list[str], *, is_starting: bool = False) -> RunConfig:
+    """Return the configuration with measured settings and fixed ports, once the files that it names exist.
+
+    `is_starting`: the ports must be free, too.
+    """
     config = load_config(path, overrides)
+    section = with_free_ports(config.server)
+    if is_starting:
+        check_ports(section)
     limit_access(config.run)
     if config.run.log_format == "json":
         log_to_stderr("server", config.run)
     check_files(config, server=True)
+    check_devices(config, *config.served_sections)
     if config.gpu_precisions:
         say(f"on GPUs: {config.gpu_precisions}")
     if not config.has_actor and (line := effect_line(config)):
@@ -87,7 +94,7 @@ def _prepared(path: Path, overrides: list[str]) -> RunConfig:
     overrides = [*overrides, *settle(config, say)]
     config = load_config(path, overrides)
     ensure_first_version(config, path, overrides)
-    return with_fixed_ports(config)
+    return config.model_copy(update={"server": section})
 
 
 def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]) -> None:
@@ -120,11 +127,6 @@ def _run_module(what: str, arguments: Sequence[str]) -> None:
         )
 
 
-def with_fixed_ports(config: RunConfig) -> RunConfig:
-    """Return the configuration with a free port for each port of 0, so that a restarted server keeps its ports."""
-    return config.model_copy(update={"server": with_free_ports(config.server)})
-
-
 def start_server(
     config: RunConfig, *, log: Callable[[str], None] = print, check: Callable[[], None] = lambda: None
 ) -> TritonServer:
@@ -138,6 +140,11 @@ def start_server(
 
     render_repository(config, repository_of(config))
     return serve_rendered(config, log=log, check=check)
+
+
+def lock_of_server(config: RunConfig) -> contextlib.AbstractContextManager[None]:
+    """Return the lock of the server's folder, which names the key that sets it."""
+    return only_server(config.server_dir, "server.dir" if config.server.dir else "run.dir")
 
 
 def repository_of(config: RunConfig) -> Path:
@@ -182,7 +189,7 @@ def serve_rendered(
 
 def _warn_if_exposed(server: TritonServer, log: Callable[[str], None]) -> None:
     host = server.section.host
-    if host in LOOPBACK:
+    if bind_address(host).startswith("127."):
         return
     log(
         f"warning: server.host is {host}: every client that can reach it can send scoring requests and, unless "

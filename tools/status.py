@@ -27,6 +27,7 @@ from tools.server.ports import server_urls
 
 PROBLEM = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|Traceback|error:)")
 CARD_METRIC = re.compile(r'^rlhf_(card_\w*bytes)\{[^}]*instance="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
+WAITING = re.compile(r'^nv_inference_pending_request_count\{model="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
 UTILISATION = re.compile(r"^nv_gpu_utilization\{[^}]*\} (\S+)", re.MULTILINE)  # Triton's own
 TAIL_BYTES = 1 << 16  # of a log or JSONL file; a line of metrics has some kilobytes
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
@@ -76,8 +77,12 @@ def status(config: RunConfig) -> Iterator[str]:
         yield f"actor     {_actor(config)}"
     if config.serves_critic:
         yield f"sidecar   {_sidecar(config)}"
-    for model in live_models(config):
-        yield from _versions(model.name, WeightsStore(model.store))
+    live = {model.name: model for model in live_models(config)}
+    for role, section in config.served_sections.items():
+        if role in live:
+            yield from _versions(role, WeightsStore(live[role].store))
+        else:
+            yield f"{role:<9} {section.model}, without versions"
     for name in ("actor", "sidecar", "tritonserver"):
         problem = _last_problem(config.run.logs_dir / f"{name}.log")
         if problem:
@@ -94,7 +99,8 @@ def _state(config: RunConfig) -> str:
     if last is None:
         return "not running; no step has ended"
     if (read_json(folder / "actor_summary.json") or {}).get("steps") == last:
-        return f"finished after step {last}"
+        steps = config.actor.steps  # `actor.max_minutes` ends a run earlier
+        return f"finished after step {last}" + (f" of {steps}; the next start continues" if last < steps else "")
     resumed = max(numbers_in(folder / "checkpoints" / "actor"), default=0)
     return f"not running; the next start begins with step {resumed + 1}"
 
@@ -113,6 +119,9 @@ def _server(config: RunConfig) -> Iterator[str]:
     for name, instance, value in CARD_METRIC.findall(page):
         instances.setdefault(instance, {})[name] = float(value)
     yield from (f"          {instance}{_memory(found)}" for instance, found in sorted(instances.items()))
+    waiting = {model: int(float(count)) for model, count in WAITING.findall(page)}
+    if waiting:
+        yield f"          requests waiting: {', '.join(f'{model} {count}' for model, count in sorted(waiting.items()))}"
     if busy := [f"{float(value):.0%}" for value in UTILISATION.findall(page)]:
         yield f"          GPUs busy: {', '.join(busy)}"
 
@@ -139,7 +148,11 @@ def _sidecar(config: RunConfig) -> str:
     queue = f"{len(pending)} of the journal's entries pending, last step {journal.last_step()}"
     if heartbeat is None:
         return f"has not begun; {queue}"
-    state = f"{heartbeat.state} at step {heartbeat.step}, heartbeat {_ago(time.time() - heartbeat.time)}"
+    age_s = time.time() - heartbeat.time
+    before = ""
+    if age_s > config.trainer.heartbeat_timeout_s:  # its lock may not be seen on another host
+        before = "stuck, was " if journal.is_followed() else "not running, was "
+    state = f"{before}{heartbeat.state} at step {heartbeat.step}, heartbeat {_ago(age_s)}"
     state += _memory(_last_line(config.run.dir / "critic_metrics.jsonl", having="card_bytes") or {})
     return f"{state}; {queue}" + (f"; blocked: {heartbeat.trouble}" if heartbeat.trouble else "")
 

@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from python_backend.checkpoints.inspection import check_checkpoint
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.config.command_line import add_run_arguments, reporting
-from python_backend.config.live_models import LIVE_MODELS, LiveModel, live_model
+from python_backend.config.live_models import LIVE_MODELS, LiveModel, live_model, live_models
 from python_backend.digests import brief
 from python_backend.errors import RlhfError
 from python_backend.store.journal import Journal
 from python_backend.store.weights import MANIFEST_FILE, WeightsError, WeightsStore
 from tools.arguments import parse_or_complete
+from tools.server.ports import server_urls
 
 PATIENCE_S = 60.0  # how long to wait until all instances serve the rolled-back version
 
@@ -25,9 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the action; return 0, 1 if a version is bad or not served, 2 after an error."""
     args = parse_or_complete(_parser(), argv)
     config = load_config(args.config, args.overrides)
-    model = live_model(config, args.model)
-    if model.name == "reward" and not config.reward.store:
+    if args.model == "reward" and not config.reward.store:
         raise ConfigError("reward.store is false, so the reward model has no versions; set it to true")
+    served = [each.name for each in live_models(config)]
+    if not served or (args.model == "critic" and not config.serves_critic):
+        both = ", and reward.store is false" if config.uses_reward_model and not config.reward.store else ""
+        raise ConfigError(
+            f"no versions are served: the configuration has no critic{both}; http://{server_urls(config)['http']}"
+            "/v2/health/ready tells whether its server is ready"
+        )
+    model = live_model(config, args.model or served[0])
     store = WeightsStore(model.store, config.run.integrity)
     if store.current() is None and not store.versions():
         raise WeightsError(f"the weights store {store.root} is empty; `python -m tools serve` creates version 0")
@@ -62,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         action = actions.add_parser(name, help=what, description=what)
         if name == "publish":  # first, because all later positional arguments are overrides
             action.add_argument("path", type=Path, help="Hugging Face model folder")
-        add_run_arguments(action).add_argument("--model", choices=LIVE_MODELS, default="critic", help="default: critic")
+        add_run_arguments(action).add_argument(
+            "--model", choices=LIVE_MODELS, help="default: the critic if it is served"
+        )
         if name == "verify":
             action.add_argument("--version", type=int, action="append", help="only this version; may be repeated")
         if name == "rollback":
@@ -172,6 +183,7 @@ def publish(config: RunConfig, model: LiveModel, store: WeightsStore, checkpoint
 
     if model.name != "reward":
         raise WeightsError("only the sidecar publishes versions of the critic; give --model reward")
+    check_checkpoint(checkpoint)
     reload = publish_reward(config, checkpoint, beat=_patience(store))
     print(f"version {reload.version} is served, with the weights of {checkpoint}")
 

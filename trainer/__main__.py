@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from python_backend.config import RunConfig, TrainerSection, load_config
 from python_backend.config.command_line import limit_access, log_to_stderr, report, run_parser
-from python_backend.config.required_files import check_critic
+from python_backend.config.required_files import check_critic, check_devices
 from python_backend.errors import REPORTED
 from python_backend.monitoring.tracing import tracing
 from python_backend.process import long_lived_imports, stop_event
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.init_only or config.serves_critic:
             check_critic(config)
         if not args.init_only or config.critic.pretrain:
+            check_devices(config, "trainer")
             launch_ranks(config.trainer.ranks, "trainer", sys.argv[1:] if argv is None else argv, key="trainer.ranks")
         endpoint = None if args.init_only or os.environ.get("RANK", "0") != "0" else config.run.trace_endpoint
         with tracing("sidecar", endpoint, config.run.identity):

@@ -300,14 +300,19 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         return f"{subject}: {root_cause(str(error.message()))}"
 
 
+TOLD = ("CheckpointError: ", "FunctionError: ", "WeightsError: ")  # what models raise for the user, with a remedy
+
+
 def root_cause(message: str) -> str:
-    """Return the innermost error of Triton's nested error text, with the file and line where Python raised it."""
+    """Return the innermost error of Triton's nested error text, of a defect with the file and line that raised it."""
     message = message.strip().rstrip(";").strip()
     message = _DEAD_PROCESS.sub("its process has died", message)
     message = re.sub(r"^load failed for model '[^']*': (version \d+ is at \w+ state: )?", "", message)
     message = re.sub(r"^\[request id: [^\]]*\] ", "", message)
     message = re.sub(r"^(Internal|Invalid argument|Unavailable|Not found|Unknown): ", "", message)
     text, _, frames = message.partition("\n\nAt:\n")
+    if (told := text.partition(": ")[2]) and text.startswith(TOLD):
+        return " ".join(told.split())
     place = re.match(r"\s*(.+)\((\d+)\): ", frames)
     where = f" ({PurePath(place[1]).name} line {place[2]})" if place else ""
     return " ".join(text.split()) + where

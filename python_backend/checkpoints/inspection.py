@@ -27,7 +27,7 @@ from python_backend.checkpoints.head_tensors import (
 )
 from python_backend.checkpoints.heads import MODEL_TYPES, NORMALISER, Head
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header, read_numbers
-from python_backend.errors import RlhfError
+from python_backend.errors import RlhfError, reason_of
 
 # Limits on row lengths, within which a forward pass depends neither on its other rows nor on earlier ones.
 #
@@ -236,6 +236,13 @@ def _is_good(label: str) -> bool | None:
 
 def check_checkpoint(folder: Path) -> None:
     """Raise CheckpointError, saying what to do, unless `folder` is a Hugging Face checkpoint in safetensors format."""
+    try:
+        _check_contents(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {reason_of(error)}") from error
+
+
+def _check_contents(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} does not exist or is not a folder; give the folder of a Hugging Face checkpoint"
@@ -266,8 +273,12 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def _download(path: Path) -> str:
-    """Return how to download a path that reads like an id of the Hugging Face Hub; "" for any other."""
-    if len(path.parts) != 2 or path.is_absolute() or path.parent.exists() or path.parts[0] in LOCAL_FOLDERS:
+    """Return how to download a path that reads like an id of the Hugging Face Hub, or its URL; "" for any other."""
+    if path.parts and path.parts[0] in ("https:", "http:"):
+        path = Path(*path.parts[2:4])
+    elif "$" in str(path):
+        return ", without variables, which only a shell expands"
+    elif len(path.parts) != 2 or path.is_absolute() or path.parent.exists() or path.parts[0] in LOCAL_FOLDERS:
         return ""
     return f". If it is a model on the Hub: `hf download {path} --local-dir models/{path.name}`, then give that folder"
 
@@ -538,7 +549,9 @@ def tensors_in(file: Path) -> dict[str, TensorInfo]:
     """Return the tensors of a safetensors file by name. Raises CheckpointError if it is damaged."""
     try:
         return read_header(file)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{file.parent} cannot be loaded: {reason_of(error)}") from error
+    except ValueError as error:
         raise CheckpointError(f"{file.parent} cannot be loaded: {error}; copy it again") from error
 
 
@@ -546,7 +559,7 @@ def _read_object(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file.parent} cannot be loaded: unreadable {file.name}: {error}") from error
+        raise CheckpointError(f"{file.parent} cannot be loaded: unreadable {file.name}: {reason_of(error)}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{file.parent} cannot be loaded: {file.name} is not a JSON object")
     return data

@@ -9,7 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from python_backend.checkpoints.head_tensors import is_harmless
-from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint, read_config, text_config
+from python_backend.checkpoints.inspection import (
+    CheckpointError,
+    CheckpointInfo,
+    inspect_checkpoint,
+    read_config,
+    text_config,
+)
 
 SHOWN = 4  # names of tensors in a message
 IN_LAYER = re.compile(r"(^|\.)\d+\.")
@@ -34,6 +40,17 @@ def check_language_model(folder: Path) -> None:
         by_token = [shape for shape in shapes if len(shape) == 2 and shape[0] >= info.vocab_size]
         lacks_output = len(by_token) < 2  # embeddings and output layer have a row for each token
     check_tensors(folder, ["an output layer such as lm_head.weight"] if lacks_output else [], unused)
+
+
+def check_family(info: CheckpointInfo) -> None:
+    """Raise CheckpointError unless transformers has models of this type."""
+    from transformers import CONFIG_MAPPING
+
+    if info.model_type not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{info.folder}: transformers has no {info.model_type} models; the checkpoint's own code would have to be "
+            "run, which is never done"
+        )
 
 
 def check_tensors(folder: Path, missing: Iterable[str], unused: Iterable[str]) -> None:

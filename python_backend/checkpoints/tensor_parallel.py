@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.errors import reason_of
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
@@ -24,8 +25,8 @@ def check_tensor_parallel(folder: Path, size: int) -> None:
 
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
+    except Exception as error:  # process edge: what transformers does with a key may raise anything
+        raise CheckpointError(f"{folder} cannot be loaded: {reason_of(error)}") from error
     plan = config.base_model_tp_plan
     if not plan:
         raise CheckpointError(

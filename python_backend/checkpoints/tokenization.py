@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from python_backend.checkpoints.config_keys import read_key
 from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError, model_type_of, read_config, text_config
+from python_backend.errors import reason_of
 from python_backend.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts
 
 # A long text is tokenised only in part: first as many characters as `max_length` tokens are likely to need, then twice
@@ -31,8 +32,13 @@ def load_tokenizer(folder: Path | str) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+    except Exception as error:  # process edge: what transformers does with a file may raise anything
+        if Path(folder).is_dir() and not (Path(folder) / "tokenizer.json").exists():
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json, nor other files of a tokenizer that transformers can load; save the "
+                "tokenizer of its base model there, with tokenizer.save_pretrained(folder)"
+            ) from error
+        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: {reason_of(error)}") from error
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = template_of_texts(tokenizer)
     return tokenizer
@@ -430,7 +436,7 @@ def end_of_sequence(folder: Path) -> int | list[int] | None:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         return GenerationConfig.from_model_config(config).eos_token_id
     except OSError as error:
-        raise CheckpointError(f"{folder} has no model configuration: {error}") from error
+        raise CheckpointError(f"{folder} has no model configuration: {reason_of(error)}") from error
     except ValueError:  # a class that transformers does not know, as many a reward model's
         return json.loads((folder / CONFIG_FILE).read_text()).get("eos_token_id")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -34,7 +34,7 @@ from python_backend.config.algorithms import ALGORITHMS
 from python_backend.config.deterministic import with_fixed_values
 from python_backend.config.environment import EnvironmentSection, check_environment
 from python_backend.config.optimizer import CriticOptimizerSection, OptimizerSection, check_optimizer
-from python_backend.config.other_names import key_of, key_of_path
+from python_backend.config.other_names import advice_on, key_of, key_of_path
 from python_backend.config.rewards import (
     MODEL_TERM,
     FunctionSpec,
@@ -372,7 +372,7 @@ def parse_config(data: dict[str, Any], source: Path | str, overrides: Sequence[s
         _check_reward_model(config)
         return with_fixed_values(config) if config.run.deterministic else config
     except ValidationError as error:
-        problems = [(".".join(map(str, item["loc"])), _describe(item)) for item in error.errors()]
+        problems = [*_problems(error.errors())]
     except ValueError as error:
         problems = [("", str(error))]
     raise ConfigError("\n".join(f"{_source(source, overrides, *problem)}: {problem[1]}" for problem in problems))
@@ -471,12 +471,53 @@ def _source(path: Path | str, overrides: Sequence[str], location: str, text: str
     return named or str(path)
 
 
-def _describe(item: Any) -> str:
-    location = ".".join(str(part) for part in item["loc"])
+def _problems(errors: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Yield location and description of pydantic's errors; a value of several types has one of each, and gets one."""
+    found: dict[str, list[Any]] = {}
+    for item in errors:
+        found.setdefault(_location(item), []).append(item)
+    for location, items in found.items():
+        if any(other.startswith(f"{location}.") for other in found):  # what is wrong is inside
+            continue
+        if len(items) == 1:
+            yield location, _describe(items[0], location)
+        else:
+            wanted = " or ".join(map(_wanted, items))
+            yield location, f"{location} must be {wanted}{_boolean_hint(items[0])} (got {items[0]['input']!r})"
+
+
+def _location(item: Any) -> str:
+    """Return the key of one of pydantic's errors, without the type that it tried where a key has several."""
+    *parents, last = [part for part in item["loc"] if part != "[key]"] or [""]
+    is_name = item["type"] in ("extra_forbidden", "missing")
+    parts = [part for part in parents if not _TYPE.fullmatch(str(part))]
+    return ".".join(map(str, [*parts, *([last] if is_name or not _TYPE.fullmatch(str(last)) else [])]))
+
+
+_TYPE = re.compile(r"[A-Z]\w*|.*[\[-].*|int|float|str|bool")  # as no key is named, but the types in a location
+
+
+def _wanted(item: Any) -> str:
+    if item["type"] == "model_type":
+        return f"a section with keys of {_keys_of_class(item)}"
+    if item["type"] in ("tuple_type", "list_type"):
+        return "a list"
+    return str(item["msg"]).removeprefix("Input should be ").partition(", unable")[0]
+
+
+def _keys_of_class(item: Any) -> str:
+    return ", ".join(_keys_in("", keys_of(_sections(Section)[item["ctx"]["class_name"]], "")))
+
+
+def _boolean_hint(item: Any) -> str:
+    is_text = isinstance(item["input"], bool) and item["type"] in ("string_type", "literal_error")
+    return "; YAML reads yes, no, on and off as true and false, so put such a text in quotes" if is_text else ""
+
+
+def _describe(item: Any, location: str) -> str:
     valid = [*keys_of(RunConfig, ""), *_term_keys(item["loc"])]
     if item["type"] == "model_type":
-        keys = ", ".join(_keys_in("", keys_of(_sections(Section)[item["ctx"]["class_name"]], "")))
-        return f"{location} is a section, not a value (got {item['input']!r}); its keys are {keys}"
+        return f"{location} is a section, not a value (got {item['input']!r}); its keys are {_keys_of_class(item)}"
     if item["type"] == "dict_type" and location == "rewards":
         return f"rewards names its terms (got {item['input']!r}): rewards: {{my_reward: {{function: FILE.py:NAME}}}}"
     if item["type"] == "missing":
@@ -484,22 +525,23 @@ def _describe(item: Any) -> str:
     if item["type"] in ("tuple_type", "list_type"):
         return f"{location} must be a list (got {item['input']!r})"
     if item["type"] != "extra_forbidden":
-        reason = item["msg"].removeprefix("Value error, ")
-        if isinstance(item["input"], bool) and item["type"] in ("string_type", "literal_error"):
-            reason += "; YAML reads yes, no, on and off as true and false, so put such a text in quotes"
+        reason = item["msg"].removeprefix("Value error, ") + _boolean_hint(item)
         return f"{location}: {reason} (got {item['input']!r})" if location else reason
-    section, _, name = location.rpartition(".")
+    section, _, name = re.sub(r"\.\d+", "", location).rpartition(".")
     same = key_of_path(location, item["input"])
     elsewhere = key_of(section.partition(".")[0], name) if same is None else same
     if elsewhere == "":
-        return f"unknown key {location}; other trainers have it, but there is no such setting here"
+        advice = advice_on(name)
+        return f"unknown key {location}; there is no such setting here{advice and ': '}{advice}"
     near = (
         ([same] if same else [])
         or _similar(section, name, valid)
         or ([elsewhere] if elsewhere else [])
-        or _with_last_part(section, name, valid)
-        or _with_last_part("", name, valid)
-        or difflib.get_close_matches(location, [key for key in valid if not location.startswith(key)], n=1, cutoff=0.5)
+        or (_with_last_part(section, name, valid) if section else [])
+        or _similar(section, name, valid, cutoff=0.75)
+        or _with_word(section, name, valid)
+        or _similar(section, name, valid, cutoff=0.66)
+        or (_with_last_part("", name, valid) if "_" in name or len(name) > 5 or not section else [])
     )
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_keys_in(section, valid))}"
     return f"unknown key {location}; {hint}"
@@ -511,10 +553,18 @@ def _sections(base: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return {section.__name__: section for section in base.__subclasses__()} | dict(below)
 
 
-def _similar(section: str, name: str, valid: list[str]) -> list[str]:
+def _similar(section: str, name: str, valid: list[str], cutoff: float = 0.82) -> list[str]:
     """Return the key in `section` whose last part is nearly `name`, as a list; [] if there is none."""
     keys = {key.rpartition(".")[2]: key for key in _keys_in(section, valid)}
-    return [keys[near] for near in difflib.get_close_matches(name, keys, n=1, cutoff=0.82)]
+    return [keys[near] for near in difflib.get_close_matches(name, keys, n=1, cutoff=cutoff)]
+
+
+def _with_word(section: str, name: str, valid: list[str]) -> list[str]:
+    """Return the keys in `section` of which a word is nearly `name`, as a list of one text; [] if there is none."""
+    keys = {full: full.rpartition(".")[2].split("_") for full in _keys_in(section, valid)}
+    words = {word for each in keys.values() for word in each if len(word) > 3}
+    near = difflib.get_close_matches(name, words, n=1, cutoff=0.75)
+    return [" or ".join(full for full, each in keys.items() if word in each) for word in near]
 
 
 def _with_last_part(section: str, name: str, valid: list[str]) -> list[str]:

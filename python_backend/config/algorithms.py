@@ -152,6 +152,9 @@ KL_ESTIMATORS = {
 FILE = "path/to/file.py:name"
 
 
+OFFLINE = ("bco", "cpo", "dpo", "ipo", "kto", "orpo", "rft", "sft", "simpo")  # names of methods, for a message
+
+
 def _one_of(*names: str, or_file: bool = False) -> AfterValidator:
     """Return a validator of a built-in name or, with `or_file`, of the name of a user's function."""
 
@@ -160,6 +163,11 @@ def _one_of(*names: str, or_file: bool = False) -> AfterValidator:
             return value
         if or_file and ":" in value:
             return check_spec(value)
+        if value in OFFLINE:
+            raise ValueError(
+                f"{value} trains on given answers, this project on those that the policy samples; use TRL for {value}, "
+                f"or choose one of {', '.join(names)}"
+            )
         near = difflib.get_close_matches(value.lower(), names)
         near.sort(
             key=lambda name: sorted(name) != sorted(value.lower())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ParamSpec
 
 from python_backend.config.sections import RunSection
-from python_backend.errors import REPORTED
+from python_backend.errors import REPORTED, RlhfError, reason_of
 from python_backend.monitoring.log_lines import log_json, say
 
 Arguments = ParamSpec("Arguments")
@@ -78,7 +78,7 @@ def report(error: BaseException, code: int = 2) -> int:
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     hint = "; make room, and start again" if is_full else ""
     with contextlib.suppress(OSError):  # stderr may be a log on a full disk
-        say(f"error: {error}{hint}", sys.stderr)
+        say(f"error: {error if isinstance(error, RlhfError) else reason_of(error)}{hint}", sys.stderr)
     return code
 
 

@@ -2,20 +2,30 @@
 
 import re
 import socket
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Host = Annotated[str, Field(min_length=1)]  # to bind; an empty one would be every address of the machine
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # limit of torch's CPU generator
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2"]
 LoraTargets = Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise ValueError("must be cpu, cuda or cuda:N, such as cuda:0")
+    return value
+
+
+Device = Annotated[str, AfterValidator(_device)]
 
 
 def _compiled(value: str) -> str:
@@ -54,6 +64,12 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, serialize_by_alias=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def _home(cls, value: Any) -> Any:
+        """Expand the `~` of a path, as a shell does."""
+        return value.expanduser() if isinstance(value, Path) and value.parts[:1] == ("~",) else value
 
 
 # Server addresses in the YAML: `host:port`, or `dns:name:port` for every address that the name resolves to.

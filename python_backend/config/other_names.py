@@ -1,4 +1,7 @@
-"""What TRL, OpenRLHF and NeMo-Aligner call our keys, for the hint at an unknown key (table: docs/coming-from.md)."""
+"""What other trainers and servers call our keys, for the hint at an unknown key.
+
+Of TRL, OpenRLHF and NeMo-Aligner, docs/coming-from.md has the table.
+"""
 
 import difflib
 from typing import Any
@@ -6,6 +9,7 @@ from typing import Any
 _NAMES = {  # our key, "" for none -> its names elsewhere
     "run.dir": "output_dir save_path explicit_log_dir ckpt.output_dir",
     "run.seed": "seed train.seed",
+    "run.run_id": "run_name experiment_name",
     "server.host": "ip",
     "server.http_port": "port",
     "reward.model": "reward_model reward_pretrain rm_model_file reward.model_name_or_path",
@@ -27,20 +31,22 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.checkpoint_every": "save_steps save_interval ckpt.save_steps",
     "actor.keep_checkpoints": "save_total_limit ckpt.max_num",
     "actor.one_step_off_policy": "async_train train.async_enable",
-    "actor.trackers": "report_to use_wandb create_wandb_logger logger.wandb.key",
+    "actor.trackers": "report_to wandb wandb_project tensorboard logger use_wandb create_wandb_logger logger.wandb.key",
     "actor.logged_texts": "log_completions",
-    "actor.policy.model": "model pretrain restore_from_path actor.model_name_or_path",
-    "actor.policy.precision": "bf16 precision",
+    "actor.policy.model": "model pretrain restore_from_path actor.model_name_or_path policy_model",
+    "actor.policy.precision": "bf16 fp16 precision",
     "actor.policy.token_budget": (
         "micro_train_batch_size micro_batch_size forward_micro_batch_size train.micro_batch_size "
         "train.max_tokens_per_gpu"
     ),
-    "actor.policy.lora_rank": "r lora_rank peft_scheme adapter_dim ds.lora.rank",
+    "actor.policy.lora_rank": "r lora_r lora_rank use_peft peft_config peft_scheme adapter_dim ds.lora.rank",
     "actor.policy.lora_alpha": "lora_alpha ds.lora.alpha",
     "actor.policy.lora_dropout": "lora_dropout ds.lora.dropout",
     "actor.policy.lora_targets": "target_modules ds.lora.target_modules",
     "actor.policy.gradient_checkpointing": "gradient_checkpointing actor.gradient_checkpointing_enable",
-    "actor.prompts.path": "dataset train_dataset prompt_data data_prefix data.prompt_dataset",
+    "actor.prompts.path": (
+        "dataset train_dataset dataset_name data_path train_files prompt_data data_prefix data.prompt_dataset"
+    ),
     "actor.prompts.max_tokens": "max_prompt_length prompt_max_len data.max_len",
     "actor.validation.prompts": "eval_dataset eval.dataset",
     "actor.validation.every": "eval_steps val_check_interval eval.steps",
@@ -90,21 +96,21 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.rewards.clip": "reward_clip_range reward.clip_range",
     "actor.rewards.overlong_tokens": "overlong_buffer_len reward.overlong_buffer_len",
     "actor.rewards.overlong_penalty": "overlong_penalty_factor reward.overlong_penalty_factor",
-    "actor.optimizer.lr": "learning_rate actor_learning_rate actor.adam.lr",
+    "actor.optimizer.lr": "lr learning_rate actor_learning_rate actor.adam.lr",
     "actor.optimizer.grad_clip": "max_grad_norm max_norm gradient_clip_val actor.max_norm",
     "actor.optimizer.weight_decay": "weight_decay l2 actor.adam.weight_decay",
     "actor.optimizer.betas": "betas adam_beta1 adam_beta2 adam_betas actor.adam.betas",
     "actor.optimizer.min_lr": "lr_scheduler_type min_lr actor.min_lr_ratio",
-    "actor.optimizer.warmup_steps": "warmup_steps actor.lr_warmup_ratio",
+    "actor.optimizer.warmup_steps": "warmup_steps warmup_ratio lr_warmup_steps_ratio actor.lr_warmup_ratio",
     "actor.optimizer.constant_steps": "constant_steps",
     "run.deterministic": "train.full_determinism_enable",
-    "reference.model": "ref_model",
+    "reference.model": "ref_model ref reference_model",
     "reward.process.separator": "step_separator",
     "reward.process.aggregate": "train_on_last_step_only",
     "environment.class": "environment_factory agent_func_path train.agent_func_path",
     "environment.agent": "rollout_func",
     "environment.max_turns": "max_tool_calling_iterations",
-    "actor.ranks": "actor.num_gpus_per_node",
+    "actor.ranks": "deepspeed zero_stage fsdp actor.num_gpus_per_node",
     "trainer.ranks": "critic.num_gpus_per_node",
     "actor.policy.attention": "ds.attn_implementation",
     "actor.prompts.files.weight": "data.prompt_probs",
@@ -113,31 +119,60 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.algorithm.correction.level": "algo.advantage.is_correction_level",
     "actor.algorithm.correction.mode": "algo.advantage.is_correction_mode",
     "actor.algorithm.correction.low": "vllm_importance_sampling_clip_min",
-    "actor.optimizer.kind": "actor.optim",
+    "actor.optimizer.kind": "optim actor.optim",
     "actor.rewards.normalization": "whiten_rewards",
     "actor.rewards.missing_eos_penalty": "reward.stop_properly_penalty_coef",
     "": (
         "min_p sync_ref_model trt_llm pad_to_length resume_if_exists resume_from_checkpoint offload_adam_states "
         "multi_objective_aggregation top_entropy_quantile use_adaptive_entropy off_policy_mask_threshold "
-        "use_bias_correction_kl chat_template_kwargs num_generations_eval ckpt.load_enable ds.load_in_4bit "
+        "use_bias_correction_kl num_generations_eval ckpt.load_enable ds.load_in_4bit "
         "train.partial_rollout_enable data.image_key eval.temperature algo.advantage.is_correction_gating "
         "algo.advantage.no_std_norm"
     ),
 }
+_ADVICE = {  # names elsewhere of what is no setting here -> what to do
+    "padding_side": "rows are padded on the right, which changes no score",
+    "value_head_prefix": "the head is found by config.json and the names of its tensors",
+    "num_labels": "it is read from the model's config.json",
+    "trust_remote_code": "a model's own code is never run; use an architecture that transformers has",
+    "chat_template_kwargs": "give them as a column of the prompts, or in a request's metadata",
+    "tokenizer": "the tokenizer is the one in the model's folder; save it there",
+    "load_in_4bit": "weights are float32 or bfloat16 (dtype, precision); lora_rank trains with less memory",
+    "gpu_memory_utilization": "for vLLM, add it to actor.generation.vllm.arguments",
+    "push_to_hub": "`hf upload` uploads the folder of the policy (run.dir/policy)",
+    "logging_steps": "each step is logged",
+    "do_sample": "responses are always sampled, at actor.generation.temperature",
+}
+_SAME_ADVICE = {
+    "load_in_8bit": "load_in_4bit",
+    "quantization": "load_in_4bit",
+    "tokenizer_path": "tokenizer",
+    "tokenizer_name_or_path": "tokenizer",
+    "hub_model_id": "push_to_hub",
+}
 OTHER_NAMES = {name: key for key, names in _NAMES.items() for name in names.split()}
 _OF_CRITIC = {  # ours for a name under `trainer` or `critic`
-    "learning_rate": "trainer.optimizer.lr",
-    "max_grad_norm": "trainer.optimizer.grad_clip",
-    "gradient_clip_val": "trainer.optimizer.grad_clip",
     "batch_size": "trainer.global_batch_size",
     "train_batch_size": "trainer.global_batch_size",
-    "micro_batch_size": "trainer.token_budget",
-    "micro_train_batch_size": "trainer.token_budget",
     "max_epochs": "trainer.epochs",
-    "weight_decay": "trainer.optimizer.weight_decay",
-    "l2": "trainer.optimizer.weight_decay",
-    "max_norm": "trainer.optimizer.grad_clip",
     "cliprange": "trainer.clip_value",
+}
+_FOR_CRITIC = {"actor.optimizer.": "trainer.optimizer.", "actor.policy.": "trainer."}  # sections with the same keys
+_OF_MODEL = {  # ours in a section of a served model
+    "batch_size": "token_budget",
+    "micro_batch_size": "token_budget",
+    "precision": "dtype",
+    "torch_dtype": "dtype",
+    "bf16": "dtype",
+    "fp16": "dtype",
+    "max_model_len": "max_length",
+    "max_seq_len": "max_length",
+}
+_MODEL = ("checkpoint", "pretrain", "pretrained", "model_name_or_path", "model_path", "model_name", "path", "name")
+_FOLDERS = {  # section -> the key that a name of a model's folder stands for
+    "": "reward.model (to serve it) or actor.policy.model (to train it)",
+    "actor": "actor.policy.model",
+    "trainer": "critic.model",
 }
 
 
@@ -147,10 +182,24 @@ def key_of(section: str, name: str) -> str | None:
     Args:
         section: the section of the configuration in which `name` stands, "" at the top level.
     """
-    names = OTHER_NAMES | (_OF_CRITIC if section in ("trainer", "critic") else {})
-    names["checkpoint"] = "actor.policy.model" if section == "actor" else f"{section}.model"
+    names = dict(OTHER_NAMES)
+    if section in ("trainer", "critic"):
+        for ours, critics in _FOR_CRITIC.items():
+            names = {other: key.replace(ours, critics) for other, key in names.items()}
+        names |= _OF_CRITIC
+    if section in ("reward", "critic", "reference"):
+        names |= {other: f"{section}.{key}" for other, key in _OF_MODEL.items()} | {"attn_implementation": ""}
+        names |= dict.fromkeys(_MODEL, f"{section}.model")
+    elif section in _FOLDERS:
+        names |= dict.fromkeys(("model", *_MODEL[: -2 if section else -1]), _FOLDERS[section])
+    names |= dict.fromkeys((*_ADVICE, *_SAME_ADVICE), "")
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
     return names[near[0]] if near else None
+
+
+def advice_on(name: str) -> str:
+    """Return what to do instead of a setting of this name that is none here; "" if there is nothing to say."""
+    return _ADVICE.get(_SAME_ADVICE.get(name, name), "")
 
 
 def key_of_path(path: str, value: Any) -> str | None:
@@ -158,4 +207,4 @@ def key_of_path(path: str, value: Any) -> str | None:
     while isinstance(value, dict) and value:
         name, value = next(iter(value.items()))
         path = f"{path}.{name}"
-    return OTHER_NAMES.get(path)
+    return OTHER_NAMES.get(path) if "." in path else None

@@ -1,5 +1,6 @@
 """Checks that the files named in a configuration exist and are usable, before anything slow starts."""
 
+import importlib
 import symtable
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,9 +13,10 @@ from python_backend.checkpoints.inspection import (
     inspect_checkpoint,
     reward_head,
 )
-from python_backend.checkpoints.language_models import check_language_model
+from python_backend.checkpoints.language_models import check_family, check_language_model
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
-from python_backend.config import ConfigError, RewardSection, RunConfig
+from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig
 from python_backend.config.labels import attribute_weights
 from python_backend.config.training import missing_packages
 from python_backend.rewards.function import FILE_SPEC
@@ -38,6 +40,40 @@ def check_files(config: RunConfig, *, server: bool = False, actor: bool = False)
     if server:
         problems = {**_of_server(config, whole_run=actor), **problems}
     _raise(problems)
+
+
+def check_devices(config: RunConfig, *roles: str) -> None:
+    """Check that torch can use the GPUs of these roles, such as `reward` or `actor.policy`; default: of all.
+
+    Raises:
+        ConfigError: the message has one line for each GPU that is missing.
+    """
+    if problems := missing_gpus(config, *roles):
+        raise ConfigError("\n".join(problems))
+
+
+def missing_gpus(config: RunConfig, *roles: str) -> list[str]:
+    """Return a line for each role, of these or all, whose GPUs torch cannot use. Imports torch only if one has any."""
+    places = [
+        place for place in config.places if place.cards and (not roles or place.key.removesuffix(".device") in roles)
+    ]
+    if not places:
+        return []
+    torch = importlib.import_module("torch")
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = (
+        f"torch, built for CUDA {torch.version.cuda}, can use {usable}: update the driver if nvidia-smi shows a lower "
+        "version"
+        if torch.version.cuda
+        else "this torch is built for the CPU: install one that is built for CUDA"
+    )
+    needed = {place: int(place.cards[-1].partition(":")[2]) + 1 for place in places}
+    return [
+        f"{place.key}: {place.cards[-1]} needs {count} GPU{'s'[: count > 1]}; {found}"
+        + (", or set it to cpu" if place.key.endswith(".device") else "")
+        for place, count in needed.items()
+        if count > usable
+    ]
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -86,6 +122,11 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
         f"{role}.model": _of_checkpoint(section.model, WAYS_OUT.get(role, ""), is_language=_generates(config, role))
         for role, section in config.served_sections.items()
     }
+    for role, section in config.served_sections.items():
+        if problems[f"{role}.model"] is None:
+            problems[f"{role}.model"] = _refused(load_tokenizer, section.model.absolute())
+        if problems[f"{role}.model"] is None:
+            problems[f"{role}.max_length"] = _of_max_length(section)
     if config.uses_reward_model and problems["reward.model"] is None:
         problems["reward.model"] = _of_reward(config.reward, whole_run=whole_run) or _refused(_of_store, config)
     for role, section in config.served_sections.items():
@@ -104,6 +145,15 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
         )
     specs = {f"rewards.{name}.function": str(term.function) for name, term in config.functions.items()}
     return problems | _of_functions(specs)
+
+
+def _of_max_length(section: ModelSection) -> str | None:
+    most = inspect_checkpoint(section.model).max_positions
+    if section.max_length is None or most is None or section.max_length <= most:
+        return None
+    return (
+        f"{section.max_length} is more than the {most} positions of {section.model}; set {most} or less, or remove it"
+    )
 
 
 def _of_store(config: RunConfig) -> None:
@@ -149,7 +199,7 @@ def _of_checkpoint(folder: Path, way_out: str = "", *, is_language: bool = False
 
 
 def _check_model(folder: Path) -> None:
-    inspect_checkpoint(folder)
+    check_family(inspect_checkpoint(folder))
     check_pickles(folder)
 
 

@@ -19,6 +19,7 @@ from python_backend.config.fields import (
     Count,
     CountOrZero,
     Device,
+    Host,
     LoraTargets,
     Patterns,
     Port,
@@ -38,7 +39,7 @@ from python_backend.digests import DEFAULT, Algorithm
 class MonitoringSection(Section):
     """Prometheus metrics of actor and sidecar. Those of the server are on `server.metrics_port`."""
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address to bind. There is no authentication: beyond loopback, let only Prometheus connect."""
     actor_port: Port | None = None
     """Port of the actor's metrics; 0 selects a free one, which the log names; default: no metrics."""
@@ -73,7 +74,7 @@ class ServedPolicySection(Section):
 class GatewaySection(Section):
     """The HTTP gateway for other trainers (`tools gateway`). It sends requests as `actor.client` says."""
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address to bind. Beyond loopback, set `key_env`, and a certificate unless a proxy adds TLS."""
     port: Port = 8100
     """Port; 0 selects a free one, which the gateway prints."""
@@ -179,8 +180,9 @@ class RunSection(Section):
 class ServerSection(Section):
     """The tritonserver process. A port of 0 selects a free one (`tools run`, `tools serve`)."""
 
-    host: str = "127.0.0.1"
-    """Address to bind. Keep it on loopback unless the server is behind a proxy with TLS and authentication."""
+    host: Host = "127.0.0.1"
+    """Address to bind, IPv4 or a name for one. Keep it on loopback unless the server is behind a proxy with TLS and
+    authentication."""
     http_port: Port = 8000
     """HTTP port, for inference."""
     grpc_port: Port = 8001

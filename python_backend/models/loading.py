@@ -42,12 +42,12 @@ from python_backend.checkpoints.inspection import (
     read_config,
     stable_length,
 )
-from python_backend.checkpoints.language_models import check_tensors
+from python_backend.checkpoints.language_models import check_family, check_tensors
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
 from python_backend.checkpoints.tensor_file import STORED_DTYPES
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.errors import RlhfError
+from python_backend.errors import RlhfError, reason_of
 from python_backend.models.adapters import with_stored_adapters
 from python_backend.models.heads import build_head, head_of, head_path, install, layers_beside, linear
 from python_backend.models.token_head import measure_causality
@@ -449,16 +449,11 @@ def as_checkpoint_error(folder: Path) -> Iterator[None]:
     except RlhfError:
         raise
     except Exception as error:  # process edge: what transformers does with a file, or with a key, may raise anything
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{folder} cannot be loaded: {reason[:400]}") from error
+        raise CheckpointError(f"{folder} cannot be loaded: {reason_of(error)}") from error
 
 
 def _config(info: CheckpointInfo, num_labels: int) -> Any:
-    if info.model_type not in CONFIG_MAPPING:
-        raise CheckpointError(
-            f"{info.folder}: transformers has no {info.model_type} models; the checkpoint's own code would have to be "
-            "run, which is never done"
-        )
+    check_family(info)
     given = read_config(info.folder)
     config = _blaming(info, given, lambda keys: _read(info, keys, num_labels))
     if getattr(config, "quantization_config", None):
@@ -487,8 +482,7 @@ def _blaming(info: CheckpointInfo, given: Mapping[str, Any], build: Callable[[Ma
                 build({name: each for name, each in given.items() if name != key})
                 cause = f"{key} is {str(value)[:80]!r}"
                 break
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{info.folder / CONFIG_FILE}: {cause}: {reason[:300]}") from error
+        raise CheckpointError(f"{info.folder / CONFIG_FILE}: {cause}: {reason_of(error)}") from error
 
 
 def _built(info: CheckpointInfo, kind: Any) -> Any:
@@ -685,5 +679,4 @@ def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: P
     try:
         module.load_state_dict(tensors, strict=True, assign=True)
     except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{folder} does not fit the served model: {reason[:400]}") from error
+        raise CheckpointError(f"{folder} does not fit the served model: {reason_of(error)}") from error

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.errors import reason_of
 from python_backend.models.card import skip_inspections
 from python_backend.models.collation import depends_on_padding, one_by_one
 from python_backend.models.heads import GatedHead, keep_head_exact, last_match, layers_beside
@@ -155,9 +156,8 @@ def measure_causality(model: Any, **inputs: Any) -> bool:
     except AssertionError:  # Reformer has no backward pass outside training
         return _seems_causal(model, row, **inputs)
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:  # raised by a model's own code
-        reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{model.name_or_path}: {type(model).__name__} cannot score rows of tokens: {reason[:300]}"
+            f"{model.name_or_path}: {type(model).__name__} cannot score rows of tokens: {reason_of(error)}"
         ) from error
     return not gradient.flatten(0, -2)[half:].any()  # one row: XLNet's tokens come before its rows
 
@@ -188,8 +188,7 @@ def compile_body(model: Any, forward: Callable[[Tensor, Tensor], Any]) -> None:
                 ids = torch.zeros((rows, PROBE_TOKENS), dtype=torch.int64, device=model.device)
                 forward(ids, torch.ones_like(ids))
     except Exception as error:  # dynamo and inductor raise many types; any of them means compilation does not work
-        reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"torch.compile does not work here: {reason[:300]}; install a C++ compiler (g++) and Python's headers, and "
-            "PyTorch in a folder whose path has no space, or set compile: false"
+            f"torch.compile does not work here: {reason_of(error)}; install a C++ compiler (g++) and Python's "
+            "headers, and PyTorch in a folder whose path has no space, or set compile: false"
         ) from error

@@ -28,9 +28,9 @@ def only_run(run_dir: Path) -> contextlib.AbstractContextManager[None]:
     return _only("`tools run`", run_dir, RUN_LOCK_FILE)
 
 
-def only_server(server_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """Hold the exclusive lock of a tritonserver's folder. Raises RlhfError."""
-    return _only("server", server_dir, SERVER_LOCK_FILE, key="server.dir")
+def only_server(server_dir: Path, key: str = "server.dir") -> contextlib.AbstractContextManager[None]:
+    """Hold the exclusive lock of a tritonserver's folder, which `key` sets. Raises RlhfError."""
+    return _only("server", server_dir, SERVER_LOCK_FILE, key=key)
 
 
 def in_progress(run_dir: Path) -> bool:

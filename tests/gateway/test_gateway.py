@@ -371,6 +371,31 @@ def test_keys_that_no_header_can_carry_are_refused(key: str, told: str, monkeypa
         check_key(GatewaySection(key_env="A_KEY"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ("port: {taken}", "port {taken} (gateway.port) on 127.0.0.1 cannot be used: Address already in use; stop the"),
+        (
+            "host: 192.0.2.1",
+            "gateway.host: '192.0.2.1' is not an address of this machine (Cannot assign requested addr",
+        ),
+        ("host: no.such.invalid", "gateway.host: 'no.such.invalid' is not an address of this machine (Name or service"),
+        ("tls_certificate: none.pem", "gateway.tls_certificate: none.pem does not exist; give a PEM file"),
+        ("tls_certificate: {yaml}, tls_key: none.pem", "gateway.tls_key: none.pem does not exist; give a PEM file"),
+        ("tls_certificate: {yaml}", "gateway.tls_certificate: {yaml} cannot be used ([SSL] PEM lib"),
+    ],
+)
+def test_a_gateway_that_cannot_start_is_one_sentence(
+    settings: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        known = {"taken": taken.getsockname()[1], "yaml": path}
+        path.write_text(f"gateway: {{{settings.format(**known)}}}")
+        assert command.main(["--config", str(path)]) == 2
+    assert f"error: {told.format(**known)}" in capsys.readouterr().err
+
+
 def test_the_command_expects_the_rewards_of_its_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
     class Connected(Exception):
         pass

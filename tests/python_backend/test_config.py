@@ -192,6 +192,30 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: {mask_truncated_completions: true}", "did you mean actor.algorithm.mask_unfinished?"),
         ("actor: {kl_coef: 1}", "unknown key actor.kl_coef; did you mean actor.kl.coef?"),
         ("reward: {checkpoint: a}", "unknown key reward.checkpoint; did you mean reward.model?"),
+        ("reward: {model_name_or_path: a}", "unknown key reward.model_name_or_path; did you mean reward.model?"),
+        ("reward: {pretrain: a}", "unknown key reward.pretrain; did you mean reward.model?"),
+        ("reward: {path: a}", "unknown key reward.path; did you mean reward.model?"),
+        ("actor: {pretrain: a}", "unknown key actor.pretrain; did you mean actor.policy.model?"),
+        ("model: a", "did you mean reward.model (to serve it) or actor.policy.model (to train it)?"),
+        ("reward: {value_head_prefix: a}", "there is no such setting here: the head is found by config.json and"),
+        ("reward: {padding_side: left}", "there is no such setting here: rows are padded on the right"),
+        ("actor: {policy: {load_in_8bit: true}}", "there is no such setting here: weights are float32 or bfloat16"),
+        ("push_to_hub: true", "there is no such setting here: `hf upload` uploads the folder of the policy"),
+        ("reward: {batch_size: 3}", "unknown key reward.batch_size; did you mean reward.token_budget?"),
+        ("critic: {weight_decay: 1}", "unknown key critic.weight_decay; did you mean trainer.optimizer.weight_decay?"),
+        ("trainer: {lora_r: 1}", "unknown key trainer.lora_r; did you mean trainer.lora_rank?"),
+        (
+            "server: {prot: 1}",
+            "unknown key server.prot; did you mean server.http_port or server.grpc_port or server.metrics_port?",
+        ),
+        ("run: {name: a}", "unknown key run.name; known: run.dir, run.run_id, "),
+        ("actor: {policy: {qux: 1}}", "unknown key actor.policy.qux; known: actor.policy.model, "),
+        ("actor: {optimizer: {warmup_ratio: 1}}", "did you mean actor.optimizer.warmup_steps?"),
+        ("actor: {algorithm: {name: GRPO}}", "; did you mean grpo? (got 'GRPO')"),
+        ("actor: {algorithm: {name: dpo}}", "dpo trains on given answers, this project on those that the policy sampl"),
+        ("reward: {token_budget: lots}", "my.yaml: reward.token_budget must be a valid integer or 'auto' (got 'lots')"),
+        ("reward: {standardization: on}", "must be 'model' or 'off' or a section with keys of mean, std; YAML reads y"),
+        ("reward: {standardization: {meen: 1}}", "my.yaml: unknown key reward.standardization.meen; did you mean"),
         ("actor: {policy: {checkpoint: a}}", "actor.policy.checkpoint; did you mean actor.policy.model?"),
         ("actor: 3", "actor is a section, not a value (got 3); its keys are ranks, steps,"),
         (
@@ -203,7 +227,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "rewards.share is a section, not a value (got 'my.py:share'); its keys are weight, function,",
         ),
         ("run: {trace_endpoint: foo}", "run.trace_endpoint: must be a URL such as http://localhost:4318 (got 'foo')"),
-        ("critic: {device: gpu}", "critic.device: String should match"),
+        ("critic: {device: gpu}", "critic.device: must be cpu, cuda or cuda:N, such as cuda:0 (got 'gpu')"),
         ("actor: {optimizer: {betas: [0.9]}}", "actor.optimizer.betas"),
         ("run: {seed: -1}", "run.seed: Input should be greater than or equal to 0 (got -1)"),
         ("run: {seed: 4294967296}", "run.seed: Input should be less than 4294967296"),
@@ -727,7 +751,9 @@ def test_names_of_other_trainers_get_the_right_hint(tmp_path: Path, level: str):
         try:
             load(tmp_path, level % name.replace(".", ": {") + "}" * name.count("."))
         except ConfigError as error:
-            hints = {f"did you mean {key}?" for key in keys} or {"no such setting here"}
+            hints = {f"did you mean {key}?" for key in keys} | {f" or {key} " for key in keys} or {
+                "no such setting here"
+            }
             if "unknown key" in str(error) and not any(hint in str(error) for hint in hints):
                 wrong[name] = str(error)
     assert wrong == {}

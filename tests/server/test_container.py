@@ -335,6 +335,8 @@ def pasted(lines: str, log: Path) -> Iterator[tuple[psutil.Process, str]]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGINT)  # as Ctrl-C does
         shell.wait()
+    psutil.wait_procs([server], timeout=30)
+    assert "Exit timeout expired" not in log.read_text(errors="replace"), "its exit code would be 1"
 
 
 def is_ready(url: str) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,11 +25,13 @@ from tiny_models import (
     write_scoring_model,
 )
 
+from python_backend.config import ServerSection
 from tools.server import shared_memory
 from tools.server.child import readable, stub_failure, tail
-from tools.server.ports import check_ports, free_port
+from tools.server.ports import check_ports, free_port, with_free_ports
 from tools.server.shared_memory import SHARED_MEMORY, remove_abandoned
 from tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
+from tools.server.tritonserver import server_command
 from trainer.control_plane import ControlPlane, ControlPlaneError, ModelFailed
 
 
@@ -87,8 +90,70 @@ def test_ports_must_be_free_and_differ_and_the_host_must_be_ours(tmp_path: Path)
     section = server.section
     with pytest.raises(ServerStartError, match=r"server\.http_port and server\.metrics_port are both"):
         check_ports(section.model_copy(update={"metrics_port": section.http_port}))
-    with pytest.raises(ServerStartError, match=r"server\.host 192\.0\.2\.1 is not an address of this machine"):
-        tiny_server(tmp_path, host="192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [
+        ("192.0.2.1", "server.host: '192.0.2.1' is not an address of this machine (Cannot assign requested address)"),
+        ("no.such.host.invalid", "server.host: 'no.such.host.invalid' has no IPv4 address, as tritonserver needs one"),
+        ("::1", "server.host: '::1' has no IPv4 address"),
+        ("[::]", "server.host: '[::]' has no IPv4 address"),
+        ("127.0.0.1:8000", "server.host: '127.0.0.1:8000' has no IPv4 address"),
+        ("*", "server.host: '*' has no IPv4 address"),
+        ("a" * 70, "has no IPv4 address"),
+    ],
+)
+@pytest.mark.parametrize("port", [0, 45678])
+def test_a_host_that_cannot_be_bound_is_refused_before_the_start(host: str, told: str, port: int) -> None:
+    section = ServerSection(host=host, http_port=port, grpc_port=45679, metrics_port=45680)
+    with pytest.raises(ServerStartError, match=re.escape(told)):
+        check_ports(with_free_ports(section))
+
+
+def test_names_are_resolved_for_the_server(tmp_path: Path) -> None:
+    """tritonserver binds 255.255.255.255 for a name."""
+    for host, address in {"localhost": "127.0.0.1", "127.1": "127.0.0.1", "0.0.0.0": "0.0.0.0"}.items():
+        section = with_free_ports(ServerSection(host=host, http_port=0, grpc_port=0, metrics_port=0))
+        check_ports(section)
+        command = server_command(find_tritonserver(), tmp_path, tmp_path, section, "key", None)
+        found = [argument for argument in command if "-address=" in argument]
+        assert found == [f"--{name}-address={address}" for name in ("http", "grpc", "metrics")]
+
+
+CLAIM = """
+import sys
+from python_backend.config import ServerSection
+from tools.server.ports import check_ports
+check_ports(ServerSection(http_port=int(sys.argv[1]), grpc_port=int(sys.argv[2]), metrics_port=int(sys.argv[3])))
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_server_on_a_port_is_refused_while_the_first_still_loads() -> None:
+    first, second = ([free_port() for _ in range(3)] for _ in range(2))
+
+    def start(*ports: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", CLAIM, *map(str, ports)]
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    with start(*first) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "claimed\n"
+        for key, ports in {
+            "grpc_port": [second[0], first[1], second[2]],
+            "metrics_port": [*second[:2], first[0]],
+        }.items():
+            _, told = start(*ports).communicate("")
+            assert re.search(
+                rf"port \d+ \(server\.{key}\) on 127\.0\.0\.1 cannot be used: Address already in use", told
+            )
+        holder.communicate("")
+    claimed, _ = start(*first).communicate("")
+    assert claimed == "claimed\n"
 
 
 def test_a_free_port_stays_free_for_the_server_alone() -> None:
@@ -179,6 +244,10 @@ def test_a_server_is_ready_when_its_models_are_and_their_errors_are_no_deaths(tm
             b'E1120 14:09:03.838 4092 backend_model.cc:692] "ERROR: no\\n\\nAt:\\n  /m.py(3): f\\n"',
             "  | error: ERROR: no",
         ),
+        (
+            b'E1120 14:09:03.838 4092 backend_model.cc:692] "ERROR: Failed to create instance: ValueError: 3 labels"',
+            None,
+        ),
         (b"printed by a library", "  | printed by a library"),
         (b'I1120 14:08:58.930 4092 grpc_server.cc:2558] "Started GRPCInferenceService"\n', None),
         (b"I1120 14:08:58.927979 4092 server.cc:604] \n", None),
@@ -205,6 +274,7 @@ def test_a_stub_that_cannot_find_its_python(tmp_path: Path) -> None:
 OWNER = """
 import os, subprocess, sys
 from pathlib import Path
+from python_backend.config import ServerSection
 from tools.server import shared_memory
 shared_memory.SHARED_MEMORY = Path(sys.argv[1])
 regions = shared_memory.Regions()

@@ -24,7 +24,7 @@ from shebang import SHEBANG
 from python_backend.config import load_config
 from python_backend.config.command_line import add_run_arguments
 from python_backend.errors import RlhfError
-from python_backend.store.durable import write_json
+from python_backend.store.durable import exclusive_lock, write_json
 from python_backend.store.journal import Heartbeat, Journal
 from python_backend.store.run_lock import only_run
 from python_backend.store.weights import ServingRecord
@@ -204,6 +204,27 @@ def test_overrides_stand_on_both_sides_of_options() -> None:
             parse_or_complete(parser, [*first, "--config", "x.yaml", "a=1", "--unknown"])
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("x.yaml", "give the configuration as --config x.yaml"),
+        (
+            "--config x.yaml --port 9000",
+            "--port; settings are written as section.key=value, such as server.http_port=…",
+        ),
+        ("--config x.yaml --nonsense=1", "section.key=value, such as server.http_port=…"),
+    ],
+)
+def test_a_setting_or_a_file_in_the_wrong_place_is_named_with_the_right_one(
+    words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    with pytest.raises(SystemExit):
+        parse_or_complete(parser, words.split())
+    assert told in capsys.readouterr().err
+
+
 def test_exit_code_2_of_an_error_of_each_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +237,22 @@ def test_exit_code_2_of_an_error_of_each_command(
         (said,) = capsys.readouterr().err.splitlines()
         assert said.startswith("error: ")
         assert str(tmp_path) in said
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("list", "no versions are served: the configuration has no critic, and reward.store is false; http://"),
+        ("ready --model critic", "no versions are served: the configuration has no critic, and reward.store is false"),
+        ("list reward.store=true", "weights/reward is empty; `python -m tools serve` creates version 0"),
+    ],
+)
+def test_versions_of_a_configuration_that_serves_none(
+    words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my.yaml").write_text(f"run: {{dir: {tmp_path}}}\nreward: {{model: m}}")
+    assert weights.main([*words.split(), "--config", str(tmp_path / "my.yaml")]) == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -323,6 +360,7 @@ def test_status_of_a_run_that_has_not_begun_goes_on_was_killed_and_has_finished(
         f"server    http://{run.config.server.http_url} does not answer",
         "actor     no step has ended",
         "sidecar   has not begun; 0 of the journal's entries pending, last step 0",
+        f"reward    {run.config.reward.model}, without versions",
         "critic    no version yet",
     ]
     settings = ["actor.steps=77", "reward.token_budget=512", "reward.workers=2", "reward.threads=3"]
@@ -339,6 +377,8 @@ def test_status_of_a_run_that_has_not_begun_goes_on_was_killed_and_has_finished(
     (tmp_path / "checkpoints" / "actor" / "6").mkdir(parents=True)
     assert lines_of(run.path, capsys)[0].endswith(": not running; the next start begins with step 7"), "it was killed"
     (tmp_path / "actor_summary.json").write_text('{"steps": 8}')
+    assert lines_of(run.path, capsys)[0].endswith(": finished after step 8 of 77; the next start continues")
+    write_json(tmp_path / "settings.json", load_config(run.path, ["actor.steps=8"]).model_dump(mode="json"))
     assert lines_of(run.path, capsys)[0].endswith(": finished after step 8")
 
 
@@ -394,9 +434,13 @@ def test_status_shows_what_blocks_a_sidecar_and_the_last_problem_of_each_log(
     lines = lines_of(run.path, capsys)
     assert lines[0].endswith(": not running; the next start begins with step 1")
     assert re.fullmatch(r"actor     step 8 of 3 ended \d+ s ago: reward 0\.5", lines[2])
-    sidecar = "sidecar   publishing at step 7, heartbeat 5 min ago; 0 of the journal's entries pending"
+    sidecar = "sidecar   not running, was publishing at step 7, heartbeat 5 min ago; 0 of the journal's entries pending"
     assert lines[3].startswith(sidecar)
     assert lines[3].endswith("; blocked: No space left on device")
+    with exclusive_lock(folders.journal_dir / "LOCK", patience_s=0):
+        assert lines_of(run.path, capsys)[3].startswith("sidecar   stuck, was publishing at step 7, heartbeat 5 min")
+    journal.beat(dataclasses.replace(beat, time=time.time()))
+    assert lines_of(run.path, capsys)[3].startswith("sidecar   publishing at step 7, heartbeat ")
     problems = [line for line in lines if line.startswith("problem")]
     assert problems == ["problem   actor.log: 10:00:01 ERROR the second", "problem   sidecar.log: ERROR no disk"]
 

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from python_backend.wire.contract import REFERENCE
 from tests.support.settings import nested
 from tools import render_configs as render
 from tools.calibrate.calibration import settle
-from tools.server.tritonserver import load_order
+from tools.server.tritonserver import compile_ahead, load_order
 
 MODELS = {"reward_model", "critic", "critic_infer", "critic_train", "critic_save"}
 SCORING = "tokens:INT64[-1] sequence_lengths:INT64[1] sentences:STRING[1] metadata:STRING[1]"
@@ -269,7 +271,7 @@ def test_the_reference_is_rendered_and_measured_only_where_the_actor_asks_for_it
     text = (folder / "1" / "model.py").read_text()
     assert "from python_backend.serving.reference import TritonPythonModel" in text
     assert not render.check_repository(with_it, folder.parent)
-    assert [drift.path for drift in render.check_repository(plain, folder.parent)] == [folder]
+    assert render.check_repository(plain, folder.parent)[-1].path == folder
     render.render_repository(plain, folder.parent)
     assert not folder.exists()
     others = {"reward": UNMEASURED, "critic": UNMEASURED}
@@ -438,22 +440,58 @@ def test_parts_are_loaded_before_their_sum() -> None:
     assert load_order(MODELS | parts | {"another"}) == order
 
 
-def test_a_reward_that_is_gone_from_the_yaml_is_gone_from_the_repository(tmp_path: Path) -> None:
-    before = RunConfig.model_validate({"rewards": {"model": {}, "length": LENGTH, "label": LABEL}})
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"reward": {}},  # no actor, no critic
+    {"critic": {}},
+    {"rewards": {"label": LABEL}},
+    {"rewards": {"model": {}, "length": LENGTH}},
+    {"actor": {"kl": {"reference": "triton"}, "algorithm": {"name": "reinforce++"}}},
+]
+
+
+@pytest.mark.parametrize("after", LAYOUTS, ids=json.dumps)
+@pytest.mark.parametrize("before", LAYOUTS, ids=json.dumps)
+def test_a_used_repository_becomes_that_of_a_fresh_folder(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """A model.py left beside an ensemble once made the supervisor restart the server for ever."""
+
+    def render_into(folder: Path, sections: dict[str, Any]) -> set[Path]:
+        config = RunConfig.model_validate(sections)
+        render.render_repository(config, folder)
+        compile_ahead(folder)
+        assert not render.check_repository(config, folder)
+        return {path.relative_to(folder) for path in folder.rglob("*")}
+
+    render_into(tmp_path / "used", before)
+    own = tmp_path / "used" / "reward_of_mine" / "config.pbtxt"
+    own.parent.mkdir()
+    own.write_text('name: "reward_of_mine"')
+    added = {Path("reward_of_mine"), Path("reward_of_mine/config.pbtxt")}
+    assert render_into(tmp_path / "used", after) - added == render_into(tmp_path / "fresh", after)
+    assert own.is_file()
+
+
+def test_a_removal_that_was_interrupted_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = (
+        RunConfig.model_validate({"rewards": rewards}) for rewards in ({"length": LENGTH}, {"label": LABEL})
+    )
     render.render_repository(before, tmp_path)
-    (tmp_path / "reward_of_mine").mkdir()
-    (tmp_path / "reward_of_mine" / "config.pbtxt").write_text('name: "reward_of_mine"')
-    assert not render.check_repository(before, tmp_path)
-    after = RunConfig.model_validate({"rewards": {"label": LABEL}})
-    gone = {tmp_path / "reward_function_length", tmp_path / "reward_checkpoint"}
-    assert gone < {drift.path for drift in render.check_repository(after, tmp_path)}
+    removed: list[Path] = []
+
+    def remove(path: Path) -> None:
+        if removed:
+            raise KeyboardInterrupt
+        shutil.rmtree(path)
+        removed.append(path)
+
+    monkeypatch.setattr(render, "shutil", SimpleNamespace(rmtree=remove))
+    with pytest.raises(KeyboardInterrupt):
+        render.render_repository(after, tmp_path)
+    monkeypatch.undo()
     render.render_repository(after, tmp_path)
-    assert not render.check_repository(after, tmp_path)
-    assert not any(path.exists() for path in gone)
-    render.render_repository(RunConfig(), tmp_path)
-    assert not render.check_repository(RunConfig(), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {*MODELS, "reward_of_mine"}
-    assert (tmp_path / "reward_model" / "1" / "model.py").is_file()
+    assert not (tmp_path / "reward_function_length").exists()
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from python_backend.client.served import ServedModel
 from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
 from python_backend.config.required_files import check_critic, check_files
 from python_backend.config.sections import UNMEASURED
-from python_backend.errors import RlhfError
+from python_backend.errors import RlhfError, reason_of
 from python_backend.store.weights import WeightsStore
 from tests.support.settings import nested
 from tools import preflight, render_configs
@@ -189,7 +189,7 @@ def test_a_checkpoint_without_a_tokenizer_or_a_head_is_named(tmp_path: Path, che
     for policy, reward, told in (
         (tmp_path / "policy", checkpoints.reward, f"actor.policy.model: {tmp_path}/policy has no tokenizer; save"),
         (checkpoints.policy, checkpoints.policy, f"reward.model: {checkpoints.policy} is not a trained reward"),
-        (checkpoints.policy, tmp_path / "reward", f"reward.model: {tmp_path}/reward has no tokenizer, so it is"),
+        (checkpoints.policy, tmp_path / "reward", f"reward.model: {tmp_path}/reward has no tokenizer.json, nor"),
     ):
         actor = {"policy": {"model": policy}, "prompts": {"path": tmp_path / "prompts.jsonl"}}
         sections = {"actor": actor, "reward": {"model": reward}}
@@ -198,6 +198,46 @@ def test_a_checkpoint_without_a_tokenizer_or_a_head_is_named(tmp_path: Path, che
     (tmp_path / "policy" / "tokenizer.model").touch()
     actor["policy"]["model"] = tmp_path / "policy"
     check_files(RunConfig.model_validate(sections), actor=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"config.json": {"model_type": "mine"}}, "transformers has no mine models; the checkpoint's own code would"),
+        ({"config.json": {"hidden_size": "x"}}, "its tokenizer cannot be loaded: TypeError: Field 'hidden_size' expec"),
+        ({"tokenizer.json": None}, "its tokenizer cannot be loaded: Expecting value"),
+        ("https://huggingface.co/org/name/tree/main", "`hf download org/name --local-dir models/name`, then give that"),
+        ("$HOME/name", "without variables, which only a shell expands"),
+        ("~/no-such-model", f"{Path.home()}/no-such-model does not exist"),
+        ({}, "reward.max_length: 100000 is more than the "),
+    ],
+)
+def test_a_folder_that_cannot_be_served_is_one_sentence(
+    change: dict[str, Any] | str, told: str, tmp_path: Path, checkpoints: Checkpoints
+) -> None:
+    """Of transformers' own text nothing but the reason."""
+    folder = tmp_path / "reward"
+    shutil.copytree(checkpoints.reward, folder)
+    for name, keys in change.items() if isinstance(change, dict) else ():
+        known = json.loads((folder / name).read_text())
+        (folder / name).write_text("" if keys is None else json.dumps({**known, **keys}))
+    length = {"max_length": 100_000} if change == {} else {}
+    model = change if isinstance(change, str) else str(folder)
+    config = RunConfig.model_validate({"reward": {"model": model, **length}})
+    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+        check_files(config, server=True)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_library_s_exception_becomes_one_line() -> None:
+    table = {
+        PermissionError(13, "Permission denied", "a/b"): "a/b: Permission denied; let this user read and write it",
+        FileNotFoundError(2, "No such file or directory"): "No such file or directory",
+        ValueError("Validation error for field 'x':\n    TypeError: expected int"): "TypeError: expected int",
+        ValueError("one of:\n(1) this,\n(2) that"): "one of: (1) this, (2) that",
+        KeyError(): "KeyError",
+    }
+    assert {reason_of(error) for error in table} == set(table.values())
 
 
 def test_a_reward_model_is_no_policy_no_reference_and_has_no_logits(tmp_path: Path, checkpoints: Checkpoints) -> None:
@@ -272,6 +312,34 @@ def test_each_command_names_what_it_misses(
     key = "actor.policy.model" if command is actor.__main__ else "critic.model"
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"error: {key}: {tmp_path / 'none'} does not exist")
+
+
+@pytest.mark.parametrize(
+    ("command", "roles"),
+    [
+        (tools.run, ("reward", "critic", "reference", "trainer", "actor.policy")),
+        (tools.serve, ("reward", "critic", "reference")),
+        (trainer.__main__, ("trainer",)),
+        (actor.__main__, ("actor.policy",)),
+    ],
+)
+def test_each_command_names_a_gpu_that_is_missing_before_it_loads_a_model(
+    command: Any,
+    roles: tuple[str, ...],
+    tmp_path: Path,
+    checkpoints: Checkpoints,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch and Triton say it in sentences of their own, or with a traceback."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    path = write_yaml(tmp_path, "ppo", "model", checkpoints)
+    for role in roles:
+        overrides = [f"{role}.device=cuda:98", "actor.kl.reference=triton"]
+        assert command.main(["--config", str(path), *overrides]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: {role}.device: cuda:98 needs 99 GPUs; "), error
+        assert error.endswith(", or set it to cpu")
 
 
 def test_a_sidecar_without_a_critic_is_refused(

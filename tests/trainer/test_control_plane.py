@@ -158,6 +158,7 @@ def test_a_dead_stub_still_counts_as_ready_but_fails_the_probe_and_a_reload_mend
             "\n\nAt:\n  /somewhere/bad/1/model.py(3): initialize\n;\n",
             "ValueError: 3 labels (model.py line 3)",
         ),
+        ("Internal: CheckpointError: m: no head\n\nAt:\n  /a/loading.py(322): load\n", "m: no head"),
         (
             "load failed for model 'm': version 1 is at UNAVAILABLE state: Internal: SyntaxError: invalid "
             "syntax (model.py, line 1);\n",

@@ -11,6 +11,7 @@ import math
 import os
 import resource
 import signal
+import socket
 import ssl
 import sys
 from asyncio import sslproto
@@ -31,7 +32,7 @@ from python_backend.wire.contract import REWARD_MODEL
 from tools.arguments import parse_or_complete
 from tools.render import reward_parameters
 from tools.server.health import is_triton
-from tools.server.ports import server_urls
+from tools.server.ports import cannot_bind, server_urls
 
 # Bounds of the gateway's connections: their number, the size of a request's head, and the time that it may take.
 
@@ -120,7 +121,8 @@ class BoundedTlsProtocol(BoundedProtocol):
 def bounded(app: ASGIApp, settings: GatewaySection, **options: Any) -> uvicorn.Config:
     """Return the configuration that serves `app` within the bounds, with further options of uvicorn.
 
-    This process may then open as many files as the system allows it. Raises OSError if the certificate cannot be used.
+    This process may then open as many files as the system allows it. Raises ConfigError if the certificate cannot be
+    used.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -128,7 +130,16 @@ def bounded(app: ASGIApp, settings: GatewaySection, **options: Any) -> uvicorn.C
     most = MAX_CONNECTIONS
     if settings.tls_certificate:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(settings.tls_certificate, settings.tls_key)
+        for key, path in {"tls_certificate": settings.tls_certificate, "tls_key": settings.tls_key}.items():
+            if path is not None and not path.is_file():
+                raise ConfigError(f"gateway.{key}: {path} does not exist; give a PEM file")
+        try:
+            context.load_cert_chain(settings.tls_certificate, settings.tls_key)
+        except OSError as error:
+            raise ConfigError(
+                f"gateway.tls_certificate: {settings.tls_certificate} cannot be used ({error.strerror}); give a PEM "
+                "file with the certificate chain, and its private key there or as gateway.tls_key"
+            ) from error
         protocol, most = functools.partial(BoundedTlsProtocol, context), MAX_TLS_CONNECTIONS
     return uvicorn.Config(
         app,
@@ -184,8 +195,17 @@ def server_url(config: RunConfig) -> str:
     return url
 
 
+def listening_socket(settings: GatewaySection, backlog: int) -> socket.socket:
+    """Return a socket that listens at the gateway's address. Raises ConfigError if it cannot be used."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=backlog)
+    except OSError as error:
+        raise ConfigError(cannot_bind("gateway", "port", settings.host, settings.port, error)) from error
+
+
 async def serve(config: RunConfig) -> None:
-    """Serve until a signal arrives. Raises OSError if the port or a certificate cannot be used, and ConfigError."""
+    """Serve until a signal arrives. Raises ConfigError if the port or a certificate cannot be used."""
     from tools.gateway.app import create_app
     from tools.gateway.policy import policy_router
 
@@ -204,8 +224,7 @@ async def serve(config: RunConfig) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             # uvicorn handles them, and raises them again when it has stopped
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
-        bound = server.config.bind_socket()
-        bound.listen(server.config.backlog)  # so that clients can connect as soon as the line is printed
+        bound = listening_socket(settings, server.config.backlog)  # clients can connect as soon as the line is printed
         scheme, port = "https" if settings.tls_certificate else "http", bound.getsockname()[1]
         say(f"gateway: {scheme}://{settings.host}:{port}, {', '.join(sources)}")
         free_memory_at_once()

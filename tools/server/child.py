@@ -32,6 +32,8 @@ _NOISE = re.compile(
     r"|^[+|]|^At:$|^  \S.*\(\d+\): |^\s*$"
     r"|\[OTLP HTTP Client\]"  # a collector that is away; the actor and the sidecar warn of it once
 )
+# Of each model that does not load, several; `load_and_probe` and the health check load it again, and report why.
+_LOAD_ERRORS = re.compile(r"Failed to create instance|failed to load (all models|')")
 _TABLE = re.compile(r"^[+|]|\|$")
 _PREFIX = {"I": "", "W": "warning: ", "E": "error: ", "F": "error: "}
 _POLL_FAILURE = re.compile(
@@ -98,7 +100,7 @@ def readable(line: bytes) -> str | None:
     if parts is None:
         return f"  | {text}"  # printed by a model or a library
     level, source, message = parts.groups()
-    if level == "I" and not source.endswith(".py"):
+    if (level == "I" and not source.endswith(".py")) or _LOAD_ERRORS.search(message):
         return None
     first_line, _, _ = message.strip('"').partition(r"\n")
     return f"  | {_PREFIX[level]}{first_line}"

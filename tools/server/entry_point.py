@@ -5,6 +5,7 @@ numpy, as the image's other commands do.
 """
 
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -52,9 +53,18 @@ def _command() -> list[str]:
     return tritonserver_command(
         repository,
         key=control_key(weights_dir(repository)),
-        address=os.environ.get("TRITON_ADDRESS", "127.0.0.1"),
-        control_address=os.environ.get("TRITON_CONTROL_ADDRESS", "127.0.0.1"),
+        address=_address("TRITON_ADDRESS"),
+        control_address=_address("TRITON_CONTROL_ADDRESS"),
     )
+
+
+def _address(variable: str) -> str:
+    """Return the address in an environment variable, that of a name resolved: tritonserver resolves none."""
+    host = os.environ.get(variable, "127.0.0.1")
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        sys.exit(f"error: {variable}: {host!r} has no IPv4 address ({error.strerror}); set it to one, such as 0.0.0.0")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Chooses a free port for each server port of 0, and checks the three ports before tritonserver starts."""
+"""Chooses a free port for each server port of 0, and checks and claims the three ports before tritonserver starts."""
 
 import atexit
+import errno
 import socket
 
 from python_backend.config import RunConfig, ServerSection
@@ -8,6 +9,7 @@ from python_backend.store.durable import read_json
 from tools.server.triton_home import ServerStartError
 
 PORT_KEYS = ("http_port", "grpc_port", "metrics_port")
+_claims: dict[int, socket.socket] = {}
 
 
 def server_urls(config: RunConfig) -> dict[str, str]:
@@ -28,36 +30,77 @@ def free_port(host: str = "127.0.0.1") -> int:
     The process keeps a socket bound to it, which does not listen. The kernel then gives the port to no connection and
     to no other process that asks for a free one; a server that sets SO_REUSEADDR, as all do here, can still use it.
     """
-    family, address = _address(host)
-    held = socket.socket(family)
+    address = bind_address(host)
+    held = socket.socket()
     try:
         held.bind((address, 0))
     except OSError as error:
         held.close()
-        raise ServerStartError(_cannot_bind(host, error)) from error
+        raise ServerStartError(cannot_bind("server", "http_port", host, 0, error)) from error
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # set before, it would allow ports that others hold
     atexit.register(held.close)  # which also keeps it
     return int(held.getsockname()[1])
 
 
 def check_ports(section: ServerSection) -> None:
-    """Raise ServerStartError unless the three ports differ and all can be bound."""
-    family, address = _address(section.host)
+    """Raise ServerStartError unless the three ports differ and all can be bound.
+
+    This process then keeps them from other servers of this project until it ends: tritonserver opens its ports only
+    when its models are loaded, and until then a second server would take the first one's for its own.
+    """
+    address = bind_address(section.host)
     seen: dict[int, str] = {}
     for key in PORT_KEYS:
         port = getattr(section, key)
         if port in seen:
             raise ServerStartError(f"server.{seen[port]} and server.{key} are both {port}: they must differ")
         seen[port] = key
-        with socket.socket(family) as probe:
+        with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as tritonserver does
             try:
                 probe.bind((address, port))
+                _claim(port)
             except OSError as error:
-                raise ServerStartError(
-                    f"port {port} (server.{key}) on {section.host} cannot be used: {error.strerror}; "
-                    f"stop the process that uses it, or set server.{key} to another port (0 picks a free one)"
-                ) from error
+                raise ServerStartError(cannot_bind("server", key, section.host, port, error)) from error
+
+
+def _claim(port: int) -> None:
+    """Raise OSError if another process has claimed the port; the kernel ends a claim with its process."""
+    if port not in _claims:
+        claim = _claims[port] = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0rlhf-on-triton-port-{port}")
+        except OSError:
+            _claims.pop(port).close()
+            raise
+
+
+def bind_address(host: str) -> str:
+    """Return the IPv4 address of `server.host`: tritonserver resolves no names, and binds 255.255.255.255 for one.
+
+    Raises ServerStartError if there is none.
+    """
+    try:
+        return socket.gethostbyname(host)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ServerStartError(
+            f"server.host: {host!r} has no IPv4 address, as tritonserver needs one ({reason}); set it to 127.0.0.1, or "
+            "to 0.0.0.0 for every address of this machine"
+        ) from error
+
+
+def cannot_bind(section: str, key: str, host: str, port: int, error: OSError) -> str:
+    """Return the message for an address that `<section>.host` and `<section>.<key>` name and that cannot be bound."""
+    number = error.errno or 0
+    reason = str(error.strerror).partition(" (while ")[0]  # what `create_server` appends
+    if number < 0 or number == errno.EADDRNOTAVAIL:  # below 0: those of names
+        return f"{section}.host: {host!r} is not an address of this machine ({reason}); 127.0.0.1 always works"
+    remedy = "stop the process that uses it, or " if number == errno.EADDRINUSE else ""
+    return (
+        f"port {port} ({section}.{key}) on {host} cannot be used: {reason}; {remedy}set {section}.{key} to "
+        "another port (0 picks a free one)"
+    )
 
 
 def is_open(url: str) -> bool:
@@ -68,15 +111,3 @@ def is_open(url: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _address(host: str) -> tuple[socket.AddressFamily, str]:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ServerStartError(_cannot_bind(host, error)) from error
-    return family, str(address[0])
-
-
-def _cannot_bind(host: str, error: OSError) -> str:
-    return f"server.host {host} is not an address of this machine ({error.strerror}); 127.0.0.1 always works"

@@ -3,9 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from python_backend.store.run_lock import only_server
 from tools.server.child import restart_pause_s
 from tools.server.health import ServerHealth
 from tools.server.triton_home import ServerStartError
@@ -18,17 +16,21 @@ class Supervisor:
     """Owns a server. Call `look` regularly, so that it restarts the server when needed, and `stop` at the end."""
 
     def __init__(
-        self, start: Callable[[], TritonServer], *, log: Callable[[str], None], folder: Path | None = None
+        self,
+        start: Callable[[], TritonServer],
+        *,
+        log: Callable[[str], None],
+        lock: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
         """Start the server.
 
         Args:
             start: starts a server and returns it once its models have answered; `look` calls it for each restart.
             log: receives a line for each event.
-            folder: the server's, `server.dir`; another server in it is refused until `stop`.
+            lock: of the server's folder, held until `stop`; see `only_server`.
 
         Raises:
-            RlhfError: another server runs in `folder`.
+            RlhfError: another server holds `lock`.
             ServerStartError: the first start failed; failed restarts are retried with exponential back-off.
         """
         self._start = start
@@ -38,8 +40,8 @@ class Supervisor:
         self.failed_starts = 0
         """Failed restarts so far."""
         with contextlib.ExitStack() as held:
-            if folder is not None:
-                held.enter_context(only_server(folder))
+            if lock is not None:
+                held.enter_context(lock)
             self.server = start()
             self._held = held.pop_all()
         self._watch()

@@ -43,7 +43,7 @@ from python_backend.wire.contract import (
 from tools.server.child import poll_failure, relay_lines, set_aside_if_large, start_bound, stub_failure, tail
 from tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, SERVER_ARGUMENTS
 from tools.server.drain import drain
-from tools.server.ports import check_ports, is_open, with_free_ports
+from tools.server.ports import bind_address, check_ports, is_open, with_free_ports
 from tools.server.shared_memory import Regions, remove_abandoned
 from tools.server.triton_home import (
     PYTHON_DIR,
@@ -175,6 +175,7 @@ def probe(control: ControlPlane, model: str, timeout_s: float) -> None:
 
 KILL_AFTER_S = 10.0
 EXIT_TIMEOUT_S = 1  # which tritonserver waits for open connections; `tools serve` has drained them before
+PLAIN_EXIT_TIMEOUT_S = 10  # of one that no supervisor stops: models need seconds to unload, else it ends with code 1
 FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
 UNTRACED = 1_000_000_000  # of as many requests without a trace context, Triton traces one; those with one, always
 
@@ -407,20 +408,27 @@ class TritonServer:
 
 
 def server_command(
-    home: TritonHome, repository: Path, backends: Path, section: ServerSection, key: str, trace_endpoint: str | None
+    home: TritonHome,
+    repository: Path,
+    backends: Path,
+    section: ServerSection,
+    key: str,
+    trace_endpoint: str | None,
+    exit_timeout_s: int = EXIT_TIMEOUT_S,
 ) -> list[str]:
     """Return the command line of a server of all models in `repository`; see `TritonServer`."""
+    address = bind_address(section.host)
     return [
         str(home.binary),
         f"--model-repository={repository}",
         f"--backend-directory={backends}",
         *SERVER_ARGUMENTS,
-        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
-        f"--http-address={section.host}",
+        f"--exit-timeout-secs={exit_timeout_s}",
+        f"--http-address={address}",
         f"--http-port={section.http_port}",
-        f"--grpc-address={section.host}",
+        f"--grpc-address={address}",
         f"--grpc-port={section.grpc_port}",
-        f"--metrics-address={section.host}",
+        f"--metrics-address={address}",
         f"--metrics-port={section.metrics_port}",
         *([f"{BODY_LIMIT}={LARGEST_BODY_BYTES}"] if accepts(home, BODY_LIMIT) else []),
         *closing_arguments(key),
@@ -468,7 +476,7 @@ def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequen
     first, from the trainer, with `trainer_arguments`.
 
     Raises:
-        ServerStartError: there is no tritonserver for this Python.
+        ServerStartError: there is no tritonserver for this Python, or `server.host` has no address.
     """
     home = find_tritonserver(config.server.tritonserver)
     backends = lay_out_backends(home, config.server_dir / "backends")
@@ -484,7 +492,9 @@ def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequen
         return Path(f"{_SHELL}fd/{descriptors.setdefault(odd, 9 - len(descriptors))}", path.relative_to(odd))
 
     python_dir, models, backend = map(alias, (PYTHON_DIR, repository.absolute(), backends))
-    command = server_command(home, models, backend, with_free_ports(config.server), _KEY, config.run.trace_endpoint)
+    section = with_free_ports(config.server)
+    endpoint = config.run.trace_endpoint
+    command = server_command(home, models, backend, section, _KEY, endpoint, PLAIN_EXIT_TIMEOUT_S)
     has_versions = all((model.store / "CURRENT").exists() for model in live_models(config))
     return "\n".join(
         [
