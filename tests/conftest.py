@@ -1,13 +1,18 @@
 """Settings of all tests: the same bits and the same examples each time, on a machine of any speed."""
 
 import asyncio
+import contextlib
+import gc
 import inspect
+import os
 import signal
 import sys
+import warnings
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import settings
@@ -17,6 +22,8 @@ sys.path.append(str(Path(__file__).parent / "support" / "stub"))
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")  # in `sys`: pytest keeps it for debuggers
 
 pytest_plugins = ["schedule", "scoring_rig", "server_fixtures", "sidecar_fixtures"]
 
@@ -29,6 +36,46 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     asyncio.run(pyfuncitem.obj(**arguments))
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Kill the processes that a test which fails has started and left, so that no later one finds them."""
+    begin_s = uptime_s()
+    try:
+        yield
+    except BaseException:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "multiprocessing" not in " ".join(child.cmdline()) and start_s(child) >= begin_s:
+                    child.kill()
+                    child.wait()
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Collect what a test which has failed left open, before Python warns of it in whatever test then runs."""
+    try:
+        yield
+    finally:
+        if any(hasattr(sys, name) for name in LAST_ERROR):
+            for name in LAST_ERROR:
+                vars(sys).pop(name, None)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                gc.collect()
+
+
+def uptime_s() -> float:
+    """The clock of `start_s`."""
+    return float(Path("/proc/uptime").read_text().split()[0])
+
+
+def start_s(process: psutil.Process) -> float:
+    """When the process has started, in seconds since the machine has."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -131,7 +131,7 @@ def reward(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[Any]:
 def ask(model: Any, rows: list[np.ndarray] = ROWS, outputs: tuple[str, ...] = (REWARDS,)) -> InferenceResponse:
     request = Request(scoring_inputs(rows), outputs)
     model.execute([request])
-    return request.responses.get(timeout=60)
+    return request.responses.get(timeout=120)
 
 
 @pytest.mark.parametrize("at_launch", [True, False])

@@ -588,7 +588,7 @@ class Sent(Request):
 def ask(model: TritonModel, request: Request) -> Callable[[], InferenceResponse]:
     """Send a request; returns what waits for its response."""
     model.execute([request])
-    return functools.partial(request.responses.get, timeout=20)
+    return functools.partial(request.responses.get, timeout=120)
 
 
 @pytest.mark.parametrize("ahead_s", [HOUR_S, -HOUR_S])
