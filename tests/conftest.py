@@ -5,6 +5,7 @@ import contextlib
 import gc
 import inspect
 import os
+import random
 import signal
 import sys
 import warnings
@@ -12,6 +13,7 @@ from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -80,8 +82,14 @@ def start_s(process: psutil.Process) -> float:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Before each test and its fixtures, because the test before may have changed the number, and bits depend on it."""
+    """Before each test and its fixtures: the one before may have changed the number of threads, on which bits depend.
+
+    Whatever draws without a seed of its own draws the same each time.
+    """
     torch.set_num_threads(1)
+    torch.default_generator.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -568,6 +568,7 @@ def test_no_other_user_can_read_requests_in_shared_memory_or_what_actor_and_side
     assert [stat.S_IMODE(path.stat().st_mode) for path in written] == [0o600, 0o600]
 
 
+@pytest.mark.slow
 def test_the_journal_of_a_run_pretrains_the_critic_of_the_next(
     finished: FinishedRun, checkpoints: Checkpoints, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
