@@ -39,10 +39,4 @@ def test_what_a_failed_test_leaves_open_fails_no_other(tmp_path: Path) -> None:
     options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, "-p", "tests.conftest", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    failed = {
-        line.split()[1].rpartition("::")[2] for line in done.stdout.splitlines() if line[:6] in ("FAILED", "ERROR ")
-    }
-    assert failed == {
-        "test_leaves_a_client_session_and_a_server",
-        "test_leaves_a_process_a_file_a_socket_and_an_event_loop",
-    }, done.stdout
+    assert "2 failed, 2 passed" in done.stdout, done.stdout
