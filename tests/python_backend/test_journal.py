@@ -190,7 +190,7 @@ class JournalMachine(RuleBasedStateMachine):
 
 TestJournal = JournalMachine.TestCase
 # A failure is short enough to read; to find a shorter one takes minutes.
-TestJournal.settings = settings(max_examples=50, stateful_step_count=40, phases=[Phase.generate])
+TestJournal.settings = settings(max_examples=25, stateful_step_count=40, phases=[Phase.generate])
 
 
 # ---- entries ----
