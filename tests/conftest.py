@@ -1,22 +1,34 @@
 """Settings of all tests: the same bits and the same examples each time, on a machine of any speed."""
 
 import asyncio
+import contextlib
+import gc
 import inspect
+import os
+import random
 import signal
 import sys
+import warnings
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import settings
+
+from python_backend.wire.chats import warn_once
+from tools.gateway.trainer_rewards import _say_once
 
 # Not in this folder: Triton's own stubs put the folder that pytest was started in before theirs.
 sys.path.append(str(Path(__file__).parent / "support" / "stub"))
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")  # in `sys`: pytest keeps it for debuggers
 
 pytest_plugins = ["schedule", "scoring_rig", "server_fixtures", "sidecar_fixtures"]
 
@@ -31,10 +43,58 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Kill the processes that a test which fails has started and left, so that no later one finds them."""
+    begin_s = uptime_s()
+    try:
+        yield
+    except BaseException:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "multiprocessing" not in " ".join(child.cmdline()) and start_s(child) >= begin_s:
+                    child.kill()
+                    child.wait()
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Collect what a test which has failed left open, before Python warns of it in whatever test then runs."""
+    try:
+        yield
+    finally:
+        if any(hasattr(sys, name) for name in LAST_ERROR):
+            for name in LAST_ERROR:
+                vars(sys).pop(name, None)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                gc.collect()
+
+
+def uptime_s() -> float:
+    """The clock of `start_s`."""
+    return float(Path("/proc/uptime").read_text().split()[0])
+
+
+def start_s(process: psutil.Process) -> float:
+    """When the process has started, in seconds since the machine has."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Before each test and its fixtures, because the test before may have changed the number, and bits depend on it."""
+    """Before each test and its fixtures: the one before may have changed the number of threads, on which bits depend.
+
+    Whatever draws without a seed of its own draws the same each time, and what is logged once is logged in each test.
+    """
+    warn_once.cache_clear()
+    _say_once.cache_clear()
     torch.set_num_threads(1)
+    torch.default_generator.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -47,7 +47,6 @@ from benchmarks.workload import random_llama
 from python_backend.client.served import ServedModel
 from python_backend.config.environment import EnvironmentSection
 from python_backend.rewards.function import Sample, load_function
-from python_backend.wire.chats import warn_once
 from tests.actor.test_generation import one_response
 from tests.support.settings import actor_section
 
@@ -253,7 +252,6 @@ def test_a_space_before_a_reply_changes_no_history():
 
 def test_tools_that_the_policy_would_not_see_are_named(agents: Callable[..., Agent], caplog: pytest.LogCaptureFixture):
     agent, chats = agents("IncrementEnv"), [dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user"}]})]
-    warn_once.cache_clear()
     agent.check_prompts(chats)
     assert not caplog.records
     for seen, unseen in (
@@ -325,7 +323,6 @@ def test_a_template_that_cannot_render_a_conversation_is_refused(agents: Callabl
 def test_a_template_that_removes_thoughts_begins_another_row(
     agents: Callable[..., Agent], caplog: pytest.LogCaptureFixture
 ):
-    warn_once.cache_clear()
     agent, prompt = (
         agents("Countdown", FORGETFUL),
         dataclasses.replace(PROMPT, metadata={**PROMPT.metadata, "turns": 4}),

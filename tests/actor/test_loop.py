@@ -836,7 +836,7 @@ def go_until(run: PPORun, owner: Any, name: str, call: int, *, crash: bool = Fal
         def watched_context() -> Iterator[None]:
             with original():
                 hold()
-                time.sleep(1.0)  # long enough for a checkpoint that does not wait
+                time.sleep(0.3)  # long enough for a checkpoint that does not wait
                 yield
 
         setattr(owner, name, watched_context if name == "disable_adapter" else watched)
@@ -935,7 +935,7 @@ def test_a_validation_that_waits_for_the_next_rollout_is_abandoned_with_it(tmp_p
         calls.append(None)
         if len(calls) == 3:  # after those of the first validation and of step 1: it is step 2's
             assert validating.wait(PATIENCE_S)
-            left_in_time.append(leaving.wait(5.0))
+            left_in_time.append(leaving.wait(PATIENCE_S))
         return generate(*args, **kwargs)
 
     async def watched_validate(when: str) -> None:

@@ -64,7 +64,7 @@ from tools.gateway.dialects import RewardInput
 from tools.gateway.rows import reply_row
 from trainer.live import read_pairs
 
-PATIENCE_S = 60.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging
+PATIENCE_S = 120.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging
 NAN = float("nan")
 
 

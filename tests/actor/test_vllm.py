@@ -336,7 +336,7 @@ async def test_no_request_goes_out_on_a_connection_that_was_idle_for_long(monkey
 
     server = await asyncio.start_server(answer_once, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
-    client = connection.VllmClient(f"{host}:{port}", limit=1, deadline_s=30, checked=set())
+    client = connection.VllmClient(f"{host}:{port}", limit=1, deadline_s=120, checked=set())
     try:
         for _ in range(2):
             assert await client.post("/resume", {}) == {}

@@ -28,7 +28,7 @@ from tests.support.ranks import serving_ranks
 from trainer.publish import initialise_store
 
 DEVICE = "cuda:3"
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 ROWS = random_rows([3, 7, 5, 12, 9], seed=1, vocab_size=40)
 SERVED = {  # output -> loader, head of the checkpoint, method that launches a pass
     "rewards": (load_reward, "reward", "launch"),

@@ -205,6 +205,7 @@ class TestSentences:
         files = (p for p in demo.root.rglob("*") if p.is_file() and p.name != MANIFEST)
         return {str(p.relative_to(demo.root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
+    @pytest.mark.slow
     def test_the_checkpoints_load_through_the_auto_classes(self, prepared: Built) -> None:
         root = prepared.root
         policy = hf.AutoModelForCausalLM.from_pretrained(root / "policy")
@@ -220,6 +221,7 @@ class TestSentences:
         stored = {"mean": prepared.figures["reward_mean"], "std": prepared.figures["reward_std"]}
         assert reward.config.reward_standardization == stored
 
+    @pytest.mark.slow
     def test_the_tokenizers_are_one_and_prompts_are_six_tokens_again_of_which_the_parts_share_none(
         self, prepared: Built
     ) -> None:

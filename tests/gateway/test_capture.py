@@ -556,7 +556,7 @@ async def test_sessions_stick_to_a_vllm_server_while_it_is_up() -> None:
     async with FakeVllm() as one, FakeVllm() as two, contextlib.AsyncExitStack() as opened:
         servers = [one, two]
         one.answer = two.answer = lambda body: {"weight_versions": [{"version": "w", "start": 1, "end": 4}]}
-        sampler = VllmSampler([server.url for server in servers], eos_ids=[1], deadline_s=30)
+        sampler = VllmSampler([server.url for server in servers], eos_ids=[1], deadline_s=120)
         opened.push_async_callback(sampler.close)
         names = map(chr, itertools.count(ord("a")))
         while not (one.requests and two.requests):  # sessions are dealt by a hash of addresses, whose ports are drawn
@@ -585,7 +585,7 @@ async def test_sessions_stick_to_a_vllm_server_while_it_is_up() -> None:
 
 async def test_a_vllm_server_that_returns_other_logprobs_is_not_used() -> None:
     async with FakeVllm() as server:
-        sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=30)
+        sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=120)
         server.logprobs_mode = "raw_logprobs"
         with pytest.raises(RlhfError, match="--logprobs-mode"):
             await sampler.sample("a", [9], Sampling(9))
@@ -605,7 +605,7 @@ async def test_a_vllm_server_that_returns_other_logprobs_is_not_used() -> None:
 async def test_columns_that_do_not_fit_the_tokens_are_no_reply(columns: Json) -> None:
     """Each log-prob would belong to another token."""
     async with FakeVllm() as server:
-        sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=30)
+        sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=120)
         server.answer = lambda request: columns
         with pytest.raises(CaptureError, match="columns of different lengths"):
             await sampler.sample("a", [9], Sampling(9))

@@ -20,6 +20,7 @@ import pytest
 from certificate import make_certificate
 from fake_reward import Caller, FakeReward, gateway, rows_of
 from fake_triton import Behaviour
+from loop_clock import advance, hurried
 from prometheus_client.parser import text_string_to_metric_families
 
 from python_backend.client.connection import Message
@@ -622,7 +623,7 @@ async def test_damaged_requests_get_an_answer() -> None:
 
 @pytest.mark.parametrize(("answer", "status"), [("failed", 502), ("busy", 503), ("dead", 503), ("hang", 504)])
 async def test_no_reward_is_invented_while_the_server_fails(answer: str, status: int) -> None:
-    client, deadline_s = {"retries": 1, "max_outage_s": 0}, 0.3 if answer == "hang" else 20.0
+    client, deadline_s = {"retries": 1, "max_outage_s": 0}, 0.3 if answer == "hang" else 120.0
     async with checked_gateway(lambda model, number: answer, client=client, deadline_s=deadline_s) as (caller, _):
         single = {path: body for path, body in PROTOCOLS.items() if path != "/v1/rewards"}
         await asyncio.gather(*(caller.error(path, body, status) for path, body in single.items()))
@@ -632,27 +633,33 @@ async def test_no_reward_is_invented_while_the_server_fails(answer: str, status:
 
 
 async def test_a_stopped_server_is_waited_for_until_the_deadline() -> None:
-    async with checked_gateway(deadline_s=2.0) as (caller, server):
+    async with checked_gateway(deadline_s=20.0) as (caller, server):
         assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
         await server.stop()
-        message = await caller.error("/get_reward", {"query": ["abc"]}, 504)
+        message = await hurried(caller.error("/get_reward", {"query": ["abc"]}, 504))
         assert "gateway.deadline_s" in message
         assert server.url in message
         assert (await caller.get("/readyz"))[0] == 503
         await server.start()
 
+        async def until_it_is_found() -> None:
+            while (await caller.post("/get_reward", {"query": ["abc"]}))[0] != 200:
+                pass
+
+        await hurried(until_it_is_found())
+
 
 async def test_a_first_request_waits_for_a_server_and_fails_with_the_cause() -> None:
-    async with FakeReward() as later, gateway(later.url, deadline_s=20.0) as caller:
+    async with FakeReward() as later, gateway(later.url, deadline_s=120.0) as caller:
         await later.stop()
         asked = asyncio.create_task(caller.post("/v1/rewards", {"inputs": [{"text": "abc"}]}))
         await asyncio.sleep(0.3)
         assert (await caller.get("/readyz"))[0] == 503
         await later.start()
         assert (await asked)[1]["rewards"] == [3]
-    async with gateway("127.0.0.1:1", deadline_s=0.1) as caller:
+    async with gateway("127.0.0.1:1", deadline_s=20.0) as caller:
         for path, body in PROTOCOLS.items():
-            assert "127.0.0.1:1" in await caller.error(path, body, 503)
+            assert "127.0.0.1:1" in await hurried(caller.error(path, body, 503))
         assert (await caller.get("/healthz"))[0] == 200
         assert (await caller.get("/readyz"))[0] == 503
 
@@ -675,7 +682,7 @@ async def test_a_gateway_stops_at_once_when_the_client_that_it_would_answer_has_
             await asyncio.gather(request, return_exceptions=True)
 
     monkeypatch.setattr(scoring.RewardSource, "served", watched)
-    await asyncio.wait_for(leave(), 60.0)
+    await asyncio.wait_for(leave(), 120.0)
 
 
 def test_a_server_with_a_port_of_its_choice_is_found_while_it_is_up(
@@ -826,11 +833,15 @@ async def test_rows_that_wait_for_others_of_their_caller_share_its_deadline(monk
 
     async with (
         FakeReward(terms=("length",)) as server,
-        gateway(server.url, rows_per_request=1, deadline_s=0.3) as caller,
+        gateway(server.url, rows_per_request=1, deadline_s=60.0) as caller,
     ):
         await caller.post("/get_reward", {"query": ["a"]})
         server.behaviour = lambda model, number: "hang"
-        await caller.error("/v1/rewards", {"inputs": [{"text": "a"}] * 20}, 504)
+        asked = asyncio.create_task(caller.error("/v1/rewards", {"inputs": [{"text": "a"}] * 20}, 504))
+        while server.in_flight < 2:
+            await asyncio.sleep(0)
+        advance(61.0)
+        await asked
         assert len(server.asked) == 3
 
 
@@ -863,7 +874,7 @@ async def answer(caller: Caller, *parts: bytes, tls: ssl.SSLContext | None = Non
         for part in parts:
             writer.write(part)
             await writer.drain()
-        return await asyncio.wait_for(reader.read(), 20.0)
+        return await asyncio.wait_for(reader.read(), 120.0)
     except ConnectionError:
         return b""
     finally:
@@ -921,7 +932,7 @@ async def test_silent_connections_keep_no_client_out(
         for _ in range(5):
             assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(silent[0][0].read(), 20.0) == b""
+            assert await asyncio.wait_for(silent[0][0].read(), 120.0) == b""
         for _, writer in silent:
             writer.close()
 

@@ -131,7 +131,7 @@ def reward(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[Any]:
 def ask(model: Any, rows: list[np.ndarray] = ROWS, outputs: tuple[str, ...] = (REWARDS,)) -> InferenceResponse:
     request = Request(scoring_inputs(rows), outputs)
     model.execute([request])
-    return request.responses.get(timeout=60)
+    return request.responses.get(timeout=120)
 
 
 @pytest.mark.parametrize("at_launch", [True, False])
@@ -148,6 +148,7 @@ def test_after_a_device_error_the_model_refuses_requests_so_that_they_go_elsewhe
         assert refused.startswith("UNAVAILABLE: reward_model has lost its device")
         assert UNTIL_LOADED in refused
         assert trouble_of(InferenceServerException(refused, "500"), 1.0).kind is Kind.DEAD
+    wait_for(lambda: bool(counted))  # it is counted after the answer
     assert counted == [(1, 0)]
 
 
@@ -217,7 +218,7 @@ def test_a_full_card_is_the_reason_why_a_model_lost_a_rank(
                 model.score([np.arange(3, 20)], 32)
 
         threading.Thread(target=forward, daemon=True).start()  # never returns: its requests are answered elsewhere
-        wait_for(lambda: bool(lost), timeout_s=60.0)
+        wait_for(lambda: bool(lost))
     finally:
         ranks.close()
         torch.distributed.destroy_process_group()

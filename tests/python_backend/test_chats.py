@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from tiny_tokenizers import make_text_tokenizer
 
 from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.wire.chats import render_chat, template_options, warn_once
+from python_backend.wire.chats import render_chat, template_options
 from python_backend.wire.messages import BadMessages, plain_messages
 
 SYSTEM, USER, REPLY = ({"role": role, "content": "Hi"} for role in ("system", "user", "assistant"))
@@ -129,7 +129,6 @@ def test_names_and_reasoning_that_templates_leave_out_on_purpose_are_said_once(
     template: str, reply: dict[str, Any], said: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
-    warn_once.cache_clear()
     for messages in ([USER, reply, USER], [USER, reply, USER, REPLY, USER]):
         whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert render_chat(tokenizer, messages, {}, owner="policy", generation_prompt=True) == whole

@@ -289,7 +289,7 @@ def test_a_served_reference_leaves_out_what_the_tokenizer_lacks(tmp_path: Path):
     with served_model(config, REFERENCE) as served:
         request = Request(scoring_inputs([row, unknown]), [LOGPROBS])
         served.execute([request])
-        found = request.responses.get(timeout=60).outputs[LOGPROBS]
+        found = request.responses.get(timeout=120).outputs[LOGPROBS]
     np.testing.assert_allclose(found[0, : row.size], own[0], atol=1e-5)
     assert found[1, :3].tolist() == pytest.approx([-np.inf, own[1][1], 0.0], abs=1e-5)
 

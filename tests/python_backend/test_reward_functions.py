@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from email.utils import formatdate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from python_backend.wire.contract import PROBE_HEADER, REWARD_COMPONENT, REWARD_
 FILE = Path(reward_functions.__file__)
 TRL_FILE = Path(trl_functions.__file__)
 ROOT = FILE.parent.parent
-LIMIT_S = 1.0
+LIMIT_S = 60.0
 SPEC = "python_backend.rewards.judge:Judge"
 KEY = "sk-very-secret-0123456789"
 MakePool = Callable[..., WorkerPool]
@@ -71,6 +72,15 @@ def pool() -> Iterator[WorkerPool]:
     pool = WorkerPool(FunctionCall(f"{FILE}:by_row", 60.0), num_workers=2)
     yield pool
     pool.close()
+
+
+def limit_passes_when_these_hang(monkeypatch: pytest.MonkeyPatch, files: Sequence[Path]) -> None:
+    """Let LIMIT_S pass on the clock of pools whenever one of these files is written, by a function that then hangs."""
+
+    def monotonic() -> float:
+        return LIMIT_S * sum(file.is_file() and file.stat().st_size > 0 for file in files)
+
+    monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=monotonic))
 
 
 def workers() -> list[psutil.Process]:
@@ -148,26 +158,31 @@ def test_a_forked_child_never_answers(make_pool: MakePool) -> None:
     assert found[3] == found[-1], "the worker itself goes on"
 
 
-def test_a_sample_that_takes_too_long_is_killed_with_everything_it_started(make_pool: MakePool, tmp_path: Path) -> None:
+def test_a_sample_that_takes_too_long_is_killed_with_everything_it_started(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """No zombie is left: this process inherits all, as process 1 of a container does.
 
     Waiting for a worker does not count: the last sample waits for three limits.
     """
     prctl, subreaper = ctypes.CDLL(None).prctl, 36
     others = psutil.Process().children()
+    files = [tmp_path / action for action in ("loop", "program", "daemon")]
+    limit_passes_when_these_hang(monkeypatch, files)
     assert prctl(subreaper, 1) == 0
     try:
-        pool, files = make_pool(timeout_s=LIMIT_S), [tmp_path / "program", tmp_path / "daemon"]
-        started = [doing(path.name, pid_file=str(path))[0] for path in files]
-        first, *killed, second, last = outcomes(pool, [*doing("pid", "loop"), *started, *doing("pid", None)])
+        pool = make_pool(timeout_s=LIMIT_S)
+        hanging = [doing(path.name, pid_file=str(path))[0] for path in files]
+        first, *killed, second, last = outcomes(pool, [*doing("pid"), *hanging, *doing("pid", None)])
         pool.close()
         assert psutil.Process().children() == others
     finally:
         prctl(subreaper, 0)
-    assert errors_of(killed) == ["took longer than 1 s (its timeout_s) and was killed"] * 3
+    assert errors_of(killed) == ["took longer than 60 s (its timeout_s) and was killed"] * 3
     assert first.score != second.score
     assert last == ScoreOutcome(1.0)
-    assert [psutil.pid_exists(int(pid)) for pid in (first.score, *(path.read_text() for path in files))] == [False] * 3
+    pids = [int(first.score), *(int(path.read_text()) for path in files)]
+    assert [psutil.pid_exists(pid) for pid in pids] == [False] * 4
 
 
 @pytest.mark.parametrize("place", ["send_frame", "receive_frame"])
@@ -279,7 +294,7 @@ def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> No
             children = psutil.Process(parent.pid).children(recursive=True)
         os.kill(parent.pid, signal.SIGKILL)
     assert len(children) >= 5
-    gone, alive = psutil.wait_procs(children, timeout=60)
+    gone, alive = psutil.wait_procs(children, timeout=120)
     assert not alive, gone
 
 
@@ -428,12 +443,14 @@ def test_a_groupwise_function_may_have_options_and_return_an_array() -> None:
         assert load_function(f"{FILE}:wins", {"margin": margin})(group).tolist() == expected
 
 
-def test_a_failure_costs_its_own_group_and_a_bad_score_its_own_row(make_pool: MakePool) -> None:
+def test_a_failure_costs_its_own_group_and_a_bad_score_its_own_row(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     must = "but it must return 3 numbers, one per response"
     causes = {
         "raise": "RuntimeError: no verdict on None",
         "die": "the worker process ended with exit code 3",
-        "loop": "took longer than 1 s (its timeout_s) and was killed",
+        "loop": "took longer than 60 s (its timeout_s) and was killed",
         "few": "the function returned 2 scores for a group of 3",
         "many": "the function returned 4 scores for a group of 3",
         "number": f"the function returned 1.0, {must}",
@@ -441,7 +458,9 @@ def test_a_failure_costs_its_own_group_and_a_bad_score_its_own_row(make_pool: Ma
         "dict": f"the function returned {{0: 1.0, 1: 1.0, 2: 1.0}}, {must}",
     }
     pool = make_pool("by_group", timeout_s=LIMIT_S, groupwise=True)
-    groups = [responses("a", "b", "c", do=action) for action in causes]
+    begun = tmp_path / "begun"
+    limit_passes_when_these_hang(monkeypatch, [begun])
+    groups = [responses("a", "b", "c", do=action, pid_file=str(begun)) for action in causes]
     *failed, gaps, good = scored(pool, *groups, responses(*"abcde", do="gaps"), responses("d", "e"))
     assert [errors_of(found) for found in failed] == [[cause] * 3 for cause in causes.values()]
     assert good == [ScoreOutcome(2.0), ScoreOutcome(2.0)]
@@ -548,7 +567,7 @@ def test_a_coroutine_is_awaited_as_in_trl_within_its_time_limit(make_pool: MakeP
         pool = make_pool(f"{TRL_FILE}:{name}", groupwise=groupwise)
         found = scored(pool, group)[0] if groupwise else outcomes(pool, group)
         assert found == [ScoreOutcome(float(score)) for score in scores]
-    (hanging,) = outcomes(make_pool(f"{TRL_FILE}:hangs", timeout_s=LIMIT_S), group[:1])
+    (hanging,) = outcomes(make_pool(f"{TRL_FILE}:hangs", timeout_s=1.0), group[:1])
     assert "took longer than 1 s (its timeout_s) and was killed" in hanging.error
 
 
@@ -635,7 +654,7 @@ def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_
     def ask(inputs: dict[str, Any] = rows, **headers: str) -> Any:
         request = Request(inputs, (REWARD_COMPONENT, REWARD_ERROR), json.dumps(headers))
         model.execute([request])
-        outputs = request.responses.get(timeout=60).outputs
+        outputs = request.responses.get(timeout=120).outputs
         assert request.responses.empty()
         return str(outputs[REWARD_COMPONENT].tolist()), outputs[REWARD_ERROR].tolist()
 

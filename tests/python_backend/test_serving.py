@@ -275,7 +275,7 @@ def test_short_jobs_pass_a_long_one_and_all_are_finished_at_the_end(monkeypatch:
     begin = threading.Event()
 
     def job(name: str, steps: int) -> Iterator[None]:
-        begin.wait(30)  # until all are there
+        begin.wait(PATIENCE_S)  # until all are there
         for _ in range(steps):
             yield
         log.append(name)
@@ -333,6 +333,12 @@ class Model:
         self.go.release(forwards)
         return [self.ran.get(timeout=PATIENCE_S) for _ in range(forwards)]
 
+    def end(self) -> None:
+        """Let everything that it has received be answered, and end its threads."""
+        self.go.release(10_000)
+        self.may_read.set()
+        self.loaded.finalize()
+
     def swap_during(self, forward: int) -> None:
         """Serve version 2 once this pass is under way: what the follower's one assignment does."""
         deadline = time.monotonic() + PATIENCE_S
@@ -343,8 +349,16 @@ class Model:
 
 
 @pytest.fixture
-def make_model(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model]:
-    return lambda **settings: Model(scoring, monkeypatch, **settings)
+def make_model(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Model]]:
+    made: list[Model] = []
+
+    def make(**settings: int) -> Model:
+        made.append(Model(scoring, monkeypatch, **settings))
+        return made[-1]
+
+    yield make
+    for model in made:
+        model.end()
 
 
 def rows_of(num: int, width: int, *outputs: str) -> Request:
@@ -357,14 +371,13 @@ def answers(*requests: Request) -> list[InferenceResponse]:
 
 def test_under_a_backlog_of_600_rows_the_new_version_runs_within_two_micro_batches(make_model: Any) -> None:
     model, requests = make_model(token_budget=200), [rows_of(1, 20) for _ in range(600)]  # ten rows a forward pass
-    threading.Thread(target=model.loaded.execute, args=[requests]).start()  # blocks until the backlog is short
+    threading.Thread(target=model.loaded.execute, args=[requests], daemon=True).start()  # until the backlog is short
     assert model.run(3) == [(1, 10)] * 3
     model.swap_during(4)
     assert model.run(2) == [(1, 10), (2, 10)]
     assert set(model.run(55)) == {(2, 10)}
     versions = [answer.outputs[VALUES].item() for answer in answers(*requests)]
     assert versions == [1] * 40 + [2] * 560
-    model.loaded.finalize()
 
 
 def test_a_request_that_has_begun_stays_with_its_version_and_holds_up_no_other(make_model: Any) -> None:
@@ -378,7 +391,6 @@ def test_a_request_that_has_begun_stays_with_its_version_and_holds_up_no_other(m
     assert sum(rows for version, rows in ran if version == 1) == 30, "the long one's, and no other's"
     assert answers(long)[0].outputs[VALUES].tolist() == [[1]] * 40
     assert {answer.outputs[VALUES].item() for answer in answers(*short)} == {2}
-    model.loaded.finalize()
 
 
 def test_each_row_has_its_own_times_if_requested(make_model: Any) -> None:
@@ -390,7 +402,6 @@ def test_each_row_has_its_own_times_if_requested(make_model: Any) -> None:
     assert found[0].outputs["queue_us"].tolist() == [[0], [2_000_000], [4_000_000]]
     assert found[0].outputs["compute_us"].tolist() == [[2_000_000]] * 3
     assert found[1].outputs.keys() == {VALUES}
-    model.loaded.finalize()
 
 
 def test_a_request_whose_first_forward_pass_starts_after_its_deadline_is_refused(make_model: Any) -> None:
@@ -399,7 +410,6 @@ def test_a_request_whose_first_forward_pass_starts_after_its_deadline_is_refused
     model.run(3)
     (refused,) = [answer.error for answer in answers(*requests) if answer.error is not None]
     assert "deadline passed" in refused
-    model.loaded.finalize()
 
 
 def demanding(**parameters: int) -> Request:
@@ -428,7 +438,7 @@ class Numbered(Model):
 def numbered(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbered]:
     model = Numbered(scoring, monkeypatch, token_budget=100)
     yield model
-    model.loaded.finalize()
+    model.end()
 
 
 def test_a_version_that_is_not_served_is_refused_and_costs_no_other_request(numbered: Numbered) -> None:
@@ -503,7 +513,6 @@ def test_counters_that_the_server_refuses_cost_no_answer(
         model.loaded.execute([request := rows_of(3, 10)])
         model.run(3)
         assert answers(request)[0].error is None
-    model.loaded.finalize()
     assert sum(sent) == 9 + 9 + 90, "nothing is lost: nine forward passes of one row of ten tokens"
 
 
@@ -537,7 +546,6 @@ def test_sentences_beyond_the_bound_wait_in_tritons_queue(
     model.may_read.set()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-    model.loaded.finalize()
 
 
 # ---- no model ever sends an output that its caller did not request: in Triton's stub, that is memory corruption ----

@@ -261,7 +261,7 @@ def test_a_line_after_a_torn_one_is_a_line_of_its_own(tmp_path: Path, torn: str)
 def test_processes_append_one_after_the_other(tmp_path: Path):
     """Or one would take the line that another one is writing for what a crash left."""
     path = tmp_path / "export.jsonl"
-    other = threading.Thread(target=append_jsonl, args=(path, [{"step": 2}]))
+    other = threading.Thread(target=append_jsonl, args=(path, [{"step": 2}]), daemon=True)
     with path.open("ab", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(b'{"step"')

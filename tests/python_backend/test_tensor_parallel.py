@@ -151,7 +151,9 @@ def test_rows_reach_the_other_ranks_as_they_are() -> None:
     controller._forwards, controller._sending = threading.Lock(), threading.Lock()
     controller._keys = {model: 7}  # type: ignore[assignment]
     controller._group = SimpleNamespace(device="cpu")  # type: ignore[assignment]
-    other = threading.Thread(target=lambda: rank.execute(json.loads(theirs.recv_bytes()), theirs.recv_bytes))
+    other = threading.Thread(
+        target=lambda: rank.execute(json.loads(theirs.recv_bytes()), theirs.recv_bytes), daemon=True
+    )
     other.start()
     with controller.forward(model, rows, 70_000):
         other.join()

@@ -507,7 +507,7 @@ def serve() -> Iterator[Callable[..., Ask]]:
                 arrays = {**inputs, **{name: texts_array(value) for name, value in texts.items()}}
                 request = Request(arrays, OUTPUTS if "process" in reward else OUTPUTS[:1])
                 model.execute([request])
-                return request.responses.get(timeout=60)
+                return request.responses.get(timeout=120)
 
             return ask
 

@@ -11,7 +11,6 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -102,11 +101,18 @@ def test_a_drain_ends_soon_after_the_last_process_of_a_model(tmp_path: Path, mon
     monkeypatch.setattr("tools.server.drain.STUB", name)
     monkeypatch.setattr("tools.server.drain._post", lambda *_: b'[{"name": "critic", "state": "UNLOADING"}]')
     monkeypatch.setenv(VARIABLE, "any")
-    begin = time.monotonic()
+    now = [100.0]
     with subprocess.Popen([f"/somewhere/{name}", "600"], executable=shutil.which("sleep")) as stub:
-        threading.Timer(1.5, stub.kill).start()
+
+        def sleep(seconds: float) -> None:
+            now[0] += seconds
+            if now[0] > 103.0 and stub.poll() is None:
+                stub.kill()
+                stub.wait()
+
+        monkeypatch.setattr("tools.server.drain.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
         assert drain(tmp_path, "nowhere") == 1
-    assert 1.5 < time.monotonic() - begin < 10
+    assert 103.0 < now[0] < 105.0
 
 
 def test_what_the_server_writes_is_private_and_its_exit_code_is_the_containers(tmp_path: Path) -> None:
@@ -372,7 +378,7 @@ def test_what_is_printed_serves_in_a_clean_shell_and_the_example_gets_rewards(
         sockets = [at for at in server.net_connections() if at.status == psutil.CONN_LISTEN]
         assert {at.laddr.ip.removeprefix("::ffff:") for at in sockets} == {"127.0.0.1"}
         assert server.environ().items() >= SETTINGS.items()
-        assert urllib.request.urlopen(f"http://{url}/v2/models/critic/ready", timeout=10).status == 200
+        assert urllib.request.urlopen(f"http://{url}/v2/models/critic/ready", timeout=120).status == 200
     assert done.returncode == 0, done.stderr
     scores = np.array(re.findall(r"-?\d+\.\d*(?:e-?\d+)?", done.stdout), np.float64)
     rows = [np.array([5, 6, 7]), np.array([8, 9])]

@@ -122,7 +122,7 @@ def test_a_dns_name_means_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> 
 
 def num_answered(run: LiveRun, model: str) -> int:
     """Requests that a server has answered, by its own count."""
-    with urllib.request.urlopen(f"http://{run.url}/v2/models/{model}/stats", timeout=60) as answer:
+    with urllib.request.urlopen(f"http://{run.url}/v2/models/{model}/stats", timeout=120) as answer:
         (stats,) = json.load(answer)["model_stats"]
     return int(stats["inference_stats"]["success"]["count"])
 

@@ -100,7 +100,7 @@ def reward_version_0_again(live: System) -> Iterator[None]:
 
 def metric(run: LiveRun, name: str, model: str) -> float:
     """A counter or gauge of a model in the server's metrics; 0 before its first event."""
-    with urllib.request.urlopen(f"http://{run.config.server.metrics_url}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"http://{run.config.server.metrics_url}/metrics", timeout=120) as answer:
         found = re.search(rf'^rlhf_{name}{{model="{model}"}} (\S+)', answer.read().decode(), re.MULTILINE)
     return float(found[1]) if found else 0.0
 

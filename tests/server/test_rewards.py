@@ -150,7 +150,7 @@ def server(endpoint: ChatServer, tmp_path_factory: pytest.TempPathFactory) -> It
             assert len(workers) == 2 * NUM_WORKERS
             assert not endpoint.requests  # the probe at the start costs nothing
             yield server
-    _, alive = psutil.wait_procs(workers, timeout=60)
+    _, alive = psutil.wait_procs(workers, timeout=120)
     assert not alive, [(worker.status(), worker.ppid()) for worker in alive]
     assert SECRET not in (folder / "logs" / "tritonserver.log").read_text()
 
@@ -229,7 +229,7 @@ def test_health_checks_and_probes_run_no_function(server: TritonServer, endpoint
     before, num_judged = counters(server, "verdict")["calls"], len(endpoint.requests)
     with server.control() as control:
         for model in (REWARD_MODEL, "reward_function_verdict"):
-            probe(control, model, 60.0)
+            probe(control, model, 120.0)
         executed = settled_statistics(control, "reward_function_verdict").execution_count
         assert healthcheck(server.repository, f"http://{server.section.http_url}") == 0
         assert settled_statistics(control, "reward_function_verdict").execution_count == executed + 1
@@ -303,10 +303,10 @@ def test_a_reload_waits_for_a_running_function_and_no_worker_outlives_its_server
         )
         while control.statistics("reward_function_verdict").execution_count == before:
             pass
-        control.load("reward_function_verdict", parameters={"workers": "3"}, timeout_s=60)
+        control.load("reward_function_verdict", parameters={"workers": "3"}, timeout_s=120)
         errors = [item.decode() for array in running.result().values() if array.dtype == object for item in array.flat]
     assert "took longer than 1 s (its timeout_s) and was killed" in "".join(errors)
-    _, alive = psutil.wait_procs(replaced, timeout=60)
+    _, alive = psutil.wait_procs(replaced, timeout=120)
     assert not alive
     workers = worker_processes(server)
     assert len(workers) == 2 * (NUM_WORKERS + 1)
@@ -314,10 +314,10 @@ def test_a_reload_waits_for_a_running_function_and_no_worker_outlives_its_server
     assert len(its_own) == 2 * 3
     (stub,) = {*its_own[0].parents()} & {*psutil.Process(server.pid).children()}
     stub.kill()
-    _, alive = psutil.wait_procs(its_own, timeout=60)
+    _, alive = psutil.wait_procs(its_own, timeout=120)
     assert not alive
     psutil.Process(server.pid).kill()
-    _, alive = psutil.wait_procs(workers, timeout=60)
+    _, alive = psutil.wait_procs(workers, timeout=120)
     assert not alive
 
 
@@ -480,8 +480,8 @@ def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System) -> None:
         found = [executor.submit(send) for _ in range(NUM_SENDERS)]
     assert set.union(*(each.result() for each in found)) == {"INVALID_ARGUMENT"}
     with ControlPlane(at.grpc_url) as control:
-        assert control.answers_inference(10.0)
-        probed = control.probe_scoring(CRITIC_INFER, (REWARDS, VALUES, REWARD_ERRORS), 10.0)
+        assert control.answers_inference(120.0)
+        probed = control.probe_scoring(CRITIC_INFER, (REWARDS, VALUES, REWARD_ERRORS), 120.0)
     assert errors_of(probed) == [""], "a function would miss the label"
 
 

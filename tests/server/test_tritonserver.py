@@ -35,7 +35,7 @@ from tools.server.tritonserver import server_command
 from trainer.control_plane import ControlPlane, ControlPlaneError, ModelFailed
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -227,7 +227,7 @@ def test_a_server_is_ready_when_its_models_are_and_their_errors_are_no_deaths(tm
         until(control.is_live)
         assert control.is_ready("critic")
         with pytest.raises(ControlPlaneError, match="no luck") as caught:
-            control.probe_scoring("critic", ("values",), 60.0)
+            control.probe_scoring("critic", ("values",), 120.0)
         assert type(caught.value) is ModelFailed
         with pytest.raises(ServerStartError, match="no luck"):
             server.wait_ready()
@@ -300,7 +300,7 @@ def test_regions_stay_as_long_as_any_of_their_processes(tmp_path: Path, monkeypa
     (tmp_path / "rlhf-2-bbbbbbbb-region").symlink_to(tmp_path / "somewhere")
     with contextlib.suppress(psutil.NoSuchProcess):  # its input has ended with its parent
         child.kill()
-    psutil.wait_procs([child], timeout=60)
+    psutil.wait_procs([child], timeout=120)
     (prefix,) = remove_abandoned()
     assert prefix.startswith(f"rlhf-{owner.pid}-")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rlhf-1-aaaaaaaa-region", "rlhf-2-bbbbbbbb-region"]
@@ -323,12 +323,12 @@ def test_the_next_start_removes_what_a_kill_left(tmp_path: Path) -> None:
     write_scoring_model(tmp_path / "repository", "critic")
     command = [sys.executable, "-c", SERVE_AND_DIE, str(tmp_path), str(Path(__file__).parents[1] / "support")]
     killed = subprocess.Popen(command)
-    assert killed.wait(60) == -signal.SIGKILL
+    assert killed.wait(120) == -signal.SIGKILL
     stubs = server_processes(killed.pid)  # one may wait for ever for a lock in memory that the server held
     for stub in stubs:
         with contextlib.suppress(psutil.NoSuchProcess):
             stub.kill()
-    psutil.wait_procs(stubs, timeout=60)
+    psutil.wait_procs(stubs, timeout=120)
     assert server_processes(killed.pid) == []
     with tiny_server(tmp_path) as server:  # a server of another test that starts now may be the one that removes them
         server.wait_ready()

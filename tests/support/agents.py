@@ -43,7 +43,7 @@ def rewarding(base_url: str, task: dict[str, Any]) -> None:
     """Post a reward for the first of two calls."""
     messages = [*task["messages"], ask(base_url, task["messages"])]
     reward = urllib.request.Request(base_url.removesuffix("/v1") + "/reward", b'{"reward": 0.25}')
-    urllib.request.urlopen(reward, timeout=60).close()
+    urllib.request.urlopen(reward, timeout=120).close()
     ask(base_url, [*messages, {"role": "user", "content": "More."}])
 
 

@@ -358,7 +358,7 @@ DEFECTS: dict[str, Change] = {
 
 # ---- senders ----
 
-HANG_S = 30.0
+HANG_S = 120.0
 LARGEST_MESSAGE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 

@@ -29,7 +29,11 @@ class CriticLoad:
 
     def __enter__(self) -> CriticLoad:
         self._thread.start()
-        wait_for(lambda: len(self.answers) > NUM_CLIENTS)
+        try:
+            wait_for(lambda: len(self.answers) > NUM_CLIENTS)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -159,7 +159,7 @@ async def gateway(
 
     `client`: changes of its client. `expected`: parameters that the reward model must have. `more`: further routes.
     """
-    calling = ClientSection(**{"backoff_s": 0.001, "deadline_s": 20.0, "servers": urls, **(client or {})})
+    calling = ClientSection(**{"backoff_s": 0.001, "deadline_s": 120.0, "servers": urls, **(client or {})})
     section = GatewaySection(**{"port": 0, **settings})
     named = {REWARD_MODEL: expected} if expected else None
     triton = TritonClient("unused:1", calling, expected=named) if urls else None  # else the policy alone is served

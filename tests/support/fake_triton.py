@@ -93,5 +93,5 @@ class FakeTriton(FakeServer):
 
 def client_of(*servers: FakeTriton, retry_reserve: int = RETRY_RESERVE, **changes: Any) -> TritonClient:
     """A client of these servers with short back-off and `changes` of its settings."""
-    settings = {"backoff_s": 0.001, "deadline_s": 20.0, "servers": [server.url for server in servers], **changes}
+    settings = {"backoff_s": 0.001, "deadline_s": 120.0, "servers": [server.url for server in servers], **changes}
     return TritonClient("unused:1", ClientSection(**settings), retry_reserve=retry_reserve)

@@ -237,7 +237,7 @@ class LiveRun:
         def lines() -> list[dict[str, Any]]:
             return [line for line in self.critic_metrics() if "loss_mean" in line]
 
-        wait_for(lambda: any(line["step"] == up_to for line in lines()), timeout_s=60.0)
+        wait_for(lambda: any(line["step"] == up_to for line in lines()), timeout_s=120.0)
         return lines()
 
 
@@ -271,7 +271,7 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
             "lr": 1e-3,
             "mask_unfinished": False,
             "prompts_max_tokens": 64,
-            "client": {"retries": 2, "backoff_s": 0.1, "deadline_s": 20, "train_deadline_s": 60},
+            "client": {"retries": 2, "backoff_s": 0.1, "deadline_s": 120, "train_deadline_s": 120},
         },
     }
     for name, section in sections.items():
@@ -313,7 +313,7 @@ class System:
         try:
             with ControlPlane(self.run.config.server.grpc_url) as control:
                 for model in models:  # wait for the supervisor's last probe
-                    probe(control, model, 60.0)
+                    probe(control, model, 120.0)
             yield
         finally:
             self.server.process.send_signal(signal.SIGCONT)
@@ -395,7 +395,7 @@ def reload_model(run: LiveRun, model: str, change: Callable[[dict[str, Any]], No
 
 def stop_process(child: Child) -> int:
     """Stop the process as Ctrl-C does; return its exit code."""
-    return child.stop(signal.SIGINT, 60.0)
+    return child.stop(signal.SIGINT, 120.0)
 
 
 def wait_for(condition: Callable[[], bool], *children: Child, timeout_s: float = 120.0) -> None:

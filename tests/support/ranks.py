@@ -70,7 +70,7 @@ def on_ranks(
     finally:
         for process, connection in started:
             connection.close()
-            process.join(timeout=20)
+            process.join(timeout=120)
             process.kill()
     if errors := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(outcomes) if error is not None]:
         raise RuntimeError("; ".join(errors))
@@ -84,7 +84,7 @@ def _outcome(process: BaseProcess, connection: Connection, timeout_s: float) -> 
     try:
         return connection.recv()  # type: ignore[no-any-return]
     except EOFError:
-        process.join(timeout=20)
+        process.join(timeout=120)
         return None, f"died with exit code {process.exitcode}"
 
 

@@ -109,8 +109,11 @@ def _raise(sample: Sample) -> float:
     raise RuntimeError(f"no verdict on {sample.metadata.get('label')!r}")
 
 
-def _backtrack_for_ever(_: Sample) -> float:
-    """Loop forever inside C code, where no Python signal handler runs."""
+def _backtrack_for_ever(sample: Sample) -> float:
+    """Loop forever inside C code, where no Python signal handler runs; first, write the process id to a file."""
+    if "pid_file" in sample.metadata:
+        with open(sample.metadata["pid_file"], "w") as file:  # noqa: PTH123 - written as users write
+            file.write(str(os.getpid()))
     return float(bool(re.fullmatch(r"(a|aa)+$", "a" * 200 + "b")))
 
 

@@ -1,6 +1,7 @@
-"""Distributes test files over the processes of `pytest -n`: those that share a server run in one process.
+"""Distributes test files over the processes of `pytest -n`: those that share servers, or ranks, run in one process.
 
-A session fixture exists once in each process, and starting a server of two models takes longer than most tests.
+A session fixture exists once in each process, and starting a server of two models takes longer than most tests; so does
+the process of which ranks are forked.
 """
 
 import functools
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parents[1]
-SHARED_SERVER = re.compile(r"\b(live: System|finished: FinishedRun)\b")
+SHARED = {
+    "servers": r"\b(live: System|finished: FinishedRun)\b",
+    "ranks": r"\bfrom tests\.support(\.ranks import| import ranks)\b",
+}
 
 
 @pytest.hookimpl(optionalhook=True)  # known only with pytest-xdist
@@ -27,5 +31,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @functools.cache
 def scope_of(file: str) -> str:
-    """Return the name of what runs in one process: the file itself, or the files with a shared server."""
-    return "shared servers" if SHARED_SERVER.search((TESTS.parent / file).read_text()) else file
+    """Return the name of what runs in one process: the file itself, or the files that share something."""
+    text = (TESTS.parent / file).read_text()
+    return next((name for name, pattern in SHARED.items() if re.search(pattern, text)), file)

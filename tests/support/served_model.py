@@ -31,6 +31,8 @@ def served_model(config: RunConfig, model: str, **args: str) -> Iterator[Any]:
                 **args,
             }
         )
-        yield served
-        served.finalize()
-    sys.setswitchinterval(interval)
+        try:
+            yield served
+        finally:
+            served.finalize()
+            sys.setswitchinterval(interval)

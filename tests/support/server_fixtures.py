@@ -2,6 +2,7 @@
 torch in two stubs is slow.
 """
 
+import contextlib
 import os
 from collections.abc import Iterator
 from unittest import mock
@@ -17,8 +18,21 @@ from live_system import (
     run_actor,
     start_system,
 )
+from schedule import scope_of
 
 KEY_VARIABLE = "RLHF_TEST_TRAINING_KEY"
+RUNNING = contextlib.ExitStack()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Stop them after the last test that shares them, which only xdist's workers know: idle, they take CPU time."""
+    if hasattr(item.config, "workerinput") and (nextitem is None or not shares_servers(nextitem)):
+        RUNNING.close()
+
+
+def shares_servers(item: pytest.Item) -> bool:
+    return scope_of(item.nodeid.partition("::")[0]) == "servers"
 
 
 @pytest.fixture(scope="session")
@@ -34,8 +48,9 @@ def live(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> 
         sections = {"server": {"training_key_env": KEY_VARIABLE}, "reward": {"store": True}}
         run = make_run(tmp_path_factory.mktemp("live"), checkpoints, **sections)
         system = start_system(run)
+        RUNNING.callback(system.stop)
         yield system
-        system.stop()
+        RUNNING.close()
 
 
 @pytest.fixture(scope="session")
@@ -45,8 +60,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints)
     Tests may load its models with other settings, so a test that needs a certain setting loads the model itself.
     """
     system = start_system(make_run(tmp_path_factory.mktemp("finished"), checkpoints))
-    try:
-        system = FinishedRun(system.run, system.server, system.sidecar, *run_actor(system.run, "actor"))
-        yield system
-    finally:
-        system.stop()
+    RUNNING.callback(system.stop)
+    yield FinishedRun(system.run, system.server, system.sidecar, *run_actor(system.run, "actor"))
+    RUNNING.close()

@@ -78,7 +78,7 @@ def _start(run: LiveRun) -> Child:
 
 
 def _drain(server: Child) -> str:
-    assert server.stop(signal.SIGTERM, 60.0) == 0
+    assert server.stop(signal.SIGTERM, 120.0) == 0
     return server.log_path.read_text()
 
 
@@ -89,4 +89,4 @@ def _kill(server: Child) -> None:
         process.send_signal(signal.SIGKILL)
     server.process.wait()
     for process in whole:
-        process.wait(10)
+        process.wait(120)

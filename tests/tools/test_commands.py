@@ -454,5 +454,5 @@ def test_watching_ends_with_a_signal(tmp_path: Path, checkpoints: Checkpoints) -
         shown = [line for line, _ in zip(watching.stdout, range(12), strict=False)]
         assert shown.count("actor     no step has ended\n") > 1
         watching.send_signal(signal.SIGINT)
-        assert watching.communicate(timeout=60)[1] == ""
+        assert watching.communicate(timeout=120)[1] == ""
     assert watching.returncode == 0

@@ -274,6 +274,7 @@ def assert_merged(tmp_path: Path, expected: Any) -> None:
         *((kind, root) for kind in ("LNTuning", "LoRA, biases", "LoRA, other scales") for root in ROOTS),
     ],
 )
+@pytest.mark.slow
 def test_the_merged_model_is_the_one_that_peft_merges(tmp_path: Path, kind: str, root: str) -> None:
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     save_tiny(base, "qwen2", "body", vocab_size=VOCAB, pad_token_id=0)
@@ -293,6 +294,7 @@ def test_the_merged_model_is_the_one_that_peft_merges(tmp_path: Path, kind: str,
 
 
 @pytest.mark.parametrize("kind", ["LoRA, norm", "LoRA, embeddings", "LoRA, tokens"])
+@pytest.mark.slow
 def test_a_vocabulary_that_was_resized_is_resized_in_the_merged_model(tmp_path: Path, kind: str) -> None:
     save_tiny(tmp_path / "base", "qwen2", "language", vocab_size=VOCAB, pad_token_id=0)
     theirs = trained(tmp_path / "adapter", tmp_path / "base", TYPES[kind], vocab_size=VOCAB + 3)
@@ -301,6 +303,7 @@ def test_a_vocabulary_that_was_resized_is_resized_in_the_merged_model(tmp_path: 
     assert_merged(tmp_path, theirs)
 
 
+@pytest.mark.slow
 def test_a_reward_model_of_a_publisher_s_own_type_is_merged(tmp_path: Path) -> None:
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     save_tiny(base, "gpt-neox", "body", vocab_size=VOCAB)
@@ -330,6 +333,7 @@ def base_and_adapter(folder: Path) -> tuple[Path, Path, Any]:
     return base, adapter, adapted
 
 
+@pytest.mark.slow
 def test_the_config_and_each_file_beside_an_adapter_is_read_or_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None
 ) -> None:
@@ -373,6 +377,7 @@ UNMERGED: dict[str, tuple[PeftConfig, str]] = {
 
 
 @pytest.mark.parametrize("kind", UNMERGED)
+@pytest.mark.slow
 def test_an_adapter_that_no_model_of_its_layers_equals_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
@@ -399,6 +404,7 @@ def test_an_adapter_that_no_model_of_its_layers_equals_is_refused(
         ("qwen2", {"task_type": "TOKEN_CLS", "target_modules": ["q_proj"]}),
     ],
 )
+@pytest.mark.slow
 def test_the_merged_model_scores_as_the_adapter(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
     head = "language" if family == "qwen2" else "body"
     save_tiny(tmp_path / "base", family, head, vocab_size=VOCAB, pad_token_id=None if family == "qwen2" else 0)
@@ -420,6 +426,7 @@ def test_the_merged_model_scores_as_the_adapter(tmp_path: Path, family: str, set
 
 @pytest.mark.parametrize("prefix", ["v_head.summary", "regression_head", "value_head", "score.0"])
 @pytest.mark.parametrize("place", ["adapter", "a file beside it", "the base model"])
+@pytest.mark.slow
 def test_a_head_that_the_class_does_not_have_is_merged_too(tmp_path: Path, prefix: str, place: str) -> None:
     base, adapter, adapted = base_and_adapter(tmp_path)
     head = {f"{prefix}.weight": torch.randn(1, 16), f"{prefix}.bias": torch.randn(1)}
@@ -474,6 +481,7 @@ WHOSE: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", WHOSE)
+@pytest.mark.slow
 def test_what_an_adapter_trained_replaces_that_of_the_base_and_the_rest_stays(tmp_path: Path, case: str) -> None:
     of_base, of_adapter, config, formula = WHOSE[case]
     formula = formula or (lambda h, t: (linear(h, t, "score") - 0.5) / 2)
@@ -514,6 +522,7 @@ BASES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", BASES)
 @pytest.mark.parametrize("task", ["SEQ_CLS", "CAUSAL_LM"])
+@pytest.mark.slow
 def test_a_base_model_that_does_not_fit_its_class_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, task: str
 ) -> None:
@@ -530,6 +539,7 @@ def test_a_base_model_that_does_not_fit_its_class_is_refused_by_name(
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_trained_reward_model_keeps_its_head(tmp_path: Path) -> None:
     save_text_reward(tmp_path / "base", "qwen2")
     save_adapter(tmp_path / "adapter", tmp_path / "base", "qwen2", task_type=None, target_modules=["q_proj"])
@@ -538,6 +548,7 @@ def test_an_adapter_of_a_trained_reward_model_keeps_its_head(tmp_path: Path) -> 
     assert torch.equal(*heads)
 
 
+@pytest.mark.slow
 def test_lora_on_the_head_itself_is_merged(tmp_path: Path) -> None:
     save_text_reward(tmp_path / "base", "qwen2")
     save_adapter(tmp_path / "adapter", tmp_path / "base", "qwen2", task_type=None, target_modules=["q_proj", "score"])
@@ -549,6 +560,7 @@ def test_lora_on_the_head_itself_is_merged(tmp_path: Path) -> None:
     np.testing.assert_allclose(load_reward(tmp_path / "merged").score(ROWS), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_an_adapter_with_a_value_head_in_a_file_of_its_own(tmp_path: Path, signals_kept: None) -> None:
     save_tiny(tmp_path / "base", "qwen2", "language", vocab_size=VOCAB)
     save_adapter(tmp_path / "adapter", tmp_path / "base", "qwen2", task_type="CAUSAL_LM")
@@ -569,6 +581,7 @@ def test_an_adapter_with_a_value_head_in_a_file_of_its_own(tmp_path: Path, signa
         ("base_model.model.model.layers.7.mlp.up_proj.lora_A.weight", "does not use base_model.model.model.layers.7"),
     ],
 )
+@pytest.mark.slow
 def test_tensors_of_an_adapter_that_would_be_left_out_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, told: str
 ) -> None:

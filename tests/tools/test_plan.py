@@ -30,6 +30,7 @@ from tools.plan.roles import (
     trainer_role,
 )
 
+pytestmark = pytest.mark.slow
 ROWS, PROMPT, RESPONSE = 4, 4, 4
 SERVERS = 'actor.client.servers=["host:8000"]'
 ON_GPUS = [f"{key}.device=cuda" for key in ("reward", "critic", "actor.policy", "trainer")]

@@ -69,7 +69,7 @@ def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, 
     assert (second.returncode, json.loads(state.read_text())["grpc"]) == (2, grpc_url)
     assert not (run_dir / own / "logs" / "tritonserver.previous.log").exists()
     with ControlPlane(grpc_url) as control:
-        control.probe_scoring("critic_infer", ("rewards", "values"), timeout_s=10)
+        control.probe_scoring("critic_infer", ("rewards", "values"), timeout_s=120)
     process.send_signal(number)
     out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
@@ -88,7 +88,7 @@ def status(run_dir: Path, path: str, body: object = None) -> int:
     """Send a request to the running server; return the status of its response."""
     url = f"http://{json.loads((run_dir / 'server.json').read_text())['http']}/v2/models/{path}"
     try:
-        with urllib.request.urlopen(url, body and json.dumps(body).encode(), timeout=60) as answer:
+        with urllib.request.urlopen(url, body and json.dumps(body).encode(), timeout=120) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -489,12 +489,12 @@ def test_a_vllm_server_that_dies_is_started_again_and_nothing_is_left(tmp_path: 
         until(lambda: (server.look(), server.pid != first.pid)[1])
         assert "the vLLM server was killed by SIGKILL" in events[0]
         assert (tmp_path / "run/logs/vllm.previous.log").read_text() == "started\n", "the reason would be in it"
-        assert not psutil.wait_procs(engine, 60)[1]
+        assert not psutil.wait_procs(engine, 120)[1]
         server.await_ready(lambda: time.sleep(0.02))
         group = psutil.Process(server.pid).children()
     finally:
         server.stop()
-    assert not psutil.wait_procs(group, 60)[1]
+    assert not psutil.wait_procs(group, 120)[1]
 
 
 def test_a_vllm_server_that_cannot_start_is_an_error_with_its_log(tmp_path: Path):

@@ -37,9 +37,9 @@ def control(server: TritonServer) -> Iterator[ControlPlane]:
 def test_statistics_count_rows_batches_and_failures(control: ControlPlane) -> None:
     before = settled_statistics(control, "reward_model")
     for _ in range(3):
-        control.probe_scoring("reward_model", ("rewards",), timeout_s=60)
+        control.probe_scoring("reward_model", ("rewards",), timeout_s=120)
     with pytest.raises(ControlPlaneError):
-        control.probe_scoring("reward_model", ("values",), timeout_s=60)
+        control.probe_scoring("reward_model", ("values",), timeout_s=120)
     after = settled_statistics(control, "reward_model")
     assert after.inference_count - before.inference_count == 3
     assert after.execution_count - before.execution_count == 3
@@ -79,7 +79,7 @@ def test_reload_with_parameters_fails_no_request_and_never_goes_back(control: Co
     def ask(model: str) -> None:
         while not done.is_set():
             try:
-                answer = control.probe_scoring(model, OUTPUTS, timeout_s=60)
+                answer = control.probe_scoring(model, OUTPUTS, timeout_s=120)
             except ControlPlaneError as error:
                 failures.append(error)
                 return
@@ -88,13 +88,15 @@ def test_reload_with_parameters_fails_no_request_and_never_goes_back(control: Co
     callers = [threading.Thread(target=ask, args=(model,)) for model in seen]
     for caller in callers:
         caller.start()
-    for version in (1, 2, 3):
-        control.load("critic", parameters={"weights_version": str(version)}, timeout_s=30)
-        assert control.active_parameters("critic")["weights_version"] == str(version)
-        assert control.probe_scoring("critic", OUTPUTS, timeout_s=60)["weights_version"] == version
-    done.set()
-    for caller in callers:
-        caller.join()
+    try:
+        for version in (1, 2, 3):
+            control.load("critic", parameters={"weights_version": str(version)}, timeout_s=120)
+            assert control.active_parameters("critic")["weights_version"] == str(version)
+            assert control.probe_scoring("critic", OUTPUTS, timeout_s=120)["weights_version"] == version
+    finally:
+        done.set()
+        for caller in callers:
+            caller.join()
     assert failures == []
     for versions in seen.values():
         assert versions == sorted(versions)
@@ -104,16 +106,16 @@ def test_reload_with_parameters_fails_no_request_and_never_goes_back(control: Co
 def test_a_failed_reload_names_the_cause_and_keeps_the_old_instance(
     server: TritonServer, control: ControlPlane
 ) -> None:
-    control.load("critic", parameters={"weights_version": "8"}, timeout_s=30)
+    control.load("critic", parameters={"weights_version": "8"}, timeout_s=120)
     for value, message in (
         ("8", r"critic was not reloaded: .*'8'.* already.*a value that differs"),
         ("no number", r"critic could not be loaded: ValueError: invalid literal .*: 'no number' \(model\.py line 9\)"),
     ):
         with pytest.raises(ControlPlaneError, match=message):
-            control.load("critic", parameters={"weights_version": value}, timeout_s=30)
-    assert control.probe_scoring("critic", OUTPUTS, timeout_s=60)["weights_version"] == 8
+            control.load("critic", parameters={"weights_version": value}, timeout_s=120)
+    assert control.probe_scoring("critic", OUTPUTS, timeout_s=120)["weights_version"] == 8
     assert control.is_ready("critic")
-    for ask in (functools.partial(control.load, timeout_s=60), control.statistics):
+    for ask in (functools.partial(control.load, timeout_s=120), control.statistics):
         with pytest.raises(ControlPlaneError, match="'nothing'"):
             ask("nothing")
     free = with_free_ports(server.section.model_copy(update={"grpc_port": 0})).grpc_url
@@ -124,18 +126,18 @@ def test_a_failed_reload_names_the_cause_and_keeps_the_old_instance(
 
 
 def test_rejection_probe_wants_the_models_own_refusal(server: TritonServer, control: ControlPlane) -> None:
-    control.probe_rejection("critic_train", timeout_s=60)
-    control.probe_rejection("critic_save", timeout_s=60)
+    control.probe_rejection("critic_train", timeout_s=120)
+    control.probe_rejection("critic_save", timeout_s=120)
     shutil.rmtree(server.repository / "critic_save")
     write_journal_model(server.repository, "critic_save", refuse=False)
-    control.load("critic_save", timeout_s=30)
+    control.load("critic_save", timeout_s=120)
     with pytest.raises(ControlPlaneError, match="critic_save accepted dummy_var = -1"):
-        control.probe_rejection("critic_save", timeout_s=60)
+        control.probe_rejection("critic_save", timeout_s=120)
     config = server.repository / "critic_save" / "config.pbtxt"
     config.write_text(config.read_text().replace(" optional: true", ""))
-    control.load("critic_save", timeout_s=30)
+    control.load("critic_save", timeout_s=120)
     with pytest.raises(ControlPlaneError, match="critic_save: expected 2 inputs but got 1"):  # the server's refusal
-        control.probe_rejection("critic_save", timeout_s=60)
+        control.probe_rejection("critic_save", timeout_s=120)
 
 
 def test_a_dead_stub_still_counts_as_ready_but_fails_the_probe_and_a_reload_mends_it(
@@ -144,10 +146,10 @@ def test_a_dead_stub_still_counts_as_ready_but_fails_the_probe_and_a_reload_mend
     stub = stub_of(server, "critic_train")
     stub.kill()
     with pytest.raises(ControlPlaneError, match="critic_train: its process has died"):
-        control.probe_rejection("critic_train", timeout_s=60)
+        control.probe_rejection("critic_train", timeout_s=120)
     assert control.is_ready("critic_train")
-    control.load("critic_train", parameters={"nonce": "1"}, timeout_s=30)
-    control.probe_rejection("critic_train", timeout_s=60)
+    control.load("critic_train", parameters={"nonce": "1"}, timeout_s=120)
+    control.probe_rejection("critic_train", timeout_s=120)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_an_empty_output_is_no_answer(control: ControlPlane, monkeypatch: pytest
     monkeypatch.setattr(control, "_tokens_type", lambda model: "INT64")
     monkeypatch.setattr(control, "_call", lambda *_, **__: empty)
     with pytest.raises(ControlPlaneError, match="critic returned empty values, as a server with NumPy 2"):
-        control.probe_scoring("critic", ("values",), timeout_s=60)
+        control.probe_scoring("critic", ("values",), timeout_s=120)
 
 
 def test_every_call_has_a_deadline_and_a_load_that_hangs_holds_no_caller_up(
@@ -190,18 +192,18 @@ def test_every_call_has_a_deadline_and_a_load_that_hangs_holds_no_caller_up(
     """Release 2.51 never ends the load of a version folder without model.py; later loads of it queue behind."""
     monkeypatch.setattr(control_plane, "CALL_TIMEOUT_S", 5.0)
     write_scoring_model(server.repository, "slow", on_request="time.sleep(2)")
-    control.load("slow", timeout_s=30)
+    control.load("slow", timeout_s=120)
     with pytest.raises(ControlPlaneError, match=r"slow: no answer within 0\.1 s"):
         control.probe_scoring("slow", OUTPUTS, timeout_s=0.1)
     shutil.rmtree(server.repository / "slow")
     write_scoring_model(server.repository, "hanging")
-    control.load("hanging", timeout_s=30)
+    control.load("hanging", timeout_s=120)
     (server.repository / "hanging" / "1" / "model.py").unlink()
     for nonce in "12":
         with pytest.raises(ControlPlaneError, match=r"hanging could not be loaded: no answer within 1 s"):
             control.load("hanging", parameters={"nonce": nonce}, timeout_s=1)
-    assert control.probe_scoring("hanging", OUTPUTS, timeout_s=60)["values"].size  # the old process serves on
+    assert control.probe_scoring("hanging", OUTPUTS, timeout_s=120)["values"].size  # the old process serves on
     for ask in (control.is_ready, control.statistics, control.active_parameters):
         with contextlib.suppress(ControlPlaneError):  # an answer or an error, but not a hang
             ask("hanging")
-    assert control.probe_scoring("critic", OUTPUTS, timeout_s=60)["values"].size
+    assert control.probe_scoring("critic", OUTPUTS, timeout_s=120)["values"].size

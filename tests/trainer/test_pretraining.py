@@ -186,6 +186,27 @@ def pretraining_rig(folder: Path, root: Path, **settings: Any) -> Rig:
     return rig
 
 
+def two_steps_and_a_rewind(rig: Rig) -> tuple[list[float | None], torch.Tensor, torch.Tensor]:
+    """Train two steps, rewind them and stop; return their losses, and the weights of versions 0 and 2."""
+    rig.serve()
+    rig.start()
+    try:
+        losses = [rig.answer(rig.send(step)).loss_mean for step in (1, 2)]
+        rig.rewind(0)
+        assert torch.equal(rig.weights(), version(rig.config))
+    finally:
+        rig.close()
+    return losses, version(rig.config), version(rig.config, 2)
+
+
+@pytest.fixture(scope="module")
+def calm(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The results of a run whose pretraining nothing disturbs."""
+    rig = pretraining_rig(tmp_path_factory.mktemp("calm"), root, publish={"keep": 100})
+    initialise_stores(rig.config)
+    return two_steps_and_a_rewind(rig)
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "when", "call"),
     [
@@ -197,11 +218,17 @@ def pretraining_rig(folder: Path, root: Path, **settings: Any) -> Rig:
     ],
 )
 def test_a_crash_costs_time_and_no_bit(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: str, call: int
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    calm: Any,
+    owner: type,
+    name: str,
+    when: str,
+    call: int,
 ):
     """Until version 0 is written, pretraining is repeated; from then on it is not."""
-    calm, rig = (pretraining_rig(tmp_path / name, root, publish={"keep": 100}) for name in ("calm", "rig"))
-    initialise_stores(calm.config)
+    rig = pretraining_rig(tmp_path, root, publish={"keep": 100})
     with monkeypatch.context() as patch:
         kill_at(patch, owner, name, when, call=call)
         assert isinstance(rig.start().ended(), Killed)
@@ -209,20 +236,11 @@ def test_a_crash_costs_time_and_no_bit(
     assert written == ((name, when) not in (("train", "after"), ("add", "before")))
     trained: list[str] = []
     monkeypatch.setattr("trainer.publish.pretrained", counted(trained))
-    results = []
-    for each in (calm, rig):
-        each.serve()
-        each.start()
-        results.append([each.answer(each.send(step)).loss_mean for step in (1, 2)])
-        each.rewind(0)
-        assert torch.equal(each.weights(), version(each.config))
-        each.stop()
-    assert results[0] == results[1]
+    losses, first, last = two_steps_and_a_rewind(rig)
+    assert losses == calm[0]
     assert trained == ([] if written else ["run"])
-    assert torch.equal(version(rig.config), version(calm.config))
-    assert torch.equal(version(rig.config, 2), version(calm.config, 2))
-    calm.close()
-    rig.close()
+    assert torch.equal(first, calm[1])
+    assert torch.equal(last, calm[2])
 
 
 def counted(calls: list[str]) -> Callable[..., CriticModel]:

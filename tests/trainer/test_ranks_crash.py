@@ -28,7 +28,6 @@ from tests.support.full_card import let_memory_be_short
 
 PATIENCE_S = 200.0
 POLL_S = 0.002
-GONE_S = 5.0
 STEPS = 7
 
 pytestmark = pytest.mark.slow
@@ -129,7 +128,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 def kill(job: Job, victim: psutil.Process, others: list[psutil.Process]) -> None:
     victim.kill()
-    _, alive = psutil.wait_procs([victim, *others], timeout=GONE_S)
+    _, alive = psutil.wait_procs([victim, *others], timeout=PATIENCE_S)
     assert not alive
 
 
@@ -171,7 +170,7 @@ def test_an_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make: Calla
     job = make("run")
     ranks = list(job.until(lambda: len(found := job.ranks()) == 2 and found).values())
     job.process.kill()
-    assert not psutil.wait_procs(ranks, timeout=GONE_S)[1]
+    assert not psutil.wait_procs(ranks, timeout=PATIENCE_S)[1]
     job.process.wait()
     state = job.checkpoints / "9" / "state.json"
     state.parent.mkdir(parents=True)
@@ -192,7 +191,7 @@ def test_a_full_card_ends_all_ranks_once_and_names_the_setting(
     ranks = list(job.until(lambda: len(found := job.ranks()) == 2 and found).values())
     job.send(1)
     assert job.process.wait(PATIENCE_S) == 2
-    assert not psutil.wait_procs(ranks, timeout=GONE_S)[1]
+    assert not psutil.wait_procs(ranks, timeout=PATIENCE_S)[1]
     error = f"rank {rank} has run out of the memory of cpu (CUDA out of memory); lower trainer.token_budget"
     assert job.log.read_text().count(error) == 1
     assert job.log.read_text().count("following run") == 1

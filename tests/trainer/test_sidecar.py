@@ -186,7 +186,7 @@ def test_a_reload_that_outlasts_the_stop_is_no_error(make: Callable[..., Rig], m
     rig.serve()
     rig.start().train(1)
     rig.save()
-    assert loading.wait(20)
+    assert loading.wait(PATIENCE_S)
     rig.train(2)
     rig.save()
     rig.train(3)  # a second save does not make the training wait for the first one's reload
@@ -291,7 +291,7 @@ def metrics(rig: Rig) -> list[dict[str, Any]]:
 
 
 def scrape(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     samples = [sample for family in families for sample in family.samples]
     return {s.name.removeprefix("rlhf_trainer_") + "".join(s.labels.values()): s.value for s in samples}

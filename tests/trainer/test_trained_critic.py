@@ -201,14 +201,14 @@ FROZEN = {  # of llama: what is frozen, and what has no gradient for lack of oth
 
 
 @pytest.mark.parametrize("case", FROZEN)
-def test_frozen_parameters_are_bit_equal_after_fifty_steps(tmp_path: Path, case: str):
+def test_frozen_parameters_are_bit_equal_after_ten_steps(tmp_path: Path, case: str):
     """In memory, in the version that is published, and in a checkpoint; all others have moved."""
     store, changes = make_store(tmp_path), FROZEN[case]
     update = build(store, **changes)
     named = dict(update.critic.model.named_parameters())
     start = {name: p.detach().clone() for name, p in named.items()}
     plain = {name: tensor.clone() for name, tensor in update.critic.weights().items()}
-    train(update, *range(50))
+    train(update, *range(10))
     frozen = {name for name in plain if any(re.search(pattern, name) for pattern in changes["freeze"])}
     after = load_critic(store.folder(publish(store, update))).model.state_dict()
     for name, tensor in plain.items():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import re
 import subprocess
 import sys
@@ -13,11 +14,11 @@ import numpy as np
 import pytest
 from fake_triton import Behaviour, FakeTriton, client_of
 from live_system import training_inputs
+from loop_clock import advance
 from scripted_servers import until
 
-from python_backend.client import client as client_module
-from python_backend.client import pool
-from python_backend.client.client import TritonClient
+from python_backend.client import pool, retry
+from python_backend.client.client import REPEAT_AFTER_S, TritonClient
 from python_backend.client.errors import OverBudget, RequestFailed, RequestRefused, ServerFailed
 from python_backend.client.retry import RequestCounters
 from python_backend.config import ClientSection
@@ -30,6 +31,12 @@ ROWS = [np.asarray([3, 4, 5])]
 def first(*answers: str) -> Behaviour:
     """These to the first requests, `ok` from then on."""
     return lambda model, number: answers[number - 1] if number <= len(answers) else "ok"
+
+
+def clock_of_retries(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    """Let the clock by which requests give up retrying advance by `step_s` whenever it is read."""
+    ticks = itertools.count(1.0, step_s)
+    monkeypatch.setattr(retry, "time", types.SimpleNamespace(monotonic=lambda: next(ticks)))
 
 
 async def train(client: TritonClient, step: int) -> None:
@@ -122,8 +129,11 @@ async def test_a_request_waits_for_the_version_that_it_demands_and_costs_no_retr
         assert server.probes == 0, "it is healthy"
 
 
-async def test_a_version_that_does_not_come_is_an_error_that_names_both_at_the_deadline():
-    async with FakeTriton(lambda *_: "behind") as server, client_of(server, deadline_s=0.05) as client:
+async def test_a_version_that_does_not_come_is_an_error_that_names_both_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    clock_of_retries(monkeypatch, 50.0)
+    async with FakeTriton(lambda *_: "behind") as server, client_of(server, deadline_s=120) as client:
         told = (
             r"^critic_infer at \S+ refused after \d+ attempts: .* critic serves version 3, but .* version 4 or newer$"
         )
@@ -132,6 +142,7 @@ async def test_a_version_that_does_not_come_is_an_error_that_names_both_at_the_d
         assert failed.value.code == DEMANDED
         assert not isinstance(failed.value, RequestRefused), "halving the request would not help"
         assert client.counters.failed_requests == 1
+        assert len(server.asked) == 4
 
 
 async def test_a_server_that_is_behind_is_avoided_by_demands_alone_and_tried_again_by_one_request_at_a_time(
@@ -180,7 +191,7 @@ async def test_a_step_that_failed_at_the_sidecar_differs_from_a_refused_one():
         assert len(server.asked) == 2, "neither is repeated"
 
 
-async def test_a_missing_sidecar_costs_no_retries_once_the_run_has_trained():
+async def test_a_missing_sidecar_costs_no_retries_once_the_run_has_trained(monkeypatch: pytest.MonkeyPatch):
     async with FakeTriton(first("busy", "busy")) as server, client_of(server, retries=1) as client:
         with pytest.raises(RequestFailed, match="after 2 attempts: no room"):
             await train(client, 1)
@@ -188,29 +199,35 @@ async def test_a_missing_sidecar_costs_no_retries_once_the_run_has_trained():
         await train(client, 1)
         await train(client, 2)
         assert len(server.asked) == 1 + 9 + 1
-    async with FakeTriton(first("ok", *["busy"] * 9999)) as server, client_of(server, max_outage_s=0.05) as client:
+    clock_of_retries(monkeypatch, 10.0)
+    async with FakeTriton(first("ok", *["busy"] * 9999)) as server, client_of(server, max_outage_s=100) as client:
         await train(client, 1)
         with pytest.raises(RequestFailed, match="no room"):
             await train(client, 2)
-        assert len(server.asked) > 3, "repeated more often than retries allows"
+        assert len(server.asked) == 1 + 10 + client._settings.retries, "repeated more often than retries allows"
 
 
-async def test_a_request_whose_process_was_killed_is_sent_again(monkeypatch: pytest.MonkeyPatch):
+async def test_a_request_whose_process_was_killed_is_sent_again():
     """Triton never answers it: a run stood still until train_deadline_s."""
-    monkeypatch.setattr(client_module, "REPEAT_AFTER_S", 0.02)
     async with FakeTriton(first("hang", "hang")) as server, client_of(server, retries=0) as client:
-        await train(client, 1)
+        step = asyncio.create_task(train(client, 1))
+        for number in (1, 2):
+            await until(lambda number=number: len(server.asked) == number)  # type: ignore[misc]
+            advance(number * REPEAT_AFTER_S)
+        await step
         assert len(server.asked) == 3
         assert client.counters == RequestCounters(requests=1)
 
 
-async def test_a_step_that_overtakes_a_lost_one_waits_for_it(monkeypatch: pytest.MonkeyPatch):
+async def test_a_step_that_overtakes_a_lost_one_waits_for_it():
     """Step 2 reached the new process of critic_train before the repeated step 1, and its refusal ended the actor."""
-    monkeypatch.setattr(client_module, "REPEAT_AFTER_S", 0.2)
     async with FakeTriton(first("hang", "early")) as server, client_of(server, retries=0) as client:
         step = asyncio.create_task(train(client, 1))
         await until(lambda: server.in_flight > 0)
-        await train(client, 2)
+        overtaking = asyncio.create_task(train(client, 2))
+        await until(lambda: client.counters.retries == 1)
+        advance(REPEAT_AFTER_S)
+        await overtaking
         assert step.done(), "step 2 is sent again only after the answer to step 1"
         assert len(server.asked) == 4
     async with FakeTriton(first("early")) as server, client_of(server, retries=1) as client:

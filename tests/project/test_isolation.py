@@ -1,0 +1,42 @@
+"""One failure is one: what a test that fails leaves open takes no other test along."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = """
+import asyncio, gc, socket, subprocess
+import aiohttp, psutil
+from fake_triton import FakeTriton
+
+async def test_leaves_a_client_session_and_a_server():
+    server = FakeTriton()
+    await server.start()
+    session = aiohttp.ClientSession()
+    async with session.get(f"http://{server.url}/v2/models/x/ready"):
+        raise KeyError
+
+async def test_after_it():
+    gc.collect()
+    assert len(asyncio.all_tasks()) == 1
+
+def test_leaves_a_process_a_file_a_socket_and_an_event_loop():
+    left = subprocess.Popen(["sleep", "600"]), open("/dev/null"), socket.socket(), asyncio.new_event_loop()
+    raise KeyError
+
+def test_after_that():
+    gc.collect()
+    assert [child for child in psutil.Process().children() if "sleep" in child.cmdline()] == []
+"""
+
+
+@pytest.mark.slow
+def test_what_a_failed_test_leaves_open_fails_no_other(tmp_path: Path) -> None:
+    (tmp_path / "test_left.py").write_text(TESTS)
+    options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, "-p", "tests.conftest", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "2 failed, 2 passed" in done.stdout, done.stdout
