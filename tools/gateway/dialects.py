@@ -473,7 +473,7 @@ def rerank_reply(request: RerankRequest | TeiRerankRequest, found: Results) -> A
 
 
 @dataclass(frozen=True)
-class Dialect:
+class Endpoint:
     """A row of the table: a request at one of the paths is read as `request` and answered by `reply`."""
 
     tag: str
@@ -484,13 +484,13 @@ class Dialect:
 
 
 DIALECTS = (
-    Dialect("JSON", ("/v1/rewards",), RewardsRequest, rewards_reply, RewardsReply),
-    Dialect("OpenRLHF", ("/get_reward",), OpenRLHFRequest, openrlhf_reply),
-    Dialect("slime", ("/remote_rm",), SlimeRequest, slime_reply),
-    Dialect("vLLM", ("/classify",), PoolingRequest, classify_reply),
-    Dialect("vLLM", ("/pooling",), PoolingRequest, pooling_reply),
-    Dialect("vLLM", ("/score", "/v1/score"), PairScoresRequest, score_reply),
-    Dialect("vLLM and TEI", ("/rerank", "/v1/rerank", "/v2/rerank"), AnyRerankRequest, rerank_reply),
+    Endpoint("JSON", ("/v1/rewards",), RewardsRequest, rewards_reply, RewardsReply),
+    Endpoint("OpenRLHF", ("/get_reward",), OpenRLHFRequest, openrlhf_reply),
+    Endpoint("slime", ("/remote_rm",), SlimeRequest, slime_reply),
+    Endpoint("vLLM", ("/classify",), PoolingRequest, classify_reply),
+    Endpoint("vLLM", ("/pooling",), PoolingRequest, pooling_reply),
+    Endpoint("vLLM", ("/score", "/v1/score"), PairScoresRequest, score_reply),
+    Endpoint("vLLM and TEI", ("/rerank", "/v1/rerank", "/v2/rerank"), AnyRerankRequest, rerank_reply),
 )
 
 
@@ -513,7 +513,7 @@ def reward_router(source: RewardSource, model: str) -> APIRouter:
     return router
 
 
-def _endpoint(source: RewardSource, model: str, dialect: Dialect) -> Callable[..., Any]:
+def _endpoint(source: RewardSource, model: str, dialect: Endpoint) -> Callable[..., Any]:
     async def score(body: Any, request: Request) -> Any:
         if getattr(body, "model", None) not in (None, model):
             raise GatewayError(404, f"The model `{body.model}` does not exist; this gateway serves `{model}`.")
