@@ -170,7 +170,7 @@ class TestReport:
             assert text in page
         assert page.count("<h2>Texts before and after</h2>") == 1
         assert "<script" not in page
-        assert page.count("<figure>") == len(pictures(run)) == 8
+        assert page.count("<figure>") == len(pictures(run)) == 9
         assert "PPO never saw" in list(pictures(run).values())[1]
         write_curves(run, tmp_path / "curves.png")
 

@@ -131,24 +131,24 @@ def test_values_alone_do_not_run_the_reward_model(live: System) -> None:
         assert sorted(ask(live.run.url, CRITIC_INFER, rows, ["rewards"])) == ["rewards"]
 
 
-def test_sentences_are_tokenised_and_cut_and_messages_rendered_with_the_sentence_as_the_reply(
+def test_sentences_are_tokenised_and_messages_rendered_with_the_sentence_as_the_reply(
     live: System, checkpoints: Checkpoints
 ) -> None:
     messages = {"messages": [{"role": "user", "content": "Read the file."}]}
     given = [
         ("Open the file.", {}, "Open the file."),
-        ("bad weather " * 200, {}, "bad weather " * 200),
         ("I did.", messages, "u Read the file.</s>a I did.</s>"),
         ("", messages, "u Read the file.</s>"),
         ("No conversation.", {"label": 3}, "No conversation."),
     ]
     sentences, metadata, rendered = zip(*given, strict=True)
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoints.reward))  # it adds no special token
-    rows = [np.asarray(tokenizer(text)["input_ids"][:POSITIONS], np.int64) for text in rendered]
-    assert rows[1].size == POSITIONS
+    rows = [np.asarray(tokenizer(text)["input_ids"], np.int64) for text in rendered]
     inputs = {"sentences": texts_array([*sentences]), "metadata": texts_array([json.dumps(each) for each in metadata])}
     found = ask(live.run.url, REWARD_MODEL, inputs)["rewards"][:, 0]
     np.testing.assert_allclose(found, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE)
+    with pytest.raises(Refused, match=rf"sentences\[1\]: at least \d+ tokens, the model takes {POSITIONS}"):
+        ask(live.run.url, REWARD_MODEL, {"sentences": texts_array(["Open the file.", "bad weather " * 200])})
 
 
 def test_values_of_response_positions_alone(live: System) -> None:

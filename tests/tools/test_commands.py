@@ -394,12 +394,15 @@ def test_status_of_a_run_whose_server_is_up_and_of_a_silent_instance_on_another_
     hours_ago = time.time() - 3 * 3600
     os.utime(store.root / "serving" / silent.file_name, (hours_ago, hours_ago))
     try:
-        lines = lines_of(run.path, capsys)
+        waiting, lines = [], []
+        for line in lines_of(run.path, capsys):
+            (waiting if "requests waiting: " in line else lines).append(line)
         weights.show(store)
         assert f"{silent.name} (silent)" in capsys.readouterr().out
     finally:
         store.records.withdraw(silent)
     assert lines[1] == f"server    http://{run.url} is up"
+    assert "reward_model 0" in waiting[0]
     assert [line.split(":")[0].strip() for line in lines[2:4]] == ["reward", "critic"]
     assert lines[4].startswith(f"actor     step {last['step']} of 3 ended ")
     assert f"reward {last['train_rollouts/rewards']:.3g}, KL " in lines[4]

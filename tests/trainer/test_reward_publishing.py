@@ -201,7 +201,8 @@ def test_what_cannot_be_published_is_refused(run: Run, tmp_path: Path, capsys: O
         assert run.tool(action, *arguments, f"run.dir={tmp_path / 'other'}", store=False, gate=None) == 2
         assert "reward.store is false, so the reward model has no versions; set it to true" in capsys.readouterr().err
     shutil.copytree(run.store.root, run.config.run.weights_dir)
-    assert main(["publish", "--config", str(run.folder / "run.yaml"), "somewhere"]) == 2
+    with_critic = ["actor.algorithm.name=ppo", f"critic.model={run.config.reward.model}"]
+    assert main(["publish", "--config", str(run.folder / "run.yaml"), "somewhere", *with_critic]) == 2
     assert "give --model reward" in capsys.readouterr().err  # only the sidecar publishes the critic
 
 
