@@ -409,8 +409,9 @@ def test_status_of_a_run_whose_server_is_up_and_of_a_silent_instance_on_another_
     reported = re.search(r"; 0 of the journal's entries pending, last step (\d+)$", lines[5])
     assert reported is not None
     assert int(reported[1]) >= 3  # more if other tests trained the critic of this run
-    assert lines[6] == f"critic    CURRENT is version {current} (step {store.manifest(current).step})"
-    assert any(f"serves version {current}" in line for line in lines[7:] if silent.name not in line)
+    assert lines[6] == f"reward    {run.config.reward.model}, without versions"
+    assert lines[7] == f"critic    CURRENT is version {current} (step {store.manifest(current).step})"
+    assert any(f"serves version {current}" in line for line in lines[8:] if silent.name not in line)
     assert f"          {silent.name} serves version {current}; last sign of life 3 h ago" in lines
 
 
