@@ -47,7 +47,7 @@ RlhfError                    the user can fix it; the message names what is wron
   RankOutOfMemory            … while the other ranks wait
   RankFailed, OtherRankLost  what another rank met
   TracingUnavailable         the extra `tracing` is missing
-Stopped, StopRequested, GaveUp, RankLost, PoolClosed    ends that are no errors
+Stopped, StopRequested, RankLost, PoolClosed    ends that are no errors
 Trouble, RetryLater          one attempt, before the next
 RewardUnavailable            what TRL or verl get from the gateway's functions
 """
