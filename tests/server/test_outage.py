@@ -46,9 +46,9 @@ SAVE = {"dummy_var": np.zeros(1, np.int64)}
 # ---- two servers ----
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[Pair]:
-    made = Pair(tmp_path_factory.mktemp("pair"), checkpoints)
+@pytest.fixture
+def pair(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[Pair]:
+    made = Pair(tmp_path, checkpoints)
     yield made
     made.first.sidecar.process.kill()  # it would wait for the servers, which are gone
     made.stop()
@@ -131,8 +131,7 @@ def num_answered(run: LiveRun, model: str) -> int:
 def test_servers_that_drain_or_die_cost_an_actor_no_request_and_the_last_one_a_pause(pair: Pair) -> None:
     """The first is the one that training goes to; the last one comes back, and is killed again before Ctrl-C."""
     servers = (pair.run, pair.other)
-    if pair.second is None:
-        pair.start_second()
+    pair.start_second()
     pair.first.stop_sidecar()
     pair.first.start_sidecar("trainer.reload_on_save=none")
     before = [num_answered(server, CRITIC_INFER) for server in servers]

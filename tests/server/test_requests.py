@@ -747,8 +747,8 @@ def endpoints(system: System, channel: grpc.Channel, gateway: str) -> list[Endpo
             rpc("TraceSetting", "LogSettings"),
         ),
         (
-            "gateway: `/healthz`, `/readyz`, `/docs`, `/openapi.json`",
-            get(*(f"{gateway}/{path}" for path in ("healthz", "readyz", "docs", "openapi.json"))),
+            "gateway: `/health`, `/healthz`, `/readyz`, `/metrics`, `/openapi.json`",
+            get(*(f"{gateway}/{path}" for path in ("health", "healthz", "readyz", "metrics", "openapi.json"))),
             {},
         ),
         (
@@ -760,7 +760,14 @@ def endpoints(system: System, channel: grpc.Channel, gateway: str) -> list[Endpo
                 f"{gateway}/remote_rm": fetch(f"{gateway}/remote_rm", {"prompt": "Good", "response": " day."}),
                 f"{gateway}/classify": fetch(f"{gateway}/classify", {**named, **text}),
                 f"{gateway}/pooling": fetch(f"{gateway}/pooling", {**named, **chat}),
-                f"{gateway}/score": fetch(f"{gateway}/score", {**named, "text_1": "a", "text_2": "b"}, bogus=True),
+                **{
+                    f"{gateway}/{path}": fetch(f"{gateway}/{path}", {**named, "text_1": "a", "text_2": "b"}, bogus=True)
+                    for path in ("score", "v1/score")
+                },
+                **{
+                    f"{gateway}/{path}": fetch(f"{gateway}/{path}", {"query": "a", "texts": ["b"]}, bogus=True)
+                    for path in ("rerank", "v1/rerank", "v2/rerank")
+                },
             },
             {},
         ),
