@@ -21,6 +21,7 @@ from hypothesis import settings
 
 from python_backend.wire.chats import warn_once
 from tools.gateway.trainer_rewards import _say_once
+from tools.server.ports import release_ports
 
 # Not in this folder: Triton's own stubs put the folder that pytest was started in before theirs.
 sys.path.append(str(Path(__file__).parent / "support" / "stub"))
@@ -88,7 +89,9 @@ def pytest_runtest_setup() -> None:
     """Before each test and its fixtures: the one before may have changed the number of threads, on which bits depend.
 
     Whatever draws without a seed of its own draws the same each time, and what is logged once is logged in each test.
+    Ports that the test before has claimed are free again.
     """
+    release_ports()
     warn_once.cache_clear()
     _say_once.cache_clear()
     torch.set_num_threads(1)

@@ -45,8 +45,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 def check_ports(section: ServerSection) -> None:
     """Raise ServerStartError unless the three ports differ and all can be bound.
 
-    This process then keeps them from other servers of this project until it ends: tritonserver opens its ports only
-    when its models are loaded, and until then a second server would take the first one's for its own.
+    This process then keeps them from other servers of this project until `release_ports`: tritonserver opens its ports
+    only when its models are loaded, and until then a second server would take the first one's for its own.
     """
     address = bind_address(section.host)
     seen: dict[int, str] = {}
@@ -73,6 +73,12 @@ def _claim(port: int) -> None:
         except OSError:
             _claims.pop(port).close()
             raise
+
+
+def release_ports() -> None:
+    """Give up the ports that this process keeps from other servers."""
+    while _claims:
+        _claims.popitem()[1].close()
 
 
 def bind_address(host: str) -> str:

@@ -43,7 +43,7 @@ from python_backend.wire.contract import (
 from tools.server.child import poll_failure, relay_lines, set_aside_if_large, start_bound, stub_failure, tail
 from tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, SERVER_ARGUMENTS
 from tools.server.drain import drain
-from tools.server.ports import bind_address, check_ports, is_open, with_free_ports
+from tools.server.ports import bind_address, check_ports, is_open, release_ports, with_free_ports
 from tools.server.shared_memory import Regions, remove_abandoned
 from tools.server.triton_home import (
     PYTHON_DIR,
@@ -374,6 +374,7 @@ class TritonServer:
             self._state_file.unlink(missing_ok=True)
         if self._follower is not None:
             self._follower.join()
+        release_ports()
 
     def _kill_stubs(self) -> None:
         deadline = time.monotonic() + KILL_AFTER_S
