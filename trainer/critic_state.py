@@ -141,7 +141,7 @@ class CriticState:
         Step 0 needs no checkpoint, but a run that has saved one is not begun anew: that would discard it. After an
         error, call `restore_newest`.
         """
-        if step == 0 and (saved := [saved for saved in self._checkpoints.asked_steps() if saved > 0]):
+        if step == 0 and (saved := [asked for asked in self._checkpoints.asked_steps() if asked > 0]):
             return (
                 f"0 would discard the saved checkpoints of steps {', '.join(map(str, saved))}; resume at one of them, "
                 "or begin anew with another run.dir"

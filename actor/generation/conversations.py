@@ -359,7 +359,9 @@ class Talks:
         self._arrivals.put((row, None))
 
     async def _talk(self, agent: Agent, index: int, prompt: Prompt, seed: int) -> None:
-        rows, restarts, response = TalkRows(self, index, agent.check_tokens), 0, None
+        rows = TalkRows(self, index, agent.check_tokens)
+        restarts = 0
+        response = None
         try:
             # Over restarts, too: in step, all wait for this one, and so would who took its place.
             async with agent.limit:

@@ -1,6 +1,6 @@
 """Trains the demos' models: tokenizer, language model, reward models and the initial critic.
 
-Ordinary Hugging Face models in fp32 on the CPU; the same seed gives the same bits. A `Recipe` holds the sizes.
+Ordinary Hugging Face models in fp32 on the CPU; equal seeds give bit-identical models. A `Recipe` holds the sizes.
 """
 
 import math

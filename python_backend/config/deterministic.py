@@ -1,4 +1,4 @@
-"""Settings that `run.deterministic` fixes, so that two runs produce the same bits.
+"""Settings that `run.deterministic` fixes, so that two runs are bit-identical.
 
 The results can still differ with nondeterministic reward functions, another processor or another torch version.
 """

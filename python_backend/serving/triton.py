@@ -271,7 +271,7 @@ class NamedCounters:
     def add(self, amounts: Mapping[str, float]) -> None:
         """Add one amount to each named counter: one round trip to the server for each. Thread-safe; never raises.
 
-        Names beyond the first `MAX_NAMES` are ignored, because the server keeps every metric for ever.
+        Names beyond the first `MAX_NAMES` are ignored, because the server never forgets a metric.
         """
         with self._lock, _raising_nothing():
             for name, amount in amounts.items():

@@ -109,7 +109,7 @@ def take_step(optimizer: Optimizer, parameters: Iterable[nn.Parameter], *, lr: f
     return norm if is_finite else None
 
 
-# Trained weights and optimizer state of policy and critic, sliced: any number of ranks reads the same bits.
+# Trained weights and optimizer state of policy and critic, sliced: any number of ranks reads them bit-identically.
 
 
 def trained_slices(model: Any) -> dict[str, Tensor]:

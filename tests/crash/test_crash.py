@@ -259,7 +259,9 @@ def happen(config: RunConfig, point: str) -> str:
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_point_is_seen_when_it_comes_and_not_if_it_was_there_before(config: RunConfig, point: str):
     points = Points(config, config.run.dir.parent / "shm", "ours-")
-    look, num_looks, expected = points.looks[point], iter(range(100)), list[str]()
+    look = points.looks[point]
+    num_looks = iter(range(100))
+    expected: list[str] = []
 
     def look_and_act() -> set[object]:
         if next(num_looks) == 2:

@@ -78,9 +78,13 @@ class Soak:
     def __init__(self, system: DisturbedSystem, minutes: float, generator: random.Random) -> None:
         self.kills: list[dict[str, Any]] = []
         self.samples: list[UsageSample] = []
-        self._system, self._seconds, self._random = system, minutes * 60, generator
+        self._system = system
+        self._seconds = minutes * 60
+        self._random = generator
         self._metrics = system.config.run.dir / "metrics.jsonl"
-        self._started, self._new_lines, self._step = time.monotonic(), NewLines(self._metrics), 0
+        self._started = time.monotonic()
+        self._new_lines = NewLines(self._metrics)
+        self._step = 0
         self._victims: list[str] = []
         self._next_kill_s = 0.0  # set once the first step is complete
         self._next_sample_s = 0.0

@@ -80,6 +80,15 @@ class GoodClient:
         self._end.set()
         self._thread.join()
 
+    def check(self) -> None:
+        """Fail unless it is served, was always served, and got the same numbers each time."""
+        answers = self.answers
+        wait_for(lambda: self.answers > answers + 1)
+        assert not self.wrong
+        print(f"longest wait {self.longest_wait_s:.2f} s", end=" ")
+        assert self.longest_wait_s < HANG_S
+        self.longest_wait_s = 0.0
+
     def _run(self) -> None:
         while not self._end.wait(PAUSE_S):
             answer = post(*self._request)
@@ -110,12 +119,7 @@ class Stage:
 
     def check(self) -> None:
         """Fail if the good client was not served well, or a process had to be replaced."""
-        answers = self.good.answers
-        wait_for(lambda: self.good.answers > answers + 1)
-        assert not self.good.wrong
-        print(f"longest wait {self.good.longest_wait_s:.2f} s", end=" ")
-        assert self.good.longest_wait_s < HANG_S
-        self.good.longest_wait_s = 0.0
+        self.good.check()
         replaced = [line for line in self.log.read_text().splitlines() if "restarting" in line or "reloading" in line]
         assert not replaced
 
@@ -235,12 +239,7 @@ class Gateway:
 
     def check(self) -> None:
         """Fail if the good client was not served well, or the gateway has grown."""
-        answers = self.good.answers
-        wait_for(lambda: self.good.answers > answers + 1)
-        assert not self.good.wrong
-        print(f"longest wait {self.good.longest_wait_s:.2f} s", end=" ")
-        assert self.good.longest_wait_s < HANG_S
-        self.good.longest_wait_s = 0.0
+        self.good.check()
         assert self.process.memory_info().rss - self.bytes_at_start < GATEWAY_BYTES
 
 

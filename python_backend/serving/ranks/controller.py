@@ -51,7 +51,7 @@ class ServingRanks:
         """
         existing(device_of(device, size - 1))
         self._lost = lost
-        self._closing = threading.Lock()  # held for ever by the first of `close` and `_end`
+        self._closing = threading.Lock()  # held from then on by the first of `close` and `_end`
         self._closed = threading.Event()
         self._sending = threading.Lock()
         self._forwards = threading.Lock()  # requests, and the canary row of a version that is being staged
