@@ -63,3 +63,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints)
     RUNNING.callback(system.stop)
     yield FinishedRun(system.run, system.server, system.sidecar, *run_actor(system.run, "actor"))
     RUNNING.close()
+
+
+@pytest.fixture(autouse=True)
+def sidecars_run(request: pytest.FixtureRequest) -> None:
+    """Start the sidecar of a shared system again if a test that failed has left it without one."""
+    for name in {"live", "finished"}.intersection(request.fixturenames):
+        system = request.getfixturevalue(name)
+        if system.sidecar.poll() is not None:
+            system.start_sidecar()
