@@ -60,8 +60,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints)
     Tests may load its models with other settings, so a test that needs a certain setting loads the model itself.
     """
     system = start_system(make_run(tmp_path_factory.mktemp("finished"), checkpoints))
-    RUNNING.callback(system.stop)
-    yield FinishedRun(system.run, system.server, system.sidecar, *run_actor(system.run, "actor"))
+    ended = FinishedRun(system.run, system.server, system.sidecar, *run_actor(system.run, "actor"))
+    RUNNING.callback(ended.stop)
+    yield ended
     RUNNING.close()
 
 
