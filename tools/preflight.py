@@ -11,7 +11,7 @@ import importlib.util
 import itertools
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from actor.data.chat import Chat, TemplateError
 from actor.data.prompt_files import CONVERSATIONS, PromptError, read_rows
 from actor.data.prompt_reader import Prompt, PromptReader, check_columns
 from actor.run.row_limits import REPLY, check_lengths, check_renderings
-from python_backend.checkpoints.inspection import stored_dtypes
+from python_backend.checkpoints.inspection import CheckpointError, stored_dtypes
 from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer, num_embeddings, same_tokenizer
 from python_backend.client.served import ServedModel
 from python_backend.config import ConfigError, EnvironmentSection, RewardTerm, RunConfig
@@ -65,7 +65,7 @@ def check_run(config: RunConfig) -> list[Prompt]:
     if starts_vllm(config):
         check_vllm(config)
     problems = [*_missing_trackers(config), *_tokenizers(config), *_functions(config, prompts)]
-    problems += _environment(config, prompts)
+    problems += [*_environment(config, prompts), *_lora_targets(config)]
     if problems:
         raise ConfigError("\n".join(problems))
     return prompts
@@ -173,6 +173,24 @@ def _tokenizers(config: RunConfig) -> Iterator[str]:
             f"({policy}), but values belong to the policy's tokens; start the critic from a model with the policy's"
         )
     yield from token_problems(config)
+
+
+def _lora_targets(config: RunConfig) -> Iterator[str]:
+    """Find the layers that are named for adapters in models without weights."""
+    checks: list[Callable[[], None]] = []
+    if config.actor.policy.lora_targets != "all-linear":
+        from actor.policy import loading  # deferred, as below: torch takes seconds to import
+
+        checks.append(lambda: loading.check_lora_targets(config.actor.policy))
+    if config.serves_critic and config.trainer.lora_targets != "all-linear":
+        from trainer import trained_critic
+
+        checks.append(lambda: trained_critic.check_lora_targets(config.critic.model, config.trainer))
+    for check in checks:
+        try:
+            check()
+        except CheckpointError as error:
+            yield str(error)
 
 
 def _functions(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:

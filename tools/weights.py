@@ -86,7 +86,12 @@ def _parser() -> argparse.ArgumentParser:
 def show(store: WeightsStore) -> None:
     """Print a line for each version, then a line for each instance that rejected a version."""
     current, records = store.current(), store.records.alive()
-    print(f"{'version':>8}  {'step':>6}  {'from':>6}  {'MB':>8}  {'digest':<18}  {'written':<19}  served by")
+    sources = [each.source or "" for each in store.manifests()]
+    width = max(map(len, ["source", *sources]))
+    print(
+        f"{'version':>8}  {'step':>6}  {'from':>6}  {'source':<{width}}  {'MB':>8}  {'digest':<18}  {'written':<19}  "
+        "served by"
+    )
     for version in store.versions():
         folder = store.folder(version)
         try:
@@ -104,8 +109,8 @@ def show(store: WeightsStore) -> None:
         marks = ["CURRENT"] * (version == current) + serving
         parent = "-" if manifest.parent is None else str(manifest.parent)
         print(
-            f"{version:>8}  {manifest.step:>6}  {parent:>6}  {size:>8.1f}  {brief(manifest.digest):<18}  {written}  "
-            f"{', '.join(marks)}".rstrip()
+            f"{version:>8}  {manifest.step:>6}  {parent:>6}  {manifest.source or '-':<{width}}  {size:>8.1f}  "
+            f"{brief(manifest.digest):<18}  {written}  {', '.join(marks)}".rstrip()
         )
     for record in records:
         if record.rejected is not None:

@@ -160,9 +160,8 @@ def publish_reward(
         _pass_gate(section, section.gate.tolerance, served, candidate, current, say)
     manifest = store.manifest(current)
     publisher = Publisher.of(config, store, run_id=manifest.run_id, epoch=manifest.epoch, model=model)
-    return publisher.publish(
-        candidate, step=0, parent=current, beat=beat, write=functools.partial(copy_checkpoint, checkpoint)
-    )
+    write = functools.partial(copy_checkpoint, checkpoint)
+    return publisher.publish(candidate, step=0, parent=current, beat=beat, write=write, source=checkpoint)
 
 
 def _pass_gate(

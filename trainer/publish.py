@@ -126,6 +126,7 @@ class Publisher:
         beat: Callable[[str], None],
         parent: int | None = None,
         write: Callable[[Path], Mapping[str, str] | None] | None = None,
+        source: Path | None = None,
     ) -> Reload:
         """Write, verify and serve the model's weights.
 
@@ -137,6 +138,7 @@ class Publisher:
                 number. Without `parent`, the newest version is reused if it has the same content (a replay after a
                 crash).
             write: writes the weights to a folder; default: `write` of a critic.
+            source: the folder that they are a copy of, for the manifest.
 
         Raises:
             VersionRejected: verification or an instance rejected the version; CURRENT names the previous one.
@@ -156,6 +158,7 @@ class Publisher:
             epoch=self._epoch,
             reuse=parent is None,
             canary=expected.tolist() if in_slices else None,
+            source=source,
         )
         written = time.monotonic()
         self._store.announce(manifest.version)  # instances preload it during verification, so that the swap is quick
@@ -364,6 +367,7 @@ def initialise_store(
             epoch=0,
             tokenizer=tokenizer_of(section.model),
             made_from=made_from,
+            source=section.model,
         )
     known = store.manifest(0).made_from or made_from
     differing = [key for key, value in made_from.items() if value != known.get(key)]
@@ -407,7 +411,9 @@ def initialise_stores(config: RunConfig, ranks: AnyRanks = ALONE, beat: Callable
         elif store.current() is None:
             reward_loader(config.reward)(config.reward.model).check_finite()
             write = functools.partial(copy_checkpoint, config.reward.model)
-            manifest = store.add(write, run_id=config.run.identity, step=0, parent=None, epoch=0)
+            manifest = store.add(
+                write, run_id=config.run.identity, step=0, parent=None, epoch=0, source=config.reward.model
+            )
             store.set_current(manifest.version)
 
 

@@ -29,8 +29,16 @@ from python_backend.checkpoints.inspection import (
 )
 from python_backend.config import TrainerSection
 from python_backend.digests import DEFAULT, Algorithm
-from python_backend.models.adapters import Lora, MergedWeights, describe_adapters, trained_tensors, with_adapters
+from python_backend.models.adapters import (
+    Lora,
+    MergedWeights,
+    describe_adapters,
+    named_layers,
+    trained_tensors,
+    with_adapters,
+)
 from python_backend.models.heads import head_of
+from python_backend.models.loading import empty_token_model
 from python_backend.models.modeling import CriticModel, load_critic, write_config
 from python_backend.models.precision import in_float32, use_bfloat16
 from python_backend.store.durable import disk_errors
@@ -209,11 +217,23 @@ def build_critic(folder: Path, settings: TrainerSection, *, seed: int, ranks: An
 
 def _load(folder: Path, settings: TrainerSection) -> tuple[Any, CriticModel]:
     """Return the model to train, and the critic as it is served, which has the same model if nothing changes it."""
+    check_lora_targets(folder, settings)
     if not settings.changes_the_model:
         plain = load_critic(folder, device=settings.device)
         return prepare_for_training(plain.model, settings), plain
     plain = load_critic(folder)  # stays mapped from the file, on the CPU
     return prepare_for_training(plain.with_weights(folder).model, settings).to(settings.device), plain
+
+
+def _lora(settings: TrainerSection) -> Lora:
+    return Lora("trainer", settings.lora_rank, settings.lora_alpha, settings.lora_targets)
+
+
+def check_lora_targets(folder: Path, settings: TrainerSection) -> None:
+    """Raise CheckpointError if a name in `lora_targets` matches no layer; reads config.json, not the weights."""
+    if settings.lora_targets != "all-linear":
+        model = empty_token_model(folder)
+        named_layers(model, _lora(settings), head_of(model))
 
 
 def prepare_for_training(model: Any, settings: TrainerSection) -> Any:
@@ -223,8 +243,7 @@ def prepare_for_training(model: Any, settings: TrainerSection) -> Any:
     """
     head = head_of(model)
     if settings.lora_rank:
-        lora = Lora("trainer", settings.lora_rank, settings.lora_alpha, settings.lora_targets)
-        model = with_adapters(model, lora, head).get_base_model()
+        model = with_adapters(model, _lora(settings), head).get_base_model()
         head.requires_grad_(True)
     freeze(model, settings.freeze, "trainer.freeze")
     if settings.precision == "bfloat16":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from python_backend.checkpoints.inspection import (
     CheckpointError,
@@ -24,7 +24,8 @@ from python_backend.checkpoints.inspection import (
 )
 from python_backend.checkpoints.language_models import check_tensors
 from python_backend.config import PolicySection
-from python_backend.models.adapters import Lora, load_trained, trained_tensors, with_adapters
+from python_backend.models.adapters import Lora, load_trained, named_layers, trained_tensors, with_adapters
+from python_backend.models.loading import as_checkpoint_error
 from python_backend.models.precision import use_bfloat16
 from python_backend.models.sharded_tensors import whole
 from python_backend.training.model import checkpoint_gradients, freeze, use_attention
@@ -68,10 +69,7 @@ class PolicyModels:
         self._settings, self._in_slices = settings, isinstance(ranks, Ranks)
         self.device = ranks.device if isinstance(ranks, Ranks) else torch.device(settings.device)
         if settings.lora_rank:
-            lora = Lora(
-                "actor.policy", settings.lora_rank, settings.lora_alpha, settings.lora_targets, settings.lora_dropout
-            )
-            model = with_adapters(model, lora, model.get_output_embeddings(), task="CAUSAL_LM")
+            model = with_adapters(model, _lora(settings), model.get_output_embeddings(), task="CAUSAL_LM")
         freeze(self.causal(model), settings.freeze, "actor.policy.freeze")
         use_attention(self.causal(model), settings.attention, "actor.policy.attention")
         self.trained = model.eval()
@@ -149,6 +147,20 @@ class PolicyModels:
             weights = whole(current)
             for parameter in mine:
                 parameter.copy_(weights)
+
+
+def _lora(settings: PolicySection) -> Lora:
+    return Lora("actor.policy", settings.lora_rank, settings.lora_alpha, settings.lora_targets, settings.lora_dropout)
+
+
+def check_lora_targets(settings: PolicySection) -> None:
+    """Raise CheckpointError if a name in `lora_targets` matches no layer; reads config.json, not the weights."""
+    if settings.lora_targets == "all-linear":
+        return
+    with as_checkpoint_error(settings.model), torch.device("meta"):
+        config = AutoConfig.from_pretrained(str(settings.model), local_files_only=True, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config)
+    named_layers(model, _lora(settings), model.get_output_embeddings())
 
 
 def load_model(settings: PolicySection, *, as_stored: bool = False) -> Any:

@@ -22,7 +22,7 @@ from actor.data.rollout import Prompt, Rollout, join_rollouts
 from actor.generation.cache import can_share, response_hidden, shared_passes
 from actor.generation.engine import Generation
 from actor.generation.slots import Finished, Response
-from actor.policy.loading import PolicyModels, check_positions, load_model, read_state, write_state
+from actor.policy.loading import PolicyModels, check_lora_targets, check_positions, load_model, read_state, write_state
 from actor.policy.samplers import OtherSamplers
 from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
 from python_backend.checkpoints.language_models import check_language_model
@@ -74,6 +74,7 @@ class Policy:
         """
         folder = settings.model
         check_language_model(folder)
+        check_lora_targets(settings)
         self.settings, self.ranks = settings, ranks
         self._samplers = OtherSamplers(ranks) if isinstance(ranks, Ranks) else None
         self.temperature = generation.temperature

@@ -184,7 +184,6 @@ class Recorder:
         scores = scored.scores
         if self._has_critic:
             set_log_position(version=int(scores.versions.max()))
-        self._masked_samples += int((~scores.scored).sum())
         metrics = await asyncio.to_thread(rollout_metrics, scored, whole, batch, kl_coef=self._state.kl.coef)
         seconds = measured["timers/step_time"]
         line = {
@@ -220,6 +219,7 @@ class Recorder:
         is_taught = await asyncio.to_thread(lambda: batch.policy_weights.any(-1).tolist())
         self._warn_of_no_learning(step, line, any(is_taught), scored.rollout.trajectories or ())
         self._warn_of_excluded(step, is_taught[: len(scores.scored)], scored.rollout.trajectories)
+        self._masked_samples += int((~scores.scored).sum())
         return distance
 
     def _warn_of_no_learning(
@@ -368,9 +368,12 @@ class Recorder:
         write_folder(folder, fill)
 
     async def keep(self, step: int) -> None:
-        """Write what a run that stops after `step` leaves: its checkpoint, unless it exists, and `policy/`."""
+        """Write what a run that stops after `step` leaves: its checkpoint, unless it exists, and `policy/`.
+
+        The one before stays, too, since the critic may not have received its update of this step.
+        """
         if not self.has_checkpoint(step):
-            await self.checkpoint(step)
+            await self.checkpoint(step, keep=self._settings.keep_checkpoints + 1)
         await self.save_policy(step)
 
     def has_checkpoint(self, step: int | None = None) -> bool:
@@ -378,8 +381,11 @@ class Recorder:
         steps = saved_steps(self._checkpoints)
         return bool(steps) if step is None else step in steps
 
-    async def checkpoint(self, step: int) -> None:
-        """Write the policy, which must not change meanwhile, and start the save of the critic's checkpoint."""
+    async def checkpoint(self, step: int, *, keep: int | None = None) -> None:
+        """Write the policy, which must not change meanwhile, and start the save of the critic's checkpoint.
+
+        `keep`: how many of the newest checkpoints to keep; default: `actor.keep_checkpoints`.
+        """
         state = {
             "step": step,
             "run_id": self._run_id,
@@ -394,7 +400,7 @@ class Recorder:
             self._state,
             state,
             self._integrity,
-            keep=self._settings.keep_checkpoints,
+            keep=keep or self._settings.keep_checkpoints,
         )
         if self._has_critic:
             self.saves = [save for save in self.saves if not _ended_well(save)]

@@ -24,16 +24,20 @@ class Stopped(Exception):
     """The run was stopped on request; the message says after which step."""
 
 
-def stopped_early(error: Exception, done: int, *, has_checkpoint: bool) -> Exception:
-    """Return an error of the same class that also says that the run stopped after `done` steps.
+def where_it_stopped(done: int, lost: str, *, has_own: bool, has_any: bool) -> str:
+    """Return after which step a run stopped, and where its next start begins, as text for a message.
 
-    `has_checkpoint`: a checkpoint to resume from exists; `done` 0 then means that the run had not resumed yet.
+    Args:
+        done: complete steps; 0 with a checkpoint: the run had not resumed yet.
+        lost: why the checkpoint of step `done` could not be written.
+        has_own, has_any: whether the checkpoint of step `done`, or any, exists.
     """
-    after = "before the first step ended; the next start begins at step 1"
-    if has_checkpoint:
-        after = f"{f'after step {done}, whose checkpoint is written' if done else 'before it had resumed'}; {RESUMES}"
-    reason = "" if isinstance(error, Stopped) else f"{error}; the run "
-    return type(error)(f"{reason}stopped {after}")
+    if not has_any and not done:
+        return "before the first step ended; the next start begins at step 1"
+    where = f"after step {done}, " if done else "before it had resumed"
+    if done:
+        where += "whose checkpoint is written" if has_own else f"which has no checkpoint: {lost}"
+    return f"{where}; {RESUMES if has_any else 'the next start begins at step 1'}"
 
 
 class Stop:

@@ -6,7 +6,7 @@ Shared by the policy and the critic in training.
 import contextlib
 import difflib
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def with_adapters(model: Any, lora: Lora, output: nn.Module, *, task: str | None
     from peft import LoraConfig, get_peft_model  # takes seconds to import, and few runs need it
 
     outputs = {*output.modules()}
-    named = None if lora.targets == "all-linear" else _layers_named(model, lora, outputs)
+    named = named_layers(model, lora, output)
     # Subclasses are excluded: routers of some mixtures of experts subclass Linear and return more than the product.
     others = [
         path
@@ -70,8 +70,14 @@ def with_adapters(model: Any, lora: Lora, output: nn.Module, *, task: str | None
         return get_peft_model(model, config)
 
 
-def _layers_named(model: Any, lora: Lora, outputs: Collection[nn.Module]) -> list[str]:
-    """Return the paths of the linear layers that match the targets; peft silently ignores a name without a match."""
+def named_layers(model: Any, lora: Lora, output: nn.Module) -> list[str]:
+    """Return the paths of the linear layers that match named targets; peft silently ignores a name without a match.
+
+    The weights may be on the meta device. `output`, and Raises: as `with_adapters`.
+    """
+    if lora.targets == "all-linear":
+        return []
+    outputs = {*output.modules()}
     linear = [path for path, module in model.named_modules() if type(module) in LAYERS and module not in outputs]
     found: list[str] = []
     for target in lora.targets:

@@ -140,6 +140,14 @@ def load_token_model(
     return model
 
 
+def empty_token_model(folder: Path) -> Any:
+    """Return the model of `load_token_model` on the meta device. Raises CheckpointError."""
+    info = inspect_checkpoint(folder)
+    model = _built(info, _token_class(info, _config(info, 1)))
+    model.name_or_path = str(folder)
+    return model
+
+
 def _token_class(info: CheckpointInfo, config: Any) -> Any:
     kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
     kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)

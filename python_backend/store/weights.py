@@ -206,6 +206,7 @@ class Manifest:
     canary: list[float] | None = None  # values of the canary row that an instance must reproduce before it serves them
     tokenizer: str | None = None  # of version 0 of a critic: fingerprint of the tokenizer whose tokens it is trained on
     made_from: dict[str, Any] | None = None  # of version 0: the settings that decided what it is
+    source: str | None = None  # the folder that these weights are a copy of
 
     @property
     def digest(self) -> str:
@@ -300,6 +301,7 @@ class WeightsStore:
         canary: Sequence[float] | None = None,
         tokenizer: str | None = None,
         made_from: Mapping[str, Any] | None = None,
+        source: Path | None = None,
     ) -> Manifest:
         """Write a new version and return its manifest; CURRENT does not change.
 
@@ -310,7 +312,7 @@ class WeightsStore:
                 happens when a step is replayed after a crash. Older versions are never reused: numbers must increase
                 when steps are trained again after a rewind.
             canary: values of the canary row, for instances to reproduce.
-            tokenizer, made_from: as in the manifest.
+            tokenizer, made_from, source: as in the manifest.
 
         Raises:
             OSError: the write failed; nothing is left behind.
@@ -336,6 +338,7 @@ class WeightsStore:
                 None if canary is None else list(canary),
                 tokenizer,
                 None if made_from is None else dict(made_from),
+                None if source is None else str(source),
             )
             (staging / MANIFEST_FILE).write_text(json.dumps(manifest.to_json(), indent=1))
             for path in staging.iterdir():

@@ -52,6 +52,8 @@ from python_backend.client.retry import RequestCounters
 from python_backend.client.served import ServedModel
 from python_backend.config import ActorSection, RunConfig
 from python_backend.digests import digest_of
+from python_backend.errors import NotFinite, RlhfError
+from python_backend.rewards.function import FunctionError
 from python_backend.store.durable import read_json
 from python_backend.store.jsonl import read_jsonl
 from python_backend.wire.contract import CRITIC, REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION, Limits, VersionRange
@@ -636,13 +638,18 @@ def make_grpo(folder: Path, checkpoints: Checkpoints, server: Any = None, **sett
 
 def ends(folder: Path) -> list[Any]:
     """What the end of a run leaves, but for times."""
+    return [*trained(folder), *validations_of(folder)]
+
+
+def trained(folder: Path) -> list[Any]:
+    """The last checkpoint and the metrics of all steps."""
     checkpoint = folder / "checkpoints" / "actor" / str(STEPS)
     lines = [
         {name: value for name, value in line.items() if name.startswith(("step", "train_"))}
         for line in read_jsonl(folder / "metrics.jsonl")
     ]
     hashes = [digest_of(checkpoint / f"{name}.safetensors") for name in ("adapters", "optimizer")]
-    return [*hashes, lines, *validations_of(folder)]
+    return [*hashes, lines]
 
 
 @pytest.fixture(scope="module")
@@ -677,26 +684,123 @@ def test_a_bad_row_ends_a_run_with_the_checkpoint_of_the_last_complete_step(
 
 
 class Failing(Server):
-    """Rewards that fail from the 17th response on."""
+    """Rewards up to the 8th response, and none from then on."""
 
     count = 0
 
     async def score_sentences(self, texts: list[str], *_: object, **__: object) -> dict[str, np.ndarray]:
         found = await super().score_sentences(texts)
         self.count += len(texts)
-        return {REWARDS: found[REWARDS] if self.count <= 16 else found[REWARDS] * np.float32("nan")}
+        return {REWARDS: found[REWARDS] if self.count <= 8 else found[REWARDS] * np.float32("nan")}
 
 
-def test_failing_rewards_end_a_run_with_the_checkpoint_of_the_last_complete_step(
-    tmp_path: Path, checkpoints: Checkpoints
-):
-    settings = {"rollout_size": 8, "validation_size": 0, "steps": 30, "checkpoint_every": 50}
-    with pytest.raises(
-        RewardsFailed, match=r"8 of 8 rewards are unavailable \(prompts .*prompts.jsonl:\d+, "
-    ) as caught:
-        go(make_grpo(tmp_path, checkpoints, Failing(), **settings))
-    assert "; the run stopped after step 2, whose checkpoint is written; the next" in str(caught.value)
-    assert saved_steps(tmp_path / "checkpoints" / "actor") == [2]
+def failing_call(owner: str, name: str, call: int, error: Exception) -> Callable[[PPORun], None]:
+    """Raises the error in the n-th call of a method of the run's parts."""
+
+    def prepare(run: PPORun) -> None:
+        part = getattr(run, owner) if owner else run
+        original, calls = getattr(part, name), []
+
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            calls.append(None)
+            if len(calls) == call:
+                raise error
+            return original(*args, **kwargs)
+
+        setattr(part, name, fails)
+
+    return prepare
+
+
+def gradient_is_not_finite(run: PPORun, after: int = 2) -> None:
+    """In the third optimizer step, or a later one."""
+    step = run.policy_update._step
+
+    def poisoned() -> float:
+        if run.policy.optimizer_step == after:
+            next(p for p in run.policy.model.parameters() if p.grad is not None).grad.fill_(math.nan)  # type: ignore[union-attr]
+        return step()
+
+    run.policy_update._step = poisoned  # type: ignore[method-assign]
+
+
+ENDS: dict[str, tuple[Callable[[PPORun], None], type[Exception], str]] = {
+    "rewards": (lambda run: None, RewardsFailed, "4 of 4 rewards are unavailable"),
+    "request": (failing_call("critic", "served", 3, RequestFailed("no server")), RequestFailed, "no server"),
+    "gradient": (gradient_is_not_finite, NotFinite, "the policy's gradient is not finite at optimizer step 2"),
+    "generation": (failing_call("policy", "generate", 3, NotFinite("NaN")), NotFinite, "NaN"),
+    "loss": (failing_call("policy_update", "_loss", 3, FunctionError("loss")), FunctionError, "loss"),
+    "batch": (failing_call("", "make_batch", 3, RuntimeError("a bug")), RuntimeError, "a bug"),
+    "disk": (failing_call("rollouts", "take", 3, OSError(5, "disk")), OSError, "disk"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("settings", [{}, {"one_step_off_policy": True}], ids=["on-policy", "off-policy"])
+def test_whatever_ends_a_run_its_last_complete_step_is_in_a_checkpoint(
+    tmp_path: Path, checkpoints: Checkpoints, end: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next start then goes on as if nothing had happened."""
+    prepare, kind, told = ENDS[end]
+    shown = {"rollout_size": 4, "validation_size": 0, "normalization": "running", "warmup_steps": 1, **settings}
+    run = make_grpo(tmp_path / "run", checkpoints, Failing() if end == "rewards" else None, **shown)
+    prepare(run)
+    with pytest.raises(kind, match=told) as caught:
+        go(run)
+    where = "the run stopped after step 2, whose checkpoint is written; the next start resumes from the newest check"
+    assert where in (str(caught.value) if isinstance(caught.value, RlhfError) else caplog.text)
+    assert saved_steps(tmp_path / "run" / "checkpoints" / "actor") == [2]
+    assert read_json(tmp_path / "run" / "policy" / "policy.json") == {"step": 2}
+    go(make_grpo(tmp_path / "run", checkpoints, **shown))
+    if not settings:  # otherwise a resumed run's first rollout is of a newer policy
+        go(make_grpo(tmp_path / "whole", checkpoints, **shown))
+        assert trained(tmp_path / "run") == trained(tmp_path / "whole")
+
+
+def nan_weights(run: PPORun) -> None:
+    """After the second step."""
+    renew, calls = run.policy.renew_sampler, []
+
+    def poisoned() -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            with torch.no_grad():
+                next(p for p in run.policy.model.parameters() if p.requires_grad).fill_(math.nan)
+        renew()
+
+    run.policy.renew_sampler = poisoned  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "lost"),
+    [
+        (functools.partial(gradient_is_not_finite, after=5), "the policy's update of step 3 had begun"),
+        (nan_weights, "its weights are not finite"),
+        (failing_call("recorder", "log_timeline", 3, NotFinite("")), "the policy's update of step 3 had begun"),
+    ],
+)
+def test_a_state_that_is_no_complete_steps_is_not_written(
+    tmp_path: Path, checkpoints: Checkpoints, prepare: Callable[[PPORun], None], lost: str
+) -> None:
+    run = make_grpo(tmp_path, checkpoints, rollout_size=4, minibatch_size=2, validation_size=0)
+    prepare(run)
+    with pytest.raises(NotFinite) as caught:
+        go(run)
+    assert f"the run stopped after step 2, which has no checkpoint: {lost}; the next start begins at" in str(
+        caught.value
+    )
+    assert not saved_steps(tmp_path / "checkpoints" / "actor")
+
+
+def test_a_stop_keeps_the_checkpoint_before(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """In case the critic, whose server was lost, never receives the update of the last step."""
+    settings = {"checkpoint_every": 1, "keep_checkpoints": 1, "validation_size": 0, "warmup_steps": 0}
+    go(make_grpo(tmp_path, checkpoints, **settings, steps=1))
+    run = make_grpo(tmp_path, checkpoints, **{**settings, "checkpoint_every": 100})
+    failing_call("policy", "generate", 2, RequestFailed("lost"))(run)
+    with pytest.raises(RequestFailed):
+        go(run)
+    assert saved_steps(tmp_path / "checkpoints" / "actor") == [1, 2]
 
 
 class Rare(Server):
@@ -809,7 +913,7 @@ def watched_batches(run: PPORun) -> list[Any]:
     return batches
 
 
-class Crash(Exception):
+class Crash(BaseException):
     """Ends a run where it is, without `leave`."""
 
 
@@ -944,9 +1048,9 @@ def test_a_validation_that_waits_for_the_next_rollout_is_abandoned_with_it(tmp_p
             validating.set()
         await validate(when)
 
-    async def watched_leave() -> None:
+    async def watched_leave(error: Exception) -> None:
         leaving.set()
-        await leave()
+        await leave(error)
 
     run.policy.generate, run.validate, run.leave = slow_generate, watched_validate, watched_leave  # type: ignore
     with pytest.raises(Stopped, match="after step 1"):

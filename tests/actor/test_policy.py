@@ -264,8 +264,11 @@ def test_named_layers_alone_get_adapters(llama: Path, targets: Any, expected: An
         ("input_layernorm", "; "),
     ],
 )
-def test_a_name_that_no_linear_layer_has_is_refused(llama: Path, target: str, hint: str):
-    """Also of a layer that exists but takes none, and of one beside a name that is right."""
+def test_a_name_that_no_linear_layer_has_is_refused(
+    llama: Path, target: str, hint: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Also of a layer that exists but takes none, and of one beside a name that is right; no weights are read."""
+    monkeypatch.setattr("actor.policy.policy.load_model", None)
     with pytest.raises(CheckpointError) as caught:
         make_policy(llama, lora_rank=4, lora_targets=("v_proj", target))
     message = str(caught.value)

@@ -27,7 +27,7 @@ from python_backend.client.connection import Message
 from python_backend.config import ConfigError, GatewaySection, RunConfig
 from tools.gateway import app, command, scoring
 from tools.gateway.command import check_key
-from tools.gateway.dialects import activated
+from tools.gateway.dialects import NOT_HONOURED, activated
 
 NONE = np.empty((0, 1))
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -236,7 +236,7 @@ async def test_documents_are_ranked_in_vllms_form_and_in_teis() -> None:
             assert [row["document"]["text"] for row in reply["results"]] == ["abc", "ab", "a"][:number]
         _, reply = await caller.post("/rerank", {"query": "q", "texts": ["a", "ab"], "raw_scores": True})
         assert reply == [{"index": 1, "score": 4}, {"index": 0, "score": 3}]
-        _, reply = await caller.post("/rerank", {"query": "q", "texts": ["a"], "return_text": True, "truncate": True})
+        _, reply = await caller.post("/rerank", {"query": "q", "texts": ["a"], "return_text": True, "truncate": False})
         assert reply == [{"index": 0, "score": 1, "text": "a"}]  # the probability of the only label
         assert "documents: empty" in await caller.error("/rerank", {"query": "q", "documents": []}, 400)
         refused = {"query": "q", "documents": ["a", "refuse"]}
@@ -349,6 +349,7 @@ async def test_vllm_scores_texts_tokens_and_chats() -> None:
 async def test_vllm_activates_by_default_and_encodes() -> None:
     async with fake_gateway() as (caller, _):
         _, reply = await caller.post("/classify", {"input": "ab"})
+        assert "usage" not in reply  # the server does not count the tokens of texts
         row = reply["data"][0]
         assert row == {"index": 0, "label": None, "probs": [pytest.approx(0.880797)], "num_classes": 1}
         _, reply = await caller.post("/classify", {"input": "ab", "activation": False})  # as verl writes it
@@ -532,6 +533,33 @@ async def test_a_wrong_body_is_named() -> None:
         for path, body, status, names in WRONG_BODIES:
             assert names in await caller.error(path, body, status)
         assert not server.received
+
+
+async def test_what_would_change_a_score_is_refused_and_what_would_not_is_accepted() -> None:
+    bodies = {
+        "/v1/rewards": {"inputs": [{"text": "a"}]},
+        "/get_reward": {"query": ["a"]},
+        "/remote_rm": {"prompt": "a", "response": "b"},
+        "/classify": {"input": "a"},
+        "/pooling": {"messages": CHAT},
+        "/score": {"text_1": "a", "text_2": "b"},
+        "/rerank": {"query": "a", "documents": ["b"]},
+        "/v2/rerank": {"query": "a", "texts": ["b"]},
+    }
+    values = {"truncate_prompt_tokens": -1, "truncate": "END", "truncation_side": "left", "chat_template": "{{ x }}"}
+    neither = dict.fromkeys(NOT_HONOURED) | {"truncate": False, "add_generation_prompt": False}
+    engine = {"model": "reward_model", "user": "me", "request_id": "1", "priority": 2, "encoding_format": "float"}
+    async with fake_gateway(text="pair", labels=("good",)) as (caller, server):
+        for path, body in bodies.items():
+            for name, reason in NOT_HONOURED.items():
+                value = values.get(name, 0)
+                told = await caller.error(path, {**body, name: value}, 400)
+                assert told == f"body: {name} is {value!r}, but {reason}; leave it out"
+        assert not server.received
+        for path, body in bodies.items():
+            harmless = engine if path not in ("/v1/rewards", "/get_reward", "/remote_rm", "/v2/rerank") else {}
+            status, reply = await caller.post(path, {**body, **neither, **harmless})
+            assert status == 200, (path, reply)
 
 
 async def test_too_much_is_refused_before_it_is_read() -> None:

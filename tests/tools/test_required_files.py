@@ -484,6 +484,15 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
         ([*PLAYED, "environment.reward={file}:scor"], "{file}:scor cannot be imported: {file} has no 'scor'"),
         ([LONGEST, "environment.agent={file}:walk"], "environment.agent {file}:walk: "),
         (["critic.model={other_policy}"], "critic.model: the tokenizer of {other_policy} differs"),
+        (
+            ["actor.policy.lora_rank=2", "actor.policy.lora_targets=[v_proj,q_porj]"],
+            "actor.policy.lora_targets: 'q_porj' matches no linear layer of {policy} that supports adapters "
+            "(did you mean q_proj?); choose from down_proj, ",
+        ),
+        (
+            ["trainer.lora_rank=2", "trainer.lora_targets=[score]"],
+            "trainer.lora_targets: 'score' matches no linear layer of {critic} that supports adapters; choose from ",
+        ),
         (["actor.trackers=[mlflow]"], "actor.trackers: mlflow is not installed; pip install '.[mlflow]', or remove it"),
     ],
 )

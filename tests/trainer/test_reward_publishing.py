@@ -128,8 +128,9 @@ def test_a_checkpoint_becomes_a_version_that_can_be_listed_verified_and_rolled_b
     assert run.tool("verify") == 0
     assert capsys.readouterr().out.count("good") == 3
     assert run.tool("list") == 0
-    lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:]]
-    assert lines == [["0", "0", "-"], ["1", "0", "0"], ["2", "0", "0"]]
+    lines = [line.split()[:4] for line in capsys.readouterr().out.splitlines()[1:]]
+    first, published = str(run.config.reward.model), str(new)
+    assert lines == [["0", "0", "-", first], ["1", "0", "0", published], ["2", "0", "0", "-"]]
 
 
 def nan(tensors: dict[str, torch.Tensor]) -> None:

@@ -4,8 +4,8 @@ A row without a reward fails the request,
 except in the gateway's own `/v1/rewards`, which has a place for its error.
 
 vLLM's scores, and those of Text Embeddings Inference (TEI), are probabilities of the checkpoint's labels, or, of a
-reward that is not one checkpoint alone, its sigmoid; the rewards themselves if the request says so. `usage` counts only
-tokens that the client sent: texts are tokenised by the server.
+reward that is not one checkpoint alone, its sigmoid; the rewards themselves if the request says so. A reply has `usage`
+only if the client sent tokens: texts are tokenised by the server, which does not count them.
 """
 
 import base64
@@ -41,11 +41,28 @@ from tools.gateway.rows import (
 from tools.gateway.scoring import RewardSource
 
 UNAVAILABLE = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
+TOO_LONG = "no row is truncated: one that is too long for the model is an error"
+TEMPLATE = "a chat is rendered with the template of the reward model's checkpoint, and ends as it is sent"
+NOT_HONOURED = {  # parameters of the protocols that would change a score -> why they do not
+    "truncate": TOO_LONG,
+    "truncate_prompt_tokens": TOO_LONG,
+    "truncation": TOO_LONG,
+    "truncation_side": TOO_LONG,
+    "truncation_direction": TOO_LONG,
+    "max_tokens_per_doc": TOO_LONG,
+    "max_chunks_per_doc": TOO_LONG,
+    "chat_template": TEMPLATE,
+    "chat_template_kwargs": TEMPLATE,
+    "add_generation_prompt": TEMPLATE,
+    "continue_final_message": TEMPLATE,
+}
 RESERVED = {PROMPT_KEY, RESPONSE_KEY, REPLY_KEY, MESSAGES}
 
 
 class ScoredBody(Body):
     """A body whose `rows(served)` are scored."""
+
+    not_honoured = NOT_HONOURED
 
     @property
     def is_activated(self) -> bool:
@@ -268,7 +285,7 @@ Texts = Annotated[
 
 
 class PoolingOptions(ScoredBody):
-    """Fields that vLLM's requests share; those that only its engine needs have no effect."""
+    """Fields that vLLM's requests share; those after `encoding_format` are for its engine and have no effect."""
 
     model: str | None = None
     use_activation: bool | None = None
@@ -278,8 +295,6 @@ class PoolingOptions(ScoredBody):
     task: Literal["classify"] | None = None
     encoding_format: Literal["float", "base64"] = "float"
     """How `/pooling` returns rewards; `base64` is of little-endian FP32."""
-    truncate_prompt_tokens: Literal[-1] | None = None
-    """Has no effect: nothing is truncated, and a row that is too long for the model is an error."""
     user: str | None = None
     request_id: str | None = None
     priority: int = 0
@@ -312,8 +327,6 @@ class PoolingChatRequest(PoolingOptions):
 
     messages: Chat
     add_special_tokens: Literal[False] | None = None
-    add_generation_prompt: Literal[False] = False
-    continue_final_message: Literal[False] = False
 
     def rows(self, served: ServedModel) -> list[Row]:
         """Return the row."""
@@ -372,9 +385,6 @@ class TeiRerankRequest(ScoredBody):
     raw_scores: bool = False
     """True: rewards as they are; otherwise probabilities."""
     return_text: bool = False
-    truncate: bool | None = None
-    """Has no effect: nothing is truncated, and a row that is too long for the model is an error."""
-    truncation_direction: Literal["Left", "Right", "left", "right"] | None = None
 
     @property
     def is_activated(self) -> bool:
@@ -417,10 +427,18 @@ def _single_scores(is_activated: bool, found: Results, name: str) -> list[float]
 
 
 def _vllm_reply(kind: str, found: Results, **data: Any) -> dict[str, Any]:
-    count = sum(len(row.tokens or ()) for row in found.rows)
-    usage = {"prompt_tokens": count, "total_tokens": count, "completion_tokens": 0, "prompt_tokens_details": None}
-    head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": found.model}
-    return {**head, "usage": usage, **data}
+    head: dict[str, Any] = {
+        "id": f"{kind}-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": found.model,
+    }
+    sent = [row.tokens for row in found.rows if row.tokens is not None]
+    if len(sent) == len(found.rows):
+        count = sum(map(len, sent))
+        usage = {"prompt_tokens": count, "total_tokens": count, "completion_tokens": 0, "prompt_tokens_details": None}
+        head["usage"] = usage
+    return {**head, **data}
 
 
 def classify_reply(request: PoolingOptions, found: Results) -> dict[str, Any]:

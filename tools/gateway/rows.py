@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -146,17 +147,27 @@ class Body(BaseModel):
     """Base class of request bodies. A number in a string is no number, and an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+    not_honoured: ClassVar[Mapping[str, str]] = {}
+    """Known fields that would change a score and cannot -> why; they may only be null or false."""
 
     @model_validator(mode="before")
     @classmethod
     def _only_known_fields(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
         known = [name for field, info in cls.model_fields.items() for name in _names(field, info.validation_alias)]
-        unknown = next((name for name in data if name not in known), None) if isinstance(data, dict) else None
-        if unknown is not None:
-            near = difflib.get_close_matches(unknown[:100], known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise ValueError(f"unknown field {reprlib.repr(unknown)}; {hint}")
-        return data
+        fields = {}
+        for name, value in data.items():
+            if name in cls.not_honoured:
+                if value is not None and value is not False:
+                    raise ValueError(f"{name} is {reprlib.repr(value)}, but {cls.not_honoured[name]}; leave it out")
+            elif name in known:
+                fields[name] = value
+            else:
+                near = difflib.get_close_matches(name[:100], known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+                raise ValueError(f"unknown field {reprlib.repr(name)}; {hint}")
+        return fields
 
 
 def _names(field: str, alias: Any) -> list[str]:
