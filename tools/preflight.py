@@ -64,7 +64,7 @@ def check_run(config: RunConfig) -> list[Prompt]:
     prompts = check_prompts(config)
     if starts_vllm(config):
         check_vllm(config)
-    problems = [*_missing_trackers(config), *_tokenizers(config), *_functions(config, prompts)]
+    problems = [*_tokenizers(config), *_functions(config, prompts)]
     problems += [*_environment(config, prompts), *_lora_targets(config)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -157,11 +157,6 @@ def _check_templates(config: RunConfig, prompts: str) -> None:
     for key, folder in folders.items():
         if problem := template_problem(folder):
             raise ConfigError(f"{key}: {problem}, or give the prompts in {prompts} as plain texts")
-
-
-def _missing_trackers(config: RunConfig) -> list[str]:
-    missing = [name for name in config.actor.trackers if importlib.util.find_spec(name) is None]
-    return [f"actor.trackers: {name} is not installed; pip install '.[{name}]', or remove it" for name in missing]
 
 
 def _tokenizers(config: RunConfig) -> Iterator[str]:

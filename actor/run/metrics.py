@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,7 +23,10 @@ from python_backend.monitoring.metrics import ACTOR, Exporter, Values
 from python_backend.monitoring.tracing import span
 from python_backend.store.jsonl import append_jsonl, drop_steps_from
 
-# Optional trackers: Weights & Biases and MLflow. A tracker that fails is disabled with a warning.
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
+# Optional trackers: those of accelerate. A tracker that fails is disabled with a warning.
 #
 # Their calls may wait for a network, so one thread makes all of them, in order: MLflow's active run belongs to a
 # thread.
@@ -31,87 +34,41 @@ from python_backend.store.jsonl import append_jsonl, drop_steps_from
 
 logger = logging.getLogger(__name__)
 PROJECT = "rlhf-on-triton"
-TABLE = "train_rollouts/table"
-MOST_PARAMS = 100  # of MLflow in one call
-MOST_PARAM = 500  # characters of one
+TEXTS_FILE = "rollouts.jsonl"
 FINISH_S = 120.0  # for what is still queued when a run ends
 MOST_PENDING = 1000  # calls that wait for a slow tracker; later ones are dropped
 
 
-class WandbTracker:
-    """A Weights & Biases run whose id is the run's identity, so that a resumed run continues it."""
-
-    def __init__(self, wandb: Any, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> None:
-        self._table = wandb.Table
-        self._run = wandb.init(project=PROJECT, id=run_id, name=run_id, dir=str(run_dir), resume="allow")
-        self._run.config.update(dict(settings), allow_val_change=True)  # at a resume, too
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log scalars of `step`."""
-        self._run.log(dict(metrics), step=step)
-
-    def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log these rows as a table; W&B joins the tables of all steps under one name."""
-        columns = columns_of(rows)
-        table = self._table(columns=columns, data=[[row.get(name) for name in columns] for row in rows])
-        self._run.log({TABLE: table}, step=rows[0]["step"])
-
-    def finish(self) -> None:
-        """Flush pending data and close the run."""
-        self._run.finish()
-
-
-def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the columns of all rows; not all have each, such as the error of a conversation."""
-    return [*dict.fromkeys(name for row in rows for name in row)]
-
-
-class MlflowTracker:
-    """An MLflow run; its tracking server is set by MLflow's own environment variables."""
-
-    def __init__(self, mlflow: Any, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> None:
-        self._mlflow = mlflow
-        mlflow.set_experiment(PROJECT)
-        mlflow.start_run(run_name=run_id)
-        shown = [(name, str(value)[:MOST_PARAM]) for name, value in settings.items()]
-        for first in range(0, len(shown), MOST_PARAMS):
-            mlflow.log_params(dict(shown[first : first + MOST_PARAMS]))
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log scalars of `step`."""
-        self._mlflow.log_metrics(dict(metrics), step=step)
-
-    def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log these rows as a table, one file per step: `log_table` would rewrite the run's whole table each time."""
-        columns = columns_of(rows)
-        table = {"columns": columns, "data": [[row.get(name) for name in columns] for row in rows]}
-        self._mlflow.log_dict(table, f"{TABLE}/{rows[0]['step']:08d}.json")
-
-    def finish(self) -> None:
-        """Close the run."""
-        self._mlflow.end_run()
-
-
-KINDS: dict[str, type[WandbTracker] | type[MlflowTracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}
+def _named(name: str, run_dir: Path, run_id: str) -> dict[str, Any]:
+    """Return the arguments that give a tracker's run the identity of ours, and continue it where it can be."""
+    by_name = {
+        "clearml": {"task_name": run_id},
+        "mlflow": {"run_name": run_id},
+        "swanlab": {"experiment_name": run_id},
+        "trackio": {"name": run_id, "resume": "allow"},
+        "wandb": {"name": run_id, "id": run_id, "resume": "allow", "dir": str(run_dir)},
+    }
+    return by_name.get(name, {})
 
 
 class Trackers:
     """All configured trackers; a tracker that fails is disabled, and the run continues."""
 
     def __init__(self, names: Sequence[str], run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> None:
-        """Start each tracker with the settings, as {`section.key`: value}. Raises RlhfError if one is not installed."""
-        self._open: dict[str, WandbTracker | MlflowTracker] = {}
+        """Start each with the settings, as {`section.key`: value}. Raises RlhfError if one cannot be imported."""
+        self._open: dict[str, GeneralTracker] = {}
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(MOST_PENDING)
         self._has_dropped = False
+        self._run_dir = run_dir
+        if names:
+            importlib.import_module("accelerate.tracking")
         for name in names:
             try:
-                module = importlib.import_module(name)
+                importlib.import_module(name)  # in this thread: what another one imports meanwhile would be incomplete
             except ImportError as error:
-                raise RlhfError(
-                    f"actor.trackers: {name} is not installed ({error}); pip install '.[{name}]', or remove it"
-                ) from error
-            start = functools.partial(self._start, name, module, run_dir, run_id, settings)
+                raise RlhfError(f"actor.trackers: {name} cannot be imported: {error}; repair or remove it") from error
+            start = functools.partial(self._start, name, run_id, settings)
             self._calls.put(functools.partial(self._try, name, start))
         # A daemon: a tracker that hangs must not keep a run that has failed from ending.
         self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
@@ -122,12 +79,19 @@ class Trackers:
         self._each(lambda tracker: tracker.log(metrics, step))
 
     def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log rows of (step, prompt, response, reward) to every tracker."""
-        self._each(lambda tracker: tracker.add_texts(rows))
+        """Log rows of (step, prompt, response, reward) to every tracker that has tables."""
+        columns = [*dict.fromkeys(name for row in rows for name in row)]  # some are of a few rows, such as the error
+        data = [[row.get(name) for name in columns] for row in rows]
+
+        def add(tracker: Any) -> None:
+            if hasattr(tracker, "log_table"):
+                tracker.log_table("train_rollouts/table", columns=columns, data=data, step=rows[0]["step"])
+
+        self._each(add)
 
     def finish(self) -> None:
         """Close every tracker, after all calls before; wait at most `FINISH_S` for that."""
-        self._calls.put(functools.partial(self._call, lambda tracker: tracker.finish()))
+        self._calls.put(functools.partial(self._call, self._finish))
         self._calls.put(None)
         self._thread.join(FINISH_S)
         if self._thread.is_alive():
@@ -137,17 +101,32 @@ class Trackers:
         while (call := self._calls.get()) is not None:
             call()
 
-    def _start(self, name: str, module: Any, *given: Any) -> None:
-        self._open[name] = KINDS[name](module, *given)
+    def _start(self, name: str, run_id: str, settings: Mapping[str, Any]) -> None:
+        from accelerate import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    def _each(self, do: Callable[[WandbTracker | MlflowTracker], None]) -> None:
+        PartialState()  # the trackers' log lines need it
+        kind: Any = LOGGER_TYPE_TO_CLASS[name]
+        folder = {"logging_dir": str(self._run_dir)} if kind.requires_logging_directory else {}
+        tracker = kind(PROJECT, **folder, **_named(name, self._run_dir, run_id))
+        tracker.start()
+        tracker.store_init_configuration(dict(settings))
+        self._open[name] = tracker
+
+    def _finish(self, tracker: Any) -> None:
+        texts = self._run_dir / TEXTS_FILE
+        if hasattr(tracker, "log_artifact") and texts.is_file():  # in place of a table
+            tracker.log_artifact(str(texts))
+        tracker.finish()
+
+    def _each(self, do: Callable[[GeneralTracker], None]) -> None:
         if self._room.acquire(blocking=False):
             self._calls.put(functools.partial(self._call, do))
         elif not self._has_dropped:
             self._has_dropped = True
             logger.warning("trackers are %d calls behind: some metrics are in metrics.jsonl only", MOST_PENDING)
 
-    def _call(self, do: Callable[[WandbTracker | MlflowTracker], None]) -> None:
+    def _call(self, do: Callable[[GeneralTracker], None]) -> None:
         for name, tracker in list(self._open.items()):
             self._try(name, functools.partial(do, tracker))
         self._room.release()
@@ -258,7 +237,7 @@ class MetricsLog:
         drop_steps_from(first_step, self._path)
         self._trackers = trackers
         self._exported = exported
-        self._texts_path = run_dir / "rollouts.jsonl"
+        self._texts_path = run_dir / TEXTS_FILE
         drop_steps_from(first_step, self._texts_path)
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 

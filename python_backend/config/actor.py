@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
@@ -34,6 +34,8 @@ from python_backend.config.fields import (
     Section,
 )
 from python_backend.config.optimizer import OptimizerSection
+
+Tracker: TypeAlias = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb"]
 
 # The parts of the YAML's `actor` section, one class per concern.
 
@@ -426,9 +428,9 @@ class ActorSection(Section):
     """Torch threads."""
     logged_texts: CountOrZero = 1
     """Responses per step logged to rollouts.jsonl and to the trackers' table of (step, prompt, response, reward)."""
-    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
-    """Experiment trackers that get the metrics in addition to metrics.jsonl and TensorBoard. Each must be installed and
-    is configured by its own environment variables."""
+    trackers: tuple[Tracker, ...] = ()
+    """Experiment trackers, those of accelerate, that get the settings and the metrics in addition to metrics.jsonl and
+    TensorBoard. Each must be installed and is configured by its own environment variables."""
     policy: PolicySection = PolicySection()
     prompts: PromptsSection = PromptsSection()
     generation: GenerationSection = GenerationSection()

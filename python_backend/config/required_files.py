@@ -1,6 +1,7 @@
 """Checks that the files named in a configuration exist and are usable, before anything slow starts."""
 
 import importlib
+import importlib.util
 import symtable
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -184,6 +185,9 @@ def _of_actor(config: RunConfig) -> dict[str, str | None]:
         )
     if actor.validation.prompts is not None and actor.validation.size:
         problems["actor.validation.prompts"] = _of_prompts(actor.validation.prompts)
+    if lacking := [name for name in actor.trackers if importlib.util.find_spec(name) is None]:
+        install = f"pip install {' '.join(lacking)} 'numpy<2' 'protobuf<5'"
+        problems["actor.trackers"] = f"{' and '.join(lacking)} is not installed; {install}, or remove it"
     own = {"report": config.report} if config.report else {}
     problems |= _of_functions(actor.algorithm.own_functions | own)
     return problems | missing_packages("actor.policy", actor.policy, "actor.optimizer", actor.optimizer.kind)

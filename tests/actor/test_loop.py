@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.tracking import MLflowTracker
 from live_system import TEXTS, Checkpoints, make_run, validations_of
 from test_recorder import TinyPolicy
 from tiny_tokenizers import make_text_tokenizer, save_chat_policy
@@ -1143,10 +1144,9 @@ def noted(function: Callable[..., Any], callers: set[int]) -> Callable[..., Any]
 
 def test_the_loop_is_never_blocked_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rows, width, callers = 512, 256, set[int]()
-    mlflow = types.ModuleType("mlflow")
-    for name in ("set_experiment", "start_run", "log_metrics", "log_dict", "end_run"):
-        setattr(mlflow, name, lambda *_, **__: callers.add(threading.get_ident()))
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))
+    for name in ("start", "store_init_configuration", "log", "log_artifact", "finish"):
+        monkeypatch.setattr(MLflowTracker, name, lambda *_, **__: callers.add(threading.get_ident()))
     for module, name in ((os, "fsync"), (actor.algorithms.batch, "distinct_bigrams")):
         monkeypatch.setattr(module, name, noted(getattr(module, name), callers))
     policy, update = InstantPolicy(width), types.SimpleNamespace(run=lambda batch, **_: {})

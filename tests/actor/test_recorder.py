@@ -12,11 +12,12 @@ import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from live_system import Checkpoints, make_run
 from safetensors.torch import load_file, save_file
 
@@ -33,6 +34,7 @@ from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.client.errors import RequestFailed
 from python_backend.client.retry import RequestCounters
 from python_backend.config import ActorSection, ConfigError, PolicySection, RunConfig, load_config
+from python_backend.config.actor import Tracker
 from python_backend.config.environment import EnvironmentSection
 from python_backend.errors import RlhfError
 from python_backend.store.jsonl import read_jsonl
@@ -708,24 +710,58 @@ def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path):
     assert [(line["step"], line["a"]) for line in read_jsonl(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 30)]
 
 
-# ---- trackers: neither package is a dependency, so stand-ins with the calls that theirs document replace them ----
+# ---- trackers: no package of theirs is a dependency, so accelerate's classes for two of them are replaced ----
+
+
+class Recorded(GeneralTracker):
+    """Adds its calls to `calls`."""
+
+    requires_logging_directory = False
+    calls: list[tuple[Any, ...]]
+
+    def __init__(self, project: str, **options: Any) -> None:
+        super().__init__()
+        self._say("init", project, options)
+
+    @property
+    def tracker(self) -> None:
+        """Nothing: no package is behind it."""
+
+    def _say(self, what: str, *values: Any) -> None:
+        self.calls.append((f"{self.name}.{what}", *values))
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._say("settings", values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self._say("log", values, step)
+
+    def finish(self) -> None:
+        self._say("finish")
+
+
+class WithTable(Recorded):
+    name = "wandb"
+
+    def log_table(self, name: str, columns: list[str], data: list[list[Any]], step: int) -> None:
+        self._say("table", name, columns, data, step)
+
+
+class WithArtifact(Recorded):
+    name = "mlflow"
+
+    def log_artifact(self, path: str) -> None:
+        self._say("artifact", path)
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Calls of both packages, in order."""
+    """Calls of both trackers, in order."""
     calls: list[tuple[Any, ...]] = []
-
-    def noted(name: str, result: Any = None) -> Callable[..., Any]:
-        return lambda *given, **named: (calls.append((name, *given, *named.values())), result)[1]
-
-    config = types.SimpleNamespace(update=noted("wandb.config"))
-    run = types.SimpleNamespace(log=noted("wandb.log"), finish=noted("wandb.finish"), config=config)
-    wandb = types.SimpleNamespace(Table=lambda columns, data: (columns, data), init=noted("wandb.init", run))
-    names = ("set_experiment", "start_run", "log_params", "log_metrics", "log_dict", "end_run")
-    mlflow = types.SimpleNamespace(**{name: noted(f"mlflow.{name}") for name in names})
-    for name, module in (("wandb", wandb), ("mlflow", mlflow)):
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(Recorded, "calls", calls, raising=False)
+    for kind in (WithTable, WithArtifact):
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, kind.name, kind)
+        monkeypatch.setitem(sys.modules, kind.name, types.ModuleType(kind.name))
     return calls
 
 
@@ -744,45 +780,48 @@ def test_both_trackers_receive_what_the_files_hold(said: list[tuple[Any, ...]], 
     rows[0].append(None)
     log.add_texts([])
     log.close()
-    point, table = {"train_rollouts/rewards": 0.5}, {"columns": columns, "data": rows}  # no histogram: TensorBoard's
+    point = {"train_rollouts/rewards": 0.5}  # no histogram: TensorBoard's
+    named = {"id": "my-run", "name": "my-run", "resume": "allow", "dir": str(tmp_path)}
     assert said == [
-        ("wandb.init", "rlhf-on-triton", "my-run", "my-run", str(tmp_path), "allow"),
-        ("wandb.config", {"actor.steps": 3}, True),
-        ("mlflow.set_experiment", "rlhf-on-triton"),
-        ("mlflow.start_run", "my-run"),
-        ("mlflow.log_params", {"actor.steps": "3"}),
+        ("wandb.init", "rlhf-on-triton", named),
+        ("wandb.settings", {"actor.steps": 3}),
+        ("mlflow.init", "rlhf-on-triton", {"run_name": "my-run"}),
+        ("mlflow.settings", {"actor.steps": 3}),
         ("wandb.log", point, 1),
-        ("mlflow.log_metrics", point, 1),
-        ("wandb.log", {"train_rollouts/table": (columns, rows)}, 1),
-        # No log_table: it reads and writes all rows of the run each time.
-        ("mlflow.log_dict", table, "train_rollouts/table/00000001.json"),
+        ("mlflow.log", point, 1),
+        ("wandb.table", "train_rollouts/table", columns, rows, 1),
         ("wandb.finish",),
-        ("mlflow.end_run",),
+        ("mlflow.artifact", str(tmp_path / "rollouts.jsonl")),
+        ("mlflow.finish",),
     ]
     assert [list(line.values()) for line in read_jsonl(tmp_path / "rollouts.jsonl")] == [rows[0][:-1], rows[1]]
     MetricsLog(tmp_path, first_step=1, trackers=Trackers([], tmp_path, "", {})).close()  # a run that repeats step 1
     assert read_jsonl(tmp_path / "rollouts.jsonl") == []
 
 
-def test_a_tracker_that_is_not_installed_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_tracker_that_cannot_be_imported_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(RlhfError, match=r"actor\.trackers: wandb is not installed .*pip install '\.\[wandb\]'"):
+    with pytest.raises(RlhfError, match=r"actor\.trackers: wandb cannot be imported: .*; repair or remove it"):
         Trackers(["wandb"], tmp_path, "run", {})
 
 
+def test_the_trackers_of_a_yaml_are_those_of_accelerate():
+    assert {*get_args(Tracker), "tensorboard"} == LOGGER_TYPE_TO_CLASS.keys()
+
+
 def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(
-    said: list[tuple[Any, ...]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    said: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    def refuse(metrics: dict[str, float], step: int) -> None:
+    def refuse(self: Recorded, values: dict[str, float], step: int) -> None:
         raise ConnectionError("the tracking server is away")
 
-    sys.modules["mlflow"].log_metrics = refuse  # type: ignore[attr-defined]
+    monkeypatch.setattr(WithArtifact, "log", refuse)
     trackers = Trackers(["mlflow", "wandb"], tmp_path, "run", {})
     for step in (1, 2):
         trackers.log({"x": 1.0}, step)
     trackers.finish()
     assert [call[2] for call in said if call[0] == "wandb.log"] == [1, 2]
-    assert ("mlflow.end_run",) not in said
+    assert ("mlflow.finish",) not in said
     (message,) = caplog.messages
     assert message.startswith("mlflow is disabled, metrics.jsonl still has all metrics: ConnectionError: the tracking")
 
@@ -795,13 +834,13 @@ def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
     monkeypatch.setattr("actor.run.metrics.FINISH_S", 0.1)
     hanging, answer, threads = threading.Event(), threading.Event(), list[threading.Thread]()
 
-    def hang(metrics: dict[str, float], step: int) -> None:
+    def hang(self: Recorded, values: dict[str, float], step: int) -> None:
         threads.append(threading.current_thread())
         hanging.set()
         answer.wait(120)
-        said.append(("mlflow.log_metrics", step))
+        said.append(("mlflow.log", step))
 
-    sys.modules["mlflow"].log_metrics = hang  # type: ignore[attr-defined]
+    monkeypatch.setattr(WithArtifact, "log", hang)
     trackers = Trackers(["mlflow"], tmp_path, "run", {})
     for step in range(6):
         trackers.log({"x": 1.0}, step)  # returns at once
@@ -813,5 +852,5 @@ def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
     assert threads[0].daemon
     answer.set()
     threads[0].join(120)
-    assert said[2:] == [*(("mlflow.log_metrics", step) for step in range(4)), ("mlflow.end_run",)]
+    assert said[2:] == [*(("mlflow.log", step) for step in range(4)), ("mlflow.finish",)]
     assert set(threads) == {threads[0]}

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import io
 import json
-import ssl
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from python_backend.client.client import TritonClient
 from python_backend.config import ClientSection, GatewaySection
 from python_backend.wire.contract import REWARD_MODEL
 from tools.gateway.app import create_app
-from tools.gateway.command import bounded
+from tools.gateway.command import bounded, close_silent
 from tools.gateway.scoring import ROWS_PER_REQUEST
 
 DTYPES = {"INT64": np.int64, "INT32": np.int32}
@@ -167,18 +166,18 @@ async def gateway(
     server = uvicorn.Server(bounded(app, section))
     bound = server.config.bind_socket()
     task = asyncio.create_task(server.serve([bound]))
+    silent = asyncio.create_task(close_silent(server.server_state.connections))
     patch = pytest.MonkeyPatch()
     patch.setattr("tools.gateway.scoring.ROWS_PER_REQUEST", rows_per_request)
     try:
         while not server.started:
             assert not task.done(), task.result()
             await asyncio.sleep(0.001)
-        scheme = "https" if section.tls_certificate else "http"
-        context = ssl.create_default_context(cafile=section.tls_certificate)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as session:
-            yield Caller(f"{scheme}://127.0.0.1:{bound.getsockname()[1]}", session)
+        async with aiohttp.ClientSession() as session:
+            yield Caller(f"http://127.0.0.1:{bound.getsockname()[1]}", session)
     finally:
         patch.undo()
+        silent.cancel()
         server.should_exit = True
         await task
         bound.close()
