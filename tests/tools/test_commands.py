@@ -131,7 +131,7 @@ COMPLETIONS = [
     ("weights list --model ", {"critic", "reward"}, {"list"}),
     ("bench trl --r", {"--rounds", "--report-only"}, {"--quick"}),
     ("run --config ", {"my.yaml", "folder/"}, {"notes.txt"}),
-    ("run --device-gib ", set(), {"my.yaml", "notes.txt"}),
+    ("export --step ", set(), {"my.yaml", "notes.txt"}),
     ("run --config my.yaml trainer.publish.", {"trainer.publish.keep="}, {"trainer.lr=", "trainer.publish="}),
 ]
 
