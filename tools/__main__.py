@@ -19,7 +19,7 @@ COMMANDS = {
     "init": ("tools.init", "write an environment of agents, its test, prompts and YAML, for you to change"),
     "import": (
         "tools.import_checkpoint",
-        "inspect models, convert pickled weights, merge adapters, and write YAML sections",
+        "inspect models, convert pickled weights, and write YAML sections",
     ),
     "export": ("tools.export", "write a checkpoint of the policy as a Hugging Face folder or as a PEFT adapter"),
     "weights": ("tools.weights", "manage the weights versions of critic and reward model: list, publish, rollback …"),

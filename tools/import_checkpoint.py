@@ -41,13 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ((role, source),) = given.items()
         convert_pickled(source, arguments.convert)
         setattr(arguments, role, arguments.convert)
-    if arguments.merge is not None:
-        from python_backend.models.modeling import quiet_transformers  # torch: not for --help
-        from tools.merge_adapter import merge_reward_adapter
-
-        quiet_transformers()
-        merge_reward_adapter(arguments.reward, arguments.base, arguments.merge)
-        arguments.reward = arguments.merge
     models = (arguments.reward, arguments.critic, arguments.policy)
     text = import_checkpoints(*models, arguments.overrides, try_out=not arguments.no_load)
     if arguments.out is None:
@@ -71,10 +64,6 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
         parser.error("give --reward PATH, --critic PATH, --policy PATH, or --reward PATH --critic from-reward")
     if arguments.convert is not None and len(given) > 1:
         parser.error("--convert converts one folder: give one of --reward PATH, --critic PATH and --policy PATH")
-    if arguments.merge is not None and arguments.reward is None:
-        parser.error("--merge needs --reward PATH, the folder of the adapter")
-    if arguments.base is not None and arguments.merge is None:
-        parser.error("--base needs --merge FOLDER")
     if arguments.out is not None and arguments.out.exists():
         parser.error(f"{arguments.out} already exists; choose another file")
     if arguments.out is not None and not arguments.out.parent.is_dir():
@@ -270,12 +259,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--policy", type=Path, metavar="PATH", help="folder of the policy")
     parser.add_argument(
         "--convert", type=Path, metavar="FOLDER", help="the weights are pickled: write them here as safetensors first"
-    )
-    parser.add_argument(
-        "--merge", type=Path, metavar="FOLDER", help="the reward model is a PEFT adapter: write it here, merged, first"
-    )
-    parser.add_argument(
-        "--base", type=Path, metavar="PATH", help="with --merge: folder of the adapter's model; default: as it says"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the YAML here; default: print it")
     parser.add_argument("--no-load", action="store_true", help="only inspect the files; do not load the models")
