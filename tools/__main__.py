@@ -15,7 +15,6 @@ from tools.arguments import SHELL_ASKS, command_to_complete
 COMMANDS = {
     "run": ("tools.run", "do a whole run: server, critic sidecar (if the algorithm has a critic), actor, report"),
     "serve": ("tools.serve", "run the server only, until Ctrl-C"),
-    "render": ("tools.render_configs", "render the model repository from the YAML; --check only compares"),
     "init": ("tools.init", "write an environment of agents, its test, prompts and YAML, for you to change"),
     "import": (
         "tools.import_checkpoint",

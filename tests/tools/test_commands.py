@@ -43,7 +43,6 @@ CONFIG = ["--config", "{folder}/none.yaml"]
 ERRORS = {  # a command that starts, and cannot do what it was started for
     "run": CONFIG,
     "serve": CONFIG,
-    "render": CONFIG,
     "weights": ["list", *CONFIG],
     "gateway": CONFIG,
     "status": CONFIG,
