@@ -1,7 +1,7 @@
-"""`python -m tools.unpickle`: the process that `tools import --convert` lets read pickled weights, with limited memory.
+"""`python -m tools.unpickle`: the process that reads pickled weights for `tools init models --convert`.
 
-Reads each file with torch's weights-only loader, without allowed extras, and writes its tensors as safetensors. Prints
-JSON lines: what it does (`say`), and why it gave up (`error`).
+Its memory is limited. Reads each file with torch's weights-only loader, without allowed extras, and writes its tensors
+as safetensors. Prints JSON lines: what it does (`say`), and why it gave up (`error`).
 """
 
 import itertools

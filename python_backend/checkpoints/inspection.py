@@ -264,7 +264,7 @@ def _check_contents(folder: Path) -> None:
         pickled = next((file.name for file in pickles(folder)), None)
         why = (
             f"it contains only pickled weights ({pickled}), which could run code when loaded; convert them with "
-            "`python -m tools import --reward FOLDER --convert NEW_FOLDER` (--critic or --policy for such a model)"
+            "`python -m tools init models --reward FOLDER --convert NEW_FOLDER` (--critic or --policy for such a model)"
             if pickled
             else "it contains no weights"
         )
@@ -370,7 +370,7 @@ def reward_head(info: CheckpointInfo) -> Head:
     if info.head is None and (pickled := pickles(info.folder)):
         raise CheckpointError(
             f"{info.folder} has no head among its weights, but {', '.join(file.name for file in pickled)} may be one; "
-            "convert it with `python -m tools import --reward FOLDER --convert NEW_FOLDER`"
+            "convert it with `python -m tools init models --reward FOLDER --convert NEW_FOLDER`"
         )
     check_pickles(info.folder)
     others = may_be_head(info.tensors, info.vocab_size) if info.head is None else []
@@ -404,7 +404,7 @@ def check_pickles(folder: Path) -> None:
     if unread := [file.name for file in pickles_beside(folder)]:
         raise CheckpointError(
             f"{folder}: {', '.join(unread)} beside the weights may have a part of the model, such as its head, and is "
-            "not read; convert it with `python -m tools import --reward FOLDER --convert NEW_FOLDER` if it is a "
+            "not read; convert it with `python -m tools init models --reward FOLDER --convert NEW_FOLDER` if it is a "
             "file of torch's, or remove it"
         )
 

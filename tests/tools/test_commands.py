@@ -46,11 +46,10 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
     "weights": ["list", *CONFIG],
     "gateway": CONFIG,
     "status": CONFIG,
-    "import": ["--reward", "{folder}", "--no-load"],
     "bench": ["trl", "--report-only", "{folder}"],
     "report": ["{folder}/none"],
     "export": ["{folder}"],
-    "init": ["environment", "{folder}/x"],
+    "init": ["models", "--reward", "{folder}", "--no-load"],
 }
 BASH = """\
 eval "$REGISTRATION"

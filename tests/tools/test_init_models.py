@@ -1,4 +1,4 @@
-"""`python -m tools import`: what it says, writes and refuses."""
+"""`python -m tools init models`: what it says, writes and refuses."""
 
 import json
 import os
@@ -29,14 +29,17 @@ from python_backend.config import RewardSection, load_config
 from python_backend.config.labels import attribute_weights
 from python_backend.config.sections import Standardization
 from python_backend.models.modeling import load_reward
-from tools import convert_pickled, unpickle
-from tools.import_checkpoint import main
+from tools import convert_pickled, init, unpickle
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # from peft
     pytest.mark.filterwarnings("ignore:(Unsupported layer type|Setting `save_embedding):UserWarning"),
 ]
 ROWS = [np.asarray([5, 9, 7]), np.asarray([11, 4, 8, 6, 3])]
+
+
+def main(arguments: list[str]) -> int:
+    return init.main(["models", *arguments])
 
 
 def save_tokenizer(folder: Path, *words: str) -> None:
