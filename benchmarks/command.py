@@ -23,7 +23,6 @@ BENCHMARKS = {
         "what reloads cost clients, and the time until a version is served",
     ),
     "trl": ("benchmarks.trl", "GRPO, RLOO and PPO training steps, compared with TRL"),
-    "memory": ("benchmarks.memory", "memory that the dry run predicts, compared with the measured peak"),
     "gpu": ("benchmarks.gpu", "whether everything works on this machine's GPU, and how fast it is there"),
 }
 

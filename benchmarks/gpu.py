@@ -24,14 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from actor.data.rollout import Prompt
+from actor.algorithms.method import Method
+from actor.data.rollout import PPOBatch, Prompt
 from actor.policy.policy import Policy
-from benchmarks import memory
-from benchmarks.measurement import Option, Record, Result, Target, timed
-from benchmarks.workload import SIZES, make_trace, noise_payload, trace_lengths
+from actor.policy.update import PolicyUpdate
+from benchmarks.measurement import Option, Record, Result, Target, peak_rss_bytes, timed
+from benchmarks.workload import SIZES, make_checkpoint, make_trace, noise_payload, trace_lengths, trace_tokenizer
 from python_backend.config import RunConfig
 from python_backend.models.batching import padded_rows
-from python_backend.models.modeling import load_reward, quiet_transformers
+from python_backend.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
 from python_backend.store.jsonl import append_jsonl, read_jsonl
 from python_backend.store.weights import WeightsStore
 from python_backend.wire import contract
@@ -50,6 +51,7 @@ FP32_ERROR = 1e-3  # standard deviations of the scores
 MOST_BF16_ERROR = 2.0  # times transformers' own
 MOST_SWAP_MEMORY = 1.2  # times the weights, beside those that are served
 BAD_EVERY = 8  # requests
+PROMPT = 96  # tokens
 LORA = {"lora_rank": 16, "gradient_checkpointing": True}
 Found = Iterator[Target]
 
@@ -65,7 +67,6 @@ PARTS = {  # functions of this module, and the most seconds of each
     "tritonserver": 60,
     "swap": 60,
     "ppo_step": 90,
-    "planner": 120,
     "mixed_requests": 60,
 }
 OPTIONS = {
@@ -163,20 +164,49 @@ class Job:
     tests: str = "tests/device"
     """Arguments of pytest, which runs the tests of the device code."""
 
-    def config(self, model: str = "", *, dtype: str = "bfloat16", **others: Any) -> RunConfig:
+    def config(
+        self,
+        model: str = "",
+        *,
+        dtype: str = "bfloat16",
+        trained: Mapping[str, Any] = {},
+        rows: int = 8,
+        max_new_tokens: int = 160,
+        algorithm: str = "ppo",
+    ) -> RunConfig:
         """Return a run with models of this size on the device, after making their checkpoints if they are missing.
 
-        Reward, critic, policy and trainer compute in `dtype`; `others`: further arguments of `memory.config_of`.
+        Args:
+            dtype: in which reward, critic, policy and trainer compute.
+            trained: further settings of policy and critic trainer.
+            rows: responses of a rollout, all generated at once, and all in one minibatch.
         """
         folder = Path(self.scratch) / (model or ("tiny" if self.small else "1b"))
         if not folder.is_dir():
-            kinds = ("reward",) if model == HUGE else memory.KINDS
-            memory.make_checkpoints(folder.name, folder.with_suffix(".new"), device=self.device, kinds=kinds)
+            make_checkpoints(folder.name, folder.with_suffix(".new"), self.device)
             folder.with_suffix(".new").rename(folder)
-        served = {"device": self.device, "dtype": dtype}
-        trained = {"device": self.device, "precision": dtype, **others.pop("trained", {})}
         budget = 1024 if self.small else 16_384
-        return memory.config_of(folder, budget, served=served, trained=trained, **others)
+        scoring = {"device": self.device, "dtype": dtype, "workers": 1, "threads": 1, "token_budget": budget}
+        training = {"device": self.device, "precision": dtype, "token_budget": budget, **trained}
+        return RunConfig.model_validate(
+            {
+                "run": {"dir": folder / "run", "share_cards": True},
+                "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
+                "reward": {"model": folder / "reward", **scoring},
+                "critic": {"model": folder / "critic", **scoring},
+                "trainer": {"global_batch_size": rows, **training},
+                "actor": {
+                    "rollout_size": rows,
+                    "algorithm": {"name": algorithm},
+                    "policy": {"model": folder / "policy", **training},
+                    "prompts": {"max_tokens": PROMPT},
+                    "generation": {"max_new_tokens": max_new_tokens, "batch_size": rows},
+                    "kl": {"coef": 0.0},
+                    "update": {"minibatch_size": rows},
+                    "validation": {"size": 0},
+                },
+            }
+        )
 
     @property
     def num_scored(self) -> int:
@@ -188,6 +218,39 @@ class Job:
         size = 256 if self.small else 16_384
         one, other = (torch.randn(size, size, device=self.device).bfloat16() for _ in range(2))
         return 2.0 * size**3 / min(timed(lambda: (one @ other)[0, 0].item())[0] for _ in range(4))
+
+
+def make_checkpoints(model: str, folder: Path, device: str) -> None:
+    """Write a reward model with random weights, and unless it is huge a policy and a critic of the reward's weights."""
+    make_checkpoint(SIZES[model], folder / "reward", "reward", device=device)
+    if model == HUGE:
+        return
+    make_checkpoint(SIZES[model], folder / "policy", "policy", device=device)
+    (folder / "critic").mkdir()
+    save_critic(load_critic(folder / "reward"), folder / "critic")  # as its versions are stored
+    trace_tokenizer().save_pretrained(folder / "critic")
+
+
+def batch_of(tokens: Any, lengths: Any) -> PPOBatch:
+    """Return a training batch of `tokens` `[B, S]` whose rows have prompts of `PROMPT` tokens; all advantages are 1."""
+    weights = torch.zeros(tokens.shape[0], tokens.shape[1] - 1)
+    weights[:, PROMPT - 1 :] = 1.0
+    zeros = torch.zeros_like(weights)
+    return PPOBatch(tokens, lengths, weights, weights, zeros, None, weights, zeros, zeros, None)
+
+
+def reset_peak(device: str) -> int:
+    """Set the peak of `peak_bytes` to what is allocated now; return that."""
+    if device == "cpu":
+        Path("/proc/self/clear_refs").write_text("5")
+        return peak_rss_bytes()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def peak_bytes(device: str) -> int:
+    """Return the largest memory of this process: that of its tensors on a GPU, or all of it on the CPU."""
+    return peak_rss_bytes() if device == "cpu" else torch.cuda.max_memory_allocated(device)
 
 
 def environment(job: Job) -> Found:
@@ -292,7 +355,7 @@ def swap(job: Job) -> Found:
             return list(threads.map(lambda row: timed(lambda: send([row])), make_trace(32)))
 
         replies()
-        quiet, before = replies(), memory.reset_peak(job.device)
+        quiet, before = replies(), reset_peak(job.device)
         start = time.perf_counter()
         store.set_current(version)
         during = replies()
@@ -303,7 +366,7 @@ def swap(job: Job) -> Found:
     yield Target("slowest request during the swap, ms", 1e3 * max(seconds for seconds, _ in during))
     if job.device == "cuda":
         weights = (config.critic.model / "model.safetensors").stat().st_size / 2  # bfloat16 of float32
-        more = (memory.peak_bytes(job.device) - before) / weights
+        more = (peak_bytes(job.device) - before) / weights
         limit = None if job.small else MOST_SWAP_MEMORY  # beside a tiny model, requests need more
         yield Target("most memory beside the served version, times its weights", more, None, limit)
 
@@ -314,17 +377,17 @@ def ppo_step(job: Job) -> Found:
     config = job.config(trained=LORA, rows=num_rows, max_new_tokens=longest)
     torch.manual_seed(0)
     policy = Policy.of(config.actor)
-    policy_update = memory.policy_update(config, policy)
+    policy_update = PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
     reward = load_reward(config.reward.model, device=job.device, dtype=config.reward.dtype)
     critic_update = CriticUpdate(build_critic(config.critic.model, config.trainer, seed=0), config.trainer)
-    prompts = [Prompt(str(i), "", np.full(memory.PROMPT, 5 + i)) for i in range(num_rows)]
+    prompts = [Prompt(str(i), "", np.full(PROMPT, 5 + i)) for i in range(num_rows)]
     found: dict[str, Target] = {}
 
     def phase(name: str, do: Callable[..., Any], *arguments: Any, **others: Any) -> Any:
-        memory.reset_peak(job.device)
+        reset_peak(job.device)
         # `item` waits for the kernels that are still queued.
         seconds, (result, _) = timed(lambda: (do(*arguments, **others), torch.zeros(1, device=job.device).item()))
-        found[name] = Target(f"{name}, s", seconds, detail=f"peak {memory.peak_bytes(job.device) / 2**30:.1f} GiB")
+        found[name] = Target(f"{name}, s", seconds, detail=f"peak {peak_bytes(job.device) / 2**30:.1f} GiB")
         return result
 
     for _ in range(2):
@@ -335,7 +398,7 @@ def ppo_step(job: Job) -> Found:
         phase("log-probs", policy.logprobs, rollout)
         phase("log-probs of the reference", policy.logprobs, rollout, reference=True)
         report = phase("critic's update", critic_update.train, noise_payload(rows), lambda _: None)
-        batch = memory.batch_of(rollout.tokens, rollout.lengths)
+        batch = batch_of(rollout.tokens, rollout.lengths)
         metrics = phase("policy's update", policy_update.run, batch, seed=0, kl_coef=0.0)
     yield from found.values()
     tokens, new = int(rollout.lengths.sum()), int((rollout.lengths - rollout.prompt_lengths).sum())
@@ -344,19 +407,6 @@ def ppo_step(job: Job) -> Found:
     yield Target("decoding, tokens/s", new / (found["generation"].value or 1.0), detail=f"{num_rows} responses at once")
     yield Target("critic's loss", report.loss_mean, 1e-6)
     yield Target("norm of the policy's gradient", metrics["train_optim/grad_norm"], 1e-6)
-
-
-def planner(job: Job) -> Found:
-    """The dry run's memory against the peak."""
-    out = Path(job.scratch) / "planner"
-    options = ["--models", "2m" if job.small else "1b", "--device", job.device]
-    subprocess.run(
-        [sys.executable, "-m", "tools", "bench", "memory", "--out", str(out), *options], cwd=ROOT, check=True
-    )
-    low, high = (None, None) if job.small else (1 - memory.NEAR, 1 + memory.NEAR)
-    for row in json.loads((out / "result.json").read_text())["summary"]:
-        detail = f"{row['planned_mb'] / 1e3:.3g} / {row['peak_mb'] / 1e3:.3g} GB"
-        yield Target(f"{row['role']}: planned / peak", row["planned / peak"], low, high, detail)
 
 
 def mixed_requests(job: Job) -> Found:

@@ -5,7 +5,6 @@ RlhfError                    the user can fix it; the message names what is wron
   PromptError                a prompt file
   CheckpointError            a model's folder
     DamagedCheckpoint        a checkpoint that does not match its checksums
-  PlanError                  the run does not fit a device
   ContractError              a request's field and value
   BadMessages                a conversation that is none
   FunctionError              a reward function, loss or advantage

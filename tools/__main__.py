@@ -15,12 +15,7 @@ from tools.arguments import SHELL_ASKS, command_to_complete
 COMMANDS = {
     "run": ("tools.run", "do a whole run: server, critic sidecar (if the algorithm has a critic), actor, report"),
     "serve": ("tools.serve", "run the server only, until Ctrl-C"),
-    "render": ("tools.render_configs", "render the model repository from the YAML; --check only compares"),
-    "init": ("tools.init", "write an environment of agents, its test, prompts and YAML, for you to change"),
-    "import": (
-        "tools.import_checkpoint",
-        "inspect models, convert pickled weights, merge adapters, and write YAML sections",
-    ),
+    "init": ("tools.init", "write the YAML of your models, which it tries and converts, or an environment of agents"),
     "export": ("tools.export", "write a checkpoint of the policy as a Hugging Face folder or as a PEFT adapter"),
     "weights": ("tools.weights", "manage the weights versions of critic and reward model: list, publish, rollback …"),
     "gateway": ("tools.gateway.command", "serve rewards to OpenRLHF, slime, TRL, verl and clients of vLLM over HTTP"),

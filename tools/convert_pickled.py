@@ -10,6 +10,7 @@ from python_backend.checkpoints.inspection import (
     ADAPTER_FILE,
     CONFIG_FILE,
     INDEX_FILE,
+    ONLY_ADAPTER,
     WEIGHTS_FILE,
     CheckpointError,
     head_files,
@@ -22,8 +23,6 @@ from python_backend.process import how_ended
 from python_backend.store.durable import make_folder, read_json, write_folder
 from python_backend.workers.process import interpreter
 
-ADAPTER_WEIGHTS = "adapter_model"
-WEIGHTS_STEM = "model"
 PICKLED_FILE, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # What a checkpoint has beside its weights: configuration, tokenizer, template, model card.
 KEPT = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
@@ -42,14 +41,15 @@ def convert_pickled(source: Path, out: Path) -> None:
     if out.exists():
         raise CheckpointError(f"--convert: {out} already exists; choose another folder")
     folder = source.parent if source.is_file() else source
+    if (folder / ADAPTER_FILE).is_file():
+        raise CheckpointError(f"{folder} {ONLY_ADAPTER}")
     weights = [source] if source.is_file() else _weights_in(folder)
     heads = _heads_beside(source, folder, weights)
-    is_adapter = weights[0].stem == ADAPTER_WEIGHTS
     if weights[0].suffix == ".safetensors" and not heads:
         raise CheckpointError(f"{folder} has nothing to convert: its weights are safetensors; use it as it is")
-    if not (folder / (ADAPTER_FILE if is_adapter else CONFIG_FILE)).is_file():
+    if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(
-            f"{folder} has no {ADAPTER_FILE if is_adapter else CONFIG_FILE}; copy it and the tokenizer's files there "
+            f"{folder} has no {CONFIG_FILE}; copy it and the tokenizer's files there "
             "from the model that this one was trained from, then convert again"
         )
     make_folder(out.parent)
@@ -60,13 +60,8 @@ def convert_pickled(source: Path, out: Path) -> None:
         )
 
     def fill(staging: Path) -> None:
-        if is_adapter:  # peft reads one file, and no head from it but those of `modules_to_save`
-            _unpickle(staging, ADAPTER_WEIGHTS, weights, [])
-            for file in heads:
-                _unpickle(staging, file.stem, [file], [])
-        else:
-            _unpickle(staging, WEIGHTS_STEM, weights, heads)
-            _check_index(folder, staging)
+        _unpickle(staging, weights, heads)
+        _check_index(folder, staging)
         for file in _kept(folder, weights):
             shutil.copyfile(file, staging / file.name)
         if (folder / TEMPLATES).is_dir():
@@ -79,12 +74,8 @@ def _weights_in(folder: Path) -> list[Path]:
     """Return the files of a checkpoint's weights, pickled or not. Raises CheckpointError if they are not clear."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist; give the folder of a checkpoint, or its file of weights")
-    is_adapter = (folder / ADAPTER_FILE).is_file()
-    names = [f"{ADAPTER_WEIGHTS}.safetensors", f"{ADAPTER_WEIGHTS}.bin"] if is_adapter else []
-    found = next(
-        (name for name in [*names, WEIGHTS_FILE, INDEX_FILE, PICKLED_FILE, PICKLED_INDEX] if (folder / name).is_file()),
-        None,
-    )
+    names = (WEIGHTS_FILE, INDEX_FILE, PICKLED_FILE, PICKLED_INDEX)
+    found = next((name for name in names if (folder / name).is_file()), None)
     if found is None:
         files = pickles(folder)
         if len(files) != 1:
@@ -133,10 +124,10 @@ def _kept(folder: Path, weights: list[Path]) -> list[Path]:
     ]
 
 
-def _unpickle(folder: Path, stem: str, weights: list[Path], heads: list[Path]) -> None:
+def _unpickle(folder: Path, weights: list[Path], heads: list[Path]) -> None:
     """Let `tools.unpickle` write the weights into `folder`, and print what it says."""
     files = [json.dumps([str(file.absolute()) for file in group]) for group in (weights, heads)]
-    command = [interpreter(), "-m", "tools.unpickle", str(os.getpid()), str(folder.absolute()), stem, *files]
+    command = [interpreter(), "-m", "tools.unpickle", str(os.getpid()), str(folder.absolute()), *files]
     errors: list[str] = []
     # A session of its own, so that Ctrl-C reaches this process alone, which then ends that one.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:

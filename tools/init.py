@@ -1,4 +1,4 @@
-"""`python -m tools init environment NAME`: writes an environment that trains, for you to change."""
+"""`python -m tools init`: writes the YAML of your models, or an environment that trains, for you to change."""
 
 import argparse
 import json
@@ -16,18 +16,41 @@ NUM_PROMPTS = 16
 
 @reporting
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the files into the current folder; return 0, or 2 after an error."""
-    parser = argparse.ArgumentParser(description="Write an environment of agents, its test, prompts and YAML.")
-    parser.add_argument("what", choices=("environment",), help="what to write")
-    parser.add_argument("name", help="name of the files, such as my_game")
-    parser.add_argument(
+    """Write what is asked for; return 0, or 2 after an error."""
+    parser = argparse.ArgumentParser(description="Write a YAML for your models, or an environment of agents.")
+    kinds = parser.add_subparsers(dest="what", required=True)
+    models = kinds.add_parser("models", help="inspect models, try them, convert pickled weights, and write their YAML")
+    models.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="key of the sections, such as reward.pooling=last"
+    )
+    models.add_argument("--reward", type=Path, metavar="PATH", help="folder of the reward model")
+    models.add_argument("--critic", type=Path, metavar="PATH|from-reward", help="folder of the critic or its body")
+    models.add_argument("--policy", type=Path, metavar="PATH", help="folder of the policy")
+    models.add_argument(
+        "--convert", type=Path, metavar="FOLDER", help="the weights are pickled: write them here as safetensors first"
+    )
+    models.add_argument("--out", type=Path, metavar="FILE", help="write the YAML here; default: print it")
+    models.add_argument("--no-load", action="store_true", help="only inspect the files; do not load the models")
+    environment = kinds.add_parser("environment", help="write an environment, its test, prompts and YAML")
+    environment.add_argument("name", help="name of the files, such as my_game")
+    environment.add_argument(
         "--policy", default="path/to/policy", metavar="FOLDER", help="for actor.policy.model: a chat model"
     )
     arguments = parse_or_complete(parser, argv)
-    name, config = arguments.name, f"{arguments.name}.yaml"
+    if arguments.what == "models":
+        from tools.init_models import init_models  # pydantic: slow to import
+
+        init_models(models, arguments)
+    else:
+        _write_environment(arguments.name, arguments.policy)
+    return 0
+
+
+def _write_environment(name: str, policy: str) -> None:
+    config = f"{name}.yaml"
     if not name.isidentifier() or keyword.iskeyword(name) or name in sys.stdlib_module_names:
         raise RlhfError(f"the name is {name!r}; use letters, digits and _ that are no keyword or module of Python")
-    files = _files(name, arguments.policy)
+    files = _files(name, policy)
     if existing := [file for file in files if Path(file).exists()]:
         raise RlhfError(f"{Path(existing[0]).absolute()} exists; choose another name than {name}, or move it away")
     for file, text in files.items():
@@ -36,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"  python -m pytest test_{name}.py")
     print(f"  python -m tools run --config {config} --dry-run    # set actor.policy.model first, a chat model's folder")
     print(f"  python -m tools run --config {config}              # its report shows conversations before and after")
-    return 0
 
 
 def _files(name: str, policy: str) -> dict[str, str]:

@@ -13,13 +13,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from actor.run.settings import describe_changes, find_changes, write_settings
 from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import add_accept_changes, limit_access, report, reporting, run_parser
+from python_backend.config.command_line import add_accept_changes, limit_access, reporting, run_parser
 from python_backend.config.required_files import check_devices
 from python_backend.config.without_effect import effect_line
 from python_backend.errors import REPORTED, RlhfError
@@ -33,7 +32,7 @@ from tools.input_checks import prompt_warnings
 from tools.preflight import check_run
 from tools.report.data import loading_line
 from tools.report.display import RunDisplay
-from tools.serve import ensure_first_version, lock_of_server, start_server
+from tools.serve import ensure_first_version, lock_of_server, print_memory, start_server
 from tools.server.child import Child
 from tools.server.health import get_page
 from tools.server.ports import PORT_KEYS, check_ports, with_free_ports
@@ -249,37 +248,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print memory, traffic and ports of the run, start nothing; exit 1 if a device is too small",
+        help="print what the models hold on each device, start nothing; exit 1 if the free memory is less",
     )
-    parser.add_argument("--num-devices", type=int, metavar="N", help="with --dry-run: plan for N GPUs in each machine")
-    parser.add_argument("--device-gib", type=float, metavar="N", help="with --dry-run: plan for GPUs of N GiB")
-    parser.add_argument("--host-gib", type=float, metavar="N", help="with --dry-run: plan for a host of N GiB")
     args = parse_or_complete(parser, argv)
-    machine = {"num_devices": args.num_devices, "device_gib": args.device_gib, "host_gib": args.host_gib}
-    if not args.dry_run and any(value is not None for value in machine.values()):
-        parser.error("--num-devices, --device-gib and --host-gib need --dry-run")
     signals = StopSignals()
     with signals.raising():
         config = load_config(args.config, args.overrides)
         limit_access(config.run)
         if args.dry_run:
-            return _plan(config, machine)
+            return print_memory(config)
         check_devices(config)
         told = prompt_warnings(config, check_run(config))
         if args.fresh and config.run.dir.exists():
             with only_run(config.run.dir), only_actor(config.run.dir):
                 set_aside(config.run.dir)
     return _supervise(args.config, config, args.overrides, signals, accepts_changes=args.accept_changes, told=told)
-
-
-def _plan(config: RunConfig, machine: dict[str, Any]) -> int:
-    from tools.plan.command import PlanError, dry_run  # torch: slow to import
-
-    try:
-        dry_run(config, **machine)
-    except PlanError as error:
-        return report(error, 1)
-    return 0
 
 
 def _supervise(

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import limit_access, log_to_stderr, reporting, run_parser
+from python_backend.config.command_line import limit_access, log_to_stderr, report, reporting, run_parser
 from python_backend.config.live_models import live_models
 from python_backend.config.required_files import check_devices, check_files
 from python_backend.config.without_effect import effect_line
+from python_backend.errors import RlhfError
 from python_backend.monitoring.log_lines import say
 from python_backend.process import StopRequested, StopSignals
 from python_backend.store.control_key import control_key
@@ -37,10 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = run_parser("Render the model repository and serve it.")
     parser.add_argument("--tritonserver", type=Path, help="the executable; default: the one in the wheel, else on PATH")
     parser.add_argument("--print-command", action="store_true", help="print how to start a plain tritonserver instead")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what the models hold on each device, start nothing; exit 1 if the free memory is less",
+    )
     arguments = parse_or_complete(parser, argv)
     overrides = list(arguments.overrides)
     if arguments.tritonserver is not None:
         overrides.append(f"server.tritonserver={arguments.tritonserver}")
+    if arguments.dry_run:
+        return print_memory(load_config(arguments.config, overrides), served_only=True)
     stop = StopSignals()
     supervisor = None
     try:
@@ -71,6 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if supervisor is not None:
             supervisor.stop()
             say("stopped")
+
+
+def print_memory(config: RunConfig, *, served_only: bool = False) -> int:
+    """Print the table of `tools.memory_table`; return 1 if a device has less free memory than its models need."""
+    from tools.memory_table import memory_lines  # torch: slow to import
+
+    lines, problems = memory_lines(config, served_only=served_only)
+    print("\n".join(lines))
+    return report(RlhfError("\n".join(problems)), 1) if problems else 0
 
 
 def _prepared(path: Path, overrides: list[str], *, is_starting: bool = False) -> RunConfig:

@@ -1,7 +1,7 @@
-"""`python -m tools.unpickle`: the process that `tools import --convert` lets read pickled weights, with limited memory.
+"""`python -m tools.unpickle`: the process that reads pickled weights for `tools init models --convert`.
 
-Reads each file with torch's weights-only loader, without allowed extras, and writes its tensors as safetensors. Prints
-JSON lines: what it does (`say`), and why it gave up (`error`).
+Its memory is limited. Reads each file with torch's weights-only loader, without allowed extras, and writes its tensors
+as safetensors. Prints JSON lines: what it does (`say`), and why it gave up (`error`).
 """
 
 import itertools
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from python_backend.checkpoints.head_tensors import WRAPPED
-from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.inspection import INDEX_FILE, WEIGHTS_FILE, CheckpointError
 from python_backend.checkpoints.tensor_file import STORED_AS, write_tensors
 from python_backend.process import die_with_parent
 
@@ -37,8 +37,8 @@ WHOLE_NAMES = ("value_head",)  # files whose tensors have the names of the whole
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write FOLDER for the arguments PARENT FOLDER STEM WEIGHTS HEADS, the last two JSON lists; return 1 if refused."""
-    parent, folder, stem, weights, heads = argv
+    """Write FOLDER for the arguments PARENT FOLDER WEIGHTS HEADS, the last two JSON lists; return 1 if refused."""
+    parent, folder, weights, heads = argv
     if not die_with_parent(int(parent)):
         return 1
     warnings.simplefilter("ignore")
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     files |= {file: "" if file.stem in WHOLE_NAMES else f"{file.stem}." for file in map(Path, json.loads(heads))}
     try:
         _limit_memory(files)
-        write_safetensors(files, Path(folder), stem)
+        write_safetensors(files, Path(folder))
     except Exception as error:  # process edge: such as memory that a copy of a tensor lacks
         _print(error=str(error) or type(error).__name__)
         return 1
@@ -61,8 +61,8 @@ def _limit_memory(files: Mapping[Path, str]) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def write_safetensors(files: Mapping[Path, str], folder: Path, stem: str) -> None:
-    """Write the tensors of all files to `folder`: as `<stem>.safetensors`, or as shards with an index.
+def write_safetensors(files: Mapping[Path, str], folder: Path) -> None:
+    """Write the tensors of all files to `folder`: as `model.safetensors`, or as shards with an index.
 
     Args:
         files: what the names of each file's tensors begin with here, by file.
@@ -80,7 +80,7 @@ def write_safetensors(files: Mapping[Path, str], folder: Path, stem: str) -> Non
             if name in source:
                 raise CheckpointError(f"{file}: {name} is in {source[name].name} as well; remove one of the two files")
             source[name] = file
-        for names in _shards(tensors, SHARD_BYTES if stem == "model" else sys.maxsize):
+        for names in _shards(tensors):
             shapes = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
             write_tensors(folder / f"part-{len(parts)}", shapes, tensors.__getitem__)
             parts.append(names)
@@ -90,23 +90,23 @@ def write_safetensors(files: Mapping[Path, str], folder: Path, stem: str) -> Non
         del tensors  # before the next file: two would not fit
     _print(say=f"converted {len(source)} tensors, {total / 1e6:,.1f} MB in {len(parts)} file(s)")
     if len(parts) == 1:
-        (folder / "part-0").rename(folder / f"{stem}.safetensors")
+        (folder / "part-0").rename(folder / WEIGHTS_FILE)
         return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(parts):
-        file_name = f"{stem}-{number + 1:05}-of-{len(parts):05}.safetensors"
+        file_name = f"model-{number + 1:05}-of-{len(parts):05}.safetensors"
         (folder / f"part-{number}").rename(folder / file_name)
         weight_map |= dict.fromkeys(names, file_name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def _shards(tensors: Mapping[str, Tensor], most_bytes: int) -> Iterator[list[str]]:
-    """Yield lists of names whose tensors have at most `most_bytes`, or of one larger tensor."""
+def _shards(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Yield lists of names whose tensors have at most `SHARD_BYTES`, or of one larger tensor."""
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():
-        if names and size + _num_bytes(tensor) > most_bytes:
+        if names and size + _num_bytes(tensor) > SHARD_BYTES:
             yield names
             names, size = [], 0
         names.append(name)

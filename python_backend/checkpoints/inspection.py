@@ -109,7 +109,10 @@ CONFIG_FILE = "config.json"
 ADAPTERS_KEY = "critic_adapters"  # of config.json, in a weights version of adapters
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 ADAPTER_FILE = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ONLY_ADAPTER = (
+    "contains only a PEFT adapter; merge it into its model first, with PEFT's merge_and_unload, as docs/your-models.md "
+    "shows"
+)
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 OTHER_WEIGHTS = (".pkl", ".npz", ".npy", ".h5", ".msgpack")  # that nothing here reads
 # Files beside a model's weights that have nothing to add to it: of a training's state, and the same weights once more.
@@ -118,7 +121,6 @@ COPIES = re.compile(
     r"pytorch_model([-_]\d+-of-\d+)?\.bin|(tf_model|flax_model)([-_]\d+-of-\d+)?\.(h5|msgpack)"
     r"|consolidated[-_.\d]*(of-\d+)?\.(safetensors|pth)"
 )
-ADAPTER_COPY = re.compile(r"adapter_model\.bin")
 FLOATS = ("F64", "F32", "F16", "BF16")
 TOKENIZERS = {
     "tokenizer.json": "fast (tokenizer.json)",
@@ -255,17 +257,14 @@ def _check_contents(folder: Path) -> None:
             "adapter's files into a folder of their own"
         )
     if (folder / ADAPTER_FILE).is_file():
-        raise CheckpointError(
-            f"{folder} contains only a PEFT adapter; merge it into its model first: a reward model's with "
-            "`python -m tools import --reward FOLDER --merge NEW_FOLDER`, others with PEFT's merge_and_unload"
-        )
+        raise CheckpointError(f"{folder} {ONLY_ADAPTER}")
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"{folder} is not a Hugging Face model: it has no {CONFIG_FILE}")
     if not has_weights:
         pickled = next((file.name for file in pickles(folder)), None)
         why = (
             f"it contains only pickled weights ({pickled}), which could run code when loaded; convert them with "
-            "`python -m tools import --reward FOLDER --convert NEW_FOLDER` (--critic or --policy for such a model)"
+            "`python -m tools init models --reward FOLDER --convert NEW_FOLDER` (--critic or --policy for such a model)"
             if pickled
             else "it contains no weights"
         )
@@ -371,7 +370,7 @@ def reward_head(info: CheckpointInfo) -> Head:
     if info.head is None and (pickled := pickles(info.folder)):
         raise CheckpointError(
             f"{info.folder} has no head among its weights, but {', '.join(file.name for file in pickled)} may be one; "
-            "convert it with `python -m tools import --reward FOLDER --convert NEW_FOLDER`"
+            "convert it with `python -m tools init models --reward FOLDER --convert NEW_FOLDER`"
         )
     check_pickles(info.folder)
     others = may_be_head(info.tensors, info.vocab_size) if info.head is None else []
@@ -405,7 +404,7 @@ def check_pickles(folder: Path) -> None:
     if unread := [file.name for file in pickles_beside(folder)]:
         raise CheckpointError(
             f"{folder}: {', '.join(unread)} beside the weights may have a part of the model, such as its head, and is "
-            "not read; convert it with `python -m tools import --reward FOLDER --convert NEW_FOLDER` if it is a "
+            "not read; convert it with `python -m tools init models --reward FOLDER --convert NEW_FOLDER` if it is a "
             "file of torch's, or remove it"
         )
 
@@ -418,8 +417,7 @@ def pickles(folder: Path, suffixes: Collection[str] = PICKLES) -> list[Path]:
 
 def pickles_beside(folder: Path) -> list[Path]:
     """Return those of the `pickles` that are not the weights of the folder once more."""
-    copies = ADAPTER_COPY if (folder / ADAPTER_FILE).is_file() else COPIES
-    return [file for file in pickles(folder, PICKLES + OTHER_WEIGHTS) if not copies.fullmatch(file.name)]
+    return [file for file in pickles(folder, PICKLES + OTHER_WEIGHTS) if not COPIES.fullmatch(file.name)]
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
@@ -515,9 +513,7 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
 def head_files(folder: Path) -> list[Path]:
     """Return the files of a head apart from the model, such as LLaMA-Factory's value_head.safetensors."""
     own = {WEIGHTS_FILE}
-    if (folder / ADAPTER_FILE).is_file():
-        own = {ADAPTER_WEIGHTS}
-    elif not (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
+    if not (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
         own |= set(_weight_map(folder).values())
     others = (file for file in sorted(folder.glob("*.safetensors")) if file.name not in own)
     return [file for file in others if not TRAINER_STATE.fullmatch(file.name) and not COPIES.fullmatch(file.name)]

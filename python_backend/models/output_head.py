@@ -24,7 +24,7 @@ LARGE_LOGIT = 1000.0  # large enough for a cap on the logits to show
 
 
 def on_card(tensor: Tensor) -> bool:
-    """Return whether products are computed as on a card; `tools.plan` plans for one on the CPU."""
+    """Return whether products are computed as on a card."""
     return tensor.device.type != "cpu"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCORING = ["gateway_tokens", "ideal", "one_forward", "ours", "pytriton_stripped", "serve_rm"]
-GPU_PARTS = ["environment", "device_tests", "tritonserver", "planner"]  # tests/device has the others
+GPU_PARTS = ["environment", "device_tests", "tritonserver"]  # tests/device has the others
 PICTURES = {"scoring": "throughput.png", "reload": "reload.png"}
 
 

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from bare_client import ask
 from live_system import ENVIRONMENT, POSITIONS, Checkpoints, direct_rewards, make_run, start_system
+from peft import AutoPeftModelForSequenceClassification
 from scripted_policy import TOKENIZER, ScriptedSampler, scripted_gateway
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import POSITIONS as TEXT_POSITIONS
@@ -27,7 +28,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.trl import prepare_environment
 from python_backend.wire.contract import METADATA, REWARD_MODEL, REWARDS, SENTENCES, texts_array
-from tools.import_checkpoint import main
+from tools.init import main
 
 CHAT = "/v1/chat/completions"
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,8 +132,13 @@ def test_a_reward_model_of_trl_is_served_as_it_was_trained(
     trained: Path, tmp_path: Path, checkpoints: Checkpoints, name: str
 ) -> None:
     """All weights trained on texts, and a LoRA adapter on chats: TRL's own scores and accuracy, through the server."""
-    merge = ["--merge", str(tmp_path / "merged")] if name == "adapter" else []
-    assert main(["--reward", str(trained / name / "final"), *merge, "--out", str(tmp_path / "my.yaml")]) == 0
+    folder = trained / name / "final"
+    if name == "adapter":
+        adapted = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype="float32")
+        adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+        AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "merged")
+        folder = tmp_path / "merged"
+    assert main(["models", "--reward", str(folder), "--out", str(tmp_path / "my.yaml")]) == 0
     section = yaml.safe_load((tmp_path / "my.yaml").read_text())["reward"]
     told = json.loads((trained / f"{name}.json").read_text())
     system = start_system(make_run(tmp_path / "run", checkpoints, reward={**section, "append_eos": name == "whole"}))

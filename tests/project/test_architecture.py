@@ -67,7 +67,7 @@ WITHOUT_TORCH = [
     "benchmarks.reload",
     "tools.gateway.app",
     "tools.gateway.command",
-    "tools.import_checkpoint",
+    "tools.init_models",
     "tools.render_configs",
     "tools.run",
     "tools.serve",

@@ -181,7 +181,7 @@ def header(text: str, data: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("adapter_config.json", b"{}", ("contains only a PEFT adapter", "--merge NEW_FOLDER", "merge_and_unload")),
+        ("adapter_config.json", b"{}", ("contains only a PEFT adapter", "merge_and_unload", "docs/your-models.md")),
         *(("config.json", text, ("cannot be loaded", "config.json")) for text in (b"{", b"[]", b"")),
         *(
             ("model.safetensors", content, ("cannot be loaded: model.safetensors is damaged", "copy it again"))

@@ -177,7 +177,7 @@ def write_loading(statement: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("write", "reason"),
     [
-        (Path.mkdir, "contains no model; run `python -m tools render`"),
+        (Path.mkdir, "contains no model; render it with tools/render_configs.py"),
         (write_nonsense, r"critic could not be loaded: .* has no field named"),
         (
             write_loading("raise ValueError('3 labels, must be 1')"),

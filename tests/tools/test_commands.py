@@ -43,15 +43,13 @@ CONFIG = ["--config", "{folder}/none.yaml"]
 ERRORS = {  # a command that starts, and cannot do what it was started for
     "run": CONFIG,
     "serve": CONFIG,
-    "render": CONFIG,
     "weights": ["list", *CONFIG],
     "gateway": CONFIG,
     "status": CONFIG,
-    "import": ["--reward", "{folder}", "--no-load"],
     "bench": ["trl", "--report-only", "{folder}"],
     "report": ["{folder}/none"],
     "export": ["{folder}"],
-    "init": ["environment", "{folder}/x"],
+    "init": ["models", "--reward", "{folder}", "--no-load"],
 }
 BASH = """\
 eval "$REGISTRATION"
@@ -131,7 +129,7 @@ COMPLETIONS = [
     ("weights list --model ", {"critic", "reward"}, {"list"}),
     ("bench trl --r", {"--rounds", "--report-only"}, {"--quick"}),
     ("run --config ", {"my.yaml", "folder/"}, {"notes.txt"}),
-    ("run --device-gib ", set(), {"my.yaml", "notes.txt"}),
+    ("export --step ", set(), {"my.yaml", "notes.txt"}),
     ("run --config my.yaml trainer.publish.", {"trainer.publish.keep="}, {"trainer.lr=", "trainer.publish="}),
 ]
 

@@ -35,7 +35,6 @@ from python_backend.store.weights import WeightsStore
 from tests.support.settings import nested
 from tools import preflight, render_configs
 from tools.calibrate import calibration
-from tools.plan.command import roles_of, traffic_lines
 from tools.preflight import check_prompts, check_run
 from tools.server.tritonserver import load_order
 from trainer.publish import copy_checkpoint
@@ -396,8 +395,6 @@ def test_without_an_actor_the_models_that_the_yaml_names_are_served(
         assert set(rendered) == served
         ensemble = rendered.get("critic_infer", "")
         assert ('output { name: "rewards"' in ensemble) == ("critic" in sections and len(sections) > 1)
-    if sections == {"reward"}:
-        assert traffic_lines(config, roles_of(config))
     made: list[str] = []
     monkeypatch.setattr(tools.serve, "_run_module", lambda what, arguments: made.append(what))
     tools.serve.ensure_first_version(config, path, [])

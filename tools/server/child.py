@@ -43,7 +43,7 @@ _POLL_FAILURE = re.compile(
 _STUB_FAILURES = (
     (
         re.compile(r"Python model file not found in '(.*)'"),
-        "{} is missing: render the repository again (`python -m tools render`)",
+        "{} is missing: render the repository again with tools/render_configs.py",
     ),
     (
         re.compile(r"triton_python_backend_stub: (.*)|(Fatal Python error: .*)"),

@@ -95,7 +95,7 @@ def load_and_probe(
     """
     models = {path.parent.name for path in repository.glob("*/config.pbtxt")}
     if not models:
-        raise ServerStartError(f"{repository} contains no model; run `python -m tools render`")
+        raise ServerStartError(f"{repository} contains no model; render it with tools/render_configs.py")
     deadline = time.monotonic() + section.start_timeout_s
 
     def time_left() -> float:

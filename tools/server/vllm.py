@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import time
@@ -18,7 +17,6 @@ from tools.server.ports import free_port
 HOST = "127.0.0.1"
 STOP_S = 20.0
 RANK_LIMITS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
-MEMORY_SHARE = 0.9  # default of --gpu-memory-utilization
 STEADY_S = 60.0  # a server that ran for less time is restarted after a pause
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that load weights; the server is bound to loopback
@@ -33,12 +31,6 @@ def starts_vllm(config: RunConfig) -> bool:
     """Return whether the run needs a vLLM server that `tools run` must start."""
     generation = config.actor.generation
     return generation.engine == "vllm" and not generation.vllm.servers
-
-
-def memory_share(config: RunConfig) -> float:
-    """Return the part of the memory of its GPUs that vLLM takes when it starts."""
-    given = re.search(r"--gpu-memory-utilization[ =](\S+)", " ".join(config.actor.generation.vllm.arguments))
-    return float(given[1]) if given else MEMORY_SHARE
 
 
 def check_vllm(config: RunConfig) -> None:

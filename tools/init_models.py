@@ -1,4 +1,4 @@
-"""`python -m tools import`: inspects models, scores a trial row, and writes the YAML sections that serve them.
+"""`python -m tools init models`: inspects models, scores a trial row, and writes the YAML sections that serve them.
 
 Only the trial imports torch. Pickled weights are refused without being opened, unless `--convert` is given.
 """
@@ -16,10 +16,9 @@ from python_backend.checkpoints.inspection import CheckpointError, CheckpointInf
 from python_backend.checkpoints.language_models import check_language_model
 from python_backend.checkpoints.tokenization import load_tokenizer, same_tokenizer
 from python_backend.config import RewardSection, parse_config
-from python_backend.config.command_line import interrupt_on_signals, reporting
+from python_backend.config.command_line import interrupt_on_signals
 from python_backend.config.labels import attribute_weights, choices, merges
 from python_backend.config.required_files import has_chat_template
-from tools.arguments import parse_or_complete
 
 FROM_REWARD = "from-reward"
 TRIAL_TOKENS = 8
@@ -28,11 +27,13 @@ HALF = {"BF16": "bfloat16"}
 HEADS = {"sequence": "sequence classification", "token": "token classification", "value": "value head"}
 
 
-@reporting
-def main(argv: Sequence[str] | None = None) -> int:
-    """Inspect the models and write the YAML; return 2 if one cannot be used."""
-    parser = _parser()
-    arguments = parse_or_complete(parser, argv)
+def init_models(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Inspect the models and write the YAML, as the arguments of `tools.init` say; `parser`: for its errors.
+
+    Raises:
+        CheckpointError: a folder cannot be used.
+        ConfigError: an override is wrong.
+    """
     given = _check(parser, arguments)
     if arguments.convert is not None:
         from tools.convert_pickled import convert_pickled
@@ -41,15 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ((role, source),) = given.items()
         convert_pickled(source, arguments.convert)
         setattr(arguments, role, arguments.convert)
-    if arguments.merge is not None:
-        from python_backend.models.modeling import quiet_transformers  # torch: not for --help
-        from tools.merge_adapter import merge_reward_adapter
-
-        quiet_transformers()
-        merge_reward_adapter(arguments.reward, arguments.base, arguments.merge)
-        arguments.reward = arguments.merge
     models = (arguments.reward, arguments.critic, arguments.policy)
-    text = import_checkpoints(*models, arguments.overrides, try_out=not arguments.no_load)
+    text = sections_of(*models, arguments.overrides, try_out=not arguments.no_load)
     if arguments.out is None:
         print(f"\n{text}", end="")
     else:
@@ -57,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nwrote {arguments.out}")
     if "# choose" in text:
         print("not yet usable: the reward model has several labels; choose one of the lines in its section")
-    return 0
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Path]:
@@ -71,10 +64,6 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
         parser.error("give --reward PATH, --critic PATH, --policy PATH, or --reward PATH --critic from-reward")
     if arguments.convert is not None and len(given) > 1:
         parser.error("--convert converts one folder: give one of --reward PATH, --critic PATH and --policy PATH")
-    if arguments.merge is not None and arguments.reward is None:
-        parser.error("--merge needs --reward PATH, the folder of the adapter")
-    if arguments.base is not None and arguments.merge is None:
-        parser.error("--base needs --merge FOLDER")
     if arguments.out is not None and arguments.out.exists():
         parser.error(f"{arguments.out} already exists; choose another file")
     if arguments.out is not None and not arguments.out.parent.is_dir():
@@ -82,7 +71,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
     return given
 
 
-def import_checkpoints(
+def sections_of(
     reward: Path | None, critic: Path | None, policy: Path | None, overrides: Sequence[str] = (), *, try_out: bool
 ) -> str:
     """Inspect the models, report on them, and return the YAML of their sections, which is validated.
@@ -108,7 +97,7 @@ def import_checkpoints(
     elif critic is not None:
         critics = inspect_checkpoint(critic)
     sections = make_sections(rewards, critics, policy)
-    config = parse_config(sections, "the imported sections", overrides)
+    config = parse_config(sections, "the sections of the models", overrides)
     if rewards is not None and try_out:
         _try_reward(rewards, config.reward)
     if critics is not None and critics is not rewards:
@@ -116,7 +105,7 @@ def import_checkpoints(
     if critics is not None and try_out:
         _try_critic(critics)
     if policy is not None:
-        _import_policy(policy, try_out)
+        _try_policy(policy, try_out)
     if rewards is not None and critics is not None:
         _compare_tokenizers(rewards, critics)
     text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
@@ -216,7 +205,7 @@ def _try_reward(info: CheckpointInfo, section: RewardSection) -> None:
         print(f"  {'sentences':<13} {TRIAL_TEXT!r} is tokenised as: {' '.join(tokens)}")
 
 
-def _import_policy(folder: Path, try_out: bool) -> None:
+def _try_policy(folder: Path, try_out: bool) -> None:
     check_language_model(folder)
     info = inspect_checkpoint(folder)
     _report("policy", info)
@@ -258,25 +247,3 @@ def _compare_tokenizers(reward: CheckpointInfo, critic: CheckpointInfo) -> None:
             "tokenizers: reward and critic DIFFER. The critic must have the actor's tokenizer; the actor then sends "
             "text (`sentences`) instead of token ids to the reward model"
         )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="key of the sections, such as reward.pooling=last"
-    )
-    parser.add_argument("--reward", type=Path, metavar="PATH", help="folder of the reward model")
-    parser.add_argument("--critic", type=Path, metavar="PATH|from-reward", help="folder of the critic or its body")
-    parser.add_argument("--policy", type=Path, metavar="PATH", help="folder of the policy")
-    parser.add_argument(
-        "--convert", type=Path, metavar="FOLDER", help="the weights are pickled: write them here as safetensors first"
-    )
-    parser.add_argument(
-        "--merge", type=Path, metavar="FOLDER", help="the reward model is a PEFT adapter: write it here, merged, first"
-    )
-    parser.add_argument(
-        "--base", type=Path, metavar="PATH", help="with --merge: folder of the adapter's model; default: as it says"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the YAML here; default: print it")
-    parser.add_argument("--no-load", action="store_true", help="only inspect the files; do not load the models")
-    return parser

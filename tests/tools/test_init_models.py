@@ -1,0 +1,486 @@
+"""`python -m tools init models`: what it says, writes and refuses."""
+
+import json
+import os
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import change_config, save_tiny, save_with_value_head
+from tiny_tokenizers import VOCAB, make_text_tokenizer, save_text_reward
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.config import RewardSection, load_config
+from python_backend.config.labels import attribute_weights
+from python_backend.config.sections import Standardization
+from python_backend.models.modeling import load_reward
+from tools import convert_pickled, init, unpickle
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # from peft
+    pytest.mark.filterwarnings("ignore:(Unsupported layer type|Setting `save_embedding):UserWarning"),
+]
+ROWS = [np.asarray([5, 9, 7]), np.asarray([11, 4, 8, 6, 3])]
+
+
+def main(arguments: list[str]) -> int:
+    return init.main(["models", *arguments])
+
+
+def save_tokenizer(folder: Path, *words: str) -> None:
+    model = WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token=words[0]).save_pretrained(folder)
+
+
+def test_the_trial_and_the_yaml_take_settings_of_the_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save_with_value_head(tmp_path / "reward", "bert", prefix="score")
+    out, arguments = tmp_path / "my.yaml", ["--reward", str(tmp_path / "reward")]
+    assert main(arguments) == 2
+    assert "set pooling: last or mean" in capsys.readouterr().err
+    scores = []
+    for pooling in ("last", "mean"):
+        out.unlink(missing_ok=True)
+        assert main([*arguments, f"reward.pooling={pooling}", "--out", str(out), "reward.append_eos=true"]) == 0
+        scores += re.findall(r"trial +loads; .* scores (\S+)", capsys.readouterr().out)
+        assert (load_config(out).reward.pooling, load_config(out).reward.append_eos) == (pooling, True)
+    assert len({*scores}) == 2
+    save_tiny(tmp_path / "labels", "llama", "reward", num_labels=2, id2label={0: "bad", 1: "good"})
+    arguments = ["--reward", str(tmp_path / "labels")]
+    assert main([*arguments, "reward.attribute_weights={bad: -1, good: 1}"]) == 0
+    said = capsys.readouterr().out
+    assert "# choose" not in said
+    assert re.search(r"scores -?[\d.]+\n", said)
+    for wrong, message in (
+        ("reward.attribute_weights=[1]", "has 2 labels (bad, good), but reward.attribute_weights has 1 numbers"),
+        ("reward.poling=last", "did you mean reward.pooling"),
+    ):
+        assert main([*arguments, wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_both_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save_tiny(tmp_path / "reward", "bert", "reward", reward_standardization={"mean": 0.5, "std": 2.0})
+    save_tokenizer(tmp_path / "reward", "a", "b")
+    save_with_value_head(tmp_path / "critic", "gpt2", prefix="v_head.summary", bias=True)
+    save_tokenizer(tmp_path / "critic", "b", "a")
+    out = tmp_path / "my.yaml"
+    arguments = ["--reward", str(tmp_path / "reward"), "--critic", str(tmp_path / "critic"), "--out", str(out)]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "BertForSequenceClassification (bert)",
+        "sequence classification `classifier`: 1 output(s), the model's own pooling",
+        "value head `v_head.summary`: 1 output(s), on each token",
+        "(score - 0.5) / 2",
+        "fast (tokenizer.json)",
+        "none: chats cannot be scored until chat_template.jinja is saved there",
+        "suggested: float32",
+        "the value head is v_head.summary",
+        "tokenizers: reward and critic DIFFER",
+    ):
+        assert part in said, part
+    assert re.search(r"trial +loads; the row of tokens 1 to 8 scores -?\d", said)
+    config = load_config(out)
+    assert config.reward.model == tmp_path / "reward"
+    assert config.critic.model == tmp_path / "critic"
+    assert config.critic.standardization == Standardization(mean=0.5, std=2.0)  # the rewards' own
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)  # never writes over a file
+    assert "already exists" in capsys.readouterr().err
+
+
+def test_the_special_tokens_of_a_sentence_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save_text_reward(tmp_path, "bert")
+    assert main(["--reward", str(tmp_path)]) == 0
+    assert re.search(r"\n  sentences     'A text.' is tokenised as: \[CLS\] \S.* \[SEP\]\n", capsys.readouterr().out)
+
+
+def test_a_critic_from_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    names = {0: "helpfulness", 1: "verbosity"}
+    save_tiny(tmp_path, "llama", "reward", num_labels=2)
+    change_config(tmp_path, id2label=names)
+    assert main(["--reward", str(tmp_path), "--critic", "from-reward"]) == 0
+    said = capsys.readouterr().out
+    assert "labels        helpfulness, verbosity" in said
+    assert "its 2 outputs merged into one" in said
+    text = said[said.index("\nreward:\n") :]
+    text, _, told = text.partition("not yet usable")
+    assert "choose one of the lines" in told
+    sections = yaml.safe_load(text)
+    assert sections["critic"]["model"] == sections["reward"]["model"] == str(tmp_path)
+    reward = RewardSection.model_validate(sections["reward"])
+    with pytest.raises(CheckpointError, match=r"has 2 labels \(helpfulness, verbosity\), and nothing says which of"):
+        attribute_weights(reward)  # nothing is chosen for the user
+    chosen = text.replace(
+        "# attribute_weights: {helpfulness: -1, verbosity: 1}", "attribute_weights: {helpfulness: -1, verbosity: 1}"
+    )
+    assert attribute_weights(RewardSection.model_validate(yaml.safe_load(chosen)["reward"])) == [-1, 1]
+    assert text.count("\n  # merge_attributes: ") == text.count("\n  # attribute_weights: ") == 2
+    assert re.search(r"tokens 1 to 8 scores helpfulness -?\d\S+, verbosity -?\d", said)
+
+
+def test_the_same_tokenizer_and_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for role in ("reward", "critic"):
+        save_tiny(tmp_path / role, "llama", role)
+        file = tmp_path / role / "model.safetensors"
+        save_file({n: t.bfloat16() for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+        save_tokenizer(tmp_path / role, "a", "b")
+    out = tmp_path / "my.yaml"
+    assert main(["--reward", str(tmp_path / "reward"), "--critic", str(tmp_path / "critic"), "--out", str(out)]) == 0
+    assert "tokenizers: reward and critic have the same vocabulary" in capsys.readouterr().out
+    assert (load_config(out).reward.dtype, load_config(out).critic.dtype) == ("bfloat16", "bfloat16")
+
+
+def test_what_is_no_reward_model_or_damaged_or_pickled_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    body, reward = tmp_path / "body", tmp_path / "reward"
+    save_tiny(body, "qwen2", "body")
+    assert main(["--critic", str(body)]) == 0
+    assert "the value head starts at 0" in capsys.readouterr().out
+    assert main(["--reward", str(body)]) == 2
+    assert "is not a trained reward model" in capsys.readouterr().err
+    save_tiny(reward, "llama", "reward")
+    file = reward / "model.safetensors"
+    tensors = load_file(file)
+    tensors["score.weight"][0, 3] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert main(["--reward", str(reward)]) == 2
+    assert "its weights are damaged" in capsys.readouterr().err
+    assert main(["--reward", str(reward), "--no-load"]) == 0
+    assert "loads;" not in capsys.readouterr().out
+    file.rename(reward / "pytorch_model.bin")
+    assert main(["--reward", str(reward)]) == 2
+    assert re.search(r"only pickled weights \(pytorch_model\.bin\).*--convert NEW_FOLDER", capsys.readouterr().err)
+
+
+WRONG = [
+    [],
+    ["--reward", "x", "--policy", "y", "--convert", "z"],
+    ["--critic", "from-reward"],
+    ["--reward", "x", "--out", "no/such/a.yaml"],
+]
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=str)
+def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_adapter_merged_as_the_docs_say_scores_as_in_peft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As TRL saves it: the head is among its `modules_to_save`."""
+    monkeypatch.chdir(tmp_path)
+    base, adapter = tmp_path / "base", Path("out/final")
+    save_tiny(base, "qwen2", "language", vocab_size=VOCAB)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    settings = LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(model, settings).save_pretrained(adapter)
+    make_text_tokenizer("qwen2").save_pretrained(adapter)
+    assert main(["--reward", str(adapter)]) == 2
+    assert "contains only a PEFT adapter; merge it into its model first" in capsys.readouterr().err
+    assert convert(adapter, tmp_path / "new") == 2
+    assert "contains only a PEFT adapter" in capsys.readouterr().err
+    page = (Path(__file__).parents[2] / "docs" / "your-models.md").read_text()
+    exec(next(block for block in page.split("```") if "merge_and_unload" in block).removeprefix("py\n"), {})
+    assert main(["--reward", "out/merged"]) == 0
+    theirs = AutoPeftModelForSequenceClassification.from_pretrained(adapter, num_labels=1).eval()
+    with torch.no_grad():
+        expected = [theirs(input_ids=torch.from_numpy(row)[None]).logits[0].numpy() for row in ROWS]
+    np.testing.assert_allclose(load_reward(Path("out/merged")).score(ROWS), expected, atol=1e-5, rtol=0)
+
+
+class Danger:
+    """Makes a folder when it is unpickled without care."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (f"{self.file}-made",)
+
+
+def save_pickled(folder: Path, name: str, change: Any = dict, *, family: str = "llama", **how: Any) -> dict[str, Any]:
+    """Save a reward model with its weights in a pickle, changed by `change`; return the weights as they were."""
+    save_tiny(folder, family, "reward")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(change(tensors), folder / name, **how)
+    return tensors
+
+
+def convert(folder: Path, out: Path, *arguments: str, role: str = "--reward") -> int:
+    return main([role, str(folder), "--convert", str(out), "--no-load", *arguments])
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name].float(), tensor.float()), name
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "how"),
+    [
+        ("pytorch_model.bin", dict, {}),
+        ("pytorch_model.bin", dict, {"_use_new_zipfile_serialization": False}),
+        ("model.pt", lambda own: {"module": {f"module.{name}": own[name] for name in own}, "epoch": 3}, {}),
+        (
+            "a.pth",
+            lambda own: {
+                "state_dict": own,
+                "optimizer": {"state": [own]},
+                "lr_schedulers": [own],
+                "scaler": {"scale": 65536.0, "growth_factor": 2.0},
+                "rng_state": torch.zeros(8, dtype=torch.uint8),
+                "hyper_parameters": {"init_std": 0.02},
+            },
+            {},
+        ),
+    ],
+    ids=["zip", "legacy", "module", "training"],
+)
+def test_a_pickled_checkpoint_is_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None, name: str, change: Any, how: Any
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    own = save_pickled(source, name, change, **how)
+    save_tokenizer(source, "a", "b")
+    torch.save({}, source / "training_args.bin")
+    torch.save({}, source / "optimizer.pt")
+    linked = tmp_path / "linked"  # as in the cache of the Hub
+    linked.mkdir()
+    for file in source.iterdir():
+        (linked / file.name).symlink_to(file)
+    assert convert(linked / name if name == "a.pth" else linked, out) == 0
+    assert_same(tensors_of(out), own)
+    assert {file.name for file in out.iterdir()} == {
+        *(file.name for file in source.iterdir() if file.suffix == ".json"),
+        "model.safetensors",
+    }
+    assert not any(file.is_symlink() for file in out.iterdir())
+    said = capsys.readouterr().out
+    assert f"reading {name}" in said
+    assert ("left out epoch (int)" in said) == (name == "model.pt")
+    assert ("left out optimizer, lr_schedulers, scaler, rng_state, hyper_parameters" in said) == (name == "a.pth")
+    assert str(out) in said[said.index("\nreward:\n") :]
+
+
+def test_shards_have_an_index_and_tied_weights_each_of_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = torch.arange(24.0).reshape(4, 6)
+    tensors = {
+        "embed": wide,
+        "head": wide,
+        "turned": wide.T,
+        "slice": wide[1:3],
+        **{str(dtype): torch.ones(3).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)},
+        "ids": torch.arange(5),
+        "mask": torch.tensor([True, False]),
+        "none": torch.zeros(0, 4),
+    }
+    torch.save(tensors, tmp_path / "a.bin")
+    torch.save({"layers.0.weight": torch.ones(2)}, tmp_path / "head.pt")
+    monkeypatch.setattr(unpickle, "SHARD_BYTES", 200)
+    unpickle.write_safetensors({tmp_path / "a.bin": "", tmp_path / "head.pt": "head."}, tmp_path)
+    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert files == [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
+    assert_same(tensors_of(tmp_path), {**tensors, "head.layers.0.weight": torch.ones(2)})
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert {name: load_file(tmp_path / file).keys() & {name} for name, file in index["weight_map"].items()} == {
+        name: {name} for name in tensors_of(tmp_path)
+    }
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_of(tmp_path).values())
+
+
+def archive(file: Path, entries: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(file, "w") as opened:
+        for name, data in entries.items():
+            opened.writestr(name, data)
+
+
+T = torch.ones(2)
+SHARED = {"c": T}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "code": (lambda file: torch.save({"a": T, "b": Danger(file)}, file), r"calls posix\.mkdir, which is no part"),
+    "code, legacy": (
+        lambda file: torch.save([Danger(file)], file, _use_new_zipfile_serialization=False),
+        r"calls posix\.mkdir",
+    ),
+    "plain pickle": (lambda file: file.write_bytes(pickle.dumps(Danger(file), 4)), r"calls posix\.mkdir"),
+    "numpy": (lambda file: torch.save({"a": T, "loss": np.float64(1)}, file), r"calls numpy\..*multiarray\.scalar"),
+    "module": (lambda file: torch.save(torch.nn.Linear(1, 1), file), r"calls torch\.nn\.modules\.linear\.Linear"),
+    "script": (lambda file: torch.jit.save(torch.jit.script(torch.nn.ReLU()), file), "calls __torch__"),
+    "zip": (lambda file: archive(file, {"a/b": b"c"}), "no file of tensors"),
+    "noise": (lambda file: file.write_bytes(b"hello world"), "no file of tensors"),
+    "empty": (lambda file: file.write_bytes(b""), "no file of tensors"),
+    "numbers": (lambda file: torch.save({"a": 1, "b": [2.0]}, file), "has no tensors"),
+    "a list": (lambda file: torch.save({"model": {"a": [T, T]}}, file), "a is a list of tensors"),
+    "twice": (lambda file: torch.save({"model": {"a": T}, "module": {"a": T}}, file), "it has a twice"),
+    "one dict twice": (lambda file: torch.save({key: SHARED for key in "ab"}, file), "the dict 'b' more than once"),
+    "expanded": (lambda file: torch.save({"a": torch.ones(1).expand(10**10)}, file), "a claims 40,000,000,000 bytes"),
+    "sparse": (lambda file: torch.save({"a": torch.eye(3).to_sparse()}, file), "tensor a is not a dense tensor"),
+    "no data": (lambda file: torch.save({"a": torch.ones(2, device="meta")}, file), "tensor a is not a dense tensor"),
+    "complex": (lambda file: torch.save({"a": torch.ones(2) * 1j}, file), r"tensor a of type torch\.complex64"),
+    "reserved": (lambda file: torch.save({"__metadata__": T}, file), "tensor __metadata__ .* cannot be stored"),
+    "a mean": (lambda file: torch.save({"model": {"a": T}, "mean": 0.5}, file), r"mean is 0\.5, no tensor"),
+    "means": (lambda file: torch.save({"a": T, "reward_std": [1.0, 2.0]}, file), r"reward_std is \[1\.0, 2\.0\]"),
+    "a scaler": (
+        lambda file: torch.save({"a": T, "reward_scaler": {"mean": 1, "count": 7}}, file),
+        r"reward_scaler\.mean is 1, no tensor",
+    ),
+    "a scaler like a trainer's": (lambda file: torch.save({"a": T, "scaler": {"std": 2.0}}, file), r"scaler\.std is 2"),
+    "NaN": (lambda file: torch.save({"a": T, "b": torch.tensor([1, torch.nan])}, file), "tensor b .* not a number"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and torch.load warns about an archive of it
+@pytest.mark.parametrize("content", REFUSED)
+def test_anything_but_tensors_in_a_pickle_is_refused(tmp_path: Path, content: str) -> None:
+    save, told = REFUSED[content]
+    file = tmp_path / "weights.bin"
+    save(file)
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(file))}.*{told}") as caught:
+        unpickle.write_safetensors({file: ""}, tmp_path)
+    assert "weights_only" not in str(caught.value), "torch's advice to load the file all the same"
+    assert file.is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.bin"]
+
+
+def test_a_bomb_and_a_kill_end_only_the_process_that_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, signals_kept: None
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    save_pickled(source, "pytorch_model.bin", lambda own: {"a": T}, _use_new_zipfile_serialization=False)
+    file = source / "pytorch_model.bin"
+    small, huge = pickle.dumps(2, 2)[2:-1], pickle.dumps(2 * 10**9, 2)[2:-1]  # elements of the storage
+    assert file.read_bytes().count(b"cpuq\x06" + small) == 1
+    good = file.read_bytes()
+    file.write_bytes(good.replace(b"cpuq\x06" + small, b"cpuq\x06" + huge))
+
+    def refused(told: str) -> None:
+        assert convert(source, out) == 2
+        assert re.search(told, capsys.readouterr().err)
+        assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+    refused(r"pytorch_model\.bin is no file of tensors that .* in [\d,]+ MB of memory: .*allocate")
+    file.write_bytes(good)
+    with monkeypatch.context() as patched:
+        patched.setattr(convert_pickled, "say", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, out)
+        assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    (tmp_path / "source" / "killed").write_text("#!/bin/sh\nkill -KILL $$\n")
+    (tmp_path / "source" / "killed").chmod(0o700)
+    monkeypatch.setattr(convert_pickled, "interpreter", lambda: str(source / "killed"))
+    refused(r"the process that read pytorch_model\.bin was killed by SIGKILL; nothing was written")
+
+
+def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_folders_that_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    own = save_pickled(source, "a.pt")
+
+    def refused(told: str, folder: Path = source) -> None:
+        assert convert(folder, out) == 2
+        said = capsys.readouterr().err
+        assert re.search(told, said), said
+        assert not out.exists()
+
+    refused("none does not exist; give the folder", tmp_path / "none")
+    torch.save(own, source / "b.pt")
+    refused(r"has a\.pt, b\.pt, not one file to convert; give the path of the file")
+    write_index(source, {"x": "../a.pt"})
+    refused(r"index\.json names \.\./a\.pt, which is no file in this folder")
+    write_index(source, {"x": "missing.bin"})
+    refused(r"names missing\.bin, which is no file")
+    write_index(source, {"x": "a.pt", "y": "b.pt"})
+    refused(r"b\.pt: \S+ is in a\.pt as well")
+    write_index(source, {"x": "a.pt", "model.norm.weight": "a.pt"})
+    (source / "b.pt").unlink()
+    refused(r"index\.json lists x, which no file contains")
+    (source / "pytorch_model.bin.index.json").write_text("{}")
+    refused(r"index\.json has no weight_map")
+    (source / "pytorch_model.bin.index.json").unlink()
+    with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=10)):
+        refused("0.0 GB are free; make room")
+    (source / "config.json").unlink()
+    refused(r"has no config\.json; copy it and the tokenizer's files there")
+    save_tiny(source, "llama", "reward")
+    (source / "a.pt").unlink()
+    refused("nothing to convert: its weights are safetensors")
+    out.mkdir()
+    assert convert(source, out) == 2
+    assert "already exists" in capsys.readouterr().err
+
+
+def test_heads_in_pickles_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None) -> None:
+    source = tmp_path / "source"
+    save_tiny(source, "llama", "body")
+    own = load_file(source / "model.safetensors")
+    head = {"network.0.weight": torch.ones(10, 16), "network.0.bias": torch.zeros(10)}
+    torch.save(head, source / "regression_layer.pt")
+    torch.save({"scale": torch.ones(2)}, source / "pytorch_model_head.bin")
+    torch.save(torch.ones(3), source / "calibration.pth")
+    save_file({"v_head.weight": torch.ones(1, 16)}, source / "model_value_head.safetensors")
+    assert main(["--reward", str(source)]) == 2
+    told = "calibration.pth, pytorch_model_head.bin, regression_layer.pt beside the weights may have a part"
+    assert told in capsys.readouterr().err
+    (source / "model_value_head.safetensors").rename(tmp_path / "head.safetensors")
+    torch.save({"v_head.summary.weight": torch.ones(1, 16)}, source / "value_head.bin")
+    assert main(["--reward", str(source)]) == 2
+    assert "regression_layer.pt, value_head.bin may be one; convert it" in capsys.readouterr().err
+    (tmp_path / "head.safetensors").rename(source / "model_extra.safetensors")
+    assert convert(source, tmp_path / "out") == 2
+    assert "it has 2 heads, v_head.summary, v_head; set value_head_prefix" in capsys.readouterr().err
+    convert(source / "value_head.bin", tmp_path / "one")
+    assert "left out, since value_head.bin alone was given: calibration.pth, pytorch_model" in capsys.readouterr().out
+    renamed = {f"regression_layer.{name}": tensor for name, tensor in head.items()}
+    more = {"pytorch_model_head.scale": torch.ones(2), "calibration": torch.ones(3), "v_head.weight": torch.ones(1, 16)}
+    assert_same(tensors_of(tmp_path / "out"), {**own, **renamed, **more, "v_head.summary.weight": torch.ones(1, 16)})
+
+
+def test_a_policy_is_inspected_and_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    save_tiny(source, "gpt2", "language")
+    own = load_file(source / "model.safetensors")
+    own["lm_head.weight"] = own["transformer.wte.weight"]  # tied: in a pickle it has both names
+    torch.save(own, source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    yaml_file = tmp_path / "my.yaml"
+    assert main(["--policy", str(source), "--convert", str(out), "--out", str(yaml_file)]) == 0
+    assert re.search(r"trial +loads; the log-prob of token 2 after token 1 is -\d", capsys.readouterr().out)
+    assert load_config(yaml_file).actor.policy.model == out
+    assert_same(tensors_of(out), own)
+    assert main(["--policy", str(tmp_path / "none")]) == 2
+    save_pickled(tmp_path / "reward", "pytorch_model.bin")
+    assert convert(tmp_path / "reward", tmp_path / "converted", role="--policy") == 2
+    assert "does not use score.weight" in capsys.readouterr().err

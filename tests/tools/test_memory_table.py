@@ -1,0 +1,166 @@
+"""The table of `--dry-run`: bytes of real models, adapters, ranks and caches, and what does not fit."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import save_tiny
+
+from actor.generation.cache import SlotCache, cache_layers
+from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
+from python_backend.models.modeling import load_reward
+from tests.support.settings import nested
+from tools import memory_table, run, serve
+from tools.memory_table import COLUMNS, Held, _moments_8bit, _roles, memory_lines, model_bytes, token_model
+
+ROWS, PROMPT, RESPONSE = 4, 4, 4
+ON_GPUS = [f"{key}.device=cuda" for key in ("reward", "critic", "actor.policy", "trainer")]
+
+
+def config_of(tmp_path: Path, *overrides: str, family: str = "llama", **actor: Any) -> RunConfig:
+    """Return a run of tiny models; `actor`: its settings, named as in `tests.support.settings`."""
+    for kind in ("language", "reward"):
+        if not (tmp_path / kind).exists():
+            save_tiny(tmp_path / kind, family, kind)
+    given = {
+        "rollout_size": ROWS,
+        "minibatch_size": ROWS,
+        "prompts_max_tokens": PROMPT,
+        "max_new_tokens": RESPONSE,
+        "policy_model": tmp_path / "language",
+        "generation_batch_size": ROWS,
+        **actor,
+    }
+    sections = {
+        "run": {"dir": tmp_path / "run"},
+        "reward": {"model": tmp_path / "reward"},
+        "critic": {"model": tmp_path / "reward"},
+        "actor": nested(ActorSection, given),
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(sections, default=str))
+    return load_config(tmp_path / "run.yaml", overrides)
+
+
+def held(tmp_path: Path, *overrides: str, **actor: Any) -> dict[str, Held]:
+    return dict(_roles(config_of(tmp_path, *overrides, **actor), served_only=False))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+def test_weights_gradients_and_moments_are_those_of_real_models(tmp_path: Path, family: str):
+    roles = held(tmp_path, family=family, kl_reference="triton")
+    policy = save_tiny(tmp_path / "again", family, "language")
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    actor = roles["actor"]
+    assert actor.weights == roles["reference"].weights == model_bytes(policy)
+    assert actor.gradients == 4 * parameters
+    assert actor.moments == 8 * parameters + 4 * len([*policy.parameters()])  # and a step count for each tensor
+    critic, reward = roles["critic"], load_reward(tmp_path / "reward").model
+    assert critic.weights == critic.copies == roles["reward"].weights == model_bytes(reward)
+    assert roles["reward"].copies == actor.copies == 0
+    assert _moments_8bit(4095) == 8 * 4095  # small tensors keep moments of 32 bits
+    assert _moments_8bit(4096) == 2 * (4096 + 16 * 4)  # and a scale for each block of 256
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_cache_is_the_slot_decoders_with_every_turn_of_a_conversation(tmp_path: Path, precision: str):
+    def real(span: int) -> int:
+        model = save_tiny(tmp_path / "again", "qwen2", "language").to(getattr(torch, precision))
+        cache = SlotCache(ROWS, span + span // 2, cache_layers(model))
+        cache.look_at(0, 1, 0, 0)
+        ids = torch.zeros(1, PROMPT, dtype=torch.int64)
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
+        return sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors())
+
+    settings: dict[str, Any] = {"family": "qwen2", "policy_precision": precision}
+    environment = ("environment.class=game.py:Game", "environment.max_tokens=24", "environment.max_turns=3")
+    for more, span in (((), PROMPT + RESPONSE), (environment, 24)):
+        assert held(tmp_path, "rewards={model: {}}", *more, **settings)["actor"].cache == real(span) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ({}, 1),
+        ({"one_step_off_policy": True}, 2),
+        ({"lora_rank": 2}, 0),
+        ({"kl_coef": 0.0}, 0),
+        ({"kl_reference": "triton"}, 0),
+    ],
+)
+def test_copies_of_the_policy(tmp_path: Path, settings: dict[str, Any], copies: int):
+    actor = held(tmp_path, **settings)["actor"]
+    assert actor.copies == pytest.approx(copies * actor.weights, abs=64)
+
+
+def test_adapters_frozen_weights_precision_and_ranks_hold_less(tmp_path: Path):
+    whole = held(tmp_path)
+    frozen = held(tmp_path, "trainer.freeze=[layers]", "actor.policy.freeze=[layers]")
+    lora = held(tmp_path, "trainer.lora_rank=1", "actor.policy.lora_rank=1")
+    half = held(tmp_path, "trainer.lora_rank=1", "trainer.precision=bfloat16", "reward.dtype=bfloat16")
+    ranks = held(tmp_path, "trainer.ranks=2", "actor.ranks=2")
+    for role in ("trainer", "actor"):
+        assert lora[role].gradients < whole[role].gradients / 2
+        assert lora[role].moments < whole[role].moments / 2
+        assert lora[role].weights > whole[role].weights == frozen[role].weights
+        assert frozen[role].gradients < whole[role].gradients
+        for name in ("weights", "gradients", "moments"):
+            assert getattr(ranks[role], name) == pytest.approx(getattr(whole[role], name) / 2, abs=1)
+    assert half["trainer"].weights < lora["trainer"].weights
+    assert half["reward"].weights < whole["reward"].weights
+
+
+def test_served_models_their_ranks_instances_and_next_versions(tmp_path: Path):
+    one = held(tmp_path)["reward"]
+    layers = 4 * sum(p.numel() for name, p in token_model(tmp_path / "reward").named_parameters() if "_proj" in name)
+    assert one.weights - held(tmp_path, "reward.tensor_parallel=2")["reward"].weights == layers // 2 > 0
+    assert held(tmp_path, "reward.instances=2", "reward.store=true")["reward"] == Held(2 * one.weights, 2 * one.weights)
+    on_gpus = held(tmp_path, *ON_GPUS, "trainer.reload_on_save=triton")["critic"]
+    assert on_gpus.copies == 2 * on_gpus.weights
+
+
+def test_the_sum_of_each_device_beside_its_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    config_of(tmp_path)
+    arguments = ["--config", str(tmp_path / "run.yaml"), "--dry-run"]
+    assert run.main(arguments) == 0
+    out = capsys.readouterr().out
+    for word in ("actor", "trainer", "reward", "critic", *COLUMNS, "GiB free", "Activations are not counted"):
+        assert word in out
+    assert serve.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "critic" in out
+    assert "actor" not in out
+    monkeypatch.setattr(memory_table, "_free", lambda device: 1024)
+    for command in (run, serve):
+        assert command.main(arguments) == 1
+        assert re.search(
+            r"error: cpu has 1 KiB free and the models need .* \(reward 19\.9 KiB, ", capsys.readouterr().err
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_devices_of_machines_of_their_own_and_of_every_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = config_of(tmp_path, *ON_GPUS, "critic.device=cuda:1")
+    monkeypatch.setattr(memory_table.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(memory_table.torch.cuda, "mem_get_info", lambda index: (5 << 30, 80 << 30))
+    lines, problems = memory_lines(config)
+    assert not problems
+    assert re.match(r"reward +cuda:0 to cuda:1, each +10 KiB", lines[1])
+    assert re.match(r"critic +cuda:1 +10 KiB", lines[2])
+    assert [line.endswith("5 GiB free") for line in lines if line.startswith("all")] == [True, False]  # one card here
+    apart, _ = memory_lines(config_of(tmp_path, *ON_GPUS, "actor.ranks=2", 'actor.client.servers=["host:8000"]'))
+    assert {line.split()[1] for line in apart if line.startswith("all")} == {"server", "trainer", "actor"}
+    assert any(re.match("actor +actor cuda:0 to cuda:1, each ", line) for line in apart)
+
+
+def test_a_folder_whose_model_is_unknown_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"actor: .*absent has no config\.json"):
+        held(tmp_path, f"actor.policy.model={tmp_path}/absent")
+    save_tiny(tmp_path / "broken", "llama", "reward")
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "unheard-of"}')
+    with pytest.raises(ConfigError, match=r"reward: the model in .*broken cannot be built: "):
+        held(tmp_path, f"reward.model={tmp_path}/broken")
