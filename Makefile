@@ -67,7 +67,7 @@ fuzz: $(INSTALLED)
 test-trl: $(INSTALLED)
 	TRL_ENVIRONMENT=runs/trl-environment $(BIN)/python -m pytest -q tests/gateway/test_trl_run.py
 
-# Installs what `transformers serve` needs, and SmolLM2 (JUDGE_MODEL=FOLDER: another model), into runs/.
+# Installs SmolLM2 (JUDGE_MODEL=FOLDER: another model) into runs/, which `transformers serve` then serves.
 test-judge: $(INSTALLED)
 	JUDGE_ENVIRONMENT=runs/judge-environment $(BIN)/python -m pytest -q tests/server/test_rewards.py -k real_judge
 
@@ -104,7 +104,7 @@ clean:
 $(INSTALLED): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else "Python 3.10 to 3.12 is needed, this is %d.%d: make PYTHON=python3.11 ..." % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serving,train,demo,gateway,tracing,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serving,train,judge,demo,gateway,tracing,dev]'
 	@touch $@
 
 # Apart from the rest: one of its packages has no wheel, so it needs a C compiler and Python's headers.

@@ -47,7 +47,7 @@ RlhfError                    the user can fix it; the message names what is wron
   RankFailed, OtherRankLost  what another rank met
   TracingUnavailable         the extra `tracing` is missing
 Stopped, StopRequested, RankLost, PoolClosed    ends that are no errors
-Trouble, RetryLater          one attempt, before the next
+Trouble                      one attempt, before the next
 RewardUnavailable            what TRL or verl get from the gateway's functions
 """
 

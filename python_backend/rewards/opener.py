@@ -14,6 +14,10 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 def opener_for(url: str) -> urllib.request.OpenerDirector:
     """Return the opener of requests to `url`; `http_proxy` does not apply to an address of this machine."""
+    return urllib.request.build_opener(_NoRedirects, *([urllib.request.ProxyHandler({})] if is_loopback(url) else []))
+
+
+def is_loopback(url: str) -> bool:
+    """Return whether a URL names this machine."""
     host = urllib.parse.urlsplit(url).hostname or ""
-    is_loopback = host in ("localhost", "::1") or host.startswith("127.")
-    return urllib.request.build_opener(_NoRedirects, *([urllib.request.ProxyHandler({})] if is_loopback else []))
+    return host in ("localhost", "::1") or host.startswith("127.")

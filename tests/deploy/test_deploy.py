@@ -450,7 +450,10 @@ Instruction = tuple[str, str]
 NOWHERE = {"pytriton", "vaderSentiment", "pytest", "benchmarks"}  # in no image
 TRAINING = {"peft", "tensorboard", "pyarrow", "matplotlib"}
 STAGES = {
-    "serving,operating": ("import tools.serve, tools.render_configs, tools.server.healthcheck", NOWHERE | TRAINING),
+    "serving,operating,judge": (
+        "import tools.serve, tools.render_configs, tools.server.healthcheck, python_backend.rewards.judge",
+        NOWHERE | TRAINING,
+    ),
     "training": ("import tools.run, trainer.sidecar, actor.loop, matplotlib, peft, pyarrow, tensorboard", NOWHERE),
 }
 

@@ -15,7 +15,7 @@ import pytest
 from fake_reward import FakeReward, gateway
 
 from python_backend.errors import RlhfError
-from python_backend.rewards.judge import ChatEndpoint
+from python_backend.rewards.function import Sample, load_function
 from tools.gateway import trainer_rewards
 from tools.gateway.trainer_rewards import RewardUnavailable, compute_score, rewards_of, trl_reward
 
@@ -139,8 +139,12 @@ def test_the_key_reaches_no_other_address(way: str, ask: Callable[[str], Any], m
     assert keys == []
 
 
+TEXTS = {"prompt": "a", "response": "b"}
+
+
 def judge_at(url: str) -> Any:
-    return ChatEndpoint(url, "sesame", max_retries=0, request_timeout_s=120.0).complete({}, time.monotonic() + 120.0)
+    options = {"model": "m", "base_url": url, "api_key_env": "REWARD_GATEWAY_KEY", "max_retries": 0}
+    return load_function("python_backend.rewards.judge:Judge", options, timeout_s=120.0)(Sample("", [], TEXTS))
 
 
 def test_a_key_and_an_address_are_required(monkeypatch: pytest.MonkeyPatch) -> None:

