@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import json
 import signal
-import subprocess
 import sys
 import time
 import urllib.request
@@ -153,14 +152,6 @@ def running_sidecar(config: RunConfig) -> Iterator[Child]:
         yield child
     finally:
         child.stop(signal.SIGINT, 60)
-
-
-def output_of(what: str, command: Sequence[str], **options: Any) -> str:
-    """Run a command to its end; return its standard output. Raises RlhfError with the end of stderr if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, **options)
-    if done.returncode:
-        raise RlhfError(f"{what} failed: {done.stderr.strip()[-2000:]}")
-    return done.stdout
 
 
 def free_ports() -> dict[str, int]:

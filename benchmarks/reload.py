@@ -1,7 +1,7 @@
-"""Benchmark of reloads of the critic (or reward model): their cost for clients, and the time until one is served.
+"""Benchmark of the critic's reloads: their cost for clients, and the time until a version is served.
 
-Part a (load): failures, p99 and longest pause of clients during swaps and Triton reloads. Part b (publish): time until
-a written version is served, against the unavoidable steps alone. Server and clients have one core each.
+Part a (load): failures and p99 of clients during swaps and Triton reloads. Part b (publish): time until a written
+version is served by a swap, against the unavoidable steps alone. Server and clients have one core each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import itertools
 import os
 import re
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,25 +36,19 @@ from benchmarks.measurement import (
     select,
     timed,
 )
-from benchmarks.processes import ON_FREE_PORTS, SERVED, SPAWN, output_of, running_pool, running_triton
+from benchmarks.processes import ON_FREE_PORTS, SERVED, SPAWN, running_pool, running_triton
 from benchmarks.workload import SIZES, make_checkpoint, make_trace
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.client.client import TritonClient
 from python_backend.client.errors import RequestFailed
 from python_backend.config import ClientSection, RunConfig, TrainerSection
-from python_backend.config.live_models import live_model
 from python_backend.digests import digest_of_mapped
 from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import (
-    REWARD_VERSION,
-    REWARDS,
-    VALUES,
-    WEIGHTS_VERSION,
-)
+from python_backend.wire.contract import CRITIC, VALUES, WEIGHTS_VERSION
 from tools.report.curves import figure_of
 from tools.server.health import get_page
 from tools.server.ports import with_free_ports
-from tools.server.triton_home import ServerAborted, find_tritonserver, server_environment
+from tools.server.triton_home import ServerAborted
 from trainer.control_plane import ControlPlane
 
 if TYPE_CHECKING:
@@ -65,7 +58,6 @@ T = TypeVar("T")
 RUN_ID = "bench"
 LOWEST_PRIORITY = 19
 PERTURBATION = 1e-4
-LIVE_MODELS = ("critic", "reward")
 
 
 def with_fixed_ports(config: RunConfig) -> RunConfig:
@@ -118,7 +110,7 @@ class Clients:
         self._pool: Executor = running.enter_context(running_pool(1, _remember, self._ended))
 
     @contextlib.contextmanager
-    def sending(self, url: str, num_clients: int, model: str) -> Iterator[dict[str, list[Any]]]:
+    def sending(self, url: str, num_clients: int) -> Iterator[dict[str, list[Any]]]:
         """Run clients during the block; yield their observations, which are complete after the block.
 
         Each client has one row at a time scored, without retries. The observations are `start_s` (on the monotonic
@@ -126,7 +118,7 @@ class Clients:
         """
         seen: dict[str, list[Any]] = {}
         self._ended.clear()
-        running = self._pool.submit(_observe, url, num_clients, model)
+        running = self._pool.submit(_observe, url, num_clients)
         try:
             yield seen
         finally:
@@ -139,11 +131,11 @@ def _remember(ended: Any) -> None:
     _ended = ended
 
 
-def _observe(url: str, num_clients: int, model: str) -> dict[str, list[Any]]:
-    return asyncio.run(_observe_all(url, num_clients, model))
+def _observe(url: str, num_clients: int) -> dict[str, list[Any]]:
+    return asyncio.run(_observe_all(url, num_clients))
 
 
-async def _observe_all(url: str, num_clients: int, model: str) -> dict[str, list[Any]]:
+async def _observe_all(url: str, num_clients: int) -> dict[str, list[Any]]:
     seen: dict[str, list[Any]] = {"start_s": [], "latency_ms": [], "version": [], "failures": []}
     rows = itertools.cycle(make_trace(256))  # one event loop: the clients share the iterator
     settings = ClientSection(deadline_s=300, retries=0, max_outage_s=0, max_in_flight=num_clients)
@@ -153,23 +145,18 @@ async def _observe_all(url: str, num_clients: int, model: str) -> dict[str, list
             while not _ended.is_set():
                 start = time.monotonic()
                 try:
-                    if model == "critic":
-                        answer = await client.score([next(rows)], (VALUES, WEIGHTS_VERSION))
-                        scores, version = answer[VALUES], answer[WEIGHTS_VERSION]
-                    else:
-                        answer = await client.rewards([next(rows)], (REWARDS, REWARD_VERSION))
-                        scores, version = answer[REWARDS], answer[REWARD_VERSION]
+                    answer = await client.score([next(rows)], (VALUES, WEIGHTS_VERSION))
                 except RequestFailed as error:
                     seen["failures"].append((start, str(error)))
                     await asyncio.sleep(0.01)  # so that a failing server is not flooded with requests
                     continue
                 latency = time.monotonic() - start
-                if not np.isfinite(scores).all():
-                    seen["failures"].append((start, "scores that are not finite"))
+                if not np.isfinite(answer[VALUES]).all():
+                    seen["failures"].append((start, "values that are not finite"))
                     continue
                 seen["start_s"].append(round(start, 5))
                 seen["latency_ms"].append(round(latency * 1e3, 3))
-                seen["version"].append(int(version[0, 0]))
+                seen["version"].append(int(answer[WEIGHTS_VERSION][0, 0]))
 
         await asyncio.gather(*(ask() for _ in range(num_clients)))
     return seen
@@ -179,20 +166,9 @@ async def _observe_all(url: str, num_clients: int, model: str) -> dict[str, list
 
 
 class ReloadService:
-    """Context manager: runs a tritonserver on its own core, with a model whose weights can be published to it.
+    """Context manager: runs a tritonserver on its own core, with a critic whose weights can be published to it."""
 
-    That is the critic, or a reward model without a critic, whose versions are published as by `tools weights publish`.
-    """
-
-    def __init__(
-        self,
-        setup: ReloadSetup,
-        part: str,
-        model: str,
-        *,
-        live: str = "critic",
-    ) -> None:
-        """`live`: of LIVE_MODELS."""
+    def __init__(self, setup: ReloadSetup, part: str, model: str) -> None:
         from python_backend.models.modeling import load_critic, quiet_transformers  # torch: not for --help
         from trainer.publish import initialise_stores
 
@@ -202,24 +178,18 @@ class ReloadService:
         checkpoint = self.folder / "checkpoint"
         self.num_parameters = make_checkpoint(SIZES[model], checkpoint)
         served = {"model": checkpoint, **SERVED}
-        without_critic = {"algorithm": {"name": "grpo", "responses_per_prompt": 2}}
         sections = {
             "run": {"dir": self.folder, "run_id": RUN_ID},
             "server": ON_FREE_PORTS,
-            "reward": {**served, "store": live == "reward"},
+            "reward": served,
             "critic": served,
             "trainer": TrainerSection(serve_timeout_s=300),
-            "actor": without_critic if live == "reward" else {},
         }
         self.config = with_fixed_ports(RunConfig.model_validate(sections))
         initialise_stores(self.config)
-        self.live = live_model(self.config, live)
-        self.store = WeightsStore(self.live.store)
-        if live == "critic":
-            self.critic = load_critic(self.store.folder(0))
-            self.critic.own_weights()
-        else:
-            self._checkpoints = checkpoint, _perturbed(checkpoint, self.folder / "second")
+        self.store = WeightsStore(self.config.run.weights_dir)
+        self.critic = load_critic(self.store.folder(0))
+        self.critic.own_weights()
         self._step = 0
         # Publishes at low priority, as a trainer should if it shares a core with clients. Only this thread has the low
         # priority, since child processes would inherit the priority of the whole process.
@@ -234,7 +204,7 @@ class ReloadService:
     def __exit__(self, *error: Any) -> None:
         self._publishing.shutdown()
         self._stack.__exit__(*error)
-        for heavy in ("checkpoint", "second", "weights", "journal", "checkpoints", "backends"):
+        for heavy in ("checkpoint", "weights", "journal", "checkpoints", "backends"):
             shutil.rmtree(self.folder / heavy, ignore_errors=True)
 
     @property
@@ -243,18 +213,18 @@ class ReloadService:
         return self.config.server.http_url
 
     def failed_requests(self) -> int:
-        """Return the number of requests to the model that have failed since the start, by the server's own count.
+        """Return the number of requests to the critic that have failed since the start, by the server's own count.
 
         Triton counts those that the model answered with an error as successes; the model counts them itself.
         """
-        model, page = self.live.served_as, get_page(self.config.server.metrics_url, "/metrics")
-        refused = re.findall(rf'^rlhf_requests_refused_total{{model="{model}",.*}} (\S+)', page, re.MULTILINE)
+        page = get_page(self.config.server.metrics_url, "/metrics")
+        refused = re.findall(rf'^rlhf_requests_refused_total{{model="{CRITIC}",.*}} (\S+)', page, re.MULTILINE)
         with ControlPlane(self.config.server.grpc_url) as control:
-            return control.statistics(model).failure_count + int(sum(map(float, refused)))
+            return control.statistics(CRITIC).failure_count + int(sum(map(float, refused)))
 
     def publish(self) -> Sample:
         """Publish weights that differ a little, and wait until they are served; see `_sample`."""
-        return self.as_publisher(self._publish_critic if self.live.name == "critic" else self._publish_reward)
+        return self.as_publisher(self._publish)
 
     def triton_reload(self) -> Sample:
         """Let Triton replace the model's process; see `_sample`."""
@@ -267,9 +237,9 @@ class ReloadService:
     def _publisher(self) -> Publisher:
         from trainer.publish import Publisher
 
-        return Publisher.of(self.config, self.store, run_id=RUN_ID, epoch=1, model=self.live)
+        return Publisher.of(self.config, self.store, run_id=RUN_ID, epoch=1)
 
-    def _publish_critic(self) -> Sample:
+    def _publish(self) -> Sample:
         import torch
 
         self._step += 1
@@ -277,37 +247,12 @@ class ReloadService:
             list(self.critic.model.parameters())[-1].add_(PERTURBATION)
         begin = time.monotonic()
         done = self._publisher().publish(self.critic, step=self._step, beat=lambda state: None)
-        return _sample(done, begin, begin + _seconds(done))
-
-    def _publish_reward(self) -> Sample:
-        from trainer.live import publish_reward
-
-        self._step += 1
-        done = publish_reward(self.config, self._checkpoints[self._step % 2], beat=lambda state: None)
-        # Only from here on: before, it has loaded the served version and the checkpoint, to compare them.
-        end = time.monotonic()
-        return _sample(done, end - _seconds(done), end)
+        return _sample(done, begin, begin + (done.publish_ms + done.verify_ms + done.reload_ms) / 1e3)
 
     def _triton_reload(self) -> Sample:
         begin = time.monotonic()
         done = self._publisher().triton_reload()
         return _sample(done, begin, time.monotonic())
-
-
-def _perturbed(checkpoint: Path, copy: Path) -> Path:
-    """Copy a reward model's checkpoint, and change its weights a little."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(checkpoint, copy)
-    tensors = load_file(copy / WEIGHTS_FILE)
-    tensors["score.weight"] += PERTURBATION * torch.ones_like(tensors["score.weight"])
-    save_file(tensors, copy / WEIGHTS_FILE, metadata={"format": "pt"})
-    return copy
-
-
-def _seconds(done: Reload) -> float:
-    return (done.publish_ms + done.verify_ms + done.reload_ms) / 1e3
 
 
 def _sample(done: Reload, begin_s: float, end_s: float) -> Sample:
@@ -329,34 +274,20 @@ OPTIONS = {
         "a: clients during reloads, b: time until served",
         known="ab",
     ),
-    "model": Option("critic", "model that is reloaded in part a: critic or reward", known=LIVE_MODELS),
     "models": Option(["1m", "7m", "110m"], f"any of {', '.join(SIZES)}; above 7m only in b", ["tiny"], SIZES),
     "swaps": Option(200, "part a: number of swaps", quick=4),
     "triton_reloads": Option(50, "part a: number of Triton reloads", quick=1),
     "clients": Option(32, "part a: scoring requests in flight while the model is reloaded", quick=4),
     "cycles": Option(25, "part a: cycles of quiet, swaps, quiet, Triton reloads", quick=1),
     "quiet_s": Option(3.0, "part a: seconds of each quiet block", quick=0.5),
-    "publishes": Option(20, "part b: publishes of each model up to 7 million parameters", quick=2),
-    "loads": Option(7, "part b: Triton reloads of each model, and publishes of larger models", quick=1),
+    "publishes": Option(20, "part b: publishes of each model", quick=2),
 }
 SMALL = ("tiny", "1m", "2m", "5m", "7m")  # models whose latencies under load are short enough
 MOST_P99 = {"swap": 1.5, "triton": 3.0}
 WORDS = {"swap": "swaps", "triton": "Triton reloads"}
 COLOURS = {"swap": "#009E73", "triton": "#E69F00"}
-MOST_PAUSE_MS = 20.0
-MARGIN_S = 0.05
 SWAP_EVERY_S = 0.5
-MOST_SWAP, MOST_TRITON = 1.25, 1.2
-FRESH_PROCESS = """
-import sys, time
-from pathlib import Path
-import torch, transformers
-from python_backend.models.modeling import (load_critic, quiet_transformers)
-quiet_transformers()
-torch.set_num_threads(1)
-load_critic(Path(sys.argv[1]))
-print(time.monotonic())
-"""
+MOST_SWAP = 1.25
 Window = tuple[float, float]
 
 
@@ -398,27 +329,13 @@ class Samples:
             chosen |= (self.end >= begin) & (self.start <= end)
         return self.latency_ms[chosen]
 
-    def longest_silences(self, windows: Sequence[Window], *, margin_s: float) -> list[float]:
-        """Return the longest time (ms) between successive answers that overlaps each window, widened by `margin_s`.
-
-        Gaps are not cut at the window's edges, so that a pause counts in full. Meaningful only for clients in a closed
-        loop, which have a request in flight at any time.
-        """
-        return [self._silence_ms(begin - margin_s, end + margin_s) for begin, end in windows]
-
-    def _silence_ms(self, begin: float, end: float) -> float:
-        first = max(0, int(np.searchsorted(self.end, begin)) - 1)
-        last = int(np.searchsorted(self.end, end, side="right"))
-        between = np.diff(self.end[first : last + 1])
-        return float(between.max() * 1e3) if between.size else 0.0
-
 
 def p99(latencies: np.ndarray) -> float | None:
     """Return the 99th percentile; None for an empty array."""
     return float(np.percentile(latencies, 99)) if latencies.size else None
 
 
-def quiet_windows(like: Sequence[Window], quiet: Sequence[Window], *, margin_s: float, seed: int = 0) -> list[Window]:
+def quiet_windows(like: Sequence[Window], quiet: Sequence[Window], *, seed: int = 0) -> list[Window]:
     """Return, for each window in `like`, one of the same length at a random place within the `quiet` windows.
 
     A window that fits nowhere is left out. The lengths must be equal: long requests are more likely to be in flight in
@@ -428,7 +345,7 @@ def quiet_windows(like: Sequence[Window], quiet: Sequence[Window], *, margin_s: 
     found = []
     for begin, end in like:
         length = end - begin
-        rooms = [(b + margin_s, e - margin_s - length) for b, e in quiet if e - b > length + 2 * margin_s]
+        rooms = [(b, e - length) for b, e in quiet if e - b > length]
         if not rooms:
             continue
         sizes = np.asarray([e - b for b, e in rooms])
@@ -446,9 +363,9 @@ def measure_load(setup: ReloadSetup, model: str) -> dict[str, Any]:
     settings = setup.settings
     reloads: list[Sample] = []
     blocks: list[dict[str, Any]] = []
-    with ReloadService(setup, "load", model, live=settings.model) as service:
+    with ReloadService(setup, "load", model) as service:
         before = service.failed_requests()
-        with setup.clients.sending(service.url, settings.clients, settings.model) as samples:
+        with setup.clients.sending(service.url, settings.clients) as samples:
             time.sleep(1.0)  # until all clients have begun
             for cycle in range(settings.cycles):
                 for kind in ("quiet", "swap", "quiet", "triton"):
@@ -476,29 +393,16 @@ def _block(service: ReloadService, kind: str, cycle: int, settings: argparse.Nam
 
 
 def summarise_load(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's failures, latencies with and without reloads, and silences with and without swaps.
-
-    A silence is a time without any answer.
-    """
+    """Return a model's failures, and latencies with and without reloads."""
     samples = Samples.of(found["samples"])
     quiet = _quiet(found["blocks"])
-    swaps = select(found["reloads"], reload="swap")
     windows = {how: [(r["begin_s"], r["end_s"]) for r in select(found["reloads"], reload=how)] for how in MOST_P99}
-    # Silences count while a version is verified and loaded, not while the publisher writes it.
-    serving = [(r["end_s"] - (r["verify_ms"] + r["reload_ms"]) / 1e3, r["end_s"]) for r in swaps]
-    around = samples.longest_silences(serving, margin_s=MARGIN_S)
-    draws = [quiet_windows(serving, quiet, margin_s=MARGIN_S, seed=seed) for seed in range(40)]
-    # Maxima are noisy: the median of those that occur by chance in as many windows without a swap.
-    without = median_of(max(samples.longest_silences(drawn, margin_s=MARGIN_S)) for drawn in draws if drawn)
-    longest = max(around, default=None)
     return {
         "requests": int(samples.start.size),
         "failed_by_clients": len(found["samples"]["failures"]),
         "failed_by_server": found["failed_by_server"],
         "versions_seen": int(np.unique(samples.version).size),
         **{how: _latencies(samples, windows[how], quiet) for how in MOST_P99},
-        "silence_ms": {"swap": longest, "quiet": without},
-        "pause_ms": None if longest is None or without is None else max(0.0, longest - without),
     }
 
 
@@ -516,7 +420,7 @@ def _latencies(samples: Samples, windows: list[Window], quiet: list[Window]) -> 
     """Compare requests in flight during reloads with those in quiet windows of the same lengths, or in quiet blocks."""
     during = samples.in_flight(windows)
     # Only requests that lie entirely in quiet blocks: one at the end of a block may wait for the following reload.
-    without = samples.within(quiet).in_flight(quiet_windows(windows, quiet, margin_s=0.0) or quiet)
+    without = samples.within(quiet).in_flight(quiet_windows(windows, quiet) or quiet)
     return {
         "reloads": len(windows),
         "requests": int(during.size),
@@ -536,9 +440,7 @@ def load_targets(model: str, of: dict[str, Any]) -> list[Target]:
         detail = f"{_ms(of[how]['p99_ms'])} against {_ms(of[how]['quiet_p99_ms'])} without"
         name = f"a, {model}: p99 during {WORDS[how]} / without"
         found.append(Target(name, of[how]["p99_ratio"], None, most, detail))
-    silence = of["silence_ms"]
-    detail = f"longest silence {_ms(silence['swap'])}; in as many moments without a swap {_ms(silence['quiet'])}"
-    return [*found, Target(f"a, {model}: longest pause of a swap, ms", of["pause_ms"], None, MOST_PAUSE_MS, detail)]
+    return found
 
 
 def _ms(value: float | None) -> str:
@@ -578,23 +480,15 @@ def draw_load(axes: Any, model: str, part: dict[str, Any], summary: dict[str, An
 def measure_publish(setup: ReloadSetup, model: str) -> dict[str, Any]:
     """Return samples of a model on an otherwise idle server."""
     settings = setup.settings
-    publishes = settings.publishes if model in SMALL else settings.loads
     swaps: list[dict[str, Any]] = []
-    loads: list[dict[str, Any]] = []
     with ReloadService(setup, "publish", model) as service:
         service.publish()  # warm-up: the first one includes deferred imports
-        for _ in range(publishes):
+        for _ in range(settings.publishes):
             done = service.publish()
             alone = service.as_publisher(functools.partial(_alone, service, done["version"]))
             swaps.append({**done, "to_served_ms": done["verify_ms"] + done["reload_ms"], **alone})
-        setup.say(f"b, {model}: {publishes} publishes, each against hash, load and canary alone")
-        folder = service.store.folder(service.store.current() or 0)
-        for _ in range(settings.loads):
-            with on_core(setup.server_core):
-                fresh_ms = _fresh_process_ms(folder)
-            loads.append({"fresh_ms": fresh_ms, "reload_ms": service.triton_reload()["reload_ms"]})
-        setup.say(f"b, {model}: {settings.loads} Triton reloads, each against a new process")
-        return {"parameters": service.num_parameters, "swaps": swaps, "loads": loads}
+        setup.say(f"b, {model}: {settings.publishes} publishes, each against hash, load and canary alone")
+        return {"parameters": service.num_parameters, "swaps": swaps}
 
 
 def _alone(service: ReloadService, version: int) -> dict[str, float]:
@@ -608,39 +502,21 @@ def _alone(service: ReloadService, version: int) -> dict[str, float]:
     return {"hash_ms": hash_s * 1e3, "load_ms": load_s * 1e3, "canary_ms": canary_s * 1e3}
 
 
-def _fresh_process_ms(folder: Path) -> float:
-    """Return the milliseconds in which a new process imports torch and transformers and loads the critic."""
-    environment = {**os.environ, **server_environment(find_tritonserver())}
-    command = [sys.executable, "-c", FRESH_PROCESS, str(folder)]
-    start = time.monotonic()  # the same clock in every process
-    output = output_of(f"loading {folder} in a new process", command, env=environment, timeout=120)
-    return (float(output.split()[-1]) - start) * 1e3
-
-
 def summarise_publish(of: dict[str, Any]) -> dict[str, Any]:
     """Return medians and ratios."""
     swap = medians(of["swaps"], "publish_ms", "to_served_ms", "reload_ms", "hash_ms", "load_ms", "canary_ms")
-    load = medians(of["loads"], "reload_ms", "fresh_ms")
     alone = swap["hash_ms"] + swap["load_ms"] + swap["canary_ms"]
-    return {
-        "parameters": of["parameters"],
-        "swap": {**swap, "alone_ms": alone, "ratio": quotient(swap["to_served_ms"], alone), "n": len(of["swaps"])},
-        "triton": {**load, "ratio": quotient(load["reload_ms"], load["fresh_ms"]), "n": len(of["loads"])},
-    }
+    ratio = quotient(swap["to_served_ms"], alone)
+    return {"parameters": of["parameters"], **swap, "alone_ms": alone, "ratio": ratio, "n": len(of["swaps"])}
 
 
 def publish_targets(model: str, of: dict[str, Any]) -> list[Target]:
-    """Return the targets of a model."""
-    swap, load = of["swap"], of["triton"]
-    swapped = (
-        f"{swap['to_served_ms']:,.1f} ms; hash {swap['hash_ms']:,.1f}, load {swap['load_ms']:,.1f}, "
-        f"canary {swap['canary_ms']:,.1f} ms; n {swap['n']}"
+    """Return the target of a model."""
+    detail = (
+        f"{of['to_served_ms']:,.1f} ms; hash {of['hash_ms']:,.1f}, load {of['load_ms']:,.1f}, "
+        f"canary {of['canary_ms']:,.1f} ms; n {of['n']}"
     )
-    loaded = f"{load['reload_ms']:,.0f} ms against {load['fresh_ms']:,.0f} ms; n {load['n']}"
-    return [
-        Target(f"b, {model}: swap / hash + load + canary", swap["ratio"], None, MOST_SWAP, swapped),
-        Target(f"b, {model}: Triton reload / new process", load["ratio"], None, MOST_TRITON, loaded),
-    ]
+    return [Target(f"b, {model}: swap / hash + load + canary", of["ratio"], None, MOST_SWAP, detail)]
 
 
 # ---- all parts ----

@@ -169,42 +169,36 @@ def test_windows_of_requests():
     samples = Samples.of(latencies)
     assert samples.in_flight([(1.5, 2.1), (1.55, 2.5)]) == pytest.approx([600.0, 700.0])  # each once
     assert samples.in_flight([(0.6, 0.9)]).size == 0
-    samples = Samples.of({"start_s": [0.0, 0.1, 0.9, 1.0], "latency_ms": [0.0] * 4, "version": [0] * 4})
-    assert samples.longest_silences([(0.5, 0.6)], margin_s=0.05) == pytest.approx([800.0])  # although cut
-    assert samples.longest_silences([(0.95, 0.96), (5.0, 6.0)], margin_s=0.01) == pytest.approx([100.0, 0.0])
 
 
 def test_quiet_windows_lie_within_quiet_times_and_are_as_long():
-    found = quiet_windows([(0.0, 0.5), (7.0, 7.25)], [(10.0, 10.3), (20.0, 22.0)], margin_s=0.05)
+    found = quiet_windows([(0.0, 0.5), (7.0, 7.25)], [(10.0, 10.3), (20.0, 22.0)])
     assert [end - begin for begin, end in found] == pytest.approx([0.5, 0.25])
-    assert all(begin >= 20.05 and end <= 21.95 for begin, end in found)
-    assert quiet_windows([(0.0, 3.0)], [(20.0, 22.0)], margin_s=0.05) == []
+    assert all(begin >= 20.0 and end <= 22.0 for begin, end in found)
+    assert quiet_windows([(0.0, 3.0)], [(20.0, 22.0)]) == []
 
 
-@pytest.mark.parametrize(
-    ("gap_s", "failures", "failed_by_server", "missed"),
-    [(0.015, 0, 0, []), (0.025, 0, 0, ["longest pause"]), (0, 1, 0, ["failed"]), (0, 0, 1, ["failed"])],
-)
-def test_targets_under_load(gap_s: float, failures: int, failed_by_server: int, missed: list[str]):
+@pytest.mark.parametrize("failures", [(0, 0), (1, 0), (0, 1)])
+def test_targets_under_load(failures: tuple[int, int]):
     """Ten seconds of quiet, five of swaps, ten of quiet, ten of two Triton reloads, twice as slow."""
-    pieces = ticking(0, 12.5, 0.01), ticking(12.5 + gap_s, 25, 0.01), ticking(25, 35, 0.01, latency_ms=10.0)
+    by_clients, by_server = failures
+    pieces = ticking(0, 25, 0.01), ticking(25, 35, 0.01, latency_ms=10.0)
     samples = {key: [item for piece in pieces for item in piece[key]] for key in pieces[0]}
-    samples["failures"] = [(1.0, "refused")] * failures
+    samples["failures"] = [(1.0, "refused")] * by_clients
     blocks = [("quiet", 0, 10), ("swap", 10, 15), ("quiet", 15, 25), ("triton", 25, 35)]
-    times = {"verify_ms": 0.0, "reload_ms": 50.0}
-    reloads = [{"reload": "swap", "begin_s": at, "end_s": at + 0.1, **times} for at in (11, 12.45)]
-    reloads += [{"reload": "triton", "begin_s": at, "end_s": at + 4.5, **times} for at in (25.2, 30.2)]
+    reloads = [{"reload": "swap", "begin_s": at, "end_s": at + 0.1} for at in (11, 12.45)]
+    reloads += [{"reload": "triton", "begin_s": at, "end_s": at + 4.5} for at in (25.2, 30.2)]
     part = {
         "samples": samples,
         "reloads": reloads,
-        "failed_by_server": failed_by_server,
+        "failed_by_server": by_server,
         "blocks": [{"kind": kind, "begin_s": begin, "end_s": end} for kind, begin, end in blocks],
     }
     found = reload.load_targets("1m", reload.summarise_load(part))
     assert one(found, "p99 during swaps").value == pytest.approx(1.0)
     assert one(found, "p99 during Triton").value == pytest.approx(2.0)
-    assert one(found, "longest pause").value == pytest.approx(gap_s * 1e3, abs=0.01)
-    assert [target.name for target in found if target.verdict == "miss"] == [one(found, words).name for words in missed]
+    missed = [target.name for target in found if target.verdict == "miss"]
+    assert missed == (["a, 1m: failed requests"] if any(failures) else [])
 
 
 def test_publishing_is_divided_by_the_sum_of_its_steps():
@@ -216,9 +210,6 @@ def test_publishing_is_divided_by_the_sum_of_its_steps():
         "load_ms": 10.0,
         "canary_ms": 5.0,
     }
-    part = {"parameters": 1, "swaps": [swap] * 3, "loads": [{"reload_ms": 3000.0, "fresh_ms": 2000.0}] * 3}
-    found = reload.publish_targets("1m", reload.summarise_publish(part))
-    assert [(target.value, target.verdict) for target in found] == [
-        (pytest.approx(1.2), "pass"),
-        (pytest.approx(1.5), "miss"),
-    ]
+    part = {"parameters": 1, "swaps": [swap] * 3}
+    (found,) = reload.publish_targets("1m", reload.summarise_publish(part))
+    assert (found.value, found.verdict) == (pytest.approx(1.2), "pass")

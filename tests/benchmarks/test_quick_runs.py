@@ -19,7 +19,7 @@ PICTURES = {"scoring": "throughput.png", "reload": "reload.png"}
     [
         ("scoring", ["--contenders", ",".join(SCORING)], SCORING, "through the gateway"),
         ("trl", ["--contenders", "ours"], ["ours"], "tiny ppo 16x8: ours / TRL"),
-        ("reload", ["--model", "reward"], [], "Triton reload / new process"),
+        ("reload", [], [], "swap / hash + load + canary"),
         ("gpu", ["--device", "cpu", "--parts", ",".join(GPU_PARTS)], sorted(GPU_PARTS), ""),
     ],
 )
