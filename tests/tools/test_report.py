@@ -305,6 +305,7 @@ class TestPage:
         assert (run.summary["reloads_swap"], run.summary["reloads_triton"]) == (5000, 1)
         assert len(pictures(run)) == 8
 
+    @pytest.mark.usefixtures("no_pictures")
     def test_the_page_says_what_was_trained_and_with_which_settings(self, tmp_path: Path) -> None:
         run_dir = write_run(tmp_path / "mine", validated=False, num_steps=2)
         actor = {
@@ -328,6 +329,7 @@ class TestPage:
         # No machine, no default, and without validation and logged texts nothing of them.
         assert not re.search("8123|<code>actor.steps</code>|Texts before and after|held-out|<h2>Texts</h2>", text)
 
+    @pytest.mark.usefixtures("no_pictures")
     @pytest.mark.parametrize(("num_texts", "shown"), [(3, 3), (40, 16)])
     def test_a_run_without_validation_shows_texts_of_its_rollouts(
         self, tmp_path: Path, num_texts: int, shown: int
@@ -385,6 +387,14 @@ class TestPage:
         write_curves(run, tmp_path / "curves.png")
 
 
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the words of a page are read: TestPage has its pictures."""
+    for module in ("page", "curves"):
+        monkeypatch.setattr(f"tools.report.{module}.as_svg", lambda draw, *arguments: "<svg></svg>")
+
+
+@pytest.mark.usefixtures("no_pictures")
 class TestSections:
     """Sections that a run's own function adds to its report."""
 
@@ -440,10 +450,20 @@ class TestSections:
         assert "<h2>Numbers</h2>" in page
 
 
+def test_a_missing_package_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(step_row(1))}\n")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: the report needs matplotlib: pip install '.[training]'\n"
+
+
 IMAGES = re.compile(r'src="[^"]*"')
 REFRESH = '<meta http-equiv="refresh"'
 
 
+@pytest.mark.usefixtures("no_pictures")
 class TestCommand:
     """On folders that the actor's recorder writes, while it writes them and afterwards."""
 
@@ -590,7 +610,11 @@ class TestCommand:
         assert "After 4 steps of GRPO" in page
         assert REFRESH not in page
 
-    @pytest.mark.parametrize("number", [None, signal.SIGTERM], ids=["to its end", "until a signal"])
+    @pytest.mark.parametrize(
+        "number",
+        [None, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+        ids=["to its end", "until a signal"],
+    )
     def test_the_page_follows_a_run(self, tmp_path: Path, number: signal.Signals | None) -> None:
         run = RecordedRun(tmp_path / "run").start().steps(1)
         page = tmp_path / "run" / "report.html"
@@ -650,14 +674,6 @@ class TestCommand:
         error = capsys.readouterr().err
         assert error.startswith(f"error: {sentence.replace('{}', str(tmp_path))}")
         assert error.count("\n") == 1
-
-    def test_a_missing_package_is_named(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(step_row(1))}\n")
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        assert main([str(tmp_path)]) == 2
-        assert capsys.readouterr().err == "error: the report needs matplotlib: pip install '.[training]'\n"
 
 
 # ---- the display in a terminal and without one, and the reader that follows a file being written ----
