@@ -154,7 +154,7 @@ def ideal(name: str, setup: Setup) -> Iterator[Measure]:
 
     def measure(cell: Cell) -> dict[str, Any]:
         rows = make_trace(cell.rows * cell.num_requests)
-        plan = RowPool[str](token_budget=setup.token_budget, overhead_tokens=setup.overhead_tokens, packs_rows=True)
+        plan = RowPool[str](token_budget=setup.token_budget, overhead_tokens=setup.overhead_tokens)
         plan.add("all", [row.size for row in rows])
         batches = [[index for _, index in batch] for batch in iter(plan.take, [])]
         start = time.monotonic()
@@ -299,8 +299,8 @@ FORMS: dict[str, tuple[str, Callable[[list[np.ndarray]], bytes], Callable[[bytes
 # ---- the contenders' processes ----
 
 
-def load_contender(checkpoint: str | Path, threads: int, *, lean: bool = False) -> Callable[..., np.ndarray]:
-    """Load the reward model; return its `score`, with transformers' own forward pass unless `lean`."""
+def load_contender(checkpoint: str | Path, threads: int) -> Callable[..., np.ndarray]:
+    """Load the reward model; return its `score`."""
     import torch
 
     from python_backend.models.modeling import load_reward, quiet_transformers
@@ -308,10 +308,7 @@ def load_contender(checkpoint: str | Path, threads: int, *, lean: bool = False) 
     keep_freed_memory()
     torch.set_num_threads(threads)
     quiet_transformers()
-    reward = load_reward(Path(checkpoint))
-    if not lean:
-        reward.use_own_forward()
-    return reward.score
+    return load_reward(Path(checkpoint)).score
 
 
 _score: Callable[..., np.ndarray]  # of this process, if it is one of `ideal`
@@ -320,7 +317,7 @@ _score: Callable[..., np.ndarray]  # of this process, if it is one of `ideal`
 def load_worker(checkpoint: Path, threads: int) -> None:
     """Load the model that `score_in_worker` scores with."""
     global _score
-    _score = load_contender(checkpoint, threads, lean=True)
+    _score = load_contender(checkpoint, threads)
 
 
 def score_in_worker(rows: list[np.ndarray]) -> tuple[np.ndarray, float]:

@@ -1,7 +1,7 @@
 """Digests of files and arrays, by which damage is detected. They name their algorithm: `xxh3:` or `sha256:`, then hex.
 
 xxh3-128 hashes about as fast as memory is read, ten times as fast as SHA-256. It detects damage; only SHA-256 also
-withstands someone who makes a second content of the same digest. A digest without a name is an older release's SHA-256.
+withstands someone who makes a second content of the same digest.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ Algorithm = Literal["xxh3", "sha256"]
 DEFAULT: Algorithm = "xxh3"
 HASHED_AT_ONCE = 1 << 24  # bytes; large blocks, because the hashing thread takes the GIL between two of them
 MAPPED_AT_ONCE = 1 << 26  # bytes; mapped pages count as memory of the process
-_STATES: dict[str, Any] = {"xxh3": xxhash.xxh3_128, "sha256": hashlib.sha256, "": hashlib.sha256}
+_STATES: dict[str, Any] = {"xxh3": xxhash.xxh3_128, "sha256": hashlib.sha256}
 
 
 class Hasher:
@@ -25,17 +25,17 @@ class Hasher:
     def __init__(self, algorithm: str, data: bytes = b"") -> None:
         """`algorithm`: an `Algorithm`, or what `algorithm_of` returned. Raises ValueError if it is unknown."""
         if algorithm not in _STATES:
-            raise ValueError(f"a digest by {algorithm} is unknown to this release; use the one that wrote it")
+            raise ValueError(f"a digest by {algorithm} is unknown here: use xxh3 or sha256")
         self._algorithm, self._state = algorithm, _STATES[algorithm](data)
         self.update, self.bytes = self._state.update, self._state.digest
 
     def digest(self) -> str:
         """Return the digest of what was hashed so far."""
-        return f"{self._algorithm}:{self._state.hexdigest()}".lstrip(":")
+        return f"{self._algorithm}:{self._state.hexdigest()}"
 
 
 def algorithm_of(digest: str) -> str:
-    """Return the name in a digest; "" for an older release's SHA-256."""
+    """Return the name in a digest."""
     return digest.rpartition(":")[0]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.run.settings import SETTINGS_FILE
+from actor.run.settings import SETTINGS_FILE, started_with
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_run_arguments, interrupt_on_signals, reporting
 from python_backend.config.live_models import live_models
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--watch", type=seconds, nargs="?", const=2.0, metavar="SECONDS", help="show it again every 2 s, until Ctrl-C"
     )
     arguments = parse_or_complete(parser, argv)
-    config = _as_started(load_config(arguments.config, arguments.overrides))
+    config = load_config(arguments.config, arguments.overrides)
+    config = started_with(config.run.dir) or config
     if arguments.watch is None:
         print("\n".join(status(config)))
         return 0
@@ -52,15 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(CLEAR_SCREEN * sys.stdout.isatty() + text, flush=True)
             time.sleep(arguments.watch)
     return 0
-
-
-def _as_started(config: RunConfig) -> RunConfig:
-    """Return the settings that the run was started with; those of the YAML if it has not begun."""
-    written = read_json(config.run.dir / SETTINGS_FILE)
-    try:
-        return RunConfig.model_validate(written) if written else config
-    except ValueError:  # written by a version with other keys
-        return config
 
 
 def status(config: RunConfig) -> Iterator[str]:

@@ -22,7 +22,7 @@ from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError
 from python_backend.config import CriticOptimizerSection, TrainerSection
 from python_backend.digests import DEFAULT, Algorithm
 from python_backend.store import durable
-from python_backend.store.sealed_folder import DIGESTS, STATE_FILE, DamagedCheckpoint, read_state, sealed
+from python_backend.store.sealed_folder import DIGEST, STATE_FILE, DamagedCheckpoint, read_state, sealed
 from trainer.critic_update import CriticUpdate
 
 # Fingerprint of the settings that determine the weights which result from a journal, and changes of these settings.
@@ -54,33 +54,13 @@ DECIDING = (
     "freeze",
 )
 ROUNDING = ("token_budget", "threads", "device", "gradient_checkpointing", "attention", "ranks")
-UNLESS_DEFAULT = {  # included only if they differ from these values, which older checkpoints were trained with
-    "optimizer.kind": "adamw",
-    "precision": "float32",
-    "lora_rank": 0,
-    "lora_alpha": 16,
-    "lora_targets": "all-linear",
-    "freeze": [],
-    "gradient_checkpointing": False,
-    "attention": "auto",
-    "ranks": 1,
-}
 
 
 def deciding_settings(section: TrainerSection) -> dict[str, Any]:
     """Return the settings that determine the weights, by name, as JSON values."""
     values = section.model_dump(mode="json")
     flat = {**values, **{f"optimizer.{name}": value for name, value in values["optimizer"].items()}}
-    return {
-        name: flat[name]
-        for name in (*DECIDING, *ROUNDING)
-        if name not in UNLESS_DEFAULT or flat[name] != UNLESS_DEFAULT[name]
-    }
-
-
-def deciding(settings: Mapping[str, Any], name: str) -> Any:
-    """Return one of the settings that `deciding_settings` returned."""
-    return settings.get(name, UNLESS_DEFAULT.get(name))
+    return {name: flat[name] for name in (*DECIDING, *ROUNDING)}
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
@@ -90,7 +70,7 @@ def fingerprint(settings: Mapping[str, Any]) -> str:
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return a text such as `trainer.optimizer.lr: was 0.1, now 0.2` for each setting that differs."""
-    pairs = {name: (deciding(old, name), deciding(new, name)) for name in (*DECIDING, *ROUNDING)}
+    pairs = {name: (old[name], new[name]) for name in (*DECIDING, *ROUNDING)}
     return [
         f"trainer.{name}: was {before}, now {after}{' (rounding only)' if name in ROUNDING else ''}"
         for name, (before, after) in pairs.items()
@@ -103,10 +83,10 @@ def schedule_changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) 
 
     [] if they are equal, or are those of `optimizer.lr`, which `changes` names.
     """
-    names = [name for name in DECIDING if name.startswith("optimizer.") and name in old]
+    names = [name for name in DECIDING if name.startswith("optimizer.")]
     was, now = (
         CriticOptimizerSection.model_validate(
-            {name.removeprefix("optimizer."): deciding(settings, name) for name in names}
+            {name.removeprefix("optimizer."): settings[name] for name in names}
         ).learning_rate(step)
         for settings in (old, new)
     )
@@ -175,9 +155,7 @@ class CheckpointFolder:
     def state(self, step: int) -> CheckpointState:
         """Return the state of the checkpoint of `step`. Raises DamagedCheckpoint if it is missing or damaged."""
         data = self._read_state(step)
-        if "base_sha256" in data:  # written by an older release
-            data["base_digest"] = data.pop("base_sha256")
-        return CheckpointState(**{name: value for name, value in data.items() if name not in ("files", *DIGESTS)})
+        return CheckpointState(**{name: value for name, value in data.items() if name not in ("files", DIGEST)})
 
     def load(self, step: int, update: CriticUpdate) -> CheckpointState:
         """Load weights and optimizer of `step` into `update`, set torch's random state, and return the saved state.
@@ -263,11 +241,11 @@ def _check_trained(state: CheckpointState, folder: Path, settings: TrainerSectio
         raise CheckpointError(
             f"{folder} was saved while {was} were trained, but trainer.lora_rank is {settings.lora_rank}; {way_out}"
         )
-    alpha = deciding(state.settings, "lora_alpha")
+    alpha = state.settings["lora_alpha"]
     if has_adapters and alpha != settings.lora_alpha:
         raise CheckpointError(
             f"{folder} was saved with trainer.lora_alpha {alpha}, not {settings.lora_alpha}; {way_out}"
         )
-    frozen, freeze = deciding(state.settings, "freeze"), list(settings.freeze)
+    frozen, freeze = state.settings["freeze"], list(settings.freeze)
     if frozen != freeze:
         raise CheckpointError(f"{folder} was saved with trainer.freeze {frozen}, not {freeze}; {way_out}")

@@ -80,10 +80,6 @@ class TrainedCritic(CriticModel):
         """
         super().__init__(model, constants=Constants(plain.mean, plain.std), note=plain.note, like=plain)
         self._plain, self.ranks = plain, ranks
-        if model is plain.model and not self.in_slices:
-            self._token_head = plain._token_head
-        else:
-            self._token_head.lean = None  # it reads the weights of the layers, without adapters and not gathered
         if isinstance(ranks, Ranks):
             self._shard(ranks, precision)
         self.adapters = describe_adapters(self.model, base=BASE_VERSION) if as_adapters else None

@@ -10,7 +10,7 @@ from typing import Any
 from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
 from python_backend.config import ConfigError, RunConfig
 from python_backend.config.sections import UNMEASURED, ModelSection
-from python_backend.errors import RlhfError
+from python_backend.errors import RlhfError, reason_of
 from python_backend.rewards.function import FILE_SPEC
 from python_backend.store.durable import numbers_in, read_json, write_json
 from python_backend.store.jsonl import append_jsonl
@@ -39,6 +39,7 @@ PLACES = ("actor.generation.vllm.servers", "environment.url")
 OPERATION = (*PROCESSES, *PLACES, "actor.steps", "actor.max_minutes", "actor.client.")
 RESULTS = ("run.seed", "run.deterministic")  # settings of the processes that change what the run computes
 KEPT = ("critic.model", "critic.attribute_weights", "critic.standardization", "critic.pretrain_epochs")
+DAMAGED = "{} is damaged: {}; delete it to go on without the settings of the earlier start"
 CONTENT = "its content"  # in the place of a value, where the file that a setting names has changed
 
 
@@ -56,14 +57,14 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     """
     folder, now = config.run.dir, flat_settings(config)
     step = last_step(folder)
-    try:
-        earlier = _read_config(folder / SETTINGS_FILE) if step else {}
-        before = earlier if isinstance(earlier, dict) else flat_settings(earlier)
-        known = (read_json(folder / CONTENTS_FILE) or {}) if before else {}
-    except ValueError as error:
-        raise ConfigError(f"{error}; delete the file to resume without comparing the settings") from error
-    if not before:
+    earlier = started_with(folder) if step else None
+    if earlier is None:
         return {}
+    try:
+        known = read_json(folder / CONTENTS_FILE) or {}
+    except ValueError as error:
+        raise ConfigError(DAMAGED.format(folder / CONTENTS_FILE, error)) from error
+    before = flat_settings(earlier)
     changed = {
         key: [before.get(key), now.get(key)]
         for key in {**before, **now}
@@ -73,8 +74,7 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
         changed = {
             f"{key} (without effect)" if key.startswith(KEPT) else key: values for key, values in changed.items()
         }
-    if isinstance(earlier, RunConfig):
-        changed |= _scheduled(earlier, config, changed, step)
+    changed |= _scheduled(earlier, config, changed, step)
     contents = read_contents(config)
     differing = [key for key in contents if key in known and known[key] != contents[key]]
     changed |= {key: ["", CONTENT] for key in differing if key not in changed}  # else its path has changed
@@ -170,22 +170,17 @@ def last_step(run_dir: Path) -> int:
     return max(numbers_in(run_dir / "checkpoints" / "actor"), default=0)
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return settings.json as {`section.key`: value}, without the sections that the run does not use."""
-    config = _read_config(path)
-    return config if isinstance(config, dict) else flat_settings(config)
+def started_with(run_dir: Path) -> RunConfig | None:
+    """Return the settings that a run was started with; None before its start.
 
-
-def _read_config(path: Path) -> RunConfig | dict[str, Any]:
-    """Return settings.json; as {`section.key`: value} if it is missing, or from a version with other keys."""
+    Raises ConfigError if settings.json is damaged.
+    """
+    path = run_dir / SETTINGS_FILE
     try:
-        sections = read_json(path) or {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    try:
-        return RunConfig.model_validate(sections) if sections else {}
-    except (ValueError, RlhfError):
-        return flattened(sections)
+        sections = read_json(path)
+        return None if sections is None else RunConfig.model_validate(sections)
+    except (ValueError, RlhfError) as error:
+        raise ConfigError(DAMAGED.format(path, reason_of(error))) from error
 
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:

@@ -252,8 +252,7 @@ class ModelSection(Section):
     token_budget: Count | Auto = "auto"
     """Maximum tokens in one forward pass, padding included; a longer row runs alone."""
     forward_overhead_tokens: CountOrZero | Auto = "auto"
-    """Fixed cost of a forward pass, in tokens. A row joins a pass only if that adds no more padding than this. Rows
-    that a model packs without padding join in any case."""
+    """Fixed cost of a forward pass, in tokens. A row joins a pass only if that adds no more padding than this."""
     max_length: Count | None = None
     """Maximum sequence length in tokens; default: the model's limit, or 32768 if it has none. A longer row is refused:
     nothing is truncated."""

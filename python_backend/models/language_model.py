@@ -18,7 +18,6 @@ from python_backend.checkpoints.inspection import CheckpointError, inspect_check
 from python_backend.models.batching import padded_rows
 from python_backend.models.card import skip_inspections, to_device, to_host
 from python_backend.models.collation import limits_of
-from python_backend.models.lean_decoder import lean_decoder
 from python_backend.models.loading import load_causal_model
 from python_backend.models.logprobs import target_logprobs
 from python_backend.models.output_head import head_logprobs, linear_head
@@ -54,7 +53,6 @@ class LanguageModel:
         self._precision = precision
         if precision == "bfloat16":
             use_bfloat16(model, model.get_output_embeddings())
-        self._lean = lean_decoder(model) if precision == "float32" and not compile_forward else None
         with in_float32(model):
             self._head = linear_head(model)
         with self._computing():
@@ -62,11 +60,6 @@ class LanguageModel:
         if compile_forward:
             with self._computing():
                 compile_body(model, lambda ids, attention: model(input_ids=ids, attention_mask=attention))
-
-    @property
-    def packs_rows(self) -> bool:
-        """Whether the padding of rows is not computed."""
-        return self._lean is not None
 
     def logprobs(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
         """Return log-probs float32 `[length_i]` of each token row (int64 `[length_i]`).
@@ -107,11 +100,8 @@ class LanguageModel:
             with self._computing():
                 logits = self.model(**inputs).logits[rows, columns]
             return target_logprobs(logits, targets, **sampling)
-        if self._lean is not None:
-            hidden = self._lean.hidden(ids, torch.from_numpy(inside).sum(1))
-        else:
-            with self._computing():
-                hidden = self.model.base_model(**inputs)[0]
+        with self._computing():
+            hidden = self.model.base_model(**inputs)[0]
         return head_logprobs(hidden[rows, columns], self._head, targets, **sampling)[0]
 
     def _computing(self) -> contextlib.AbstractContextManager[Any]:

@@ -103,15 +103,6 @@ class RewardModel:
         pattern = head.pattern if isinstance(head, GatedHead) else None
         return () if pattern is None else tuple(pattern.tolist())
 
-    @property
-    def packs_rows(self) -> bool:
-        """Whether the padding of rows is not computed."""
-        return self._outputs.packs_rows
-
-    def use_own_forward(self) -> None:
-        """Use transformers' own forward pass instead of the lean one, for comparisons."""
-        self._outputs.lean = None
-
     @torch.no_grad()
     def score(self, rows: Sequence[np.ndarray], width: int | None = None, types: TokenTypes = ()) -> np.ndarray:
         """Return rewards float32 `[n, num_outputs]` of n token rows (int64 `[length_i]`).
@@ -205,11 +196,6 @@ class CriticModel:
         self._token_head: TokenHead = TokenHead(model, compile_forward=compile_forward, like=known)
         self.limits = limits_of(model)
         self.note = note  # where the value head comes from, for logs and reports
-
-    @property
-    def packs_rows(self) -> bool:
-        """Whether the padding of rows is not computed."""
-        return self._token_head.packs_rows
 
     @torch.no_grad()
     def values(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:

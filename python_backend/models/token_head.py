@@ -16,7 +16,6 @@ from python_backend.errors import reason_of
 from python_backend.models.card import skip_inspections
 from python_backend.models.collation import depends_on_padding, one_by_one
 from python_backend.models.heads import GatedHead, keep_head_exact, last_match, layers_beside
-from python_backend.models.lean_decoder import LeanDecoder, lean_decoder
 from python_backend.models.readout import pool_last
 
 PROBE_TOKENS = 4
@@ -49,28 +48,15 @@ class TokenHead:
         self.is_causal: bool = not is_pooled and (measure_causality(model) if like is None else like.is_causal)
         self.is_compiled = compile_forward
         self._layered = is_pooled or bool(layers_beside(model))
-        self.lean: LeanDecoder | None = None
-        if like is not None:  # the checks depend only on the architecture
-            on_host = model.device.type == "cpu"  # `like` may be: a trained critic's first version is
-            self.lean = LeanDecoder(model.base_model) if like.lean is not None and on_host else None
+        if like is not None:  # the check depends only on the architecture
             self.one_by_one: bool = like.one_by_one
         else:
-            if self.is_causal and not self._layered and not compile_forward:
-                self.lean = lean_decoder(model)
-            # Tokens show it more clearly than the inputs of a pooled head, but only the pooling may read padding. The
-            # lean pass is causal by construction.
+            # Tokens show it more clearly than the inputs of a pooled head, but only the pooling may read padding.
             probed = (self._hidden, self._features) if is_pooled else (self._hidden,)
             masks = not self.is_causal
-            self.one_by_one = self.lean is None and any(
-                depends_on_padding(model, each, is_masked=masks) for each in probed
-            )
+            self.one_by_one = any(depends_on_padding(model, each, is_masked=masks) for each in probed)
         if compile_forward:
             compile_body(model, self)
-
-    @property
-    def packs_rows(self) -> bool:
-        """Whether the padding of rows is not computed."""
-        return self.lean is not None
 
     @property
     def is_linear(self) -> bool:
@@ -96,8 +82,6 @@ class TokenHead:
             hidden = self._by_rows(self._hidden, ids, attention, **types)
             at_gate = pool_last(hidden, start.clamp(min=0) + 1)
             return self.head(pool_last(hidden, lengths), at_gate).masked_fill(start[:, None] < 0, torch.nan)
-        if self.lean is not None and not torch.is_grad_enabled():
-            return self.head(self.lean.last_hidden(ids, lengths))
         return pool_last(self(ids, attention, **types), lengths)
 
     def _outputs(self, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
@@ -108,8 +92,6 @@ class TokenHead:
     def _hidden(self, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
         if not self.is_causal:
             return self.model.base_model(input_ids=ids, attention_mask=attention, **types)[0]
-        if self.lean is not None and not torch.is_grad_enabled():
-            return self.lean.hidden(ids, attention.sum(1))
         return self.model.base_model(input_ids=ids, use_cache=False)[0]
 
     def _features(self, ids: Tensor, attention: Tensor) -> Tensor:

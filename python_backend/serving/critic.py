@@ -40,7 +40,6 @@ def serve(args: Mapping[str, str]) -> Engine:
         forward=forward_tokens,
         reply=REPLY,
         max_length=limits.max_length,
-        packs_rows=versions.version.model.packs_rows,
     )
 
 

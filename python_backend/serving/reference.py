@@ -43,7 +43,6 @@ def serve(args: Mapping[str, str]) -> Engine:
         forward=forward_tokens,
         reply={contract.LOGPROBS: lambda scoring: padded_rows(scoring.outputs, scoring.width)},
         max_length=limits.max_length,
-        packs_rows=model.packs_rows,
     )
 
 

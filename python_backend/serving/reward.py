@@ -47,7 +47,6 @@ def serve(args: Mapping[str, str]) -> Engine:
         forward=_forward_token_scores if per_token else _forward,
         reply=step_reply(parameters.text("aggregate")) if per_token else REPLY,
         max_length=limits.max_length,
-        packs_rows=model.packs_rows,
     )
 
 

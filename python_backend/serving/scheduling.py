@@ -81,15 +81,13 @@ class RowPool(Generic[Owner]):
     and a request of a thousand rows lets later requests pass between its forward passes.
     """
 
-    def __init__(self, *, token_budget: int, overhead_tokens: int, packs_rows: bool = False) -> None:
+    def __init__(self, *, token_budget: int, overhead_tokens: int) -> None:
         """
         Args:
             token_budget: maximum tokens of one forward pass, padding included; a longer row runs alone.
             overhead_tokens: fixed cost of a forward pass, in tokens. A row joins a forward pass if the padding that it
                 adds costs no more than this, the cost of a separate forward pass.
-            packs_rows: whether forward passes do not compute padding; rows of any length then share one, in turn.
         """
-        self._packs_rows = packs_rows
         self._token_budget = token_budget
         self._overhead_tokens = overhead_tokens
         self._by_length: list[_Row[Owner]] = []
@@ -132,10 +130,9 @@ class RowPool(Generic[Owner]):
         if self.oldest() is None:
             return []
         first = heapq.heappop(self._by_turn)[2]
-        chosen = [first, *(self._next_in_turn if self._packs_rows else self._mates)(first, may_join)]
+        chosen = [first, *self._mates(first, may_join)]
         self._remove(chosen)
-        popped = chosen if self._packs_rows else [first]
-        self._taken.difference_update(row.number for row in popped)  # `oldest` will not meet them in the heap again
+        self._taken.discard(first.number)  # `oldest` will not meet it in the heap again
         self.oldest()  # drops the removed rows from the heap: their owners keep a weights version alive
         return [(row.owner, row.index) for row in sorted(chosen)]
 
@@ -146,24 +143,8 @@ class RowPool(Generic[Owner]):
         # `_remove` counted them as served, but they were not: later requests would get a turn that is too late.
         self._served_tokens -= sum(row.length for row in gone)
 
-    def _next_in_turn(self, first: _Row[Owner], may_join: Callable[[Owner], bool]) -> list[_Row[Owner]]:
-        """Pop and return the rows that join `first` where padding costs nothing: the next ones, up to the budget."""
-        chosen: list[_Row[Owner]] = []
-        others = []
-        left = self._token_budget - first.length
-        while self.oldest() is not None and self._by_turn[0][2].length <= left:
-            entry = heapq.heappop(self._by_turn)
-            if may_join(entry[2].owner):
-                chosen.append(entry[2])
-                left -= entry[2].length
-            else:
-                others.append(entry)
-        for entry in others:
-            heapq.heappush(self._by_turn, entry)
-        return chosen
-
     def _mates(self, first: _Row[Owner], may_join: Callable[[Owner], bool]) -> list[_Row[Owner]]:
-        """Return the rows that join `first` where padding is computed: those of nearly its length."""
+        """Return the rows that join `first`: those of nearly its length."""
         chosen: list[_Row[Owner]] = []
         width = first.length
         for row in self._nearest(first):

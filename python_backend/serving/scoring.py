@@ -138,7 +138,6 @@ class Engine:
         forward: Forward,
         reply: Reply,
         max_length: int | None,
-        packs_rows: bool = False,
     ) -> None:
         """Start the threads.
 
@@ -147,16 +146,13 @@ class Engine:
                 which the thread "sentences" does.
             versions: has the model for requests whose first forward pass has not started.
             max_length: the model's limit on the width of a forward pass.
-            packs_rows: whether the model does not compute the padding of rows.
         """
         parameters = compute.parameters
         budget = parameters.number("token_budget")
         self._pool: RowPool[Scoring] = RowPool(
             token_budget=budget,
             overhead_tokens=parameters.number("forward_overhead_tokens"),
-            packs_rows=packs_rows,
         )
-        self._packs_rows = packs_rows
         self._multiple = parameters.number("strip_sequence_length_to_multiple")
         self._max_length = max_length
         self._lined_up_tokens = LINED_UP_FORWARDS * budget
@@ -365,7 +361,7 @@ class Engine:
             return
         duration = time.monotonic() - launched.begin
         tokens = sum(scoring.rows[i].tokens.size for scoring, i in batch)
-        padding = 0 if self._packs_rows else len(batch) * launched.width - tokens
+        padding = len(batch) * launched.width - tokens
         with self._changed:
             self._counters.add((1, len(batch), tokens, padding))
             for (scoring, i), output in zip(batch, outputs, strict=True):

@@ -9,7 +9,7 @@ from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.digests import DEFAULT, Algorithm, Hasher, algorithm_of, brief, digest_of
 
 STATE_FILE = "state.json"
-DIGESTS = ("digest", "sha256")  # the content's own; the second is an older release's
+DIGEST = "digest"  # the content's own
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -25,7 +25,7 @@ def hashes(folder: Path, integrity: Algorithm = DEFAULT, *, part: int = 0, parts
 def sealed(state: Mapping[str, Any], files: Mapping[str, str], integrity: Algorithm = DEFAULT) -> dict[str, Any]:
     """Return the content of state.json, given the digest of each file by relative path."""
     data = {**state, "files": dict(files)}
-    return {**data, "digest": _digest_of(data, integrity)}
+    return {**data, DIGEST: _digest_of(data, integrity)}
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE_FILE
     try:
         data: dict[str, Any] = json.loads(path.read_bytes())
-        own = str(data["digest"] if "digest" in data else data["sha256"])
+        own = str(data[DIGEST])
         intact = own == _digest_of(data, algorithm_of(own))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
@@ -63,5 +63,5 @@ def verify_folder(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, A
 
 
 def _digest_of(data: Mapping[str, Any], algorithm: str) -> str:
-    content = {name: value for name, value in data.items() if name not in DIGESTS}
+    content = {name: value for name, value in data.items() if name != DIGEST}
     return Hasher(algorithm, json.dumps(content, sort_keys=True).encode()).digest()

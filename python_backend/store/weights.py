@@ -143,7 +143,7 @@ class ServingRecords:
             try:
                 record, stamp = ServingRecord(**(read_json(path) or {})), path.stat().st_mtime_ns
             except (ValueError, TypeError, FileNotFoundError):
-                continue  # removed meanwhile, another release's, or truncated by a crash: its instance writes it again
+                continue  # removed meanwhile, or truncated by a crash: its instance writes it again
             known = self._seen.get(path.name)
             seen[path.name] = known if known is not None and known[0] == stamp else (stamp, now)
             found.append((record, now - seen[path.name][1]))

@@ -603,7 +603,7 @@ def test_the_code_of_a_reward_function_may_not_change_silently(tmp_path: Path):
     code.unlink()  # this machine does not score
     assert find_changes(config, accepted=False) == {}
     (run / "settings.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"settings.json is not JSON: .*; delete the file to resume"):
+    with pytest.raises(ConfigError, match=r"settings.json is damaged: .*; delete it to go on"):
         find_changes(config, accepted=False)
 
 

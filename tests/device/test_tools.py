@@ -40,7 +40,6 @@ class CostModel:
     """A model whose forward pass only advances the clock, by noisy times."""
 
     limits = Limits(vocab_size=100, max_length=None)
-    packs_rows = False
 
     def __init__(self, seed: int = 0, *, fits: int = 1 << 30, tokens_per_s: float = TOKENS_PER_S) -> None:
         self.now, self.largest, self.refused = 0.0, 0, 0

@@ -363,9 +363,8 @@ def test_causality_is_measured_and_without_a_mask_the_values_are_those_under_hug
     body.register_forward_pre_hook(lambda _, args, given: seen.append(given.get("attention_mask")), with_kwargs=True)
     for values, theirs, length in zip(critic.values(MIXED), expected, lengths, strict=True):
         np.testing.assert_allclose(values, theirs[:length], atol=TOLERANCE)
-    calls = int(critic._token_head.lean is None)  # a lean decoder runs the layers without the body's own forward
     masks = [mask if mask is None else int(mask.sum()) for mask in seen]
-    assert masks == [None if is_causal else int(lengths.sum())] * calls
+    assert masks == [None if is_causal else int(lengths.sum())]
     training = critic.forward(ids, attention)
     assert training.requires_grad
     np.testing.assert_allclose(training.detach().cpu()[2], critic.values(MIXED)[2], atol=1e-6)

@@ -51,7 +51,6 @@ from python_backend.checkpoints.inspection import (
 from python_backend.models import modeling, output_head
 from python_backend.models.batching import padded_width, plan_micro_batches
 from python_backend.models.collation import collate
-from python_backend.models.lean_decoder import LeanDecoder, lean_decoder
 from python_backend.models.logprobs import sampling_entropy, target_logprobs
 from python_backend.models.modeling import CriticModel, quiet_transformers, save_critic
 from python_backend.models.output_head import head_logprobs, linear_head
@@ -216,67 +215,6 @@ def test_padding_does_not_change_the_training_of_a_critic(tmp_path: Path, name: 
     critic = load_critic(tmp_path)
     with pytest.raises(CheckpointError, match=r"forward pass of its own.*set trainer.ranks: 1"):
         TrainedCritic(critic.model, critic, ranks=object.__new__(Ranks))
-
-
-# ---- the leaner forward of Llama and Qwen2 ----
-
-
-@pytest.mark.parametrize("lengths", [(1,), (7, 7), (32, 2, 31)])
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("llama", {}),
-        ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": False}),
-        ("qwen2", {}),
-        ("llama", {"head_dim": 16}),
-        ("mistral", {"sliding_window": None, "num_key_value_heads": 1}),
-        ("qwen3", {}),
-    ],
-)
-def test_every_token_and_the_last_one_are_those_of_transformers(
-    tmp_path: Path, family: str, settings: dict[str, object], lengths: tuple[int, ...]
-) -> None:
-    save_tiny(tmp_path / "reward", family, "reward", **settings)
-    save_tiny(tmp_path / "critic", family, "critic", **settings)
-    reward, critic = modeling.load_reward(tmp_path / "reward"), modeling.load_critic(tmp_path / "critic")
-    assert reward._outputs is not None
-    assert reward._outputs.lean is not None
-    assert critic._token_head.lean is not None
-    lean_scores, lean_values = reward.score(rows_of(*lengths)), critic.values(rows_of(*lengths))
-    reward.use_own_forward()
-    critic._token_head.lean = None
-    np.testing.assert_allclose(lean_scores, reward.score(rows_of(*lengths)), atol=TOLERANCE)
-    for lean, own in zip(lean_values, critic.values(rows_of(*lengths)), strict=True):
-        np.testing.assert_allclose(lean, own, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("gpt2", {}),
-        ("bert", {}),
-        ("mistral", {"sliding_window": 8, "num_key_value_heads": 1}),
-        ("llama", {"hidden_act": "gelu"}),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
-    ],
-)
-def test_other_architectures_keep_transformers_forward(
-    tmp_path: Path, family: str, settings: dict[str, object]
-) -> None:
-    assert lean_decoder(save_tiny(tmp_path, family, "critic", **settings)) is None
-
-
-def test_the_lean_forward_is_not_used_where_it_differs_nor_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    model = save_tiny(tmp_path, "llama", "critic")
-    critic = modeling.load_critic(tmp_path)
-    critic._token_head.lean.hidden = None  # type: ignore[assignment, union-attr]
-    ids = torch.from_numpy(ROWS[0])[None]
-    critic.forward(ids, torch.ones_like(ids)).sum().backward()
-    assert all(parameter.grad is not None for parameter in critic.model.base_model.parameters())
-    assert lean_decoder(model) is not None
-    whole = LeanDecoder.hidden
-    monkeypatch.setattr(LeanDecoder, "hidden", lambda self, *rows: whole(self, *rows) * 1.001)
-    assert lean_decoder(model) is None
 
 
 # ---- weights: first ones, swapped ones, shared ones ----
@@ -733,7 +671,6 @@ def test_workers_that_share_a_model_write_nothing_of_it(tmp_path: Path, model: s
         for i, found in enumerate(workers.map(lambda i: (critic, swapped)[i % 2].values([MIXED[i % 7]])[0], range(70))):
             np.testing.assert_allclose(found, alone[i % 7], atol=TOLERANCE)
     assert [(id(buffer), buffer._version) for buffer in critic.model.buffers()] == before
-    assert critic._token_head.lean is None
 
 
 @torch.no_grad()

@@ -177,8 +177,8 @@ def test_a_large_freed_block_stays_in_the_process() -> None:
 # ---- scheduling: oldest first, mates of its length, no starvation ----
 
 
-def pool(*, budget: int = 100, overhead: int = 10, packs_rows: bool = False) -> RowPool[str]:
-    return RowPool(token_budget=budget, overhead_tokens=overhead, packs_rows=packs_rows)
+def pool(*, budget: int = 100, overhead: int = 10) -> RowPool[str]:
+    return RowPool(token_budget=budget, overhead_tokens=overhead)
 
 
 @pytest.mark.parametrize(
@@ -192,8 +192,6 @@ def pool(*, budget: int = 100, overhead: int = 10, packs_rows: bool = False) -> 
         ({"budget": 30}, dict.fromkeys("abcdefg", 10), ["abc", "def", "g"]),
         ({"budget": 40}, dict.fromkeys("abc", 20), ["ab", "c"]),
         ({"budget": 40}, dict.fromkeys("ab", 500), ["a", "b"]),  # longer than the budget
-        ({"packs_rows": True}, {"a": 60, "b": 3, "c": 30, "d": 20, "e": 9}, ["bca", "ed"]),  # in turn, without padding
-        ({"packs_rows": True, "budget": 40}, {"a": 500, "b": 40, "c": 1}, ["a", "b", "c"]),
     ],
 )
 def test_rows_of_nearly_the_oldest_rows_length_join_it_within_the_limits(
@@ -232,25 +230,23 @@ def test_a_long_request_presses_no_more_than_a_few_forwards_and_rows_may_be_kept
     for _ in range(98):
         waiting.take()
     assert (waiting.tokens, waiting.pressing_tokens) == (30, 30)
-    for packs_rows in (False, True):
-        waiting = pool(packs_rows=packs_rows)
-        for name in ("old a", "new b", "old c"):
-            waiting.add(name, [10])
-        assert waiting.take(lambda name: name.startswith("old")) == [("old a", 0), ("old c", 0)]
-        assert waiting.take() == [("new b", 0)]
+    waiting = pool()
+    for name in ("old a", "new b", "old c"):
+        waiting.add(name, [10])
+    assert waiting.take(lambda name: name.startswith("old")) == [("old a", 0), ("old c", 0)]
+    assert waiting.take() == [("new b", 0)]
 
 
 @given(
     requests=st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=9), max_size=12),
     budget=st.integers(1, 400),
     overhead=st.integers(0, 200),
-    packs_rows=st.booleans(),
     discarded=st.sets(st.integers(0, 11)),
 )
 def test_each_row_that_is_not_discarded_leaves_once_within_the_limits(
-    requests: list[list[int]], budget: int, overhead: int, packs_rows: bool, discarded: set[int]
+    requests: list[list[int]], budget: int, overhead: int, discarded: set[int]
 ) -> None:
-    waiting: RowPool[int] = RowPool(token_budget=budget, overhead_tokens=overhead, packs_rows=packs_rows)
+    waiting: RowPool[int] = RowPool(token_budget=budget, overhead_tokens=overhead)
     for owner, lengths in enumerate(requests):
         waiting.add(owner, lengths)
     for owner in discarded:
@@ -262,8 +258,7 @@ def test_each_row_that_is_not_discarded_leaves_once_within_the_limits(
         batch = waiting.take()
         assert any(owner == oldest for owner, _ in batch)
         lengths = [requests[owner][index] for owner, index in batch]
-        computed = sum(lengths) if packs_rows else len(batch) * max(lengths)
-        assert len(batch) == 1 or computed <= budget
+        assert len(batch) == 1 or len(batch) * max(lengths) <= budget
         left += batch
     assert sorted(left) == [(owner, index) for owner, lengths in kept.items() for index in range(len(lengths))]
     assert (len(waiting), waiting.tokens, waiting.pressing_tokens, waiting.take()) == (0, 0, 0, [])

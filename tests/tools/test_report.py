@@ -658,7 +658,7 @@ class TestCommand:
             (["{}/run", "{}/empty"], "{}/empty is no run: it has neither settings.json nor metrics.jsonl"),
             (["{}/run", "--out", "{}/none/page"], "{}/none/page cannot be written: No such file or directory"),
             (["{}/damaged"], "the run in {}/damaged cannot be read: {}/damaged/metrics.jsonl line 1 is not JSON: "),
-            (["{}/unset"], "the run in {}/unset cannot be read: {}/unset/settings.json is not JSON: "),
+            (["{}/unset"], "the run in {}/unset cannot be read: {}/unset/settings.json is damaged: "),
         ],
     )
     def test_errors_are_one_sentence(

@@ -1,6 +1,5 @@
 """`trainer.checkpoint`: half a checkpoint is none, and what decides the weights is in it."""
 
-import hashlib
 import json
 import operator
 from pathlib import Path
@@ -19,11 +18,9 @@ from tests.support.settings import changed, trainer_section
 from trainer.checkpoint import (
     DECIDING,
     ROUNDING,
-    UNLESS_DEFAULT,
     CheckpointFolder,
     CheckpointState,
     changes,
-    deciding,
     deciding_settings,
     fingerprint,
     schedule_changes,
@@ -50,7 +47,7 @@ def fresh(critic: Path) -> CriticUpdate:
 
 def state(step: int, update: CriticUpdate | None = None, *, asked: bool = False) -> CheckpointState:
     optimizer_step = update.optimizer_step if update else step
-    decided = deciding_settings(update.settings) if update else {"lr": 0.1}
+    decided = deciding_settings(update.settings if update else settings())
     return CheckpointState(
         "run", step, optimizer_step, step, 1, asked, decided, "a fingerprint", "a hash", [{"entry": "x"}]
     )
@@ -81,21 +78,14 @@ def test_loading_undoes_whatever_was_trained_since(critic: Path, folder: Checkpo
     assert torch.equal(weights(update), before)
 
 
-@pytest.mark.parametrize("integrity", ["xxh3", "sha256", "an older release"])
+@pytest.mark.parametrize("integrity", ["xxh3", "sha256"])
 def test_a_damaged_file_is_found_by_the_digest_that_state_json_names(critic: Path, tmp_path: Path, integrity: str):
-    is_old = integrity == "an older release"
-    folder = CheckpointFolder(tmp_path, "sha256" if is_old else integrity)
+    folder = CheckpointFolder(tmp_path, integrity)
     update = fresh(critic)
     place = folder.save(update, state(1, update)) / "state.json"
     content = json.loads(place.read_text())
     named = {content["digest"], *content["files"].values()}
-    assert {digest.partition(":")[0] for digest in named} == {"sha256" if is_old else integrity}
-    if is_old:  # its digests had no names, and two fields were called otherwise
-        fields = {**content, "base_sha256": content["base_digest"]}
-        fields["files"] = {name: digest.removeprefix("sha256:") for name, digest in content["files"].items()}
-        del fields["base_digest"], fields["digest"]
-        own = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-        place.write_text(json.dumps({**fields, "sha256": own}))
+    assert {digest.partition(":")[0] for digest in named} == {integrity}
     assert CheckpointFolder(tmp_path).load(1, update) == state(1, update)
     CheckpointFolder(tmp_path).mark_asked(1)
     assert folder.load(1, update) == state(1, update, asked=True)
@@ -249,13 +239,8 @@ def test_each_setting_decides_the_weights_or_is_known_not_to():
         after = deciding_settings(changed(old, **{name.replace(".", "_"): value}))
         assert fingerprint(before) != fingerprint(after)
         (line,) = changes(before, after)
-        assert line.startswith(f"trainer.{name}: was {deciding(before, name)}, now {deciding(after, name)}")
+        assert line.startswith(f"trainer.{name}: was {before[name]}, now {after[name]}")
         assert line.endswith("(rounding only)") == (name in ROUNDING)
-    # A checkpoint of an earlier release has none of the newer settings, and was trained with their defaults.
-    assert not set(before) & set(UNLESS_DEFAULT)
-    for name, default in UNLESS_DEFAULT.items():
-        value = operator.attrgetter(name)(old)
-        assert (list(value) if isinstance(value, tuple) else value) == default
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,6 @@ class Measurement:
         load, forward = ROLES[spec["role"]]
         model = load(Path(spec["model"]), device=self._device, dtype=spec["dtype"], **spec["options"])
         self._score: Score = getattr(model, forward)
-        self._packs_rows: bool = model.packs_rows
         self.too_many: int | None = None
         """Fewest tokens of a forward pass that did not fit into the card's memory."""
         self._rows = self._make_rows([limit for limit in (model.limits.max_length, spec["max_length"]) if limit])
@@ -131,9 +130,7 @@ class Measurement:
 
     def _pass(self, budget: int) -> float:
         """Return the seconds that the workers take to score all rows."""
-        rows: RowPool[str] = RowPool(
-            token_budget=budget, overhead_tokens=self.overhead_of(budget), packs_rows=self._packs_rows
-        )
+        rows: RowPool[str] = RowPool(token_budget=budget, overhead_tokens=self.overhead_of(budget))
         rows.add("all", [row.size for row in self._rows])
         lock = threading.Lock()
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from actor.run.metrics import has_signal
-from actor.run.settings import CHANGES_FILE, SETTINGS_FILE, read_settings
+from actor.run.settings import CHANGES_FILE, SETTINGS_FILE, flat_settings, started_with
 from python_backend.errors import RlhfError
 from python_backend.rewards.function import describe, load_function
 from python_backend.store.durable import read_json, replace_file
@@ -290,11 +290,12 @@ def finish_run(run_dir: Path, **measured: float) -> RunRecord:
 
 
 def _load(run_dir: Path, summary: dict[str, Any], is_finished: bool) -> RunRecord:
+    started = started_with(run_dir)
     pairs = read_pairs(run_dir) if is_finished and _has_samples(run_dir) else []
     return RunRecord(
         name=run_dir.name,
         summary=summary,
-        settings=read_settings(run_dir / SETTINGS_FILE),
+        settings={} if started is None else flat_settings(started),
         steps=read_steps(run_dir / "metrics.jsonl"),
         critic=_read_critic(run_dir) if "critic_updates" in summary else [],
         pairs=pairs,
