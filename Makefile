@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr demo-sao demo-agent test test-all test-device gpu-check test-repeated mutants crash fuzz test-trl test-judge test-vllm test-monitoring check format docs clean
+.PHONY: demo demo-llm demo-rlvr demo-agent test test-all test-device gpu-check test-repeated mutants crash fuzz test-trl test-judge test-vllm test-monitoring check format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo sentences run.seed=$(SEED)
@@ -17,11 +17,9 @@ demo: $(INSTALLED)
 demo-llm: $(INSTALLED)
 	$(BIN)/python -m examples.demo chat run.seed=$(SEED)
 
+# ALGORITHM=sao: with a critic; another name without one, such as rloo, in place of grpo.
 demo-rlvr: $(INSTALLED_RLVR)
-	$(BIN)/python -m examples.demo reasoning run.seed=$(SEED)
-
-demo-sao: $(INSTALLED_RLVR)
-	$(BIN)/python -m examples.demo sao run.seed=$(SEED)
+	$(BIN)/python -m examples.demo $(or $(filter sao,$(ALGORITHM)),reasoning $(ALGORITHM:%=actor.algorithm.name=%)) run.seed=$(SEED)
 
 demo-agent: $(INSTALLED_RLVR)
 	$(BIN)/python -m examples.demo agent run.seed=$(SEED)
