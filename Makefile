@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr demo-sao demo-agent test test-all test-device gpu-check test-repeated mutants crash fuzz test-trl test-judge test-vllm test-monitoring check format docs clean
+.PHONY: demo demo-llm demo-rlvr demo-agent test test-all test-device gpu-check test-repeated mutants crash fuzz test-trl test-judge test-vllm test-monitoring check check-deploy format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo sentences run.seed=$(SEED)
@@ -17,11 +17,9 @@ demo: $(INSTALLED)
 demo-llm: $(INSTALLED)
 	$(BIN)/python -m examples.demo chat run.seed=$(SEED)
 
+# ALGORITHM=sao: with a critic; another name without one, such as rloo, in place of grpo.
 demo-rlvr: $(INSTALLED_RLVR)
-	$(BIN)/python -m examples.demo reasoning run.seed=$(SEED)
-
-demo-sao: $(INSTALLED_RLVR)
-	$(BIN)/python -m examples.demo sao run.seed=$(SEED)
+	$(BIN)/python -m examples.demo $(or $(filter sao,$(ALGORITHM)),reasoning $(ALGORITHM:%=actor.algorithm.name=%)) run.seed=$(SEED)
 
 demo-agent: $(INSTALLED_RLVR)
 	$(BIN)/python -m examples.demo agent run.seed=$(SEED)
@@ -79,7 +77,7 @@ test-monitoring: $(INSTALLED)
 test-vllm: $(INSTALLED)
 	VLLM_ENVIRONMENT=runs/vllm-environment $(BIN)/python -m pytest -q tests/server/test_vllm_run.py
 
-check: $(INSTALLED)
+check: $(INSTALLED) check-deploy
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -87,6 +85,16 @@ check: $(INSTALLED)
 	$(BIN)/python tools/render_configs.py --check
 	$(BIN)/python tools/config_reference.py --check
 	$(BIN)/python tests/mutants.py --list
+
+# What kustomize, Kubernetes' schemas, linters and, where it is installed, promtool say of deploy/ and the Dockerfile.
+check-deploy: $(INSTALLED)
+	rm -rf build/deploy && mkdir -p build && cp -R deploy build/deploy
+	echo TRAINING_KEY=check > build/deploy/base/keys.env
+	set -e; for overlay in deploy/overlays/*; do $(BIN)/kubectl kustomize build/$$overlay > build/$$overlay.yaml; done
+	$(BIN)/kubernetes-validate --strict --quiet build/deploy/overlays/*.yaml
+	$(BIN)/hadolint --no-color Dockerfile.triton
+	$(BIN)/shellcheck deploy/slurm/run.sbatch tools/install.sh
+	if command -v promtool > /dev/null; then cd deploy/monitoring && promtool check rules alerts.yml && promtool check config prometheus.yml; fi
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,7 @@
 """`python -m examples.demo RECIPE`: prepares a demo's models and prompts, and does its run from the beginning.
 
 `--cache-dir` has a folder for each seed, built once; the reasoning tasks and the pretrained models are shared by all.
-The recipe `sao` is three runs and their comparison; `agent` runs beside a server of its game.
+The recipe `agent` runs beside a server of its game.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.demo import agent, llm, prepare, reasoning, sao
+from examples.demo import agent, llm, prepare, reasoning
 from python_backend.config import load_config
 from python_backend.config.command_line import reporting
 
@@ -46,7 +46,7 @@ def prepared(recipe: str, cache_dir: Path, seed: int, *, quick: bool = False) ->
     if recipe in ("reasoning", "agent"):
         trained = {}
     elif recipe == "sao":
-        trained = {"critic.model": sao.prepare(cache_dir / f"sao{size}", models / "policy", quick).root / "critic"}
+        trained = {"critic.model": models / "critic"}
     return {
         **trained,
         "actor.policy.model": models / "policy",
@@ -73,9 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.prepare_only:
         print("\n".join(overrides))
         return 0
-    if arguments.recipe == "sao":
-        folder = load_config(Path(path), ["run.dir=runs/demo-sao", *arguments.overrides]).run.dir.absolute()
-        return sao.compare(folder, overrides, seed)
     if arguments.recipe == "agent":
         return agent.play(arguments.cache_dir / "agent", ["--fresh", "--config", path, *overrides])
     sys.stdout.flush()

@@ -1,9 +1,15 @@
-"""The demo's gold score: VADER's human-rated lexicon, without words that are technical terms in these texts."""
+"""The demos' gold score, VADER's human-rated lexicon without technical terms, and its section of the report.
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from functools import lru_cache
+There it is the score of prompt + response, like the reward model's training labels: a negation or a booster at the end
+of the prompt affects the response. For a chat it is that of the reply, which is what the reward model reads.
+"""
+
+import statistics
+from collections.abc import Callable
 from typing import Any
+
+from tools.report.data import Gain, ReportSection, RunRecord
+from tools.report.page import verdict
 
 # Everyday words with a human rating that are programming terms here. If they were rated, PPO would earn
 # nearly its whole gain with the word "values".
@@ -32,9 +38,14 @@ TECHNICAL_WORDS: tuple[str, ...] = (
 )
 
 
-def gold_scorer(dropped: Iterable[str] = TECHNICAL_WORDS, extra_dropped: Iterable[str] = ()) -> Callable[[str], float]:
-    """Return a function from text to VADER's compound score in [-1, 1] that treats the dropped words as neutral."""
-    analyzer = _analyzer(frozenset(dropped) | frozenset(extra_dropped))
+def gold_scorer() -> Callable[[str], float]:
+    """Return a function from text to VADER's compound score in [-1, 1] that treats technical words as neutral."""
+    # Imported late: importing this module must not need the demo's extra package.
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+    analyzer = SentimentIntensityAnalyzer()
+    for word in TECHNICAL_WORDS:
+        analyzer.lexicon.pop(word, None)
 
     def score(text: str) -> float:
         return float(analyzer.polarity_scores(text)["compound"])
@@ -42,48 +53,32 @@ def gold_scorer(dropped: Iterable[str] = TECHNICAL_WORDS, extra_dropped: Iterabl
     return score
 
 
-def words_that_gained(before: list[str], after: list[str]) -> list[tuple[str, float]]:
-    """Return (word, gain per text) of each word whose gain is not 0, largest gain first.
-
-    Measured by leave-one-word-out rescoring: a word contributes score(text) - score(text without that word)
-    to a text; its gain is the mean contribution over `after` minus that over `before`. Only three kinds of words are
-    tried: those in VADER's lexicon, boosters and negations; others only change the distances between these. The score
-    is not linear, so the gains add up to the total gain only roughly.
-    """
-    old, new = _mean_contributions(before), _mean_contributions(after)
-    gains = {word: new.get(word, 0.0) - old.get(word, 0.0) for word in {*old, *new}}
-    return sorted(((w, g) for w, g in gains.items() if g != 0.0), key=lambda pair: (-pair[1], pair[0]))
-
-
-@lru_cache(maxsize=8)
-def _analyzer(dropped: frozenset[str]) -> Any:
-    # Imported late: importing this module must not need the demo's extra package.
-    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-
-    analyzer = SentimentIntensityAnalyzer()
-    for word in dropped:
-        analyzer.lexicon.pop(word.lower(), None)
-    return analyzer
-
-
-def _mean_contributions(texts: list[str]) -> dict[str, float]:
-    """Return {word: mean over all texts of score(text) - score(text without the word)}."""
-    from vaderSentiment.vaderSentiment import BOOSTER_DICT, NEGATE
-
-    acting = {*_analyzer(frozenset(TECHNICAL_WORDS)).lexicon, *BOOSTER_DICT, *NEGATE}
+def sections(run: RunRecord) -> list[ReportSection]:
+    """Return the gold score before and after of a finished run; [] for a run without held-out texts."""
+    if not run.pairs:
+        return []
     score = gold_scorer()
-    totals: defaultdict[str, float] = defaultdict(float)
-    for text in texts:
-        pieces = text.split()
-        words = [_as_vader_reads(piece) for piece in pieces]
-        whole = score(text)
-        for word in sorted(acting.intersection(words)):
-            without = " ".join(piece for piece, w in zip(pieces, words, strict=True) if w != word)
-            totals[word] += whole - score(without)
-    return {word: total / len(texts) for word, total in totals.items()}
+    scored = [(pair, score(pair.text_before), score(pair.text_after)) for pair in run.pairs]
+    before, after = statistics.fmean(s for _, s, _ in scored), statistics.fmean(s for _, _, s in scored)
+    gain = Gain.of(scored)
 
+    def draw(axes: Any, _: RunRecord) -> None:
+        error = [[gain.mean - gain.low], [gain.high - gain.mean]]
+        axes.errorbar(["gain per text, 95 % interval"], [gain.mean], yerr=error, fmt="o", capsize=6)
+        axes.axhline(0, color="#3C4043", lw=1)
+        axes.set_title(f"Gold score {before:.3f} → {after:.3f}")
 
-def _as_vader_reads(piece: str) -> str:
-    """Return the word as VADER reads it: lower case, without outer punctuation if more than two characters remain."""
-    stripped = piece.strip("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
-    return (piece if len(stripped) <= 2 else stripped).lower()
+    return [
+        ReportSection(
+            title="The gold score",
+            text=f"VADER's score of the texts, which PPO never sees: {before:.3f} before, {after:.3f} after.",
+            pictures={"The gold score, which PPO never saw, on held-out prompts, with the 95 % interval.": draw},
+            results=[verdict("The gold score, which PPO never saw,", gain)],
+            cards=[("gold gain", f"{gain.mean:+.3f}", f"[{gain.low:.3f}, {gain.high:.3f}]")],
+            figures={
+                "gold_before": (before, "Mean gold score of the initial policy's texts; PPO never sees it."),
+                "gold_after": (after, "The same for the final policy."),
+                "gold_ci95": ([gain.low, gain.high], "95 % interval of the gold gain: paired bootstrap."),
+            },
+        )
+    ]

@@ -1,4 +1,7 @@
-"""Prepares the files of `configs/rlvr.yaml`: SmolLM2 as the policy, and sums from reasoning-gym with known answers."""
+"""Prepares the files of `configs/rlvr.yaml` and `configs/sao.yaml`: SmolLM2 as the policy, the critic of SAO, and sums.
+
+The sums are from reasoning-gym, with known answers.
+"""
 
 import importlib
 import importlib.util
@@ -10,7 +13,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from examples.demo.prepare import prepare as prepare_sentences
-from examples.demo.pretrained import SMOLLM2, Built, Log, build_once, code_fingerprint, fetch, save_smollm2
+from examples.demo.pretrained import (
+    CRITIC_LAYERS,
+    SMOLLM2,
+    Built,
+    Log,
+    build_once,
+    code_fingerprint,
+    fetch,
+    save_smollm2,
+)
 from python_backend.errors import RlhfError
 from python_backend.store.jsonl import write_jsonl
 
@@ -24,7 +36,7 @@ HELD_OUT_SEED = 1_000_000
 
 
 def prepare(out_dir: Path, quick: bool = False, log: Log = print) -> Built:
-    """Return the folder with `policy` and the prompt files; build it if needed. Raises RlhfError.
+    """Return the folder with `policy`, `critic` and the prompt files; build it if needed. Raises RlhfError.
 
     The folder is the same for every seed of a run; a seed changes only the order of the prompts and the sampling. With
     `quick` the policy is that of `make demo` in its quick form, and nothing is downloaded.
@@ -48,7 +60,8 @@ def write_tasks(folder: Path, num_train: int = NUM_TRAIN, num_held_out: int = NU
 
 
 def _build(folder: Path, quick: bool, log: Log) -> dict[str, Any]:
-    from python_backend.models.modeling import quiet_transformers  # imports torch
+    from examples.demo.models import save_critic  # imports torch
+    from python_backend.models.modeling import quiet_transformers
 
     quiet_transformers()
     write_tasks(folder)
@@ -57,9 +70,10 @@ def _build(folder: Path, quick: bool, log: Log) -> dict[str, Any]:
         if quick:
             sentences = prepare_sentences(Path(temporary) / "sentences", 0, quick, log)
             shutil.move(sentences.root / "policy", folder / "policy")
-            return {}
-        log(f"policy: downloading {SMOLLM2.name} {SMOLLM2.version} and converting it to float32")
-        save_smollm2(fetch(SMOLLM2, Path(temporary)), folder / "policy")
+        else:
+            log(f"policy: downloading {SMOLLM2.name} {SMOLLM2.version} and converting it to float32")
+            save_smollm2(fetch(SMOLLM2, Path(temporary)), folder / "policy")
+    save_critic(folder / "policy", folder / "critic", num_hidden_layers=1 if quick else CRITIC_LAYERS)
     return {"task": TASK, **TASK_SETTINGS, "num_train": NUM_TRAIN, "num_held_out": NUM_HELD_OUT}
 
 

@@ -178,11 +178,6 @@ def check(tmp_path: Path, series: dict[str, str], minute: int, expected: set[str
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
-def test_promtool_accepts_the_files() -> None:
-    for what, name in (("rules", "alerts.yml"), ("config", "prometheus.yml")):
-        subprocess.run([program("promtool"), "check", what, MONITORING / name], check=True)
-
-
 @pytest.mark.parametrize("minute", [1, 10, 59, 179])
 def test_a_calm_run_is_silent(tmp_path: Path, minute: int) -> None:
     assert check(tmp_path, CALM, minute, set()) == ""

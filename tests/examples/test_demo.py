@@ -18,26 +18,26 @@ from tiny_checkpoints import save_tiny
 from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer
 
 from actor.run.settings import flat_settings
-from examples.demo import agent, sao
+from examples.demo import agent
 from examples.demo import llm as demo_llm
 from examples.demo import models as demo_models
 from examples.demo import prepare as demo_prepare
-from examples.demo.gold import TECHNICAL_WORDS, gold_scorer, words_that_gained
+from examples.demo.__main__ import prepared as prepared_files
+from examples.demo.gold import TECHNICAL_WORDS, gold_scorer, sections
 from examples.demo.llm import FULL, HELD_OUT_TOPICS, QUICK, TRAINING_TOPICS, chats
 from examples.demo.models import save_critic, score_rows
 from examples.demo.prepare import corpus_fingerprint, load_corpus, prepare, sentences_of
 from examples.demo.pretrained import MANIFEST, MINILM, Built, fetch
 from examples.demo.reasoning import prepare as prepare_reasoning
 from examples.demo.reasoning import write_tasks
-from examples.demo.report import sections
 from examples.demo.sums_game import SumsGame
-from python_backend.config import RunConfig, load_config
+from python_backend.config import load_config
 from python_backend.errors import RlhfError
 from python_backend.models.modeling import load_critic, load_reward
 from python_backend.rewards.function import Sample, checked, load_function
-from python_backend.store.jsonl import read_jsonl, write_jsonl
+from python_backend.store.jsonl import read_jsonl
 from tools.report.curves import pictures, write_curves
-from tools.report.data import finish_run, load_run, paired_ci95
+from tools.report.data import load_run
 from tools.report.page import write_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,17 +127,7 @@ class TestGold:
         assert score("This is a terrible failure.") < -0.3
         assert -1.0 <= score("good " * 200) <= 1.0
         assert {score(f"The {word} of the object.") for word in ("method", *TECHNICAL_WORDS)} == {0.0}
-        assert gold_scorer(dropped=())("The value of the object.") > 0.0
-        assert gold_scorer(extra_dropped=["Useful"])("The useful object.") == 0.0
-        assert gold_scorer()("The useful object.") > 0.0, "dropping a word does not leak"
-
-    def test_gains_are_sorted_laid_to_the_words_that_made_them_and_cancel(self) -> None:
-        before = ["The object is here.", "The object is bad.", "A safe thing.", "A thing."]
-        after = ["The object is useful, really.", "The object is here.", "A safe thing.", "Good, good GOOD thing."]
-        score, gains = gold_scorer(), words_that_gained(before, after)
-        expected = {"good": score(after[3]) / 4, "useful": score(after[0]) / 4, "bad": -score(before[1]) / 4}
-        assert dict(gains) == pytest.approx(expected)
-        assert [gain for _, gain in gains] == sorted((gain for _, gain in gains), reverse=True)
+        assert score("The useful object.") > 0.0
 
 
 class TestReport:
@@ -155,21 +145,13 @@ class TestReport:
         (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return load_run(folder)
 
-    def test_the_page_has_the_gold_score_the_words_and_the_texts_by_it(self, tmp_path: Path) -> None:
-        run = load_run(write_run(tmp_path / "run", report="examples.demo.report:sections"))
+    def test_the_page_has_the_gold_score(self, tmp_path: Path) -> None:
+        run = load_run(write_run(tmp_path / "run", report="examples.demo.gold:sections"))
         write_page([run], tmp_path / "page.html")
         page = (tmp_path / "page.html").read_text(encoding="utf-8")
-        figures = ("gold_before", "gold_after", "gold_ci95", "top_word", "gold_gain_without_top_word_ci95")
-        for text in (
-            "The gold score, which PPO never saw, rose by 0.",
-            "without “good”, the word that gained most,",
-            "<tr><td>good</td>",
-            "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; &amp; <mark>great</mark>",
-            *(f"<code>{key}</code>" for key in figures),
-        ):
+        for text in ("The gold score, which PPO never saw, rose by 0.", "before, 0.", "<code>gold_ci95</code>"):
             assert text in page
-        assert page.count("<h2>Texts before and after</h2>") == 1
-        assert "<script" not in page
+        assert page.count("<h2>Texts before and after</h2>") == page.count("<h2>The gold score</h2>") == 1
         assert page.count("<figure>") == len(pictures(run)) == 9
         assert "PPO never saw" in list(pictures(run).values())[1]
         write_curves(run, tmp_path / "curves.png")
@@ -179,17 +161,13 @@ class TestReport:
         figures = {name: value for name, (value, _) in sections(run)[0].figures.items()}
         # VADER's compound: s / sqrt(s^2 + 15), great 3.1, good 1.9.
         great, good = 3.1 / (3.1**2 + 15) ** 0.5, 1.9 / (1.9**2 + 15) ** 0.5
-        assert (figures["gold_before"], figures["top_word"]) == (0.0, "great")
+        assert figures["gold_before"] == 0.0
         assert figures["gold_after"] == pytest.approx((great + good) / 2, abs=1e-4)
         assert figures["gold_ci95"] == pytest.approx([good, great], abs=1e-4)  # of two pairs, one of each resampled
-        assert figures["gold_gain_without_top_word_ci95"] == pytest.approx([0.0, good], abs=1e-4)
 
-    def test_a_chat_s_reply_alone_is_scored_and_the_top_word_is_a_rated_one(self, tmp_path: Path) -> None:
+    def test_a_chat_s_reply_alone_is_scored(self, tmp_path: Path) -> None:
         run = self.run_of(tmp_path / "chat", (" a list", " a great thing."), question="How was it?")
         assert sections(run)[0].figures["gold_before"][0] == 0.0
-        # "not" acts in both texts and so gains most, but is no rated word: taking it out would change nothing.
-        run = self.run_of(tmp_path / "words", (" bad.", " not bad."), (" awful.", " not awful."))
-        assert sections(run)[0].figures["top_word"][0] == "bad"
         assert sections(load_run(write_run(tmp_path / "no texts", validated=False))) == []
 
 
@@ -414,62 +392,16 @@ class TestReasoning:
 
 
 class TestSao:
-    """The comparison of `make demo-sao`, on runs whose figures are counted by hand."""
+    """The recipe of `make demo-rlvr ALGORITHM=sao`."""
 
-    def write(
-        self, folder: Path, after: tuple[int, ...], validations: tuple[float, ...], explained: list[float]
+    @pytest.mark.slow
+    def test_it_has_the_policy_and_the_tasks_of_the_other_and_a_critic_of_its_lowest_layers(
+        self, tmp_path: Path
     ) -> None:
-        """A run of 4 steps, of 64 responses of 3 tokens, that was validated at steps 0, 5 and 10 on these sums.
-
-        `explained`: by the critic at step 0, on the held-out sums, and in the 4 steps of training.
-        """
-        write_run(folder, critic=bool(explained), num_steps=4)
-        settings = RunConfig.model_validate({"run": {"dir": folder}, "actor": {"rollout_size": 64}})
-        (folder / "settings.json").write_text(settings.model_dump_json())
-        of_steps = [{"train_rollouts/explained_variance": value} for value in explained] or [{}] * 4
-        lines = {
-            "metrics.jsonl": [
-                {"step": i + 1, "time": 0, "train_rollouts/generation_length": 3, **line}
-                for i, line in enumerate(of_steps)
-            ],
-            "validations.jsonl": [{"step": 5 * i, "reward": value} for i, value in enumerate(validations)],
-            "samples.jsonl": [
-                {"prompt_id": str(i), "when": when, "prompt": "1 + 1 =", "response": " 2", "reward": reward}
-                for when, rewards in (("before", (1, 0, 0, 0)), ("after", after))
-                for i, reward in enumerate(rewards)
-            ],
-        }
-        for name, rows in lines.items():
-            write_jsonl(folder / name, rows)
-        finish_run(folder, seconds_total=120.0)
-
-    def test_the_page_of_the_last_run_compares_all_three_on_the_same_sums(self, tmp_path: Path) -> None:
-        self.write(tmp_path / "grpo", (1, 1, 0, 0), (0.25, 0.5, 0.5), [])
-        self.write(tmp_path / "sao", (1, 1, 1, 0), (0.25, 0.5, 0.75), [0.0, 0.1, 0.2, 0.4])
-        self.write(tmp_path / "sao-pretrained", (1, 1, 0, 0), (0.25, 0.75, 0.5), [0.3, 0.3, 0.4, 0.5])
-        run = load_run(tmp_path / "sao-pretrained")
-        (section,) = sao.sections(run)
-        head, *rows = section.table
-        found = {arm: dict(zip(sao.FIGURES, cells, strict=True)) for arm, *cells in rows}
-        assert len(head) == len(rows[0])
-        assert list(found) == ["grpo", "sao", "sao-pretrained"]
-        assert [found[arm]["after"] for arm in found] == [0.5, 0.75, 0.5]
-        assert {(each["before"], each["tokens"], each["minutes"]) for each in found.values()} == {(0.25, 768, 2.0)}
-        assert [found[arm]["explained_first"] for arm in found] == ["–", 0.0, 0.3]
-        assert [found[arm]["explained_last"] for arm in found] == ["–", 0.4, 0.5]
-        # 90 % of 0.75 are 0.675: never; 0.7 of the way from step 5 to 10; 0.85 of the way from 0 to 5.
-        assert [found[arm]["reached"] for arm in found] == ["–", pytest.approx(8.5), pytest.approx(4.25)]
-        assert section.figures["sao_gain_ci95"][0] == [0.0, 0.75]  # of the differences 0, 0, 1, 0
-        assert section.results[1] == "Accuracy of sao-pretrained over GRPO's: +0.000, 95 % interval [0.000, 0.000]."
-        page = tmp_path / "page.html"
-        write_page([replace(run, settings=run.settings | {"report": "examples.demo.sao:sections"})], page)
-        assert "<td>sao</td>" in page.read_text(encoding="utf-8")
-        assert "failed:" not in page.read_text(encoding="utf-8")
-        assert sao.sections(replace(run, pairs=[])) == [], "while it is in progress"
-
-    def test_an_interval_is_that_of_resampled_rewards(self) -> None:
-        resampled = paired_ci95([0.0] * 200, [1.0] * 60 + [0.0] * 140)
-        assert sao.interval(0.3, 200) == pytest.approx(resampled, abs=0.011)
+        pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install '.[rlvr]'")
+        grpo, ours = (prepared_files(recipe, tmp_path, 0, quick=True) for recipe in ("reasoning", "sao"))
+        assert ours.items() - grpo.items() == {("critic.model", grpo["actor.policy.model"].with_name("critic"))}
+        assert load_critic(ours["critic.model"]).model.config.num_hidden_layers == 1
 
     def test_both_configurations_differ_only_in_algorithm_critic_and_learning_rate(self) -> None:
         grpo, ours = (flat_settings(load_config(ROOT / f"configs/{name}.yaml")) for name in ("rlvr", "sao"))
@@ -480,25 +412,6 @@ class TestSao:
         }
         assert kept <= {"actor.kl.penalty_in", "actor.kl.estimator"}  # without effect: the coefficient is 0
         assert grpo["actor.kl.coef"] == ours["actor.kl.coef"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_one_command_does_three_runs_of_which_the_last_learns_from_the_journal_of_the_second(tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install '.[rlvr]'")
-    command = [sys.executable, "-m", "examples.demo", "sao", "--quick", "--cache-dir", str(tmp_path / "prepared")]
-    command += [f"run.dir={tmp_path / 'run'}", "actor.steps=6", "actor.rollout_size=16", "actor.validation.size=32"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    run_dirs = [tmp_path / "run" / arm for arm in sao.ARMS]
-    names = [json.loads((folder / "settings.json").read_text())["actor"]["algorithm"]["name"] for folder in run_dirs]
-    assert names == ["grpo", "sao", "sao"]
-    assert [[line["step"] for line in lines_of(folder / "validations.jsonl")] for folder in run_dirs] == [[0, 5, 6]] * 3
-    pretraining = lines_of(run_dirs[2] / "critic_metrics.jsonl")[0]
-    assert pretraining["pretrain/rows"] + pretraining["pretrain/held_out_rows"] == 6 * 16
-    summary = json.loads((run_dirs[2] / "summary.json").read_text())
-    assert {f"{arm}_after" for arm in sao.ARMS} | {"sao_gain_ci95"} <= summary.keys()
-    assert "sao-pretrained" in (tmp_path / "run" / "comparison.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -897,6 +897,7 @@ async def answer(caller: Caller, *parts: bytes) -> bytes:
         for part in parts:
             writer.write(part)
             await writer.drain()
+            await asyncio.sleep(0.02)  # for the reply to one request before the next
         return await asyncio.wait_for(reader.read(), 30.0)
     except ConnectionError:
         return b""

@@ -16,23 +16,13 @@ Manifest = dict[str, Any]
 
 
 @functools.cache
-def rendered(overlay: str) -> str:
-    """Return the output of `kubectl kustomize`, of a copy that has a key: the repository has none."""
+def manifests(overlay: str) -> list[Manifest]:
+    """Return the manifests of the overlay, by `kubectl kustomize` of a copy that has a key: the repository has none."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(DEPLOY, Path(folder) / "deploy"))
         (copy / "base" / "keys.env").write_text("TRAINING_KEY=test\n")
-        return kustomize(copy, overlay).stdout
-
-
-def kustomize(deploy: Path, overlay: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run `kubectl kustomize` on an overlay of the folder `deploy`."""
-    command = [Path(sys.executable).with_name("kubectl"), "kustomize", deploy / "overlays" / overlay]
-    return subprocess.run(command, capture_output=True, text=True, check=check)
-
-
-def manifests(overlay: str) -> list[Manifest]:
-    """Return the manifests of the overlay."""
-    return list(yaml.safe_load_all(rendered(overlay)))
+        command = [Path(sys.executable).with_name("kubectl"), "kustomize", copy / "overlays" / overlay]
+        return list(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 
 def pods(overlay: str) -> dict[str, Manifest]:

@@ -593,7 +593,7 @@ class TestCommand:
             "reward in training, last tenth": ["0.400", "0.200"],
         }
         assert {key: rows[key] for key in expected} == expected
-        assert not {"actor.steps", "run.dir", "kl_final", "ev_v0", "gold_before", "top_word"} & rows.keys()
+        assert not {"actor.steps", "run.dir", "kl_final", "ev_v0", "gold_before"} & rows.keys()
         assert not any(key.startswith(("critic.", "trainer.", "KL", "reload")) for key in rows)
         assert "The run stopped before its end: step 2 of 4 has ended." in page
         assert [page.count(f"border-top-color:{line_style(i)[0]}") for i in range(3)] == [3, 3, 0]

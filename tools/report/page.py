@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from actor.run.settings import SETTINGS_FILE, flattened
 from python_backend.config import RewardTerm, RunConfig
@@ -142,7 +142,6 @@ def _report(run: RunRecord) -> dict[str, Any]:
         "training_kl": None if "kl_final" in run.summary else ends(run, KL),
         "panels": [(caption, as_svg(draw, run)) for draw, caption in pictures(run).items()],
         "groups": pick_texts(rewarded(run.pairs)) | _failed(run.pairs),
-        "unmarked": str,
         "replaced": {section.title for section in run.sections},
         "most_texts": MOST_TEXTS,
         "sentences": SUMMARY_KEYS | added,
@@ -161,11 +160,10 @@ def _comparison(runs: Sequence[RunRecord]) -> dict[str, Any]:
     }
 
 
-def render(template: str, *, folder: Path | None = None, **values: Any) -> str:
-    """Return what a template in tools/templates, or in `folder`, makes of these values."""
-    loaders = [PackageLoader("tools"), *([FileSystemLoader(folder)] if folder else [])]
+def render(template: str, **values: Any) -> str:
+    """Return what a template in tools/templates makes of these values."""
     environment = Environment(
-        loader=ChoiceLoader(loaders),
+        loader=PackageLoader("tools"),
         undefined=StrictUndefined,
         autoescape=True,
         trim_blocks=True,
