@@ -130,7 +130,7 @@ def run_role(role: str, config: RunConfig) -> None:
     if role == "trainer":
         _update_critic(config, rows)
     elif role in ("reward", "critic"):
-        _serve(role, config, rows[: max(1, config.reward.settled("token_budget") // longest)])
+        _serve(role, config, rows[: max(1, config.reward.token_budget // longest)])
     else:
         _run_policy(role, config, rows)
 

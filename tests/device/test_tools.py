@@ -1,18 +1,15 @@
-"""The tools on simulated cards: calibration, the check of a GPU, and the plan's bytes of each role."""
+"""The tools on simulated cards: the check of a GPU, and the plan's bytes of each role."""
 
 import gc
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer
-from simulated_cuda.device import memory_limit
-from tiny_checkpoints import save_tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
@@ -24,122 +21,16 @@ from actor.run.policies import follow_rank_0, make_policy
 from benchmarks import gpu as parts
 from benchmarks import memory
 from python_backend.config import ActorSection, RunConfig, load_config
-from python_backend.models.modeling import load_critic, load_reward, save_critic
+from python_backend.models.modeling import load_critic, save_critic
 from python_backend.serving.ranks.controller import ServingRanks
 from python_backend.serving.ranks.loaders import load_model
 from python_backend.training.ranks import Ranks
-from python_backend.wire.contract import Limits
 from tests.device.test_critic_training import payload
 from tests.support.ranks import on_ranks, serving_ranks
 from tests.support.settings import nested
-from tools.calibrate import calibration, worker
-from tools.calibrate.calibration import CARD_BUDGETS, choose, settle
 from tools.plan.roles import generation_sizes, policy_role, served_role, trainer_role
 from trainer.critic_update import CriticUpdate
 from trainer.trained_critic import build_critic
-
-# ---- calibration: a launch is not mistaken for its tokens, and budgets that do not fit are left out ----
-
-LAUNCH_S, TOKENS_PER_S = 0.012, 200_000.0  # a pass of up to 2,400 tokens takes no longer than its launch
-SPEC = {
-    "role": "reward",
-    "options": {},
-    "model": "",
-    "device": "cuda",
-    "dtype": "float32",
-    "workers": 1,
-    "threads": 1,
-    "max_length": None,
-    "budgets": CARD_BUDGETS,
-}
-FIXED = {"workers": 1, "threads": 1, "token_budget": 64, "forward_overhead_tokens": 8}
-
-
-class CostModel:
-    """A model whose forward pass only advances the clock, by noisy times."""
-
-    limits = Limits(vocab_size=100, max_length=None)
-    packs_rows = False
-
-    def __init__(self, seed: int = 0, *, fits: int = 1 << 30, tokens_per_s: float = TOKENS_PER_S) -> None:
-        self.now, self.largest, self.refused = 0.0, 0, 0
-        self._fits, self._tokens_per_s = fits, tokens_per_s
-        self._noise = np.random.default_rng(seed)
-
-    def score(self, rows: list[np.ndarray]) -> None:
-        tokens = len(rows) * max(row.size for row in rows)
-        if tokens > self._fits:
-            self.refused += 1
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        self.largest = max(self.largest, tokens)
-        self.now += max(LAUNCH_S, tokens / self._tokens_per_s) * self._noise.lognormal(0, 0.03)
-
-
-def measured(monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any] = SPEC) -> dict[str, Any]:
-    """Return what the worker prints, in this process."""
-    printed: list[str] = []
-    monkeypatch.setattr(worker, "print", lambda line, **_: printed.append(line), raising=False)
-    monkeypatch.setattr(worker.sys, "argv", ["worker", json.dumps(spec)])
-    assert worker.main() == 0, printed
-    return json.loads(printed[-1])
-
-
-def use(monkeypatch: pytest.MonkeyPatch, model: CostModel) -> CostModel:
-    """Let the worker measure this model, by its clock."""
-    monkeypatch.setitem(worker.ROLES, "reward", (lambda *_, **__: model, "score"))
-    monkeypatch.setattr(worker, "time", SimpleNamespace(perf_counter=lambda: model.now))
-    return model
-
-
-def test_nine_noisy_runs_agree_on_the_cost_of_a_launch(monkeypatch: pytest.MonkeyPatch):
-    overheads = []
-    for seed in range(9):
-        model = use(monkeypatch, CostModel(seed))
-        result = measured(monkeypatch)
-        assert set(map(int, result["speeds"])) == set(CARD_BUDGETS)
-        assert all(overhead <= int(budget) // 8 for budget, overhead in result["overheads"].items())
-        assert model.largest > CARD_BUDGETS[-2]
-        assert choose({(1, 1): result}).token_budget >= 4096  # a smaller pass may take no longer than its launch
-        overheads.append(result["overheads"]["65536"])
-    assert 0.8 * LAUNCH_S * TOKENS_PER_S < min(overheads) <= max(overheads) < 1.2 * LAUNCH_S * TOKENS_PER_S, overheads
-
-
-def test_budgets_that_do_not_fit_are_skipped_and_not_tried_again(monkeypatch: pytest.MonkeyPatch):
-    model = use(monkeypatch, CostModel(fits=10_000))
-    result = measured(monkeypatch)
-    assert (list(result["speeds"]), result["too_many"]) == (["1024", "2048", "4096", "8192"], 16_384)
-    assert (model.largest <= 10_000, model.refused) == (True, 1)
-
-
-def test_a_card_with_little_memory_gets_a_small_budget_and_the_log_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "cache"))
-    folder = tmp_path / "reward"
-    save_tiny(folder, "llama", "reward", max_position_embeddings=4096)
-    model = load_reward(folder, device="cuda")
-    weights = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    model.score([np.arange(1800) % 7])
-    limit = torch.cuda.max_memory_allocated()
-    del model
-    monkeypatch.setitem(worker.SCALES, "cuda", (2048, 4, 1e9, 10_000))
-    with memory_limit(0, limit):
-        result = measured(monkeypatch, {**SPEC, "model": str(folder), "budgets": [2048, 4096]})
-        assert torch.cuda.memory_allocated() <= weights  # nothing of a pass that did not fit is left
-    assert (list(result["speeds"]), 2048 < result["too_many"] <= 4096) == (["2048"], True)
-    measurements = []
-    monkeypatch.setattr(calibration, "_measure", lambda *_: measurements.append(1) or result)
-    config = RunConfig.model_validate({"reward": {"model": str(folder), "device": "cuda"}, "critic": FIXED})
-    lines: list[str] = []
-    for _ in range(2):
-        assert f"reward.token_budget={choose({(1, 1): result}).token_budget}" in settle(config, lines.append)
-    assert any(f"budgets from {result['too_many']} tokens do not fit into the GPU's" in line for line in lines)
-    assert len(measurements) == 1
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda card: "Another")  # of a node that shares the cache
-    settle(config, lines.append)
-    assert len(measurements) == 2
-
 
 # ---- the check of a GPU: nothing meets on two devices ----
 

@@ -5,7 +5,7 @@ And on which machines (nodes) and GPUs the roles run.
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from python_backend.models.placement import Place, devices_of
 from python_backend.models.precision import FLASH_ATTENTION, computing, use_bfloat16
 from python_backend.training.model import checkpoint_gradients, freeze, recomputing, use_attention
 from python_backend.training.sharding import MOST_UNREDUCED
-from tools.calibrate.calibration import cached
 from tools.plan.models import (
     CPU,
     causal_model,
@@ -360,7 +359,8 @@ def _free(parameter: Tensor) -> None:
 def served_role(config: RunConfig, key: str) -> Role:
     """Return the served model of the section `key`."""
     section = config.served_sections[key]
-    workers, budget, notes = _batching(config, key, section)
+    workers = section.workers
+    notes: tuple[str, ...] = ()
     is_reference = key == "reference"
     with counting(section.device) as live, torch.no_grad():
         if is_reference:
@@ -370,7 +370,7 @@ def served_role(config: RunConfig, key: str) -> Role:
         parameters = model.num_parameters()
         # The server refuses longer rows.
         longest = min(filter(None, (config.longest_row[0], limits_of(model).max_length)))
-        ids_shape = (max(1, budget // longest), longest)
+        ids_shape = (max(1, section.token_budget // longest), longest)
         if is_reference and section.dtype == "bfloat16":
             use_bfloat16(model, model.get_output_embeddings())
         _cut(model, section.tensor_parallel, gathers=False)
@@ -415,18 +415,6 @@ def served_role(config: RunConfig, key: str) -> Role:
         has_group=section.tensor_parallel > 1,
         notes=(f"forward passes of {ids_shape[0]} rows x {longest} tokens, {workers} at a time", *notes),
     )
-
-
-def _batching(config: RunConfig, key: str, section: ModelSection) -> tuple[int, int, tuple[str, ...]]:
-    """Return the workers and the token budget, measured before if they are `auto`, and a note if they were not."""
-    if "auto" in (section.workers, section.token_budget):
-        known = cached(config, key)
-        if known is None:
-            note = f"{key}.workers and {key}.token_budget are auto: defaults until they are measured"
-            return section.settled("workers"), section.settled("token_budget"), (note,)
-        measured = {name: value for name, value in asdict(known).items() if getattr(section, name, "") == "auto"}
-        section = section.model_copy(update=measured)
-    return int(section.workers), int(section.token_budget), ()
 
 
 def _cut(model: Any, ranks: int, *, gathers: bool) -> None:
