@@ -46,11 +46,11 @@ from python_backend.errors import RlhfError
 from python_backend.process import keep_freed_memory
 from python_backend.serving.scheduling import RowPool
 from python_backend.wire.contract import REWARD_MODEL, REWARDS, SEQUENCE_LENGTHS, TOKENS
-from tools.calibrate.calibration import forward_overhead
 from tools.report.curves import figure_of
 from tools.server.vllm import ENVIRONMENT as VLLM
 
 QUEUE_DELAY_US = 2000
+OVERHEAD_TOKENS = 64  # fixed cost of a forward pass without a server; the server measures its own
 DEADLINE_S = 900.0
 NUM_CHECKED = 32  # first rewards, which are compared with those of transformers
 PYTRITON_MICRO_BATCH = 8  # rows
@@ -77,8 +77,6 @@ class Setup:
     split: str
     """How it divides the cores, `instances x threads`, such as `2x1`."""
     token_budget: int
-    overhead_tokens: int
-    """Fixed cost of a forward pass, in tokens."""
     load: Executor
     """Runs `measure_server` in a process of its own."""
 
@@ -105,7 +103,6 @@ def native(name: str, setup: Setup, *, form: str = "triton") -> Iterator[Measure
         "threads": setup.arguments["threads"],
         "workers": setup.instances,
         "token_budget": setup.token_budget,
-        "forward_overhead_tokens": setup.overhead_tokens,
         "add_special_tokens": False,
     }
     sections = {
@@ -154,7 +151,7 @@ def ideal(name: str, setup: Setup) -> Iterator[Measure]:
 
     def measure(cell: Cell) -> dict[str, Any]:
         rows = make_trace(cell.rows * cell.num_requests)
-        plan = RowPool[str](token_budget=setup.token_budget, overhead_tokens=setup.overhead_tokens)
+        plan = RowPool[str](token_budget=setup.token_budget, overhead_tokens=OVERHEAD_TOKENS)
         plan.add("all", [row.size for row in rows])
         batches = [[index for _, index in batch] for batch in iter(plan.take, [])]
         start = time.monotonic()
@@ -518,10 +515,8 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
             checkpoint = servers / f"{name}-checkpoint"
             parameters = make_checkpoint(SIZES[name], checkpoint)
             record.say(f"{name}: {parameters / 1e6:.2f} M parameters; starting the contenders one by one")
-            overhead = forward_overhead(checkpoint)
             setups = [
-                Setup(checkpoint, servers / name, split, settings.token_budget, overhead, load)
-                for split in settings.splits
+                Setup(checkpoint, servers / name, split, settings.token_budget, load) for split in settings.splits
             ]
             with contextlib.ExitStack() as running:
                 ModelBench(settings, record, name).run(setups, running)

@@ -21,7 +21,6 @@ from python_backend.config import ConfigError, ModelSection, RunConfig, load_con
 from python_backend.config.command_line import reporting, run_parser
 from python_backend.config.labels import attribute_weights, merges
 from python_backend.config.live_models import reward_is_live
-from python_backend.config.sections import UNMEASURED, ServerSection
 from python_backend.wire import contract
 from tools.arguments import parse_or_complete
 from tools.render import (
@@ -189,7 +188,7 @@ def _reward_parameters(config: RunConfig, place: Any) -> dict[str, str]:
     else:
         kept = {contract.CHECKPOINT_FINGERPRINT: weights_fingerprint("reward", section.model)}
     return {
-        **_scoring_parameters(section, config.server, place),
+        **_scoring_parameters(section, config, place),
         **_fingerprints(section.model),
         "standardization": scale if isinstance(scale, str) else json.dumps(scale.model_dump()),
         "pooling": section.pooling,
@@ -215,7 +214,7 @@ def _critic(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
         **({"trace_endpoint": config.run.trace_endpoint} if config.run.trace_endpoint else {}),
     }
     parameters = {
-        **_scoring_parameters(config.critic, config.server, place),
+        **_scoring_parameters(config.critic, config, place),
         contract.STORE: weights,
         "reload": config.critic.reload,
     }
@@ -250,7 +249,7 @@ def _critic_infer(config: RunConfig, render: Render) -> str:
 
 def _reference(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
     """Render the frozen policy that computes the reference log-probs."""
-    parameters = {**_scoring_parameters(config.reference, config.server, place), **reference_parameters(config)}
+    parameters = {**_scoring_parameters(config.reference, config, place), **reference_parameters(config)}
     outputs = contract.outputs_of(contract.REFERENCE)
     return {contract.REFERENCE: _render_scoring(contract.REFERENCE, config.reference, render, parameters, outputs)}
 
@@ -321,13 +320,20 @@ def _render_scoring(
     )
 
 
-def _scoring_parameters(section: ModelSection, server: ServerSection, place: Any) -> dict[str, str]:
+def _scoring_parameters(section: ModelSection, config: RunConfig, place: Any) -> dict[str, str]:
+    server = config.server
+    overhead = section.forward_overhead_tokens
+    if overhead is None and (section.compile or section.tensor_parallel > 1):
+        overhead = 64  # each size that is measured would be compiled, or go to all ranks
     return {
         "model": str(place(section.model)),
         "device": section.device,
         "dtype": section.dtype,
         "tensor_parallel": str(section.tensor_parallel),
-        **{name: str(section.settled(name)) for name in UNMEASURED},
+        "workers": str(section.workers),
+        "threads": _threads(section, config),
+        "token_budget": str(section.token_budget),
+        "forward_overhead_tokens": "" if overhead is None else str(overhead),
         "strip_sequence_length_to_multiple": str(server.strip_sequence_length_to_multiple),
         "queue_timeout_s": f"{server.queue_timeout_s:g}",
         "max_length": str(section.max_length or ""),
@@ -335,6 +341,16 @@ def _scoring_parameters(section: ModelSection, server: ServerSection, place: Any
         "compile": json.dumps(section.compile),
         "tokenizer_fingerprint": _fingerprints(section.model)["tokenizer_fingerprint"],
     }
+
+
+def _threads(section: ModelSection, config: RunConfig) -> str:
+    """Return the number of threads, or as `1/2` the part of the cores, which only the serving machine knows."""
+    if section.threads is not None:
+        return str(section.threads)
+    if section.device != "cpu":
+        return "1"
+    on_cpu = sum(model.device == "cpu" for model in config.served_sections.values())
+    return f"1/{max(1, on_cpu) * section.instances * section.tensor_parallel * section.workers}"
 
 
 def _fingerprints(folder: Path) -> dict[str, str]:

@@ -27,7 +27,6 @@ from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
 from python_backend.store.run_lock import only_actor, only_run
 from tools.arguments import parse_or_complete, program
-from tools.calibrate.calibration import settle
 from tools.input_checks import prompt_warnings
 from tools.preflight import check_run
 from tools.report.data import loading_line
@@ -83,15 +82,12 @@ class Run:
         check_ports(self.config.server)
         if gpus := self.config.gpu_precisions:
             self._display.log(f"on GPUs: {gpus}")
-        self._display.phase("choosing serving settings")
         changed = find_changes(self.config, accepted=self._accepts_changes)
         for line in (
             *filter(None, [effect_line(self.config)]),
             *(f"resuming with another setting: {change}" for change in describe_changes(changed)),
         ):
             self._display.log(line)
-        with self._signals.raising():
-            self._override(*settle(self.config, self._display.log))
         self.config.run.dir.mkdir(parents=True, exist_ok=True)
         write_settings(self.config, changed)
         if self.config.needs_server:

@@ -22,7 +22,6 @@ from python_backend.process import StopRequested, StopSignals
 from python_backend.store.control_key import control_key
 from python_backend.store.run_lock import only_server
 from tools.arguments import parse_or_complete
-from tools.calibrate.calibration import settle
 from tools.server.ports import bind_address, check_ports, with_free_ports
 from tools.server.supervisor import Supervisor
 from tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
@@ -91,7 +90,7 @@ def print_memory(config: RunConfig, *, served_only: bool = False) -> int:
 
 
 def _prepared(path: Path, overrides: list[str], *, is_starting: bool = False) -> RunConfig:
-    """Return the configuration with measured settings and fixed ports, once the files that it names exist.
+    """Return the configuration with fixed ports, once the files that it names exist.
 
     `is_starting`: the ports must be free, too.
     """
@@ -108,8 +107,6 @@ def _prepared(path: Path, overrides: list[str], *, is_starting: bool = False) ->
         say(f"on GPUs: {config.gpu_precisions}")
     if not config.has_actor and (line := effect_line(config)):
         say(line)
-    overrides = [*overrides, *settle(config, say)]
-    config = load_config(path, overrides)
     ensure_first_version(config, path, overrides)
     return config.model_copy(update={"server": section})
 

@@ -60,11 +60,10 @@ def status(config: RunConfig) -> Iterator[str]:
     memory of its models on GPUs."""
     yield f"run       {config.run.identity} in {config.run.dir}" + (f": {_state(config)}" if config.has_actor else "")
     yield from _server(config)
-    has_begun = (config.run.dir / SETTINGS_FILE).is_file()  # has what `tools run` measured for `auto`
     for role, section in config.served_sections.items():
-        if has_begun and section.workers != "auto":
-            size = f"{section.workers} workers x {section.threads} threads, token budget {section.token_budget}"
-            yield f"          {role}: {size}"
+        if (config.run.dir / SETTINGS_FILE).is_file():
+            threads = "" if section.threads is None else f" x {section.threads} threads"
+            yield f"          {role}: {section.workers} workers{threads}, token budget {section.token_budget}"
     if config.has_actor:
         yield f"actor     {_actor(config)}"
     if config.serves_critic:

@@ -9,7 +9,7 @@ from typing import Any
 
 from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
 from python_backend.config import ConfigError, RunConfig
-from python_backend.config.sections import UNMEASURED, ModelSection
+from python_backend.config.sections import ModelSection
 from python_backend.errors import RlhfError, reason_of
 from python_backend.rewards.function import FILE_SPEC
 from python_backend.store.durable import numbers_in, read_json, write_json
@@ -204,8 +204,7 @@ def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _differs(key: str, was: Any, new: Any) -> bool:
-    is_measured = new == "auto" and _name(key) in UNMEASURED  # settings.json has what was measured
-    return was != new and not is_measured and (key in RESULTS or not key.startswith(OPERATION))
+    return was != new and (key in RESULTS or not key.startswith(OPERATION))
 
 
 def _is_guarded(key: str) -> bool:

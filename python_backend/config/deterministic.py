@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from python_backend.config.sections import UNMEASURED
-
 AnySection = TypeVar("AnySection", bound=BaseModel)
 
 MODELS = ("reward", "critic", "reference")
@@ -23,7 +21,7 @@ FIXED: dict[str, Any] = {
 
 
 def with_fixed_values(config: AnySection) -> AnySection:
-    """Return the configuration with the values in `FIXED`, and with the numbers in `UNMEASURED` for `auto` settings.
+    """Return the configuration with the values in `FIXED`, and with numbers for what depends on the machine.
 
     Each row has a forward pass of its own, whatever `token_budget` is.
 
@@ -34,8 +32,11 @@ def with_fixed_values(config: AnySection) -> AnySection:
         config = _put(config, key.split("."), value, key)
     for role in MODELS:
         section = getattr(config, role)
-        settled = {name: section.settled(name) for name in UNMEASURED}
-        settled["token_budget"] = 1  # a row's last bits depend on the other rows of its forward pass
+        settled = {
+            "threads": section.threads or 1,
+            "token_budget": 1,  # a row's last bits depend on the other rows of its forward pass
+            "forward_overhead_tokens": section.forward_overhead_tokens or 0,
+        }
         config = config.model_copy(update={role: section.model_copy(update=settled)})
     return config
 

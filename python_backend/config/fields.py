@@ -55,6 +55,19 @@ Precision = Annotated[
     Field(validate_default=True),
 ]
 """The value of `auto` depends on the section's `device`, which must be declared before a field of this type."""
+
+
+def _budget_of_device(value: object, info: ValidationInfo) -> object:
+    if value is not None:
+        return value
+    return 1024 if info.data.get("device", "cpu") == "cpu" else 16_384
+
+
+TokenBudget = Annotated[
+    int, BeforeValidator(_budget_of_device, json_schema_input_type=Count), Field(ge=1, validate_default=True)
+]
+"""As above: the default depends on `device`."""
+BUDGET_OF_DEVICE: Any = None
 AUTO_PRECISION: Any = "auto"  # default of such a field; a value that was read is never `auto`
 
 

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from python_backend.checkpoints.heads import Pooling
 from python_backend.config.fields import (
     AUTO_PRECISION,
+    BUDGET_OF_DEVICE,
     Address,
     Attention,
     Count,
@@ -27,6 +28,7 @@ from python_backend.config.fields import (
     Seconds,
     Section,
     Seed,
+    TokenBudget,
 )
 from python_backend.config.live_models import GateSection
 from python_backend.config.optimizer import CriticOptimizerSection
@@ -225,14 +227,8 @@ class ServerSection(Section):
         return f"{self.host}:{self.metrics_port}"
 
 
-Auto = Literal["auto"]
-
-
 class ModelSection(Section):
-    """Settings for loading and batching one model inside tritonserver.
-
-    `auto` settings are measured the first time that the server starts with this model on this machine, and cached.
-    """
+    """Settings for loading and batching one model inside tritonserver."""
 
     model: Path
     """Folder of a Hugging Face model (safetensors)."""
@@ -245,14 +241,17 @@ class ModelSection(Section):
     tensor_parallel: Count = 1
     """Number of devices that the layers of one instance are split over, for a model that does not fit one device. The
     device is the first of them; on a CPU it is a number of processes. Needs `instances: 1` and `workers: 1`."""
-    workers: Count | Auto = "auto"
+    workers: Count = 1
     """Concurrent forward passes in one instance; they take rows from one shared queue."""
-    threads: Count | Auto = "auto"
-    """Torch threads per worker."""
-    token_budget: Count | Auto = "auto"
-    """Maximum tokens in one forward pass, padding included; a longer row runs alone."""
-    forward_overhead_tokens: CountOrZero | Auto = "auto"
-    """Fixed cost of a forward pass, in tokens. A row joins a pass only if that adds no more padding than this."""
+    threads: Count | None = None
+    """Torch threads per worker; default: the cores, shared equally by the workers of all models on the CPU, and 1 on a
+    GPU."""
+    token_budget: TokenBudget = BUDGET_OF_DEVICE
+    """Maximum tokens in one forward pass, padding included; a longer row runs alone. Default: 1024 on a CPU, 16384 on a
+    GPU."""
+    forward_overhead_tokens: CountOrZero | None = None
+    """Fixed cost of a forward pass, in tokens. A row joins a pass only if that adds no more padding than this.
+    Default: measured whenever the model is loaded, in at most 2 s; 64 with `compile` or `tensor_parallel`."""
     max_length: Count | None = None
     """Maximum sequence length in tokens; default: the model's limit, or 32768 if it has none. A longer row is refused:
     nothing is truncated."""
@@ -262,23 +261,10 @@ class ModelSection(Section):
     compile: bool = False
     """Compile the body with torch.compile. Adds seconds to minutes to every load and needs a C++ compiler."""
 
-    def settled(self, name: str) -> Any:
-        """Return the setting `name`, or its default in `UNMEASURED` if it is `auto`."""
-        value = getattr(self, name)
-        return UNMEASURED[name] if value == "auto" else value
-
-
-UNMEASURED = {  # values of `auto` settings that were not measured
-    "workers": 1,
-    "threads": 1,
-    "token_budget": 1024,
-    "forward_overhead_tokens": 64,
-}
-
 
 def check_ranks(key: str, model: ModelSection) -> None:
     """Raise ValueError if the section `key` has a setting that does not fit its `tensor_parallel`."""
-    needed: dict[str, tuple[Any, ...]] = {"instances": (1,), "workers": (1, "auto"), "compile": (False,)}
+    needed: dict[str, tuple[Any, ...]] = {"instances": (1,), "workers": (1,), "compile": (False,)}
     wrong = [name for name, values in needed.items() if getattr(model, name) not in values]
     if model.tensor_parallel > 1 and wrong:
         raise ValueError(

@@ -1,6 +1,6 @@
 """The reference policy: log-probs of token rows under a frozen Hugging Face causal LM.
 
-Shared by the server, the calibration and the tests.
+Shared by the server and the tests.
 """
 
 from __future__ import annotations

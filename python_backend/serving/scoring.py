@@ -7,6 +7,7 @@ Imports no torch.
 """
 
 import contextlib
+import math
 import queue
 import sys
 import threading
@@ -20,8 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from python_backend.models.batching import padded_width
+from python_backend.serving.pass_cost import fit_pass_cost, overhead_tokens
 from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RoundRobin, RowPool
-from python_backend.serving.triton import Call, MetricCounters, Parameters, Unavailable, log_error
+from python_backend.serving.triton import Call, MetricCounters, Parameters, Unavailable, log, log_error
 from python_backend.wire.contract import (
     COMPUTE_US,
     DEMANDED,
@@ -149,16 +151,13 @@ class Engine:
         """
         parameters = compute.parameters
         budget = parameters.number("token_budget")
-        self._pool: RowPool[Scoring] = RowPool(
-            token_budget=budget,
-            overhead_tokens=parameters.number("forward_overhead_tokens"),
-        )
         self._multiple = parameters.number("strip_sequence_length_to_multiple")
         self._max_length = max_length
         self._lined_up_tokens = LINED_UP_FORWARDS * budget
         self._timeout_s = float(parameters.text("queue_timeout_s")) or None
         self._counters = MetricCounters(parameters.model, COUNTERS)
         self.compute, self.versions, self.forward = compute, versions, forward
+        self._pool: RowPool[Scoring] = RowPool(token_budget=budget, overhead_tokens=self._overhead_tokens(budget))
         self._read = read
         self._reply = {**reply, **TIMES}
         self._changed = threading.Condition(threading.RLock())
@@ -180,6 +179,25 @@ class Engine:
             thread.start()
         compute.refuse_all = self.refuse_all
         versions.changed = self._line_up_awaiting
+
+    def _overhead_tokens(self, token_budget: int) -> int:
+        """Return the fixed cost of a forward pass in tokens: the setting, or else measured."""
+        parameters = self.compute.parameters
+        if parameters.optional("forward_overhead_tokens") is not None:
+            return parameters.number("forward_overhead_tokens")
+
+        def run(num_rows: int, width: int) -> None:
+            rows = [TokenRow(np.arange(width, dtype=np.int64) % 7)] * num_rows  # ids that every vocabulary has
+            self.compute.launch(self.forward, self.versions.version, rows, width)()
+
+        cost = fit_pass_cost(run, token_budget=token_budget, longest=self._max_length, clock=time.perf_counter)
+        overhead = overhead_tokens(cost, token_budget)
+        constant, slope = cost or (math.nan, math.nan)
+        log(
+            f"{parameters.model}: a forward pass takes {constant * 1e3:.2f} ms + {slope * 1e6:.2f} us a token; "
+            f"rows share one where that adds at most {overhead} tokens of padding"
+        )
+        return overhead
 
     def execute(self, calls: Sequence[Call]) -> None:
         """Queue the rows of the requests, then block while the backlog is above its limits (backpressure)."""

@@ -49,6 +49,7 @@ class TorchProcess:
         if device == "cuda" and size == 1:  # Triton has chosen a card for each instance
             device = device_of(device, int(args.get("model_instance_device_id", "0")))
         self.device = torch.device(device_of(device, 0))
+        self._threads = threads_of(self.parameters.text("threads"))
         self.prepare_worker()
         self._memory = Halving(f"token_budget of {self.parameters.model}", remedy="lower the model's max_length")
         self._troubles = MetricCounters(self.parameters.model, TROUBLES)
@@ -74,7 +75,7 @@ class TorchProcess:
             self._ranks = ServingRanks(
                 size,
                 device,
-                self.parameters.number("threads"),
+                self._threads,
                 functools.partial(self._end, "has lost a rank"),
             )
 
@@ -142,7 +143,7 @@ class TorchProcess:
 
     def prepare_worker(self) -> None:
         """Set torch's number of threads, device and stream. Needed in every worker thread: they are thread-local."""
-        torch.set_num_threads(self.parameters.number("threads"))
+        torch.set_num_threads(self._threads)
         use_own_stream(self.device)
 
     def _end(self, loss: str, reason: str) -> None:
@@ -163,6 +164,12 @@ class TorchProcess:
         self._troubles.add((1, 0))
         self._troubles.publish()
         self.stop_loading(False)
+
+
+def threads_of(setting: str) -> int:
+    """Return the number of threads that the parameter `threads` names: `3`, or `1/2` for half of the cores."""
+    number, _, parts = setting.partition("/")
+    return max(1, len(os.sched_getaffinity(0)) // int(parts)) if parts else int(number)
 
 
 def forward_tokens(model: Any, rows: Sequence[TokenRow], width: int) -> Wait:

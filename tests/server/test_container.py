@@ -28,7 +28,6 @@ from shebang import SHEBANG
 from tiny_models import tiny_server, write_repository
 
 from python_backend.config import RunConfig
-from python_backend.config.sections import UNMEASURED
 from python_backend.errors import RlhfError
 from python_backend.store.control_key import VARIABLE, control_key
 from tools.render_configs import DEFAULT_REPOSITORY, main, parse_config, render_repository
@@ -301,10 +300,9 @@ def environment_below(folder: Path) -> Path:
 def printed_lines(python: Path, folder: Path, *overrides: str) -> str:
     """Run the page's command in `folder`; return what it prints."""
     (command,) = re.findall(r"^    \.venv/bin/python (.* --print-command)$", PAGE, re.MULTILINE)
-    settings = [f"reward.{name}={value}" for name, value in UNMEASURED.items()]
     ports = [f"server.{name}_port=0" for name in ("http", "grpc", "metrics")]
     done = subprocess.run(
-        [str(python), *command.split(), *settings, *ports, *overrides],
+        [str(python), *command.split(), *ports, *overrides],
         cwd=folder,
         capture_output=True,
         text=True,

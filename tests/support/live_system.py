@@ -24,7 +24,6 @@ from transformers import (
 
 from benchmarks.workload import random_llama, train_bpe
 from python_backend.config import ActorSection, RunConfig, TrainerSection, load_config
-from python_backend.config.sections import UNMEASURED
 from python_backend.digests import digest_of
 from python_backend.store.control_key import GRPC_HEADER, control_key
 from python_backend.store.journal import Journal
@@ -246,9 +245,8 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
     data: dict[str, dict[str, Any]] = {
         "run": {"dir": str(folder), "run_id": "test"},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
-        "reward": {"model": str(checkpoints.reward), **UNMEASURED},
-        "critic": {"model": str(checkpoints.critic), **UNMEASURED},
-        "reference": {**UNMEASURED},
+        "reward": {"model": str(checkpoints.reward)},
+        "critic": {"model": str(checkpoints.critic)},
         "trainer": {
             "lr": 1e-3,
             "warmup_steps": 0,

@@ -1,12 +1,9 @@
 """`tools serve` as a process on a repository of tiny models, which is there already."""
 
-import json
 import subprocess
 import sys
 import time
 from pathlib import Path
-
-from python_backend.config.sections import UNMEASURED
 
 # Rendering has its own tests, and needs checkpoints.
 SERVE = """
@@ -22,8 +19,7 @@ def write_run(folder: Path) -> Path:
     (folder / "weights" / "critic").mkdir(parents=True)
     (folder / "weights" / "critic" / "CURRENT").write_text("0\n")
     ports = "http_port: 0, grpc_port: 0, metrics_port: 0"
-    models = "".join(f"{role}: {json.dumps(UNMEASURED)}\n" for role in ("reward", "critic"))
-    (folder / "run.yaml").write_text(f"{models}server: {{{ports}}}")
+    (folder / "run.yaml").write_text(f"server: {{{ports}}}")
     return folder
 
 

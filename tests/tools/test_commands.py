@@ -327,10 +327,10 @@ def test_settings_without_effect_are_named_once_at_the_start(
         data = {name: section for name, section in yaml.safe_load(path.read_text()).items() if name != "actor"}
         path.write_text(yaml.safe_dump(data))
 
-    def settle(*_: object) -> list[str]:
+    def start(*_: object) -> None:
         raise RlhfError("that is enough")
 
-    monkeypatch.setattr(command, "settle", settle)
+    monkeypatch.setattr(command, "ensure_first_version", start)
     assert command.main(["--config", str(path)]) == 2
     shown = capsys.readouterr()
     assert shown.out.count("settings without effect in this run: reward.reload (reward.store is false)\n") == 1
@@ -365,10 +365,10 @@ def test_status_of_a_run_that_has_not_begun_goes_on_was_killed_and_has_finished(
     write_json(tmp_path / "settings.json", load_config(run.path, settings).model_dump(mode="json"))
     (tmp_path / "metrics.jsonl").write_text('{"step": 8}\n')
     with only_run(tmp_path), RunDisplay(tmp_path, 8) as display:
-        display.phase("choosing serving settings")
+        display.phase("starting tritonserver")
         capsys.readouterr()
         lines = lines_of(run.path, capsys)
-    assert lines[0].partition(": ")[2] == "running: choosing serving settings"
+    assert lines[0].partition(": ")[2] == "running: starting tritonserver"
     text = "\n".join(lines)
     assert "step 8 of 77 ended" in text, "the settings are those that the run was started with"
     assert "reward: 2 workers x 3 threads, token budget 512" in text

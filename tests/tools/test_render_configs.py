@@ -19,11 +19,9 @@ from tritonclient.grpc.model_config_pb2 import DataType
 from python_backend.checkpoints.inspection import fingerprint_weights
 from python_backend.checkpoints.tokenization import fingerprint
 from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
-from python_backend.config.sections import UNMEASURED
 from python_backend.wire.contract import REFERENCE
 from tests.support.settings import nested
 from tools import render_configs as render
-from tools.calibrate.calibration import settle
 from tools.server.tritonserver import compile_ahead, load_order
 
 MODELS = {"reward_model", "critic", "critic_infer", "critic_train", "critic_save"}
@@ -141,6 +139,26 @@ def test_settings_reach_the_files():
     expected = {"store": store, "heartbeat_timeout_s": "2.5", "run_id": "name", "integrity": "sha256"}
     assert parameters(train).items() >= expected.items()
     assert parameters(configs["critic_save"])["run_id"] == "name"
+
+
+@pytest.mark.parametrize(
+    ("critic", "threads", "token_budget", "overhead"),
+    [
+        ({}, "1/2", "1024", ""),  # the reward model has the other half of the cores
+        ({"instances": 2, "workers": 3}, "1/12", "1024", ""),
+        ({"threads": 5, "token_budget": 7}, "5", "7", ""),
+        ({"device": "cuda"}, "1", "16384", ""),
+        ({"tensor_parallel": 2}, "1/4", "1024", "64"),
+        ({"compile": True, "forward_overhead_tokens": 0}, "1/2", "1024", "0"),
+        ({"compile": True}, "1/2", "1024", "64"),
+    ],
+)
+def test_what_depends_on_the_machine_is_left_to_the_model(
+    critic: dict[str, Any], threads: str, token_budget: str, overhead: str
+) -> None:
+    found = parameters(parsed(critic=critic, reward={})["critic"])
+    names = ("threads", "token_budget", "forward_overhead_tokens")
+    assert [found[name] for name in names] == [threads, token_budget, overhead]
 
 
 def test_a_model_over_several_devices_is_one_instance() -> None:
@@ -274,11 +292,6 @@ def test_the_reference_is_rendered_and_measured_only_where_the_actor_asks_for_it
     assert render.check_repository(plain, folder.parent)[-1].path == folder
     render.render_repository(plain, folder.parent)
     assert not folder.exists()
-    others = {"reward": UNMEASURED, "critic": UNMEASURED}
-    monkeypatch.setattr("tools.calibrate.calibration._remembered", lambda role, *_: pytest.fail(role))
-    assert settle(load(tmp_path, **others), print) == []
-    with pytest.raises(pytest.fail.Exception, match="reference"):
-        settle(load(tmp_path, actor={"kl_reference": "triton"}, **others), print)
 
 
 def test_the_reference_is_what_the_actor_samples_with_or_a_checkpoint_of_its_own(tmp_path: Path) -> None:
@@ -308,7 +321,6 @@ def test_the_checkpoint_of_the_reference_follows_the_actors(tmp_path: Path) -> N
 def test_a_deterministic_run_fixes_the_reference_too(tmp_path: Path) -> None:
     config = load(tmp_path, run={"deterministic": True}, actor={"kl_reference": "triton", "model": "a"})
     assert (config.reference.token_budget, config.reference.workers) == (1, 1)
-    assert settle(config, print) == []
 
 
 # ---- rewards ----

@@ -29,12 +29,10 @@ from python_backend.client.errors import RequestFailed
 from python_backend.client.served import ServedModel
 from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
 from python_backend.config.required_files import check_critic, check_files
-from python_backend.config.sections import UNMEASURED
 from python_backend.errors import RlhfError, reason_of
 from python_backend.store.weights import WeightsStore
 from tests.support.settings import nested
 from tools import preflight, render_configs
-from tools.calibrate import calibration
 from tools.preflight import check_prompts, check_run
 from tools.server.tritonserver import load_order
 from trainer.publish import copy_checkpoint
@@ -84,7 +82,7 @@ def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoin
         ),
     }
     for section in checkpoints_of(algorithm, reward):
-        data[section] = {"model": str(getattr(checkpoints, section)), **UNMEASURED}
+        data[section] = {"model": str(getattr(checkpoints, section))}
     if algorithm == "ppo":
         data["trainer"] = {"nice": 0}  # on a busy machine the run would wait for it
     if REWARDS[reward] is not None:
@@ -111,13 +109,6 @@ def test_what_is_rendered_loaded_measured_and_demanded(
     text = (out / "reward_model" / "config.pbtxt").read_text()
     (fingerprint,) = re.findall(r'"tokenizer_fingerprint" value \{ string_value: "(\w+)"', text)
     assert fingerprint, "the actor compares it with the policy's"
-
-    measured = []
-    unsettled = [f"{role}.threads=auto" for role in ("reward", "critic", "reference")]
-    settled = calibration.Settled(1, 1, 256, 8, 1.0)
-    monkeypatch.setattr(calibration, "_remembered", lambda role, *_: measured.append(role) or settled)
-    calibration.settle(load_config(path, unsettled), lambda _: None)
-    assert measured == checkpoints_of(algorithm, reward)
 
     made: list[str] = []
     monkeypatch.setattr(tools.serve, "_run_module", lambda what, arguments: made.append(what))
@@ -381,7 +372,7 @@ def test_without_an_actor_the_models_that_the_yaml_names_are_served(
     sections: set[str], served: set[str], tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every: dict[str, Any] = {"rewards": {"model": {}, **FUNCTION}, "functions": FUNCTION}
-    every |= {name: {"model": str(getattr(checkpoints, name)), **UNMEASURED} for name in ("reward", "critic")}
+    every |= {name: {"model": str(getattr(checkpoints, name))} for name in ("reward", "critic")}
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "policy").symlink_to(checkpoints.policy)  # the default, so that a run can be planned
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`tools serve` as a process: signals, failures, leftovers; what `auto` settles on; child processes of any kind."""
+"""`tools serve` as a process: signals, failures, leftovers; child processes of any kind."""
 
 import contextlib
 import itertools
@@ -23,15 +23,11 @@ import psutil
 import pytest
 from shebang import SHEBANG
 from small_disk import small_disk
-from tiny_checkpoints import save_tiny
 from tiny_models import regions, server_processes, write_repository, write_scoring_model
 from tiny_serve import serve, wait_for, write_run
 
-from python_backend.config import ConfigError, RunConfig, load_config
-from python_backend.config.sections import UNMEASURED, ModelSection
+from python_backend.config import ConfigError, RunConfig
 from python_backend.errors import RlhfError
-from tools.calibrate import calibration
-from tools.calibrate.calibration import Settled, choose, settle, splits
 from tools.preflight import check_prompts
 from tools.server.child import Child, relay_lines, set_aside_if_large
 from tools.server.health import get_page
@@ -230,91 +226,6 @@ def test_serve_exits_with_one_sentence_when_a_model_does_not_load(run_dir: Path)
     assert err.startswith("error: critic could not be loaded: ValueError: 3 labels (model.py line 10);")
     assert len(err.splitlines()) == 1
     assert (server_processes(process.pid), regions(process.pid)) == ([], [])
-
-
-# ---- what `auto` settles on ----
-
-FIXED = {"workers": 1, "threads": 1, "token_budget": 64, "forward_overhead_tokens": 8}
-
-
-def result(overhead: int, speeds: dict[str, float]) -> dict[str, Any]:
-    return {"overheads": dict.fromkeys(speeds, overhead), "speeds": speeds}
-
-
-def test_the_fastest_is_chosen_and_of_nearly_equal_budgets_the_smallest() -> None:
-    measured = {
-        (1, 2): result(30, {"256": 100.0, "512": 110.0}),
-        (2, 1): result(10, {"256": 117.0, "512": 120.0, "1024": 119.0}),
-    }
-    assert choose(measured) == Settled(2, 1, 256, 10, 117.0)
-
-
-@pytest.mark.parametrize(
-    ("cores", "settings", "expected"),
-    [
-        (2, {}, [(1, 2), (2, 1)]),
-        (1, {}, [(1, 1)]),
-        (8, {}, [(1, 8), (2, 4), (4, 2), (8, 1)]),
-        (8, {"workers": 3}, [(3, 2)]),
-        (8, {"threads": 4}, [(2, 4)]),
-        (2, {"workers": 2, "threads": 2}, [(2, 2)]),
-        (8, {"device": "cuda"}, [(1, 1)]),
-    ],
-)
-def test_splits_of_the_cores(cores: int, settings: dict[str, Any], expected: list[tuple[int, int]]) -> None:
-    assert splits(cores, ModelSection(model=Path("x"), **settings)) == expected
-
-
-def test_nothing_is_measured_where_all_is_fixed_or_a_model_is_larger_than_one_device() -> None:
-    config = RunConfig.model_validate({"reward": FIXED, "critic": FIXED})
-    assert settle(config, lambda line: pytest.fail(line)) == []
-    config = RunConfig.model_validate({"reward": FIXED, "critic": {"tensor_parallel": 2, "token_budget": 512}})
-    overrides = settle(config, lambda line: pytest.fail(line))
-    assert overrides == ["critic.workers=1", "critic.threads=1", "critic.forward_overhead_tokens=64"]
-
-
-@pytest.mark.slow
-def test_a_real_measurement_is_remembered_and_fixed_settings_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "cache"))
-    save_tiny(tmp_path / "reward", "llama", "reward")
-    path = tmp_path / "run.yaml"
-    path.write_text(f"reward: {{model: {tmp_path / 'reward'}, workers: 1, threads: 1}}\ncritic: {FIXED}\n")
-    lines: list[str] = []
-    overrides = settle(load_config(path), lines.append)
-    settled = load_config(path, overrides).reward
-    assert (settled.workers, settled.threads) == (1, 1)
-    assert settled.token_budget in calibration.BUDGETS
-    assert "auto" not in [getattr(settled, name) for name in UNMEASURED]
-    assert len(lines) == 3
-    monkeypatch.setattr(calibration, "_measure", lambda *_: pytest.fail("measured again"))
-    assert settle(load_config(path), lines.append) == overrides
-    assert len(lines) == 3
-
-
-def test_a_damaged_memory_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(calibration, "_measure", lambda *_: result(30, {"256": 90.0}))
-    (tmp_path / "reward").mkdir()
-    (tmp_path / "reward" / "config.json").write_text("{}")
-    config = RunConfig.model_validate({"reward": {"model": str(tmp_path / "reward")}, "critic": FIXED})
-    overrides = settle(config, lambda line: None)
-    (memory,) = (tmp_path / "cache").iterdir()
-    for content in ("", "[]", '{"workers": 1}', '{"workers'):
-        memory.write_text(content)
-        assert settle(config, lambda line: None) == overrides
-        assert memory.read_text() != content
-
-
-def test_a_checkpoint_that_cannot_be_measured_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "cache"))
-    config = RunConfig.model_validate({"reward": {"model": str(tmp_path)}, "critic": FIXED})
-    with pytest.raises(ConfigError, match=f"{tmp_path} is not a Hugging Face model"):
-        settle(config, lambda line: None)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ConfigError, match=rf"reward\.model: .*{tmp_path} has no model\.safetensors"):
-        settle(config, lambda line: None)
 
 
 # ---- tools.server: child processes, whose logs stay bounded for a month, and the vLLM server of `tools run` ----

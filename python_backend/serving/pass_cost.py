@@ -1,0 +1,56 @@
+"""Fits `seconds = a + b x tokens` to a few forward passes of a model that was just loaded. Imports no torch."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+FEWEST_TOKENS = 16
+WIDEST = 512  # tokens of a row; larger passes have more rows
+BUDGET_S = 2.0  # after the warm-up
+ROUNDS = 5
+UNMEASURED = 64  # tokens, if the time allows no two sizes
+GROWTH = 4  # ratio of successive sizes, so that the time of the next one is known in advance
+
+
+def fit_pass_cost(
+    run: Callable[[int, int], object], *, token_budget: int, longest: int | None, clock: Callable[[], float]
+) -> tuple[float, float] | None:
+    """Return the seconds of a forward pass without tokens and of each token; None if it is too slow to measure.
+
+    Args:
+        run: runs a pass of so many rows of so many tokens.
+        longest: maximum tokens of a row.
+    """
+    started = clock()
+    run(1, min(FEWEST_TOKENS, longest or FEWEST_TOKENS))  # warm-up, which the first request would wait for otherwise
+    began = clock()
+    if began - started > BUDGET_S:
+        return None
+    fastest: dict[int, float] = {}
+    for _ in range(ROUNDS):
+        last_s = 0.0
+        tokens = FEWEST_TOKENS
+        while tokens <= token_budget:
+            width = min(tokens, WIDEST, longest or WIDEST)
+            size = tokens // width * width
+            started = clock()
+            if started - began + fastest.get(size, GROWTH * last_s) > BUDGET_S:
+                break
+            run(tokens // width, width)
+            last_s = clock() - started
+            fastest[size] = min(last_s, fastest.get(size, last_s))
+            tokens *= GROWTH
+    if len(fastest) < 2:
+        return None
+    sizes, seconds = list(fastest), np.array(list(fastest.values()))
+    slope, constant = np.polyfit(sizes, seconds, 1, w=1 / seconds)  # relative errors: small passes show the constant
+    return float(constant), float(slope)
+
+
+def overhead_tokens(cost: tuple[float, float] | None, token_budget: int) -> int:
+    """Return the fixed cost of a forward pass in tokens, at most a quarter of the budget."""
+    if cost is None:
+        return UNMEASURED
+    constant, slope = cost
+    most = token_budget // 4
+    return max(0, min(most, round(constant / slope))) if slope > 0 else most

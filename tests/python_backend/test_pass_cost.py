@@ -1,0 +1,66 @@
+"""The fixed cost of a forward pass: fitted to noisy times, within the time for it, and never beyond its bounds."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+cost = importlib.import_module("python_backend.serving.pass_cost")
+
+
+class Machine:
+    """Whose passes take `constant + slope x tokens` seconds, up to 10 % more by chance; the first one, 5 s more."""
+
+    def __init__(self, constant: float, slope: float, seed: int = 0, first_s: float = 0.0) -> None:
+        self.now, self.sizes, self._first_s = 0.0, list[tuple[int, int]](), first_s
+        self._constant, self._slope, self._noise = constant, slope, np.random.default_rng(seed)
+
+    def run(self, num_rows: int, width: int) -> None:
+        seconds = self._constant + self._slope * num_rows * width
+        self.now += seconds * (1 + 0.1 * self._noise.random()) + self._first_s * (not self.sizes)
+        self.sizes.append((num_rows, width))
+
+    def overhead(self, token_budget: int = 1024, longest: int | None = None) -> int:
+        found = cost.fit_pass_cost(self.run, token_budget=token_budget, longest=longest, clock=lambda: self.now)
+        return int(cost.overhead_tokens(found, token_budget))
+
+
+@pytest.mark.parametrize(
+    ("constant", "slope", "token_budget", "expected"),
+    [
+        (1e-3, 2e-5, 1024, (42, 58)),  # 7 M parameters on a core
+        (1e-3, 1e-6, 1024, (256, 256)),  # no more than a quarter of the budget
+        (0.0, 1e-5, 1024, (0, 4)),
+        (0.01, 5e-6, 16_384, (1700, 2300)),  # a GPU
+        (1e-3, 1e-5, 16, (64, 64)),  # one size only
+    ],
+)
+def test_the_fixed_cost_of_a_pass_in_tokens(
+    constant: float, slope: float, token_budget: int, expected: tuple[int, int]
+) -> None:
+    for seed in range(9):
+        machine = Machine(constant, slope, seed)
+        assert expected[0] <= machine.overhead(token_budget) <= expected[1]
+        assert all(rows * width <= token_budget for rows, width in machine.sizes)
+
+
+@pytest.mark.parametrize("slope", [1e-5, 1e-3, 1e-2, 0.1, 10.0])
+@pytest.mark.parametrize("first_s", [0.0, 1.5, 5.0])
+def test_measuring_takes_two_seconds_at_most_after_the_first_pass(slope: float, first_s: float) -> None:
+    machine = Machine(1e-3, slope, first_s=first_s)
+    overhead = machine.overhead()
+    assert machine.now <= 1.1 * (first_s + 1e-3 + 16 * slope) + 2.2, machine.sizes
+    is_measured = slope < 0.1 and first_s < 2
+    assert (overhead == 64) == (not is_measured)
+    assert is_measured or len(machine.sizes) <= 2
+
+
+def test_no_row_is_longer_than_the_model_takes() -> None:
+    machine = Machine(1e-3, 1e-5)
+    machine.overhead(longest=48)
+    assert {width for _, width in machine.sizes} == {16, 48}
+
+
+def test_a_time_that_falls_with_the_tokens_is_all_overhead() -> None:
+    assert cost.overhead_tokens((1e-3, -1e-9), 1024) == 256
+    assert cost.overhead_tokens((-1e-3, 1e-5), 1024) == 0
