@@ -37,11 +37,11 @@ from python_backend.checkpoints.inspection import (
     reward_head,
     tensors_in,
 )
+from python_backend.checkpoints.language_models import as_checkpoint_error
 from python_backend.checkpoints.safetensors_header import TensorInfo
 from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.models.heads import head_path
 from python_backend.models.loading import (
-    as_checkpoint_error,
     load_classifier,
     load_token_model,
     placed_head,
