@@ -72,6 +72,10 @@ def reason_of(error: BaseException) -> str:
         name = f"{error.filename}: " if error.filename else ""
         remedy = "; let this user read and write it" if isinstance(error, PermissionError) else ""
         return f"{name}{error.strerror}{remedy}"
+    if isinstance(error, KeyError) and error.args:
+        return f"{error.args[0]!r} is missing"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 (byte {error.start})"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1] if len(lines) == 2 and lines[0].endswith(":") else " ".join(lines)
     return text[:MAX_REASON] or type(error).__name__

@@ -21,7 +21,7 @@ from tritonclient.utils import InferenceServerException
 
 from python_backend.client.errors import DEAD_PROCESS, RESTRICTED, code_of
 from python_backend.config.fields import resolve
-from python_backend.errors import RlhfError
+from python_backend.errors import RlhfError, reason_of
 from python_backend.store import control_key
 from python_backend.wire.contract import (
     CRITIC,
@@ -408,4 +408,4 @@ def _resolve(address: str) -> list[str]:
     try:
         return resolve(address)
     except (OSError, ValueError) as error:
-        raise ControlPlaneError(f"trainer.servers: {address!r} cannot be resolved: {error}") from error
+        raise ControlPlaneError(f"trainer.servers: {address!r} cannot be resolved: {reason_of(error)}") from error

@@ -17,7 +17,7 @@ import numpy as np
 from python_backend.checkpoints.tokenization import encode_prompt, fingerprint, load_tokenizer, reply_end
 from python_backend.config import ConfigError, RunConfig, RunSection
 from python_backend.config.required_files import has_tokenizer
-from python_backend.errors import NotFinite
+from python_backend.errors import NotFinite, reason_of
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.card import OutOfMemory
 from python_backend.models.modeling import CriticModel, save_critic
@@ -204,7 +204,7 @@ def _prompt_ids(tokenizer: Any, line: dict[str, Any], where: str, *, special: bo
     except BadMessages as error:
         raise ConfigError(f"{KEY}: {where}: prompt{error}") from error
     except Exception as error:  # the template is the checkpoint's own code and may raise any exception
-        raise ConfigError(f"{KEY}: {where}: the chat template rejects the prompt: {error}") from error
+        raise ConfigError(f"{KEY}: {where}: the chat template rejects the prompt: {reason_of(error)}") from error
     return [*tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from python_backend.config import RunConfig
-from python_backend.errors import RlhfError
+from python_backend.errors import RlhfError, reason_of
 from python_backend.models.card import card_bytes
 from python_backend.monitoring.metrics import TRAINER, Exporter, Values
 from python_backend.store.journal import Heartbeat, Journal
@@ -80,7 +80,7 @@ def until_done(
         except OSError as error:
             if error.errno not in CURABLE:
                 raise
-            refused, trouble = True, str(error)
+            refused, trouble = True, reason_of(error)
         else:
             if refused:
                 logger.warning("%s: succeeded, the disk is writable again", what)
@@ -263,7 +263,7 @@ class SidecarProgress:
         try:
             append_jsonl(self._metrics_path, [{"time": time.time(), **line}])
         except OSError as error:  # training continues without the line; the same numbers go to the log
-            logger.error("a line of %s could not be written: %s", self._metrics_path.name, error)
+            logger.error("a line of %s could not be written: %s", self._metrics_path.name, reason_of(error))
         shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in line.items()}
         position = {"step": line["step"], "version": line["weights_version"]}
         logger.info("%s", "  ".join(f"{key}={value}" for key, value in shown.items()), extra=position)

@@ -22,10 +22,9 @@ from python_backend.checkpoints.inspection import (
     stable_length,
     stored_dtypes,
 )
-from python_backend.checkpoints.language_models import check_tensors
+from python_backend.checkpoints.language_models import as_checkpoint_error, check_tensors
 from python_backend.config import PolicySection
 from python_backend.models.adapters import Lora, load_trained, named_layers, trained_tensors, with_adapters
-from python_backend.models.loading import as_checkpoint_error
 from python_backend.models.precision import use_bfloat16
 from python_backend.models.sharded_tensors import whole
 from python_backend.training.model import checkpoint_gradients, freeze, use_attention
@@ -171,18 +170,19 @@ def load_model(settings: PolicySection, *, as_stored: bool = False) -> Any:
     Args:
         as_stored: keep weights that are all trained in that dtype, if all have the same; the caller converts them.
 
-    Raises OSError or ValueError; CheckpointError if the folder lacks tensors of the model, or has others.
+    Raises CheckpointError if the folder cannot be loaded, lacks tensors of the model, or has others.
     """
 
     def load(dtype: torch.dtype) -> Any:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            str(settings.model),
-            dtype=dtype,
-            output_loading_info=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
+        with as_checkpoint_error(settings.model):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(settings.model),
+                dtype=dtype,
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
         lacking = report["missing_keys"].intersection(name for name, _ in model.named_parameters())
         check_tensors(settings.model, lacking, report["unexpected_keys"])
         return model

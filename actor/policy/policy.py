@@ -24,7 +24,7 @@ from actor.generation.engine import Generation
 from actor.generation.slots import Finished, Response
 from actor.policy.loading import PolicyModels, check_lora_targets, check_positions, load_model, read_state, write_state
 from actor.policy.samplers import OtherSamplers
-from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
+from python_backend.checkpoints.inspection import fingerprint_weights
 from python_backend.checkpoints.language_models import check_language_model
 from python_backend.checkpoints.tokenization import load_tokenizer, special_tokens
 from python_backend.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
@@ -78,13 +78,8 @@ class Policy:
         self.settings, self.ranks = settings, ranks
         self._samplers = OtherSamplers(ranks) if isinstance(ranks, Ranks) else None
         self.temperature = generation.temperature
-        try:
-            self.tokenizer = load_tokenizer(folder)
-            model = load_model(settings, as_stored=ranks.size > 1)
-        except CheckpointError:
-            raise
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
+        self.tokenizer = load_tokenizer(folder)
+        model = load_model(settings, as_stored=ranks.size > 1)
         check_positions(model, folder, *longest_row)
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self.fingerprint = fingerprint_weights(folder)

@@ -6,11 +6,10 @@ from typing import Any
 
 from actor.data.prompt_files import PromptError
 from actor.data.prompt_reader import Prompt
-from python_backend.checkpoints.inspection import max_positions, stable_length
+from python_backend.checkpoints.inspection import CONFIG_FILE, max_positions, read_config, stable_length
 from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, same_tokenizer
 from python_backend.config import ConfigError, RunConfig
 from python_backend.config.sections import ModelSection
-from python_backend.store.durable import read_json
 
 REPLY = "This is a trial response."
 
@@ -89,7 +88,9 @@ def _limit(section: ModelSection) -> int:
 
 
 def _positions(limit_of: Callable[[dict[str, Any]], int | None], checkpoint: Path) -> int | None:
+    if not (checkpoint / CONFIG_FILE).is_file():
+        return None
     try:
-        return limit_of(read_json(checkpoint / "config.json") or {})
+        return limit_of(read_config(checkpoint))
     except ValueError as error:
         raise ConfigError(f"{checkpoint}: {error}") from error

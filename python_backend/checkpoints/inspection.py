@@ -3,6 +3,7 @@
 Imports neither torch nor transformers, and never opens a pickled file.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -300,9 +301,28 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
+OBJECTS = ("rope_scaling", "rope_parameters", "id2label", "label2id")  # in config.json, beside what ends in _config
+
+
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json. Raises CheckpointError if it is damaged."""
-    return _read_object(folder / CONFIG_FILE)
+    """Return config.json. Raises CheckpointError if it is damaged, or a part of it that must be an object is none."""
+    config = _read_object(folder / CONFIG_FILE)
+    try:
+        for key in config:
+            if key.endswith("_config") or key in OBJECTS:
+                read_key(config, key, dict, None)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}; correct or remove it") from error
+    return config
+
+
+def refused_key(given: Mapping[str, Any], build: Callable[[Mapping[str, Any]], object]) -> str | None:
+    """Return the key of config.json, and its value, without which `build(given)` does not fail; None if none is."""
+    for key, value in given.items():
+        with contextlib.suppress(Exception):
+            build({name: each for name, each in given.items() if name != key})
+            return f"{key} is {str(value)[:80]!r}"
+    return None
 
 
 def described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> CheckpointInfo:
@@ -554,8 +574,10 @@ def tensors_in(file: Path) -> dict[str, TensorInfo]:
 def _read_object(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file.parent} cannot be loaded: unreadable {file.name}: {reason_of(error)}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file.parent} cannot be loaded: {reason_of(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: {reason_of(error)}; copy it again") from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"{file.parent} cannot be loaded: {file.name} is not a JSON object")
+        raise CheckpointError(f"{file} is not a JSON object; copy it again")
     return data

@@ -4,18 +4,23 @@ transformers gives missing tensors random values and ignores those that it does 
 be trained as a policy: from a random output layer.
 """
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from python_backend.checkpoints.head_tensors import is_harmless
 from python_backend.checkpoints.inspection import (
+    CONFIG_FILE,
     CheckpointError,
     CheckpointInfo,
     inspect_checkpoint,
     read_config,
+    refused_key,
     text_config,
 )
+from python_backend.errors import RlhfError, reason_of
 
 SHOWN = 4  # names of tensors in a message
 IN_LAYER = re.compile(r"(^|\.)\d+\.")
@@ -72,3 +77,39 @@ def check_tensors(folder: Path, missing: Iterable[str], unused: Iterable[str]) -
 
 def _names(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+# What transformers raises, as one sentence.
+
+
+def library_reason(folder: Path, error: Exception) -> str:
+    """Return why transformers cannot load a folder: the key of config.json that it refuses, or what `error` says.
+
+    Raises:
+        CheckpointError: config.json is damaged.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        return reason_of(error)
+    from transformers import AutoConfig, GenerationConfig  # slow to import
+
+    def build(keys: Mapping[str, Any]) -> None:
+        GenerationConfig.from_model_config(AutoConfig.for_model(**keys))
+
+    given = read_config(folder)
+    try:
+        build(given)
+    except Exception as refusal:  # process edge: what transformers does with a key may raise anything
+        if key := refused_key(given, build):
+            return f"{CONFIG_FILE}: {key}, which transformers refuses ({reason_of(refusal)}); correct or remove it"
+    return reason_of(error)
+
+
+@contextlib.contextmanager
+def as_checkpoint_error(folder: Path) -> Iterator[None]:
+    """Convert exceptions from transformers and safetensors to a CheckpointError that names the folder."""
+    try:
+        yield
+    except RlhfError:
+        raise
+    except Exception as error:  # process edge: what transformers does with a file, or with a key, may raise anything
+        raise CheckpointError(f"{folder} cannot be loaded: {library_reason(folder, error)}") from error

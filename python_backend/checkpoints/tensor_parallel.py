@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.errors import reason_of
+from python_backend.checkpoints.language_models import as_checkpoint_error
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
@@ -23,10 +23,8 @@ def check_tensor_parallel(folder: Path, size: int) -> None:
     from transformers import AutoConfig  # slow to import
     from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
-    try:
+    with as_checkpoint_error(folder):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # process edge: what transformers does with a key may raise anything
-        raise CheckpointError(f"{folder} cannot be loaded: {reason_of(error)}") from error
     plan = config.base_model_tp_plan
     if not plan:
         raise CheckpointError(

@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from python_backend.checkpoints.config_keys import read_key
-from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError, model_type_of, read_config, text_config
-from python_backend.errors import reason_of
+from python_backend.checkpoints.inspection import (
+    CONFIG_FILE,
+    CheckpointError,
+    model_type_of,
+    read_config,
+    text_config,
+)
+from python_backend.checkpoints.language_models import as_checkpoint_error, library_reason
 from python_backend.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts
 
 # A long text is tokenised only in part: first as many characters as `max_length` tokens are likely to need, then twice
@@ -38,7 +44,8 @@ def load_tokenizer(folder: Path | str) -> Any:
                 f"{folder} has no tokenizer.json, nor other files of a tokenizer that transformers can load; save the "
                 "tokenizer of its base model there, with tokenizer.save_pretrained(folder)"
             ) from error
-        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: {reason_of(error)}") from error
+        reason = library_reason(Path(folder), error)
+        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: {reason}") from error
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = template_of_texts(tokenizer)
     return tokenizer
@@ -430,15 +437,14 @@ def end_of_sequence(folder: Path) -> int | list[int] | None:
     """
     from transformers import AutoConfig, GenerationConfig
 
-    try:
-        if (folder / GENERATION_FILE).is_file():
-            return GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-        return GenerationConfig.from_model_config(config).eos_token_id
-    except OSError as error:
-        raise CheckpointError(f"{folder} has no model configuration: {reason_of(error)}") from error
-    except ValueError:  # a class that transformers does not know, as many a reward model's
-        return json.loads((folder / CONFIG_FILE).read_text()).get("eos_token_id")
+    with as_checkpoint_error(folder):
+        try:
+            if (folder / GENERATION_FILE).is_file():
+                return GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
+            config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+            return GenerationConfig.from_model_config(config).eos_token_id
+        except ValueError:  # a class that transformers does not know, as many a reward model's
+            return read_config(folder).get("eos_token_id")
 
 
 @functools.lru_cache(maxsize=8)

@@ -163,7 +163,7 @@ def _one_of(*names: str, or_file: bool = False) -> AfterValidator:
             return value
         if or_file and ":" in value:
             return check_spec(value)
-        if value in OFFLINE:
+        if value.lower() in OFFLINE:
             raise ValueError(
                 f"{value} trains on given answers, this project on those that the policy samples; use TRL for {value}, "
                 f"or choose one of {', '.join(names)}"

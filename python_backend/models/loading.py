@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -10,7 +9,7 @@ import logging
 import mmap
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,14 +39,15 @@ from python_backend.checkpoints.inspection import (
     fix_forward,
     inspect_checkpoint,
     read_config,
+    refused_key,
     stable_length,
 )
-from python_backend.checkpoints.language_models import check_family, check_tensors
+from python_backend.checkpoints.language_models import as_checkpoint_error, check_family, check_tensors
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
 from python_backend.checkpoints.tensor_file import STORED_DTYPES
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.errors import RlhfError, reason_of
+from python_backend.errors import reason_of
 from python_backend.models.adapters import with_stored_adapters
 from python_backend.models.heads import build_head, head_of, head_path, install, layers_beside, linear
 from python_backend.models.token_head import measure_causality
@@ -449,17 +449,6 @@ def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=info.start).reshape(info.shape)
 
 
-@contextlib.contextmanager
-def as_checkpoint_error(folder: Path) -> Iterator[None]:
-    """Convert exceptions from transformers and safetensors to a CheckpointError that names the folder."""
-    try:
-        yield
-    except RlhfError:
-        raise
-    except Exception as error:  # process edge: what transformers does with a file, or with a key, may raise anything
-        raise CheckpointError(f"{folder} cannot be loaded: {reason_of(error)}") from error
-
-
 def _config(info: CheckpointInfo, num_labels: int) -> Any:
     check_family(info)
     given = read_config(info.folder)
@@ -484,12 +473,7 @@ def _blaming(info: CheckpointInfo, given: Mapping[str, Any], build: Callable[[Ma
     try:
         return build(given)
     except Exception as error:  # process edge: what transformers does with a key may raise anything
-        cause = "it cannot be read"
-        for key, value in given.items():
-            with contextlib.suppress(Exception):
-                build({name: each for name, each in given.items() if name != key})
-                cause = f"{key} is {str(value)[:80]!r}"
-                break
+        cause = refused_key(given, build) or "it cannot be read"
         raise CheckpointError(f"{info.folder / CONFIG_FILE}: {cause}: {reason_of(error)}") from error
 
 

@@ -201,6 +201,8 @@ def import_function(spec: str) -> Callable[..., Any]:
     source, _, name = spec.rpartition(":")
     try:
         module = _import_file(Path(source)) if FILE_SPEC.fullmatch(spec) else importlib.import_module(source)
+    except KeyboardInterrupt:  # Ctrl-C while it is imported
+        raise
     except BaseException as error:  # user code may even call sys.exit
         raise FunctionError(f"{spec} cannot be imported: {describe(error)}") from error
     function = getattr(module, name, None)

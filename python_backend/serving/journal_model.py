@@ -13,6 +13,7 @@ from typing import cast
 import numpy as np
 
 from python_backend.digests import Algorithm
+from python_backend.errors import reason_of
 from python_backend.monitoring import tracing
 from python_backend.serving.triton import Call, MetricCounters, Parameters, StepFailed, Unavailable, log_error
 from python_backend.store.durable import refusal
@@ -71,7 +72,7 @@ class JournalServer:
                 with tracing.span(f"{self._model}: journal", parent=traceparent_of(call)):
                     entry = self._accept(self.journal, call)
             except OSError as error:  # process edge: a disk error; nothing was accepted, so the caller may retry
-                call.fail(Unavailable(f"the journal cannot be written: {error}"))
+                call.fail(Unavailable(f"the journal cannot be written: {reason_of(error)}"))
             except Exception as error:  # process edge: an error fails this request only
                 call.fail(error)
             else:

@@ -20,6 +20,7 @@ from python_backend.checkpoints.tokenization import (
     load_tokenizer,
     too_long,
 )
+from python_backend.errors import reason_of
 from python_backend.rewards.function import REPLY_KEY, split_reply, with_reply
 from python_backend.wire.chats import render_chat, template_options, texts_in
 from python_backend.wire.contract import (
@@ -222,7 +223,9 @@ class RowReader:
         except BadMessages as error:
             raise ContractError(f"{where}.{MESSAGES}{error}") from error
         except Exception as error:  # the template is the checkpoint's own code and may raise any exception
-            raise ContractError(f"{where}.{MESSAGES}: the chat template rejects the messages: {error}") from error
+            raise ContractError(
+                f"{where}.{MESSAGES}: the chat template rejects the messages: {reason_of(error)}"
+            ) from error
 
 
 def read_limits(limits: Limits, parameters: Parameters) -> Limits:

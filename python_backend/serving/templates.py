@@ -5,6 +5,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from python_backend.errors import reason_of
 from python_backend.rewards.function import RESPONSE_KEY, Sample
 from python_backend.wire.contract import MESSAGES, METADATA, ContractError
 
@@ -25,7 +26,7 @@ class RowTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise ValueError(f"reward.template is not valid Jinja: {error}") from error
+            raise ValueError(f"reward.template is not valid Jinja: {reason_of(error)}") from error
 
     def render(self, index: int, sentence: str, metadata: dict[str, Any]) -> str:
         """Return the text of row `index`. Raises ContractError if rendering fails or gives no text."""
@@ -38,7 +39,9 @@ class RowTemplate:
             text = self._template.render(variables)
             text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them
         except Exception as error:  # the template is the user's own code and may raise any exception
-            raise ContractError(f"{METADATA}[{index}]: reward.template cannot be rendered: {error}") from error
+            raise ContractError(
+                f"{METADATA}[{index}]: reward.template cannot be rendered: {reason_of(error)}"
+            ) from error
         if not text.strip():
             raise ContractError(f"{METADATA}[{index}]: reward.template gives an empty text for {sentence[:80]!r}")
         return text

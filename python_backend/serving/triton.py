@@ -47,10 +47,14 @@ class Parameters:
 
     def number(self, name: str) -> int:
         """Return a required parameter as an integer."""
+        text = self.text(name)
         try:
-            return int(self.text(name))
+            return int(text)
         except ValueError as error:
-            raise ValueError(f"{self.model}/config.pbtxt: parameter {name} is not an integer: {error}") from error
+            raise ValueError(
+                f"{self.model}/config.pbtxt: parameter {name} is {text!r}, must be an integer; render it with "
+                "tools/render_configs.py"
+            ) from error
 
     def path(self, name: str) -> Path:
         """Return a required parameter as an absolute path; relative ones start at tritonserver's working directory.

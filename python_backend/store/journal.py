@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.digests import DEFAULT, Algorithm
-from python_backend.errors import RlhfError
+from python_backend.errors import RlhfError, reason_of
 from python_backend.store import durable
 from python_backend.store.durable import changed_at, is_locked, read_json
 from python_backend.store.journal_entry import (
@@ -135,7 +135,7 @@ class JournalState:
         try:
             return json.loads(path.read_bytes()).get("keep_steps")
         except ValueError as error:
-            raise DamagedEntry(f"{path} is damaged: {error}") from error
+            raise DamagedEntry(f"{path} is damaged: {reason_of(error)}") from error
 
     def owners(self, rewind: Entry | None = None) -> list[str]:
         """Return the owners of the run (`<session>/<n>`) as of `rewind` (default: the newest rewind), newest first."""

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from python_backend.checkpoints.safetensors_header import encode_header
 from python_backend.digests import DEFAULT, Algorithm, algorithm_of, brief
-from python_backend.errors import RlhfError
+from python_backend.errors import RlhfError, reason_of
 from python_backend.store.durable import INT64_MAX
 from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
 from python_backend.wire.training_payload import TrainPayload, content_digest, field_digest
@@ -103,7 +103,7 @@ def read_training_file(path: Path) -> tuple[TrainPayload, str]:
         )
         found = payload.digest(algorithm_of(digest))
     except (SafetensorError, LookupError, TypeError, ValueError) as error:
-        raise DamagedEntry(f"{path} is damaged: {error}") from error
+        raise DamagedEntry(f"{path} is damaged: {reason_of(error)}") from error
     if found != digest:
         raise DamagedEntry(f"{path} is damaged: its content has digest {brief(found)}, its header says {brief(digest)}")
     return payload, digest

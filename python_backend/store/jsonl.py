@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from python_backend.errors import RlhfError
+from python_backend.errors import RlhfError, reason_of
 from python_backend.store.durable import replace_file
 
 
@@ -47,7 +47,7 @@ def named_lines(path: Path, key: str, fields: Sequence[str]) -> Iterator[tuple[s
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RlhfError(f"{key}: {path} cannot be read: {error}") from error
+        raise RlhfError(f"{key}: {path} cannot be read: {reason_of(error)}") from error
     # Not splitlines: JSON strings may contain its other separators.
     for number, line in enumerate(text.split("\n"), start=1):
         where = f"{path}, line {number}"
@@ -57,7 +57,7 @@ def named_lines(path: Path, key: str, fields: Sequence[str]) -> Iterator[tuple[s
             row = json.loads(line)
             json.dumps(row, ensure_ascii=False).encode()  # raises on lone surrogates, which tokenizers reject
         except (ValueError, RecursionError) as error:
-            raise RlhfError(f"{key}: {where} is not JSON in UTF-8: {error}") from error
+            raise RlhfError(f"{key}: {where} is not JSON in UTF-8: {reason_of(error)}") from error
         if not isinstance(row, dict):
             raise RlhfError(f"{key}: {where} is not an object with {' and '.join(f'`{name}`' for name in fields)}")
         yield where, row

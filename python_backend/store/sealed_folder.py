@@ -7,6 +7,7 @@ from typing import Any
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.digests import DEFAULT, Algorithm, Hasher, algorithm_of, brief, digest_of
+from python_backend.errors import reason_of
 
 STATE_FILE = "state.json"
 DIGEST = "digest"  # the content's own
@@ -39,7 +40,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         own = str(data[DIGEST])
         intact = own == _digest_of(data, algorithm_of(own))
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        raise DamagedCheckpoint(f"{path} cannot be read: {reason_of(error)}") from error
     if not intact:
         raise DamagedCheckpoint(f"{path} is damaged: its content does not match its digest")
     return data

@@ -26,7 +26,7 @@ from typing import Any
 from python_backend.checkpoints.inspection import INDEX_FILE, WEIGHTS_FILE, head_files, stored_adapters
 from python_backend.checkpoints.safetensors_header import read_header
 from python_backend.digests import DEFAULT, Algorithm, Hasher, algorithm_of, brief, digest_of
-from python_backend.errors import RlhfError
+from python_backend.errors import RlhfError, reason_of
 from python_backend.store import durable
 from python_backend.store.durable import make_folder, read_json, write_json
 
@@ -279,7 +279,7 @@ class WeightsStore:
                 raise WeightsError(f"version {version}: {MANIFEST_FILE} is damaged: its content differs from its seal")
             return Manifest(**data)
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise WeightsError(f"version {version}: unreadable manifest: {error}") from error
+            raise WeightsError(f"version {version}: unreadable manifest: {reason_of(error)}") from error
 
     def manifests(self) -> list[Manifest]:
         """Return the readable manifests, ascending by version."""
@@ -365,7 +365,7 @@ class WeightsStore:
         try:
             tensors = self._tensor_types(self.folder(version))
         except (OSError, ValueError) as error:
-            raise WeightsError(f"version {version}: cannot read {WEIGHTS_FILE}: {error}") from error
+            raise WeightsError(f"version {version}: cannot read {WEIGHTS_FILE}: {reason_of(error)}") from error
         self.verify_hashes(manifest, digest)
         if tensors != manifest.tensors:
             raise WeightsError(f"version {version}: tensors differ from the manifest")
@@ -389,7 +389,7 @@ class WeightsStore:
             try:
                 found = digest(self.folder(manifest.version) / name, algorithm_of(expected))
             except (OSError, ValueError) as error:
-                raise WeightsError(f"version {manifest.version}: cannot read {name}: {error}") from error
+                raise WeightsError(f"version {manifest.version}: cannot read {name}: {reason_of(error)}") from error
             if found != expected:
                 raise WeightsError(
                     f"version {manifest.version}: {name} has digest {brief(found)}, its manifest says {brief(expected)}"

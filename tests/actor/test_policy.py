@@ -27,7 +27,7 @@ from actor.policy.loading import load_model
 from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.checkpoints.language_models import check_language_model
-from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.checkpoints.tokenization import end_of_sequence, load_tokenizer
 from python_backend.config import PolicySection, RunConfig
 from python_backend.models.adapters import (
     Lora,
@@ -275,6 +275,21 @@ def test_a_name_that_no_linear_layer_has_is_refused(
     assert message.startswith(f"actor.policy.lora_targets: '{target}' matches no linear layer of {llama}")
     assert hint in message
     assert message.endswith("choose from down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj")
+
+
+@pytest.mark.parametrize("key", ["text_config", "decoder", "hidden_size"])
+@pytest.mark.parametrize("value", [{}, {"a": 1}])
+def test_what_transformers_refuses_in_a_policys_config_is_named(llama: Path, tmp_path: Path, key: str, value: Any):
+    folder = shutil.copytree(llama, tmp_path / "policy")
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), key: value}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    message = rf"policy.*: config\.json: {key} is .*; correct or remove it"
+    with pytest.raises(CheckpointError, match=message):
+        load_model(PolicySection(model=folder))
+    if key != "hidden_size":  # without which the end of a sequence is known
+        with pytest.raises(CheckpointError, match=message):
+            end_of_sequence(folder)
 
 
 def test_lora_settings_without_lora_are_refused():

@@ -182,7 +182,20 @@ def header(text: str, data: bytes = b"") -> bytes:
     ("file", "content", "message"),
     [
         ("adapter_config.json", b"{}", ("contains only a PEFT adapter", "merge_and_unload", "docs/your-models.md")),
-        *(("config.json", text, ("cannot be loaded", "config.json")) for text in (b"{", b"[]", b"")),
+        *(
+            ("config.json", text, ("config.json is damaged: ", where, "; copy it again"))
+            for text, where in ((b"{", "line 1 column 2"), (b"", "line 1 column 1"), (b'{"a": "\xff"}', "(byte 7)"))
+        ),
+        ("config.json", b"[]", ("config.json is not a JSON object; copy it again",)),
+        *(
+            (
+                "config.json",
+                f'{{"{key}": {value}}}'.encode(),
+                (f"config.json: {key} is ", "must be an object; correct or"),
+            )
+            for key in ("text_config", "vision_config", "quantization_config", "rope_parameters", "id2label")
+            for value in ("5", '"a"', "[]")
+        ),
         *(
             ("model.safetensors", content, ("cannot be loaded: model.safetensors is damaged", "copy it again"))
             for content in (

@@ -211,6 +211,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: {policy: {qux: 1}}", "unknown key actor.policy.qux; known: actor.policy.model, "),
         ("actor: {optimizer: {warmup_ratio: 1}}", "did you mean actor.optimizer.warmup_steps?"),
         ("actor: {algorithm: {name: GRPO}}", "; did you mean grpo? (got 'GRPO')"),
+        ("actor: {algorithm: {name: DPO}}", "DPO trains on given answers, this project on those that the policy sampl"),
         ("actor: {algorithm: {name: dpo}}", "dpo trains on given answers, this project on those that the policy sampl"),
         ("reward: {token_budget: lots}", "my.yaml: reward.token_budget must be a valid integer (got 'lots')"),
         ("reward: {standardization: on}", "must be 'model' or 'off' or a section with keys of mean, std; YAML reads y"),

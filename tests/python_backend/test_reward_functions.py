@@ -930,3 +930,11 @@ def test_the_documentation_has_every_option() -> None:
     (table,) = re.findall(r"\| option \|.*?\n\n", Path("docs/llm-judge.md").read_text(), re.DOTALL)
     documented = {name for row in table.strip().splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert documented == set(Judge.model_fields) - {"timeout_s"}
+
+
+@pytest.mark.parametrize(("code", "kind"), [("raise KeyboardInterrupt", KeyboardInterrupt), ("exit(1)", FunctionError)])
+def test_ctrl_c_during_an_import_is_no_fault_of_the_file(tmp_path: Path, code: str, kind: type[BaseException]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    with pytest.raises(kind):
+        load_function(f"{file}:score")

@@ -125,7 +125,8 @@ CLAIM = """
 import sys
 from python_backend.config import ServerSection
 from tools.server.ports import check_ports
-check_ports(ServerSection(http_port=int(sys.argv[1]), grpc_port=int(sys.argv[2]), metrics_port=int(sys.argv[3])))
+ports = dict(zip(("http_port", "grpc_port", "metrics_port"), map(int, sys.argv[2:]), strict=True))
+check_ports(ServerSection(host=sys.argv[1], **ports))
 print("claimed", flush=True)
 sys.stdin.read()
 """
@@ -134,8 +135,8 @@ sys.stdin.read()
 def test_a_second_server_on_a_port_is_refused_while_the_first_still_loads() -> None:
     first, second = ([free_port() for _ in range(3)] for _ in range(2))
 
-    def start(*ports: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", CLAIM, *map(str, ports)]
+    def start(*ports: int, host: str = "127.0.0.1") -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", CLAIM, host, *map(str, ports)]
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -151,6 +152,10 @@ def test_a_second_server_on_a_port_is_refused_while_the_first_still_loads() -> N
             assert re.search(
                 rf"port \d+ \(server\.{key}\) on 127\.0\.0\.1 cannot be used: Address already in use", told
             )
+        claimed, _ = start(*first, host="127.0.0.2").communicate("")  # which the kernel permits
+        assert claimed == "claimed\n"
+        _, told = start(*first, host="0.0.0.0").communicate("")
+        assert "on 0.0.0.0 cannot be used: Address already in use" in told
         holder.communicate("")
     claimed, _ = start(*first).communicate("")
     assert claimed == "claimed\n"

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from recorded_run import RecordedRun
+from rich.cells import cell_len
 from rich.console import Console
 from synthetic_run import EVIL, write_run
 
@@ -836,6 +837,21 @@ def test_a_frame_fills_the_terminal_and_failed_requests_stand_out(tmp_path: Path
     for expected in (*shown, "ETA 0:50"):  # 25 steps of 2 s are left
         assert expected in text
     assert "\x1b[1;31m3" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [30, 60, 80])
+def test_figures_are_whole_and_the_border_is_straight_in_a_narrow_terminal(tmp_path: Path, width: int):
+    """Also with names of rewards whose characters are two columns wide."""
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width)
+    rewards = {"train_rollouts/reward_数学の正しさを検証する": 0.25, "train_rollouts/reward_b": -0.75}
+    append(tmp_path / "metrics.jsonl", step_row(1, **rewards))
+    with RunDisplay(tmp_path, 3, console=console) as display:
+        display.phase("数学の正しさを検証する " * 3)
+        lines = ["".join(part.text for part in line) for line in console.render_lines(display._render())]
+    assert {cell_len(line) for line in lines} == {width}
+    assert {line[0] + line[-1] for line in lines[1:-1]} == {"││"}
+    for figure in ("+0.250", "-0.750", "1,234"):
+        assert figure in "".join(lines)
 
 
 def test_nothing_printed_meanwhile_is_lost(tmp_path: Path):

@@ -196,7 +196,11 @@ def test_a_checkpoint_without_a_tokenizer_or_a_head_is_named(tmp_path: Path, che
     ("change", "told"),
     [
         ({"config.json": {"model_type": "mine"}}, "transformers has no mine models; the checkpoint's own code would"),
-        ({"config.json": {"hidden_size": "x"}}, "its tokenizer cannot be loaded: TypeError: Field 'hidden_size' expec"),
+        (
+            {"config.json": {"hidden_size": "x"}},
+            "its tokenizer cannot be loaded: config.json: hidden_size is 'x', which transformers refuses (TypeErr",
+        ),
+        ({"config.json": {"text_config": "a"}}, "config.json: text_config is 'a', must be an object; "),
         ({"tokenizer.json": None}, "its tokenizer cannot be loaded: Expecting value"),
         ("https://huggingface.co/org/name/tree/main", "`hf download org/name --local-dir models/name`, then give that"),
         ("$HOME/name", "without variables, which only a shell expands"),
@@ -228,6 +232,8 @@ def test_a_library_s_exception_becomes_one_line() -> None:
         ValueError("Validation error for field 'x':\n    TypeError: expected int"): "TypeError: expected int",
         ValueError("one of:\n(1) this,\n(2) that"): "one of: (1) this, (2) that",
         KeyError(): "KeyError",
+        KeyError("parent"): "'parent' is missing",
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"): "it is not UTF-8 (byte 0)",
     }
     assert {reason_of(error) for error in table} == set(table.values())
 

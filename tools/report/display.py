@@ -29,7 +29,7 @@ from tools.report.data import COMPONENT, PHASES, SHOWN_S, Thinned, components, f
 BLOCKS = "▁▂▃▄▅▆▇█"
 PHASE_STYLES = dict(zip(PHASES.values(), ("blue", "cyan", "green", "magenta", "red", "yellow", "white"), strict=True))
 SPARKLINE_WIDTH = 24
-NARROW_WIDTH = 66  # columns that the display needs beside the sparkline
+NARROW_WIDTH = 66  # columns that the display needs beside the sparkline; with fewer, one figure a line
 PLAIN_LINES = 100  # without a terminal, about this many lines are printed, one step each
 ETA_STEPS = 20  # steps whose intervals the estimate uses
 
@@ -202,10 +202,13 @@ class RunDisplay:
         for name, text in self._figures(row):
             style = "bold red" if name == "failed requests" and text != "0" else "bold"
             cells.append((Text(name, style="dim"), Text(text, style=style), extras.get(name, Text())))
-        grid = Table.grid(*(Column(no_wrap=True) for _ in range(6)), padding=(0, 2, 0, 0))
-        rows = (len(cells) + 1) // 2
-        for left, right in zip_longest(cells[:rows], cells[rows:], fillvalue=()):
-            grid.add_row(*left, *right)
+        pairs = 2 if self._console.width >= NARROW_WIDTH else 1
+        widest = max(text.cell_len for _, text, _ in cells)  # a figure is whole, whatever else is cut
+        columns = [Column(no_wrap=True, min_width=minimum) for _ in range(pairs) for minimum in (None, widest, None)]
+        grid = Table.grid(*columns, padding=(0, 2, 0, 0))
+        rows = -(-len(cells) // pairs)
+        for parts in zip_longest(cells[:rows], cells[rows:], fillvalue=()):
+            grid.add_row(*(cell for part in parts for cell in part))
         return grid
 
 

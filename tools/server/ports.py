@@ -2,14 +2,19 @@
 
 import atexit
 import errno
+import os
+import re
 import socket
+from pathlib import Path
 
 from python_backend.config import RunConfig, ServerSection
 from python_backend.store.durable import read_json
 from tools.server.triton_home import ServerStartError
 
 PORT_KEYS = ("http_port", "grpc_port", "metrics_port")
-_claims: dict[int, socket.socket] = {}
+_claims: dict[tuple[str, int], socket.socket] = {}
+CLAIM = "rlhf-on-triton-port-"  # names of abstract sockets, as /proc/net/unix lists them
+EVERY = "0.0.0.0"
 
 
 def server_urls(config: RunConfig) -> dict[str, str]:
@@ -59,20 +64,28 @@ def check_ports(section: ServerSection) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as tritonserver does
             try:
                 probe.bind((address, port))
-                _claim(port)
+                _claim(address, port)
             except OSError as error:
                 raise ServerStartError(cannot_bind("server", key, section.host, port, error)) from error
 
 
-def _claim(port: int) -> None:
-    """Raise OSError if another process has claimed the port; the kernel ends a claim with its process."""
-    if port not in _claims:
-        claim = _claims[port] = socket.socket(socket.AF_UNIX)
-        try:
-            claim.bind(f"\0rlhf-on-triton-port-{port}")
-        except OSError:
-            _claims.pop(port).close()
-            raise
+def _claim(address: str, port: int) -> None:
+    """Raise OSError if another process has claimed the port at this address, or at every one.
+
+    The kernel ends a claim with its process.
+    """
+    if (address, port) in _claims:
+        return
+    claim = _claims[address, port] = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0{CLAIM}{port}-{address}")
+        found = re.findall(rf"@{CLAIM}{port}-(\S+)", Path("/proc/net/unix").read_text())
+        others = {*found} - {other for other, claimed in _claims if claimed == port}
+        if others and EVERY in (address, *others):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    except OSError:
+        _claims.pop((address, port)).close()
+        raise
 
 
 def release_ports() -> None:

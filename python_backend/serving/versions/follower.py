@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.digests import digest_of_mapped
+from python_backend.errors import reason_of
 from python_backend.store.weights import FIRST_VERSION, ServingRecord, WeightsError, WeightsStore, weights_files
 from python_backend.wire.contract import VersionRange
 
@@ -128,7 +129,7 @@ class Follower:
                 if self._store.current() == number:
                     self._store.records.withdraw(self._record)
                     raise WeightsError(
-                        f"weights version {number} cannot be served: {error}; {self._rollback}"
+                        f"weights version {number} cannot be served: {reason_of(error)}; {self._rollback}"
                     ) from error
 
     def _watch(self) -> None:
@@ -225,5 +226,5 @@ class Follower:
             self._store.records.put(record)
             self._untold = None
         except OSError as error:
-            self._log_error(f"weights watcher: cannot write the serving record: {error}")
+            self._log_error(f"weights watcher: cannot write the serving record: {reason_of(error)}")
             self._stop.wait(TROUBLE_PAUSE_S if self._watcher.is_alive() else 0)
