@@ -1,4 +1,4 @@
-"""Which GPUs (cards) the processes of each role use: the one rule that ranks, planner, doctor and the checks share.
+"""Which GPUs (cards) the processes of each role use: the one rule that ranks, dry run, doctor and the checks share.
 
 A role's first card is the index of its `device`, 0 for plain `cuda`, and its process number r on a machine takes the
 r-th card after it: `device: cuda:4` with 4 ranks is cuda:4 to cuda:7. On several nodes each has `LOCAL_WORLD_SIZE` of
