@@ -120,9 +120,9 @@ class RunSection(Section):
     """Seed for prompts, sampling and initial weights."""
     deterministic: bool = False
     """Make the run reproducible to the bit on a CPU, even if processes are killed and restarted. Each row is scored in
-    its own forward pass (slower) by the critic of the previous step (`actor.max_staleness` 0), `auto` means fixed
-    values instead of measured ones, and a row without a score stops the run. `python_backend/config/deterministic.py`
-    has the full list."""
+    its own forward pass (slower) by the critic of the previous step (`actor.max_staleness` 0), a worker
+    has one thread unless `threads` is set, nothing is measured, and a row without a score stops the run.
+    `python_backend/config/deterministic.py` has the full list."""
 
     @field_validator("trace_endpoint")
     @classmethod

@@ -213,7 +213,10 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: {algorithm: {name: GRPO}}", "; did you mean grpo? (got 'GRPO')"),
         ("actor: {algorithm: {name: DPO}}", "DPO trains on given answers, this project on those that the policy sampl"),
         ("actor: {algorithm: {name: dpo}}", "dpo trains on given answers, this project on those that the policy sampl"),
-        ("reward: {token_budget: lots}", "my.yaml: reward.token_budget must be a valid integer (got 'lots')"),
+        (
+            "reward: {token_budget: lots}",
+            "my.yaml: reward.token_budget: Input should be a valid integer, unable to parse string as an",
+        ),
         ("reward: {standardization: on}", "must be 'model' or 'off' or a section with keys of mean, std; YAML reads y"),
         ("reward: {standardization: {meen: 1}}", "my.yaml: unknown key reward.standardization.meen; did you mean"),
         ("actor: {policy: {checkpoint: a}}", "actor.policy.checkpoint; did you mean actor.policy.model?"),
