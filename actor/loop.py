@@ -4,7 +4,6 @@ Scoring overlaps with generation; the critic trains and reloads while the policy
 their `Method` (an advantage function and a loss) and in whether they use a critic.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -13,37 +12,32 @@ from typing import Any
 from actor.algorithms.batch import check_failures, critic_payload, make_batch, with_limits
 from actor.algorithms.losses import KLControl
 from actor.algorithms.method import Method, log_choices
-from actor.algorithms.stages import RewardShaper, RunningMoments
+from actor.algorithms.stages import RewardShaper
 from actor.data.compute import cancelled, in_a_thread_of
 from actor.data.prompt_reader import PromptReader, check_columns, read_prompts
 from actor.data.prompts import PromptStream, StepInputs
 from actor.data.rollout import PPOBatch, ScoredRollout
 from actor.policy.checkpoint import RunState
 from actor.run.collection import all_rows
+from actor.run.last_step import LastStep
 from actor.run.metrics import Timers
 from actor.run.policies import make_policy
 from actor.run.recorder import Recorder
 from actor.run.rollouts import RemoteCritic, Rollouts
-from actor.run.stopping import Stop, Stopped, TimeLimit, end_forwards, where_it_stopped
+from actor.run.stopping import Stop, Stopped, TimeLimit, end_forwards
 from actor.run.validation import validate
 from actor.scoring.reference import make_reference
 from actor.scoring.scorer import Scorer
 from python_backend.client.client import TritonClient
 from python_backend.config import RunConfig
-from python_backend.errors import REPORTED, NotFinite, RlhfError, reason_of
-from python_backend.models.card import is_device_error
+from python_backend.errors import RlhfError
 from python_backend.training.ranks import ALONE, AnyRanks
-from python_backend.training.sharding import all_finite
 
 logger = logging.getLogger(__name__)
 
 
 class PPORun:
     """One run of the actor."""
-
-    done = 0  # steps whose updates are complete
-    complete: tuple[int, list[float]]  # after that step: the optimizer's steps, and the running moments of rewards
-    is_updating = False  # from the policy's update to the end of its step
 
     def __init__(self, config: RunConfig, client: TritonClient, ranks: AnyRanks = ALONE) -> None:
         """`ranks`: the processes that train the policy, of which this is rank 0."""
@@ -76,6 +70,7 @@ class PPORun:
         # A second thread, so that the update can run beside a rollout.
         self.in_update_thread = in_a_thread_of(actor.threads, device) if actor.one_step_off_policy else self.in_thread
         self.critic = RemoteCritic(client, self.recorder, run_id=config.run.identity)
+        self.last = LastStep(self.policy, self.shaper, self.recorder)
         self.rollouts = Rollouts(
             actor,
             self.inputs,
@@ -88,10 +83,15 @@ class PPORun:
             in_thread=self.in_thread,
         )
 
+    @property
+    def done(self) -> int:
+        """Steps whose updates are complete."""
+        return self.last.step
+
     async def run(self) -> dict[str, Any]:
         """Run all steps, resuming from the newest checkpoint; return the summary.
 
-        Whatever ends the run, the checkpoint of its last complete step is written, see `leave`.
+        Whatever ends the run, the checkpoint of its last complete step is written, see `LastStep`.
 
         Raises:
             Stopped: a stop was requested.
@@ -117,7 +117,7 @@ class PPORun:
         prompts = [*self.inputs.stream.first_prompts(), *self.held_out]
         check_columns(self.scorer.reward, prompts)
         self.policy.generation.check_prompts(prompts)
-        self.has_done(await self.stop.or_done(self.recorder.resume()))
+        self.last.is_now(await self.stop.or_done(self.recorder.resume()))
         is_last = self.done >= settings.steps
         if self.done == 0:
             await self.validate("before")
@@ -125,7 +125,7 @@ class PPORun:
             if self.recorder.owes_validation(self.done):  # also one that a stop or crash interrupted
                 await self.validate("between")
             await self.one_step(self.done + 1, is_last=self.done + 1 == settings.steps)
-            self.has_done(self.done + 1)
+            self.last.is_now(self.done + 1)
             is_last = self.done == settings.steps or limit.is_over(self.done, settings.steps)
             if is_last or self.done % settings.checkpoint_every == 0:
                 await self.recorder.checkpoint(self.done)
@@ -133,12 +133,6 @@ class PPORun:
         await self.stop.or_done(self.critic.served(self.done))
         await self.validate("after")
         return await self.recorder.finish(self.scorer, limit.seconds, steps=self.done)
-
-    def has_done(self, step: int) -> None:
-        """Note that the state is that after `step`."""
-        self.done = step
-        self.is_updating = False
-        self.complete = (self.policy.optimizer_step, self.shaper.moments.state())
 
     async def one_step(self, step: int, *, is_last: bool) -> None:
         """Take a rollout, send the critic its update, and update the policy; do not wait for the critic's update."""
@@ -159,7 +153,7 @@ class PPORun:
         update: dict[str, float] = {}
         if trains_policy := step > self.settings.algorithm.critic_warmup_steps:
             seed = self.inputs.seed_of(step)
-            self.is_updating = True
+            self.last.is_updating = True
             with timers.phase("train_time"):
                 update = await self.in_update_thread(self.policy_update.run, batch, seed=seed, kl_coef=self.kl.coef)
         if self.settings.one_step_off_policy:
@@ -203,50 +197,16 @@ class PPORun:
     async def leave(self, error: Exception) -> None:
         """Cancel the work in flight; write the checkpoints of the last complete step, and the policy for other uses.
 
-        The policy's is not written if its state is not that of a whole step any more, or if the device or another rank
-        may not answer. What is kept is added to the message of `error`.
+        Nothing is written if another rank may be lost, or may wait for this one. What is kept is added to the message
+        of `error`.
         """
         if self.policy.ranks.size > 1 and not isinstance(error, (Stopped, RlhfError)):
-            return  # another rank is lost, or may wait for this one
+            return
         self.policy.close()
         models = (self.policy.model, self.policy.sampler, self.policy.reference)
         end_forwards(*(model for model in models if model is not None))
         await self.rollouts.cancel()
         await self.in_thread(lambda: None)  # wait until the thread is idle: it may have adapters disabled
-        lost = self.why_lost(error) if self.done else ""
-        if self.done and not lost:
-            self.shaper.moments = RunningMoments(*self.complete[1])
-            try:
-                await self.recorder.keep(self.done)
-            except REPORTED as trouble:  # the first error is the one to report
-                lost = reason_of(trouble)
-        critic = [asyncio.ensure_future(self.critic.served(self.done)), *self.recorder.saves]
-        await asyncio.wait(critic, timeout=self.settings.stop_grace_s)  # it may be the server that does not answer
-        for task in critic:
-            failure = task.exception() if task.done() and not task.cancelled() else None
-            if failure is not None and failure is not error:
-                logger.warning("the critic has not confirmed step %d: %s", self.done, failure)
-        await cancelled(critic)
-        has_any = self.recorder.has_checkpoint()
-        where = where_it_stopped(self.done, lost, has_own=self.recorder.has_checkpoint(self.done), has_any=has_any)
-        if isinstance(error, Stopped):
-            error.args = (f"stopped {where}",)
-        elif isinstance(error, RlhfError) and self.done:
-            error.args = (f"{error}; the run stopped {where}",)
-        elif self.done:
-            logger.warning("the run stopped %s", where)
-
-    def why_lost(self, error: Exception) -> str:
-        """Return why the policy's state is not that after the last complete step any more; "" if it is.
-
-        An update that fails before its first optimizer step leaves the weights as they were; on several ranks, only one
-        without finite gradients fails on all of them.
-        """
-        is_safe = isinstance(error, REPORTED if self.policy.ranks.size == 1 else NotFinite)
-        if self.policy.optimizer_step != self.complete[0] or (self.is_updating and not is_safe):
-            return f"the policy's update of step {self.done + 1} had begun"
-        if is_device_error(error):
-            return "its device does not answer"
-        if not all_finite([*self.policy.model.parameters(), *self.policy.sampler.parameters()]):
-            return "its weights are not finite"
-        return ""
+        lost = await self.last.keep(error)
+        await self.critic.settle(self.done, error, patience_s=self.settings.stop_grace_s)
+        self.last.describe(error, lost)

@@ -76,6 +76,19 @@ class RemoteCritic:
         self._recorder.version_steps.learn(answer.weights_version, step)
         return answer.weights_version
 
+    async def settle(self, step: int, error: Exception, *, patience_s: float) -> None:
+        """Wait, at most `patience_s`, until the updates up to `step` are served and the saves done; log what fails.
+
+        `error`: what ends the run, and is not logged again.
+        """
+        waiting = [asyncio.ensure_future(self.served(step)), *self._recorder.saves]
+        await asyncio.wait(waiting, timeout=patience_s)  # it may be the server that does not answer
+        for task in waiting:
+            failure = task.exception() if task.done() and not task.cancelled() else None
+            if failure is not None and failure is not error:
+                logger.warning("the critic has not confirmed step %d: %s", step, failure)
+        await cancelled(waiting)
+
     async def cancel(self) -> None:
         """Stop waiting for updates; those that the server has accepted are in its journal and will be trained."""
         await cancelled(self._in_flight.values())

@@ -22,7 +22,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("python_backend", "trainer", "actor", "critic_client", "tools", "benchmarks", "examples")
-MOST_LINES = {"actor/loop.py": 200, "trainer/sidecar.py": 200, "README.md": 180}
+MOST_LINES = {"actor/loop.py": 220, "trainer/sidecar.py": 200, "README.md": 180}
 # Modules that only carry, check or start things: torch alone costs seconds, in every process that imports it.
 WITHOUT_TORCH = [
     "python_backend.models.batching",

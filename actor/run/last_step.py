@@ -1,0 +1,71 @@
+"""The last complete step of a run, whose checkpoint is written whatever ends the run."""
+
+import logging
+
+from actor.algorithms.stages import RewardShaper, RunningMoments
+from actor.policy.policy import Policy
+from actor.run.recorder import Recorder
+from actor.run.stopping import Stopped, where_it_stopped
+from python_backend.errors import REPORTED, NotFinite, RlhfError, reason_of
+from python_backend.models.card import is_device_error
+from python_backend.training.sharding import all_finite
+
+logger = logging.getLogger(__name__)
+
+
+class LastStep:
+    """Knows what the state was after the last complete step, and so whether it still is."""
+
+    step = 0
+    is_updating = False
+    """From the policy's update to the end of its step; set by the loop."""
+
+    def __init__(self, policy: Policy, shaper: RewardShaper, recorder: Recorder) -> None:
+        self._policy, self._shaper, self._recorder = policy, shaper, recorder
+        self._optimizer_step, self._moments = 0, shaper.moments.state()
+
+    def is_now(self, step: int) -> None:
+        """Note that the state is that after `step`."""
+        self.step = step
+        self.is_updating = False
+        self._optimizer_step, self._moments = self._policy.optimizer_step, self._shaper.moments.state()
+
+    async def keep(self, error: Exception) -> str:
+        """Write the step's checkpoint, and the policy for other uses; return why that is impossible, or "".
+
+        It is if the state is not that of a whole step any more, or if the device does not answer.
+        """
+        lost = self._why_lost(error) if self.step else ""
+        if self.step and not lost:
+            self._shaper.moments = RunningMoments(*self._moments)
+            try:
+                await self._recorder.keep(self.step)
+            except REPORTED as trouble:  # the first error is the one to report
+                lost = reason_of(trouble)
+        return lost
+
+    def _why_lost(self, error: Exception) -> str:
+        """Return why the policy's state is not that after the last complete step any more; "" if it is.
+
+        An update that fails before its first optimizer step leaves the weights as they were; on several ranks, only one
+        without finite gradients fails on all of them.
+        """
+        is_safe = isinstance(error, REPORTED if self._policy.ranks.size == 1 else NotFinite)
+        if self._policy.optimizer_step != self._optimizer_step or (self.is_updating and not is_safe):
+            return f"the policy's update of step {self.step + 1} had begun"
+        if is_device_error(error):
+            return "its device does not answer"
+        if not all_finite([*self._policy.model.parameters(), *self._policy.sampler.parameters()]):
+            return "its weights are not finite"
+        return ""
+
+    def describe(self, error: Exception, lost: str) -> None:
+        """Add to the message of `error`, or log, after which step the run stopped and where its next start begins."""
+        has_any = self._recorder.has_checkpoint()
+        where = where_it_stopped(self.step, lost, has_own=self._recorder.has_checkpoint(self.step), has_any=has_any)
+        if isinstance(error, Stopped):
+            error.args = (f"stopped {where}",)
+        elif isinstance(error, RlhfError) and self.step:
+            error.args = (f"{error}; the run stopped {where}",)
+        elif self.step:
+            logger.warning("the run stopped %s", where)
