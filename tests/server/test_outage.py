@@ -1,6 +1,7 @@
 """Servers and disks that fail: two tritonservers behind one sidecar, before an actor that trains; and a full disk."""
 
 import json
+import re
 import signal
 import socket
 import urllib.request
@@ -235,13 +236,14 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, checkpoints: Checkpo
                     assert train(run, 1) == 1
                     weights_disk.fill()
                     message = refusal(run, 2)  # accepted; then publishing waits for space
-                    assert "the sidecar cannot continue (publishing step 2): [Errno 28] No space left" in message
+                    assert "the sidecar cannot continue (publishing step 2): " in message
+                    assert "No space left" in message
                     assert "step 2 of run 'test' is in the journal and will be processed" in message
                     assert system.sidecar.poll() is None
                     weights_disk.empty()
                     assert repeated(run, 2) == 2  # asked again, trained once
                     disk.fill()
-                    assert "the journal cannot be written: [Errno 28] No space left on device" in refusal(run, 3)
+                    assert re.search("the journal cannot be written: .*No space left on device", refusal(run, 3))
                     disk.empty()
                     assert train(run, 3) == 3
                     system.sidecar.process.send_signal(signal.SIGSTOP)  # held while the disk fills up: no heartbeat
