@@ -81,10 +81,11 @@ def check_terms(terms: dict[str, RewardTerm]) -> None:
             raise ValueError(
                 f"rewards.{name}: a name has 1 to 40 characters from a-z, 0-9 and _, beginning with a letter"
             )
-        if name == MODEL_TERM and term.model_fields_set - {"weight"}:
-            wrong = sorted(term.model_fields_set - {"weight"})[0]
+        fields = {key: field.default for key, field in RewardTerm.model_fields.items() if key != "weight"}
+        wrong = sorted(key for key, default in fields.items() if getattr(term, key) != default)
+        if name == MODEL_TERM and wrong:
             raise ValueError(
-                f"rewards.{MODEL_TERM}.{wrong}: {MODEL_TERM!r} is the model of the reward section and takes "
+                f"rewards.{MODEL_TERM}.{wrong[0]}: {MODEL_TERM!r} is the model of the reward section and takes "
                 "only a weight; give a function a different name"
             )
         if name != MODEL_TERM and term.function is None:

@@ -99,7 +99,7 @@ def lines_of(log: Path) -> int:
 def without_server(run: LiveRun) -> LiveRun:
     """The run as GRPO with the environment's rewards alone, deterministic."""
     data = yaml.safe_load(run.path.read_text())
-    for section in ("reward", "rewards", "critic", "reference"):
+    for section in ("reward", "rewards", "critic"):
         del data[section]
     data["run"]["deterministic"] = True
     data["actor"]["algorithm"] |= {"name": "grpo", "responses_per_prompt": 4}

@@ -199,8 +199,8 @@ def test_full_queue_and_passed_deadline_are_503(finished: FinishedRun) -> None:
         reload_model(finished.run, REWARD_MODEL, one_forward_a_row)
         before = forward_counters(finished)
         ask(finished.run.url, REWARD_MODEL, scoring_inputs(random_rows([5, 9, 5, 9, 120], seed=3)))
-        # Published twice a second. The padding to multiples of 16 is not computed: the forward pass packs the rows.
-        expected = {"forwards": 5, "forward_rows": 5, "forward_tokens": 148, "forward_padding_tokens": 0}
+        # Published twice a second. The padding is that to multiples of 16.
+        expected = {"forwards": 5, "forward_rows": 5, "forward_tokens": 148, "forward_padding_tokens": 44}
         wait_for(lambda: forward_counters(finished)["forward_tokens"] >= before["forward_tokens"] + 148)
         found = {name: count - before[name] for name, count in forward_counters(finished).items()}
     assert found == expected

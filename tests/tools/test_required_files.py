@@ -802,7 +802,7 @@ def run_to_the_end(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
         raise KeyboardInterrupt
     output = capsys.readouterr()
     logs = {file.name: file.read_text()[-1500:] for file in path.parent.glob("run/logs/*.log")}
-    assert code == 0, logs
+    assert code == 0, (output, logs)
     return output.out
 
 

@@ -25,7 +25,7 @@ from python_backend.wire.contract import Limits
 from python_backend.wire.training_payload import TrainPayload, train_payload
 from tests.support.ranks import on_ranks, whole_tensors
 from trainer import trained_critic
-from trainer.checkpoint import CheckpointFolder, CheckpointState
+from trainer.checkpoint import CheckpointFolder, CheckpointState, deciding_settings
 from trainer.critic_update import CriticUpdate, follow_rank_0, load_update
 from trainer.publish import Publisher
 from trainer.verification import VersionRejected, holds_weights, verify_version
@@ -71,7 +71,9 @@ def payloads(count: int) -> list[TrainPayload]:
 
 
 def state(step: int, update: CriticUpdate) -> CheckpointState:
-    return CheckpointState("run", step, update.optimizer_step, 0, 1, True, {}, "", "", [])
+    return CheckpointState(
+        "run", step, update.optimizer_step, 0, 1, True, deciding_settings(update.settings), "", "", []
+    )
 
 
 def everything(update: CriticUpdate) -> dict[str, torch.Tensor]:
