@@ -37,7 +37,7 @@ def test_an_empty_file_is_all_defaults_which_are_valid_themselves(tmp_path: Path
     assert load(tmp_path) == RunConfig() == load(tmp_path, dumped(RunConfig()))
     # As a resume and the report read the settings of a run.
     mixture = load(tmp_path, "rewards: {model: {weight: 2}, length: {function: mine.py:length}}")
-    assert load(tmp_path, dumped(mixture)) == mixture
+    assert dumped(load(tmp_path, dumped(mixture))) == dumped(mixture)
 
 
 @pytest.mark.parametrize(
