@@ -4,7 +4,6 @@ Scoring overlaps with generation; the critic trains and reloads while the policy
 their `Method` (an advantage function and a loss) and in whether they use a critic.
 """
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -32,8 +31,6 @@ from python_backend.client.client import TritonClient
 from python_backend.config import RunConfig
 from python_backend.errors import RlhfError
 from python_backend.training.ranks import ALONE, AnyRanks
-
-logger = logging.getLogger(__name__)
 
 
 class PPORun:

@@ -1,4 +1,4 @@
-"""Settings of all tests: the same bits and the same examples each time, on a machine of any speed."""
+"""Settings of all tests: bit-identical results and identical examples each time, however fast the machine is."""
 
 import asyncio
 import contextlib

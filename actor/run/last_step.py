@@ -21,14 +21,18 @@ class LastStep:
     """From the policy's update to the end of its step; set by the loop."""
 
     def __init__(self, policy: Policy, shaper: RewardShaper, recorder: Recorder) -> None:
-        self._policy, self._shaper, self._recorder = policy, shaper, recorder
-        self._optimizer_step, self._moments = 0, shaper.moments.state()
+        self._policy = policy
+        self._shaper = shaper
+        self._recorder = recorder
+        self._optimizer_step = 0
+        self._moments = shaper.moments.state()
 
     def is_now(self, step: int) -> None:
         """Note that the state is that after `step`."""
         self.step = step
         self.is_updating = False
-        self._optimizer_step, self._moments = self._policy.optimizer_step, self._shaper.moments.state()
+        self._optimizer_step = self._policy.optimizer_step
+        self._moments = self._shaper.moments.state()
 
     async def keep(self, error: Exception) -> str:
         """Write the step's checkpoint, and the policy for other uses; return why that is impossible, or "".

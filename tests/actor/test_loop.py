@@ -252,7 +252,7 @@ async def test_cancelled_it_stops_generating_and_asking(policy: Policy) -> None:
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3, 4])
 def test_a_step_waits_for_what_is_published_and_sent_within_the_allowed(every: int, max_staleness: int) -> None:
-    """Otherwise it would wait for ever, or be answered by weights that lack more than it allows."""
+    """Otherwise it would wait indefinitely, or be answered by weights that lack more than it allows."""
     for step in range(1, 40):
         needed = needed_update(step, max_staleness=max_staleness, every=every)
         assert needed % every == 0

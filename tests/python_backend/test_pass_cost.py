@@ -12,8 +12,12 @@ class Machine:
     """Whose passes take `constant + slope x tokens` seconds, up to 10 % more by chance; the first one, 5 s more."""
 
     def __init__(self, constant: float, slope: float, seed: int = 0, first_s: float = 0.0) -> None:
-        self.now, self.sizes, self._first_s = 0.0, list[tuple[int, int]](), first_s
-        self._constant, self._slope, self._noise = constant, slope, np.random.default_rng(seed)
+        self.now = 0.0
+        self.sizes: list[tuple[int, int]] = []
+        self._first_s = first_s
+        self._constant = constant
+        self._slope = slope
+        self._noise = np.random.default_rng(seed)
 
     def run(self, num_rows: int, width: int) -> None:
         seconds = self._constant + self._slope * num_rows * width

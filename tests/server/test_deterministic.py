@@ -1,4 +1,4 @@
-"""`run.deterministic`: the whole loop gives the same bits, whoever is killed in the middle of it."""
+"""`run.deterministic`: the whole loop is bit-identical, whichever process is killed during it."""
 
 import signal
 from collections.abc import Iterator

@@ -479,7 +479,7 @@ def post_json(system: System, model: str, body: dict[str, Any], **headers: str) 
 
 
 def test_plain_json_without_rows_is_answered_and_nan_refused(live: System) -> None:
-    """Triton lets requests of no rows pass; without an answer the caller would wait for ever."""
+    """Triton lets requests of no rows pass; without an answer the caller would wait indefinitely."""
     for model in (REWARD_MODEL, CRITIC, CRITIC_INFER):
         for name, shape, kind in (("tokens", [0, 5], "INT64"), ("sentences", [0, 1], "BYTES")):
             post_json(live, model, {"inputs": [{"name": name, "shape": shape, "datatype": kind, "data": []}]})

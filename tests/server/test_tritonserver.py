@@ -329,7 +329,7 @@ def test_the_next_start_removes_what_a_kill_left(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SERVE_AND_DIE, str(tmp_path), str(Path(__file__).parents[1] / "support")]
     killed = subprocess.Popen(command)
     assert killed.wait(120) == -signal.SIGKILL
-    stubs = server_processes(killed.pid)  # one may wait for ever for a lock in memory that the server held
+    stubs = server_processes(killed.pid)  # one may wait indefinitely for a lock in memory that the server held
     for stub in stubs:
         with contextlib.suppress(psutil.NoSuchProcess):
             stub.kill()
