@@ -16,10 +16,10 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
 )
 
 from actor.generation.cache import SlotCache, cache_layers
+from actor.policy.loading import empty_causal_lm
 from python_backend.checkpoints.tensor_parallel import plan_key
 from python_backend.config import ConfigError, RunConfig
 from python_backend.config.live_models import live_models
@@ -112,7 +112,7 @@ def _roles(config: RunConfig, served_only: bool) -> Iterator[tuple[str, Held]]:
 
 def _policy(config: RunConfig, role: str) -> Held:
     actor, settings = config.actor, config.actor.policy
-    model = causal_model(settings.model)
+    model = empty_causal_lm(settings.model)
     head = model.get_output_embeddings()
     if settings.lora_rank:
         lora = Lora("actor.policy", settings.lora_rank, settings.lora_alpha, settings.lora_targets)
@@ -173,12 +173,6 @@ def _served(config: RunConfig, role: str) -> Held:
     return Held(size, copies=size * max(1, swaps + reloads))
 
 
-def causal_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Return the causal LM that a folder's config.json describes, on the meta device."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(_config(folder), dtype=dtype).eval()
-
-
 def token_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Return a body with one output per token, whose head is in float32, on the meta device."""
     config = _config(folder, num_labels=1)
@@ -196,7 +190,7 @@ def _config(folder: Path, **settings: Any) -> Any:
 
 def _frozen_bytes(folder: Path, precision: str, tensor_parallel: int = 1) -> int:
     """Return the bytes of a frozen causal LM: matrices in `precision`, everything else in float32."""
-    model = causal_model(folder).requires_grad_(False)
+    model = empty_causal_lm(folder).requires_grad_(False)
     if precision == "bfloat16":
         use_bfloat16(model, model.get_output_embeddings())
     return model_bytes(model, tensor_parallel)
@@ -218,7 +212,7 @@ def model_bytes(model: Any, tensor_parallel: int = 1) -> int:
 def _cache_bytes(config: RunConfig) -> int:
     """Return the bytes of keys and values of `actor.generation`'s slots; 0 if the model caches something else."""
     actor, (span, _) = config.actor, config.longest_row
-    model = causal_model(actor.policy.model, torch.bfloat16)  # the kernels of experts have no other dtype here
+    model = empty_causal_lm(actor.policy.model, torch.bfloat16)  # the kernels of experts have no other dtype here
     num_layers = cache_layers(model)
     if not num_layers:
         return 0

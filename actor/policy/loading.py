@@ -152,13 +152,18 @@ def _lora(settings: PolicySection) -> Lora:
     return Lora("actor.policy", settings.lora_rank, settings.lora_alpha, settings.lora_targets, settings.lora_dropout)
 
 
+def empty_causal_lm(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the causal LM that a folder's config.json describes, on the meta device. Raises CheckpointError."""
+    with as_checkpoint_error(folder), torch.device("meta"):
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
 def check_lora_targets(settings: PolicySection) -> None:
     """Raise CheckpointError if a name in `lora_targets` matches no layer; reads config.json, not the weights."""
     if settings.lora_targets == "all-linear":
         return
-    with as_checkpoint_error(settings.model), torch.device("meta"):
-        config = AutoConfig.from_pretrained(str(settings.model), local_files_only=True, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(config)
+    model = empty_causal_lm(settings.model)
     named_layers(model, _lora(settings), model.get_output_embeddings())
 
 
