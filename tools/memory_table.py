@@ -12,6 +12,11 @@ from typing import Any
 
 import psutil
 import torch
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+)
 
 from actor.generation.cache import SlotCache, cache_layers
 from actor.policy.loading import empty_causal_lm
@@ -20,7 +25,6 @@ from python_backend.config import ConfigError, RunConfig
 from python_backend.config.live_models import live_models
 from python_backend.models.adapters import Lora, with_adapters
 from python_backend.models.heads import keep_head_exact
-from python_backend.models.loading import empty_token_model
 from python_backend.models.precision import use_bfloat16
 from python_backend.training.model import freeze
 from python_backend.training.sharding import MOST_UNREDUCED
@@ -171,11 +175,17 @@ def _served(config: RunConfig, role: str) -> Held:
 
 def token_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Return a body with one output per token, whose head is in float32, on the meta device."""
-    model = empty_token_model(folder)
-    for parameter in model.parameters():  # not the buffers, which a loaded model has in float32, too
-        parameter.data = parameter.data.to(dtype)
+    config = _config(folder, num_labels=1)
+    kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+    kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    with torch.device("meta"):
+        model = kind._from_config(config, dtype=dtype).eval()
     keep_head_exact(model).float()
     return model
+
+
+def _config(folder: Path, **settings: Any) -> Any:
+    return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **settings)
 
 
 def _frozen_bytes(folder: Path, precision: str, tensor_parallel: int = 1) -> int:
