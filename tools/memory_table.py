@@ -174,7 +174,10 @@ def _served(config: RunConfig, role: str) -> Held:
 
 
 def token_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a body with one output per token, whose head is in float32, on the meta device."""
+    """Return a body with one output per token, whose head is in float32, on the meta device.
+
+    Not as serving builds it (`empty_token_model`): that needs the weights files, and a table needs config.json alone.
+    """
     config = _config(folder, num_labels=1)
     kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
     kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
