@@ -66,7 +66,7 @@ def sections(run: RunRecord) -> list[ReportSection]:
         error = [[gain.mean - gain.low], [gain.high - gain.mean]]
         axes.errorbar(["gain per text, 95 % interval"], [gain.mean], yerr=error, fmt="o", capsize=6)
         axes.axhline(0, color="#3C4043", lw=1)
-        axes.set_title(f"Gold score {before:.3f} → {after:.3f}")
+        axes.set_title(f"Gain in gold score: {before:.3f} → {after:.3f}")
 
     return [
         ReportSection(
