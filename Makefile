@@ -42,7 +42,7 @@ test-device: $(INSTALLED)
 # A real GPU: whether everything works there, and how fast, in at most eight minutes; without one, tiny models on the
 # CPU. Uses the environment of PYTHON as it is, because its torch must be one for the card.
 gpu-check:
-	$(PYTHON) -m tools bench gpu --out runs/gpu-check
+	$(PYTHON) -m rlhf-triton bench gpu --out runs/gpu-check
 
 # Hours: five runs of each Python in a fresh clone, two of them beside busy loops; PYTHONS="python3.11 ...": only those.
 test-repeated:

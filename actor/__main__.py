@@ -1,4 +1,4 @@
-"""`python -m actor --config YAML [section.key=value …]`: the training loop of one run.
+"""`python -m rlhf_triton.actor --config YAML [section.key=value …]`: the training loop of one run.
 
 Exit codes: 0 after writing the final policy and actor_summary.json; 2 after an error, which is reported in one
 sentence; 130 after Ctrl-C or SIGTERM, normally with a checkpoint of the last complete step.
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from actor.run.row_limits import check_lengths
-from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import (
+from rlhf_triton.actor.run.row_limits import check_lengths
+from rlhf_triton.config import RunConfig, load_config
+from rlhf_triton.config.command_line import (
     add_accept_changes,
     interrupt_on_signals,
     limit_access,
@@ -22,20 +22,20 @@ from python_backend.config.command_line import (
     report,
     run_parser,
 )
-from python_backend.config.required_files import check_devices, check_files
-from python_backend.errors import REPORTED
-from python_backend.monitoring.log_lines import say
-from python_backend.monitoring.tracing import tracing
-from python_backend.process import long_lived_imports
-from python_backend.training.launch import ended, launch_ranks, stop_signals
+from rlhf_triton.config.required_files import check_devices, check_files
+from rlhf_triton.errors import REPORTED
+from rlhf_triton.learning.launch import ended, launch_ranks, stop_signals
+from rlhf_triton.monitoring.log_lines import say
+from rlhf_triton.monitoring.tracing import tracing
+from rlhf_triton.process import long_lived_imports
 
 if TYPE_CHECKING:
-    from python_backend.training.ranks import AnyRanks
+    from rlhf_triton.learning.ranks import AnyRanks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run the loop to its end and return the exit code."""
-    parser = run_parser("Train the policy.", prog="python -m actor")
+    parser = run_parser("Train the policy.", prog="python -m rlhf_triton.actor")
     add_accept_changes(parser)
     args = parser.parse_intermixed_args(argv)
     try:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_files(config, actor=True)
         check_devices(config, "actor.policy")
         check_lengths(config)
-        launch_ranks(config.actor.ranks, "actor", sys.argv[1:] if argv is None else argv, key="actor.ranks")
+        launch_ranks(config.actor.ranks, "rlhf_triton.actor", sys.argv[1:] if argv is None else argv, key="actor.ranks")
         if os.environ.get("RANK", "0") == "0":
             interrupt_on_signals(stop_signals())
             with tracing("actor", config.run.trace_endpoint, config.run.identity):
@@ -62,11 +62,11 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
     with long_lived_imports():  # deferred, so that --help and configuration errors do not wait for them
         import torch
 
-        from actor.run.policies import follow_rank_0
-        from python_backend.models.card import on_rank
-        from python_backend.models.modeling import quiet_transformers
-        from python_backend.models.placement import own_device
-        from python_backend.training.ranks import ALONE, Ranks
+        from rlhf_triton.actor.run.policies import follow_rank_0
+        from rlhf_triton.learning.ranks import ALONE, Ranks
+        from rlhf_triton.python_backend.models.card import on_rank
+        from rlhf_triton.python_backend.models.modeling import quiet_transformers
+        from rlhf_triton.python_backend.models.placement import own_device
 
     torch.set_num_threads(config.actor.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)
@@ -86,12 +86,12 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
 
 def _train(config: RunConfig, ranks: AnyRanks, *, accepts_changes: bool) -> int:
     with long_lived_imports():
-        from actor.loop import PPORun
-        from actor.run.settings import describe_changes, find_changes, write_settings
-        from actor.run.stopping import INTERRUPTED, Stopped, stop_on_signals
-        from python_backend.client.client import TritonClient
-        from python_backend.store.run_lock import only_actor
-        from python_backend.wire.contract import CRITIC, REFERENCE, REWARD_MODEL
+        from rlhf_triton.actor.loop import PPORun
+        from rlhf_triton.actor.run.settings import describe_changes, find_changes, write_settings
+        from rlhf_triton.actor.run.stopping import INTERRUPTED, Stopped, stop_on_signals
+        from rlhf_triton.client.client import TritonClient
+        from rlhf_triton.store.run_lock import only_actor
+        from rlhf_triton.wire.contract import CRITIC, REFERENCE, REWARD_MODEL
 
     async def ppo() -> None:
         key = os.environ.get(config.server.training_key_env or "")

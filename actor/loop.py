@@ -8,29 +8,29 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from actor.algorithms.batch import check_failures, critic_payload, make_batch, with_limits
-from actor.algorithms.losses import KLControl
-from actor.algorithms.method import Method, log_choices
-from actor.algorithms.stages import RewardShaper
-from actor.data.compute import cancelled, in_a_thread_of
-from actor.data.prompt_reader import PromptReader, check_columns, read_prompts
-from actor.data.prompts import PromptStream, StepInputs
-from actor.data.rollout import PPOBatch, ScoredRollout
-from actor.policy.checkpoint import RunState
-from actor.run.collection import all_rows
-from actor.run.last_step import LastStep
-from actor.run.metrics import Timers
-from actor.run.policies import make_policy
-from actor.run.recorder import Recorder
-from actor.run.rollouts import RemoteCritic, Rollouts
-from actor.run.stopping import Stop, Stopped, TimeLimit, end_forwards
-from actor.run.validation import validate
-from actor.scoring.reference import make_reference
-from actor.scoring.scorer import Scorer
-from python_backend.client.client import TritonClient
-from python_backend.config import RunConfig
-from python_backend.errors import RlhfError
-from python_backend.training.ranks import ALONE, AnyRanks
+from rlhf_triton.actor.algorithms.batch import check_failures, critic_payload, make_batch, with_limits
+from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.method import Method, log_choices
+from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.data.compute import cancelled, in_a_thread_of
+from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns, read_prompts
+from rlhf_triton.actor.data.prompts import PromptStream, StepInputs
+from rlhf_triton.actor.data.rollout import PPOBatch, ScoredRollout
+from rlhf_triton.actor.policy.checkpoint import RunState
+from rlhf_triton.actor.run.collection import all_rows
+from rlhf_triton.actor.run.last_step import LastStep
+from rlhf_triton.actor.run.metrics import Timers
+from rlhf_triton.actor.run.policies import make_policy
+from rlhf_triton.actor.run.recorder import Recorder
+from rlhf_triton.actor.run.rollouts import RemoteCritic, Rollouts
+from rlhf_triton.actor.run.stopping import Stop, Stopped, TimeLimit, end_forwards
+from rlhf_triton.actor.run.validation import validate
+from rlhf_triton.actor.scoring.reference import make_reference
+from rlhf_triton.actor.scoring.scorer import Scorer
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.config import RunConfig
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.learning.ranks import ALONE, AnyRanks
 
 
 class PPORun:

@@ -1,4 +1,4 @@
-"""`python -m tools bench <what>`: run a benchmark, write result.json, report.md and pictures, print the report."""
+"""`rlhf-triton bench <what>`: run a benchmark, write result.json, report.md and pictures, print the report."""
 
 import argparse
 import importlib
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measurement import Benchmark, Record, Result, Target
-from python_backend.config import command_line
-from python_backend.store.durable import write_json
-from tools.arguments import SHELL_ASKS, command_to_complete, parse_or_complete
+from rlhf_triton.config import command_line
+from rlhf_triton.store.durable import write_json
+from rlhf_triton.tools.arguments import SHELL_ASKS, command_to_complete, parse_or_complete
 
 BENCHMARKS = {
     "scoring": ("benchmarks.scoring", "speed of scoring and of the gateway, compared with other servers"),

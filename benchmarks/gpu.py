@@ -24,22 +24,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from actor.algorithms.method import Method
-from actor.data.rollout import PPOBatch, Prompt
-from actor.policy.policy import Policy
-from actor.policy.update import PolicyUpdate
 from benchmarks.measurement import Option, Record, Result, Target, peak_rss_bytes, timed
 from benchmarks.workload import SIZES, make_checkpoint, make_trace, noise_payload, trace_lengths, trace_tokenizer
-from python_backend.config import RunConfig
-from python_backend.models.batching import padded_rows
-from python_backend.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
-from python_backend.store.jsonl import append_jsonl, read_jsonl
-from python_backend.store.weights import WeightsStore
-from python_backend.wire import contract
-from tools.server.child import Child
-from trainer.critic_update import CriticUpdate
-from trainer.publish import copy_checkpoint, initialise_store
-from trainer.trained_critic import build_critic
+from rlhf_triton.actor.algorithms.method import Method
+from rlhf_triton.actor.data.rollout import PPOBatch, Prompt
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.config import RunConfig
+from rlhf_triton.python_backend.models.batching import padded_rows
+from rlhf_triton.python_backend.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
+from rlhf_triton.store.jsonl import append_jsonl, read_jsonl
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.tools.server.child import Child
+from rlhf_triton.trainer.critic_update import CriticUpdate
+from rlhf_triton.trainer.publish import copy_checkpoint, initialise_store
+from rlhf_triton.trainer.trained_critic import build_critic
+from rlhf_triton.wire import contract
 
 ROOT = Path(__file__).resolve().parents[1]
 HUGE = "8b"

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import psutil
 
-from python_backend.store.durable import write_json
+from rlhf_triton.store.durable import write_json
 
 T = TypeVar("T")
 Sample = dict[str, Any]

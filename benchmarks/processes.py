@@ -19,18 +19,18 @@ from typing import Any
 
 import psutil
 
-from python_backend.config import RunConfig, ServerSection
-from python_backend.errors import RlhfError
-from python_backend.store.durable import write_json
-from python_backend.store.journal import Journal
-from tools.render_configs import render_repository
-from tools.run import LIBRARY_ENV
-from tools.serve import serve_rendered
-from tools.server.child import Child
-from tools.server.ports import PORT_KEYS, with_free_ports
-from tools.server.shared_memory import SHARED_MEMORY
-from tools.server.triton_home import find_tritonserver, server_environment
-from tools.server.tritonserver import TritonServer
+from rlhf_triton.config import RunConfig, ServerSection
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.durable import write_json
+from rlhf_triton.store.journal import Journal
+from rlhf_triton.tools.render_configs import render_repository
+from rlhf_triton.tools.run import LIBRARY_ENV
+from rlhf_triton.tools.serve import serve_rendered
+from rlhf_triton.tools.server.child import Child
+from rlhf_triton.tools.server.ports import PORT_KEYS, with_free_ports
+from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
+from rlhf_triton.tools.server.triton_home import find_tritonserver, server_environment
+from rlhf_triton.tools.server.tritonserver import TritonServer
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 180.0
@@ -146,7 +146,9 @@ def running_sidecar(config: RunConfig) -> Iterator[Child]:
     path = config.run.dir / "sidecar.yaml"
     write_json(path, config.model_dump(mode="json", exclude_none=True), durable=False)  # JSON is YAML
     environment = {**LIBRARY_ENV, "OMP_NUM_THREADS": "1"}
-    child = Child("sidecar", ["trainer", "--config", str(path)], config.run.logs_dir / "sidecar.log", environment)
+    child = Child(
+        "sidecar", ["rlhf_triton.trainer", "--config", str(path)], config.run.logs_dir / "sidecar.log", environment
+    )
     try:
         wait_until(Journal(config.run.journal_dir, config.run.identity).is_followed, child)
         yield child

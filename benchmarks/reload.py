@@ -38,21 +38,21 @@ from benchmarks.measurement import (
 )
 from benchmarks.processes import ON_FREE_PORTS, SERVED, SPAWN, running_pool, running_triton
 from benchmarks.workload import SIZES, make_checkpoint, make_trace
-from python_backend.checkpoints.inspection import WEIGHTS_FILE
-from python_backend.client.client import TritonClient
-from python_backend.client.errors import RequestFailed
-from python_backend.config import ClientSection, RunConfig, TrainerSection
-from python_backend.digests import digest_of_mapped
-from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import CRITIC, VALUES, WEIGHTS_VERSION
-from tools.report.curves import figure_of
-from tools.server.health import get_page
-from tools.server.ports import with_free_ports
-from tools.server.triton_home import ServerAborted
-from trainer.control_plane import ControlPlane
+from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.errors import RequestFailed
+from rlhf_triton.config import ClientSection, RunConfig, TrainerSection
+from rlhf_triton.digests import digest_of_mapped
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.tools.report.curves import figure_of
+from rlhf_triton.tools.server.health import get_page
+from rlhf_triton.tools.server.ports import with_free_ports
+from rlhf_triton.tools.server.triton_home import ServerAborted
+from rlhf_triton.trainer.control_plane import ControlPlane
+from rlhf_triton.wire.contract import CRITIC, VALUES, WEIGHTS_VERSION
 
 if TYPE_CHECKING:
-    from trainer.publish import Publisher, Reload
+    from rlhf_triton.trainer.publish import Publisher, Reload
 
 T = TypeVar("T")
 RUN_ID = "bench"
@@ -169,8 +169,8 @@ class ReloadService:
     """Context manager: runs a tritonserver on its own core, with a critic whose weights can be published to it."""
 
     def __init__(self, setup: ReloadSetup, part: str, model: str) -> None:
-        from python_backend.models.modeling import load_critic, quiet_transformers  # torch: not for --help
-        from trainer.publish import initialise_stores
+        from rlhf_triton.python_backend.models.modeling import load_critic, quiet_transformers  # torch: not for --help
+        from rlhf_triton.trainer.publish import initialise_stores
 
         quiet_transformers()
         self.folder = setup.folder / f"{part}-{model}"
@@ -235,7 +235,7 @@ class ReloadService:
         return self._publishing.submit(do).result()
 
     def _publisher(self) -> Publisher:
-        from trainer.publish import Publisher
+        from rlhf_triton.trainer.publish import Publisher
 
         return Publisher.of(self.config, self.store, run_id=RUN_ID, epoch=1)
 
@@ -493,7 +493,7 @@ def measure_publish(setup: ReloadSetup, model: str) -> dict[str, Any]:
 
 def _alone(service: ReloadService, version: int) -> dict[str, float]:
     """Return the milliseconds of each unavoidable step on its own: hash, load, canary."""
-    from python_backend.models.canary import canary_row  # torch: not for --help
+    from rlhf_triton.python_backend.models.canary import canary_row  # torch: not for --help
 
     folder = service.store.folder(version)
     hash_s, _ = timed(lambda: digest_of_mapped(folder / WEIGHTS_FILE))

@@ -1,6 +1,6 @@
 """The benchmarks' reward function. No large library, so that its process starts fast."""
 
-from python_backend.rewards.function import Sample
+from rlhf_triton.rewards.function import Sample
 
 
 def variety(sample: Sample) -> float:

@@ -40,14 +40,14 @@ from benchmarks.measurement import (
 )
 from benchmarks.processes import HOST, ON_FREE_PORTS, running_child, running_pool, running_triton
 from benchmarks.workload import LONGEST, SIZES, closed_loop, make_checkpoint, make_trace, trace_lengths
-from python_backend.client.client import TritonClient
-from python_backend.config import ClientSection, GatewaySection, RunConfig
-from python_backend.errors import RlhfError
-from python_backend.process import keep_freed_memory
-from python_backend.serving.scheduling import RowPool
-from python_backend.wire.contract import REWARD_MODEL, REWARDS, SEQUENCE_LENGTHS, TOKENS
-from tools.report.curves import figure_of
-from tools.server.vllm import ENVIRONMENT as VLLM
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.config import ClientSection, GatewaySection, RunConfig
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.process import keep_freed_memory
+from rlhf_triton.python_backend.serving.scheduling import RowPool
+from rlhf_triton.tools.report.curves import figure_of
+from rlhf_triton.tools.server.vllm import ENVIRONMENT as VLLM
+from rlhf_triton.wire.contract import REWARD_MODEL, REWARDS, SEQUENCE_LENGTHS, TOKENS
 
 QUEUE_DELAY_US = 2000
 OVERHEAD_TOKENS = 64  # fixed cost of a forward pass without a server; the server measures its own
@@ -300,7 +300,7 @@ def load_contender(checkpoint: str | Path, threads: int) -> Callable[..., np.nda
     """Load the reward model; return its `score`."""
     import torch
 
-    from python_backend.models.modeling import load_reward, quiet_transformers
+    from rlhf_triton.python_backend.models.modeling import load_reward, quiet_transformers
 
     keep_freed_memory()
     torch.set_num_threads(threads)
@@ -394,8 +394,8 @@ def serve_gateway(ports: list[int], triton: str) -> None:
     """Serve the gateway until SIGTERM."""
     import uvicorn
 
-    from tools.gateway.app import create_app
-    from tools.gateway.command import bounded
+    from rlhf_triton.tools.gateway.app import create_app
+    from rlhf_triton.tools.gateway.command import bounded
 
     settings = GatewaySection(host=HOST, port=ports[0])
     uvicorn.Server(bounded(create_app(TritonClient(triton, ClientSection()), settings), settings)).run()

@@ -2,7 +2,7 @@
 
 TRL runs in an environment of its own, which the first measurement sets up. Both sides train the same model on the same
 prompts with the same reward, full parameters in float32, one optimizer step per rollout; every response has the same
-number of new tokens. Our side is `python -m actor` with its reward behind a real tritonserver; with PPO, that serves a
+number of new tokens. Our side is `python -m rlhf_triton.actor` with its reward behind a real tritonserver; with PPO, that serves a
 reward model and a critic of the policy's size, and the sidecar trains the critic.
 """
 
@@ -34,13 +34,13 @@ from benchmarks.measurement import (
 from benchmarks.processes import free_ports, running_sidecar, running_triton
 from benchmarks.trl_sides import GO, LAST
 from benchmarks.workload import SEED, SHORTEST, SIZES, make_checkpoint, make_trace
-from python_backend.config import load_config
-from python_backend.errors import RlhfError
-from python_backend.store.jsonl import write_jsonl
-from python_backend.store.weights import WeightsStore
-from tools.run import LIBRARY_ENV
-from tools.server.child import tail
-from trainer.publish import initialise_store
+from rlhf_triton.config import load_config
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.jsonl import write_jsonl
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.tools.run import LIBRARY_ENV
+from rlhf_triton.tools.server.child import tail
+from rlhf_triton.trainer.publish import initialise_store
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = Path(__file__).with_name("trl_requirements.txt")

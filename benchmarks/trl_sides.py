@@ -1,6 +1,6 @@
 """The two sides of `bench trl`: trainers that stay loaded and run one step for each line that the driver sends.
 
-`python -m benchmarks.trl_sides ours --config FILE` is `python -m actor`; `... theirs SETTINGS` is TRL's trainer, run in
+`python -m benchmarks.trl_sides ours --config FILE` is `python -m rlhf_triton.actor`; `... theirs SETTINGS` is TRL's trainer, run in
 TRL's own environment, so that all imports but the standard library's stand in functions. One optimizer step per
 rollout on both sides: no activation checkpointing, float32, whole responses; a KL term only with PPO.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reward_functions import variety
-from python_backend.rewards.function import Sample
+from rlhf_triton.rewards.function import Sample
 
 GO, LAST = "go\n", "last\n"  # one step; the last step of a turn, which ends when all its work is done
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -73,9 +73,9 @@ def ours() -> int:
     """Run the actor, whose loop waits for its turn before each step; return its exit code."""
     turns = ContenderTurns()
 
-    from actor import __main__ as actor
-    from actor import loop
-    from python_backend.store.jsonl import read_jsonl
+    from rlhf_triton.actor import __main__ as actor
+    from rlhf_triton.actor import loop
+    from rlhf_triton.store.jsonl import read_jsonl
 
     one_step = loop.PPORun.one_step
 

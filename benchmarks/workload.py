@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from python_backend.wire.training_payload import TrainPayload
+from rlhf_triton.wire.training_payload import TrainPayload
 
 SEED = 0
 VOCAB_SIZE = 4096
@@ -112,7 +112,7 @@ def random_llama(kind: str, *, seed: int, **settings: Any) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaForTokenClassification
 
-    from python_backend.models.modeling import quiet_transformers
+    from rlhf_triton.python_backend.models.modeling import quiet_transformers
 
     quiet_transformers()
     torch.manual_seed(seed)

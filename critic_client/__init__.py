@@ -1,6 +1,6 @@
 """A value model on Triton for your own trainer: values, updates, checkpoints and rewinds, without a configuration file.
 
-    from critic_client import CriticClient
+    from rlhf_triton.critic_client import CriticClient
 
     with CriticClient("127.0.0.1:8000", run_id="mine") as critic:
         critic.rewind(0)                                        # this client now owns the run
@@ -20,12 +20,12 @@ can do something about derives from `RlhfError`:
 Needs numpy, pydantic, PyYAML, safetensors and tritonclient[http]; imports neither torch nor transformers.
 """
 
-from critic_client.client import AsyncCriticClient, CriticClient, CriticClientError, RowScores, RowValues
-from python_backend.client.client import TrainAnswer
-from python_backend.client.errors import RequestFailed, RequestRefused, ServerFailed
-from python_backend.config import ClientSection
-from python_backend.errors import RlhfError
-from python_backend.wire.contract import ContractError
+from rlhf_triton.client.client import TrainAnswer
+from rlhf_triton.client.errors import RequestFailed, RequestRefused, ServerFailed
+from rlhf_triton.config import ClientSection
+from rlhf_triton.critic_client.client import AsyncCriticClient, CriticClient, CriticClientError, RowScores, RowValues
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.wire.contract import ContractError
 
 __all__ = [
     "AsyncCriticClient",

@@ -15,13 +15,13 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from python_backend.client.client import TrainAnswer, TritonClient
-from python_backend.client.errors import UNKNOWN_MODEL, RequestRefused
-from python_backend.client.served import ServedModel
-from python_backend.config import ClientSection
-from python_backend.errors import RlhfError
-from python_backend.wire import contract
-from python_backend.wire.contract import (
+from rlhf_triton.client.client import TrainAnswer, TritonClient
+from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestRefused
+from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config import ClientSection
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.wire import contract
+from rlhf_triton.wire.contract import (
     MASK,
     PREV_VALUES,
     RETURNS,

@@ -1,7 +1,7 @@
 """PPO over plain transformers, with a critic that Triton serves and trains: for a trainer that has none.
 
-python -m tools serve --config critic.yaml   # run: {dir: runs/mine}, critic: {model: path/to/policy}
-python -m trainer --config critic.yaml       # in another terminal
+rlhf-triton serve --config critic.yaml   # run: {dir: runs/mine}, critic: {model: path/to/policy}
+python -m rlhf_triton.trainer --config critic.yaml       # in another terminal
 python examples/ppo_with_triton_critic.py path/to/policy 127.0.0.1:8000 mine
 """
 
@@ -12,9 +12,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actor.algorithms.advantages import gae, masked_whiten, token_rewards
-from actor.data.rollout import response_mask
-from critic_client import CriticClient
+from rlhf_triton.actor.algorithms.advantages import gae, masked_whiten, token_rewards
+from rlhf_triton.actor.data.rollout import response_mask
+from rlhf_triton.critic_client import CriticClient
 
 PROMPTS = ("The weather", "Open the file", "My best friend", "Once upon a time") * 4
 

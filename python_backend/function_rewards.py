@@ -1,5 +1,5 @@
-"""Alias module for `python_backend.rewards.Sample`: existing reward files may still import it from here."""
+"""Alias module for `rlhf_triton.rewards.Sample`: existing reward files may still import it from here."""
 
-from python_backend.rewards.function import Sample
+from rlhf_triton.rewards.function import Sample
 
 __all__ = ["Sample"]

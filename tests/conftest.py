@@ -19,9 +19,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from python_backend.wire.chats import warn_once
-from tools.gateway.trainer_rewards import _say_once
-from tools.server.ports import release_ports
+from rlhf_triton.tools.gateway.trainer_rewards import _say_once
+from rlhf_triton.tools.server.ports import release_ports
+from rlhf_triton.wire.chats import warn_once
 
 # Not in this folder: Triton's own stubs put the folder that pytest was started in before theirs.
 sys.path.append(str(Path(__file__).parent / "support" / "stub"))

@@ -1,4 +1,4 @@
-"""Entry point of `rlhf-triton <command>` and `python -m tools <command>`; imports only the chosen command's module.
+"""Entry point of `rlhf-triton <command>` and `rlhf-triton <command>`; imports only the chosen command's module.
 
 Exit codes of all commands: 0, done; 1, a check found something; 2, wrong arguments or another error; 130, interrupted.
 """
@@ -10,18 +10,39 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import SHELL_ASKS, command_to_complete
+from rlhf_triton.tools.arguments import SHELL_ASKS, command_to_complete
 
 COMMANDS = {
-    "run": ("tools.run", "do a whole run: server, critic sidecar (if the algorithm has a critic), actor, report"),
-    "serve": ("tools.serve", "run the server only, until Ctrl-C"),
-    "init": ("tools.init", "write the YAML of your models, which it tries and converts, or an environment of agents"),
-    "export": ("tools.export", "write a checkpoint of the policy as a Hugging Face folder or as a PEFT adapter"),
-    "weights": ("tools.weights", "manage the weights versions of critic and reward model: list, publish, rollback …"),
-    "gateway": ("tools.gateway.command", "serve rewards to OpenRLHF, slime, TRL, verl and clients of vLLM over HTTP"),
-    "status": ("tools.status", "show served versions, journal, last step and last problem of a run; --watch"),
-    "report": ("tools.report.page", "write the page of a run, or of several side by side; --follow while they run"),
-    "doctor": ("tools.doctor", "check the machine, a configuration and its server, with remedies"),
+    "run": (
+        "rlhf_triton.tools.run",
+        "do a whole run: server, critic sidecar (if the algorithm has a critic), actor, report",
+    ),
+    "serve": ("rlhf_triton.tools.serve", "run the server only, until Ctrl-C"),
+    "init": (
+        "rlhf_triton.tools.init",
+        "write the YAML of your models, which it tries and converts, or an environment of agents",
+    ),
+    "export": (
+        "rlhf_triton.tools.export",
+        "write a checkpoint of the policy as a Hugging Face folder or as a PEFT adapter",
+    ),
+    "weights": (
+        "rlhf_triton.tools.weights",
+        "manage the weights versions of critic and reward model: list, publish, rollback …",
+    ),
+    "gateway": (
+        "rlhf_triton.tools.gateway.command",
+        "serve rewards to OpenRLHF, slime, TRL, verl and clients of vLLM over HTTP",
+    ),
+    "status": (
+        "rlhf_triton.tools.status",
+        "show served versions, journal, last step and last problem of a run; --watch",
+    ),
+    "report": (
+        "rlhf_triton.tools.report.page",
+        "write the page of a run, or of several side by side; --follow while they run",
+    ),
+    "doctor": ("rlhf_triton.tools.doctor", "check the machine, a configuration and its server, with remedies"),
     "bench": ("benchmarks.command", "run the measurements behind the README's numbers"),
 }
 
@@ -35,7 +56,7 @@ COMPUTING = ("tokenizers", "torch", "transformers")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names and return its exit code; 2 if there is no such command."""
-    program = "python -m tools" if Path(sys.argv[0]).name == "__main__.py" else Path(sys.argv[0]).name
+    program = "rlhf-triton" if Path(sys.argv[0]).name == "__main__.py" else Path(sys.argv[0]).name
     name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
     if SHELL_ASKS in os.environ:
         name = command_to_complete(COMMANDS)

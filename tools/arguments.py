@@ -37,7 +37,7 @@ def parse_or_complete(parser: argparse.ArgumentParser, argv: Sequence[str] | Non
 
 def _as_override(option: str) -> str:
     """Return how to write a setting that was given as an option, as a part of a message."""
-    from python_backend.config.other_names import key_of
+    from rlhf_triton.config.other_names import key_of
 
     key = key_of("", option.lstrip("-").partition("=")[0].replace("-", "_"))
     return f"; settings are written as section.key=value, such as {key or 'server.http_port'}=…"
@@ -89,15 +89,15 @@ def _values(prefix: str, action: argparse.Action, **_: Any) -> Iterable[str]:
 
 
 def program() -> str:
-    """Return how the commands were called: `rlhf-triton` or `python -m tools`."""
-    return sys.argv[0].rpartition(" ")[0] or "python -m tools"
+    """Return how the commands were called: `rlhf-triton` or `rlhf-triton`."""
+    return sys.argv[0].rpartition(" ")[0] or "rlhf-triton"
 
 
 def _keys(prefix: str) -> Iterable[str]:
     """Return the configuration keys that begin with `prefix`; none for "", so that the options stay readable."""
     if not prefix or "=" in prefix:
         return []
-    from python_backend.config import RunConfig
+    from rlhf_triton.config import RunConfig
 
     schema = RunConfig.model_json_schema()
     return [f"{key}=" for key in _leaves(schema, schema["$defs"], "") if key.startswith(prefix)]

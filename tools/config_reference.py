@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from python_backend.checkpoints.heads import FORMS
-from python_backend.config import RunConfig
-from python_backend.config.algorithms import ALGORITHMS, LOSSES
-from python_backend.wire.contract import OUTPUTS, UNNAMED
+from rlhf_triton.checkpoints.heads import FORMS
+from rlhf_triton.config import RunConfig
+from rlhf_triton.config.algorithms import ALGORITHMS, LOSSES
+from rlhf_triton.wire.contract import OUTPUTS, UNNAMED
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 ALGORITHMS_PAGE, MODELS_PAGE = PAGE.with_name("algorithms.md"), PAGE.with_name("your-models.md")
@@ -32,12 +32,12 @@ takes its default; an unknown key is an error that names the nearest valid one, 
 `section.key=value` on the command line overrides the file, and of two with the same key the last counts; the value is
 parsed as YAML:
 
-    .venv/bin/python -m tools run --config my.yaml actor.steps=200 'actor.generation.stop_strings=["\\n"]'
+    .venv/bin/rlhf-triton run --config my.yaml actor.steps=200 'actor.generation.stop_strings=["\\n"]'
 
 Relative paths start at the working directory, not at the file. A run writes the values that it used to
 `settings.json` in its folder. A model folder must exist only if the run uses it ([your models](your-models.md)). Keys
 that have no effect in this run, such as `trainer.optimizer.lr` under GRPO, which has no critic, are named once when it
-starts, and by `tools doctor`.
+starts, and by `rlhf-triton doctor`.
 """
 
 Schema = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Converts a folder of pickled weights to safetensors; `tools.unpickle` reads them, in a process of its own."""
+"""Converts a folder of pickled weights to safetensors; `rlhf_triton.tools.unpickle` reads them, in a process of its own."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from python_backend.checkpoints.inspection import (
+from rlhf_triton.checkpoints.inspection import (
     ADAPTER_FILE,
     CONFIG_FILE,
     INDEX_FILE,
@@ -18,10 +18,10 @@ from python_backend.checkpoints.inspection import (
     pickles_beside,
     tensors_in,
 )
-from python_backend.monitoring.log_lines import say
-from python_backend.process import how_ended
-from python_backend.store.durable import make_folder, read_json, write_folder
-from python_backend.workers.process import interpreter
+from rlhf_triton.monitoring.log_lines import say
+from rlhf_triton.process import how_ended
+from rlhf_triton.python_backend.workers.process import interpreter
+from rlhf_triton.store.durable import make_folder, read_json, write_folder
 
 PICKLED_FILE, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # What a checkpoint has beside its weights: configuration, tokenizer, template, model card.
@@ -125,9 +125,9 @@ def _kept(folder: Path, weights: list[Path]) -> list[Path]:
 
 
 def _unpickle(folder: Path, weights: list[Path], heads: list[Path]) -> None:
-    """Let `tools.unpickle` write the weights into `folder`, and print what it says."""
+    """Let `rlhf_triton.tools.unpickle` write the weights into `folder`, and print what it says."""
     files = [json.dumps([str(file.absolute()) for file in group]) for group in (weights, heads)]
-    command = [interpreter(), "-m", "tools.unpickle", str(os.getpid()), str(folder.absolute()), *files]
+    command = [interpreter(), "-m", "rlhf_triton.tools.unpickle", str(os.getpid()), str(folder.absolute()), *files]
     errors: list[str] = []
     # A session of its own, so that Ctrl-C reaches this process alone, which then ends that one.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:

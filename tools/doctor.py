@@ -1,4 +1,4 @@
-"""`python -m tools doctor`: checks the machine, a configuration and its server, one line each, with the remedy.
+"""`rlhf-triton doctor`: checks the machine, a configuration and its server, one line each, with the remedy.
 
 Only the standard library is imported here: the packages may be what is broken.
 """
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from python_backend.errors import RlhfError, reason_of
-from tools.arguments import parse_or_complete
-from tools.server.shared_memory import SHARED_MEMORY
-from tools.server.triton_home import find_tritonserver, libpython_dir, usage
+from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
+from rlhf_triton.tools.server.triton_home import find_tritonserver, libpython_dir, usage
 
 CONSTRAINTS = Path(__file__).resolve().parents[1] / "constraints.txt"  # not in a wheel
 PACKAGES = {  # what every run needs: distribution -> module
@@ -127,8 +127,8 @@ def findings(path: Path | None, overrides: Sequence[str] = ()) -> Iterator[Findi
     def configuration() -> Iterator[Finding]:
         """Load the configuration, and check further what it says."""
         # Imported here, because they need the packages that were checked above.
-        checks = importlib.import_module("tools.preflight")
-        config = importlib.import_module("python_backend.config").load_config(path, overrides)
+        checks = importlib.import_module("rlhf_triton.tools.preflight")
+        config = importlib.import_module("rlhf_triton.config").load_config(path, overrides)
         further["tritonserver"] = functools.partial(tritonserver, config.server.tritonserver)
         further["disk"] = functools.partial(disk, config.run.dir, checks.disk_bytes(config))
         further.update({name: functools.partial(check, config) for name, check in checks.CHECKS.items()})
@@ -266,7 +266,7 @@ def disk(folder: Path, needed: int) -> Iterator[Finding]:
     if abs(now - written) > LARGE_SKEW_S:
         yield warning(
             "clock",
-            f"{now - written:+.0f} s against the clock of {place}: synchronise them (NTP), or `tools status` may "
+            f"{now - written:+.0f} s against the clock of {place}: synchronise them (NTP), or `rlhf-triton status` may "
             "take a live instance on another machine for a silent one",
         )
     else:

@@ -1,4 +1,4 @@
-"""`python -m tools export RUN`: a checkpoint of a run's policy, as a folder that transformers or peft loads."""
+"""`rlhf-triton export RUN`: a checkpoint of a run's policy, as a folder that transformers or peft loads."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.config.command_line import interrupt_on_signals, reporting
-from python_backend.store.durable import numbers_in, write_folder
-from tools.arguments import parse_or_complete
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.config.command_line import interrupt_on_signals, reporting
+from rlhf_triton.store.durable import numbers_in, write_folder
+from rlhf_triton.tools.arguments import parse_or_complete
 
 if TYPE_CHECKING:
-    from actor.policy.policy import Policy
+    from rlhf_triton.actor.policy.policy import Policy
 
 
 @reporting
@@ -72,11 +72,11 @@ def export_policy(run_dir: Path, step: int | None, out: Path | None, *, as_adapt
 
 def _policy_of(folder: Path) -> Policy:
     """Load the policy of a checkpoint that any number of ranks wrote, on the CPU, without its optimizer's state."""
-    from actor.policy.checkpoint import REBUILDS
-    from actor.policy.loading import read_weights
-    from actor.policy.policy import Policy  # torch: slow to import
-    from python_backend.config import GenerationSection, OptimizerSection, PolicySection
-    from python_backend.store.sealed_folder import verify_folder
+    from rlhf_triton.actor.policy.checkpoint import REBUILDS
+    from rlhf_triton.actor.policy.loading import read_weights
+    from rlhf_triton.actor.policy.policy import Policy  # torch: slow to import
+    from rlhf_triton.config import GenerationSection, OptimizerSection, PolicySection
+    from rlhf_triton.store.sealed_folder import verify_folder
 
     state: dict[str, Any] = verify_folder(folder)
     settings = PolicySection(model=Path(state["start"]), **{name: state[name] for name in REBUILDS})

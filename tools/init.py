@@ -1,4 +1,4 @@
-"""`python -m tools init`: writes the YAML of your models, or an environment that trains, for you to change."""
+"""`rlhf-triton init`: writes the YAML of your models, or an environment that trains, for you to change."""
 
 import argparse
 import json
@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from python_backend.config.command_line import reporting
-from python_backend.errors import RlhfError
-from tools.arguments import parse_or_complete
+from rlhf_triton.config.command_line import reporting
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.tools.arguments import parse_or_complete
 
 NUM_PROMPTS = 16
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parse_or_complete(parser, argv)
     if arguments.what == "models":
-        from tools.init_models import init_models  # pydantic: slow to import
+        from rlhf_triton.tools.init_models import init_models  # pydantic: slow to import
 
         init_models(models, arguments)
     else:
@@ -57,15 +57,17 @@ def _write_environment(name: str, policy: str) -> None:
         Path(file).write_text(text, encoding="utf-8")
     print(f"written: {', '.join(files)}; next:")
     print(f"  python -m pytest test_{name}.py")
-    print(f"  python -m tools run --config {config} --dry-run    # set actor.policy.model first, a chat model's folder")
-    print(f"  python -m tools run --config {config}              # its report shows conversations before and after")
+    print(f"  rlhf-triton run --config {config} --dry-run    # set actor.policy.model first, a chat model's folder")
+    print(f"  rlhf-triton run --config {config}              # its report shows conversations before and after")
 
 
 def _files(name: str, policy: str) -> dict[str, str]:
     """Return {file: text}."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    loaded = Environment(loader=PackageLoader("tools"), undefined=StrictUndefined, keep_trailing_newline=True)
+    loaded = Environment(
+        loader=PackageLoader("rlhf_triton.tools"), undefined=StrictUndefined, keep_trailing_newline=True
+    )
     known = {"name": name, "cls": name.title().replace("_", ""), "policy": policy}
     begin = {"messages": [{"role": "user", "content": "Let us play a game. "}]}
     return {

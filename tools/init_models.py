@@ -1,4 +1,4 @@
-"""`python -m tools init models`: inspects models, scores a trial row, and writes the YAML sections that serve them.
+"""`rlhf-triton init models`: inspects models, scores a trial row, and writes the YAML sections that serve them.
 
 Only the trial imports torch. Pickled weights are refused without being opened, unless `--convert` is given.
 """
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import yaml
 
-from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
-from python_backend.checkpoints.language_models import check_language_model
-from python_backend.checkpoints.tokenization import load_tokenizer, same_tokenizer
-from python_backend.config import RewardSection, parse_config
-from python_backend.config.command_line import interrupt_on_signals
-from python_backend.config.labels import attribute_weights, choices, merges
-from python_backend.config.required_files import has_chat_template
+from rlhf_triton.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
+from rlhf_triton.checkpoints.language_models import check_language_model
+from rlhf_triton.checkpoints.tokenization import load_tokenizer, same_tokenizer
+from rlhf_triton.config import RewardSection, parse_config
+from rlhf_triton.config.command_line import interrupt_on_signals
+from rlhf_triton.config.labels import attribute_weights, choices, merges
+from rlhf_triton.config.required_files import has_chat_template
 
 FROM_REWARD = "from-reward"
 TRIAL_TOKENS = 8
@@ -28,7 +28,7 @@ HEADS = {"sequence": "sequence classification", "token": "token classification",
 
 
 def init_models(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Inspect the models and write the YAML, as the arguments of `tools.init` say; `parser`: for its errors.
+    """Inspect the models and write the YAML, as the arguments of `rlhf_triton.tools.init` say; `parser`: for its errors.
 
     Raises:
         CheckpointError: a folder cannot be used.
@@ -36,7 +36,7 @@ def init_models(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
     """
     given = _check(parser, arguments)
     if arguments.convert is not None:
-        from tools.convert_pickled import convert_pickled
+        from rlhf_triton.tools.convert_pickled import convert_pickled
 
         interrupt_on_signals()
         ((role, source),) = given.items()
@@ -187,7 +187,7 @@ def _head_line(info: CheckpointInfo) -> str:
 
 def _try_reward(info: CheckpointInfo, section: RewardSection) -> None:
     """Score a row with the section's settings; if they leave the labels open, with a score for each of these."""
-    from python_backend.models.modeling import load_reward
+    from rlhf_triton.python_backend.models.modeling import load_reward
 
     load = functools.partial(
         load_reward,
@@ -210,14 +210,14 @@ def _try_policy(folder: Path, try_out: bool) -> None:
     info = inspect_checkpoint(folder)
     _report("policy", info)
     if try_out:
-        from python_backend.models.language_model import load_language_model
+        from rlhf_triton.python_backend.models.language_model import load_language_model
 
         _, logprobs = _try_out(info, load_language_model, "logprobs")
         print(f"  {'trial':<13} loads; the log-prob of token 2 after token 1 is {logprobs[0]:.4f}")
 
 
 def _try_critic(info: CheckpointInfo) -> None:
-    from python_backend.models.modeling import load_critic
+    from rlhf_triton.python_backend.models.modeling import load_critic
 
     model, values = _try_out(info, load_critic, "values")
     print(f"  {'as a critic':<13} loads; {model.note}; the value after {TRIAL_TOKENS} tokens is {values[-1]:.4f}")
@@ -225,7 +225,7 @@ def _try_critic(info: CheckpointInfo) -> None:
 
 def _try_out(info: CheckpointInfo, load: Callable[..., Any], method: str) -> tuple[Any, Any]:
     """Load the model; return it and the outputs of its `method` for one row. Raises CheckpointError if not finite."""
-    from python_backend.models.modeling import quiet_transformers
+    from rlhf_triton.python_backend.models.modeling import quiet_transformers
 
     quiet_transformers()
     model = load(info.folder, dtype=suggested_dtype(info))

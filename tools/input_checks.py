@@ -11,9 +11,9 @@ from typing import Any
 import jinja2
 from jinja2 import meta
 
-from actor.data.prompt_files import EMPTY
-from actor.data.prompt_reader import Prompt
-from python_backend.checkpoints.tokenization import (
+from rlhf_triton.actor.data.prompt_files import EMPTY
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.checkpoints.tokenization import (
     SpecialTokens,
     encode_prompt,
     ids_without_entry,
@@ -25,10 +25,11 @@ from python_backend.checkpoints.tokenization import (
     same_tokenizer,
     special_tokens_in,
 )
-from python_backend.config import RunConfig
-from python_backend.config.required_files import has_tokenizer
-from python_backend.rewards.function import MESSAGES_KEY
-from python_backend.wire.chats import (
+from rlhf_triton.config import RunConfig
+from rlhf_triton.config.required_files import has_tokenizer
+from rlhf_triton.rewards.function import MESSAGES_KEY
+from rlhf_triton.tools.doctor import Finding, warning
+from rlhf_triton.wire.chats import (
     PROBE,
     TEMPLATE_COLUMNS,
     TEMPLATE_VARIABLES,
@@ -36,7 +37,6 @@ from python_backend.wire.chats import (
     rendered_probe,
     template_options,
 )
-from tools.doctor import Finding, warning
 
 VLLM_BANS = 1024  # entries of `logit_bias`
 QUESTION = {"role": "user", "content": PROBE}

@@ -16,7 +16,7 @@ rm -rf -- "$root/build/lib"
 "$python" -m pip install --no-cache-dir --constraint "$root/constraints.txt" "${root}[$extras]"
 # Run from another folder, so that the installed package is imported and not the source tree.
 cd / && "$python" -c '
-import numpy, safetensors, tokenizers, torch, transformers, python_backend.wire.contract
+import numpy, safetensors, tokenizers, torch, transformers, rlhf_triton.wire.contract
 print(*(f"{m.__name__} {m.__version__}" for m in (numpy, safetensors, tokenizers, torch, transformers)), sep=", ")
 print("torch is built for CUDA", torch.version.cuda)
 '

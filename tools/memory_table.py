@@ -18,17 +18,17 @@ from transformers import (
     AutoConfig,
 )
 
-from actor.generation.cache import SlotCache, cache_layers
-from actor.policy.loading import empty_causal_lm
-from python_backend.checkpoints.tensor_parallel import plan_key
-from python_backend.config import ConfigError, RunConfig
-from python_backend.config.live_models import live_models
-from python_backend.models.adapters import Lora, with_adapters
-from python_backend.models.heads import keep_head_exact
-from python_backend.models.precision import use_bfloat16
-from python_backend.training.model import freeze
-from python_backend.training.sharding import MOST_UNREDUCED
-from trainer.trained_critic import prepare_for_training
+from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
+from rlhf_triton.actor.policy.loading import empty_causal_lm
+from rlhf_triton.checkpoints.tensor_parallel import plan_key
+from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.config.live_models import live_models
+from rlhf_triton.learning.model import freeze
+from rlhf_triton.learning.sharding import MOST_UNREDUCED
+from rlhf_triton.python_backend.models.adapters import Lora, with_adapters
+from rlhf_triton.python_backend.models.heads import keep_head_exact
+from rlhf_triton.python_backend.models.precision import use_bfloat16
+from rlhf_triton.trainer.trained_critic import prepare_for_training
 
 COLUMNS = ("weights", "copies", "gradients", "moments", "KV cache")
 SMALLEST_8BIT, BLOCK_8BIT = 4096, 256  # defaults of bitsandbytes, in elements

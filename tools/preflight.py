@@ -1,4 +1,4 @@
-"""Checks of a configuration, for `tools run`, which refuses to start, and `tools doctor`; and of a running server.
+"""Checks of a configuration, for `rlhf-triton run`, which refuses to start, and `rlhf-triton doctor`; and of a running server.
 
 Reads, renders and tokenises the first rows of the prompt files, calls each reward function once, in a worker as on the
 server, on the first prompt of the run, and starts a worker of the environment.
@@ -18,34 +18,34 @@ from typing import Any
 
 import numpy as np
 
-from actor.data.chat import Chat, TemplateError
-from actor.data.prompt_files import CONVERSATIONS, PromptError, read_rows
-from actor.data.prompt_reader import Prompt, PromptReader, check_columns
-from actor.run.row_limits import REPLY, check_lengths, check_renderings
-from python_backend.checkpoints.inspection import CheckpointError, stored_dtypes
-from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer, num_embeddings, same_tokenizer
-from python_backend.client.served import ServedModel
-from python_backend.config import ConfigError, EnvironmentSection, RewardTerm, RunConfig
-from python_backend.config.required_files import check_files, has_chat_template, missing_gpus, tokenizer_folder
-from python_backend.config.rewards import text_parameters
-from python_backend.config.without_effect import without_effect
-from python_backend.environments.pool import SEED, EnvironmentFailed, Environments
-from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
-from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
-from python_backend.serving.reward_reader import reward_reader
-from python_backend.store.durable import refusal
-from python_backend.store.run_lock import in_progress
-from python_backend.wire.contract import ContractError, Limits
-from tools.doctor import Finding, failed, warning
-from tools.input_checks import reward_findings, template_problem, token_findings, token_problems
-from tools.render import reward_parameters
-from tools.render_configs import render_configs
-from tools.server.health import is_triton
-from tools.server.ports import PORT_KEYS, check_ports, is_open, server_urls, with_free_ports
-from tools.server.triton_home import ServerStartError
-from tools.server.tritonserver import probe
-from tools.server.vllm import check_vllm, starts_vllm
-from trainer.control_plane import ControlPlane, ControlPlaneError
+from rlhf_triton.actor.data.chat import Chat, TemplateError
+from rlhf_triton.actor.data.prompt_files import CONVERSATIONS, PromptError, read_rows
+from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, check_columns
+from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments
+from rlhf_triton.actor.run.row_limits import REPLY, check_lengths, check_renderings
+from rlhf_triton.checkpoints.inspection import CheckpointError, stored_dtypes
+from rlhf_triton.checkpoints.tokenization import encode_prompt, load_tokenizer, num_embeddings, same_tokenizer
+from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config import ConfigError, EnvironmentSection, RewardTerm, RunConfig
+from rlhf_triton.config.required_files import check_files, has_chat_template, missing_gpus, tokenizer_folder
+from rlhf_triton.config.rewards import text_parameters
+from rlhf_triton.config.without_effect import without_effect
+from rlhf_triton.python_backend.serving.reward_reader import reward_reader
+from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
+from rlhf_triton.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
+from rlhf_triton.store.durable import refusal
+from rlhf_triton.store.run_lock import in_progress
+from rlhf_triton.tools.doctor import Finding, failed, warning
+from rlhf_triton.tools.input_checks import reward_findings, template_problem, token_findings, token_problems
+from rlhf_triton.tools.render import reward_parameters
+from rlhf_triton.tools.render_configs import render_configs
+from rlhf_triton.tools.server.health import is_triton
+from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, is_open, server_urls, with_free_ports
+from rlhf_triton.tools.server.triton_home import ServerStartError
+from rlhf_triton.tools.server.tritonserver import probe
+from rlhf_triton.tools.server.vllm import check_vllm, starts_vllm
+from rlhf_triton.trainer.control_plane import ControlPlane, ControlPlaneError
+from rlhf_triton.wire.contract import ContractError, Limits
 
 CHECKED_ROWS = 1000  # of each prompt file
 PROBE_S = 30.0
@@ -174,11 +174,11 @@ def _lora_targets(config: RunConfig) -> Iterator[str]:
     """Find the layers that are named for adapters in models without weights."""
     checks: list[Callable[[], None]] = []
     if config.actor.policy.lora_targets != "all-linear":
-        from actor.policy import loading  # deferred, as below: torch takes seconds to import
+        from rlhf_triton.actor.policy import loading  # deferred, as below: torch takes seconds to import
 
         checks.append(lambda: loading.check_lora_targets(config.actor.policy))
     if config.serves_critic and config.trainer.lora_targets != "all-linear":
-        from trainer import trained_critic
+        from rlhf_triton.trainer import trained_critic
 
         checks.append(lambda: trained_critic.check_lora_targets(config.critic.model, config.trainer))
     for check in checks:

@@ -6,16 +6,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
-from python_backend.config import ConfigError, RewardSection, RunConfig
-from python_backend.config.live_models import reward_is_live
-from python_backend.config.required_files import tokenizer_folder
-from python_backend.config.rewards import MODEL_TERM, RewardTerm, client_parameters, text_parameters
-from python_backend.config.sections import ServerSection
-from python_backend.rewards.function import with_absolute_path
-from python_backend.serving.templates import RowTemplate
-from python_backend.wire import contract
-from python_backend.wire.contract import (
+from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_weights
+from rlhf_triton.config import ConfigError, RewardSection, RunConfig
+from rlhf_triton.config.live_models import reward_is_live
+from rlhf_triton.config.required_files import tokenizer_folder
+from rlhf_triton.config.rewards import MODEL_TERM, RewardTerm, client_parameters, text_parameters
+from rlhf_triton.config.sections import ServerSection
+from rlhf_triton.python_backend.serving.templates import RowTemplate
+from rlhf_triton.rewards.function import with_absolute_path
+from rlhf_triton.wire import contract
+from rlhf_triton.wire.contract import (
     BANNED_TOKEN_IDS,
     CHECKPOINT_FINGERPRINT,
     GROUPWISE,
@@ -282,7 +282,7 @@ def reference_parameters(config: RunConfig) -> dict[str, str]:
 def _banned_token_ids(policy: Path) -> str:
     if not (policy / "config.json").is_file():
         return ""
-    from python_backend.checkpoints.tokenization import special_tokens_in
+    from rlhf_triton.checkpoints.tokenization import special_tokens_in
 
     try:
         return contract.id_ranges(special_tokens_in(policy.absolute()).banned_ids)

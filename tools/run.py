@@ -1,4 +1,4 @@
-"""`python -m tools run`: the whole system in one terminal: render -> serve -> sidecar -> PPO -> report.
+"""`rlhf-triton run`: the whole system in one terminal: render -> serve -> sidecar -> PPO -> report.
 
 Ctrl-C and SIGTERM stop the actor (which first writes a checkpoint), the sidecar and the server, in that order. If a
 process dies, the run stops and the error message names the process.
@@ -16,27 +16,27 @@ from pathlib import Path
 
 import psutil
 
-from actor.run.settings import describe_changes, find_changes, write_settings
-from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import add_accept_changes, limit_access, reporting, run_parser
-from python_backend.config.required_files import check_devices
-from python_backend.config.without_effect import effect_line
-from python_backend.errors import REPORTED, RlhfError
-from python_backend.process import StopSignals
-from python_backend.store.durable import numbers_in, read_json
-from python_backend.store.journal import Journal
-from python_backend.store.run_lock import only_actor, only_run
-from tools.arguments import parse_or_complete, program
-from tools.input_checks import prompt_warnings
-from tools.preflight import check_run
-from tools.report.data import loading_line
-from tools.report.display import RunDisplay
-from tools.serve import ensure_first_version, lock_of_server, print_memory, start_server
-from tools.server.child import Child
-from tools.server.health import get_page
-from tools.server.ports import PORT_KEYS, check_ports, with_free_ports
-from tools.server.supervisor import Supervisor
-from tools.server.vllm import VllmServer, starts_vllm
+from rlhf_triton.actor.run.settings import describe_changes, find_changes, write_settings
+from rlhf_triton.config import RunConfig, load_config
+from rlhf_triton.config.command_line import add_accept_changes, limit_access, reporting, run_parser
+from rlhf_triton.config.required_files import check_devices
+from rlhf_triton.config.without_effect import effect_line
+from rlhf_triton.errors import REPORTED, RlhfError
+from rlhf_triton.process import StopSignals
+from rlhf_triton.store.durable import numbers_in, read_json
+from rlhf_triton.store.journal import Journal
+from rlhf_triton.store.run_lock import only_actor, only_run
+from rlhf_triton.tools.arguments import parse_or_complete, program
+from rlhf_triton.tools.input_checks import prompt_warnings
+from rlhf_triton.tools.preflight import check_run
+from rlhf_triton.tools.report.data import loading_line
+from rlhf_triton.tools.report.display import RunDisplay
+from rlhf_triton.tools.serve import ensure_first_version, lock_of_server, print_memory, start_server
+from rlhf_triton.tools.server.child import Child
+from rlhf_triton.tools.server.health import get_page
+from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, with_free_ports
+from rlhf_triton.tools.server.supervisor import Supervisor
+from rlhf_triton.tools.server.vllm import VllmServer, starts_vllm
 
 POLL_S = 0.25
 ACTOR_EXIT_S = 5.0  # added to actor.stop_grace_s, the time that the actor has to write a checkpoint
@@ -99,14 +99,16 @@ class Run:
             self._display.phase("starting the critic sidecar")
             journal = Journal(self.config.run.journal_dir, self.config.run.identity)
             earlier = journal.heartbeat()
-            self._sidecar = Child("critic sidecar", ["trainer", *arguments], logs / "sidecar.log", LIBRARY_ENV)
+            self._sidecar = Child(
+                "critic sidecar", ["rlhf_triton.trainer", *arguments], logs / "sidecar.log", LIBRARY_ENV
+            )
             while journal.heartbeat() == earlier:  # before the sidecar's first heartbeat, training requests are refused
                 self._look()
         if starts_vllm(self.config):
             self._start_vllm()
             arguments = ["--config", str(self._path), *self._overrides]
         self._display.phase(f"training: {self.config.actor.algorithm.name}")
-        self._actor = Child("actor", ["actor", *arguments], logs / "actor.log", LIBRARY_ENV)
+        self._actor = Child("actor", ["rlhf_triton.actor", *arguments], logs / "actor.log", LIBRARY_ENV)
         while self._actor.poll() is None:
             self._look()
         self._actor.raise_if_failed()
@@ -198,9 +200,9 @@ class Run:
         return int(sum(map(float, counts)))
 
     def _report(self, failures: int) -> None:
-        from tools.report.curves import write_curves
-        from tools.report.data import finish_run
-        from tools.report.page import write_page
+        from rlhf_triton.tools.report.curves import write_curves
+        from rlhf_triton.tools.report.data import finish_run
+        from rlhf_triton.tools.report.page import write_page
 
         self._display.phase("writing the report")
         run_dir = self.config.run.dir
@@ -303,7 +305,7 @@ def _what_resumes(run_dir: Path) -> str:
 
 
 def _print_outcome(run_dir: Path) -> None:
-    from tools.report.page import shown
+    from rlhf_triton.tools.report.page import shown
 
     summary = json.loads((run_dir / "summary.json").read_text())
     for name, value in summary.items():

@@ -1,4 +1,4 @@
-"""`python -m tools serve`: renders the repository, starts tritonserver on it, and serves until SIGINT or SIGTERM.
+"""`rlhf-triton serve`: renders the repository, starts tritonserver on it, and serves until SIGINT or SIGTERM.
 
 It then drains the server, so that no request fails if the clients have another one; a second signal skips the wait.
 Other commands and tests start their servers with `start_server`.
@@ -11,21 +11,21 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import limit_access, log_to_stderr, report, reporting, run_parser
-from python_backend.config.live_models import live_models
-from python_backend.config.required_files import check_devices, check_files
-from python_backend.config.without_effect import effect_line
-from python_backend.errors import RlhfError
-from python_backend.monitoring.log_lines import say
-from python_backend.process import StopRequested, StopSignals
-from python_backend.store.control_key import control_key
-from python_backend.store.run_lock import only_server
-from tools.arguments import parse_or_complete
-from tools.server.ports import bind_address, check_ports, with_free_ports
-from tools.server.supervisor import Supervisor
-from tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
-from tools.server.tritonserver import TritonServer, shell_command
+from rlhf_triton.config import RunConfig, load_config
+from rlhf_triton.config.command_line import limit_access, log_to_stderr, report, reporting, run_parser
+from rlhf_triton.config.live_models import live_models
+from rlhf_triton.config.required_files import check_devices, check_files
+from rlhf_triton.config.without_effect import effect_line
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.monitoring.log_lines import say
+from rlhf_triton.process import StopRequested, StopSignals
+from rlhf_triton.store.control_key import control_key
+from rlhf_triton.store.run_lock import only_server
+from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.server.ports import bind_address, check_ports, with_free_ports
+from rlhf_triton.tools.server.supervisor import Supervisor
+from rlhf_triton.tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
+from rlhf_triton.tools.server.tritonserver import TritonServer, shell_command
 
 WATCH_INTERVAL_S = 0.2
 SAFE_VERSION = (2, 69)  # version in the 26.05 container; older releases have published vulnerabilities
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     supervisor = None
     try:
         if arguments.print_command:
-            from tools.render_configs import render_repository  # as in `start_server`
+            from rlhf_triton.tools.render_configs import render_repository  # as in `start_server`
 
             with stop.raising(), contextlib.redirect_stdout(sys.stderr):
                 config = _prepared(arguments.config, overrides)
@@ -81,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_memory(config: RunConfig, *, served_only: bool = False) -> int:
-    """Print the table of `tools.memory_table`; return 1 if a device has less free memory than its models need."""
-    from tools.memory_table import memory_lines  # torch: slow to import
+    """Print the table of `rlhf_triton.tools.memory_table`; return 1 if a device has less free memory than its models need."""
+    from rlhf_triton.tools.memory_table import memory_lines  # torch: slow to import
 
     lines, problems = memory_lines(config, served_only=served_only)
     print("\n".join(lines))
@@ -125,7 +125,7 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
         return
     _run_module(
         f"creating version 0 of {' and '.join(missing)} weights",
-        ["trainer", "--config", str(path), "--init-only", *overrides],
+        ["rlhf_triton.trainer", "--config", str(path), "--init-only", *overrides],
     )
 
 
@@ -150,7 +150,9 @@ def start_server(
         ConfigError: the repository cannot be rendered.
         ServerStartError: the server cannot start; nothing is left running.
     """
-    from tools.render_configs import render_repository  # imports jinja2 and protobuf, which --help does not need
+    from rlhf_triton.tools.render_configs import (
+        render_repository,  # imports jinja2 and protobuf, which --help does not need
+    )
 
     render_repository(config, repository_of(config))
     return serve_rendered(config, log=log, check=check)

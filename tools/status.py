@@ -1,4 +1,4 @@
-"""`python -m tools status`: who serves which version, the journal, the last step, and the last problem of a run."""
+"""`rlhf-triton status`: who serves which version, the journal, the last step, and the last problem of a run."""
 
 import argparse
 import contextlib
@@ -10,20 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.run.settings import SETTINGS_FILE, started_with
-from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import add_run_arguments, interrupt_on_signals, reporting
-from python_backend.config.live_models import live_models
-from python_backend.monitoring.log_lines import as_text
-from python_backend.monitoring.metrics import ACTOR
-from python_backend.store.durable import numbers_in, read_json
-from python_backend.store.journal import Journal
-from python_backend.store.run_lock import RUN_LOCK_FILE, in_progress
-from python_backend.store.weights import WeightsStore
-from tools.arguments import parse_or_complete, seconds
-from tools.server.child import is_noise, last_lines
-from tools.server.health import get_page, is_triton
-from tools.server.ports import server_urls
+from rlhf_triton.actor.run.settings import SETTINGS_FILE, started_with
+from rlhf_triton.config import RunConfig, load_config
+from rlhf_triton.config.command_line import add_run_arguments, interrupt_on_signals, reporting
+from rlhf_triton.config.live_models import live_models
+from rlhf_triton.monitoring.log_lines import as_text
+from rlhf_triton.monitoring.metrics import ACTOR
+from rlhf_triton.store.durable import numbers_in, read_json
+from rlhf_triton.store.journal import Journal
+from rlhf_triton.store.run_lock import RUN_LOCK_FILE, in_progress
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.tools.arguments import parse_or_complete, seconds
+from rlhf_triton.tools.server.child import is_noise, last_lines
+from rlhf_triton.tools.server.health import get_page, is_triton
+from rlhf_triton.tools.server.ports import server_urls
 
 PROBLEM = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|Traceback|error:)")
 CARD_METRIC = re.compile(r'^rlhf_(card_\w*bytes)\{[^}]*instance="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`python -m tools.unpickle`: the process that reads pickled weights for `tools init models --convert`.
+"""`python -m rlhf_triton.tools.unpickle`: the process that reads pickled weights for `rlhf-triton init models --convert`.
 
 Its memory is limited. Reads each file with torch's weights-only loader, without allowed extras, and writes its tensors
 as safetensors. Prints JSON lines: what it does (`say`), and why it gave up (`error`).
@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from python_backend.checkpoints.head_tensors import WRAPPED
-from python_backend.checkpoints.inspection import INDEX_FILE, WEIGHTS_FILE, CheckpointError
-from python_backend.checkpoints.tensor_file import STORED_AS, write_tensors
-from python_backend.process import die_with_parent
+from rlhf_triton.checkpoints.head_tensors import WRAPPED
+from rlhf_triton.checkpoints.inspection import INDEX_FILE, WEIGHTS_FILE, CheckpointError
+from rlhf_triton.checkpoints.tensor_file import STORED_AS, write_tensors
+from rlhf_triton.process import die_with_parent
 
 SHARD_BYTES = 5_000_000_000
 MOST_OPERATIONS = 10_000_000  # of a pickle, read for a message

@@ -1,4 +1,4 @@
-"""`python -m tools weights list | verify | publish | rollback | ready`: the versions of critic and reward model."""
+"""`rlhf-triton weights list | verify | publish | rollback | ready`: the versions of critic and reward model."""
 
 import argparse
 import shutil
@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from python_backend.checkpoints.inspection import check_checkpoint
-from python_backend.config import ConfigError, RunConfig, load_config
-from python_backend.config.command_line import add_run_arguments, reporting
-from python_backend.config.live_models import LIVE_MODELS, LiveModel, live_model, live_models
-from python_backend.digests import brief
-from python_backend.errors import RlhfError
-from python_backend.store.journal import Journal
-from python_backend.store.weights import MANIFEST_FILE, WeightsError, WeightsStore
-from tools.arguments import parse_or_complete
-from tools.server.ports import server_urls
+from rlhf_triton.checkpoints.inspection import check_checkpoint
+from rlhf_triton.config import ConfigError, RunConfig, load_config
+from rlhf_triton.config.command_line import add_run_arguments, reporting
+from rlhf_triton.config.live_models import LIVE_MODELS, LiveModel, live_model, live_models
+from rlhf_triton.digests import brief
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.journal import Journal
+from rlhf_triton.store.weights import MANIFEST_FILE, WeightsError, WeightsStore
+from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.server.ports import server_urls
 
 PATIENCE_S = 60.0  # how long to wait until all instances serve the rolled-back version
 
@@ -39,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = live_model(config, args.model or served[0])
     store = WeightsStore(model.store, config.run.integrity)
     if store.current() is None and not store.versions():
-        raise WeightsError(f"the weights store {store.root} is empty; `python -m tools serve` creates version 0")
+        raise WeightsError(f"the weights store {store.root} is empty; `rlhf-triton serve` creates version 0")
     if args.action in ("verify", "rollback", "publish"):  # which load models
-        from python_backend.models.modeling import quiet_transformers
+        from rlhf_triton.python_backend.models.modeling import quiet_transformers
 
         quiet_transformers()
     match args.action:
@@ -121,7 +121,7 @@ def show(store: WeightsStore) -> None:
 
 def verify(config: RunConfig, model: LiveModel, store: WeightsStore, versions: Sequence[int]) -> int:
     """Verify all `versions`, continuing after a bad one; return 1 if any is bad, else 0."""
-    from trainer.verification import VersionRejected, verify_alone  # deferred: imports torch
+    from rlhf_triton.trainer.verification import VersionRejected, verify_alone  # deferred: imports torch
 
     bad = 0
     for version in versions:
@@ -143,8 +143,8 @@ def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int |
         WeightsError: version `to` does not exist or is damaged.
         RlhfError: some instance does not serve the new version in time, although CURRENT names it.
     """
-    from trainer.publish import Publisher
-    from trainer.verification import VersionRejected, verify_alone
+    from rlhf_triton.trainer.publish import Publisher
+    from rlhf_triton.trainer.verification import VersionRejected, verify_alone
 
     current, load = store.current(), _loader(config, model)
     newest = None if current is None else store.manifest(current)
@@ -184,7 +184,7 @@ def publish(config: RunConfig, model: LiveModel, store: WeightsStore, checkpoint
     Raises:
         RlhfError: the checkpoint was refused, and the old version serves; or RlhfError, as in `rollback`.
     """
-    from trainer.live import publish_reward
+    from rlhf_triton.trainer.live import publish_reward
 
     if model.name != "reward":
         raise WeightsError("only the sidecar publishes versions of the critic; give --model reward")
@@ -195,7 +195,7 @@ def publish(config: RunConfig, model: LiveModel, store: WeightsStore, checkpoint
 
 def ready(model: LiveModel, store: WeightsStore, url: str) -> int:
     """Return 0 if the server at `url` serves CURRENT or a later version, else 1."""
-    from trainer.control_plane import ModelServers
+    from rlhf_triton.trainer.control_plane import ModelServers
 
     current = store.current()
     outcome = ModelServers([url], model=model.served_as).versions()[0]
@@ -222,7 +222,7 @@ def _patience(store: WeightsStore) -> Callable[[str], None]:
             raise RlhfError(f"CURRENT is now {store.current()}, but no serving instance is alive")
         if time.monotonic() > deadline:
             raise RlhfError(
-                f"still {state} after {PATIENCE_S:g} s; `python -m tools weights list` "
+                f"still {state} after {PATIENCE_S:g} s; `rlhf-triton weights list` "
                 "shows which version each instance serves"
             )
 
@@ -230,7 +230,7 @@ def _patience(store: WeightsStore) -> Callable[[str], None]:
 
 
 def _loader(config: RunConfig, model: LiveModel) -> Callable[[Path], Any]:
-    from python_backend.models.modeling import load_critic
-    from trainer.publish import reward_loader
+    from rlhf_triton.python_backend.models.modeling import load_critic
+    from rlhf_triton.trainer.publish import reward_loader
 
     return load_critic if model.name == "critic" else reward_loader(config.reward)

@@ -1,4 +1,4 @@
-"""`python -m trainer --config YAML [section.key=value …]`: the critic sidecar of one run.
+"""`python -m rlhf_triton.trainer --config YAML [section.key=value …]`: the critic sidecar of one run.
 
 On SIGINT or SIGTERM it writes a checkpoint and exits with code 0. After an error it prints the error and exits with 2.
 """
@@ -7,18 +7,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from python_backend.config import RunConfig, TrainerSection, load_config
-from python_backend.config.command_line import limit_access, log_to_stderr, report, run_parser
-from python_backend.config.required_files import check_critic, check_devices
-from python_backend.errors import REPORTED
-from python_backend.monitoring.tracing import tracing
-from python_backend.process import long_lived_imports, stop_event
-from python_backend.training.launch import ended, launch_ranks, stop_signals
+from rlhf_triton.config import RunConfig, TrainerSection, load_config
+from rlhf_triton.config.command_line import limit_access, log_to_stderr, report, run_parser
+from rlhf_triton.config.required_files import check_critic, check_devices
+from rlhf_triton.errors import REPORTED
+from rlhf_triton.learning.launch import ended, launch_ranks, stop_signals
+from rlhf_triton.monitoring.tracing import tracing
+from rlhf_triton.process import long_lived_imports, stop_event
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, follow the journal until a signal arrives, and return the exit code."""
-    parser = run_parser("The critic sidecar.", prog="python -m trainer")
+    parser = run_parser("The critic sidecar.", prog="python -m rlhf_triton.trainer")
     parser.add_argument(
         "--init-only", action="store_true", help="make version 0 of the weights of critic and reward model and exit"
     )
@@ -31,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_critic(config)
         if not args.init_only or config.critic.pretrain:
             check_devices(config, "trainer")
-            launch_ranks(config.trainer.ranks, "trainer", sys.argv[1:] if argv is None else argv, key="trainer.ranks")
+            launch_ranks(
+                config.trainer.ranks, "rlhf_triton.trainer", sys.argv[1:] if argv is None else argv, key="trainer.ranks"
+            )
         endpoint = None if args.init_only or os.environ.get("RANK", "0") != "0" else config.run.trace_endpoint
         with tracing("sidecar", endpoint, config.run.identity):
             _run(config, init_only=args.init_only)
@@ -45,10 +47,10 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
     with long_lived_imports():  # deferred: the environment must be set first, and --help stays fast
         import torch
 
-        from python_backend.models.card import on_rank
-        from python_backend.models.modeling import quiet_transformers
-        from trainer.publish import initialise_stores
-        from trainer.sidecar import run_sidecar
+        from rlhf_triton.python_backend.models.card import on_rank
+        from rlhf_triton.python_backend.models.modeling import quiet_transformers
+        from rlhf_triton.trainer.publish import initialise_stores
+        from rlhf_triton.trainer.sidecar import run_sidecar
 
     torch.set_num_threads(config.trainer.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)
@@ -66,12 +68,12 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
 
 def _run_ranks(config: RunConfig, *, init_only: bool) -> None:
     """Join the other ranks; make version 0 or follow the journal on rank 0, and follow rank 0 on the others."""
-    from python_backend.models.card import on_rank
-    from python_backend.models.placement import own_device
-    from python_backend.training.ranks import Ranks
-    from trainer.critic_update import follow_rank_0
-    from trainer.publish import initialise_stores
-    from trainer.sidecar import run_sidecar
+    from rlhf_triton.learning.ranks import Ranks
+    from rlhf_triton.python_backend.models.card import on_rank
+    from rlhf_triton.python_backend.models.placement import own_device
+    from rlhf_triton.trainer.critic_update import follow_rank_0
+    from rlhf_triton.trainer.publish import initialise_stores
+    from rlhf_triton.trainer.sidecar import run_sidecar
 
     with (
         Ranks.joined(own_device(config.trainer.device)) as ranks,

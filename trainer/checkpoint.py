@@ -18,12 +18,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError
-from python_backend.config import CriticOptimizerSection, TrainerSection
-from python_backend.digests import DEFAULT, Algorithm
-from python_backend.store import durable
-from python_backend.store.sealed_folder import DIGEST, STATE_FILE, DamagedCheckpoint, read_state, sealed
-from trainer.critic_update import CriticUpdate
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError
+from rlhf_triton.config import CriticOptimizerSection, TrainerSection
+from rlhf_triton.digests import DEFAULT, Algorithm
+from rlhf_triton.store import durable
+from rlhf_triton.store.sealed_folder import DIGEST, STATE_FILE, DamagedCheckpoint, read_state, sealed
+from rlhf_triton.trainer.critic_update import CriticUpdate
 
 # Fingerprint of the settings that determine the weights which result from a journal, and changes of these settings.
 #

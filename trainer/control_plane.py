@@ -19,11 +19,11 @@ import tritonclient.grpc as triton
 from google.protobuf import json_format
 from tritonclient.utils import InferenceServerException
 
-from python_backend.client.errors import DEAD_PROCESS, RESTRICTED, code_of
-from python_backend.config.fields import resolve
-from python_backend.errors import RlhfError, reason_of
-from python_backend.store import control_key
-from python_backend.wire.contract import (
+from rlhf_triton.client.errors import DEAD_PROCESS, RESTRICTED, code_of
+from rlhf_triton.config.fields import resolve
+from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.store import control_key
+from rlhf_triton.wire.contract import (
     CRITIC,
     CRITIC_SAVE,
     CRITIC_TRAIN,

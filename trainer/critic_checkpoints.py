@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from python_backend.config import TrainerSection
-from python_backend.store.journal import Entry, Journal, Result
-from python_backend.store.journal_entry import DamagedEntry
-from python_backend.store.weights import WeightsStore
-from trainer.checkpoint import KEEP_SET_ASIDE, CheckpointFolder, CheckpointState, fingerprint
-from trainer.critic_state import CriticState
-from trainer.progress import SidecarProgress
+from rlhf_triton.config import TrainerSection
+from rlhf_triton.store.journal import Entry, Journal, Result
+from rlhf_triton.store.journal_entry import DamagedEntry
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.trainer.checkpoint import KEEP_SET_ASIDE, CheckpointFolder, CheckpointState, fingerprint
+from rlhf_triton.trainer.critic_state import CriticState
+from rlhf_triton.trainer.progress import SidecarProgress
 
 KEEP_REQUESTED = 3  # the newest checkpoints, if critic_save does not list those still needed
 

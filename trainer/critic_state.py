@@ -8,20 +8,19 @@ import logging
 import numpy as np
 import torch
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.config import TrainerSection
-from python_backend.digests import brief
-from python_backend.errors import NotFinite
-from python_backend.models.canary import canary_outputs
-from python_backend.models.card import OutOfMemory
-from python_backend.monitoring.log_lines import set_log_position
-from python_backend.monitoring.tracing import is_tracing, span
-from python_backend.store.journal import Journal
-from python_backend.store.journal_entry import DamagedEntry, Entry, Result
-from python_backend.store.weights import WeightsStore
-from python_backend.training.ranks import ALONE, AnyRanks
-from python_backend.wire.training_payload import TrainPayload
-from trainer.checkpoint import (
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.config import TrainerSection
+from rlhf_triton.digests import brief
+from rlhf_triton.errors import NotFinite
+from rlhf_triton.learning.ranks import ALONE, AnyRanks
+from rlhf_triton.monitoring.log_lines import set_log_position
+from rlhf_triton.monitoring.tracing import is_tracing, span
+from rlhf_triton.python_backend.models.canary import canary_outputs
+from rlhf_triton.python_backend.models.card import OutOfMemory
+from rlhf_triton.store.journal import Journal
+from rlhf_triton.store.journal_entry import DamagedEntry, Entry, Result
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.trainer.checkpoint import (
     KEEP_SET_ASIDE,
     CheckpointFolder,
     CheckpointState,
@@ -31,8 +30,9 @@ from trainer.checkpoint import (
     fingerprint,
     schedule_changes,
 )
-from trainer.critic_update import CriticUpdate, UpdateReport, WeightsBroken, load_update
-from trainer.progress import SidecarProgress
+from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport, WeightsBroken, load_update
+from rlhf_triton.trainer.progress import SidecarProgress
+from rlhf_triton.wire.training_payload import TrainPayload
 
 logger = logging.getLogger(__name__)
 

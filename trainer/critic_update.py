@@ -20,22 +20,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from python_backend.checkpoints.inspection import WEIGHTS_FILE
-from python_backend.config import TrainerSection
-from python_backend.digests import DEFAULT, Algorithm
-from python_backend.errors import NotFinite, RlhfError
-from python_backend.models.adapters import load_trained, trained_tensors
-from python_backend.models.batching import padded_rows, plan_micro_batches
-from python_backend.models.card import Halving, OutOfMemory, card_bytes, use_card
-from python_backend.models.collation import collate
-from python_backend.models.modeling import CriticModel, save_critic, write_config
-from python_backend.models.precision import computing
-from python_backend.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
-from python_backend.store.weights import WeightsStore
-from python_backend.training.model import recomputing
-from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
-from python_backend.training.sharding import all_finite, read_tensors, sync_gradients, write_slices
-from python_backend.training.step import (
+from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
+from rlhf_triton.config import TrainerSection
+from rlhf_triton.digests import DEFAULT, Algorithm
+from rlhf_triton.errors import NotFinite, RlhfError
+from rlhf_triton.learning.model import recomputing
+from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankFailed, Ranks
+from rlhf_triton.learning.sharding import all_finite, read_tensors, sync_gradients, write_slices
+from rlhf_triton.learning.step import (
     load_state,
     make_adamw,
     named_state,
@@ -45,8 +37,16 @@ from python_backend.training.step import (
     take_step,
     trained_slices,
 )
-from python_backend.wire.training_payload import TrainPayload
-from trainer.trained_critic import TrainedCritic, build_critic
+from rlhf_triton.python_backend.models.adapters import load_trained, trained_tensors
+from rlhf_triton.python_backend.models.batching import padded_rows, plan_micro_batches
+from rlhf_triton.python_backend.models.card import Halving, OutOfMemory, card_bytes, use_card
+from rlhf_triton.python_backend.models.collation import collate
+from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic, write_config
+from rlhf_triton.python_backend.models.precision import computing
+from rlhf_triton.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.trainer.trained_critic import TrainedCritic, build_critic
+from rlhf_triton.wire.training_payload import TrainPayload
 
 # The critic's loss: squared error with PPO's value clip.
 #

@@ -3,14 +3,14 @@
 import logging
 import threading
 
-from python_backend.config import TrainerSection
-from python_backend.monitoring.log_lines import set_log_position
-from python_backend.monitoring.tracing import span
-from python_backend.store.weights import WeightsStore
-from trainer.control_plane import ControlPlaneError
-from trainer.critic_state import CriticState
-from trainer.progress import SidecarProgress
-from trainer.publish import Publisher, Reload, VersionRejected
+from rlhf_triton.config import TrainerSection
+from rlhf_triton.monitoring.log_lines import set_log_position
+from rlhf_triton.monitoring.tracing import span
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.trainer.control_plane import ControlPlaneError
+from rlhf_triton.trainer.critic_state import CriticState
+from rlhf_triton.trainer.progress import SidecarProgress
+from rlhf_triton.trainer.publish import Publisher, Reload, VersionRejected
 
 logger = logging.getLogger(__name__)
 JOIN_S = 0.005

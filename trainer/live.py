@@ -9,25 +9,25 @@ from typing import Any
 
 import numpy as np
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.checkpoints.tokenization import (
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.checkpoints.tokenization import (
     LONGEST_ROW_TOKENS,
     load_tokenizer,
     rendering_fingerprint,
 )
-from python_backend.config import ConfigError, RewardSection, RunConfig
-from python_backend.config.live_models import live_model
-from python_backend.config.rewards import text_parameters
-from python_backend.errors import RlhfError
-from python_backend.models.canary import canary_outputs
-from python_backend.models.modeling import RewardModel
-from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, with_reply
-from python_backend.serving.reward_reader import reward_reader
-from python_backend.store.jsonl import named_lines
-from python_backend.store.weights import WeightsError, WeightsStore
-from python_backend.wire.contract import ContractError, TokenRow
-from python_backend.wire.messages import BadMessages, is_text_of_messages, plain_messages
-from trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
+from rlhf_triton.config import ConfigError, RewardSection, RunConfig
+from rlhf_triton.config.live_models import live_model
+from rlhf_triton.config.rewards import text_parameters
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.python_backend.models.canary import canary_outputs
+from rlhf_triton.python_backend.models.modeling import RewardModel
+from rlhf_triton.python_backend.serving.reward_reader import reward_reader
+from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, with_reply
+from rlhf_triton.store.jsonl import named_lines
+from rlhf_triton.store.weights import WeightsError, WeightsStore
+from rlhf_triton.trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
+from rlhf_triton.wire.contract import ContractError, TokenRow
+from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages
 
 ROWS_PER_FORWARD = 16
 SIDES = ("chosen", "rejected")
@@ -149,7 +149,7 @@ def publish_reward(
     store = WeightsStore(model.store, config.run.integrity)
     current = store.current()
     if current is None:
-        raise WeightsError(f"the weights store {store.root} is empty; `python -m tools serve` creates version 0")
+        raise WeightsError(f"the weights store {store.root} is empty; `rlhf-triton serve` creates version 0")
     check_tokenizer(section.model, checkpoint)
     served = reward_loader(section)(store.folder(current))
     candidate = served.with_weights(checkpoint)

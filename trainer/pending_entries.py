@@ -2,9 +2,9 @@
 
 import time
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.store.journal import Entry, Journal, Result
-from trainer.progress import SidecarProgress
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.store.journal import Entry, Journal, Result
+from rlhf_triton.trainer.progress import SidecarProgress
 
 # An unchanged mtime of the journal proves that there is no new entry only if it has not changed for longer than the
 # resolution of the file system's timestamps.

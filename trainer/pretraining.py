@@ -14,23 +14,23 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from python_backend.checkpoints.tokenization import encode_prompt, fingerprint, load_tokenizer, reply_end
-from python_backend.config import ConfigError, RunConfig, RunSection
-from python_backend.config.required_files import has_tokenizer
-from python_backend.errors import NotFinite, reason_of
-from python_backend.models.batching import plan_micro_batches
-from python_backend.models.card import OutOfMemory
-from python_backend.models.modeling import CriticModel, save_critic
-from python_backend.store.durable import INT64_MAX, staged_folder
-from python_backend.store.journal import DamagedEntry, JournalState, read_training_file
-from python_backend.store.jsonl import append_jsonl, named_lines
-from python_backend.store.weights import WeightsError, WeightsStore
-from python_backend.training.ranks import AnyRanks
-from python_backend.wire.chats import render_chat, template_options
-from python_backend.wire.contract import SEQUENCE_LENGTHS, ContractError, Limits
-from python_backend.wire.messages import BadMessages, is_text_of_messages, plain_messages
-from python_backend.wire.training_payload import TrainPayload, train_payload
-from trainer.critic_update import MAX_ROWS, TrainingRow, load_update, split_rows
+from rlhf_triton.checkpoints.tokenization import encode_prompt, fingerprint, load_tokenizer, reply_end
+from rlhf_triton.config import ConfigError, RunConfig, RunSection
+from rlhf_triton.config.required_files import has_tokenizer
+from rlhf_triton.errors import NotFinite, reason_of
+from rlhf_triton.learning.ranks import AnyRanks
+from rlhf_triton.python_backend.models.batching import plan_micro_batches
+from rlhf_triton.python_backend.models.card import OutOfMemory
+from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic
+from rlhf_triton.store.durable import INT64_MAX, staged_folder
+from rlhf_triton.store.journal import DamagedEntry, JournalState, read_training_file
+from rlhf_triton.store.jsonl import append_jsonl, named_lines
+from rlhf_triton.store.weights import WeightsError, WeightsStore
+from rlhf_triton.trainer.critic_update import MAX_ROWS, TrainingRow, load_update, split_rows
+from rlhf_triton.wire.chats import render_chat, template_options
+from rlhf_triton.wire.contract import SEQUENCE_LENGTHS, ContractError, Limits
+from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages
+from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 
 logger = logging.getLogger(__name__)
 KEY = "critic.pretrain"

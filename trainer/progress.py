@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TypeVar
 
-from python_backend.config import RunConfig
-from python_backend.errors import RlhfError, reason_of
-from python_backend.models.card import card_bytes
-from python_backend.monitoring.metrics import TRAINER, Exporter, Values
-from python_backend.store.journal import Heartbeat, Journal
-from python_backend.store.jsonl import append_jsonl
-from python_backend.store.weights import WeightsStore
-from trainer.critic_update import CriticUpdate, UpdateReport
-from trainer.publish import Publisher, Reload
+from rlhf_triton.config import RunConfig
+from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.monitoring.metrics import TRAINER, Exporter, Values
+from rlhf_triton.python_backend.models.card import card_bytes
+from rlhf_triton.store.journal import Heartbeat, Journal
+from rlhf_triton.store.jsonl import append_jsonl
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport
+from rlhf_triton.trainer.publish import Publisher, Reload
 
 # Retries disk operations until they succeed or a stop is requested; logs the error and reports it to callers.
 

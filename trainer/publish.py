@@ -13,23 +13,23 @@ from pathlib import Path
 
 import numpy as np
 
-from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_weights
-from python_backend.config import CriticSection, RewardSection, RunConfig
-from python_backend.config.labels import attribute_weights
-from python_backend.config.live_models import LiveModel, live_model, live_models
-from python_backend.config.sections import constants_of
-from python_backend.digests import digest_of
-from python_backend.models.canary import canary_outputs
-from python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward
-from python_backend.monitoring.tracing import span
-from python_backend.store.control_key import control_key
-from python_backend.store.weights import Manifest, WeightsError, WeightsStore, weights_files
-from python_backend.training.ranks import ALONE, AnyRanks
-from python_backend.wire.contract import CRITIC
-from trainer.control_plane import ControlPlaneError, Loaded, LoadRefused, ModelServers
-from trainer.pretraining import pretrained, tokenizer_of
-from trainer.trained_critic import TrainedCritic
-from trainer.verification import VersionRejected, holds_weights, verify_version
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_weights
+from rlhf_triton.config import CriticSection, RewardSection, RunConfig
+from rlhf_triton.config.labels import attribute_weights
+from rlhf_triton.config.live_models import LiveModel, live_model, live_models
+from rlhf_triton.config.sections import constants_of
+from rlhf_triton.digests import digest_of
+from rlhf_triton.learning.ranks import ALONE, AnyRanks
+from rlhf_triton.monitoring.tracing import span
+from rlhf_triton.python_backend.models.canary import canary_outputs
+from rlhf_triton.python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward
+from rlhf_triton.store.control_key import control_key
+from rlhf_triton.store.weights import Manifest, WeightsError, WeightsStore, weights_files
+from rlhf_triton.trainer.control_plane import ControlPlaneError, Loaded, LoadRefused, ModelServers
+from rlhf_triton.trainer.pretraining import pretrained, tokenizer_of
+from rlhf_triton.trainer.trained_critic import TrainedCritic
+from rlhf_triton.trainer.verification import VersionRejected, holds_weights, verify_version
+from rlhf_triton.wire.contract import CRITIC
 
 logger = logging.getLogger(__name__)
 Working = Callable[[str], contextlib.AbstractContextManager[object]]
@@ -37,7 +37,7 @@ RECOVERY_PAUSE_S = 5.0  # between two requests for a reload
 HEAL_EVERY_S = 1.0
 WAIT_POLL_S = 0.001
 MODEL = "critic.model"
-# Long enough for a supervisor (`tools serve`, `tools run`) to act first, which restarts the server's other models, too.
+# Long enough for a supervisor (`rlhf-triton serve`, `rlhf-triton run`) to act first, which restarts the server's other models, too.
 HEAL_AFTER_S = 15.0
 
 
@@ -256,7 +256,7 @@ class Publisher:
     def heal(self, working: Working = contextlib.nullcontext) -> list[Loaded]:
         """Reload the model if an instance died more than HEAL_AFTER_S ago; return the outcomes, [] without a reload.
 
-        Triton does not restart a model process that was killed. The supervisor in `tools serve` and `tools run` does so
+        Triton does not restart a model process that was killed. The supervisor in `rlhf-triton serve` and `rlhf-triton run` does so
         sooner than HEAL_AFTER_S; this is for servers without a supervisor.
         """
         now = time.monotonic()

@@ -5,17 +5,17 @@ import logging
 import threading
 from dataclasses import dataclass, replace
 
-from python_backend.config import RunConfig
-from python_backend.store.journal import DamagedEntry, Entry, Journal, Result
-from python_backend.store.weights import WeightsStore
-from python_backend.training.ranks import ALONE, AnyRanks
-from trainer.checkpoint import CheckpointFolder
-from trainer.critic_checkpoints import CriticCheckpoints
-from trainer.critic_state import CriticState
-from trainer.critic_versions import CriticVersions
-from trainer.pending_entries import PendingEntries
-from trainer.progress import SidecarProgress, StoppedWaiting, until_done
-from trainer.publish import Publisher, initialise_stores
+from rlhf_triton.config import RunConfig
+from rlhf_triton.learning.ranks import ALONE, AnyRanks
+from rlhf_triton.store.journal import DamagedEntry, Entry, Journal, Result
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.trainer.checkpoint import CheckpointFolder
+from rlhf_triton.trainer.critic_checkpoints import CriticCheckpoints
+from rlhf_triton.trainer.critic_state import CriticState
+from rlhf_triton.trainer.critic_versions import CriticVersions
+from rlhf_triton.trainer.pending_entries import PendingEntries
+from rlhf_triton.trainer.progress import SidecarProgress, StoppedWaiting, until_done
+from rlhf_triton.trainer.publish import Publisher, initialise_stores
 
 logger = logging.getLogger(__name__)
 IDLE_S = 0.005

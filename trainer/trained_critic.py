@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from python_backend.checkpoints.inspection import (
+from rlhf_triton.checkpoints.inspection import (
     ADAPTERS_KEY,
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -27,25 +27,11 @@ from python_backend.checkpoints.inspection import (
     StoredAdapters,
     inspect_checkpoint,
 )
-from python_backend.config import TrainerSection
-from python_backend.digests import DEFAULT, Algorithm
-from python_backend.models.adapters import (
-    Lora,
-    MergedWeights,
-    describe_adapters,
-    named_layers,
-    trained_tensors,
-    with_adapters,
-)
-from python_backend.models.heads import head_of
-from python_backend.models.loading import empty_token_model
-from python_backend.models.modeling import CriticModel, load_critic, write_config
-from python_backend.models.precision import in_float32, use_bfloat16
-from python_backend.store.durable import disk_errors
-from python_backend.store.weights import WeightsStore
-from python_backend.training.model import checkpoint_gradients, freeze, use_attention
-from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
-from python_backend.training.sharding import (
+from rlhf_triton.config import TrainerSection
+from rlhf_triton.digests import DEFAULT, Algorithm
+from rlhf_triton.learning.model import checkpoint_gradients, freeze, use_attention
+from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankFailed, Ranks
+from rlhf_triton.learning.sharding import (
     MergedSlices,
     all_finite,
     differing,
@@ -53,7 +39,21 @@ from python_backend.training.sharding import (
     shard,
     write_checkpoint,
 )
-from python_backend.training.step import trained_slices
+from rlhf_triton.learning.step import trained_slices
+from rlhf_triton.python_backend.models.adapters import (
+    Lora,
+    MergedWeights,
+    describe_adapters,
+    named_layers,
+    trained_tensors,
+    with_adapters,
+)
+from rlhf_triton.python_backend.models.heads import head_of
+from rlhf_triton.python_backend.models.loading import empty_token_model
+from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic, write_config
+from rlhf_triton.python_backend.models.precision import in_float32, use_bfloat16
+from rlhf_triton.store.durable import disk_errors
+from rlhf_triton.store.weights import WeightsStore
 
 BASE_VERSION = 0  # which training starts from; never pruned
 

@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError
-from python_backend.checkpoints.safetensors_header import read_header
-from python_backend.checkpoints.tensor_file import STORED_AS, raw_bytes
-from python_backend.digests import Hasher, digest_of, digest_of_mapped
-from python_backend.errors import RlhfError
-from python_backend.models.canary import SERVED_TOLERANCE, canary_difference, canary_outputs
-from python_backend.models.loading import check_sums
-from python_backend.models.modeling import CriticModel, RewardModel, load_critic
-from python_backend.store.weights import Manifest, WeightsError, WeightsStore
-from python_backend.training.ranks import RankFailed
-from trainer.trained_critic import TrainedCritic
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError
+from rlhf_triton.checkpoints.safetensors_header import read_header
+from rlhf_triton.checkpoints.tensor_file import STORED_AS, raw_bytes
+from rlhf_triton.digests import Hasher, digest_of, digest_of_mapped
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.learning.ranks import RankFailed
+from rlhf_triton.python_backend.models.canary import SERVED_TOLERANCE, canary_difference, canary_outputs
+from rlhf_triton.python_backend.models.loading import check_sums
+from rlhf_triton.python_backend.models.modeling import CriticModel, RewardModel, load_critic
+from rlhf_triton.store.weights import Manifest, WeightsError, WeightsStore
+from rlhf_triton.trainer.trained_critic import TrainedCritic
 
 CANARY_TOLERANCE = 1e-5  # relative to the largest value: equal weights differ by rounding at most
 SUMMED_AT_ONCE = 1 << 20  # elements: the sum finds them in the cache, where the digest left them

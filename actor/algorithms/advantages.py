@@ -7,7 +7,7 @@ affect a result.
 import torch
 from torch import Tensor
 
-from python_backend.errors import RlhfError
+from rlhf_triton.errors import RlhfError
 
 WHITEN_EPSILON = 1e-8
 ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative; the same row scored twice by a server may differ by this much

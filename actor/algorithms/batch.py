@@ -6,15 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actor.algorithms.advantages import explained_variance, masked_mean, masked_whiten
-from actor.algorithms.inputs import AdvantageInputs
-from actor.algorithms.losses import kl_estimate
-from actor.algorithms.method import Method
-from actor.algorithms.reinforce_plus_plus import advantage as returns_to_go
-from actor.algorithms.stages import RewardShaper
-from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
-from python_backend.errors import RlhfError
-from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
+from rlhf_triton.actor.algorithms.advantages import explained_variance, masked_mean, masked_whiten
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
+from rlhf_triton.actor.algorithms.losses import kl_estimate
+from rlhf_triton.actor.algorithms.method import Method
+from rlhf_triton.actor.algorithms.reinforce_plus_plus import advantage as returns_to_go
+from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
 
 
 def make_batch(

@@ -3,8 +3,13 @@
 import torch
 from torch import Tensor
 
-from actor.algorithms.advantages import divide_by_mean, group_standardise, process_supervision, subtract_mean
-from actor.algorithms.inputs import AdvantageInputs
+from rlhf_triton.actor.algorithms.advantages import (
+    divide_by_mean,
+    group_standardise,
+    process_supervision,
+    subtract_mean,
+)
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 
 
 def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actor.algorithms.advantages import masked_sum, require_same_shape, token_rewards
+from rlhf_triton.actor.algorithms.advantages import masked_sum, require_same_shape, token_rewards
 
 MOST_LOG_RATIO = 20.0  # nats; if exp overflowed, even a clipped loss would have a non-finite gradient
 

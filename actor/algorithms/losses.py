@@ -5,10 +5,10 @@ and proportional to the advantages, which importance weights multiply.
 import torch
 from torch import Tensor
 
-from actor.algorithms.advantages import masked_sum, require_same_shape
-from actor.algorithms.inputs import MOST_LOG_RATIO, LossInputs
-from python_backend.config.algorithms import KL_ESTIMATORS
-from python_backend.rewards.function import import_function
+from rlhf_triton.actor.algorithms.advantages import masked_sum, require_same_shape
+from rlhf_triton.actor.algorithms.inputs import MOST_LOG_RATIO, LossInputs
+from rlhf_triton.config.algorithms import KL_ESTIMATORS
+from rlhf_triton.rewards.function import import_function
 
 
 def clipped(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

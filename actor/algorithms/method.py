@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actor.algorithms.inputs import Advantage, AdvantageInputs, ClipRange, Loss, LossInputs
-from python_backend.config import AlgorithmSection, KLSection, RunConfig
-from python_backend.config.algorithms import LOSSES
-from python_backend.config.without_effect import effect_line
-from python_backend.rewards.function import FunctionError, describe, import_function
+from rlhf_triton.actor.algorithms.inputs import Advantage, AdvantageInputs, ClipRange, Loss, LossInputs
+from rlhf_triton.config import AlgorithmSection, KLSection, RunConfig
+from rlhf_triton.config.algorithms import LOSSES
+from rlhf_triton.config.without_effect import effect_line
+from rlhf_triton.rewards.function import FunctionError, describe, import_function
 
 # A user's own advantage function and loss: whatever is wrong with one is a single sentence that names it.
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from actor.algorithms.advantages import gae, length_adaptive
-from actor.algorithms.inputs import AdvantageInputs
+from rlhf_triton.actor.algorithms.advantages import gae, length_adaptive
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 
 
 def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:

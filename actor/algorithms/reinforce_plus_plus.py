@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from actor.algorithms.advantages import gae
-from actor.algorithms.inputs import AdvantageInputs
+from rlhf_triton.actor.algorithms.advantages import gae
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 
 
 def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:

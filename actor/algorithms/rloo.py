@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from actor.algorithms.advantages import leave_one_out
-from actor.algorithms.inputs import AdvantageInputs
-from python_backend.errors import RlhfError
+from rlhf_triton.actor.algorithms.advantages import leave_one_out
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
+from rlhf_triton.errors import RlhfError
 
 
 def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:

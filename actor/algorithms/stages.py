@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from actor.algorithms.advantages import is_rounding
-from actor.algorithms.inputs import AdvantageInputs
-from python_backend.config import RewardsSection
+from rlhf_triton.actor.algorithms.advantages import is_rounding
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
+from rlhf_triton.config import RewardsSection
 
 EPSILON = 1e-8
 

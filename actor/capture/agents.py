@@ -11,17 +11,17 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI
 
-from actor.capture.app import capture_router, refused
-from actor.capture.dialects import refuse
-from actor.capture.sessions import CapturedRow, CaptureError, Sampled, Sampling, Session, Sessions
-from actor.data.recorded import RecordedRow
-from actor.data.rollout import Prompt
-from actor.generation.conversations import Agent, TalkRows, as_response
-from actor.generation.slots import Response
-from python_backend.config.environment import EnvironmentSection
-from python_backend.environments.pool import EnvironmentFailed
-from python_backend.errors import RlhfError
-from python_backend.rewards.function import MESSAGES_KEY
+from rlhf_triton.actor.capture.app import capture_router, refused
+from rlhf_triton.actor.capture.dialects import refuse
+from rlhf_triton.actor.capture.sessions import CapturedRow, CaptureError, Sampled, Sampling, Session, Sessions
+from rlhf_triton.actor.data.recorded import RecordedRow
+from rlhf_triton.actor.data.rollout import Prompt
+from rlhf_triton.actor.environments.pool import EnvironmentFailed
+from rlhf_triton.actor.generation.conversations import Agent, TalkRows, as_response
+from rlhf_triton.actor.generation.slots import Response
+from rlhf_triton.config.environment import EnvironmentSection
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.rewards.function import MESSAGES_KEY
 
 
 class CapturedAgents(Agent):

@@ -12,10 +12,18 @@ from fastapi import APIRouter, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import JSONResponse
 
-from actor.capture.dialects import ANTHROPIC_MESSAGES, NUMBER, OPENAI_CHAT, Dialect, checked, number, reply_to
-from actor.capture.sessions import CaptureError, Sampled, Sampler, Session, Sessions
-from actor.data.chat import TemplateError
-from python_backend.store.jsonl import append_jsonl
+from rlhf_triton.actor.capture.dialects import (
+    ANTHROPIC_MESSAGES,
+    NUMBER,
+    OPENAI_CHAT,
+    Dialect,
+    checked,
+    number,
+    reply_to,
+)
+from rlhf_triton.actor.capture.sessions import CaptureError, Sampled, Sampler, Session, Sessions
+from rlhf_triton.actor.data.chat import TemplateError
+from rlhf_triton.store.jsonl import append_jsonl
 
 Name = Annotated[str, PathParameter(pattern=r"^[\w.:-]{1,200}$")]
 RELEASE = "rlhf.release"  # in the scope of a request: gives back the room of its body

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from actor.capture.sessions import CaptureError, Sampled, Sampling
-from actor.data.chat import HERMES, Message, tool_calls
-from python_backend.checkpoints.tokenization import reply_text
+from rlhf_triton.actor.capture.sessions import CaptureError, Sampled, Sampling
+from rlhf_triton.actor.data.chat import HERMES, Message, tool_calls
+from rlhf_triton.checkpoints.tokenization import reply_text
 
 Json = dict[str, Any]
 

@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from actor.data.chat import Chat, Message, TemplateError
-from actor.data.recorded import RecordedRow, Version
-from python_backend.errors import RlhfError
-from python_backend.wire.chats import TOOLS, texts_in, warn_once
+from rlhf_triton.actor.data.chat import Chat, Message, TemplateError
+from rlhf_triton.actor.data.recorded import RecordedRow, Version
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.wire.chats import TOOLS, texts_in, warn_once
 
 logger = logging.getLogger(__name__)
 MOST_ENDED = 100_000  # names that are remembered

@@ -4,11 +4,11 @@ import asyncio
 import zlib
 from collections.abc import Sequence
 
-from actor.capture.sessions import CaptureError, Sampled, Sampling
-from actor.data.recorded import Version
-from actor.vllm.connection import VllmClient, token_rules
-from python_backend.client.errors import Kind, Trouble
-from python_backend.client.pool import ServerNames
+from rlhf_triton.actor.capture.sessions import CaptureError, Sampled, Sampling
+from rlhf_triton.actor.data.recorded import Version
+from rlhf_triton.actor.vllm.connection import VllmClient, token_rules
+from rlhf_triton.client.errors import Kind, Trouble
+from rlhf_triton.client.pool import ServerNames
 
 
 class VllmSampler:

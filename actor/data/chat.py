@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from python_backend.checkpoints.tokenization import reply_text
-from python_backend.errors import RlhfError
-from python_backend.wire.chats import TOOLS, render_chat, warn_once
-from python_backend.wire.messages import BadMessages
+from rlhf_triton.checkpoints.tokenization import reply_text
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.wire.chats import TOOLS, render_chat, warn_once
+from rlhf_triton.wire.messages import BadMessages
 
 Message = dict[str, Any]
 PROBE = "Yes."  # a reply in the check of a chat template

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from python_backend.models.card import use_card
+from rlhf_triton.python_backend.models.card import use_card
 
 InThread: TypeAlias = Callable[..., Awaitable[Any]]
 AT_ONCE = 16  # tasks that may start in one iteration of the event loop, which then takes a few milliseconds

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from python_backend.errors import RlhfError
+from rlhf_triton.errors import RlhfError
 
 SOURCES = ("text", "messages", "prompt")  # columns that may hold the prompt
 EMPTY: tuple[Any, ...] = (None, "", [])

@@ -11,15 +11,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from actor.data.prompt_files import EMPTY, SOURCES, PromptError, PromptRow, begun, read_rows, source_of
-from python_backend.checkpoints.tokenization import encode_prompt, without_embedding
-from python_backend.client.served import ServedModel
-from python_backend.config import RunConfig
-from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
-from python_backend.rewards.groups import GROUP_KEY
-from python_backend.wire.chats import TEMPLATE_COLUMNS, render_chat, template_options
-from python_backend.wire.contract import STEP_ENDS
-from python_backend.wire.messages import BadMessages, is_text_of_messages, plain_messages
+from rlhf_triton.actor.data.prompt_files import EMPTY, SOURCES, PromptError, PromptRow, begun, read_rows, source_of
+from rlhf_triton.checkpoints.tokenization import encode_prompt, without_embedding
+from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config import RunConfig
+from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
+from rlhf_triton.rewards.groups import GROUP_KEY
+from rlhf_triton.wire.chats import TEMPLATE_COLUMNS, render_chat, template_options
+from rlhf_triton.wire.contract import STEP_ENDS
+from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "skip", "truncate"]

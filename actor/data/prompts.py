@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from actor.data.prompt_files import PromptError, fingerprint, open_rows
-from actor.data.prompt_reader import Prompt, PromptReader
-from python_backend.config import PromptFileSection
+from rlhf_triton.actor.data.prompt_files import PromptError, fingerprint, open_rows
+from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader
+from rlhf_triton.config import PromptFileSection
 
 logger = logging.getLogger(__name__)
 WEIGHTS = 0.005, 0.5  # least and largest of a prompt

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from actor.data.chat import Message
+from rlhf_triton.actor.data.chat import Message
 
 Version = int | str | None  # of the policy's weights
 

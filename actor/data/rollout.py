@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actor.data.prompt_reader import Prompt
-from actor.data.recorded import SampledTurn
-from python_backend.checkpoints.tokenization import without_end
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.recorded import SampledTurn
+from rlhf_triton.checkpoints.tokenization import without_end
 
 
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from python_backend.models.card import is_device_error, is_out_of_memory, to_device
+from rlhf_triton.python_backend.models.card import is_device_error, is_out_of_memory, to_device
 
 
 class SlotCache(Cache):

@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from actor.data.chat import Chat, HistoryChanged, Message, TemplateError
-from actor.data.recorded import RecordedRow
-from actor.data.rollout import Prompt, Trajectory
-from actor.generation.slots import Finished, Response
-from python_backend.checkpoints.tokenization import reply_text, without_embedding
-from python_backend.config.environment import EnvironmentSection
-from python_backend.environments.pool import SEED, EnvironmentFailed, Environments, Instance
-from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY
-from python_backend.wire.chats import warn_once
+from rlhf_triton.actor.data.chat import Chat, HistoryChanged, Message, TemplateError
+from rlhf_triton.actor.data.recorded import RecordedRow
+from rlhf_triton.actor.data.rollout import Prompt, Trajectory
+from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments, Instance
+from rlhf_triton.actor.generation.slots import Finished, Response
+from rlhf_triton.checkpoints.tokenization import reply_text, without_embedding
+from rlhf_triton.config.environment import EnvironmentSection
+from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY
+from rlhf_triton.wire.chats import warn_once
 
 logger = logging.getLogger(__name__)
 ANOTHER_ROW = "%s: there, a conversation goes on as another sample of the same group"

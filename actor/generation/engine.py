@@ -20,10 +20,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from actor.data.rollout import Prompt
-from actor.generation.cache import cache_layers
-from actor.generation.conversations import Agent
-from actor.generation.slots import (
+from rlhf_triton.actor.data.rollout import Prompt
+from rlhf_triton.actor.generation.cache import cache_layers
+from rlhf_triton.actor.generation.conversations import Agent
+from rlhf_triton.actor.generation.slots import (
     Decoder,
     Draws,
     Finished,
@@ -35,10 +35,10 @@ from actor.generation.slots import (
     draw,
     warpers_of,
 )
-from python_backend.config import GenerationSection
-from python_backend.models.adapters import with_merged_layers
-from python_backend.models.card import Halving, is_device_error, is_out_of_memory
-from python_backend.models.precision import FLASH_ATTENTION, in_float32
+from rlhf_triton.config import GenerationSection
+from rlhf_triton.python_backend.models.adapters import with_merged_layers
+from rlhf_triton.python_backend.models.card import Halving, is_device_error, is_out_of_memory
+from rlhf_triton.python_backend.models.precision import FLASH_ATTENTION, in_float32
 
 logger = logging.getLogger(__name__)
 PROOF_TOKENS = 4  # decoded per prompt to compare slot-based decoding with plain forward passes

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from actor.data.rollout import Prompt, Trajectory
-from actor.generation.cache import SlotCache, cache_layers, find_distinct
-from python_backend.errors import NotFinite
-from python_backend.models.card import to_device
+from rlhf_triton.actor.data.rollout import Prompt, Trajectory
+from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, find_distinct
+from rlhf_triton.errors import NotFinite
+from rlhf_triton.python_backend.models.card import to_device
 
 # Refill when at least a quarter of the slots are free: a forward pass over prompts costs more than a decoding step.
 REFILL_SHARE = 4

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actor.algorithms.losses import KLControl
-from actor.algorithms.stages import RewardShaper, RunningMoments
-from actor.data.prompts import StepInputs
-from actor.policy.loading import ADAPTERS
-from actor.policy.policy import Policy
-from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
-from python_backend.config import RunConfig
-from python_backend.digests import DEFAULT, Algorithm
-from python_backend.store.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder
-from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint, hashes, read_state, sealed, verify_folder
+from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
+from rlhf_triton.actor.data.prompts import StepInputs
+from rlhf_triton.actor.policy.loading import ADAPTERS
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_weights
+from rlhf_triton.config import RunConfig
+from rlhf_triton.digests import DEFAULT, Algorithm
+from rlhf_triton.store.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder
+from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint, hashes, read_state, sealed, verify_folder
 
 logger = logging.getLogger(__name__)
 REBUILDS = ("precision", "lora_rank", "lora_alpha", "lora_targets")  # settings with which the weights load again

@@ -15,22 +15,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from python_backend.checkpoints.inspection import (
+from rlhf_triton.checkpoints.inspection import (
     CheckpointError,
     fix_forward,
     max_positions,
     stable_length,
     stored_dtypes,
 )
-from python_backend.checkpoints.language_models import as_checkpoint_error, check_tensors
-from python_backend.config import PolicySection
-from python_backend.models.adapters import Lora, load_trained, named_layers, trained_tensors, with_adapters
-from python_backend.models.precision import use_bfloat16
-from python_backend.models.sharded_tensors import whole
-from python_backend.training.model import checkpoint_gradients, freeze, use_attention
-from python_backend.training.ranks import AnyRanks, Ranks
-from python_backend.training.sharding import hollow, shard, write_slices
-from python_backend.training.step import (
+from rlhf_triton.checkpoints.language_models import as_checkpoint_error, check_tensors
+from rlhf_triton.config import PolicySection
+from rlhf_triton.learning.model import checkpoint_gradients, freeze, use_attention
+from rlhf_triton.learning.ranks import AnyRanks, Ranks
+from rlhf_triton.learning.sharding import hollow, shard, write_slices
+from rlhf_triton.learning.step import (
     load_state,
     named_state,
     read_optimizer,
@@ -38,9 +35,12 @@ from python_backend.training.step import (
     state_tensors,
     trained_slices,
 )
+from rlhf_triton.python_backend.models.adapters import Lora, load_trained, named_layers, trained_tensors, with_adapters
+from rlhf_triton.python_backend.models.precision import use_bfloat16
+from rlhf_triton.python_backend.models.sharded_tensors import whole
 
 if TYPE_CHECKING:
-    from actor.policy.policy import Policy
+    from rlhf_triton.actor.policy.policy import Policy
 
 R = TypeVar("R")
 

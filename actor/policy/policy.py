@@ -18,26 +18,33 @@ import torch
 from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from actor.data.rollout import Prompt, Rollout, join_rollouts
-from actor.generation.cache import can_share, response_hidden, shared_passes
-from actor.generation.engine import Generation
-from actor.generation.slots import Finished, Response
-from actor.policy.loading import PolicyModels, check_lora_targets, check_positions, load_model, read_state, write_state
-from actor.policy.samplers import OtherSamplers
-from python_backend.checkpoints.inspection import fingerprint_weights
-from python_backend.checkpoints.language_models import check_language_model
-from python_backend.checkpoints.tokenization import load_tokenizer, special_tokens
-from python_backend.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
-from python_backend.models.adapters import MergedWeights
-from python_backend.models.batching import plan_micro_batches
-from python_backend.models.card import CardStream, Halving, skip_inspections, to_device
-from python_backend.models.language_model import check_causal
-from python_backend.models.loading import load_weights, map_tensors
-from python_backend.models.logprobs import sampling_entropy, target_logprobs
-from python_backend.models.output_head import head_logprobs, linear_head
-from python_backend.models.precision import computing, in_float32
-from python_backend.training.ranks import ALONE, AnyRanks, Ranks
-from python_backend.training.step import make_adamw
+from rlhf_triton.actor.data.rollout import Prompt, Rollout, join_rollouts
+from rlhf_triton.actor.generation.cache import can_share, response_hidden, shared_passes
+from rlhf_triton.actor.generation.engine import Generation
+from rlhf_triton.actor.generation.slots import Finished, Response
+from rlhf_triton.actor.policy.loading import (
+    PolicyModels,
+    check_lora_targets,
+    check_positions,
+    load_model,
+    read_state,
+    write_state,
+)
+from rlhf_triton.actor.policy.samplers import OtherSamplers
+from rlhf_triton.checkpoints.inspection import fingerprint_weights
+from rlhf_triton.checkpoints.language_models import check_language_model
+from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens
+from rlhf_triton.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
+from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
+from rlhf_triton.learning.step import make_adamw
+from rlhf_triton.python_backend.models.adapters import MergedWeights
+from rlhf_triton.python_backend.models.batching import plan_micro_batches
+from rlhf_triton.python_backend.models.card import CardStream, Halving, skip_inspections, to_device
+from rlhf_triton.python_backend.models.language_model import check_causal
+from rlhf_triton.python_backend.models.loading import load_weights, map_tensors
+from rlhf_triton.python_backend.models.logprobs import sampling_entropy, target_logprobs
+from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
+from rlhf_triton.python_backend.models.precision import computing, in_float32
 
 logger = logging.getLogger(__name__)
 Entropy = Literal["none", "value", "gradient"]  # whether entropies are computed, and with a gradient

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actor.data.recorded import SampledTurn
-from actor.data.rollout import Prompt, Rollout, Trajectory
-from actor.generation.engine import Generation
-from actor.generation.slots import Finished, Response
-from python_backend.errors import RlhfError
-from python_backend.training.ranks import Mailbox, Operations, Ranks, as_tensor, dealt, value_of
+from rlhf_triton.actor.data.recorded import SampledTurn
+from rlhf_triton.actor.data.rollout import Prompt, Rollout, Trajectory
+from rlhf_triton.actor.generation.engine import Generation
+from rlhf_triton.actor.generation.slots import Finished, Response
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.learning.ranks import Mailbox, Operations, Ranks, as_tensor, dealt, value_of
 
 POLL_S = 0.002
 

@@ -14,19 +14,19 @@ import operator
 import torch
 from torch import Tensor
 
-from actor.algorithms.inputs import LossInputs
-from actor.algorithms.losses import importance_factors, kl_loss
-from actor.algorithms.method import Method
-from actor.data.rollout import PPOBatch
-from actor.policy.policy import Policy
-from python_backend.config import ActorSection, OptimizerSection, UpdateSection
-from python_backend.errors import NotFinite
-from python_backend.models.adapters import adapter_dropouts
-from python_backend.rewards.function import FunctionError
-from python_backend.training.model import in_training, recomputing
-from python_backend.training.ranks import dealt
-from python_backend.training.sharding import sync_gradients
-from python_backend.training.step import take_step
+from rlhf_triton.actor.algorithms.inputs import LossInputs
+from rlhf_triton.actor.algorithms.losses import importance_factors, kl_loss
+from rlhf_triton.actor.algorithms.method import Method
+from rlhf_triton.actor.data.rollout import PPOBatch
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.config import ActorSection, OptimizerSection, UpdateSection
+from rlhf_triton.errors import NotFinite
+from rlhf_triton.learning.model import in_training, recomputing
+from rlhf_triton.learning.ranks import dealt
+from rlhf_triton.learning.sharding import sync_gradients
+from rlhf_triton.learning.step import take_step
+from rlhf_triton.python_backend.models.adapters import adapter_dropouts
+from rlhf_triton.rewards.function import FunctionError
 
 
 class PolicyUpdate:

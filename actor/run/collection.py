@@ -8,19 +8,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from actor.algorithms.advantages import subtract_mean
-from actor.algorithms.batch import with_limits
-from actor.data.compute import InThread
-from actor.data.prompts import chances
-from actor.data.rollout import Prompt, Rollout, ScoredRollout, join_rollouts, joined_logprobs
-from actor.policy.policy import Policy
-from actor.run.metrics import Timers
-from actor.scoring.environment import scores_of_others
-from actor.scoring.reference import Reference, only_known, with_one_version
-from actor.scoring.scorer import Scorer, join_scores
-from actor.scoring.stream import ScoringStream
-from python_backend.config import AlgorithmSection
-from python_backend.wire.contract import VersionRange
+from rlhf_triton.actor.algorithms.advantages import subtract_mean
+from rlhf_triton.actor.algorithms.batch import with_limits
+from rlhf_triton.actor.data.compute import InThread
+from rlhf_triton.actor.data.prompts import chances
+from rlhf_triton.actor.data.rollout import Prompt, Rollout, ScoredRollout, join_rollouts, joined_logprobs
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.run.metrics import Timers
+from rlhf_triton.actor.scoring.environment import scores_of_others
+from rlhf_triton.actor.scoring.reference import Reference, only_known, with_one_version
+from rlhf_triton.actor.scoring.scorer import Scorer, join_scores
+from rlhf_triton.actor.scoring.stream import ScoringStream
+from rlhf_triton.config import AlgorithmSection
+from rlhf_triton.wire.contract import VersionRange
 
 
 async def collect(

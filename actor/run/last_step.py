@@ -2,13 +2,13 @@
 
 import logging
 
-from actor.algorithms.stages import RewardShaper, RunningMoments
-from actor.policy.policy import Policy
-from actor.run.recorder import Recorder
-from actor.run.stopping import Stopped, where_it_stopped
-from python_backend.errors import REPORTED, NotFinite, RlhfError, reason_of
-from python_backend.models.card import is_device_error
-from python_backend.training.sharding import all_finite
+from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.run.recorder import Recorder
+from rlhf_triton.actor.run.stopping import Stopped, where_it_stopped
+from rlhf_triton.errors import REPORTED, NotFinite, RlhfError, reason_of
+from rlhf_triton.learning.sharding import all_finite
+from rlhf_triton.python_backend.models.card import is_device_error
 
 logger = logging.getLogger(__name__)
 

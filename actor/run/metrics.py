@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from python_backend.client.retry import RequestCounters
-from python_backend.config import RunConfig
-from python_backend.errors import RlhfError
-from python_backend.monitoring.metrics import ACTOR, Exporter, Values
-from python_backend.monitoring.tracing import span
-from python_backend.store.jsonl import append_jsonl, drop_steps_from
+from rlhf_triton.client.retry import RequestCounters
+from rlhf_triton.config import RunConfig
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.monitoring.metrics import ACTOR, Exporter, Values
+from rlhf_triton.monitoring.tracing import span
+from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker

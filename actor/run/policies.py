@@ -7,14 +7,14 @@ import threading
 
 import torch
 
-from actor.algorithms.method import Method
-from actor.generation.conversations import Agent
-from actor.policy.policy import Policy
-from actor.policy.update import PolicyUpdate
-from python_backend.config import ConfigError, EnvironmentSection, RunConfig
-from python_backend.errors import RlhfError
-from python_backend.models.card import use_card
-from python_backend.training.ranks import ALONE, AnyRanks, RankLost, Ranks
+from rlhf_triton.actor.algorithms.method import Method
+from rlhf_triton.actor.generation.conversations import Agent
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.config import ConfigError, EnvironmentSection, RunConfig
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankLost, Ranks
+from rlhf_triton.python_backend.models.card import use_card
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> t
     torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, and alike on all ranks
     policy = Policy.of(actor, ranks, config.longest_row)
     if actor.generation.engine == "vllm":
-        from actor.vllm.generation import VllmGeneration  # deferred: HTTP
+        from rlhf_triton.actor.vllm.generation import VllmGeneration  # deferred: HTTP
 
         policy.generation = VllmGeneration(config, policy)
     if config.environment is not None:
@@ -47,7 +47,7 @@ def _agent_class(environment: EnvironmentSection) -> type[Agent]:
     if environment.agent is None:
         return Agent
     try:
-        from actor.capture.agents import CapturedAgents
+        from rlhf_triton.actor.capture.agents import CapturedAgents
     except ModuleNotFoundError as error:
         raise ConfigError(f"environment.agent needs {error.name}: pip install '.[gateway]'") from error
     return CapturedAgents

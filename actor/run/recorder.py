@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.algorithms.batch import failures, process_metrics, rollout_metrics, text_metrics
-from actor.algorithms.stages import overlong_penalties
-from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, Trajectory
-from actor.policy.checkpoint import (
+from rlhf_triton.actor.algorithms.batch import failures, process_metrics, rollout_metrics, text_metrics
+from rlhf_triton.actor.algorithms.stages import overlong_penalties
+from rlhf_triton.actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, Trajectory
+from rlhf_triton.actor.policy.checkpoint import (
     RunState,
     check_checkpoint_of,
     critic_steps,
@@ -26,23 +26,23 @@ from actor.policy.checkpoint import (
     saved_steps,
     set_aside,
 )
-from actor.run.metrics import ActorMetrics, Metric, MetricsLog, Trackers, finite, has_signal
-from actor.run.settings import flat_settings
-from actor.run.staleness import VersionSteps, staleness_metrics
-from actor.run.validation import Validation, explained, samples, training_texts
-from actor.scoring.scorer import Scorer
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.client.client import TritonClient
-from python_backend.client.errors import RequestFailed
-from python_backend.config import AlgorithmSection, RunConfig
-from python_backend.models.card import card_bytes
-from python_backend.monitoring.log_lines import set_log_position
-from python_backend.monitoring.tracing import end_step
-from python_backend.store.durable import read_json, sweep, write_folder, write_json
-from python_backend.store.jsonl import append_jsonl, drop_steps_from, each_line, read_jsonl, write_jsonl
-from python_backend.store.sealed_folder import DamagedCheckpoint
-from python_backend.store.weights import WeightsError, WeightsStore
-from python_backend.wire.contract import STEP_AHEAD
+from rlhf_triton.actor.run.metrics import ActorMetrics, Metric, MetricsLog, Trackers, finite, has_signal
+from rlhf_triton.actor.run.settings import flat_settings
+from rlhf_triton.actor.run.staleness import VersionSteps, staleness_metrics
+from rlhf_triton.actor.run.validation import Validation, explained, samples, training_texts
+from rlhf_triton.actor.scoring.scorer import Scorer
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.errors import RequestFailed
+from rlhf_triton.config import AlgorithmSection, RunConfig
+from rlhf_triton.monitoring.log_lines import set_log_position
+from rlhf_triton.monitoring.tracing import end_step
+from rlhf_triton.python_backend.models.card import card_bytes
+from rlhf_triton.store.durable import read_json, sweep, write_folder, write_json
+from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from, each_line, read_jsonl, write_jsonl
+from rlhf_triton.store.sealed_folder import DamagedCheckpoint
+from rlhf_triton.store.weights import WeightsError, WeightsStore
+from rlhf_triton.wire.contract import STEP_AHEAD
 
 logger = logging.getLogger(__name__)
 CUT = "actor.generation.max_new_tokens"  # the limit of a response, as `Trajectory.truncated` has it

@@ -8,22 +8,22 @@ from functools import partial
 
 import numpy as np
 
-from actor.data.compute import InThread, cancelled
-from actor.data.prompt_reader import check_columns
-from actor.data.prompts import StepInputs, chances, preferred
-from actor.data.rollout import Prompt, ScoredRollout
-from actor.policy.policy import Policy
-from actor.run.collection import by_spread, collect, group_metrics, join_scored
-from actor.run.metrics import Timers
-from actor.run.recorder import Recorder
-from actor.run.staleness import needed_update
-from actor.scoring.reference import Reference
-from actor.scoring.scorer import Scorer
-from python_backend.client.client import TritonClient
-from python_backend.client.errors import ServerFailed
-from python_backend.config import ActorSection
-from python_backend.monitoring.log_lines import set_log_position
-from python_backend.wire.contract import VersionRange
+from rlhf_triton.actor.data.compute import InThread, cancelled
+from rlhf_triton.actor.data.prompt_reader import check_columns
+from rlhf_triton.actor.data.prompts import StepInputs, chances, preferred
+from rlhf_triton.actor.data.rollout import Prompt, ScoredRollout
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.run.collection import by_spread, collect, group_metrics, join_scored
+from rlhf_triton.actor.run.metrics import Timers
+from rlhf_triton.actor.run.recorder import Recorder
+from rlhf_triton.actor.run.staleness import needed_update
+from rlhf_triton.actor.scoring.reference import Reference
+from rlhf_triton.actor.scoring.scorer import Scorer
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.errors import ServerFailed
+from rlhf_triton.config import ActorSection
+from rlhf_triton.monitoring.log_lines import set_log_position
+from rlhf_triton.wire.contract import VersionRange
 
 # Critic updates in flight: sent before the policy's update, awaited when scoring needs their weights.
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.data.prompt_files import PromptError
-from actor.data.prompt_reader import Prompt
-from python_backend.checkpoints.inspection import CONFIG_FILE, max_positions, read_config, stable_length
-from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, same_tokenizer
-from python_backend.config import ConfigError, RunConfig
-from python_backend.config.sections import ModelSection
+from rlhf_triton.actor.data.prompt_files import PromptError
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, max_positions, read_config, stable_length
+from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS, same_tokenizer
+from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.config.sections import ModelSection
 
 REPLY = "This is a trial response."
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
-from python_backend.config import ConfigError, RunConfig
-from python_backend.config.sections import ModelSection
-from python_backend.errors import RlhfError, reason_of
-from python_backend.rewards.function import FILE_SPEC
-from python_backend.store.durable import numbers_in, read_json, write_json
-from python_backend.store.jsonl import append_jsonl
-from python_backend.store.sealed_folder import STATE_FILE
+from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_weights
+from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.config.sections import ModelSection
+from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.rewards.function import FILE_SPEC
+from rlhf_triton.store.durable import numbers_in, read_json, write_json
+from rlhf_triton.store.jsonl import append_jsonl
+from rlhf_triton.store.sealed_folder import STATE_FILE
 
 SETTINGS_FILE = "settings.json"
 CHANGES_FILE = "changes.jsonl"  # a line for each resume with other settings: {"step": …, "changed": {key: [old, new]}}
@@ -83,7 +83,7 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
         raise ConfigError(
             f"{folder} would resume after step {step} with other settings than it was trained with:\n  "
             + "\n  ".join(guarded)
-            + "\npass --accept-changes to go on with these, or set them back; `tools run --fresh` starts over"
+            + "\npass --accept-changes to go on with these, or set them back; `rlhf-triton run --fresh` starts over"
         )
     return changed
 

@@ -8,7 +8,7 @@ the responses of critic_train, and treats a version that they do not explain as 
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from actor.run.metrics import Metric
+from rlhf_triton.actor.run.metrics import Metric
 
 KEPT_VERSIONS = 1000  # bounds memory; rows are scored by recent versions
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from types import FrameType
 from typing import Any, TypeVar
 
-from python_backend.training.launch import ended
+from rlhf_triton.learning.launch import ended
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

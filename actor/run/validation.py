@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from actor.algorithms.advantages import explained_variance
-from actor.algorithms.batch import score_returns, sequence_kl
-from actor.data.compute import InThread
-from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, text_places
-from actor.policy.policy import Policy
-from actor.run.collection import all_rows, collect
-from actor.run.metrics import Timers
-from actor.scoring.reference import Reference
-from actor.scoring.scorer import Scorer
-from python_backend.monitoring.tracing import span
-from python_backend.rewards.function import MESSAGES_KEY
-from python_backend.wire.contract import VersionRange
+from rlhf_triton.actor.algorithms.advantages import explained_variance
+from rlhf_triton.actor.algorithms.batch import score_returns, sequence_kl
+from rlhf_triton.actor.data.compute import InThread
+from rlhf_triton.actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, text_places
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.run.collection import all_rows, collect
+from rlhf_triton.actor.run.metrics import Timers
+from rlhf_triton.actor.scoring.reference import Reference
+from rlhf_triton.actor.scoring.scorer import Scorer
+from rlhf_triton.monitoring.tracing import span
+from rlhf_triton.rewards.function import MESSAGES_KEY
+from rlhf_triton.wire.contract import VersionRange
 
 SEED_OFFSET = 1_000_000  # keeps validation seeds apart from the seeds of training rollouts
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from actor.data.rollout import ProcessRewards, Rollout, Scores
+from rlhf_triton.actor.data.rollout import ProcessRewards, Rollout, Scores
 
 COMPONENT = "environment"  # name among a rollout's rewards
 BEYOND = "the environment's rewards, or their sum, are beyond float32; return smaller ones, or lower environment.weight"

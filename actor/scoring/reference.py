@@ -12,17 +12,17 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from actor.data.compute import InThread
-from actor.data.rollout import ReferenceLogprobs, Rollout, Scores, joined
-from actor.policy.policy import Policy
-from actor.scoring.stream import RowStream
-from python_backend.checkpoints.inspection import fingerprint_weights
-from python_backend.checkpoints.tokenization import fingerprint
-from python_backend.client.client import TritonClient
-from python_backend.client.errors import UNKNOWN_MODEL, RequestFailed
-from python_backend.config import RunConfig
-from python_backend.errors import RlhfError
-from python_backend.wire.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, REFERENCE, TEMPERATURE, id_ranges
+from rlhf_triton.actor.data.compute import InThread
+from rlhf_triton.actor.data.rollout import ReferenceLogprobs, Rollout, Scores, joined
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.scoring.stream import RowStream
+from rlhf_triton.checkpoints.inspection import fingerprint_weights
+from rlhf_triton.checkpoints.tokenization import fingerprint
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
+from rlhf_triton.config import RunConfig
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.wire.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, REFERENCE, TEMPERATURE, id_ranges
 
 
 class OwnReference:

@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from actor.data.compute import each
-from actor.data.rollout import ProcessRewards, Prompt, Rollout, Scores, Trajectory, joined, text_places
-from actor.scoring.environment import with_environment
-from python_backend.checkpoints.tokenization import fingerprint, rendering_fingerprint
-from python_backend.client.batching import halved
-from python_backend.client.client import TritonClient
-from python_backend.client.errors import UNKNOWN_MODEL, RequestFailed
-from python_backend.client.served import ServedModel
-from python_backend.config import RunConfig
-from python_backend.config.rewards import MODEL_TERM
-from python_backend.errors import RlhfError
-from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, last_reply
-from python_backend.rewards.groups import GROUP_KEY
-from python_backend.wire.chats import TEMPLATE_COLUMNS
-from python_backend.wire.contract import (
+from rlhf_triton.actor.data.compute import each
+from rlhf_triton.actor.data.rollout import ProcessRewards, Prompt, Rollout, Scores, Trajectory, joined, text_places
+from rlhf_triton.actor.scoring.environment import with_environment
+from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerprint
+from rlhf_triton.client.batching import halved
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
+from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config import RunConfig
+from rlhf_triton.config.rewards import MODEL_TERM
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, last_reply
+from rlhf_triton.rewards.groups import GROUP_KEY
+from rlhf_triton.wire.chats import TEMPLATE_COLUMNS
+from rlhf_triton.wire.contract import (
     CRITIC,
     REWARD_COMPONENTS,
     REWARD_ERRORS,

@@ -12,11 +12,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from actor.data.compute import AT_ONCE, cancelled
-from actor.data.rollout import Rollout, Scores, join_rollouts
-from actor.scoring.scorer import Scorer, join_scores
-from python_backend.client.batching import Gathering
-from python_backend.wire.contract import VersionRange
+from rlhf_triton.actor.data.compute import AT_ONCE, cancelled
+from rlhf_triton.actor.data.rollout import Rollout, Scores, join_rollouts
+from rlhf_triton.actor.scoring.scorer import Scorer, join_scores
+from rlhf_triton.client.batching import Gathering
+from rlhf_triton.wire.contract import VersionRange
 
 T = TypeVar("T")
 # Rows that end in the same decoding step reach the event loop within a few milliseconds. Batching them pays: a request

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from python_backend.checkpoints.safetensors_header import read_header
+from rlhf_triton.checkpoints.safetensors_header import read_header
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # rows, in this order
 WITHIN = {part: (whole, at) for whole, parts in FUSED.items() for at, part in enumerate(parts)}

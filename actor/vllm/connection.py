@@ -12,11 +12,11 @@ from typing import Any
 
 import aiohttp
 
-from actor.vllm.comparison import differing, published_digests
-from python_backend.client.connection import timeout, trouble_of
-from python_backend.client.errors import Kind, Trouble
-from python_backend.errors import RlhfError
-from python_backend.store.durable import (
+from rlhf_triton.actor.vllm.comparison import differing, published_digests
+from rlhf_triton.client.connection import timeout, trouble_of
+from rlhf_triton.client.errors import Kind, Trouble
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.durable import (
     exclusive_lock,
     numbers_in,
     read_json,

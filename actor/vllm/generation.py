@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from actor.data.compute import cancelled
-from actor.data.rollout import Prompt
-from actor.generation.conversations import ROW_STEP
-from actor.generation.engine import Generation
-from actor.generation.slots import Finished, Partner, Response
-from actor.policy.policy import Policy
-from actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
-from python_backend.client.pool import ServerPool
-from python_backend.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
-from python_backend.config import ConfigError, RunConfig
-from python_backend.errors import RlhfError
+from rlhf_triton.actor.data.compute import cancelled
+from rlhf_triton.actor.data.rollout import Prompt
+from rlhf_triton.actor.generation.conversations import ROW_STEP
+from rlhf_triton.actor.generation.engine import Generation
+from rlhf_triton.actor.generation.slots import Finished, Partner, Response
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
+from rlhf_triton.client.pool import ServerPool
+from rlhf_triton.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
+from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.errors import RlhfError
 
 MODEL = "vLLM"  # in error messages
 VERSIONS_FOLDER = "policy_versions"
@@ -46,7 +46,7 @@ class VllmGeneration(Generation):
         if not self._vllm.servers:
             raise ConfigError(
                 "actor.generation.vllm.servers: empty; name the vLLM servers, or start the run with "
-                "`python -m tools run`, which starts one"
+                "`rlhf-triton run`, which starts one"
             )
         self._client, self._policy, self._is_adapter = actor.client, policy, bool(actor.policy.lora_rank)
         self._versions = PolicyVersions(config.run.dir / VERSIONS_FOLDER, are_adapters=self._is_adapter)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from python_backend.monitoring.metrics import TABLES, MetricSpec
+from rlhf_triton.monitoring.metrics import TABLES, MetricSpec
 
 DASHBOARD = Path(__file__).with_name("dashboard.json")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from examples.demo import agent, llm, prepare, reasoning
-from python_backend.config import load_config
-from python_backend.config.command_line import reporting
+from rlhf_triton.config import load_config
+from rlhf_triton.config.command_line import reporting
 
 CONFIGS = {
     "sentences": "configs/demo.yaml",
@@ -57,7 +57,7 @@ def prepared(recipe: str, cache_dir: Path, seed: int, *, quick: bool = False) ->
 
 @reporting
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare a recipe and become `tools run`; return 2 after an error (printed to stderr)."""
+    """Prepare a recipe and become `rlhf-triton run`; return 2 after an error (printed to stderr)."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description="Prepare a demo and run it.")
     parser.add_argument("recipe", choices=CONFIGS)
     parser.add_argument("--cache-dir", type=Path, default=Path("runs/prepared"), help="folder of prepared files")
@@ -76,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.recipe == "agent":
         return agent.play(arguments.cache_dir / "agent", ["--fresh", "--config", path, *overrides])
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "tools", "run", "--fresh", "--config", path, *overrides])
+    os.execv(
+        sys.executable, [sys.executable, "-m", "rlhf_triton.tools", "run", "--fresh", "--config", path, *overrides]
+    )
 
 
 if __name__ == "__main__":

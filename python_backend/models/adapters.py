@@ -15,9 +15,9 @@ import torch
 from torch import Size, Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from python_backend.checkpoints.inspection import CheckpointError, StoredAdapters
-from python_backend.checkpoints.tensor_file import layout, write_tensors
-from python_backend.digests import DEFAULT, Algorithm
+from rlhf_triton.checkpoints.inspection import CheckpointError, StoredAdapters
+from rlhf_triton.checkpoints.tensor_file import layout, write_tensors
+from rlhf_triton.digests import DEFAULT, Algorithm
 
 LAYERS = (nn.Linear, Conv1D)
 
@@ -138,7 +138,9 @@ class MergedWeights(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        from python_backend.models.sharded_tensors import whole  # adds seconds to the start of a serving process
+        from rlhf_triton.python_backend.models.sharded_tensors import (
+            whole,  # adds seconds to the start of a serving process
+        )
 
         tensor = self.plain[name].detach()
         if name in self.adapted:
@@ -242,7 +244,9 @@ def with_stored_adapters(
 
 def trained_tensors(model: Any) -> dict[str, Tensor]:
     """Return the trainable parameters by name, whole and on the CPU; collective if the model is sharded."""
-    from python_backend.models.sharded_tensors import whole  # adds seconds to the start of a serving process
+    from rlhf_triton.python_backend.models.sharded_tensors import (
+        whole,  # adds seconds to the start of a serving process
+    )
 
     return {
         name: whole(parameter.detach()).cpu().contiguous()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
-from python_backend.errors import RlhfError
+from rlhf_triton.errors import RlhfError
 
 FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "'out of memory'")  # of the driver, cuBLAS, NCCL
 BROKEN = ("CUDA error", "NCCL error", "CUDNN_STATUS", "CUBLAS_STATUS")  # in messages of errors without a class

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from python_backend.checkpoints.inspection import CheckpointError, num_positions, stable_length
-from python_backend.models.batching import padded_rows
-from python_backend.models.card import Array, to_device
-from python_backend.wire.contract import Limits
+from rlhf_triton.checkpoints.inspection import CheckpointError, num_positions, stable_length
+from rlhf_triton.python_backend.models.batching import padded_rows
+from rlhf_triton.python_backend.models.card import Array, to_device
+from rlhf_triton.wire.contract import Limits
 
 logger = logging.getLogger(__name__)
 Forward = Callable[..., Tensor]

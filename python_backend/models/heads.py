@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from python_backend.checkpoints.heads import BINS, NORM, SCALE, TRANSFORM, Head, Layers
-from python_backend.checkpoints.inspection import CheckpointError
+from rlhf_triton.checkpoints.heads import BINS, NORM, SCALE, TRANSFORM, Head, Layers
+from rlhf_triton.checkpoints.inspection import CheckpointError
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,

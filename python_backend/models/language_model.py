@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
-from python_backend.models.batching import padded_rows
-from python_backend.models.card import skip_inspections, to_device, to_host
-from python_backend.models.collation import limits_of
-from python_backend.models.loading import load_causal_model
-from python_backend.models.logprobs import target_logprobs
-from python_backend.models.output_head import head_logprobs, linear_head
-from python_backend.models.precision import computing, in_float32, use_bfloat16
-from python_backend.models.token_head import compile_body, measure_causality
+from rlhf_triton.checkpoints.inspection import CheckpointError, inspect_checkpoint
+from rlhf_triton.python_backend.models.batching import padded_rows
+from rlhf_triton.python_backend.models.card import skip_inspections, to_device, to_host
+from rlhf_triton.python_backend.models.collation import limits_of
+from rlhf_triton.python_backend.models.loading import load_causal_model
+from rlhf_triton.python_backend.models.logprobs import target_logprobs
+from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
+from rlhf_triton.python_backend.models.precision import computing, in_float32, use_bfloat16
+from rlhf_triton.python_backend.models.token_head import compile_body, measure_causality
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from python_backend.models.tensor_parallel import RankGroup
+    from rlhf_triton.python_backend.models.tensor_parallel import RankGroup
 
 
 class LanguageModel:

@@ -27,10 +27,10 @@ from transformers import (
     GenerationConfig,
 )
 
-from python_backend.checkpoints.head_keys import OF_HEAD, keys_of, unread_keys
-from python_backend.checkpoints.head_tensors import copies, is_harmless, layers_path, shape_error, unwrapped
-from python_backend.checkpoints.heads import GATES, Head, Pooling
-from python_backend.checkpoints.inspection import (
+from rlhf_triton.checkpoints.head_keys import OF_HEAD, keys_of, unread_keys
+from rlhf_triton.checkpoints.head_tensors import copies, is_harmless, layers_path, shape_error, unwrapped
+from rlhf_triton.checkpoints.heads import GATES, Head, Pooling
+from rlhf_triton.checkpoints.inspection import (
     ADAPTERS_KEY,
     CONFIG_FILE,
     CheckpointError,
@@ -42,19 +42,19 @@ from python_backend.checkpoints.inspection import (
     refused_key,
     stable_length,
 )
-from python_backend.checkpoints.language_models import as_checkpoint_error, check_family, check_tensors
-from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
-from python_backend.checkpoints.tensor_file import STORED_DTYPES
-from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
-from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.errors import reason_of
-from python_backend.models.adapters import with_stored_adapters
-from python_backend.models.heads import build_head, head_of, head_path, install, layers_beside, linear
-from python_backend.models.token_head import measure_causality
-from python_backend.wire.chats import warn_once
+from rlhf_triton.checkpoints.language_models import as_checkpoint_error, check_family, check_tensors
+from rlhf_triton.checkpoints.safetensors_header import TensorInfo, read_header
+from rlhf_triton.checkpoints.tensor_file import STORED_DTYPES
+from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
+from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.errors import reason_of
+from rlhf_triton.python_backend.models.adapters import with_stored_adapters
+from rlhf_triton.python_backend.models.heads import build_head, head_of, head_path, install, layers_beside, linear
+from rlhf_triton.python_backend.models.token_head import measure_causality
+from rlhf_triton.wire.chats import warn_once
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from python_backend.models.tensor_parallel import RankGroup
+    from rlhf_triton.python_backend.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -301,7 +301,9 @@ def load_weights(model: Any, folder: Path) -> None:
     Raises:
         CheckpointError: names or shapes differ, or a file is damaged.
     """
-    from python_backend.models.sharded_tensors import sharded_like  # adds seconds to the start of a serving process
+    from rlhf_triton.python_backend.models.sharded_tensors import (
+        sharded_like,  # adds seconds to the start of a serving process
+    )
 
     info = inspect_checkpoint(folder)
     with as_checkpoint_error(folder):

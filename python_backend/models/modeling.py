@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from python_backend.checkpoints.heads import Head, Pooling
-from python_backend.checkpoints.inspection import (
+from rlhf_triton.checkpoints.heads import Head, Pooling
+from rlhf_triton.checkpoints.inspection import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     CheckpointError,
@@ -26,13 +26,13 @@ from python_backend.checkpoints.inspection import (
     inspect_checkpoint,
     reward_head,
 )
-from python_backend.digests import DEFAULT, Algorithm
-from python_backend.models.adapters import MergedWeights
-from python_backend.models.batching import padded_rows
-from python_backend.models.card import to_host
-from python_backend.models.collation import collate, limits_of
-from python_backend.models.heads import GatedHead, head_of, merged
-from python_backend.models.loading import (
+from rlhf_triton.digests import DEFAULT, Algorithm
+from rlhf_triton.python_backend.models.adapters import MergedWeights
+from rlhf_triton.python_backend.models.batching import padded_rows
+from rlhf_triton.python_backend.models.card import to_host
+from rlhf_triton.python_backend.models.collation import collate, limits_of
+from rlhf_triton.python_backend.models.heads import GatedHead, head_of, merged
+from rlhf_triton.python_backend.models.loading import (
     attribute_weights_of,
     check_finite,
     load_classifier,
@@ -42,7 +42,7 @@ from python_backend.models.loading import (
     twin,
     twin_with_head,
 )
-from python_backend.models.readout import (
+from rlhf_triton.python_backend.models.readout import (
     POOLS,
     label_probabilities,
     log_odds,
@@ -50,10 +50,10 @@ from python_backend.models.readout import (
     pool_last,
     standardise,
 )
-from python_backend.models.token_head import TokenHead
+from rlhf_triton.python_backend.models.token_head import TokenHead
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from python_backend.models.tensor_parallel import RankGroup
+    from rlhf_triton.python_backend.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
 Standardization = Literal["model", "off"] | tuple[float, float]

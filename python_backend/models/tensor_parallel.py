@@ -21,9 +21,9 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.distributed.utils import TransformersDeviceMesh
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.checkpoints.tensor_parallel import plan_key
-from python_backend.errors import RlhfError
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.checkpoints.tensor_parallel import plan_key
+from rlhf_triton.errors import RlhfError
 
 # All ranks start a forward pass together, so waiting this long means that one of them hangs.
 FORWARD_TIMEOUT = timedelta(seconds=120)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.errors import reason_of
-from python_backend.models.card import skip_inspections
-from python_backend.models.collation import depends_on_padding, one_by_one
-from python_backend.models.heads import GatedHead, keep_head_exact, last_match, layers_beside
-from python_backend.models.readout import pool_last
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.errors import reason_of
+from rlhf_triton.python_backend.models.card import skip_inspections
+from rlhf_triton.python_backend.models.collation import depends_on_padding, one_by_one
+from rlhf_triton.python_backend.models.heads import GatedHead, keep_head_exact, last_match, layers_beside
+from rlhf_triton.python_backend.models.readout import pool_last
 
 PROBE_TOKENS = 4
 CAUSAL_TOLERANCE = 1e-5  # relative to the largest hidden state

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from python_backend.models.batching import padded_rows
-from python_backend.serving.requests import RowReader, read_limits
-from python_backend.serving.scoring import Engine, Reply, Scoring
-from python_backend.serving.torch_scoring import TorchProcess, forward_tokens
-from python_backend.serving.triton import Call, triton_model
-from python_backend.serving.versions.stored_model import follow_store, version_column
-from python_backend.wire.contract import (
+from rlhf_triton.python_backend.models.batching import padded_rows
+from rlhf_triton.python_backend.serving.requests import RowReader, read_limits
+from rlhf_triton.python_backend.serving.scoring import Engine, Reply, Scoring
+from rlhf_triton.python_backend.serving.torch_scoring import TorchProcess, forward_tokens
+from rlhf_triton.python_backend.serving.triton import Call, triton_model
+from rlhf_triton.python_backend.serving.versions.stored_model import follow_store, version_column
+from rlhf_triton.wire.contract import (
     AFTER_CRITIC,
     PROMPT_LENGTHS,
     RESPONSE_VALUES,

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from python_backend.serving.journal_model import JournalServer
-from python_backend.serving.triton import Call, Parameters, triton_model
-from python_backend.store.journal import Entry, Journal, Result
-from python_backend.store.ownership import Sender
-from python_backend.wire import contract
-from python_backend.wire.contract import optional_count, optional_counts, optional_text
+from rlhf_triton.python_backend.serving.journal_model import JournalServer
+from rlhf_triton.python_backend.serving.triton import Call, Parameters, triton_model
+from rlhf_triton.store.journal import Entry, Journal, Result
+from rlhf_triton.store.ownership import Sender
+from rlhf_triton.wire import contract
+from rlhf_triton.wire.contract import optional_count, optional_counts, optional_text
 
 
 def accept(journal: Journal, call: Call) -> Entry:

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from python_backend.checkpoints.inspection import CONFIG_FILE, max_positions
-from python_backend.process import keep_freed_memory
-from python_backend.serving.journal_model import JournalServer, traceparent_of
-from python_backend.serving.triton import Call, Parameters, triton_model
-from python_backend.store.journal import Entry, Journal, Result
-from python_backend.store.ownership import Sender
-from python_backend.store.weights import FIRST_VERSION, WeightsStore
-from python_backend.wire import contract
-from python_backend.wire.contract import Limits, step_identity
-from python_backend.wire.training_payload import sent_payload
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, max_positions
+from rlhf_triton.process import keep_freed_memory
+from rlhf_triton.python_backend.serving.journal_model import JournalServer, traceparent_of
+from rlhf_triton.python_backend.serving.triton import Call, Parameters, triton_model
+from rlhf_triton.store.journal import Entry, Journal, Result
+from rlhf_triton.store.ownership import Sender
+from rlhf_triton.store.weights import FIRST_VERSION, WeightsStore
+from rlhf_triton.wire import contract
+from rlhf_triton.wire.contract import Limits, step_identity
+from rlhf_triton.wire.training_payload import sent_payload
 
 
 def serve(args: Mapping[str, str]) -> JournalServer:

@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, TextCodec
-from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, Sample, with_reply
-from python_backend.rewards.groups import grouped
-from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
-from python_backend.serving.requests import request_limits
-from python_backend.serving.scheduling import RoundRobin
-from python_backend.serving.triton import Call, NamedCounters, Parameters, log, log_error, triton_model
-from python_backend.wire import contract
-from python_backend.wire.texts import metadata_rows, pair_texts, text_bytes
+from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS, TextCodec
+from rlhf_triton.python_backend.serving.requests import request_limits
+from rlhf_triton.python_backend.serving.scheduling import RoundRobin
+from rlhf_triton.python_backend.serving.triton import Call, NamedCounters, Parameters, log, log_error, triton_model
+from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, Sample, with_reply
+from rlhf_triton.rewards.groups import grouped
+from rlhf_triton.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
+from rlhf_triton.wire import contract
+from rlhf_triton.wire.texts import metadata_rows, pair_texts, text_bytes
 
 # Token ids are not checked against the tokenizer: a policy's vocabulary may be padded beyond the tokenizer's.
 ANY_TOKEN = contract.Limits(vocab_size=2**31)

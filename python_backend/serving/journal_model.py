@@ -12,13 +12,20 @@ from typing import cast
 
 import numpy as np
 
-from python_backend.digests import Algorithm
-from python_backend.errors import reason_of
-from python_backend.monitoring import tracing
-from python_backend.serving.triton import Call, MetricCounters, Parameters, StepFailed, Unavailable, log_error
-from python_backend.store.durable import refusal
-from python_backend.store.journal import Entry, HeartbeatWatch, Journal, Result
-from python_backend.wire.contract import ORIGIN_HEADER, RUN_ID, TRACEPARENT_HEADER, TRAINING_KEY_HEADER, ContractError
+from rlhf_triton.digests import Algorithm
+from rlhf_triton.errors import reason_of
+from rlhf_triton.monitoring import tracing
+from rlhf_triton.python_backend.serving.triton import (
+    Call,
+    MetricCounters,
+    Parameters,
+    StepFailed,
+    Unavailable,
+    log_error,
+)
+from rlhf_triton.store.durable import refusal
+from rlhf_triton.store.journal import Entry, HeartbeatWatch, Journal, Result
+from rlhf_triton.wire.contract import ORIGIN_HEADER, RUN_ID, TRACEPARENT_HEADER, TRAINING_KEY_HEADER, ContractError
 
 FOLLOWER_GRACE_S = 3.0  # a sidecar may be absent this long (a restart) before waiting callers get UNAVAILABLE
 FAILURES = {
@@ -146,7 +153,7 @@ class JournalServer:
         if waited_s < FOLLOWER_GRACE_S:
             return None
         if not self.journal.is_followed() and silence_s > FOLLOWER_GRACE_S:
-            return "no sidecar follows the journal: start `python -m trainer`"
+            return "no sidecar follows the journal: start `python -m rlhf_triton.trainer`"
         if heartbeat is None:
             return None
         # Every call waits the full timeout, even if the silence began before the call.

@@ -6,16 +6,16 @@ at the sampling temperature, with banned tokens excluded.
 
 from collections.abc import Mapping
 
-from python_backend.models.batching import padded_rows
-from python_backend.models.language_model import LanguageModel
-from python_backend.serving.requests import read_limits
-from python_backend.serving.scoring import Engine
-from python_backend.serving.torch_scoring import TorchProcess, forward_tokens
-from python_backend.serving.triton import Call, log, triton_model
-from python_backend.serving.versions.follower import Version
-from python_backend.serving.versions.stored_model import OneVersion
-from python_backend.wire import contract
-from python_backend.wire.contract import ContractError, ScoringRows, scoring_rows
+from rlhf_triton.python_backend.models.batching import padded_rows
+from rlhf_triton.python_backend.models.language_model import LanguageModel
+from rlhf_triton.python_backend.serving.requests import read_limits
+from rlhf_triton.python_backend.serving.scoring import Engine
+from rlhf_triton.python_backend.serving.torch_scoring import TorchProcess, forward_tokens
+from rlhf_triton.python_backend.serving.triton import Call, log, triton_model
+from rlhf_triton.python_backend.serving.versions.follower import Version
+from rlhf_triton.python_backend.serving.versions.stored_model import OneVersion
+from rlhf_triton.wire import contract
+from rlhf_triton.wire.contract import ContractError, ScoringRows, scoring_rows
 
 
 def serve(args: Mapping[str, str]) -> Engine:

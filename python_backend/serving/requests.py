@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from python_backend.checkpoints.tokenization import (
+from rlhf_triton.checkpoints.tokenization import (
     LONGEST_ROW_TOKENS,
     Encoded,
     encode_sentence,
@@ -20,10 +20,10 @@ from python_backend.checkpoints.tokenization import (
     load_tokenizer,
     too_long,
 )
-from python_backend.errors import reason_of
-from python_backend.rewards.function import REPLY_KEY, split_reply, with_reply
-from python_backend.wire.chats import render_chat, template_options, texts_in
-from python_backend.wire.contract import (
+from rlhf_triton.errors import reason_of
+from rlhf_triton.rewards.function import REPLY_KEY, split_reply, with_reply
+from rlhf_triton.wire.chats import render_chat, template_options, texts_in
+from rlhf_triton.wire.contract import (
     MESSAGES,
     METADATA,
     NEEDS_MORE,
@@ -41,12 +41,12 @@ from python_backend.wire.contract import (
     scoring_rows,
     sentence_texts,
 )
-from python_backend.wire.messages import BadMessages, plain_messages
-from python_backend.wire.texts import metadata_rows, pair_texts, text_bytes
+from rlhf_triton.wire.messages import BadMessages, plain_messages
+from rlhf_triton.wire.texts import metadata_rows, pair_texts, text_bytes
 
 if TYPE_CHECKING:  # the first imports jinja2, which only a template needs; the second needs tritonserver
-    from python_backend.serving.templates import RowTemplate
-    from python_backend.serving.triton import Call, Parameters
+    from rlhf_triton.python_backend.serving.templates import RowTemplate
+    from rlhf_triton.python_backend.serving.triton import Call, Parameters
 
 logger = logging.getLogger(__name__)
 BYTES_PER_ROW = 128  # estimated overhead of a row's Python objects, in addition to the text

@@ -12,16 +12,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from python_backend.models.modeling import RewardModel, Standardization
-from python_backend.serving.requests import read_limits
-from python_backend.serving.reward_reader import reward_reader
-from python_backend.serving.scoring import Engine, Reply, Wait
-from python_backend.serving.step_rewards import step_reply
-from python_backend.serving.torch_scoring import TorchProcess
-from python_backend.serving.triton import Parameters, log, triton_model
-from python_backend.serving.versions.follower import Version
-from python_backend.serving.versions.stored_model import OneVersion, follow_store, version_column
-from python_backend.wire.contract import PROBABILITIES, PROCESS, REWARD_VERSION, REWARDS, STORE, TokenRow
+from rlhf_triton.python_backend.models.modeling import RewardModel, Standardization
+from rlhf_triton.python_backend.serving.requests import read_limits
+from rlhf_triton.python_backend.serving.reward_reader import reward_reader
+from rlhf_triton.python_backend.serving.scoring import Engine, Reply, Wait
+from rlhf_triton.python_backend.serving.step_rewards import step_reply
+from rlhf_triton.python_backend.serving.torch_scoring import TorchProcess
+from rlhf_triton.python_backend.serving.triton import Parameters, log, triton_model
+from rlhf_triton.python_backend.serving.versions.follower import Version
+from rlhf_triton.python_backend.serving.versions.stored_model import OneVersion, follow_store, version_column
+from rlhf_triton.wire.contract import PROBABILITIES, PROCESS, REWARD_VERSION, REWARDS, STORE, TokenRow
 
 
 def serve(args: Mapping[str, str]) -> Engine:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from python_backend.serving.triton import Call, Parameters, answer_each, log_error, triton_model
-from python_backend.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARD_WEIGHTS, REWARDS, texts_array
+from rlhf_triton.python_backend.serving.triton import Call, Parameters, answer_each, log_error, triton_model
+from rlhf_triton.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARD_WEIGHTS, REWARDS, texts_array
 
 # The weighted sum of several rewards; a row with a missing component has no reward.
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from python_backend.serving.requests import RowReader
-from python_backend.serving.step_rewards import StepReader, StepRules
-from python_backend.serving.templates import RowTemplate
-from python_backend.wire.contract import PROCESS, Limits
+from rlhf_triton.python_backend.serving.requests import RowReader
+from rlhf_triton.python_backend.serving.step_rewards import StepReader, StepRules
+from rlhf_triton.python_backend.serving.templates import RowTemplate
+from rlhf_triton.wire.contract import PROCESS, Limits
 
 
 def reward_reader(

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from python_backend.models.batching import padded_width
-from python_backend.serving.pass_cost import fit_pass_cost, overhead_tokens
-from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RoundRobin, RowPool
-from python_backend.serving.triton import Call, MetricCounters, Parameters, Unavailable, log, log_error
-from python_backend.wire.contract import (
+from rlhf_triton.python_backend.models.batching import padded_width
+from rlhf_triton.python_backend.serving.pass_cost import fit_pass_cost, overhead_tokens
+from rlhf_triton.python_backend.serving.scheduling import SWITCH_INTERVAL_S, RoundRobin, RowPool
+from rlhf_triton.python_backend.serving.triton import Call, MetricCounters, Parameters, Unavailable, log, log_error
+from rlhf_triton.wire.contract import (
     COMPUTE_US,
     DEMANDED,
     FORWARD_OUTPUTS,

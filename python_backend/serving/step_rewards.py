@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from python_backend.checkpoints.tokenization import Encoded, is_special, single_tokens
-from python_backend.models.batching import padded_rows
-from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY, split_reply
-from python_backend.serving.requests import RowReader
-from python_backend.wire import contract
-from python_backend.wire.contract import METADATA, SENTENCES, ContractError, RowSteps, ScoringRows, TokenRow
-from python_backend.wire.texts import metadata_rows
+from rlhf_triton.checkpoints.tokenization import Encoded, is_special, single_tokens
+from rlhf_triton.python_backend.models.batching import padded_rows
+from rlhf_triton.python_backend.serving.requests import RowReader
+from rlhf_triton.rewards.function import PROMPT_KEY, RESPONSE_KEY, split_reply
+from rlhf_triton.wire import contract
+from rlhf_triton.wire.contract import METADATA, SENTENCES, ContractError, RowSteps, ScoringRows, TokenRow
+from rlhf_triton.wire.texts import metadata_rows
 
 if TYPE_CHECKING:
-    from python_backend.serving.scoring import Reply, Scoring
-    from python_backend.serving.triton import Call
+    from rlhf_triton.python_backend.serving.scoring import Reply, Scoring
+    from rlhf_triton.python_backend.serving.triton import Call
 
 AGGREGATES: dict[str, Callable[[np.ndarray], Any]] = {
     "min": np.min,

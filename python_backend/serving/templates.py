@@ -5,9 +5,9 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from python_backend.errors import reason_of
-from python_backend.rewards.function import RESPONSE_KEY, Sample
-from python_backend.wire.contract import MESSAGES, METADATA, ContractError
+from rlhf_triton.errors import reason_of
+from rlhf_triton.rewards.function import RESPONSE_KEY, Sample
+from rlhf_triton.wire.contract import MESSAGES, METADATA, ContractError
 
 
 class RowTemplate:

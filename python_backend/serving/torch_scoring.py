@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from python_backend.models.card import Halving, card_bytes, is_device_error, staging, use_own_stream
-from python_backend.models.modeling import quiet_transformers
-from python_backend.models.placement import device_of
-from python_backend.monitoring.metrics import CARD
-from python_backend.process import keep_freed_memory
-from python_backend.serving.ranks.loaders import load_model
-from python_backend.serving.scoring import Forward, Wait
-from python_backend.serving.triton import Gauge, MetricCounters, Parameters, Unavailable, log_error
-from python_backend.serving.versions.follower import Version
-from python_backend.wire.contract import UNTIL_LOADED, TokenRow
+from rlhf_triton.monitoring.metrics import CARD
+from rlhf_triton.process import keep_freed_memory
+from rlhf_triton.python_backend.models.card import Halving, card_bytes, is_device_error, staging, use_own_stream
+from rlhf_triton.python_backend.models.modeling import quiet_transformers
+from rlhf_triton.python_backend.models.placement import device_of
+from rlhf_triton.python_backend.serving.ranks.loaders import load_model
+from rlhf_triton.python_backend.serving.scoring import Forward, Wait
+from rlhf_triton.python_backend.serving.triton import Gauge, MetricCounters, Parameters, Unavailable, log_error
+from rlhf_triton.python_backend.serving.versions.follower import Version
+from rlhf_triton.wire.contract import UNTIL_LOADED, TokenRow
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from python_backend.serving.ranks.controller import ServingRanks
+    from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 
 TROUBLES = {
     "rlhf_lost_processes_total": "Processes of the model that lost their device or a rank, and had to be replaced",
@@ -70,7 +70,7 @@ class TorchProcess:
         self._is_lost = False
         self._ranks: ServingRanks | None = None
         if size > 1:
-            from python_backend.serving.ranks.controller import ServingRanks
+            from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 
             self._ranks = ServingRanks(
                 size,

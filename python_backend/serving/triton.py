@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from python_backend.errors import RlhfError
-from python_backend.path_alias import plain_alias
-from python_backend.wire.contract import AFTER_CRITIC, OPTIONAL_OUTPUTS, UNNAMED, ContractError, VersionRange
-from python_backend.wire.texts import printable
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.path_alias import plain_alias
+from rlhf_triton.wire.contract import AFTER_CRITIC, OPTIONAL_OUTPUTS, UNNAMED, ContractError, VersionRange
+from rlhf_triton.wire.texts import printable
 
 MAX_NAMES = 50  # counters that a reward function may have
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from python_backend.process import die_with_parent
+from rlhf_triton.process import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 HEADER = struct.Struct("!I")  # a frame's length in bytes

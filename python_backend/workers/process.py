@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from python_backend.errors import RlhfError
-from python_backend.process import how_ended
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.process import how_ended
 
 # Of the run itself, so that user code inherits them only if its own option names them.
 SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")

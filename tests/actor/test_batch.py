@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor.algorithms import stages
-from actor.algorithms.advantages import explained_variance
-from actor.algorithms.batch import (
+from rlhf_triton.actor.algorithms import stages
+from rlhf_triton.actor.algorithms.advantages import explained_variance
+from rlhf_triton.actor.algorithms.batch import (
     check_failures,
     critic_payload,
     distinct_bigrams,
@@ -19,16 +19,16 @@ from actor.algorithms.batch import (
     rollout_metrics,
     score_returns,
 )
-from actor.algorithms.inputs import AdvantageInputs
-from actor.algorithms.losses import importance_factors
-from actor.algorithms.stages import RewardShaper, RunningMoments
-from actor.data.rollout import PPOBatch, ProcessRewards, Prompt, Rollout, ScoredRollout, Scores
-from actor.run.validation import explained
-from python_backend.config import RunConfig
-from python_backend.config.algorithms import ALGORITHMS, KL_ESTIMATORS
-from python_backend.errors import RlhfError
-from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
-from python_backend.wire.training_payload import train_payload
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
+from rlhf_triton.actor.algorithms.losses import importance_factors
+from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
+from rlhf_triton.actor.data.rollout import PPOBatch, ProcessRewards, Prompt, Rollout, ScoredRollout, Scores
+from rlhf_triton.actor.run.validation import explained
+from rlhf_triton.config import RunConfig
+from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
+from rlhf_triton.wire.training_payload import train_payload
 from tests.support.scored_rollout import LENGTHS, PROMPT_LENGTHS, WIDTH, make_batch, method_of, scored_rollout
 from tests.support.settings import actor_section
 

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from actor.capture.agents import CapturedAgents
-from actor.data.rollout import join_rollouts
-from actor.generation.conversations import ROW_STEP
-from actor.generation.engine import Generation, uniform_draws
-from actor.generation.slots import Decoder, Response, Rules
-from actor.policy.policy import row_of
-from actor.run.validation import read_texts
-from actor.scoring.scorer import row_metadata
-from python_backend.client.served import ServedModel
-from python_backend.config.environment import EnvironmentSection
-from python_backend.errors import RlhfError
+from rlhf_triton.actor.capture.agents import CapturedAgents
+from rlhf_triton.actor.data.rollout import join_rollouts
+from rlhf_triton.actor.generation.conversations import ROW_STEP
+from rlhf_triton.actor.generation.engine import Generation, uniform_draws
+from rlhf_triton.actor.generation.slots import Decoder, Response, Rules
+from rlhf_triton.actor.policy.policy import row_of
+from rlhf_triton.actor.run.validation import read_texts
+from rlhf_triton.actor.scoring.scorer import row_metadata
+from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config.environment import EnvironmentSection
+from rlhf_triton.errors import RlhfError
 from tests.actor.test_conversations import BANNED, EOS, TOKENIZER, prompts_of, sampled_of, unscored
 from tests.actor.test_conversations import model as model  # a fixture
 from tests.actor.test_generation import one_response

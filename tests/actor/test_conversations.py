@@ -18,7 +18,8 @@ from live_system import TEXTS
 from tiny_tokenizers import make_text_tokenizer
 from tokenizers import AddedToken
 
-from actor.algorithms.batch import (
+from benchmarks.workload import random_llama
+from rlhf_triton.actor.algorithms.batch import (
     make_batch,
     rollout_metrics,
     score_returns,
@@ -26,27 +27,26 @@ from actor.algorithms.batch import (
     text_metrics,
     with_limits,
 )
-from actor.algorithms.inputs import ClipRange, LossInputs
-from actor.algorithms.method import Method
-from actor.algorithms.stages import RewardShaper
-from actor.capture.dialects import Asked, reply_to
-from actor.capture.sessions import Sampled, Sampling
-from actor.data.chat import ASKED, Chat, HistoryChanged, TemplateError, tool_calls
-from actor.data.recorded import SampledTurn
-from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, join_rollouts
-from actor.generation import conversations
-from actor.generation.conversations import ROW_STEP, Agent, Talks, seed_of
-from actor.generation.engine import Generation, uniform_draws
-from actor.generation.slots import Decoder, Response, Rules
-from actor.policy.policy import row_of
-from actor.run.collection import all_rows, by_spread, group_metrics, join_scored, with_others
-from actor.run.validation import Validation, _measured, read_texts, samples, turn_tokens
-from actor.scoring.environment import scores_of_others, with_environment
-from actor.scoring.scorer import Scorer, row_metadata
-from benchmarks.workload import random_llama
-from python_backend.client.served import ServedModel
-from python_backend.config.environment import EnvironmentSection
-from python_backend.rewards.function import Sample, load_function
+from rlhf_triton.actor.algorithms.inputs import ClipRange, LossInputs
+from rlhf_triton.actor.algorithms.method import Method
+from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.capture.dialects import Asked, reply_to
+from rlhf_triton.actor.capture.sessions import Sampled, Sampling
+from rlhf_triton.actor.data.chat import ASKED, Chat, HistoryChanged, TemplateError, tool_calls
+from rlhf_triton.actor.data.recorded import SampledTurn
+from rlhf_triton.actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, join_rollouts
+from rlhf_triton.actor.generation import conversations
+from rlhf_triton.actor.generation.conversations import ROW_STEP, Agent, Talks, seed_of
+from rlhf_triton.actor.generation.engine import Generation, uniform_draws
+from rlhf_triton.actor.generation.slots import Decoder, Response, Rules
+from rlhf_triton.actor.policy.policy import row_of
+from rlhf_triton.actor.run.collection import all_rows, by_spread, group_metrics, join_scored, with_others
+from rlhf_triton.actor.run.validation import Validation, _measured, read_texts, samples, turn_tokens
+from rlhf_triton.actor.scoring.environment import scores_of_others, with_environment
+from rlhf_triton.actor.scoring.scorer import Scorer, row_metadata
+from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config.environment import EnvironmentSection
+from rlhf_triton.rewards.function import Sample, load_function
 from tests.actor.test_generation import one_response
 from tests.support.settings import actor_section
 

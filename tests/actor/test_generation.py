@@ -19,13 +19,13 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from actor.data.rollout import Prompt, Rollout
-from actor.generation import cache, engine, slots
-from actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
-from actor.generation.engine import Generation, uniform_draws
-from actor.generation.slots import Decoder, Prompts, Response, Rules, draw
-from actor.policy.policy import Policy
-from python_backend.config import GenerationSection
+from rlhf_triton.actor.data.rollout import Prompt, Rollout
+from rlhf_triton.actor.generation import cache, engine, slots
+from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
+from rlhf_triton.actor.generation.engine import Generation, uniform_draws
+from rlhf_triton.actor.generation.slots import Decoder, Prompts, Response, Rules, draw
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.config import GenerationSection
 from tests.support.settings import actor_section
 
 VOCAB, EOS = 64, 2

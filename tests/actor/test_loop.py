@@ -32,35 +32,35 @@ from live_system import TEXTS, Checkpoints, make_run, validations_of
 from test_recorder import TinyPolicy
 from tiny_tokenizers import make_text_tokenizer, save_chat_policy
 
-import actor.algorithms.batch
-import actor.loop
-from actor.algorithms.batch import RewardsFailed
-from actor.data.prompt_files import PromptError
-from actor.data.prompts import chances, preferred
-from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
-from actor.loop import PPORun
-from actor.policy.checkpoint import saved_steps
-from actor.policy.policy import Policy
-from actor.run.collection import collect
-from actor.run.metrics import Timers
-from actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update, staleness_metrics
-from actor.run.stopping import Stop, Stopped
-from actor.scoring.reference import OwnReference, ServedReference
-from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer, num_embeddings, special_tokens_in
-from python_backend.client.client import TrainAnswer
-from python_backend.client.errors import RequestFailed, ServerFailed
-from python_backend.client.retry import RequestCounters
-from python_backend.client.served import ServedModel
-from python_backend.config import ActorSection, RunConfig
-from python_backend.digests import digest_of
-from python_backend.errors import NotFinite, RlhfError
-from python_backend.rewards.function import FunctionError
-from python_backend.store.durable import read_json
-from python_backend.store.jsonl import read_jsonl
-from python_backend.wire.contract import CRITIC, REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION, Limits, VersionRange
-from python_backend.wire.training_payload import TrainPayload, train_payload
+import rlhf_triton.actor.algorithms.batch
+import rlhf_triton.actor.loop
+from rlhf_triton.actor.algorithms.batch import RewardsFailed
+from rlhf_triton.actor.data.prompt_files import PromptError
+from rlhf_triton.actor.data.prompts import chances, preferred
+from rlhf_triton.actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
+from rlhf_triton.actor.loop import PPORun
+from rlhf_triton.actor.policy.checkpoint import saved_steps
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.run.collection import collect
+from rlhf_triton.actor.run.metrics import Timers
+from rlhf_triton.actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update, staleness_metrics
+from rlhf_triton.actor.run.stopping import Stop, Stopped
+from rlhf_triton.actor.scoring.reference import OwnReference, ServedReference
+from rlhf_triton.checkpoints.tokenization import fingerprint, load_tokenizer, num_embeddings, special_tokens_in
+from rlhf_triton.client.client import TrainAnswer
+from rlhf_triton.client.errors import RequestFailed, ServerFailed
+from rlhf_triton.client.retry import RequestCounters
+from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config import ActorSection, RunConfig
+from rlhf_triton.digests import digest_of
+from rlhf_triton.errors import NotFinite, RlhfError
+from rlhf_triton.rewards.function import FunctionError
+from rlhf_triton.store.durable import read_json
+from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.tools.report.data import load_run
+from rlhf_triton.wire.contract import CRITIC, REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION, Limits, VersionRange
+from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 from tests.support.settings import actor_section, nested
-from tools.report.data import load_run
 
 PATIENCE_S = 120.0
 STEPS = 3
@@ -482,7 +482,7 @@ def test_a_fixed_kl_coefficient_may_change_at_a_resume(tmp_path: Path, checkpoin
 
 PROGRAM = """
 import asyncio, logging, sys
-from actor.run.stopping import (Stop, Stopped, stop_on_signals)
+from rlhf_triton.actor.run.stopping import (Stop, Stopped, stop_on_signals)
 
 async def main():
     stop = Stop()
@@ -860,7 +860,7 @@ def test_the_critic_chooses_prompts_and_a_resume_the_same_ones(
         asked.append((chance, seed))
         return preferred(chance, count, seed=seed)
 
-    monkeypatch.setattr("actor.run.rollouts.preferred", recorded)
+    monkeypatch.setattr("rlhf_triton.actor.run.rollouts.preferred", recorded)
     for folder in ("whole", "stopped"):
         run = make_grpo(tmp_path / folder, checkpoints, Predicting(), **settings)
         if folder == "stopped":
@@ -1147,10 +1147,10 @@ def test_the_loop_is_never_blocked_for_long(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))
     for name in ("start", "store_init_configuration", "log", "log_artifact", "finish"):
         monkeypatch.setattr(MLflowTracker, name, lambda *_, **__: callers.add(threading.get_ident()))
-    for module, name in ((os, "fsync"), (actor.algorithms.batch, "distinct_bigrams")):
+    for module, name in ((os, "fsync"), (rlhf_triton.actor.algorithms.batch, "distinct_bigrams")):
         monkeypatch.setattr(module, name, noted(getattr(module, name), callers))
     policy, update = InstantPolicy(width), types.SimpleNamespace(run=lambda batch, **_: {})
-    monkeypatch.setattr(actor.loop, "make_policy", lambda *_: (policy, update))
+    monkeypatch.setattr(rlhf_triton.actor.loop, "make_policy", lambda *_: (policy, update))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"id": str(i), "text": "Open it."}) + "\n" for i in range(rows)))
     settings = {

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actor.algorithms.inputs import ClipRange
-from actor.algorithms.losses import KLControl, clipped, kl_estimate, kl_loss, reinforce
-from python_backend.config import ConfigError, RunConfig
-from python_backend.config.algorithms import KL_ESTIMATORS, LOSSES
-from python_backend.config.required_files import check_files
-from python_backend.errors import NotFinite, RlhfError
-from python_backend.models.logprobs import target_logprobs
-from python_backend.rewards.function import import_function
+from rlhf_triton.actor.algorithms.inputs import ClipRange
+from rlhf_triton.actor.algorithms.losses import KLControl, clipped, kl_estimate, kl_loss, reinforce
+from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.config.algorithms import KL_ESTIMATORS, LOSSES
+from rlhf_triton.config.required_files import check_files
+from rlhf_triton.errors import NotFinite, RlhfError
+from rlhf_triton.python_backend.models.logprobs import target_logprobs
+from rlhf_triton.rewards.function import import_function
 from tests.support.masked_loss import check_masked_loss, check_on_policy_gradient, loss_inputs, outcome, sample
 from tests.support.policy_training import random_batch, trainable_policy, update_of
 from tests.support.scored_rollout import make_batch, method_of, scored_rollout

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor.algorithms.advantages import masked_whiten
-from actor.algorithms.inputs import AdvantageInputs, ClipRange
-from actor.algorithms.losses import importance_factors
-from python_backend.config.algorithms import ALGORITHMS, LOSSES
-from python_backend.rewards.function import import_function
+from rlhf_triton.actor.algorithms.advantages import masked_whiten
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, ClipRange
+from rlhf_triton.actor.algorithms.losses import importance_factors
+from rlhf_triton.config.algorithms import ALGORITHMS, LOSSES
+from rlhf_triton.rewards.function import import_function
 from tests.support.masked_loss import loss_inputs, outcome
 from tests.support.scored_rollout import method_of
 

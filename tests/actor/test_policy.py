@@ -21,15 +21,15 @@ from tiny_checkpoints import MIXTURES, add_tensors, change_config, save_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from actor.data.rollout import Prompt, Rollout
-from actor.policy.checkpoint import check_checkpoint_of, critic_steps, save_checkpoint
-from actor.policy.loading import load_model
-from actor.policy.policy import Policy
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.checkpoints.language_models import check_language_model
-from python_backend.checkpoints.tokenization import end_of_sequence, load_tokenizer
-from python_backend.config import PolicySection, RunConfig
-from python_backend.models.adapters import (
+from rlhf_triton.actor.data.rollout import Prompt, Rollout
+from rlhf_triton.actor.policy.checkpoint import check_checkpoint_of, critic_steps, save_checkpoint
+from rlhf_triton.actor.policy.loading import load_model
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.checkpoints.language_models import check_language_model
+from rlhf_triton.checkpoints.tokenization import end_of_sequence, load_tokenizer
+from rlhf_triton.config import PolicySection, RunConfig
+from rlhf_triton.python_backend.models.adapters import (
     Lora,
     MergedWeights,
     plain_tensors,
@@ -37,12 +37,12 @@ from python_backend.models.adapters import (
     with_adapters,
     with_merged_layers,
 )
-from python_backend.models.language_model import load_language_model
-from python_backend.models.loading import load_weights
-from python_backend.models.modeling import quiet_transformers
-from python_backend.store.sealed_folder import DamagedCheckpoint
+from rlhf_triton.python_backend.models.language_model import load_language_model
+from rlhf_triton.python_backend.models.loading import load_weights
+from rlhf_triton.python_backend.models.modeling import quiet_transformers
+from rlhf_triton.store.sealed_folder import DamagedCheckpoint
+from rlhf_triton.tools.export import main as export
 from tests.support.policy_training import trainable_policy, update_of
-from tools.export import main as export
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 7))]
 TEMPLATES = {"default": "{{ messages[0].content }}", "tool_use": "{{ messages[0].role }}"}
@@ -268,7 +268,7 @@ def test_a_name_that_no_linear_layer_has_is_refused(
     llama: Path, target: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Also of a layer that exists but takes none, and of one beside a name that is right; no weights are read."""
-    monkeypatch.setattr("actor.policy.policy.load_model", None)
+    monkeypatch.setattr("rlhf_triton.actor.policy.policy.load_model", None)
     with pytest.raises(CheckpointError) as caught:
         make_policy(llama, lora_rank=4, lora_targets=("v_proj", target))
     message = str(caught.value)
@@ -607,7 +607,7 @@ def test_a_bfloat16_checkpoint_is_widened_only_if_it_is_trained(
         assert (dtypes, {p.dtype for p in full.model.parameters()}) == ([wide], {wide})
     assert loaded(folder, monkeypatch, add_table=True, **lora)[1] == [narrow, wide]
     policy, dtypes = loaded(folder, monkeypatch, **lora)
-    monkeypatch.setattr("actor.policy.loading.stored_dtypes", lambda _: {"F32"})
+    monkeypatch.setattr("rlhf_triton.actor.policy.loading.stored_dtypes", lambda _: {"F32"})
     widened, later = loaded(folder, monkeypatch, **lora)
     assert (dtypes, later) == ([narrow], [wide])
     for tensors in (plain_tensors, lambda model: dict(model.named_buffers())):

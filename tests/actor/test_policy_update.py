@@ -13,13 +13,13 @@ from live_system import make_tokenizer
 from policy_training import load_checkpoint, states
 from torch import Tensor
 
-from actor.algorithms import batch as batches
-from actor.algorithms.stages import RewardShaper
-from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
-from actor.policy.checkpoint import save_checkpoint
-from actor.policy.policy import Policy
-from python_backend.config import RewardsSection
-from python_backend.config.algorithms import ALGORITHMS, KL_ESTIMATORS
+from rlhf_triton.actor.algorithms import batch as batches
+from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
+from rlhf_triton.actor.policy.checkpoint import save_checkpoint
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.config import RewardsSection
+from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from tests.support.policy_training import trainable_policy, update_of
 from tests.support.tiny_checkpoints import save_tiny
 

@@ -16,12 +16,12 @@ import torch
 from pyarrow import parquet
 from tiny_tokenizers import ADDED, CHATS, PLAIN_CHAT, make_text_tokenizer
 
-from actor.data.prompt_files import PromptError, read_rows
-from actor.data.prompt_reader import Prompt, PromptReader, read_prompts
-from actor.data.prompts import StepInputs, step_seed
-from python_backend.checkpoints.tokenization import encode_text
-from python_backend.config import PromptFileSection
-from python_backend.store.jsonl import drop_steps_from, each_line, write_jsonl
+from rlhf_triton.actor.data.prompt_files import PromptError, read_rows
+from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, read_prompts
+from rlhf_triton.actor.data.prompts import StepInputs, step_seed
+from rlhf_triton.checkpoints.tokenization import encode_text
+from rlhf_triton.config import PromptFileSection
+from rlhf_triton.store.jsonl import drop_steps_from, each_line, write_jsonl
 from tests.support.prompts import bytewise, inputs_of, write_prompts
 
 ODD = "line\u2028separator, next\x85line, form\x0cfeed, file\x1cseparator"

@@ -21,26 +21,26 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from live_system import Checkpoints, make_run
 from safetensors.torch import load_file, save_file
 
-from actor.algorithms.losses import KLControl
-from actor.algorithms.stages import RewardShaper
-from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, Trajectory
-from actor.policy.checkpoint import RunState, critic_steps, saved_steps
-from actor.policy.policy import Policy
-from actor.run.metrics import ActorMetrics, MetricsLog, Trackers
-from actor.run.recorder import ConstantTerms, Recorder
-from actor.run.settings import describe_changes, find_changes, write_settings
-from actor.run.validation import Validation
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.client.errors import RequestFailed
-from python_backend.client.retry import RequestCounters
-from python_backend.config import ActorSection, ConfigError, PolicySection, RunConfig, load_config
-from python_backend.config.actor import Tracker
-from python_backend.config.environment import EnvironmentSection
-from python_backend.errors import RlhfError
-from python_backend.store.jsonl import read_jsonl
-from python_backend.store.weights import WeightsStore
-from python_backend.training.ranks import ALONE
-from python_backend.wire.contract import STEP_AHEAD
+from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, Trajectory
+from rlhf_triton.actor.policy.checkpoint import RunState, critic_steps, saved_steps
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.run.metrics import ActorMetrics, MetricsLog, Trackers
+from rlhf_triton.actor.run.recorder import ConstantTerms, Recorder
+from rlhf_triton.actor.run.settings import describe_changes, find_changes, write_settings
+from rlhf_triton.actor.run.validation import Validation
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.client.errors import RequestFailed
+from rlhf_triton.client.retry import RequestCounters
+from rlhf_triton.config import ActorSection, ConfigError, PolicySection, RunConfig, load_config
+from rlhf_triton.config.actor import Tracker
+from rlhf_triton.config.environment import EnvironmentSection
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.learning.ranks import ALONE
+from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.wire.contract import STEP_AHEAD
 from tests.support.prompts import one_prompt
 from tests.support.settings import nested
 
@@ -193,7 +193,7 @@ async def test_a_checkpoint_names_the_critics_and_a_resumed_actor_goes_back_to_i
 
 
 async def test_a_rollback_is_as_stale_as_its_manifest_says(tmp_path: Path, server: Server):
-    """`tools weights rollback` publishes step 1 as version 3, while 5 updates have been sent."""
+    """`rlhf-triton weights rollback` publishes step 1 as version 3, while 5 updates have been sent."""
     recorder = recorder_of(tmp_path, server)
     store = WeightsStore(recorder._weights.root)
     for step in (0, 1, 4, 1):
@@ -274,7 +274,7 @@ async def test_a_damaged_checkpoint_is_passed_over(
 async def test_another_served_reference_is_refused(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
     """One that cannot be seen from here is not compared."""
     served, weights = {"kl_reference": "triton", "kl_coef": 0.1}, {"one": "a", "other": "b"}
-    monkeypatch.setattr("actor.policy.checkpoint.fingerprint_weights", lambda folder: weights[folder.name])
+    monkeypatch.setattr("rlhf_triton.actor.policy.checkpoint.fingerprint_weights", lambda folder: weights[folder.name])
     for name in weights:
         (tmp_path / name).mkdir()
     await checkpoints_of(recorder_of(tmp_path, server, tmp_path / "one", **served), 2)
@@ -618,7 +618,7 @@ def test_a_changed_reward_is_refused_before_anything_starts(tmp_path: Path, chec
     run = make_run(tmp_path / "run", checkpoints, rewards={"length": term}, actor=actor)
     (run.config.run.dir / "checkpoints" / "actor" / "3").mkdir(parents=True)
     write_settings(load_config(run.path, []), {})
-    arguments = ["tools", "run", "--config", str(run.path), "rewards.length.weight=2"]
+    arguments = ["rlhf_triton.tools", "run", "--config", str(run.path), "rewards.length.weight=2"]
     done = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True)
     assert done.returncode == 2
     assert "rewards.length.weight: 1.0 -> 2.0" in done.stderr
@@ -823,8 +823,8 @@ def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
     said: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """It gets everything in order if it answers in the end, up to a bound; the interpreter waits for no daemon."""
-    monkeypatch.setattr("actor.run.metrics.MOST_PENDING", 4)
-    monkeypatch.setattr("actor.run.metrics.FINISH_S", 0.1)
+    monkeypatch.setattr("rlhf_triton.actor.run.metrics.MOST_PENDING", 4)
+    monkeypatch.setattr("rlhf_triton.actor.run.metrics.FINISH_S", 0.1)
     hanging, answer, threads = threading.Event(), threading.Event(), list[threading.Thread]()
 
     def hang(self: Recorded, values: dict[str, float], step: int) -> None:

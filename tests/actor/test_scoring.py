@@ -22,12 +22,12 @@ from live_system import TEXTS, Checkpoints, make_run
 from tiny_tokenizers import PLAIN_CHAT, make_text_tokenizer
 from tokenizers import AddedToken
 
-from actor.algorithms.batch import rollout_metrics, text_metrics
-from actor.data.chat import Chat
-from actor.data.prompt_files import PromptError, PromptRow
-from actor.data.prompt_reader import PromptReader, check_columns
-from actor.data.recorded import RecordedRow
-from actor.data.rollout import (
+from rlhf_triton.actor.algorithms.batch import rollout_metrics, text_metrics
+from rlhf_triton.actor.data.chat import Chat
+from rlhf_triton.actor.data.prompt_files import PromptError, PromptRow
+from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns
+from rlhf_triton.actor.data.recorded import RecordedRow
+from rlhf_triton.actor.data.rollout import (
     ProcessRewards,
     Prompt,
     ReferenceLogprobs,
@@ -37,21 +37,24 @@ from actor.data.rollout import (
     Trajectory,
     join_rollouts,
 )
-from actor.loop import PPORun
-from actor.scoring.reference import ROUNDS, only_known, with_one_version
-from actor.scoring.scorer import BLOCK, Scorer, join_scores, row_metadata, tokens_with
-from actor.scoring.stream import RowStream
-from python_backend.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
-from python_backend.client.errors import RequestFailed, RequestRefused
-from python_backend.client.retry import RequestCounters
-from python_backend.client.served import ServedModel
-from python_backend.config import ConfigError, RunConfig
-from python_backend.errors import RlhfError
-from python_backend.rewards.function import Sample
-from python_backend.serving.function_reward import FunctionReward
-from python_backend.serving.requests import RowReader
-from python_backend.serving.templates import RowTemplate
-from python_backend.wire.contract import (
+from rlhf_triton.actor.loop import PPORun
+from rlhf_triton.actor.scoring.reference import ROUNDS, only_known, with_one_version
+from rlhf_triton.actor.scoring.scorer import BLOCK, Scorer, join_scores, row_metadata, tokens_with
+from rlhf_triton.actor.scoring.stream import RowStream
+from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
+from rlhf_triton.client.errors import RequestFailed, RequestRefused
+from rlhf_triton.client.retry import RequestCounters
+from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.python_backend.serving.function_reward import FunctionReward
+from rlhf_triton.python_backend.serving.requests import RowReader
+from rlhf_triton.python_backend.serving.templates import RowTemplate
+from rlhf_triton.rewards.function import Sample
+from rlhf_triton.tools.gateway.dialects import RewardInput
+from rlhf_triton.tools.gateway.rows import reply_row
+from rlhf_triton.trainer.live import read_pairs
+from rlhf_triton.wire.contract import (
     REWARDS,
     VALUES,
     WEIGHTS_VERSION,
@@ -60,9 +63,6 @@ from python_backend.wire.contract import (
     VersionRange,
     texts_array,
 )
-from tools.gateway.dialects import RewardInput
-from tools.gateway.rows import reply_row
-from trainer.live import read_pairs
 
 PATIENCE_S = 120.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging
 NAN = float("nan")

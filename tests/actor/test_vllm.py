@@ -12,15 +12,15 @@ from fake_vllm import FakeVllm
 from safetensors.numpy import load_file
 from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
-from actor.data.rollout import Prompt
-from actor.generation.conversations import Agent
-from actor.generation.slots import Response
-from actor.vllm import connection
-from actor.vllm.generation import VllmGeneration
-from python_backend.client.errors import RequestFailed
-from python_backend.config import ConfigError, RunConfig
-from python_backend.config.environment import EnvironmentSection
-from python_backend.errors import RlhfError
+from rlhf_triton.actor.data.rollout import Prompt
+from rlhf_triton.actor.generation.conversations import Agent
+from rlhf_triton.actor.generation.slots import Response
+from rlhf_triton.actor.vllm import connection
+from rlhf_triton.actor.vllm.generation import VllmGeneration
+from rlhf_triton.client.errors import RequestFailed
+from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.config.environment import EnvironmentSection
+from rlhf_triton.errors import RlhfError
 from tests.support.loaders import skip_on_cards
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"
@@ -211,7 +211,7 @@ async def test_another_server_takes_over(setup: Setup):
 
 async def test_a_server_that_does_not_load_costs_one_timeout(setup: Setup, monkeypatch: pytest.MonkeyPatch):
     """Its waiting rows share one attempt; each of them tried for itself, one after the other."""
-    monkeypatch.setattr("actor.vllm.connection.PROBE_S", 0.5)
+    monkeypatch.setattr("rlhf_triton.actor.vllm.connection.PROBE_S", 0.5)
     async with FakeVllm() as one, FakeVllm() as two:
         one.silent = {"/version"}
         generation, many, responses = setup(one, two).generation, [*PROMPTS] * 20, list[int]()

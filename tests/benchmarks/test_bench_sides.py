@@ -19,10 +19,10 @@ from benchmarks.scoring import FORMS, ModelBench, load_contender, pack, stripped
 from benchmarks.trl import ALGORITHMS, REQUIREMENTS, SteppedTrainer, configuration, prepare_cell, take_turns
 from benchmarks.trl_sides import ppo_arguments, trl_arguments
 from benchmarks.workload import LONGEST, SHORTEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace, trace_lengths
-from python_backend.config import load_config
-from python_backend.errors import RlhfError
-from python_backend.models.modeling import load_reward
-from python_backend.store.jsonl import read_jsonl
+from rlhf_triton.config import load_config
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.python_backend.models.modeling import load_reward
+from rlhf_triton.store.jsonl import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -26,7 +26,7 @@ PICTURES = {"scoring": "throughput.png", "reload": "reload.png"}
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_quick_run(name: str, options: list[str], contenders: list[str], target: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools", "bench", name, "--out", str(tmp_path), "--quick", *options]
+    command = [sys.executable, "-m", "rlhf_triton.tools", "bench", name, "--out", str(tmp_path), "--quick", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert target in done.stdout

@@ -24,14 +24,14 @@ from live_system import Checkpoints, direct_rewards, direct_values
 from safetensors.torch import load_file
 from tritonclient.utils import InferenceServerException
 
-from python_backend.client.errors import RequestFailed, RequestRefused
-from python_backend.config import RunConfig
-from python_backend.models.batching import padded_rows
-from python_backend.store.durable import numbers_in
-from python_backend.store.journal import Entry, Heartbeat, Journal, Result
-from python_backend.store.weights import Manifest
-from python_backend.wire.contract import Limits
-from python_backend.wire.training_payload import train_payload
+from rlhf_triton.client.errors import RequestFailed, RequestRefused
+from rlhf_triton.config import RunConfig
+from rlhf_triton.python_backend.models.batching import padded_rows
+from rlhf_triton.store.durable import numbers_in
+from rlhf_triton.store.journal import Entry, Heartbeat, Journal, Result
+from rlhf_triton.store.weights import Manifest
+from rlhf_triton.wire.contract import Limits
+from rlhf_triton.wire.training_payload import train_payload
 
 KILLS = int(os.environ.get("CRASH_KILLS", len(VICTIMS)))
 SEED = int(os.environ.get("CRASH_SEED", 1))

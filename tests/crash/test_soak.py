@@ -20,10 +20,10 @@ import pytest
 from crash_system import DisturbedSystem
 from live_system import Checkpoints, make_run
 
-from actor.policy.checkpoint import saved_steps
-from python_backend.store.jsonl import NewLines, read_jsonl
-from python_backend.store.sealed_folder import read_state
-from tools.server.shared_memory import SHARED_MEMORY
+from rlhf_triton.actor.policy.checkpoint import saved_steps
+from rlhf_triton.store.jsonl import NewLines, read_jsonl
+from rlhf_triton.store.sealed_folder import read_state
+from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", 2))
 SEED = int(os.environ.get("CRASH_SEED", 1))
@@ -44,7 +44,7 @@ FILES, THREADS = 4, 4  # a sample may include short-lived ones
 SOCKETS = 2 * MOST_REQUESTS + 32  # connections of scoring, probes and metrics, open and closing
 FLAT_MB = 2.0
 FLAT_FILES = 8  # versions, entries or checkpoints that are being replaced
-RESULTS = 1100  # python_backend.store.journal.KEPT_RESULTS, and those of the last steps
+RESULTS = 1100  # rlhf_triton.store.journal.KEPT_RESULTS, and those of the last steps
 QUARTER = 4
 
 

@@ -13,7 +13,7 @@ import torch
 from aiohttp import web
 from fake_triton import Behaviour, FakeTriton
 
-from critic_client import (
+from rlhf_triton.critic_client import (
     AsyncCriticClient,
     ClientSection,
     ContractError,
@@ -23,9 +23,9 @@ from critic_client import (
     RequestRefused,
     ServerFailed,
 )
-from critic_client.client import training_arrays
-from python_backend.wire.contract import Limits, VersionRange
-from python_backend.wire.training_payload import train_payload
+from rlhf_triton.critic_client.client import training_arrays
+from rlhf_triton.wire.contract import Limits, VersionRange
+from rlhf_triton.wire.training_payload import train_payload
 
 ROWS = [[5, 6, 7]]
 UPDATE = (ROWS, [[1.0, 2.0]], [[0.5, 1.5]], [[0, 1]])  # tokens, returns, prev_values, mask
@@ -273,7 +273,7 @@ def test_failures_are_of_one_kind_each(what: str, kind: type[RequestFailed], tol
 
 
 def test_a_server_that_is_away_or_hangs_is_an_error_in_time() -> None:
-    away = r"critic at 127\.0\.0\.1:1 cannot be reached.*tools serve"
+    away = r"critic at 127\.0\.0\.1:1 cannot be reached.*rlhf-triton serve"
     with CriticClient("127.0.0.1:1", run_id="mine", settings=QUICK) as critic, pytest.raises(RequestFailed, match=away):
         critic.values(ROWS)
 

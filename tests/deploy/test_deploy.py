@@ -23,11 +23,11 @@ import yaml
 from live_system import ENVIRONMENT, Checkpoints, LiveRun, make_run, start_server, stop_process, wait_for
 from manifests import DEPLOY, OVERLAYS, Manifest, containers, manifests, pods
 
-from python_backend.config import RunConfig, load_config
-from tools.memory_table import memory_lines
-from tools.server.child import Child
-from tools.server.ports import is_open
-from tools.server.tritonserver import EXIT_TIMEOUT_S
+from rlhf_triton.config import RunConfig, load_config
+from rlhf_triton.tools.memory_table import memory_lines
+from rlhf_triton.tools.server.child import Child
+from rlhf_triton.tools.server.ports import is_open
+from rlhf_triton.tools.server.tritonserver import EXIT_TIMEOUT_S
 
 layout = pytest.mark.parametrize("overlay", OVERLAYS)
 POD_CONTEXT = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
@@ -421,10 +421,13 @@ NOWHERE = {"pytriton", "vaderSentiment", "pytest", "benchmarks"}  # in no image
 TRAINING = {"peft", "tensorboard", "pyarrow", "matplotlib"}
 STAGES = {
     "serving,operating,judge": (
-        "import tools.serve, tools.render_configs, tools.server.healthcheck, python_backend.rewards.judge",
+        "import rlhf_triton.tools.serve, rlhf_triton.tools.render_configs, rlhf_triton.tools.server.healthcheck, rlhf_triton.rewards.judge",
         NOWHERE | TRAINING,
     ),
-    "training": ("import tools.run, trainer.sidecar, actor.loop, matplotlib, peft, pyarrow, tensorboard", NOWHERE),
+    "training": (
+        "import rlhf_triton.tools.run, trainer.sidecar, actor.loop, matplotlib, peft, pyarrow, tensorboard",
+        NOWHERE,
+    ),
 }
 
 
@@ -453,10 +456,10 @@ def test_it_runs_without_privileges_and_its_commands_exist(target: str) -> None:
     lines = [last(target, "CMD"), last(target, "HEALTHCHECK").partition("CMD ")[2]]
     modules = [re.match(r'\["python3", "-m", "([\w.]+)"', line)[1] for line in lines if line]  # type: ignore[index]
     assert len(modules) == (2 if target == "server" else 1)  # the others have nothing that Docker could ask
-    for module in [*modules, "tools.server.drain"]:  # the last is the preStop hook of a server alone
+    for module in [*modules, "rlhf_triton.tools.server.drain"]:  # the last is the preStop hook of a server alone
         script = f"import sys, {module}; print(*sys.modules)"
         loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-        if module.startswith("tools.server"):  # the standard library and numpy: started every few seconds
+        if module.startswith("rlhf_triton.tools.server"):  # the standard library and numpy: started every few seconds
             assert not {"psutil", "tritonclient", "pydantic", "jinja2", "torch"} & set(loaded.stdout.split())
 
 

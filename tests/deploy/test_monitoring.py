@@ -15,7 +15,7 @@ from live_system import Checkpoints
 from monitored_run import monitored_run
 from prometheus_server import MONITORING, program, queries, quick, rules
 
-from python_backend.monitoring.metrics import TABLES
+from rlhf_triton.monitoring.metrics import TABLES
 
 ROOT = MONITORING.parents[1]
 PAGE = (ROOT / "docs" / "monitoring.md").read_text()

@@ -20,14 +20,14 @@ from tiny_checkpoints import save_tiny
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from actor.data.compute import in_a_thread_of
-from actor.data.rollout import Prompt, Rollout
-from actor.generation.slots import Decoder
-from actor.policy.policy import Policy
-from actor.run.policies import _sample
-from python_backend.models.adapters import MergedWeights, with_merged_layers
-from python_backend.models.card import OutOfMemory
-from python_backend.training.ranks import RankLost
+from rlhf_triton.actor.data.compute import in_a_thread_of
+from rlhf_triton.actor.data.rollout import Prompt, Rollout
+from rlhf_triton.actor.generation.slots import Decoder
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.run.policies import _sample
+from rlhf_triton.learning.ranks import RankLost
+from rlhf_triton.python_backend.models.adapters import MergedWeights, with_merged_layers
+from rlhf_triton.python_backend.models.card import OutOfMemory
 from tests.support.policy_training import TrainablePolicy, train, trainable_policy
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((4, 6, 5, 7, 4, 9))]

@@ -19,13 +19,13 @@ from tiny_checkpoints import save_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_python_backend_utils import Request
 
-from python_backend.models import card
-from python_backend.models.language_model import load_language_model
-from python_backend.models.modeling import load_critic, load_reward, save_critic
-from python_backend.models.token_reward import load_process_reward
-from python_backend.wire.contract import REWARDS, VALUES
+from rlhf_triton.python_backend.models import card
+from rlhf_triton.python_backend.models.language_model import load_language_model
+from rlhf_triton.python_backend.models.modeling import load_critic, load_reward, save_critic
+from rlhf_triton.python_backend.models.token_reward import load_process_reward
+from rlhf_triton.trainer.publish import initialise_store
+from rlhf_triton.wire.contract import REWARDS, VALUES
 from tests.support.ranks import serving_ranks
-from trainer.publish import initialise_store
 
 DEVICE = "cuda:3"
 PATIENCE_S = 120.0

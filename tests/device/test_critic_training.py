@@ -9,11 +9,11 @@ import pytest
 import torch
 from tiny_checkpoints import VOCAB, save_tiny
 
-from python_backend.models.modeling import load_critic, save_critic
-from python_backend.wire.training_payload import TrainPayload
+from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
+from rlhf_triton.trainer.critic_update import CriticUpdate
+from rlhf_triton.trainer.trained_critic import build_critic
+from rlhf_triton.wire.training_payload import TrainPayload
 from tests.support.settings import trainer_section
-from trainer.critic_update import CriticUpdate
-from trainer.trained_critic import build_critic
 
 LAST_CARD = f"cuda:{torch.cuda.device_count() - 1}"
 

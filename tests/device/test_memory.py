@@ -20,19 +20,19 @@ from served_model import served_model
 from simulated_cuda.device import TOTAL_MEMORY, memory_limit, set_limit
 from tiny_checkpoints import save_tiny
 
-from actor.data.rollout import PPOBatch
-from python_backend.config import RunConfig
-from python_backend.models.card import Halving, OutOfMemory, card_bytes, on_rank
-from python_backend.store.durable import write_json
-from python_backend.store.journal import Heartbeat, Journal
-from python_backend.training.ranks import Ranks
+from rlhf_triton.actor.data.rollout import PPOBatch
+from rlhf_triton.config import RunConfig
+from rlhf_triton.learning.ranks import Ranks
+from rlhf_triton.python_backend.models.card import Halving, OutOfMemory, card_bytes, on_rank
+from rlhf_triton.store.durable import write_json
+from rlhf_triton.store.journal import Heartbeat, Journal
+from rlhf_triton.tools import status
+from rlhf_triton.trainer.critic_update import UpdateReport
+from rlhf_triton.trainer.progress import SidecarProgress
 from tests.device.test_critic_training import payload, updates_of
 from tests.support.policy_training import TrainablePolicy, random_batch, rollout_of, trainable_policy, update_of
 from tests.support.ranks import on_ranks
 from tests.training.test_policy_ranks import batch_of, make, settings_of
-from tools import status
-from trainer.critic_update import UpdateReport
-from trainer.progress import SidecarProgress
 
 CARD, DEVICE = 1, "cuda:1"
 LENGTHS, PROMPT = [9, 40, 12, 61, 33, 50, 18, 57], 3
@@ -158,7 +158,7 @@ def test_a_rank_whose_card_is_full_ends_the_update(tmp_path: Path):
         on_ranks(2, update_with_a_full_card, tmp_path, device="cuda:4")
 
 
-# ---- where it is shown: metrics, lines of the files, `tools status` ----
+# ---- where it is shown: metrics, lines of the files, `rlhf-triton status` ----
 
 GIB = 1 << 30
 PAGE = f"""# HELP rlhf_card_bytes Memory

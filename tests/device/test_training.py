@@ -16,21 +16,22 @@ from simulated_cuda.trace import Trace
 from tiny_checkpoints import VOCAB, save_tiny
 from torch import Tensor, nn
 
-from actor.algorithms.method import Method
-from actor.data.rollout import PPOBatch
-from actor.generation.cache import shared_passes
-from actor.policy.policy import Policy
-from actor.run import policies
-from python_backend.config import RunConfig
-from python_backend.models.canary import CANARY_TOKENS, check_canary
-from python_backend.models.language_model import load_language_model
-from python_backend.models.modeling import load_critic, save_critic
-from python_backend.models.output_head import head_logprobs
-from python_backend.training import sharding
-from python_backend.training.ranks import AnyRanks, OneRank, Ranks
-from python_backend.training.sharding import MergedSlices
-from python_backend.wire.contract import Limits
-from python_backend.wire.training_payload import TrainPayload, train_payload
+from rlhf_triton.actor.algorithms.method import Method
+from rlhf_triton.actor.data.rollout import PPOBatch
+from rlhf_triton.actor.generation.cache import shared_passes
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.run import policies
+from rlhf_triton.config import RunConfig
+from rlhf_triton.learning import sharding
+from rlhf_triton.learning.ranks import AnyRanks, OneRank, Ranks
+from rlhf_triton.learning.sharding import MergedSlices
+from rlhf_triton.python_backend.models.canary import CANARY_TOKENS, check_canary
+from rlhf_triton.python_backend.models.language_model import load_language_model
+from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
+from rlhf_triton.python_backend.models.output_head import head_logprobs
+from rlhf_triton.trainer.critic_update import CriticUpdate, load_update, split_rows
+from rlhf_triton.wire.contract import Limits
+from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 from tests.device.test_critic_training import payload, updates_of
 from tests.support.policy_training import TrainablePolicy, random_batch, rollout_of, trainable_policy, update_of
 from tests.support.ranks import on_ranks, whole_tensors
@@ -39,7 +40,6 @@ from tests.training.test_policy_ranks import CASES as POLICY_CASES
 from tests.training.test_policy_ranks import PROMPTS, batch_of, make
 from tests.training.test_policy_ranks import gradients as policy_gradients
 from tests.training.test_policy_ranks import settings_of as policy_settings
-from trainer.critic_update import CriticUpdate, load_update, split_rows
 
 LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
 WAITS_OF_A_STEP = 2  # statistics, and the norm of the gradient

@@ -17,7 +17,6 @@ from synthetic_run import write_run
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer
 
-from actor.run.settings import flat_settings
 from examples.demo import agent
 from examples.demo import llm as demo_llm
 from examples.demo import models as demo_models
@@ -31,14 +30,15 @@ from examples.demo.pretrained import MANIFEST, MINILM, Built, fetch
 from examples.demo.reasoning import prepare as prepare_reasoning
 from examples.demo.reasoning import write_tasks
 from examples.demo.sums_game import SumsGame
-from python_backend.config import load_config
-from python_backend.errors import RlhfError
-from python_backend.models.modeling import load_critic, load_reward
-from python_backend.rewards.function import Sample, checked, load_function
-from python_backend.store.jsonl import read_jsonl
-from tools.report.curves import pictures, write_curves
-from tools.report.data import load_run
-from tools.report.page import write_page
+from rlhf_triton.actor.run.settings import flat_settings
+from rlhf_triton.config import load_config
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.python_backend.models.modeling import load_critic, load_reward
+from rlhf_triton.rewards.function import Sample, checked, load_function
+from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.tools.report.curves import pictures, write_curves
+from rlhf_triton.tools.report.data import load_run
+from rlhf_triton.tools.report.page import write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = "Return the number of items in the given mapping."

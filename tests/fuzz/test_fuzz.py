@@ -35,8 +35,8 @@ from live_system import (
     wait_for,
 )
 
-from python_backend.wire.contract import CRITIC_INFER
-from tools.server.ports import free_port, is_open
+from rlhf_triton.tools.server.ports import free_port, is_open
+from rlhf_triton.wire.contract import CRITIC_INFER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "1"))
@@ -248,7 +248,7 @@ def gateway(guarded: Stage, policy: FakeVllm) -> Iterator[Gateway]:
     section = {"port": free_port(), "key_env": GATEWAY_KEY_VARIABLE}
     model = str(guarded.run.config.actor.policy.model)
     section["policy"] = {"model": model, "servers": [policy.url], "max_session_tokens": 50_000}
-    child = guarded.run.start("gateway", f"gateway={json.dumps(section)}", module="tools gateway")
+    child = guarded.run.start("gateway", f"gateway={json.dumps(section)}", module="rlhf_triton.tools gateway")
     url = f"127.0.0.1:{section['port']}"
     try:
         wait_for(lambda: is_open(url), child)

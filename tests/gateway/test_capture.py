@@ -19,13 +19,13 @@ from scripted_policy import EOS, TEMPLATE, TOKENIZER, ScriptedSampler, ids, scri
 from scripted_servers import until
 from tiny_tokenizers import make_text_tokenizer
 
-from actor.capture.sessions import CaptureError, Sampling, Sessions
-from actor.capture.vllm import VllmSampler
-from actor.data.chat import Chat, TemplateError
-from python_backend.config.sections import ServedPolicySection
-from python_backend.errors import RlhfError
-from python_backend.store.jsonl import read_jsonl
-from tools.gateway.policy import policy_router
+from rlhf_triton.actor.capture.sessions import CaptureError, Sampling, Sessions
+from rlhf_triton.actor.capture.vllm import VllmSampler
+from rlhf_triton.actor.data.chat import Chat, TemplateError
+from rlhf_triton.config.sections import ServedPolicySection
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.tools.gateway.policy import policy_router
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

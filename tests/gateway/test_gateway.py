@@ -21,11 +21,11 @@ from fake_triton import Behaviour
 from loop_clock import advance, hurried
 from prometheus_client.parser import text_string_to_metric_families
 
-from python_backend.client.connection import Message
-from python_backend.config import ConfigError, GatewaySection, RunConfig
-from tools.gateway import app, command, scoring
-from tools.gateway.command import check_key
-from tools.gateway.dialects import NOT_HONOURED, activated
+from rlhf_triton.client.connection import Message
+from rlhf_triton.config import ConfigError, GatewaySection, RunConfig
+from rlhf_triton.tools.gateway import app, command, scoring
+from rlhf_triton.tools.gateway.command import check_key
+from rlhf_triton.tools.gateway.dialects import NOT_HONOURED, activated
 
 NONE = np.empty((0, 1))
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -247,7 +247,7 @@ async def test_documents_are_ranked_in_vllms_form_and_in_teis() -> None:
 async def test_each_request_is_counted_and_logged_with_the_cause_of_a_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO", "tools.gateway.request_log")
+    caplog.set_level("INFO", "rlhf_triton.tools.gateway.request_log")
     async with fake_gateway(key="sesame") as (caller, _):
         headers = {"Authorization": "Bearer sesame"}
         await caller.post("/v1/rewards", {"inputs": [{"text": "abc"}, {"text": "refuse"}]}, headers=headers)

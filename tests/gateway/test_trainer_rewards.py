@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from fake_reward import FakeReward, gateway
 
-from python_backend.errors import RlhfError
-from python_backend.rewards.function import Sample, load_function
-from tools.gateway import trainer_rewards
-from tools.gateway.trainer_rewards import RewardUnavailable, compute_score, rewards_of, trl_reward
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.rewards.function import Sample, load_function
+from rlhf_triton.tools.gateway import trainer_rewards
+from rlhf_triton.tools.gateway.trainer_rewards import RewardUnavailable, compute_score, rewards_of, trl_reward
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -144,7 +144,7 @@ TEXTS = {"prompt": "a", "response": "b"}
 
 def judge_at(url: str) -> Any:
     options = {"model": "m", "base_url": url, "api_key_env": "REWARD_GATEWAY_KEY", "max_retries": 0}
-    return load_function("python_backend.rewards.judge:Judge", options, timeout_s=120.0)(Sample("", [], TEXTS))
+    return load_function("rlhf_triton.rewards.judge:Judge", options, timeout_s=120.0)(Sample("", [], TEXTS))
 
 
 def test_a_key_and_an_address_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_a_key_and_an_address_are_required(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 HTTP_2 = b"\x00\x00\x18\x04\x00\x00\x00\x00\x00" + bytes(24)  # how a gRPC server begins
-NO_GATEWAY = r"is this the address of `tools gateway` .*not Triton's\?"
+NO_GATEWAY = r"is this the address of `rlhf-triton gateway` .*not Triton's\?"
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from tiny_tokenizers import VOCAB, make_text_tokenizer
 from transformers import AutoTokenizer
 
 from benchmarks.trl import prepare_environment
-from python_backend.wire.contract import METADATA, REWARD_MODEL, REWARDS, SENTENCES, texts_array
-from tools.init import main
+from rlhf_triton.tools.init import main
+from rlhf_triton.wire.contract import METADATA, REWARD_MODEL, REWARDS, SENTENCES, texts_array
 
 CHAT = "/v1/chat/completions"
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def lines(path: Path) -> int:
 def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpoints) -> None:
     theirs = prepare_environment(Path(os.environ["TRL_ENVIRONMENT"]), print)
     system = start_system(make_run(tmp_path, checkpoints))
-    command = [sys.executable, "-m", "tools", "gateway", "--config", str(system.run.path), "gateway.port=0"]
+    command = [sys.executable, "-m", "rlhf_triton.tools", "gateway", "--config", str(system.run.path), "gateway.port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as gateway:
         try:
             assert gateway.stdout is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import render_configs
+from rlhf_triton.tools import render_configs
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,60 +21,60 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("python_backend", "trainer", "actor", "critic_client", "tools", "benchmarks", "examples")
+PACKAGES = ("rlhf_triton", "python_backend", "trainer", "actor", "critic_client", "tools", "benchmarks", "examples")
 MOST_LINES = {"actor/loop.py": 220, "trainer/sidecar.py": 200, "README.md": 180}
 # Modules that only carry, check or start things: torch alone costs seconds, in every process that imports it.
 WITHOUT_TORCH = [
-    "python_backend.models.batching",
-    "python_backend.checkpoints.inspection",
-    "python_backend.config",
-    "python_backend.wire.contract",
-    "python_backend.store.durable",
-    "python_backend.checkpoints.safetensors_header",
-    "python_backend.store.journal",
-    "python_backend.store.journal_entry",
-    "python_backend.store.sealed_folder",
-    "python_backend.config.sections",
-    "python_backend.serving.triton",
-    "python_backend.serving.critic_save",
-    "python_backend.serving.critic_train",
-    "python_backend.rewards.pool",
-    "python_backend.serving.function_reward",
-    "python_backend.rewards.function",
-    "python_backend.rewards.worker",
-    "python_backend.serving.reward_mixture",
-    "python_backend.rewards.judge",
-    "python_backend.config.rewards",
-    "python_backend.environments.openenv",
-    "python_backend.environments.pool",
-    "python_backend.environments.worker",
-    "python_backend.checkpoints.tokenization",
-    "python_backend.process",
-    "python_backend.workers.child",
-    "python_backend.workers.process",
-    "python_backend.serving.scheduling",
-    "python_backend.serving.scoring",
-    "python_backend.serving.requests",
-    "python_backend.serving.reward_reader",
-    "python_backend.store.weights",
-    "trainer.__main__",
-    "trainer.control_plane",
-    "actor.__main__",
-    "python_backend.client.client",
-    "critic_client",
-    "tools.__main__",
+    "rlhf_triton.python_backend.models.batching",
+    "rlhf_triton.checkpoints.inspection",
+    "rlhf_triton.config",
+    "rlhf_triton.wire.contract",
+    "rlhf_triton.store.durable",
+    "rlhf_triton.checkpoints.safetensors_header",
+    "rlhf_triton.store.journal",
+    "rlhf_triton.store.journal_entry",
+    "rlhf_triton.store.sealed_folder",
+    "rlhf_triton.config.sections",
+    "rlhf_triton.python_backend.serving.triton",
+    "rlhf_triton.python_backend.serving.critic_save",
+    "rlhf_triton.python_backend.serving.critic_train",
+    "rlhf_triton.rewards.pool",
+    "rlhf_triton.python_backend.serving.function_reward",
+    "rlhf_triton.rewards.function",
+    "rlhf_triton.rewards.worker",
+    "rlhf_triton.python_backend.serving.reward_mixture",
+    "rlhf_triton.rewards.judge",
+    "rlhf_triton.config.rewards",
+    "rlhf_triton.actor.environments.openenv",
+    "rlhf_triton.actor.environments.pool",
+    "rlhf_triton.actor.environments.worker",
+    "rlhf_triton.checkpoints.tokenization",
+    "rlhf_triton.process",
+    "rlhf_triton.python_backend.workers.child",
+    "rlhf_triton.python_backend.workers.process",
+    "rlhf_triton.python_backend.serving.scheduling",
+    "rlhf_triton.python_backend.serving.scoring",
+    "rlhf_triton.python_backend.serving.requests",
+    "rlhf_triton.python_backend.serving.reward_reader",
+    "rlhf_triton.store.weights",
+    "rlhf_triton.trainer.__main__",
+    "rlhf_triton.trainer.control_plane",
+    "rlhf_triton.actor.__main__",
+    "rlhf_triton.client.client",
+    "rlhf_triton.critic_client",
+    "rlhf_triton.tools.__main__",
     "benchmarks.scoring",
     "benchmarks.reload",
-    "tools.gateway.app",
-    "tools.gateway.command",
-    "tools.init_models",
-    "tools.render_configs",
-    "tools.run",
-    "tools.serve",
+    "rlhf_triton.tools.gateway.app",
+    "rlhf_triton.tools.gateway.command",
+    "rlhf_triton.tools.init_models",
+    "rlhf_triton.tools.render_configs",
+    "rlhf_triton.tools.run",
+    "rlhf_triton.tools.serve",
     "examples.demo.prepare",
 ]
 HEAVY = {"pydantic", "safetensors", "torch", "transformers", "tritonclient", "yaml"}
-NUMPY_ALONE = ["python_backend.models.batching", "python_backend.wire.contract"]
+NUMPY_ALONE = ["rlhf_triton.python_backend.models.batching", "rlhf_triton.wire.contract"]
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -190,6 +190,6 @@ def test_the_tree_of_errors_has_each_of_them():
         return issubclass(getattr(builtins, name, object), BaseException)
 
     found = {name for name in bases if is_exception(name)}
-    tree = (ROOT / "python_backend" / "errors.py").read_text().split('"""')[1]
+    tree = (ROOT / "rlhf_triton" / "errors.py").read_text().split('"""')[1]
     assert found - {*re.findall(r"\w+", tree)} == set()
     assert {name for name in re.findall(r"^ {2,}(\w+)", tree, re.M)} <= found

@@ -16,10 +16,10 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from benchmarks.command import BENCHMARKS
-from python_backend.config import RewardTerm, RunConfig, keys_of, load_config
-from python_backend.config.without_effect import without_effect
-from python_backend.rewards.function import Sample, load_function
-from tools.__main__ import COMMANDS
+from rlhf_triton.config import RewardTerm, RunConfig, keys_of, load_config
+from rlhf_triton.config.without_effect import without_effect
+from rlhf_triton.rewards.function import Sample, load_function
+from rlhf_triton.tools.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,9 +33,9 @@ OTHER_PROGRAMS = ("docker", "apt", "pip", "tritonserver", "kubectl", "sbatch", "
 MODULES = {
     "pytest": None,
     "torch.distributed.run": None,
-    "actor": "actor/__main__.py",
-    "trainer": "trainer/__main__.py",
-    "tools.server.drain": "tools/server/drain.py",
+    "rlhf_triton.actor": "actor/__main__.py",
+    "rlhf_triton.trainer": "trainer/__main__.py",
+    "rlhf_triton.tools.server.drain": "tools/server/drain.py",
     "examples.demo": "examples/demo/__main__.py",
 }
 OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)+=.*")
@@ -52,6 +52,7 @@ FOLDERS = (
     "examples",
     "model_repository",
     "python_backend",
+    "rlhf_triton",
     "tests",
     "tools",
     "trainer",
@@ -124,7 +125,7 @@ def options_in(file: Path) -> set[str]:
         keys = importlib.import_module(module).OPTIONS
         return {"--out", "--report-only", "--quick", *(f"--{key.replace('_', '-')}" for key in keys)}
     source = file.read_text()
-    shared = (ROOT / "python_backend/config/command_line.py").read_text() if "command_line" in source else ""
+    shared = (ROOT / "rlhf_triton/config/command_line.py").read_text() if "command_line" in source else ""
     calls = [node for text in (source, shared) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     added = [call.args for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
     return {arg.value for args in added for arg in args if isinstance(arg, ast.Constant)}
@@ -132,9 +133,9 @@ def options_in(file: Path) -> set[str]:
 
 def test_commands_beside_those_of_the_tools_run() -> None:
     for arguments, says in (
-        (["-m", "tools", "bench", "reload", "--help"], "--quiet-s"),
-        (["-m", "actor", "--help"], "--config"),
-        (["-m", "trainer", "--help"], "--config"),
+        (["-m", "rlhf_triton.tools", "bench", "reload", "--help"], "--quiet-s"),
+        (["-m", "rlhf_triton.actor", "--help"], "--config"),
+        (["-m", "rlhf_triton.trainer", "--help"], "--config"),
     ):
         done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         assert (done.returncode, says in done.stdout) == (0, True), done.stdout + done.stderr
@@ -203,7 +204,7 @@ OTHER_NAMES = {
 def wrong_names(rows: list[str]) -> list[str]:
     """The names on our side of a table of docs/coming-from.md, all columns but the first, that do not exist."""
     options = set().union(*(options_in(ROOT / f"{module.replace('.', '/')}.py") for module, _ in COMMANDS.values()))
-    known = OTHER_NAMES | KNOWN_KEYS | options | {f"python -m tools {command}" for command in COMMANDS}
+    known = OTHER_NAMES | KNOWN_KEYS | options | {f"rlhf-triton {command}" for command in COMMANDS}
     spans = [span for row in rows for span in SPAN.findall(row.split(" | ", 1)[1])]
     return [span for span in spans if span not in known and not is_setting(*span.partition(": "))]
 

@@ -18,16 +18,16 @@ from tiny_checkpoints import save_tiny
 from triton_python_backend_utils import InferenceResponse, Request
 from tritonclient.utils import InferenceServerException
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.client.connection import trouble_of
-from python_backend.client.errors import Kind
-from python_backend.models.card import Halving, OutOfMemory, is_device_error, is_out_of_memory
-from python_backend.models.modeling import RewardModel, load_reward
-from python_backend.serving.ranks.controller import ServingRanks
-from python_backend.serving.versions.follower import Version
-from python_backend.wire.contract import REWARDS, UNTIL_LOADED, TokenRow
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.client.connection import trouble_of
+from rlhf_triton.client.errors import Kind
+from rlhf_triton.python_backend.models.card import Halving, OutOfMemory, is_device_error, is_out_of_memory
+from rlhf_triton.python_backend.models.modeling import RewardModel, load_reward
+from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
+from rlhf_triton.python_backend.serving.versions.follower import Version
+from rlhf_triton.trainer.publish import initialise_store
+from rlhf_triton.wire.contract import REWARDS, UNTIL_LOADED, TokenRow
 from tests.support.full_card import let_memory_be_short
-from trainer.publish import initialise_store
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
 
@@ -154,7 +154,7 @@ def test_after_a_device_error_the_model_refuses_requests_so_that_they_go_elsewhe
 
 def test_a_version_is_not_blamed_for_a_device_error(reward: Any, monkeypatch: pytest.MonkeyPatch):
     """The thread that loads it never goes on, and so rejects no version."""
-    monkeypatch.setattr("python_backend.serving.torch_scoring.threading.Event", lambda: pytest)
+    monkeypatch.setattr("rlhf_triton.python_backend.serving.torch_scoring.threading.Event", lambda: pytest)
     monkeypatch.setattr(pytest, "wait", lambda: pytest.skip.Exception, raising=False)
     with pytest.raises(CheckpointError), reward.served.compute.blaming_the_device():
         raise CheckpointError("version 3 cannot be loaded") from RuntimeError(ILLEGAL)
@@ -201,7 +201,9 @@ def test_a_full_card_is_the_reason_why_a_model_lost_a_rank(
 ) -> None:
     save_tiny(tmp_path / "reward", "llama", "reward")
     if rank:
-        let_memory_be_short(monkeypatch, tmp_path, "python_backend.models.modeling", "RewardModel", "launch")
+        let_memory_be_short(
+            monkeypatch, tmp_path, "rlhf_triton.python_backend.models.modeling", "RewardModel", "launch"
+        )
     lost: list[str] = []
     ranks = ServingRanks(2, "cpu", 1, lost.append)
     try:

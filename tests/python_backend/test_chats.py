@@ -9,9 +9,9 @@ import pytest
 from jinja2 import TemplateError
 from tiny_tokenizers import make_text_tokenizer
 
-from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.wire.chats import render_chat, template_options
-from python_backend.wire.messages import BadMessages, plain_messages
+from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.wire.chats import render_chat, template_options
+from rlhf_triton.wire.messages import BadMessages, plain_messages
 
 SYSTEM, USER, REPLY = ({"role": role, "content": "Hi"} for role in ("system", "user", "assistant"))
 TOOL = {"role": "tool", "content": '{"a": 1}'}

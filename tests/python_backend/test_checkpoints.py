@@ -1,4 +1,4 @@
-"""`python_backend.checkpoints`: what is found in a folder, how a folder is refused; fingerprints, special tokens."""
+"""`rlhf_triton.checkpoints`: what is found in a folder, how a folder is refused; fingerprints, special tokens."""
 
 import json
 import re
@@ -19,15 +19,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from python_backend.checkpoints.heads import Head
-from python_backend.checkpoints.inspection import (
+from rlhf_triton.checkpoints.heads import Head
+from rlhf_triton.checkpoints.inspection import (
     CheckpointError,
     Constants,
     fingerprint_weights,
     inspect_checkpoint,
 )
-from python_backend.checkpoints.tensor_file import write_tensors
-from python_backend.checkpoints.tokenization import end_of_sequence, special_tokens, special_tokens_in
+from rlhf_triton.checkpoints.tensor_file import write_tensors
+from rlhf_triton.checkpoints.tokenization import end_of_sequence, special_tokens, special_tokens_in
 
 
 def refused(*parts: object):
@@ -230,7 +230,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, file: str, content: bytes, mess
 def test_inspecting_imports_no_torch(tmp_path: Path):
     save_tiny(tmp_path, "llama", "reward")
     script = (
-        "import sys, pathlib; from python_backend.checkpoints.inspection import inspect_checkpoint;"
+        "import sys, pathlib; from rlhf_triton.checkpoints.inspection import inspect_checkpoint;"
         "inspect_checkpoint(pathlib.Path(sys.argv[1])); assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)

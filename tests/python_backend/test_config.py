@@ -1,4 +1,4 @@
-"""`python_backend.config`: one YAML, typed; what is wrong in it is said by key and value."""
+"""`rlhf_triton.config`: one YAML, typed; what is wrong in it is said by key and value."""
 
 import contextlib
 import re
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from python_backend.config import ConfigError, RunConfig, load_config
-from python_backend.config.algorithms import ALGORITHMS, KL_ESTIMATORS, LOSSES
-from python_backend.config.required_files import check_critic, check_files
-from python_backend.config.without_effect import effect_line, without_effect
-from python_backend.models.placement import device_of, devices_of, own_device
+from rlhf_triton.config import ConfigError, RunConfig, load_config
+from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS, LOSSES
+from rlhf_triton.config.required_files import check_critic, check_files
+from rlhf_triton.config.without_effect import effect_line, without_effect
+from rlhf_triton.python_backend.models.placement import device_of, devices_of, own_device
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -538,7 +538,7 @@ def test_a_deterministic_run_refuses_what_would_change_bits(tmp_path: Path, over
 def test_a_package_that_is_not_installed_is_named_before_the_start(
     tmp_path: Path, overrides: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("python_backend.config.training.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("rlhf_triton.config.training.importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_critic(load(tmp_path, "", *overrides))
     actors = [

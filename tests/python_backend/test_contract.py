@@ -1,4 +1,4 @@
-"""`python_backend.wire.contract`: good requests are cut to their rows, each bad one is refused by field and value."""
+"""`rlhf_triton.wire.contract`: good requests are cut to their rows, each bad one is refused by field and value."""
 
 import functools
 import re
@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backend.wire import contract
-from python_backend.wire.contract import ContractError, Limits, id_ranges, ids_in, scoring_rows
-from python_backend.wire.texts import metadata_rows, text_bytes
-from python_backend.wire.training_payload import sent_payload, train_payload
+from rlhf_triton.wire import contract
+from rlhf_triton.wire.contract import ContractError, Limits, id_ranges, ids_in, scoring_rows
+from rlhf_triton.wire.texts import metadata_rows, text_bytes
+from rlhf_triton.wire.training_payload import sent_payload, train_payload
 
 LIMITS = Limits(vocab_size=10, max_length=6)
 TOKENS = np.array([[1, 2, 3, 4], [5, 6, 0, 0], [7, 8, 9, 0]])

@@ -16,9 +16,9 @@ import pytest
 from aiohttp import web
 from openenv_server import OpenEnvServer
 
-from python_backend.config import ConfigError, EnvironmentSection, load_config
-from python_backend.environments.pool import EnvironmentFailed, Environments, Instance, StepResult
-from python_backend.rewards.function import FunctionError
+from rlhf_triton.actor.environments.pool import EnvironmentFailed, Environments, Instance, StepResult
+from rlhf_triton.config import ConfigError, EnvironmentSection, load_config
+from rlhf_triton.rewards.function import FunctionError
 
 FILE = Path(environment_classes.__file__)
 LIMIT_S = 3.0
@@ -40,7 +40,9 @@ async def running(name: str = "Doing", *, hidden: tuple[str, ...] = (), **settin
 
 def workers() -> list[psutil.Process]:
     """Worker processes of this process."""
-    return [child for child in psutil.Process().children() if "python_backend.environments.worker" in child.cmdline()]
+    return [
+        child for child in psutil.Process().children() if "rlhf_triton.actor.environments.worker" in child.cmdline()
+    ]
 
 
 async def failure(call: Any, name: str = f"{FILE}:Doing") -> str:

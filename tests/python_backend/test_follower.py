@@ -1,4 +1,4 @@
-"""`python_backend.serving.versions.follower`: an instance serves what CURRENT names, whatever happens to the store."""
+"""`rlhf_triton.python_backend.serving.versions.follower`: an instance serves what CURRENT names, whatever happens to the store."""
 
 import dataclasses
 import re
@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from python_backend.checkpoints.inspection import WEIGHTS_FILE
-from python_backend.serving.versions.follower import Follower
-from python_backend.store.durable import replace_file
-from python_backend.store.weights import ServingRecord, WeightsError, WeightsStore
-from python_backend.wire.contract import VersionRange
+from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
+from rlhf_triton.python_backend.serving.versions.follower import Follower
+from rlhf_triton.store.durable import replace_file
+from rlhf_triton.store.weights import ServingRecord, WeightsError, WeightsStore
+from rlhf_triton.wire.contract import VersionRange
 
 PATIENCE_S = 120.0
 
@@ -125,7 +125,7 @@ def test_a_first_version_that_cannot_be_served_is_an_error_and_replaces_no_dead_
     store.records.put(dataclasses.replace(gone, born=gone.born - 1))
     damaged = publish(store, np.nan)
     message = (
-        f"weights version {damaged} cannot be served: w has values that are not finite; `python -m tools weights "
+        f"weights version {damaged} cannot be served: w has values that are not finite; `rlhf-triton weights "
         "rollback --model critic` serves an older version"
     )
     with pytest.raises(WeightsError, match=f"^{re.escape(message)}$"):
@@ -239,7 +239,7 @@ def test_a_full_disk_and_an_unreadable_current_are_logged_and_retried(
 
     full.set()
     monkeypatch.setattr(store.records, "put", refuse)
-    monkeypatch.setattr("python_backend.serving.versions.follower.TROUBLE_PAUSE_S", 0.02)
+    monkeypatch.setattr("rlhf_triton.python_backend.serving.versions.follower.TROUBLE_PAUSE_S", 0.02)
     version = publish(store, 7.0)
     until(lambda: instance.follower.version.number == version and len(instance.logged) > 1)
     assert instance.record.version == 0

@@ -15,17 +15,17 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, add_tensors, change_config, save_tiny, save_with_value_head
 from transformers import AutoModelForTokenClassification
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.models import modeling
-from python_backend.models.batching import padded_width
-from python_backend.models.collation import collate
-from python_backend.models.modeling import CriticModel, quiet_transformers, save_critic
-from python_backend.models.token_head import TokenHead
-from python_backend.serving.ranks.loaders import load_model
-from python_backend.wire.training_payload import TrainPayload
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.python_backend.models import modeling
+from rlhf_triton.python_backend.models.batching import padded_width
+from rlhf_triton.python_backend.models.collation import collate
+from rlhf_triton.python_backend.models.modeling import CriticModel, quiet_transformers, save_critic
+from rlhf_triton.python_backend.models.token_head import TokenHead
+from rlhf_triton.python_backend.serving.ranks.loaders import load_model
+from rlhf_triton.trainer.critic_update import CriticUpdate
+from rlhf_triton.wire.training_payload import TrainPayload
 from tests.support.loaders import load_critic, load_reward
 from tests.support.settings import trainer_section
-from trainer.critic_update import CriticUpdate
 
 TOLERANCE = 1e-5
 CAUSAL = {"llama": True, "qwen2": True, "gpt2": True, "opt": True, "gptj": True, "bert": False, "deberta-v3": False}

@@ -27,20 +27,20 @@ from safetensors.numpy import load_file
 from sidecar_rig import Rig
 from triton_python_backend_utils import InferenceResponse, Request
 
-from python_backend.digests import Algorithm
-from python_backend.errors import RlhfError
-from python_backend.serving.critic_save import TritonPythonModel
-from python_backend.serving.triton import TritonModel
-from python_backend.store.journal import KEPT_RESULTS, Entry, Heartbeat, HeartbeatWatch, Journal, Result
-from python_backend.store.journal_entry import DamagedEntry, read_training_file
-from python_backend.store.ownership import Sender
-from python_backend.wire.contract import STATUS, WEIGHTS_VERSION, ContractError
-from python_backend.wire.training_payload import TrainPayload
+from rlhf_triton.digests import Algorithm
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.python_backend.serving.critic_save import TritonPythonModel
+from rlhf_triton.python_backend.serving.triton import TritonModel
+from rlhf_triton.store.journal import KEPT_RESULTS, Entry, Heartbeat, HeartbeatWatch, Journal, Result
+from rlhf_triton.store.journal_entry import DamagedEntry, read_training_file
+from rlhf_triton.store.ownership import Sender
+from rlhf_triton.wire.contract import STATUS, WEIGHTS_VERSION, ContractError
+from rlhf_triton.wire.training_payload import TrainPayload
 
 WRITE_AND_STALL = """
 import sys
 from pathlib import Path
-from python_backend.store.durable import staged_file
+from rlhf_triton.store.durable import staged_file
 with staged_file(Path(sys.argv[1]), [b"half of an entry"]):
     print("writing", flush=True)
     sys.stdin.read()
@@ -264,7 +264,7 @@ def test_a_refused_step_leaves_no_thread_on_the_callers_arrays(tmp_path: Path, m
         finished.append(array)
         return b"digest"
 
-    monkeypatch.setattr("python_backend.store.journal_entry.field_digest", slow)
+    monkeypatch.setattr("rlhf_triton.store.journal_entry.field_digest", slow)
     with pytest.raises(ContractError, match="send step 1 first"):
         Journal(tmp_path, "test").accept_training(payload(), run_id=None, step=9)
     assert len(finished) == 5
@@ -483,7 +483,7 @@ def test_a_writer_that_is_suspended_while_it_links_does_not_block_others_forever
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ):
     train(journal, 1)
-    monkeypatch.setattr("python_backend.store.journal.ACCEPT_PATIENCE_S", 0.05)
+    monkeypatch.setattr("rlhf_triton.store.journal.ACCEPT_PATIENCE_S", 0.05)
     other = Journal(journal.root, "run")
     for ask in (lambda: train(other, 2), lambda: other.accept_save(run_id=None)):
         with journal._accepting(), pytest.raises(OSError, match=r"locked by another process .*ACCEPT"):
@@ -558,7 +558,7 @@ HOUR_S = 3600.0
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonModel]:
     """critic_save of run `run`; 0.4 s of silence are too long."""
-    monkeypatch.setattr("python_backend.serving.journal_model.FOLLOWER_GRACE_S", 0.05)
+    monkeypatch.setattr("rlhf_triton.python_backend.serving.journal_model.FOLLOWER_GRACE_S", 0.05)
     parameters = {"journal": str(tmp_path), "run_id": "run", "integrity": "xxh3", "heartbeat_timeout_s": "0.4"}
     config = {"name": "critic_save", "parameters": {key: {"string_value": value} for key, value in parameters.items()}}
     model = TritonPythonModel()
@@ -599,7 +599,7 @@ def test_the_caller_of_a_silent_sidecar_gets_an_error_whatever_the_clock_of_its_
 
 def test_silence_begins_when_nothing_new_is_seen(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
-    monkeypatch.setattr("python_backend.store.journal.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("rlhf_triton.store.journal.time", SimpleNamespace(monotonic=lambda: now[0]))
     beats = [Heartbeat(1, 1, 1, "training", HOUR_S)]
     watch = HeartbeatWatch(lambda: beats[-1])
     assert watch.silence_s() == 0

@@ -20,13 +20,13 @@ import triton_python_backend_utils as stub
 from prometheus_client.parser import text_string_to_metric_families
 from span_collector import Collector, Span, collector
 
-from python_backend.monitoring import log_lines, tracing
-from python_backend.monitoring.log_lines import JsonFormatter, parsed, set_log_position
-from python_backend.monitoring.metrics import SHARED, Exporter, MetricSpec, Values
-from python_backend.monitoring.tracing import TracingUnavailable, end_step, parsed_traceparent, span, traceparent
-from python_backend.process import StopRequested, StopSignals, long_lived_imports
-from python_backend.serving.triton import Gauge, MetricCounters
-from tools.server.ports import free_port
+from rlhf_triton.monitoring import log_lines, tracing
+from rlhf_triton.monitoring.log_lines import JsonFormatter, parsed, set_log_position
+from rlhf_triton.monitoring.metrics import SHARED, Exporter, MetricSpec, Values
+from rlhf_triton.monitoring.tracing import TracingUnavailable, end_step, parsed_traceparent, span, traceparent
+from rlhf_triton.process import StopRequested, StopSignals, long_lived_imports
+from rlhf_triton.python_backend.serving.triton import Gauge, MetricCounters
+from rlhf_triton.tools.server.ports import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -191,9 +191,9 @@ raise RuntimeError("the end")
 def test_whatever_a_process_writes_is_a_line_of_its_log(log_format: str) -> None:
     start = (
         "import logging, sys, threading, warnings\n"
-        "from python_backend.config.command_line import log_to_stderr, report\n"
-        "from python_backend.config.sections import RunSection\n"
-        "from python_backend.monitoring.log_lines import say\n"
+        "from rlhf_triton.config.command_line import log_to_stderr, report\n"
+        "from rlhf_triton.config.sections import RunSection\n"
+        "from rlhf_triton.monitoring.log_lines import say\n"
         f"log_to_stderr('sidecar', RunSection(run_id='r1', log_format={log_format!r}))\n"
     )
     done = subprocess.run([sys.executable, "-c", start + SCRIPT], capture_output=True, text=True, check=False)
@@ -338,7 +338,7 @@ def test_a_collector_that_refuses_or_hangs_costs_one_warning(
 def test_nothing_happens_without_an_endpoint() -> None:
     script = (
         "import sys\n"
-        "from python_backend.monitoring import tracing\n"
+        "from rlhf_triton.monitoring import tracing\n"
         "with tracing.tracing('actor', None, 'my-run'):\n"
         "    with tracing.span('a', step=1, parent='x'):\n"
         "        assert tracing.traceparent() is None\n"
@@ -365,7 +365,7 @@ def test_a_missing_extra_is_named() -> None:
 
 INSIDE_WAIT = """
 import signal
-from python_backend.process import stop_event
+from rlhf_triton.process import stop_event
 stop = stop_event(signal.SIGINT, signal.SIGTERM)
 with stop._cond:  # as the main thread does for a moment in each stop.wait()
     signal.raise_signal(signal.{name})
@@ -375,7 +375,7 @@ assert stop.wait(120)
 
 JUST_BEFORE_WAIT = """
 import os, signal, threading
-from python_backend.process import stop_event
+from rlhf_triton.process import stop_event
 stop = stop_event(signal.SIGINT, signal.SIGTERM)
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.{name}])  # as if it came just before the wait: that is not interrupted
 def elsewhere():

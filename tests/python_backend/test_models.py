@@ -1,4 +1,4 @@
-"""`python_backend.models` against plain transformers: the same numbers row by row, or the model is refused."""
+"""`rlhf_triton.python_backend.models` against plain transformers: the same numbers row by row, or the model is refused."""
 
 import functools
 import gc
@@ -41,26 +41,26 @@ from transformers import (
     MiniCPM3ForCausalLM,
 )
 
-from python_backend.checkpoints.inspection import (
+from rlhf_triton.checkpoints.inspection import (
     CheckpointError,
     fix_forward,
     inspect_checkpoint,
     max_positions,
     stable_length,
 )
-from python_backend.models import modeling, output_head
-from python_backend.models.batching import padded_width, plan_micro_batches
-from python_backend.models.collation import collate
-from python_backend.models.logprobs import sampling_entropy, target_logprobs
-from python_backend.models.modeling import CriticModel, quiet_transformers, save_critic
-from python_backend.models.output_head import head_logprobs, linear_head
-from python_backend.training.ranks import Ranks
-from python_backend.wire.contract import ContractError, scoring_rows
-from python_backend.wire.training_payload import TrainPayload
+from rlhf_triton.learning.ranks import Ranks
+from rlhf_triton.python_backend.models import modeling, output_head
+from rlhf_triton.python_backend.models.batching import padded_width, plan_micro_batches
+from rlhf_triton.python_backend.models.collation import collate
+from rlhf_triton.python_backend.models.logprobs import sampling_entropy, target_logprobs
+from rlhf_triton.python_backend.models.modeling import CriticModel, quiet_transformers, save_critic
+from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
+from rlhf_triton.trainer.critic_update import CriticUpdate
+from rlhf_triton.trainer.trained_critic import TrainedCritic
+from rlhf_triton.wire.contract import ContractError, scoring_rows
+from rlhf_triton.wire.training_payload import TrainPayload
 from tests.support.loaders import load_critic, load_language_model, load_process_reward, load_reward, skip_on_cards
 from tests.support.settings import trainer_section
-from trainer.critic_update import CriticUpdate
-from trainer.trained_critic import TrainedCritic
 
 TOLERANCE = 1e-5
 

@@ -5,7 +5,7 @@ import importlib
 import numpy as np
 import pytest
 
-cost = importlib.import_module("python_backend.serving.pass_cost")
+cost = importlib.import_module("rlhf_triton.python_backend.serving.pass_cost")
 
 
 class Machine:

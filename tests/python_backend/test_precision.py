@@ -15,21 +15,21 @@ from tiny_checkpoints import POSITIONS, save_tiny
 from tiny_tokenizers import save_chat_policy
 from triton_python_backend_utils import Request
 
-from actor.data.prompt_files import PromptError
-from actor.data.prompt_reader import PromptReader, read_prompts
-from actor.data.rollout import Prompt, Rollout
-from actor.policy.policy import Policy
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.config import ActorSection, RunConfig
-from python_backend.models.adapters import MergedWeights
-from python_backend.models.language_model import load_language_model
-from python_backend.models.logprobs import target_logprobs
-from python_backend.models.modeling import load_critic, quiet_transformers, save_critic
-from python_backend.models.precision import in_float32
-from python_backend.wire.contract import LOGPROBS, REFERENCE
+from rlhf_triton.actor.data.prompt_files import PromptError
+from rlhf_triton.actor.data.prompt_reader import PromptReader, read_prompts
+from rlhf_triton.actor.data.rollout import Prompt, Rollout
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.config import ActorSection, RunConfig
+from rlhf_triton.python_backend.models.adapters import MergedWeights
+from rlhf_triton.python_backend.models.language_model import load_language_model
+from rlhf_triton.python_backend.models.logprobs import target_logprobs
+from rlhf_triton.python_backend.models.modeling import load_critic, quiet_transformers, save_critic
+from rlhf_triton.python_backend.models.precision import in_float32
+from rlhf_triton.tools import render as render_reference
+from rlhf_triton.wire.contract import LOGPROBS, REFERENCE
 from tests.python_backend.test_models import LIMIT, MODELS, TOLERANCE, models, save
 from tests.support.settings import actor_section, nested
-from tools import render as render_reference
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 9))]
 

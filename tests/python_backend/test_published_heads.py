@@ -31,16 +31,16 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as SEQUENCE_CLASSES
 
-from python_backend.checkpoints.heads import GATES
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.config import RewardSection
-from python_backend.config.labels import attribute_weights
-from python_backend.models import loading
-from python_backend.models.modeling import quiet_transformers, save_critic
-from python_backend.wire.training_payload import TrainPayload
+from rlhf_triton.checkpoints.heads import GATES
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.config import RewardSection
+from rlhf_triton.config.labels import attribute_weights
+from rlhf_triton.python_backend.models import loading
+from rlhf_triton.python_backend.models.modeling import quiet_transformers, save_critic
+from rlhf_triton.trainer.critic_update import CriticUpdate
+from rlhf_triton.wire.training_payload import TrainPayload
 from tests.support.loaders import load_critic, load_process_reward, load_reward, skip_on_cards
 from tests.support.settings import trainer_section
-from trainer.critic_update import CriticUpdate
 
 H, VOCAB = 16, 64
 LARGE = {"llama": 128_300, "gemma2": 2_600}  # vocabularies with the header of an answer

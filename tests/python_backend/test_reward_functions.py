@@ -27,22 +27,22 @@ from chat_server import ChatServer
 from tiny_tokenizers import make_text_tokenizer
 from triton_python_backend_utils import Request
 
-from python_backend.config import ConfigError, RunConfig, load_config
-from python_backend.rewards import count
-from python_backend.rewards import judge as judge_module
-from python_backend.rewards import pool as pool_module
-from python_backend.rewards.function import NOT_APPLICABLE, FunctionError, Sample, checked, load_function, take_counts
-from python_backend.rewards.groups import BadGroup, group_key
-from python_backend.rewards.judge import Judge, NoVerdict
-from python_backend.rewards.pool import FairQueue, FunctionCall, ScoreOutcome, WorkerPool
-from python_backend.serving.reward_mixture import weighted_sum
-from python_backend.wire.contract import PROBE_HEADER, REWARD_COMPONENT, REWARD_ERROR
+from rlhf_triton.config import ConfigError, RunConfig, load_config
+from rlhf_triton.python_backend.serving.reward_mixture import weighted_sum
+from rlhf_triton.rewards import count
+from rlhf_triton.rewards import judge as judge_module
+from rlhf_triton.rewards import pool as pool_module
+from rlhf_triton.rewards.function import NOT_APPLICABLE, FunctionError, Sample, checked, load_function, take_counts
+from rlhf_triton.rewards.groups import BadGroup, group_key
+from rlhf_triton.rewards.judge import Judge, NoVerdict
+from rlhf_triton.rewards.pool import FairQueue, FunctionCall, ScoreOutcome, WorkerPool
+from rlhf_triton.wire.contract import PROBE_HEADER, REWARD_COMPONENT, REWARD_ERROR
 
 FILE = Path(reward_functions.__file__)
 TRL_FILE = Path(trl_functions.__file__)
 ROOT = FILE.parent.parent
 LIMIT_S = 60.0
-SPEC = "python_backend.rewards.judge:Judge"
+SPEC = "rlhf_triton.rewards.judge:Judge"
 KEY = "sk-very-secret-0123456789"
 WRONG_URLS = (
     *("ftp://host/v1", "file:///etc/passwd", "host:8000/v1", "http://h/é", "http://h:99999/v1", "http://h/v1?k=1"),
@@ -87,7 +87,7 @@ def limit_passes_when_these_hang(monkeypatch: pytest.MonkeyPatch, files: Sequenc
 
 def workers() -> list[psutil.Process]:
     """Worker processes of this process."""
-    return [child for child in psutil.Process().children() if "python_backend.rewards.worker" in child.cmdline()]
+    return [child for child in psutil.Process().children() if "rlhf_triton.rewards.worker" in child.cmdline()]
 
 
 def doing(*actions: str | None, **metadata: object) -> list[Sample]:
@@ -282,8 +282,8 @@ def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> No
     pid_file = tmp_path / "pid"
     script = (
         "import sys, time\n"
-        "from python_backend.rewards.pool import FunctionCall, WorkerPool\n"
-        "from python_backend.rewards.function import Sample\n"
+        "from rlhf_triton.rewards.pool import FunctionCall, WorkerPool\n"
+        "from rlhf_triton.rewards.function import Sample\n"
         "pool = WorkerPool(FunctionCall(sys.argv[1], 600.0), num_workers=2)\n"
         "for action in ({'do': 'daemon', 'pid_file': sys.argv[2]}, {'do': 'loop'}):\n"
         "    pool.submit([([Sample('', [], action)], lambda outcome: None)])\n"
@@ -338,7 +338,7 @@ def test_samples_and_scores() -> None:
     expected = [(None, None), ("a", " b"), ("6 times 7?", "42"), ("", None)]
     assert [(sample.prompt, sample.response) for sample in found] == expected
     assert [checked(value) for value in (True, 3, 0.5)] == [1.0, 3.0, 0.5]
-    assert importlib.import_module("python_backend.function_rewards").Sample is Sample
+    assert importlib.import_module("rlhf_triton.python_backend.function_rewards").Sample is Sample
 
 
 @pytest.mark.parametrize("spec", ["", "name", "file.py", "a b:c", "file.txt/x:name", "file.py:1"])
@@ -641,7 +641,7 @@ def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_
     given = {"function": f"{FILE}:num_tokens", "timeout_s": "60", "workers": "1", "memory_mib": "4096"}
     given |= {"tokenizer": str(tmp_path), **dict.fromkeys(bounds, "100")}
     parameters = {name: {"string_value": value} for name, value in given.items()}
-    model = importlib.import_module("python_backend.serving.function_reward").TritonPythonModel()
+    model = importlib.import_module("rlhf_triton.python_backend.serving.function_reward").TritonPythonModel()
     model.initialize({"model_config": json.dumps({"name": "m", "parameters": parameters})})
 
     rows = {"tokens": np.ones((2, 3), np.int64), "sequence_lengths": np.full((2, 1), 3)}
@@ -684,7 +684,7 @@ def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_
 )
 def test_the_text_of_tokens_is_the_one_that_was_sent_beside_them(metadata: dict[str, Any], text: str | None) -> None:
     """The same as of sentences, whose tokens may be others; None: it is decoded."""
-    assert importlib.import_module("python_backend.serving.function_reward").given_text(metadata) == text
+    assert importlib.import_module("rlhf_triton.python_backend.serving.function_reward").given_text(metadata) == text
 
 
 # ---- the LLM judge against a scripted endpoint: a failure is no score, never 0 ----
@@ -804,7 +804,7 @@ def test_the_last_score_on_the_scale(settings: dict[str, Any], answer: str, scor
 
 def test_without_the_package_a_judge_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openai", None)
-    monkeypatch.delitem(sys.modules, "python_backend.rewards.judge")
+    monkeypatch.delitem(sys.modules, "rlhf_triton.rewards.judge")
     with pytest.raises(FunctionError, match=r"cannot be imported: .*openai.*: pip install 'rlhf-on-triton\[judge\]'$"):
         load_function(SPEC, {"model": "m", "base_url": "http://h/v1"})
 

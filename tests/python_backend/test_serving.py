@@ -28,10 +28,12 @@ from live_system import Checkpoints, LiveRun, make_run, random_rows, scoring_inp
 from scoring_rig import started
 from triton_python_backend_utils import InferenceResponse, Request
 
-from python_backend.serving import scheduling
-from python_backend.serving.scheduling import LONG_REQUEST_SHARE, PRESSING_FORWARDS, RoundRobin, RowPool
-from python_backend.store.journal_entry import Result
-from python_backend.wire.contract import (
+from rlhf_triton.python_backend.serving import scheduling
+from rlhf_triton.python_backend.serving.scheduling import LONG_REQUEST_SHARE, PRESSING_FORWARDS, RoundRobin, RowPool
+from rlhf_triton.store.journal_entry import Result
+from rlhf_triton.tools.render_configs import FUNCTION_MODULE, MODULES, parse_config, render_configs
+from rlhf_triton.trainer.publish import initialise_store
+from rlhf_triton.wire.contract import (
     AFTER_CRITIC,
     TRAINING_KEY_HEADER,
     UNNAMED,
@@ -44,9 +46,7 @@ from python_backend.wire.contract import (
     outputs_of,
     texts_array,
 )
-from python_backend.wire.texts import printable
-from tools.render_configs import FUNCTION_MODULE, MODULES, parse_config, render_configs
-from trainer.publish import initialise_store
+from rlhf_triton.wire.texts import printable
 
 LONE = "\ud800"
 MIB = 1 << 20
@@ -57,8 +57,8 @@ PATIENCE_S = 120.0
 
 @pytest.fixture
 def serving() -> Any:
-    """python_backend.serving.triton; Triton's module is the stand-in among the tests."""
-    return importlib.import_module("python_backend.serving.triton")
+    """rlhf_triton.python_backend.serving.triton; Triton's module is the stand-in among the tests."""
+    return importlib.import_module("rlhf_triton.python_backend.serving.triton")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_key_that_is_no_text_is_no_key(serving: Any) -> None:
 HIDE = """
 import mmap, sys, tempfile
 from pathlib import Path
-from python_backend.serving.triton import _hide_requests
+from rlhf_triton.python_backend.serving.triton import _hide_requests
 
 library = Path(sys.argv[1]).open("r+b")
 with tempfile.NamedTemporaryFile(dir="/dev/shm") as region:
@@ -160,7 +160,7 @@ def test_requests_are_hidden_from_other_users_wherever_libraries_were_loaded_fro
 
 ALLOCATE = """
 import psutil
-from python_backend.process import keep_freed_memory
+from rlhf_triton.process import keep_freed_memory
 for call in (lambda: None, keep_freed_memory):
     call()
     before = psutil.Process().memory_info().rss
@@ -601,7 +601,7 @@ def models(run: LiveRun) -> Iterator[dict[str, Any]]:
             module = importlib.import_module(MODULES.get(model, FUNCTION_MODULE))
             for importer in (
                 module,
-                importlib.import_module("python_backend.serving.torch_scoring"),
+                importlib.import_module("rlhf_triton.python_backend.serving.torch_scoring"),
             ):  # it cannot be taken back
                 patch.setattr(importer, "keep_freed_memory", lambda: None, raising=False)
             config = parse_config(model, text)

@@ -1,4 +1,4 @@
-"""`python_backend.store`: what is on the disk after a call or a kill; versions of weights, serving records, locks."""
+"""`rlhf_triton.store`: what is on the disk after a call or a kill; versions of weights, serving records, locks."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from sidecar_rig import Rig
 from test_journal import done, train
 from versions import reseal
 
-import tools.run
-from python_backend import digests
-from python_backend.digests import Algorithm
-from python_backend.errors import RlhfError
-from python_backend.store import weights
-from python_backend.store.durable import TEMPORARY_SUFFIX, remove_folder, sweep, write_folder
-from python_backend.store.journal import Entry, Heartbeat, Journal, Result
-from python_backend.store.jsonl import append_jsonl, read_jsonl
-from python_backend.store.run_lock import LOCK_FILE, in_progress, only_actor, only_run
-from python_backend.store.weights import (
+import rlhf_triton.tools.run
+from rlhf_triton import digests
+from rlhf_triton.digests import Algorithm
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store import weights
+from rlhf_triton.store.durable import TEMPORARY_SUFFIX, remove_folder, sweep, write_folder
+from rlhf_triton.store.journal import Entry, Heartbeat, Journal, Result
+from rlhf_triton.store.jsonl import append_jsonl, read_jsonl
+from rlhf_triton.store.run_lock import LOCK_FILE, in_progress, only_actor, only_run
+from rlhf_triton.store.weights import (
     REMOTE_SILENCE_S,
     STOPPED,
     Manifest,
@@ -162,7 +162,7 @@ def test_checkpoints_and_versions_are_on_the_disk_before_they_get_their_names(ma
 KILL_EVERYWHERE = """
 import os, sys
 from pathlib import Path
-from python_backend.store.durable import sweep, write_folder
+from rlhf_triton.store.durable import sweep, write_folder
 
 class Killed:
     def __init__(self, last): self.left = last
@@ -226,7 +226,7 @@ def test_a_removed_folder_does_not_come_back(tmp_path: Path, monkeypatch: pytest
     """The content that a killed writer had replaced already must not stand in for a folder removed later."""
     write_folder(tmp_path / "10", filled("old"))
     with monkeypatch.context() as patch:
-        patch.setattr("python_backend.store.durable.remove_folder", lambda folder: None)  # killed before the removal
+        patch.setattr("rlhf_triton.store.durable.remove_folder", lambda folder: None)  # killed before the removal
         write_folder(tmp_path / "10", filled("new"))
     remove_folder(tmp_path / "10")
     sweep(tmp_path)
@@ -400,7 +400,7 @@ def test_a_removal_cut_short_leaves_no_half_version(store: WeightsStore, monkeyp
         (folder / "model.safetensors").unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("python_backend.store.durable.shutil.rmtree", killed)
+    monkeypatch.setattr("rlhf_triton.store.durable.shutil.rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         store.prune(keep=1)
     for version in store.versions():
@@ -617,7 +617,7 @@ def test_a_clock_that_is_wrong_or_jumps_changes_no_record(
 
 def test_a_run_is_in_progress_while_it_or_its_only_actor_holds_a_lock(tmp_path: Path):
     assert not in_progress(tmp_path / "none")
-    for lock, what in ((only_run, "`tools run`"), (only_actor, "actor")):
+    for lock, what in ((only_run, "`rlhf-triton run`"), (only_actor, "actor")):
         with lock(tmp_path), only_actor(tmp_path / "other"):
             assert in_progress(tmp_path)
             with pytest.raises(RlhfError, match=f"another {what} is running in {tmp_path}"), lock(tmp_path):
@@ -637,7 +637,7 @@ def test_a_run_in_progress_is_not_moved_by_fresh(
     run = make_run(tmp_path / "run", checkpoints)
     (run.config.run.dir / "metrics.jsonl").touch()
     with lock(run.config.run.dir):
-        assert tools.run.main(["--fresh", "--config", str(run.path)]) == 2
+        assert rlhf_triton.tools.run.main(["--fresh", "--config", str(run.path)]) == 2
     assert f"is running in {run.config.run.dir} (process {os.getpid()} on" in capsys.readouterr().err
     assert (run.config.run.dir / "metrics.jsonl").exists()
 

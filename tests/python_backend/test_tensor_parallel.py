@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_tiny
 
-from python_backend.checkpoints.inspection import WEIGHTS_FILE, CheckpointError
-from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
-from python_backend.models import token_head
-from python_backend.models.modeling import CriticModel, save_critic
-from python_backend.models.tensor_parallel import RankGroup
-from python_backend.serving.ranks.controller import ServingRanks
-from python_backend.serving.ranks.loaders import load_model
-from python_backend.serving.ranks.process import Rank
+from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE, CheckpointError
+from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
+from rlhf_triton.python_backend.models import token_head
+from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic
+from rlhf_triton.python_backend.models.tensor_parallel import RankGroup
+from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
+from rlhf_triton.python_backend.serving.ranks.loaders import load_model
+from rlhf_triton.python_backend.serving.ranks.process import Rank
 from tests.support.ranks import serving_ranks
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -173,7 +173,7 @@ def test_a_rank_loads_one_model_after_the_other(monkeypatch: pytest.MonkeyPatch)
         log.append(folder)
         return Mock()
 
-    monkeypatch.setattr("python_backend.serving.ranks.process.load_part", load)
+    monkeypatch.setattr("rlhf_triton.python_backend.serving.ranks.process.load_part", load)
     rank = Rank(SimpleNamespace())  # type: ignore[arg-type]
     for key in range(2):
         message = {"op": "load", "key": key, "unused": [], "loader": "", "folder": str(key), "served": None}

@@ -29,8 +29,8 @@ from transformers import (
 )
 from triton_python_backend_utils import InferenceResponse, Request
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.checkpoints.tokenization import (
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.checkpoints.tokenization import (
     TextCodec,
     dropped_ids,
     encode_bare_text,
@@ -40,10 +40,10 @@ from python_backend.checkpoints.tokenization import (
     special_tokens,
     turn_ends,
 )
-from python_backend.config import RunConfig
-from python_backend.models.modeling import RewardModel, quiet_transformers
-from python_backend.serving.requests import RowReader
-from python_backend.wire.contract import (
+from rlhf_triton.config import RunConfig
+from rlhf_triton.python_backend.models.modeling import RewardModel, quiet_transformers
+from rlhf_triton.python_backend.serving.requests import RowReader
+from rlhf_triton.wire.contract import (
     METADATA,
     REWARD_MODEL,
     SENTENCES,

@@ -17,9 +17,9 @@ import yaml
 from live_system import POSITIONS, Checkpoints, LiveRun, make_run, run_actor, start_system, wait_for
 from safetensors.numpy import load_file
 
-from python_backend.config import load_config
-from python_backend.store.jsonl import read_jsonl
-from tools.server.ports import free_port
+from rlhf_triton.config import load_config
+from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.tools.server.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"
@@ -117,7 +117,7 @@ def test_an_actor_killed_in_the_middle_of_turns_resumes_with_the_same_bits(tmp_p
     kill, luck = runs[1], random.Random(0)
     log = tmp_path / "killed.log"
     for i in range(KILLS):
-        actor, seen = kill.start(f"actor-{i}", module="actor"), lines_of(log) + luck.randrange(1, 40)
+        actor, seen = kill.start(f"actor-{i}", module="rlhf_triton.actor"), lines_of(log) + luck.randrange(1, 40)
         wait_for(functools.partial(lambda seen: lines_of(log) >= seen, seen), actor)
         actor.process.kill()
         assert actor.process.wait() == -signal.SIGKILL
@@ -145,7 +145,7 @@ def test_a_run_outlasts_the_deaths_of_its_openenv_server(tmp_path: Path, checkpo
     log.touch()
     server, luck = subprocess.Popen(command), random.Random(0)
     try:
-        actor = run.start("actor", module="actor")
+        actor = run.start("actor", module="rlhf_triton.actor")
         for _ in range(KILLS):
             seen = lines_of(log) + luck.randrange(1, 20)
             wait_for(functools.partial(lambda seen: lines_of(log) >= seen, seen), actor)

@@ -27,14 +27,20 @@ from live_system import Checkpoints, direct_rewards
 from shebang import SHEBANG
 from tiny_models import tiny_server, write_repository
 
-from python_backend.config import RunConfig
-from python_backend.errors import RlhfError
-from python_backend.store.control_key import VARIABLE, control_key
-from tools.render_configs import DEFAULT_REPOSITORY, main, parse_config, render_repository
-from tools.server.container import EXIT_TIMEOUT_S, copy_repository, training_key, tritonserver_command, weights_dir
-from tools.server.drain import main as drain
-from tools.server.healthcheck import check as healthcheck
-from tools.server.triton_home import SETTINGS
+from rlhf_triton.config import RunConfig
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.control_key import VARIABLE, control_key
+from rlhf_triton.tools.render_configs import DEFAULT_REPOSITORY, main, parse_config, render_repository
+from rlhf_triton.tools.server.container import (
+    EXIT_TIMEOUT_S,
+    copy_repository,
+    training_key,
+    tritonserver_command,
+    weights_dir,
+)
+from rlhf_triton.tools.server.drain import main as drain
+from rlhf_triton.tools.server.healthcheck import check as healthcheck
+from rlhf_triton.tools.server.triton_home import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 # In place of tritonserver: on SIGTERM it ends with the number of models that the server under test still has.
@@ -42,7 +48,7 @@ FAKE_TRITONSERVER = (
     SHEBANG
     + """import signal, sys
 sys.path.insert(0, {root!r})
-from tools.server.drain import _loaded
+from rlhf_triton.tools.server.drain import _loaded
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(len(_loaded({url!r}, "tiny"))))
 print("serving", flush=True)
 while True:
@@ -52,7 +58,7 @@ while True:
 ENTRY_POINT = """
 import functools, sys
 from pathlib import Path
-from tools.server import entry_point
+from rlhf_triton.tools.server import entry_point
 entry_point.drain = functools.partial(entry_point.drain, url=sys.argv[1])
 sys.exit(entry_point.main())
 """
@@ -66,7 +72,7 @@ def start_entry_point(folder: Path, tritonserver: str, *arguments: str) -> subpr
     fake.chmod(0o755)
     (folder / "model_repository").symlink_to(DEFAULT_REPOSITORY)
     environment = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *(arguments or ["-m", "tools.server.entry_point"])]
+    command = [sys.executable, *(arguments or ["-m", "rlhf_triton.tools.server.entry_point"])]
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
 
 
@@ -97,8 +103,10 @@ def test_a_stopped_container_and_the_drain_command_unload_every_model(
 def test_a_drain_ends_soon_after_the_last_process_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model stays in the index until its requests are answered, which those of a dead process never are."""
     name = f"stub-of-{tmp_path.name}-{os.getpid()}"
-    monkeypatch.setattr("tools.server.drain.STUB", name)
-    monkeypatch.setattr("tools.server.drain._post", lambda *_: b'[{"name": "critic", "state": "UNLOADING"}]')
+    monkeypatch.setattr("rlhf_triton.tools.server.drain.STUB", name)
+    monkeypatch.setattr(
+        "rlhf_triton.tools.server.drain._post", lambda *_: b'[{"name": "critic", "state": "UNLOADING"}]'
+    )
     monkeypatch.setenv(VARIABLE, "any")
     now = [100.0]
     with subprocess.Popen([f"/somewhere/{name}", "600"], executable=shutil.which("sleep")) as stub:
@@ -109,7 +117,9 @@ def test_a_drain_ends_soon_after_the_last_process_of_a_model(tmp_path: Path, mon
                 stub.kill()
                 stub.wait()
 
-        monkeypatch.setattr("tools.server.drain.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+        monkeypatch.setattr(
+            "rlhf_triton.tools.server.drain.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+        )
         assert drain(tmp_path, "nowhere") == 1
     assert 103.0 < now[0] < 105.0
 
@@ -265,7 +275,7 @@ def test_the_healthcheck_without_a_probe_of_all_models(
         outputs = [{"name": name, "data": [3]} for name in ("weights_version", "reward_version")]
         return io.BytesIO(json.dumps({"outputs": outputs}).encode())
 
-    monkeypatch.setattr("tools.server.healthcheck.LOCAL", SimpleNamespace(open=answer))
+    monkeypatch.setattr("rlhf_triton.tools.server.healthcheck.LOCAL", SimpleNamespace(open=answer))
     monkeypatch.chdir(tmp_path)
     for current in (3, 4):
         make_current(weights_dir(repository), current)

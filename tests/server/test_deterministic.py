@@ -10,10 +10,10 @@ import pytest
 from live_system import Checkpoints, LiveRun, System, make_run, start_system, stop_process, validations_of, wait_for
 from safetensors.torch import load_file
 
-from actor.policy.checkpoint import saved_steps
-from python_backend.digests import digest_of
-from python_backend.store.jsonl import read_jsonl
-from tools.server.child import Child
+from rlhf_triton.actor.policy.checkpoint import saved_steps
+from rlhf_triton.digests import digest_of
+from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.tools.server.child import Child
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 STEPS, CHECKPOINT_EVERY, KILLED_AT = 7, 3, 5
@@ -140,7 +140,7 @@ def test_killing_all_three_changes_no_bit(calm: System, tmp_path: Path, checkpoi
         last = int(read_jsonl(run.config.run.dir / "metrics.jsonl")[-1]["step"])
         assert [newest(run, room) for room in ("actor", "critic")] == [last, last]
         assert f"stopped after step {last}, whose checkpoint is written" in actor.log_path.read_text()
-        actor = run.start("actor-again", "actor.client.rows_per_request=3", module="actor")
+        actor = run.start("actor-again", "actor.client.rows_per_request=3", module="rlhf_triton.actor")
         wait_for(lambda: run.journal.last_step() > last, actor)
         kill_rank(actor, 0)
         finish(actor)
@@ -170,7 +170,7 @@ def test_a_killed_actor_without_a_critic_changes_no_bit_and_goes_on_on_two_ranks
             "actor.max_staleness": 0,
         }
         overrides = [*(f"{key}={value}" for key, value in settings.items()), *more]
-        return calm.run.start(f"actor-{folder}", *overrides, module="actor")
+        return calm.run.start(f"actor-{folder}", *overrides, module="rlhf_triton.actor")
 
     finish(start("whole"))
     killed = start("killed")

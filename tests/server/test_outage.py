@@ -28,16 +28,16 @@ from live_system import (
 from server_pair import Pair
 from small_disk import small_disk
 
-from actor.run.staleness import needed_update
-from python_backend.checkpoints.inspection import WEIGHTS_FILE
-from python_backend.digests import digest_of
-from python_backend.models.modeling import load_critic, save_critic
-from python_backend.store.jsonl import read_jsonl
-from python_backend.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN
-from python_backend.wire.training_payload import train_payload
-from tools.weights import main as weights
-from trainer.control_plane import ControlPlaneError, ModelServers
-from trainer.critic_update import CriticUpdate
+from rlhf_triton.actor.run.staleness import needed_update
+from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
+from rlhf_triton.digests import digest_of
+from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
+from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.tools.weights import main as weights
+from rlhf_triton.trainer.control_plane import ControlPlaneError, ModelServers
+from rlhf_triton.trainer.critic_update import CriticUpdate
+from rlhf_triton.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN
+from rlhf_triton.wire.training_payload import train_payload
 
 pytestmark = pytest.mark.timeout(900)
 ROWS = random_rows([3, 17], seed=0)
@@ -114,7 +114,7 @@ def test_a_dns_name_means_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> 
         hosts = [("10.0.0.2", 0), ("10.0.0.1", 0), ("10.0.0.2", 0), ("fd00::1", 0, 0, 0)]
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", host) for host in hosts]
 
-    monkeypatch.setattr("python_backend.config.fields.socket.getaddrinfo", lookup)
+    monkeypatch.setattr("rlhf_triton.config.fields.socket.getaddrinfo", lookup)
     servers = ModelServers(["here:9001", "dns:critic.svc:8001", "here:9001"])
     assert servers.urls() == ["here:9001", "10.0.0.1:8001", "10.0.0.2:8001", "[fd00::1]:8001"]
     with pytest.raises(ControlPlaneError, match=r"trainer\.servers: 'dns:critic:8001' cannot be resolved"):
@@ -139,7 +139,7 @@ def test_servers_that_drain_or_die_cost_an_actor_no_request_and_the_last_one_a_p
     num_updates = sum("loss_mean" in line for line in pair.run.critic_metrics())
     urls = json.dumps([server.url for server in servers])
     settings = ["actor.steps=5000", "actor.validation.every=0", "actor.checkpoint_every=5000", "actor.stop_grace_s=2"]
-    actor = pair.run.start("actor", f"actor.client.servers={urls}", *settings, module="actor")
+    actor = pair.run.start("actor", f"actor.client.servers={urls}", *settings, module="rlhf_triton.actor")
 
     def log() -> str:
         return actor.log_path.read_text()

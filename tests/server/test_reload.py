@@ -35,10 +35,13 @@ from live_system import (
 from safetensors.torch import load_file, save_file
 from sidecar_rig import Rig
 
-from python_backend.checkpoints.inspection import WEIGHTS_FILE
-from python_backend.models.modeling import load_critic
-from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import (
+from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
+from rlhf_triton.python_backend.models.modeling import load_critic
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.tools.weights import main
+from rlhf_triton.trainer.control_plane import ControlPlane
+from rlhf_triton.trainer.publish import Publisher, VersionRejected
+from rlhf_triton.wire.contract import (
     CRITIC,
     CRITIC_INFER,
     CRITIC_SAVE,
@@ -50,9 +53,6 @@ from python_backend.wire.contract import (
     VALUES,
     WEIGHTS_VERSION,
 )
-from tools.weights import main
-from trainer.control_plane import ControlPlane
-from trainer.publish import Publisher, VersionRejected
 
 TOLERANCE = 1e-5
 NUM_ASKING, NUM_STEPS = 16, 5
@@ -293,7 +293,7 @@ def processes_of(system: System) -> list[psutil.Process]:
     """The processes that serve the critic: two instances, or one with a second rank below it."""
     found = [psutil.Process(record.pid) for record in system.run.store.serving()]
     ranks = [child for process in found for child in process.children()]
-    return found + [rank for rank in ranks if "python_backend.serving.ranks.process" in rank.cmdline()]
+    return found + [rank for rank in ranks if "rlhf_triton.python_backend.serving.ranks.process" in rank.cmdline()]
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -356,7 +356,7 @@ def test_a_killed_process_is_replaced(several: System) -> None:
         np.testing.assert_allclose(ours[: row.size], expected, atol=TOLERANCE, rtol=0)
 
 
-# ---- `tools weights` without a server ----
+# ---- `rlhf-triton weights` without a server ----
 
 
 def config_of(rig: Rig, folder: Path) -> list[str]:

@@ -46,12 +46,12 @@ from settled import settled_statistics
 from transformers import AutoTokenizer
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from python_backend.store.control_key import GRPC_HEADER, HEADER, control_key
-from python_backend.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, texts_array
-from tools.serve import ensure_first_version
-from tools.server.shared_memory import SHARED_MEMORY
-from tools.server.triton_home import ServerStartError
-from trainer.control_plane import ControlPlane, ControlPlaneError
+from rlhf_triton.store.control_key import GRPC_HEADER, HEADER, control_key
+from rlhf_triton.tools.serve import ensure_first_version
+from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
+from rlhf_triton.tools.server.triton_home import ServerStartError
+from rlhf_triton.trainer.control_plane import ControlPlane, ControlPlaneError
+from rlhf_triton.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, texts_array
 
 TOLERANCE = 1e-5
 LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 127, 128)
@@ -572,7 +572,7 @@ def test_no_other_user_can_read_requests_in_shared_memory_or_what_actor_and_side
 def test_the_journal_of_a_run_pretrains_the_critic_of_the_next(
     finished: FinishedRun, checkpoints: Checkpoints, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As `tools serve` starts it; not while the earlier run's sidecar is running."""
+    """As `rlhf-triton serve` starts it; not while the earlier run's sidecar is running."""
     earlier, folder = finished.run.config.run.dir, tmp_path / "earlier"
     for name in ("journal", "weights"):
         shutil.copytree(earlier / name, folder / name)
@@ -611,7 +611,7 @@ Endpoints = tuple[str, dict[str, Probe], dict[str, Probe]]
 @pytest.fixture(scope="module")
 def gateway(live: System) -> Iterator[str]:
     """Address of a gateway with a key."""
-    command = [sys.executable, "-m", "tools", "gateway", "--config", str(live.run.path)]
+    command = [sys.executable, "-m", "rlhf_triton.tools", "gateway", "--config", str(live.run.path)]
     command += ["gateway.port=0", "gateway.key_env=KEYS_TEST_GATEWAY"]
     environment = {**os.environ, "KEYS_TEST_GATEWAY": GATEWAY_KEY}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

@@ -49,20 +49,25 @@ from tiny_models import tiny_server
 from tiny_tokenizers import save_text_reward
 from transformers import AutoModelForCausalLM, LlamaForTokenClassification, pipeline
 
-from actor.data.prompt_files import PromptError
-from actor.data.prompt_reader import check_columns
-from actor.data.rollout import Prompt, Rollout, Scores
-from actor.scoring.scorer import Scorer, row_metadata
 from benchmarks.processes import free_ports
 from examples.demo.pretrained import SMOLLM2, fetch, save_smollm2
-from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.client.client import TritonClient
-from python_backend.client.served import ServedModel
-from python_backend.config import RunConfig
-from python_backend.errors import RlhfError
-from python_backend.rewards.judge import Judge, NoVerdict
-from python_backend.store.jsonl import read_jsonl
-from python_backend.wire.contract import (
+from rlhf_triton.actor.data.prompt_files import PromptError
+from rlhf_triton.actor.data.prompt_reader import check_columns
+from rlhf_triton.actor.data.rollout import Prompt, Rollout, Scores
+from rlhf_triton.actor.scoring.scorer import Scorer, row_metadata
+from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config import RunConfig
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.rewards.judge import Judge, NoVerdict
+from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.tools.render_configs import parse_config, render_configs, render_repository
+from rlhf_triton.tools.server.health import get_page
+from rlhf_triton.tools.server.healthcheck import check as healthcheck
+from rlhf_triton.tools.server.tritonserver import TritonServer, probe
+from rlhf_triton.trainer.control_plane import ControlPlane
+from rlhf_triton.wire.contract import (
     CRITIC,
     CRITIC_INFER,
     REWARD_COMPONENTS,
@@ -72,11 +77,6 @@ from python_backend.wire.contract import (
     VALUES,
     texts_array,
 )
-from tools.render_configs import parse_config, render_configs, render_repository
-from tools.server.health import get_page
-from tools.server.healthcheck import check as healthcheck
-from tools.server.tritonserver import TritonServer, probe
-from trainer.control_plane import ControlPlane
 
 TOLERANCE = 1e-5
 FUNCTIONS = Path(reward_functions.__file__)
@@ -94,7 +94,7 @@ def errors_of(answer: Mapping[str, np.ndarray]) -> list[str]:
 def judge_terms(url: str, timeout_s: float, **options: Any) -> dict[str, Any]:
     """The LLM judge at half weight."""
     options = {"base_url": url, "max_retries": 1, **options}
-    function = {"function": "python_backend.rewards.judge:Judge", "options": options, "workers": 4}
+    function = {"function": "rlhf_triton.rewards.judge:Judge", "options": options, "workers": 4}
     return {"judge": {**function, "timeout_s": timeout_s, "weight": 0.5}}
 
 
@@ -156,7 +156,7 @@ def server(endpoint: ChatServer, tmp_path_factory: pytest.TempPathFactory) -> It
 def worker_processes(server: TritonServer) -> list[psutil.Process]:
     """With each worker a process that watches the server for it."""
     children = psutil.Process(server.pid).children(recursive=True)
-    return [child for child in children if "python_backend.rewards.worker" in child.cmdline()]
+    return [child for child in children if "rlhf_triton.rewards.worker" in child.cmdline()]
 
 
 def asked(*metadata: Any) -> dict[str, np.ndarray]:

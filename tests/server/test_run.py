@@ -1,4 +1,4 @@
-"""Whole runs and clients of a real system: what an actor leaves, `tools run`, other trainers, a served reference."""
+"""Whole runs and clients of a real system: what an actor leaves, `rlhf-triton run`, other trainers, a served reference."""
 
 import asyncio
 import contextlib
@@ -49,21 +49,21 @@ from settled import settled_statistics
 from span_collector import Collector, collector
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actor.data.rollout import Prompt, ReferenceLogprobs, Rollout
-from actor.policy.policy import Policy
-from actor.scoring.reference import ServedReference
-from critic_client import CriticClient
-from python_backend.client.client import TritonClient
-from python_backend.config import load_config
-from python_backend.errors import RlhfError
-from python_backend.store.journal import Entry
-from python_backend.store.jsonl import read_jsonl
-from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import CRITIC_INFER, CRITIC_TRAIN, REFERENCE
+from rlhf_triton.actor.data.rollout import Prompt, ReferenceLogprobs, Rollout
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.scoring.reference import ServedReference
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.config import load_config
+from rlhf_triton.critic_client import CriticClient
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.journal import Entry
+from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.tools.report.data import load_run
+from rlhf_triton.tools.report.page import write_page
+from rlhf_triton.trainer.control_plane import ControlPlane
+from rlhf_triton.wire.contract import CRITIC_INFER, CRITIC_TRAIN, REFERENCE
 from tests.support.settings import changed
-from tools.report.data import load_run
-from tools.report.page import write_page
-from trainer.control_plane import ControlPlane
 
 # Reference section 7; entropy and clamped ratio are named as this project names them where they differ.
 CHARTED = [
@@ -115,7 +115,7 @@ def test_a_short_run_writes_what_people_chart_checkpoints_and_a_policy(
     assert [line["train_rollouts/consumed_samples"] for line in lines] == [8, 16, 24]
     phases = {line["phase"] for line in read_jsonl(folder / "timeline.jsonl")}
     assert {"generate", "scoring", "logprobs", "init_logprobs", "critic_update", "train_time"} <= phases
-    assert not (folder / "summary.json").exists()  # `tools run` writes it, which did not start this actor
+    assert not (folder / "summary.json").exists()  # `rlhf-triton run` writes it, which did not start this actor
     write_page([load_run(folder)], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "<p>After 3 steps of PPO, starting from policy, on " in page
@@ -136,13 +136,13 @@ def test_without_a_sidecar_requests_end_with_a_sentence_and_are_processed_when_i
         ask(live.run.url, CRITIC_TRAIN, arrays, headers=KEY)
     assert (caught.value.code, caught.value.message) == (
         "503",
-        "no sidecar follows the journal: start `python -m trainer`; "
+        "no sidecar follows the journal: start `python -m rlhf_triton.trainer`; "
         f"step {step} of run 'test' is in the journal and will be processed: repeat the request to get its result",
     )
     code, log = run_actor(live.run, "actor", "actor.client.retries=1")
     (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
     assert (code, "Traceback" in log, log.rstrip().endswith(sentence)) == (2, False, True)
-    assert "no sidecar follows the journal: start `python -m trainer`" in sentence
+    assert "no sidecar follows the journal: start `python -m rlhf_triton.trainer`" in sentence
     assert f"the rewind from step {step} to step 0 of run 'test' is in the journal and will be processed" in sentence
     live.start_sidecar()
     # The rewind is refused if a test before this one has saved a step.
@@ -214,15 +214,15 @@ def test_a_run_without_a_critic_one_step_off_policy_with_a_limit_of_time(live: S
         AutoModelForCausalLM.from_pretrained(folder / policy)
 
 
-# ---- tools run ----
+# ---- rlhf-triton run ----
 
 
 @pytest.fixture
 def process(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[subprocess.Popen[str]]:
-    """`python -m tools run` with more steps than any test waits for, after its second step."""
+    """`rlhf-triton run` with more steps than any test waits for, after its second step."""
     patient = {"retries": 8, "backoff_s": 1.0}
     run = make_run(tmp_path / "run", checkpoints, actor={"steps": 5000, "checkpoint_every": 2500, "client": patient})
-    command = [sys.executable, "-m", "tools", "run", "--config", str(run.path)]
+    command = [sys.executable, "-m", "rlhf_triton.tools", "run", "--config", str(run.path)]
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env={**os.environ, **ENVIRONMENT}
@@ -237,7 +237,7 @@ def process(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[subprocess.Pop
 
 def children(process: subprocess.Popen[str]) -> dict[str, psutil.Process]:
     """The processes of the run by their roles, once all are there; in the order in which they should end."""
-    roles = {"actor": ["-m", "actor"], "sidecar": ["-m", "trainer"], "server": ["tritonserver"]}
+    roles = {"actor": ["-m", "rlhf_triton.actor"], "sidecar": ["-m", "rlhf_triton.trainer"], "server": ["tritonserver"]}
     found = {}
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -363,7 +363,7 @@ CHAT = [{"role": "user", "content": "Read the file."}]
 @pytest.mark.slow
 def test_every_protocol_of_the_gateway_agrees_with_transformers(live: System, checkpoints: Checkpoints) -> None:
     """The command with a key and lines of JSON, stopped by SIGTERM."""
-    command = [sys.executable, "-m", "tools", "gateway", "--config", str(live.run.path)]
+    command = [sys.executable, "-m", "rlhf_triton.tools", "gateway", "--config", str(live.run.path)]
     command += ["run.log_format=json", "gateway.port=0", "gateway.key_env=GATEWAY_TEST_KEY"]
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoints.reward))
     messages = [*CHAT, {"role": "assistant", "content": "Good day."}]

@@ -18,10 +18,10 @@ import psutil
 import pytest
 from tiny_models import regions, server_processes, stub_of, tiny_server, write_repository, write_scoring_model
 
-from python_backend.config import ServerSection
-from tools.server import health as server_health
-from tools.server import supervisor as supervisor_module
-from tools.server.health import (
+from rlhf_triton.config import ServerSection
+from rlhf_triton.tools.server import health as server_health
+from rlhf_triton.tools.server import supervisor as supervisor_module
+from rlhf_triton.tools.server.health import (
     COMPUTING_SILENT_S,
     FAILED_PROBES,
     IDLE_PROBE_S,
@@ -31,10 +31,10 @@ from tools.server.health import (
     STOPPED_S,
     ServerHealth,
 )
-from tools.server.supervisor import Supervisor
-from tools.server.triton_home import ServerStartError
-from tools.server.tritonserver import TritonServer
-from trainer.control_plane import ControlPlane, ControlPlaneError, ModelFailed, ModelProcessDied
+from rlhf_triton.tools.server.supervisor import Supervisor
+from rlhf_triton.tools.server.triton_home import ServerStartError
+from rlhf_triton.tools.server.tritonserver import TritonServer
+from rlhf_triton.trainer.control_plane import ControlPlane, ControlPlaneError, ModelFailed, ModelProcessDied
 
 Script = Iterator[float]
 

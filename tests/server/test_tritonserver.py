@@ -25,14 +25,14 @@ from tiny_models import (
     write_scoring_model,
 )
 
-from python_backend.config import ServerSection
-from tools.server import shared_memory
-from tools.server.child import readable, stub_failure, tail
-from tools.server.ports import check_ports, free_port, with_free_ports
-from tools.server.shared_memory import SHARED_MEMORY, remove_abandoned
-from tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
-from tools.server.tritonserver import server_command
-from trainer.control_plane import ControlPlane, ControlPlaneError, ModelFailed
+from rlhf_triton.config import ServerSection
+from rlhf_triton.tools.server import shared_memory
+from rlhf_triton.tools.server.child import readable, stub_failure, tail
+from rlhf_triton.tools.server.ports import check_ports, free_port, with_free_ports
+from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY, remove_abandoned
+from rlhf_triton.tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
+from rlhf_triton.tools.server.tritonserver import server_command
+from rlhf_triton.trainer.control_plane import ControlPlane, ControlPlaneError, ModelFailed
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
@@ -123,8 +123,8 @@ def test_names_are_resolved_for_the_server(tmp_path: Path) -> None:
 
 CLAIM = """
 import sys
-from python_backend.config import ServerSection
-from tools.server.ports import check_ports
+from rlhf_triton.config import ServerSection
+from rlhf_triton.tools.server.ports import check_ports
 ports = dict(zip(("http_port", "grpc_port", "metrics_port"), map(int, sys.argv[2:]), strict=True))
 check_ports(ServerSection(host=sys.argv[1], **ports))
 print("claimed", flush=True)
@@ -279,8 +279,8 @@ def test_a_stub_that_cannot_find_its_python(tmp_path: Path) -> None:
 OWNER = """
 import os, subprocess, sys
 from pathlib import Path
-from python_backend.config import ServerSection
-from tools.server import shared_memory
+from rlhf_triton.config import ServerSection
+from rlhf_triton.tools.server import shared_memory
 shared_memory.SHARED_MEMORY = Path(sys.argv[1])
 regions = shared_memory.Regions()
 lock = regions.lock()

@@ -28,18 +28,18 @@ from fake_reward import Caller
 from scripted_policy import scripted_gateway
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actor.capture.vllm import VllmSampler
-from actor.data.rollout import Prompt
-from actor.generation.conversations import Agent
-from actor.generation.engine import Generation
-from actor.policy.policy import Policy
-from actor.vllm.generation import VllmGeneration
 from benchmarks.processes import SERVED
 from benchmarks.workload import random_llama, word_tokenizer
-from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.config import EnvironmentSection, RunConfig
-from python_backend.store.jsonl import read_jsonl, write_jsonl
-from tools.server.vllm import VllmServer
+from rlhf_triton.actor.capture.vllm import VllmSampler
+from rlhf_triton.actor.data.rollout import Prompt
+from rlhf_triton.actor.generation.conversations import Agent
+from rlhf_triton.actor.generation.engine import Generation
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.vllm.generation import VllmGeneration
+from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.config import EnvironmentSection, RunConfig
+from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
+from rlhf_triton.tools.server.vllm import VllmServer
 
 SUPPORT = Path(__file__).parents[1] / "support"
 CLASSES = SUPPORT / "environment_classes.py"
@@ -299,11 +299,11 @@ def responses(generation: Any) -> dict[int, tuple[list[int], bool]]:
 def test_a_run_outlasts_the_death_of_vllm(
     tmp_path: Path, models: Path, vllm: Path, algorithm: dict[str, Any], policy: dict[str, Any]
 ):
-    """`tools run` starts vLLM, which is killed during a rollout, and started again."""
+    """`rlhf-triton run` starts vLLM, which is killed during a rollout, and started again."""
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(configuration(models, tmp_path, vllm, algorithm=algorithm, policy=policy)))
     run_dir, log = tmp_path / "run", tmp_path / "log.txt"
-    command = [sys.executable, "-m", "tools", "run", "--config", str(path)]
+    command = [sys.executable, "-m", "rlhf_triton.tools", "run", "--config", str(path)]
     with (
         log.open("w") as file,
         subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **KV_CACHE}) as run,

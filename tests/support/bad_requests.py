@@ -17,7 +17,7 @@ import numpy as np
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from python_backend.wire import contract
+from rlhf_triton.wire import contract
 
 VOCAB_SIZE, POSITIONS = 300, 128
 KEY_HEADER = "x-triton-training-key"

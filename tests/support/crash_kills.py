@@ -14,11 +14,11 @@ import psutil
 from crash_system import RANK, Background, DisturbedSystem
 from crash_traffic import Traffic
 
-from python_backend.config import RunConfig
-from python_backend.monitoring.log_lines import say
-from python_backend.store.journal import Journal
-from tools.server.health import is_alive
-from tools.server.shared_memory import SHARED_MEMORY
+from rlhf_triton.config import RunConfig
+from rlhf_triton.monitoring.log_lines import say
+from rlhf_triton.store.journal import Journal
+from rlhf_triton.tools.server.health import is_alive
+from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 
 VICTIMS = ("tritonserver", "critic", "critic_train", "critic_save", "reward_model", "sidecar")
 MODELS = VICTIMS[1:5]

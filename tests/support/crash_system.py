@@ -12,16 +12,16 @@ from typing import NamedTuple
 import psutil
 from live_system import Checkpoints, make_run
 
-from python_backend.config import load_config
-from python_backend.monitoring.log_lines import say
-from python_backend.store.weights import WeightsStore
-from tools.run import LIBRARY_ENV
-from tools.serve import ensure_first_version, start_server
-from tools.server.child import Child, tail
-from tools.server.health import is_alive
-from tools.server.shared_memory import SHARED_MEMORY
-from tools.server.supervisor import Supervisor
-from tools.server.triton_home import ServerStartError
+from rlhf_triton.config import load_config
+from rlhf_triton.monitoring.log_lines import say
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.tools.run import LIBRARY_ENV
+from rlhf_triton.tools.serve import ensure_first_version, start_server
+from rlhf_triton.tools.server.child import Child, tail
+from rlhf_triton.tools.server.health import is_alive
+from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
+from rlhf_triton.tools.server.supervisor import Supervisor
+from rlhf_triton.tools.server.triton_home import ServerStartError
 
 
 class Background(threading.Thread):
@@ -178,7 +178,7 @@ class DisturbedSystem:
         return True
 
     def stop_program(self, program: str) -> None:
-        """Stop a program as `tools run` does, which makes it write its last checkpoint."""
+        """Stop a program as `rlhf-triton run` does, which makes it write its last checkpoint."""
         child = self._children[program][-1]
         if child.stop(signal.SIGTERM, STOP_S) != PROGRAMS[program].stopped:
             self.troubles.append(f"when stopped at the end, {child.obituary()}")

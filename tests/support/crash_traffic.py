@@ -12,10 +12,10 @@ from typing import TypeVar
 import numpy as np
 from crash_system import Background
 
-from python_backend.client.client import TrainAnswer, TritonClient
-from python_backend.client.errors import RequestFailed, RequestRefused
-from python_backend.config import ClientSection
-from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
+from rlhf_triton.client.client import TrainAnswer, TritonClient
+from rlhf_triton.client.errors import RequestFailed, RequestRefused
+from rlhf_triton.config import ClientSection
+from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
 T = TypeVar("T")
 VOCAB_SIZE = 100

@@ -12,7 +12,7 @@ from aiohttp import ClientError
 from bare_client import BareClient, Refused
 from live_system import scoring_inputs, wait_for
 
-from python_backend.wire.contract import CRITIC
+from rlhf_triton.wire.contract import CRITIC
 
 NUM_CLIENTS = 8
 

@@ -16,12 +16,12 @@ from fake_triton import Behaviour, FakeTriton
 from fastapi import APIRouter
 from tritonclient.utils import deserialize_bytes_tensor
 
-from python_backend.client.client import TritonClient
-from python_backend.config import ClientSection, GatewaySection
-from python_backend.wire.contract import REWARD_MODEL
-from tools.gateway.app import create_app
-from tools.gateway.command import bounded, close_silent
-from tools.gateway.scoring import ROWS_PER_REQUEST
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.config import ClientSection, GatewaySection
+from rlhf_triton.tools.gateway.app import create_app
+from rlhf_triton.tools.gateway.command import bounded, close_silent
+from rlhf_triton.tools.gateway.scoring import ROWS_PER_REQUEST
+from rlhf_triton.wire.contract import REWARD_MODEL
 
 DTYPES = {"INT64": np.int64, "INT32": np.int32}
 
@@ -168,7 +168,7 @@ async def gateway(
     task = asyncio.create_task(server.serve([bound]))
     silent = asyncio.create_task(close_silent(server.server_state.connections))
     patch = pytest.MonkeyPatch()
-    patch.setattr("tools.gateway.scoring.ROWS_PER_REQUEST", rows_per_request)
+    patch.setattr("rlhf_triton.tools.gateway.scoring.ROWS_PER_REQUEST", rows_per_request)
     try:
         while not server.started:
             assert not task.done(), task.result()

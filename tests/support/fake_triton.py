@@ -9,10 +9,10 @@ from typing import Any
 from aiohttp import web
 from fake_server import FakeServer
 
-from python_backend.client.client import TritonClient
-from python_backend.client.retry import RETRY_RESERVE
-from python_backend.config import ClientSection
-from python_backend.wire.contract import DEMANDED, STEP_AHEAD
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.retry import RETRY_RESERVE
+from rlhf_triton.config import ClientSection
+from rlhf_triton.wire.contract import DEMANDED, STEP_AHEAD
 
 DEAD = "Failed to process the request(s) for model 'critic_0_0', message: Stub process 'critic_0_0' is not healthy."
 OUTPUTS = [

@@ -23,19 +23,19 @@ from transformers import (
 )
 
 from benchmarks.workload import random_llama, train_bpe
-from python_backend.config import ActorSection, RunConfig, TrainerSection, load_config
-from python_backend.digests import digest_of
-from python_backend.store.control_key import GRPC_HEADER, control_key
-from python_backend.store.journal import Journal
-from python_backend.store.jsonl import read_jsonl
-from python_backend.store.weights import WeightsStore
+from rlhf_triton.config import ActorSection, RunConfig, TrainerSection, load_config
+from rlhf_triton.digests import digest_of
+from rlhf_triton.store.control_key import GRPC_HEADER, control_key
+from rlhf_triton.store.journal import Journal
+from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.tools.render_configs import render_repository
+from rlhf_triton.tools.server.child import Child
+from rlhf_triton.tools.server.ports import PORT_KEYS, with_free_ports
+from rlhf_triton.tools.server.tritonserver import probe
+from rlhf_triton.trainer.control_plane import ControlPlane
+from rlhf_triton.trainer.publish import initialise_stores
 from tests.support.settings import nested
-from tools.render_configs import render_repository
-from tools.server.child import Child
-from tools.server.ports import PORT_KEYS, with_free_ports
-from tools.server.tritonserver import probe
-from trainer.control_plane import ControlPlane
-from trainer.publish import initialise_stores
 
 POSITIONS = 128
 TRAINING_KEY = "open sesame"
@@ -221,7 +221,7 @@ class LiveRun:
 
     def start(self, name: str, *arguments: str, module: str | None = None, **env: str) -> Child:
         """Start `python -m <module> --config <the YAML> <arguments>`, with its output in the run's logs."""
-        module_arguments = (module or name).split()
+        module_arguments = (module or f"rlhf_triton.{name}").split()
         log = self.config.run.logs_dir / f"{name}.log"
         return Child(name, [*module_arguments, "--config", str(self.path), *arguments], log, {**ENVIRONMENT, **env})
 
@@ -357,8 +357,8 @@ def start_server(run: LiveRun) -> Child:
 
 
 def run_actor(run: LiveRun, name: str, *overrides: str) -> tuple[int, str]:
-    """Run `python -m actor` to its end; return its exit code and its log."""
-    actor = run.start(name, *overrides, module="actor")
+    """Run `python -m rlhf_triton.actor` to its end; return its exit code and its log."""
+    actor = run.start(name, *overrides, module="rlhf_triton.actor")
     try:
         code = actor.process.wait(180)
     finally:
@@ -369,8 +369,8 @@ def run_actor(run: LiveRun, name: str, *overrides: str) -> tuple[int, str]:
 
 
 def start_sidecar(run: LiveRun, *arguments: str) -> Child:
-    """Start `python -m trainer` without waiting: the journal keeps the requests until it reads them."""
-    return run.start("sidecar", *arguments, module="trainer")
+    """Start `python -m rlhf_triton.trainer` without waiting: the journal keeps the requests until it reads them."""
+    return run.start("sidecar", *arguments, module="rlhf_triton.trainer")
 
 
 def reload_model(run: LiveRun, model: str, change: Callable[[dict[str, Any]], None]) -> None:

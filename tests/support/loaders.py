@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from python_backend.config import TrainerSection
-from python_backend.models import language_model, modeling, token_reward
-from python_backend.models.language_model import LanguageModel
-from python_backend.models.modeling import CriticModel, RewardModel
+from rlhf_triton.config import TrainerSection
+from rlhf_triton.python_backend.models import language_model, modeling, token_reward
+from rlhf_triton.python_backend.models.language_model import LanguageModel
+from rlhf_triton.python_backend.models.modeling import CriticModel, RewardModel
 
 
 def default_device() -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor.algorithms.inputs import ClipRange, Loss, LossInputs
+from rlhf_triton.actor.algorithms.inputs import ClipRange, Loss, LossInputs
 
 CLIP = ClipRange(0.2, 0.3)
 close = torch.testing.assert_close

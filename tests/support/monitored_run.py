@@ -11,8 +11,8 @@ from typing import Any
 from live_system import Checkpoints, System, make_run, start_system, stop_process, wait_for
 from prometheus_server import Prometheus, program
 
-from tools.server.child import Child
-from tools.server.ports import free_port
+from rlhf_triton.tools.server.child import Child
+from rlhf_triton.tools.server.ports import free_port
 
 ENDLESS = 100_000  # steps
 

@@ -6,14 +6,14 @@ from typing import Any, cast
 
 import torch
 
-from actor.algorithms.losses import KLControl
-from actor.algorithms.method import Method
-from actor.algorithms.stages import RewardShaper
-from actor.data.rollout import PPOBatch, Rollout
-from actor.policy.checkpoint import RunState, check_checkpoint_of, restore
-from actor.policy.policy import Policy
-from actor.policy.update import PolicyUpdate
-from python_backend.config import ActorSection, RewardsSection
+from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.method import Method
+from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.data.rollout import PPOBatch, Rollout
+from rlhf_triton.actor.policy.checkpoint import RunState, check_checkpoint_of, restore
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.config import ActorSection, RewardsSection
 from tests.support.prompts import one_prompt
 from tests.support.settings import actor_section
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tools.server.ports import free_port
+from rlhf_triton.tools.server.ports import free_port
 
 MONITORING = Path(__file__).resolve().parents[2] / "deploy" / "monitoring"
 VARIABLE = "RLHF_PROMETHEUS"

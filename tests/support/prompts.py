@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.data.prompt_reader import PromptReader
-from actor.data.prompts import PromptStream, StepInputs
-from python_backend.config import PromptFileSection
+from rlhf_triton.actor.data.prompt_reader import PromptReader
+from rlhf_triton.actor.data.prompts import PromptStream, StepInputs
+from rlhf_triton.config import PromptFileSection
 
 
 class Bytewise:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from python_backend.models.sharded_tensors import whole
-from python_backend.serving.ranks.controller import ServingRanks
-from tools.server.ports import free_port
+from rlhf_triton.python_backend.models.sharded_tensors import whole
+from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
+from rlhf_triton.tools.server.ports import free_port
 
 Work = Callable[..., Any]
 # Ranks are forked from one process that has imported what takes seconds, once for all tests. It has run no code of
@@ -100,8 +100,8 @@ def _rank(
     os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
     import torch
 
-    from python_backend.models.placement import own_device
-    from python_backend.training.ranks import Ranks
+    from rlhf_triton.learning.ranks import Ranks
+    from rlhf_triton.python_backend.models.placement import own_device
 
     torch.set_num_threads(1)
     ranks = Ranks.join(own_device(device), timeout=timedelta(seconds=group_timeout_s))

@@ -10,18 +10,18 @@ import torch
 from live_system import make_tokenizer
 from safetensors.torch import save_file
 
-from actor.algorithms.batch import make_batch
-from actor.algorithms.losses import KLControl
-from actor.algorithms.method import Method
-from actor.algorithms.stages import RewardShaper
-from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, Trajectory
-from actor.policy.checkpoint import RunState
-from actor.run.recorder import Recorder
-from actor.run.settings import SETTINGS_FILE
-from actor.run.validation import Validation
-from python_backend.client.retry import RequestCounters
-from python_backend.config import ActorSection, RunConfig
-from python_backend.store.durable import write_json
+from rlhf_triton.actor.algorithms.batch import make_batch
+from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.method import Method
+from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, Trajectory
+from rlhf_triton.actor.policy.checkpoint import RunState
+from rlhf_triton.actor.run.recorder import Recorder
+from rlhf_triton.actor.run.settings import SETTINGS_FILE
+from rlhf_triton.actor.run.validation import Validation
+from rlhf_triton.client.retry import RequestCounters
+from rlhf_triton.config import ActorSection, RunConfig
+from rlhf_triton.store.durable import write_json
 from tests.support.prompts import one_prompt
 from tests.support.settings import nested
 

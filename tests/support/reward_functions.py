@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from python_backend.rewards import BadOption, Sample, count
+from rlhf_triton.rewards import BadOption, Sample, count
 
 
 def num_tokens(sample: Sample) -> float:

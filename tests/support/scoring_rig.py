@@ -1,4 +1,4 @@
-"""Runs `python_backend.serving.scoring` outside a server, with the tests' stand-in for Triton's module."""
+"""Runs `rlhf_triton.python_backend.serving.scoring` outside a server, with the tests' stand-in for Triton's module."""
 
 import importlib
 import json
@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from python_backend.wire.contract import TokenRow
+from rlhf_triton.wire.contract import TokenRow
 
 
 @pytest.fixture
 def scoring() -> Iterator[Any]:
     """The imported module; restores the thread switch interval, which serving changes."""
     interval = sys.getswitchinterval()
-    yield importlib.import_module("python_backend.serving.scoring")
+    yield importlib.import_module("rlhf_triton.python_backend.serving.scoring")
     sys.setswitchinterval(interval)
 
 
@@ -57,8 +57,8 @@ def started(model: Any, *, token_budget: int, queue_timeout_s: int = 0) -> Any:
         "queue_timeout_s": queue_timeout_s,
     }
     config = {"name": "m", "parameters": {key: {"string_value": str(value)} for key, value in values.items()}}
-    triton = importlib.import_module("python_backend.serving.triton")
-    engine = importlib.import_module("python_backend.serving.scoring").Engine(
+    triton = importlib.import_module("rlhf_triton.python_backend.serving.triton")
+    engine = importlib.import_module("rlhf_triton.python_backend.serving.scoring").Engine(
         Compute(triton.Parameters({"model_config": json.dumps(config)})),
         read=model.read,
         versions=model,

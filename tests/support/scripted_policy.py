@@ -11,8 +11,8 @@ from fake_reward import Caller, gateway
 from live_system import TEXTS
 from tiny_tokenizers import make_text_tokenizer
 
-from actor.capture.app import add_trainer_routes, capture_router
-from actor.capture.sessions import Sampled, Sampling, Sessions
+from rlhf_triton.actor.capture.app import add_trainer_routes, capture_router
+from rlhf_triton.actor.capture.sessions import Sampled, Sampling, Sessions
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"

@@ -1,4 +1,4 @@
-"""Servers with scripted connections, for tests of `python_backend.client.pool`."""
+"""Servers with scripted connections, for tests of `rlhf_triton.client.pool`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from python_backend.client.errors import Kind, Trouble
-from python_backend.client.pool import Server, ServerPool
-from python_backend.client.retry import RequestCounters
-from python_backend.config import ClientSection
+from rlhf_triton.client.errors import Kind, Trouble
+from rlhf_triton.client.pool import Server, ServerPool
+from rlhf_triton.client.retry import RequestCounters
+from rlhf_triton.config import ClientSection
 
 REFUSED = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")
 LOST = Trouble(Kind.LOST, "did not respond within 1 s")

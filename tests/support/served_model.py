@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from python_backend.config import RunConfig
-from tools.render_configs import MODULES, parse_config, render_configs
+from rlhf_triton.config import RunConfig
+from rlhf_triton.tools.render_configs import MODULES, parse_config, render_configs
 
 
 @contextlib.contextmanager
@@ -21,7 +21,7 @@ def served_model(config: RunConfig, model: str, **args: str) -> Iterator[Any]:
     parameters = {key: {"string_value": item.string_value} for key, item in rendered.parameters.items()}
     served = importlib.import_module(MODULES[model]).TritonPythonModel()
     with pytest.MonkeyPatch.context() as patch:
-        torch_scoring = importlib.import_module("python_backend.serving.torch_scoring")
+        torch_scoring = importlib.import_module("rlhf_triton.python_backend.serving.torch_scoring")
         patch.setattr(torch_scoring, "keep_freed_memory", lambda: None)  # it cannot be taken back
         patch.setattr(torch_scoring.signal, "alarm", lambda seconds: None)  # after the device was lost
         served.initialize(

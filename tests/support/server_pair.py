@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 from live_system import Checkpoints, LiveRun, System, make_run, start_system, stop_process, wait_for
 
-from python_backend.config import load_config
-from tools.server.child import Child
+from rlhf_triton.config import load_config
+from rlhf_triton.tools.server.child import Child
 
 
 class Pair:

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from python_backend.config import ActorSection, TrainerSection
+from rlhf_triton.config import ActorSection, TrainerSection
 
 S = TypeVar("S", bound=BaseModel)
 

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from tiny_checkpoints import VOCAB
 
-from python_backend.config import RunConfig, TrainerSection
-from python_backend.store.journal import Entry, Journal, Result
-from python_backend.store.weights import ServingRecord, WeightsStore
-from python_backend.wire.training_payload import TrainPayload
+from rlhf_triton.config import RunConfig, TrainerSection
+from rlhf_triton.store.journal import Entry, Journal, Result
+from rlhf_triton.store.weights import ServingRecord, WeightsStore
+from rlhf_triton.trainer.checkpoint import CheckpointFolder
+from rlhf_triton.trainer.sidecar import run_sidecar
+from rlhf_triton.wire.training_payload import TrainPayload
 from tests.support.settings import nested
-from trainer.checkpoint import CheckpointFolder
-from trainer.sidecar import run_sidecar
 
 PATIENCE_S = 120.0
 

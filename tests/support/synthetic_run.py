@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from python_backend.config import RunConfig
-from python_backend.store.durable import write_json
-from tools.report.data import finish_run
+from rlhf_triton.config import RunConfig
+from rlhf_triton.store.durable import write_json
+from rlhf_triton.tools.report.data import finish_run
 
 EVIL = " <script>alert('x')</script> & great"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import psutil
 
-from python_backend.config import ServerSection
-from tools.server.shared_memory import SHARED_MEMORY
-from tools.server.triton_home import find_tritonserver, lay_out_backends
-from tools.server.tritonserver import TritonServer
+from rlhf_triton.config import ServerSection
+from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
+from rlhf_triton.tools.server.triton_home import find_tritonserver, lay_out_backends
+from rlhf_triton.tools.server.tritonserver import TritonServer
 
 _SCORING_CONFIG = """name: "{name}"
 backend: "python"

@@ -1,4 +1,4 @@
-"""`tools serve` as a process on a repository of tiny models, which is there already."""
+"""`rlhf-triton serve` as a process on a repository of tiny models, which is there already."""
 
 import subprocess
 import sys
@@ -7,10 +7,10 @@ from pathlib import Path
 
 # Rendering has its own tests, and needs checkpoints.
 SERVE = """
-import sys, tools.render_configs, tools.serve
-tools.render_configs.render_repository = lambda config, out: []
-tools.serve.check_files = lambda config, **_: None
-sys.exit(tools.serve.main(sys.argv[1:]))
+import sys, rlhf_triton.tools.render_configs, rlhf_triton.tools.serve
+rlhf_triton.tools.render_configs.render_repository = lambda config, out: []
+rlhf_triton.tools.serve.check_files = lambda config, **_: None
+sys.exit(rlhf_triton.tools.serve.main(sys.argv[1:]))
 """
 
 
@@ -24,7 +24,7 @@ def write_run(folder: Path) -> Path:
 
 
 def serve(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
-    """Start `tools serve` on the run in `run_dir`."""
+    """Start `rlhf-triton serve` on the run in `run_dir`."""
     command = [sys.executable, "-c", SERVE, "--config", str(run_dir / "run.yaml"), f"run.dir={run_dir}"]
     return subprocess.Popen(
         [*command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from python_backend.config import ConfigError
-from python_backend.wire.contract import TOKENS
+from rlhf_triton.config import ConfigError
+from rlhf_triton.wire.contract import TOKENS
 
 
 def check_rules(configs: Mapping[str, Any]) -> None:

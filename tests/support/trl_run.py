@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.gateway.trainer_rewards import trl_reward
+from rlhf_triton.tools.gateway.trainer_rewards import trl_reward
 
 
 def main() -> None:

@@ -4,9 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from python_backend.digests import algorithm_of, digest_of
-from python_backend.store.durable import write_json
-from python_backend.store.weights import MANIFEST_FILE, WeightsStore
+from rlhf_triton.digests import algorithm_of, digest_of
+from rlhf_triton.store.durable import write_json
+from rlhf_triton.store.weights import MANIFEST_FILE, WeightsStore
 
 
 def reseal(folder: Path, **changes: Any) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 from tiny_checkpoints import VOCAB, save_tiny
 
-from actor.data.rollout import Prompt
-from actor.generation.slots import Response
-from actor.policy.policy import Policy
-from actor.vllm.generation import VllmGeneration
 from benchmarks.workload import word_tokenizer
-from python_backend.config import RunConfig
+from rlhf_triton.actor.data.rollout import Prompt
+from rlhf_triton.actor.generation.slots import Response
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.vllm.generation import VllmGeneration
+from rlhf_triton.config import RunConfig
 
 PROMPTS = [Prompt("", "", np.asarray(tokens)) for tokens in ([3, 4], [5], [6, 7, 8])]
 END = [5, 6, 7, 1]

@@ -1,4 +1,4 @@
-"""`rlhf-triton`, the installed form of `python -m tools`: help, exit codes, completion; and what `status` prints."""
+"""`rlhf-triton`, the installed form of `rlhf-triton`: help, exit codes, completion; and what `status` prints."""
 
 import argparse
 import dataclasses
@@ -21,21 +21,21 @@ import yaml
 from live_system import Checkpoints, FinishedRun, make_run
 from shebang import SHEBANG
 
-from python_backend.config import load_config
-from python_backend.config.command_line import add_run_arguments
-from python_backend.errors import RlhfError
-from python_backend.store.durable import exclusive_lock, write_json
-from python_backend.store.journal import Heartbeat, Journal
-from python_backend.store.run_lock import only_run
-from python_backend.store.weights import ServingRecord
-from tools import __main__ as program_module
-from tools import run as tools_run
-from tools import serve as tools_serve
-from tools import status, weights
-from tools.__main__ import COMMANDS
-from tools.arguments import parse_or_complete
-from tools.report.display import RunDisplay
-from tools.server.child import readable
+from rlhf_triton.config import load_config
+from rlhf_triton.config.command_line import add_run_arguments
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.durable import exclusive_lock, write_json
+from rlhf_triton.store.journal import Heartbeat, Journal
+from rlhf_triton.store.run_lock import only_run
+from rlhf_triton.store.weights import ServingRecord
+from rlhf_triton.tools import __main__ as program_module
+from rlhf_triton.tools import run as tools_run
+from rlhf_triton.tools import serve as tools_serve
+from rlhf_triton.tools import status, weights
+from rlhf_triton.tools.__main__ import COMMANDS
+from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.report.display import RunDisplay
+from rlhf_triton.tools.server.child import readable
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "transformers", "matplotlib", "peft"}
@@ -165,10 +165,10 @@ def test_exit_code_2_of_wrong_arguments(arguments: list[str], program: Path) -> 
 @pytest.mark.parametrize(
     ("command", "module", "package", "extra"),
     [
-        ("gateway", "tools.gateway.command", "h11", "gateway"),
-        ("gateway", "tools.gateway.command", "transformers", "gateway,serving"),
-        ("serve", "tools.serve", "psutil", "serve"),
-        ("run", "tools.run", "rich", "train"),
+        ("gateway", "rlhf_triton.tools.gateway.command", "h11", "gateway"),
+        ("gateway", "rlhf_triton.tools.gateway.command", "transformers", "gateway,serving"),
+        ("serve", "rlhf_triton.tools.serve", "psutil", "serve"),
+        ("run", "rlhf_triton.tools.run", "rich", "train"),
     ],
 )
 def test_a_missing_package_names_the_extra_that_has_it(
@@ -242,7 +242,7 @@ def test_exit_code_2_of_an_error_of_each_command(
     [
         ("list", "no versions are served: the configuration has no critic, and reward.store is false; http://"),
         ("ready --model critic", "no versions are served: the configuration has no critic, and reward.store is false"),
-        ("list reward.store=true", "weights/reward is empty; `python -m tools serve` creates version 0"),
+        ("list reward.store=true", "weights/reward is empty; `rlhf-triton serve` creates version 0"),
     ],
 )
 def test_versions_of_a_configuration_that_serves_none(
@@ -311,7 +311,7 @@ def test_the_newest_policy_is_named_after_an_error(
     (line,) = [line for line in shown.out.splitlines() if line.startswith("policy: ")]
     assert says in line
     if says == "export":
-        assert line == f"policy: python -m tools export '{folder}' writes that of step 7 as a Hugging Face folder"
+        assert line == f"policy: rlhf-triton export '{folder}' writes that of step 7 as a Hugging Face folder"
 
 
 @pytest.mark.parametrize("command", [tools_run, tools_serve], ids=["run", "serve"])
@@ -450,7 +450,7 @@ def test_status_shows_what_blocks_a_sidecar_and_the_last_problem_of_each_log(
 def test_watching_ends_with_a_signal(tmp_path: Path, checkpoints: Checkpoints) -> None:
     """SIGINT is ignored in a background job."""
     run = make_run(tmp_path, checkpoints)
-    command = [sys.executable, "-m", "tools", "status", "--config", str(run.path), "--watch", "0.01"]
+    command = [sys.executable, "-m", "rlhf_triton.tools", "status", "--config", str(run.path), "--watch", "0.01"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         shown = [line for line, _ in zip(watching.stdout, range(12), strict=False)]

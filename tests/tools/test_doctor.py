@@ -1,4 +1,4 @@
-"""`python -m tools doctor` on machines and configurations that are broken in several ways, and finding tritonserver."""
+"""`rlhf-triton doctor` on machines and configurations that are broken in several ways, and finding tritonserver."""
 
 import contextlib
 import dataclasses
@@ -23,12 +23,11 @@ import pytest
 from live_system import Checkpoints, System, make_run, wait_for
 from small_disk import small_disk
 
-from python_backend.config import ServerSection
-from python_backend.wire.contract import CRITIC_SAVE
-from tools import doctor
-from tools.doctor import Finding, Level, run_checks
-from tools.server.container import BODY_LIMIT
-from tools.server.triton_home import (
+from rlhf_triton.config import ServerSection
+from rlhf_triton.tools import doctor
+from rlhf_triton.tools.doctor import Finding, Level, run_checks
+from rlhf_triton.tools.server.container import BODY_LIMIT
+from rlhf_triton.tools.server.triton_home import (
     STUB,
     ServerStartError,
     TritonHome,
@@ -37,7 +36,8 @@ from tools.server.triton_home import (
     lay_out_backends,
     server_environment,
 )
-from tools.server.tritonserver import TritonServer
+from rlhf_triton.tools.server.tritonserver import TritonServer
+from rlhf_triton.wire.contract import CRITIC_SAVE
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -53,7 +53,7 @@ def run_doctor(
     """
     path = os.pathsep.join(map(str, [*([packages] if packages else []), ROOT]))
     done = subprocess.run(
-        [sys.executable, *python, "-m", "tools", "doctor", *arguments],
+        [sys.executable, *python, "-m", "rlhf_triton.tools", "doctor", *arguments],
         preexec_fn=before,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
@@ -280,7 +280,7 @@ def test_the_models_of_a_running_server_answer_and_one_whose_process_died_is_nam
     wait_for(lambda: findings(str(live.run.path))[CRITIC_SAVE].level is Level.OK, live.server)
 
 
-# ---- tools.server.triton_home ----
+# ---- rlhf_triton.tools.server.triton_home ----
 
 
 @pytest.fixture
@@ -323,7 +323,7 @@ def test_backends_are_laid_out_again_and_again(
     """With the package, where its path is not ASCII: in an editable install the stub's Python cannot open that."""
     files = {"libtriton_python.so", "triton_python_backend_utils.py", STUB}
     for package, names in ((tmp_path / "plain", set()), (tmp_path / "ü", {"ü"})):
-        monkeypatch.setattr("tools.server.triton_home._PACKAGE", package)
+        monkeypatch.setattr("rlhf_triton.tools.server.triton_home._PACKAGE", package)
         folder = lay_out_backends(wheel, tmp_path / "backends") / "python"
         assert {path.name for path in folder.iterdir()} == files | names
         assert (folder / STUB).resolve() == wheel.stub.resolve()

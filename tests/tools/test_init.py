@@ -1,4 +1,4 @@
-"""`tools init`: what it writes works as it is."""
+"""`rlhf-triton init`: what it writes works as it is."""
 
 import asyncio
 import json
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from python_backend.config import load_config
-from python_backend.config.environment import EnvironmentSection
-from python_backend.environments.pool import Environments
-from tools.init import main
+from rlhf_triton.actor.environments.pool import Environments
+from rlhf_triton.config import load_config
+from rlhf_triton.config.environment import EnvironmentSection
+from rlhf_triton.tools.init import main
 
 
 def used(section: EnvironmentSection, use: Callable[[Environments], Awaitable[Any]]) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m tools init models`: what it says, writes and refuses."""
+"""`rlhf-triton init models`: what it says, writes and refuses."""
 
 import json
 import os
@@ -24,12 +24,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.config import RewardSection, load_config
-from python_backend.config.labels import attribute_weights
-from python_backend.config.sections import Standardization
-from python_backend.models.modeling import load_reward
-from tools import convert_pickled, init, unpickle
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.config import RewardSection, load_config
+from rlhf_triton.config.labels import attribute_weights
+from rlhf_triton.config.sections import Standardization
+from rlhf_triton.python_backend.models.modeling import load_reward
+from rlhf_triton.tools import convert_pickled, init, unpickle
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # from peft

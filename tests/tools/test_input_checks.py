@@ -1,4 +1,4 @@
-"""`tools.input_checks`: what doctor and the start of a run say of tokenizers, chat templates and the prompts' texts."""
+"""`rlhf_triton.tools.input_checks`: what doctor and the start of a run say of tokenizers, chat templates and the prompts' texts."""
 
 import contextlib
 import json
@@ -10,13 +10,13 @@ from live_system import Checkpoints, make_run
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import CHATS, save_chat_policy, save_text_reward
 
-from actor.data.prompt_files import read_rows
-from actor.data.prompt_reader import PromptReader
-from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.config import ConfigError, load_config
-from tools.doctor import Level
-from tools.input_checks import prompt_warnings, token_findings
-from tools.preflight import check_run, files
+from rlhf_triton.actor.data.prompt_files import read_rows
+from rlhf_triton.actor.data.prompt_reader import PromptReader
+from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.config import ConfigError, load_config
+from rlhf_triton.tools.doctor import Level
+from rlhf_triton.tools.input_checks import prompt_warnings, token_findings
+from rlhf_triton.tools.preflight import check_run, files
 
 
 @pytest.fixture

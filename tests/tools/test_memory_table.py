@@ -9,12 +9,12 @@ import pytest
 import torch
 from tiny_checkpoints import save_tiny
 
-from actor.generation.cache import SlotCache, cache_layers
-from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
-from python_backend.models.modeling import load_reward
+from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
+from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
+from rlhf_triton.python_backend.models.modeling import load_reward
+from rlhf_triton.tools import memory_table, run, serve
+from rlhf_triton.tools.memory_table import COLUMNS, Held, _moments_8bit, _roles, memory_lines, model_bytes, token_model
 from tests.support.settings import nested
-from tools import memory_table, run, serve
-from tools.memory_table import COLUMNS, Held, _moments_8bit, _roles, memory_lines, model_bytes, token_model
 
 ROWS, PROMPT, RESPONSE = 4, 4, 4
 ON_GPUS = [f"{key}.device=cuda" for key in ("reward", "critic", "actor.policy", "trainer")]

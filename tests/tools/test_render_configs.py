@@ -1,4 +1,4 @@
-"""`tools.render_configs`: what is rendered is what Triton's own protobuf reads, complete and up to date."""
+"""`rlhf_triton.tools.render_configs`: what is rendered is what Triton's own protobuf reads, complete and up to date."""
 
 import hashlib
 import json
@@ -16,13 +16,13 @@ from tiny_checkpoints import save_tiny
 from triton_rules import check_rules
 from tritonclient.grpc.model_config_pb2 import DataType
 
-from python_backend.checkpoints.inspection import fingerprint_weights
-from python_backend.checkpoints.tokenization import fingerprint
-from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
-from python_backend.wire.contract import REFERENCE
+from rlhf_triton.checkpoints.inspection import fingerprint_weights
+from rlhf_triton.checkpoints.tokenization import fingerprint
+from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
+from rlhf_triton.tools import render_configs as render
+from rlhf_triton.tools.server.tritonserver import compile_ahead, load_order
+from rlhf_triton.wire.contract import REFERENCE
 from tests.support.settings import nested
-from tools import render_configs as render
-from tools.server.tritonserver import compile_ahead, load_order
 
 MODELS = {"reward_model", "critic", "critic_infer", "critic_train", "critic_save"}
 SCORING = "tokens:INT64[-1] sequence_lengths:INT64[1] sentences:STRING[1] metadata:STRING[1]"
@@ -287,7 +287,7 @@ def test_the_reference_is_rendered_and_measured_only_where_the_actor_asks_for_it
     folder = tmp_path / "repository" / REFERENCE
     render.render_repository(with_it, folder.parent)
     text = (folder / "1" / "model.py").read_text()
-    assert "from python_backend.serving.reference import TritonPythonModel" in text
+    assert "from rlhf_triton.python_backend.serving.reference import TritonPythonModel" in text
     assert not render.check_repository(with_it, folder.parent)
     assert render.check_repository(plain, folder.parent)[-1].path == folder
     render.render_repository(plain, folder.parent)

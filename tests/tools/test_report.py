@@ -25,13 +25,13 @@ from rich.cells import cell_len
 from rich.console import Console
 from synthetic_run import EVIL, write_run
 
-from actor.data.recorded import SampledTurn
-from actor.data.rollout import Trajectory
-from python_backend.config import RunConfig
-from python_backend.store.jsonl import NewLines, read_jsonl
-from python_backend.store.run_lock import only_actor, only_run
-from tools.report.conversations import Conversation
-from tools.report.curves import (
+from rlhf_triton.actor.data.recorded import SampledTurn
+from rlhf_triton.actor.data.rollout import Trajectory
+from rlhf_triton.config import RunConfig
+from rlhf_triton.store.jsonl import NewLines, read_jsonl
+from rlhf_triton.store.run_lock import only_actor, only_run
+from rlhf_triton.tools.report.conversations import Conversation
+from rlhf_triton.tools.report.curves import (
     METRICS,
     as_svg,
     draw_components,
@@ -43,7 +43,7 @@ from tools.report.curves import (
     pictures,
     write_curves,
 )
-from tools.report.data import (
+from rlhf_triton.tools.report.data import (
     MOST_DRAWN,
     SUMMARY_KEYS,
     Gain,
@@ -58,8 +58,8 @@ from tools.report.data import (
     read_steps,
     series,
 )
-from tools.report.display import RunDisplay, sparkline
-from tools.report.page import main, short_names, shown, verdict, write_page
+from rlhf_triton.tools.report.display import RunDisplay, sparkline
+from rlhf_triton.tools.report.page import main, short_names, shown, verdict, write_page
 
 ACTOR = {
     "steps": 2,
@@ -392,14 +392,14 @@ class TestPage:
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the words of a page are read: TestPage has its pictures."""
     for module in ("page", "curves"):
-        monkeypatch.setattr(f"tools.report.{module}.as_svg", lambda draw, *arguments: "<svg></svg>")
+        monkeypatch.setattr(f"rlhf_triton.tools.report.{module}.as_svg", lambda draw, *arguments: "<svg></svg>")
 
 
 @pytest.mark.usefixtures("no_pictures")
 class TestSections:
     """Sections that a run's own function adds to its report."""
 
-    START = "from tools.report.data import ReportSection\n\n\ndef sections(run):\n    "
+    START = "from rlhf_triton.tools.report.data import ReportSection\n\n\ndef sections(run):\n    "
 
     def page_of(self, folder: Path, code: str) -> str:
         """The page of a run whose `report` names a function in a file with this code."""
@@ -411,7 +411,7 @@ class TestSections:
 
     def test_the_example_of_the_docs(self, tmp_path: Path) -> None:
         docs = Path(__file__).resolve().parents[2] / "docs" / "operating.md"
-        found = re.search(r"```python\n(from tools.report.data.*?)```", docs.read_text(), re.DOTALL)
+        found = re.search(r"```python\n(from rlhf_triton.tools.report.data.*?)```", docs.read_text(), re.DOTALL)
         assert found is not None
         page = self.page_of(tmp_path, found[1])
         assert "<h2>The longest responses</h2>" in page
@@ -439,7 +439,7 @@ class TestSections:
         ("code", "error"),
         [
             ("return run.nothing", "AttributeError"),
-            ("return [1]", "TypeError: it returned int, not tools.report.data.ReportSection"),
+            ("return [1]", "TypeError: it returned int, not rlhf_triton.tools.report.data.ReportSection"),
             ('return [ReportSection(title="x", pictures={"y": lambda axes, run: 1 / 0})]', "ZeroDivisionError"),
             ("sys.exit(", "cannot be imported: SyntaxError"),
         ],
@@ -619,7 +619,16 @@ class TestCommand:
     def test_the_page_follows_a_run(self, tmp_path: Path, number: signal.Signals | None) -> None:
         run = RecordedRun(tmp_path / "run").start().steps(1)
         page = tmp_path / "run" / "report.html"
-        command = [sys.executable, "-m", "tools", "report", str(tmp_path / "run"), "--follow", "--every", "0.1"]
+        command = [
+            sys.executable,
+            "-m",
+            "rlhf_triton.tools",
+            "report",
+            str(tmp_path / "run"),
+            "--follow",
+            "--every",
+            "0.1",
+        ]
 
         def wait_for(condition: Callable[[], bool]) -> None:
             deadline = time.monotonic() + 120

@@ -19,23 +19,23 @@ from live_system import TEXTS, Checkpoints, make_run, make_tokenizer
 from tiny_checkpoints import change_config, save_tiny
 from tiny_models import regions
 
-import actor.__main__
-import tools.run
-import tools.serve
-import trainer.__main__
-from actor.scoring.scorer import Scorer
-from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.client.errors import RequestFailed
-from python_backend.client.served import ServedModel
-from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
-from python_backend.config.required_files import check_critic, check_files
-from python_backend.errors import RlhfError, reason_of
-from python_backend.store.weights import WeightsStore
+import rlhf_triton.actor.__main__
+import rlhf_triton.tools.run
+import rlhf_triton.tools.serve
+import rlhf_triton.trainer.__main__
+from rlhf_triton.actor.scoring.scorer import Scorer
+from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.client.errors import RequestFailed
+from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
+from rlhf_triton.config.required_files import check_critic, check_files
+from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.tools import preflight, render_configs
+from rlhf_triton.tools.preflight import check_prompts, check_run
+from rlhf_triton.tools.server.tritonserver import load_order
+from rlhf_triton.trainer.publish import copy_checkpoint
 from tests.support.settings import nested
-from tools import preflight, render_configs
-from tools.preflight import check_prompts, check_run
-from tools.server.tritonserver import load_order
-from trainer.publish import copy_checkpoint
 
 ALGORITHMS = ("ppo", "rloo")  # with a critic, and without one
 FUNCTION = {"verdict": {"function": f"{reward_functions.__file__}:token_sum", "workers": 1}}
@@ -111,8 +111,8 @@ def test_what_is_rendered_loaded_measured_and_demanded(
     assert fingerprint, "the actor compares it with the policy's"
 
     made: list[str] = []
-    monkeypatch.setattr(tools.serve, "_run_module", lambda what, arguments: made.append(what))
-    tools.serve.ensure_first_version(config, path, [])
+    monkeypatch.setattr(rlhf_triton.tools.serve, "_run_module", lambda what, arguments: made.append(what))
+    rlhf_triton.tools.serve.ensure_first_version(config, path, [])
     assert made == (["creating version 0 of the critic's weights"] if algorithm == "ppo" else [])
 
 
@@ -125,7 +125,7 @@ def test_what_is_missing_is_named_before_anything_starts(
     unused = ["reward"] if reward == "functions" else []  # which would be refused by itself
     missing = [f"{role}.model={tmp_path / role}" for role in ("reward", "critic", "actor.policy") if role not in unused]
     overrides = [*missing, f"actor.prompts.path={tmp_path / 'none'}"]
-    assert tools.run.main(["--fresh", "--config", str(path), *overrides]) == 2
+    assert rlhf_triton.tools.run.main(["--fresh", "--config", str(path), *overrides]) == 2
     lines = capsys.readouterr().err.removeprefix("error: ").splitlines()
     expected = [*(f"{role}.model" for role in checkpoints_of(algorithm, reward)), "actor.policy.model"]
     expected.append("actor.prompts.path")
@@ -268,7 +268,7 @@ def test_a_family_that_cannot_be_split_is_named_before_anything_starts(
     path = write_yaml(tmp_path, "ppo", "model", checkpoints)
     save_tiny(tmp_path / "gpt2", "gpt2", "critic")
     overrides = [f"critic.model={tmp_path / 'gpt2'}", "critic.tensor_parallel=2", "reward.tensor_parallel=3"]
-    assert tools.run.main(["--config", str(path), *overrides]) == 2
+    assert rlhf_triton.tools.run.main(["--config", str(path), *overrides]) == 2
     critic, reward = sorted(capsys.readouterr().err.removeprefix("error: ").splitlines())
     assert re.match(r"critic\.model: .*no tensor-parallel plan for gpt2 models", critic)
     assert re.match(r"reward\.model: .*tensor_parallel \(3\) does not divide", reward)
@@ -295,7 +295,7 @@ def test_a_function_is_looked_for_before_anything_starts(tmp_path: Path, code: s
         check_files(config, server=True)
 
 
-@pytest.mark.parametrize("command", [actor.__main__, trainer.__main__, tools.serve])
+@pytest.mark.parametrize("command", [rlhf_triton.actor.__main__, rlhf_triton.trainer.__main__, rlhf_triton.tools.serve])
 def test_each_command_names_what_it_misses(
     command: Any,
     tmp_path: Path,
@@ -307,7 +307,7 @@ def test_each_command_names_what_it_misses(
     path = write_yaml(tmp_path, "ppo", "model", checkpoints)
     missing = [f"{role}.model={tmp_path / 'none'}" for role in ("critic", "actor.policy")]
     assert command.main(["--config", str(path), *missing]) == 2
-    key = "actor.policy.model" if command is actor.__main__ else "critic.model"
+    key = "actor.policy.model" if command is rlhf_triton.actor.__main__ else "critic.model"
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"error: {key}: {tmp_path / 'none'} does not exist")
 
@@ -315,10 +315,10 @@ def test_each_command_names_what_it_misses(
 @pytest.mark.parametrize(
     ("command", "roles"),
     [
-        (tools.run, ("reward", "critic", "reference", "trainer", "actor.policy")),
-        (tools.serve, ("reward", "critic", "reference")),
-        (trainer.__main__, ("trainer",)),
-        (actor.__main__, ("actor.policy",)),
+        (rlhf_triton.tools.run, ("reward", "critic", "reference", "trainer", "actor.policy")),
+        (rlhf_triton.tools.serve, ("reward", "critic", "reference")),
+        (rlhf_triton.trainer.__main__, ("trainer",)),
+        (rlhf_triton.actor.__main__, ("actor.policy",)),
     ],
 )
 def test_each_command_names_a_gpu_that_is_missing_before_it_loads_a_model(
@@ -344,7 +344,7 @@ def test_a_sidecar_without_a_critic_is_refused(
     tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_yaml(tmp_path, "rloo", "model", checkpoints)
-    assert trainer.__main__.main(["--config", str(path)]) == 2
+    assert rlhf_triton.trainer.__main__.main(["--config", str(path)]) == 2
     assert "actor.algorithm.name: rloo has no critic, so there is nothing to train" in capsys.readouterr().err
 
 
@@ -393,8 +393,8 @@ def test_without_an_actor_the_models_that_the_yaml_names_are_served(
         ensemble = rendered.get("critic_infer", "")
         assert ('output { name: "rewards"' in ensemble) == ("critic" in sections and len(sections) > 1)
     made: list[str] = []
-    monkeypatch.setattr(tools.serve, "_run_module", lambda what, arguments: made.append(what))
-    tools.serve.ensure_first_version(config, path, [])
+    monkeypatch.setattr(rlhf_triton.tools.serve, "_run_module", lambda what, arguments: made.append(what))
+    rlhf_triton.tools.serve.ensure_first_version(config, path, [])
     assert bool(made) == ("critic" in sections)
     if "critic" not in sections:
         with pytest.raises(ConfigError, match="the YAML has no section `critic`, so there is nothing to train"):
@@ -558,7 +558,7 @@ def test_prompts_that_cannot_be_used_are_named(
         },
     }
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
-    assert tools.run.main(["--config", str(tmp_path / "my.yaml")]) == 2
+    assert rlhf_triton.tools.run.main(["--config", str(tmp_path / "my.yaml")]) == 2
     assert capsys.readouterr().err == f"error: actor.prompts.path: {words.format(prompts)}\n"
     assert not (tmp_path / "run").exists()
 
@@ -788,16 +788,16 @@ def test_a_signal_in_the_last_moment_of_a_start_stops_the_server(
         signal.raise_signal(signal.SIGTERM)
         return server
 
-    module = {"serve": tools.serve, "run": tools.run}[command]
+    module = {"serve": rlhf_triton.tools.serve, "run": rlhf_triton.tools.run}[command]
     monkeypatch.setattr(module, "start_server", start)
-    monkeypatch.setattr("tools.server.supervisor.ServerHealth", mock.Mock())
+    monkeypatch.setattr("rlhf_triton.tools.server.supervisor.ServerHealth", mock.Mock())
     assert module.main(["--config", str(path)]) == code
     server.stop.assert_called_once_with()
 
 
 def run_to_the_end(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The output of `python -m tools run` in this process, which has loaded the large libraries already."""
-    code = tools.run.main(["--config", str(path)])
+    """The output of `rlhf-triton run` in this process, which has loaded the large libraries already."""
+    code = rlhf_triton.tools.run.main(["--config", str(path)])
     if code == 130:  # this test was interrupted
         raise KeyboardInterrupt
     output = capsys.readouterr()

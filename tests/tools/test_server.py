@@ -1,4 +1,4 @@
-"""`tools serve` as a process: signals, failures, leftovers; child processes of any kind."""
+"""`rlhf-triton serve` as a process: signals, failures, leftovers; child processes of any kind."""
 
 import contextlib
 import itertools
@@ -26,13 +26,13 @@ from small_disk import small_disk
 from tiny_models import regions, server_processes, write_repository, write_scoring_model
 from tiny_serve import serve, wait_for, write_run
 
-from python_backend.config import ConfigError, RunConfig
-from python_backend.errors import RlhfError
-from tools.preflight import check_prompts
-from tools.server.child import Child, relay_lines, set_aside_if_large
-from tools.server.health import get_page
-from tools.server.vllm import VllmServer, check_vllm, starts_vllm, vllm_arguments
-from trainer.control_plane import ControlPlane
+from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.tools.preflight import check_prompts
+from rlhf_triton.tools.server.child import Child, relay_lines, set_aside_if_large
+from rlhf_triton.tools.server.health import get_page
+from rlhf_triton.tools.server.vllm import VllmServer, check_vllm, starts_vllm, vllm_arguments
+from rlhf_triton.trainer.control_plane import ControlPlane
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def status(run_dir: Path, path: str, body: object = None) -> int:
 
 @contextlib.contextmanager
 def busy(run_dir: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], list[Future[int]]]]:
-    """Run `tools serve` with a model that computes one request and has another in its queue until `block` is removed.
+    """Run `rlhf-triton serve` with a model that computes one request and has another in its queue until `block` is removed.
 
     Its name is none that the supervisor probes, so no other request is in its queue.
     """
@@ -228,7 +228,7 @@ def test_serve_exits_with_one_sentence_when_a_model_does_not_load(run_dir: Path)
     assert (server_processes(process.pid), regions(process.pid)) == ([], [])
 
 
-# ---- tools.server: child processes, whose logs stay bounded for a month, and the vLLM server of `tools run` ----
+# ---- rlhf_triton.tools.server: child processes, whose logs stay bounded for a month, and the vLLM server of `rlhf-triton run` ----
 
 PATIENCE_S = 120.0
 

@@ -10,12 +10,10 @@ import torch
 from test_critic_update import payload, settings, silent, weights
 from tiny_checkpoints import save_tiny
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.config import OptimizerSection, TrainerSection
-from python_backend.store.sealed_folder import DamagedCheckpoint
-from tests.support.loaders import load_critic
-from tests.support.settings import changed, trainer_section
-from trainer.checkpoint import (
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.config import OptimizerSection, TrainerSection
+from rlhf_triton.store.sealed_folder import DamagedCheckpoint
+from rlhf_triton.trainer.checkpoint import (
     DECIDING,
     ROUNDING,
     CheckpointFolder,
@@ -25,8 +23,10 @@ from trainer.checkpoint import (
     fingerprint,
     schedule_changes,
 )
-from trainer.critic_update import CriticUpdate
-from trainer.trained_critic import build_critic
+from rlhf_triton.trainer.critic_update import CriticUpdate
+from rlhf_triton.trainer.trained_critic import build_critic
+from tests.support.loaders import load_critic
+from tests.support.settings import changed, trainer_section
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_an_interrupted_write_is_ignored_and_swept(
     update = fresh(critic)
     folder.save(update, state(1))
     with monkeypatch.context() as patch:
-        patch.setattr("python_backend.store.durable.sync_tree", lambda path: 1 / 0)
+        patch.setattr("rlhf_triton.store.durable.sync_tree", lambda path: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             folder.save(update, state(2))
     (folder.root / ".staging-killed").mkdir()  # a kill has no time for `finally`
@@ -150,7 +150,7 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(
         (place / "model.safetensors").unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("python_backend.store.durable.shutil.rmtree", killed)
+    monkeypatch.setattr("rlhf_triton.store.durable.shutil.rmtree", killed)
     for remove in (lambda: folder.prune(keep=1), lambda: folder.drop_after(2)):
         with pytest.raises(KeyboardInterrupt):
             remove()

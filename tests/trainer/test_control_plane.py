@@ -14,10 +14,10 @@ import pytest
 from settled import settled_statistics
 from tiny_models import ready_server, stub_of, write_journal_model, write_scoring_model
 
-from tools.server.ports import with_free_ports
-from tools.server.tritonserver import TritonServer
-from trainer import control_plane
-from trainer.control_plane import ControlPlane, ControlPlaneError, root_cause
+from rlhf_triton.tools.server.ports import with_free_ports
+from rlhf_triton.tools.server.tritonserver import TritonServer
+from rlhf_triton.trainer import control_plane
+from rlhf_triton.trainer.control_plane import ControlPlane, ControlPlaneError, root_cause
 
 OUTPUTS = ("values", "weights_version")
 

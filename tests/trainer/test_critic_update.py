@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from tiny_checkpoints import VOCAB, save_tiny
 from torch import Tensor
 
-from python_backend.config import TrainerSection
-from python_backend.models.modeling import CriticModel
-from python_backend.wire.contract import Limits
-from python_backend.wire.training_payload import TrainPayload, train_payload
+from rlhf_triton.config import TrainerSection
+from rlhf_triton.python_backend.models.modeling import CriticModel
+from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport, clipped_value_loss, split_rows
+from rlhf_triton.wire.contract import Limits
+from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 from tests.support.loaders import load_critic
 from tests.support.settings import trainer_section
-from trainer.critic_update import CriticUpdate, UpdateReport, clipped_value_loss, split_rows
 
 SETTINGS = {
     "lr": 1e-2,

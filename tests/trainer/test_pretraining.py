@@ -19,19 +19,19 @@ from tiny_checkpoints import save_tiny
 from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer, save_chat_policy
 from versions import reseal
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.config import CriticSection, RunConfig, TrainerSection
-from python_backend.errors import RlhfError
-from python_backend.models.modeling import CriticModel, load_critic, quiet_transformers
-from python_backend.store.journal import Journal
-from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import Limits
-from python_backend.wire.training_payload import TrainPayload
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.config import CriticSection, RunConfig, TrainerSection
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic, quiet_transformers
+from rlhf_triton.store.journal import Journal
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.trainer.checkpoint import CheckpointFolder
+from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
+from rlhf_triton.trainer.pretraining import explained_variance, packed, pretrained, read_rows, rows_of_file, split
+from rlhf_triton.trainer.publish import initialise_store, initialise_stores
+from rlhf_triton.wire.contract import Limits
+from rlhf_triton.wire.training_payload import TrainPayload
 from tests.support.settings import nested
-from trainer.checkpoint import CheckpointFolder
-from trainer.critic_update import CriticUpdate, TrainingRow, split_rows
-from trainer.pretraining import explained_variance, packed, pretrained, read_rows, rows_of_file, split
-from trainer.publish import initialise_store, initialise_stores
 
 STEPS = 6  # of an earlier run, 32 rows each
 TRAINING: dict[str, Any] = {
@@ -235,7 +235,7 @@ def test_a_crash_costs_time_and_no_bit(
     written = rig.store.versions() == [0]
     assert written == ((name, when) not in (("train", "after"), ("add", "before")))
     trained: list[str] = []
-    monkeypatch.setattr("trainer.publish.pretrained", counted(trained))
+    monkeypatch.setattr("rlhf_triton.trainer.publish.pretrained", counted(trained))
     losses, first, last = two_steps_and_a_rewind(rig)
     assert losses == calm[0]
     assert trained == ([] if written else ["run"])
@@ -486,13 +486,13 @@ def test_returns_beyond_all_bounds_end_it_with_a_sentence(root: Path, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_ranks_pretrain_together(root: Path, tmp_path: Path, lora_rank: int):
-    """As `tools serve` and `tools run` start it; the result is that of one process, up to rounding."""
+    """As `rlhf-triton serve` and `rlhf-triton run` start it; the result is that of one process, up to rounding."""
     configs = {}
     for ranks in (1, 2):
         config = config_of(tmp_path / str(ranks), root / "critic", [root / "a"], ranks=ranks, lora_rank=lora_rank)
         path = tmp_path / f"{ranks}.json"  # JSON is YAML
         path.write_text(config.model_dump_json(include={"run", "critic", "trainer"}, exclude_unset=True))
-        command = [sys.executable, "-m", "trainer", "--config", str(path), "--init-only"]
+        command = [sys.executable, "-m", "rlhf_triton.trainer", "--config", str(path), "--init-only"]
         subprocess.run(command, check=True, timeout=300)
         configs[ranks] = config
     (one,), (two,) = (lines_of(configs[ranks]) for ranks in (1, 2))

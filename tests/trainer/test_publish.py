@@ -17,18 +17,18 @@ from sidecar_rig import Rig
 from tiny_checkpoints import save_tiny
 from versions import reseal
 
-import python_backend.store.weights as weights_module
-from python_backend.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
-from python_backend.config import load_config
-from python_backend.digests import Algorithm, digest_of
-from python_backend.models.canary import canary_row, check_canary
-from python_backend.models.modeling import CriticModel, save_critic
-from python_backend.models.modeling import load_critic as load_on_cpu
-from python_backend.store.weights import MANIFEST_FILE, Manifest, ServingRecord, WeightsStore
+import rlhf_triton.store.weights as weights_module
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
+from rlhf_triton.config import load_config
+from rlhf_triton.digests import Algorithm, digest_of
+from rlhf_triton.python_backend.models.canary import canary_row, check_canary
+from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic
+from rlhf_triton.python_backend.models.modeling import load_critic as load_on_cpu
+from rlhf_triton.store.weights import MANIFEST_FILE, Manifest, ServingRecord, WeightsStore
+from rlhf_triton.trainer.publish import Publisher
+from rlhf_triton.trainer.trained_critic import build_critic
+from rlhf_triton.trainer.verification import VersionRejected, verify_alone, verify_version
 from tests.support.settings import trainer_section
-from trainer.publish import Publisher
-from trainer.trained_critic import build_critic
-from trainer.verification import VersionRejected, verify_alone, verify_version
 
 ABOUT: dict[str, Any] = {"run_id": "run", "parent": None, "epoch": 1}
 
@@ -261,7 +261,9 @@ def test_a_mapped_version_is_read_once_to_be_verified(
     store: WeightsStore, critic: CriticModel, monkeypatch: pytest.MonkeyPatch
 ):
     """Its digest, and whether it is finite, come from the tensors that the canary row goes through."""
-    monkeypatch.setattr("trainer.verification.digest_of_mapped", Mock(side_effect=AssertionError("read again")))
+    monkeypatch.setattr(
+        "rlhf_triton.trainer.verification.digest_of_mapped", Mock(side_effect=AssertionError("read again"))
+    )
     monkeypatch.setattr(CriticModel, "check_finite", Mock(side_effect=AssertionError("read again")))
     verify_version(store, 1, critic)
 

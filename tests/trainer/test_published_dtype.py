@@ -8,15 +8,15 @@ import pytest
 import torch
 from tiny_checkpoints import save_tiny
 
-import python_backend.store.weights as weights_module
-from python_backend.digests import digest_of
-from python_backend.models.modeling import load_critic, save_critic
-from python_backend.store.weights import Manifest, WeightsStore, weights_files
-from python_backend.training.ranks import Ranks
+import rlhf_triton.store.weights as weights_module
+from rlhf_triton.digests import digest_of
+from rlhf_triton.learning.ranks import Ranks
+from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
+from rlhf_triton.store.weights import Manifest, WeightsStore, weights_files
+from rlhf_triton.trainer.critic_update import load_update
+from rlhf_triton.trainer.publish import Publisher
 from tests.support.ranks import on_ranks
 from tests.support.settings import trainer_section
-from trainer.critic_update import load_update
-from trainer.publish import Publisher
 
 CASES: dict[str, dict[str, Any]] = {
     "all weights": {},

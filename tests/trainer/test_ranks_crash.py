@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from sidecar_rig import payload
 from tiny_checkpoints import save_tiny
 
-from python_backend.config import load_config
-from python_backend.models.canary import canary_row, check_canary
-from python_backend.models.modeling import CriticModel, load_critic
-from python_backend.serving.versions.follower import Follower
-from python_backend.store.journal import Entry, Journal, Result
-from python_backend.store.weights import WeightsStore
+from rlhf_triton.config import load_config
+from rlhf_triton.python_backend.models.canary import canary_row, check_canary
+from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic
+from rlhf_triton.python_backend.serving.versions.follower import Follower
+from rlhf_triton.store.journal import Entry, Journal, Result
+from rlhf_triton.store.weights import WeightsStore
 from tests.support.full_card import let_memory_be_short
 
 PATIENCE_S = 200.0
@@ -66,7 +66,7 @@ class Job:
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            command = [sys.executable, "-m", "trainer", "--config", str(self.path)]
+            command = [sys.executable, "-m", "rlhf_triton.trainer", "--config", str(self.path)]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def ranks(self) -> dict[int, psutil.Process]:

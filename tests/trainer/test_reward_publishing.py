@@ -1,4 +1,4 @@
-"""`tools weights --model reward`: what is published is verified, passes the gate, and survives a crash."""
+"""`rlhf-triton weights --model reward`: what is published is verified, passes the gate, and survives a crash."""
 
 import json
 import shutil
@@ -14,13 +14,13 @@ from live_system import OTHER_TEXTS, TEXTS, make_checkpoint, make_tokenizer
 from safetensors.torch import load_file, save_file
 from sidecar_rig import Instance, Killed, kill_at
 
-from python_backend.config import RunConfig
-from python_backend.errors import RlhfError
-from python_backend.models.modeling import load_reward, quiet_transformers
-from python_backend.store.weights import WeightsStore
-from tools import weights
-from tools.weights import main
-from trainer.publish import Publisher, initialise_stores
+from rlhf_triton.config import RunConfig
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.python_backend.models.modeling import load_reward, quiet_transformers
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.tools import weights
+from rlhf_triton.tools.weights import main
+from rlhf_triton.trainer.publish import Publisher, initialise_stores
 
 Output = pytest.CaptureFixture[str]
 REPLIES = [" ".join(text.split()[:count]) for text in TEXTS for count in (2, 4, 6)]

@@ -12,23 +12,23 @@ import torch
 from test_critic_update import arrays, payload, settings, silent, trained
 from tiny_checkpoints import VOCAB, save_tiny, save_with_layers
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.checkpoints.safetensors_header import read_header
-from python_backend.config import TrainerSection
-from python_backend.models.adapters import MergedWeights
-from python_backend.models.modeling import CriticModel, load_critic, save_critic
-from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint
-from python_backend.store.weights import WeightsStore
-from python_backend.training.ranks import Ranks
-from python_backend.training.sharding import MergedSlices
-from python_backend.wire.contract import Limits
-from python_backend.wire.training_payload import TrainPayload, train_payload
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.checkpoints.safetensors_header import read_header
+from rlhf_triton.config import TrainerSection
+from rlhf_triton.learning.ranks import Ranks
+from rlhf_triton.learning.sharding import MergedSlices
+from rlhf_triton.python_backend.models.adapters import MergedWeights
+from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic, save_critic
+from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.trainer import trained_critic
+from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState, deciding_settings
+from rlhf_triton.trainer.critic_update import CriticUpdate, follow_rank_0, load_update
+from rlhf_triton.trainer.publish import Publisher
+from rlhf_triton.trainer.verification import VersionRejected, holds_weights, verify_version
+from rlhf_triton.wire.contract import Limits
+from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 from tests.support.ranks import on_ranks, whole_tensors
-from trainer import trained_critic
-from trainer.checkpoint import CheckpointFolder, CheckpointState, deciding_settings
-from trainer.critic_update import CriticUpdate, follow_rank_0, load_update
-from trainer.publish import Publisher
-from trainer.verification import VersionRejected, holds_weights, verify_version
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["llama", "gpt2", "bert", "layers"]

@@ -13,22 +13,22 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from sidecar_rig import PATIENCE_S, Rig, overflowing, payload, until
 
-import trainer.progress
-import trainer.publish
-from python_backend.config import MonitoringSection
-from python_backend.errors import RlhfError
-from python_backend.models.card import OutOfMemory
-from python_backend.models.modeling import load_critic
-from python_backend.store import weights
-from python_backend.store.journal import Journal
-from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import ContractError
-from tools.server.ports import free_port
-from trainer.checkpoint import CheckpointFolder
-from trainer.critic_update import CriticUpdate, TrainingRow, split_rows
-from trainer.critic_versions import CriticVersions
-from trainer.progress import StoppedWaiting
-from trainer.publish import Publisher, Reload
+import rlhf_triton.trainer.progress
+import rlhf_triton.trainer.publish
+from rlhf_triton.config import MonitoringSection
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.python_backend.models.card import OutOfMemory
+from rlhf_triton.python_backend.models.modeling import load_critic
+from rlhf_triton.store import weights
+from rlhf_triton.store.journal import Journal
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.tools.server.ports import free_port
+from rlhf_triton.trainer.checkpoint import CheckpointFolder
+from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
+from rlhf_triton.trainer.critic_versions import CriticVersions
+from rlhf_triton.trainer.progress import StoppedWaiting
+from rlhf_triton.trainer.publish import Publisher, Reload
+from rlhf_triton.wire.contract import ContractError
 
 
 def test_each_step_is_a_version_and_is_trained_once(rig: Rig, straight: Rig):
@@ -139,7 +139,7 @@ def assert_same_weights(rig: Rig, version: int, calm: Rig, step: int) -> None:
 def test_a_stop_while_no_instance_serves_loses_nothing(
     make: Callable[..., Rig], straight: Rig, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(trainer.progress, "STOP_PATIENCE_S", 0.05)
+    monkeypatch.setattr(rlhf_triton.trainer.progress, "STOP_PATIENCE_S", 0.05)
     rig = make()
     instance = rig.serve()
     rig.start().train(1)
@@ -157,8 +157,8 @@ def test_a_stop_while_no_instance_serves_loses_nothing(
 def test_a_stop_long_after_the_last_wait_still_waits(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """The patience begins with the stop, not with the sidecar's last publication."""
     rig.train(1)
-    much_later = {"monotonic": lambda: time.monotonic() + 2 * trainer.progress.STOP_PATIENCE_S}
-    monkeypatch.setattr(trainer.progress, "time", SimpleNamespace(**{**vars(time), **much_later}))
+    much_later = {"monotonic": lambda: time.monotonic() + 2 * rlhf_triton.trainer.progress.STOP_PATIENCE_S}
+    monkeypatch.setattr(rlhf_triton.trainer.progress, "time", SimpleNamespace(**{**vars(time), **much_later}))
     waited = []
 
     def wait_once(self: CriticVersions) -> None:
@@ -173,7 +173,7 @@ def test_a_stop_long_after_the_last_wait_still_waits(rig: Rig, monkeypatch: pyte
 
 def test_a_reload_that_outlasts_the_stop_is_no_error(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
     """The checkpoint of the last step does not wait for it either."""
-    monkeypatch.setattr(trainer.progress, "STOP_PATIENCE_S", 0.05)
+    monkeypatch.setattr(rlhf_triton.trainer.progress, "STOP_PATIENCE_S", 0.05)
     loading, may_end = threading.Event(), threading.Event()
 
     def load(self: Publisher) -> Reload:
@@ -251,7 +251,7 @@ def test_an_idle_sidecar_that_reloads_the_critic_keeps_its_heartbeat(rig: Rig, m
     """A large critic takes longer to load than `trainer.heartbeat_timeout_s`."""
     rig.train(1)
     (record,) = rig.store.serving()
-    monkeypatch.setattr(trainer.publish, "HEAL_AFTER_S", 0.0)
+    monkeypatch.setattr(rlhf_triton.trainer.publish, "HEAL_AFTER_S", 0.0)
     monkeypatch.setattr(Publisher, "_load", lambda self: [])
     with monkeypatch.context() as patch:
         seen = watch(rig, patch, Publisher, "_outcomes")
@@ -273,7 +273,7 @@ def test_the_heartbeat_says_that_no_server_takes_a_version_up(make: Callable[...
 
 
 def test_the_heartbeat_says_that_a_stopped_rollback_is_in_the_way(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """`tools weights rollback`, stopped by Ctrl-Z in the middle of writing."""
+    """`rlhf-triton weights rollback`, stopped by Ctrl-Z in the middle of writing."""
     monkeypatch.setattr(weights, "WRITER_PATIENCE_S", 0.05, raising=False)
     rig.train(1)
     with WeightsStore(rig.store.root)._writing():

@@ -34,19 +34,19 @@ from sidecar_rig import PATIENCE_S, Killed, Rig, until
 from small_disk import SmallDisk, small_disk
 from versions import reseal
 
-import trainer.progress
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.config import RunConfig
-from python_backend.store.durable import disk_errors, refusal, replace_file
-from python_backend.store.journal import Entry, Heartbeat, Journal, Result
-from python_backend.store.ownership import Sender
-from python_backend.store.sealed_folder import verify_folder
-from python_backend.store.weights import WeightsError, WeightsStore
-from python_backend.wire.contract import ContractError
-from trainer.checkpoint import CheckpointFolder
-from trainer.progress import SidecarProgress, StoppedWaiting, until_done
-from trainer.publish import Publisher, Reload
-from trainer.sidecar import Sidecar
+import rlhf_triton.trainer.progress
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.config import RunConfig
+from rlhf_triton.store.durable import disk_errors, refusal, replace_file
+from rlhf_triton.store.journal import Entry, Heartbeat, Journal, Result
+from rlhf_triton.store.ownership import Sender
+from rlhf_triton.store.sealed_folder import verify_folder
+from rlhf_triton.store.weights import WeightsError, WeightsStore
+from rlhf_triton.trainer.checkpoint import CheckpointFolder
+from rlhf_triton.trainer.progress import SidecarProgress, StoppedWaiting, until_done
+from rlhf_triton.trainer.publish import Publisher, Reload
+from rlhf_triton.trainer.sidecar import Sidecar
+from rlhf_triton.wire.contract import ContractError
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 WRITES: list[tuple[type, str]] = [
@@ -68,8 +68,8 @@ FULL_TOO: list[tuple[type, str]] = [(Journal, "beat")]  # killed, it would end t
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.progress, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(trainer.progress, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(rlhf_triton.trainer.progress, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(rlhf_triton.trainer.progress, "LONGEST_PAUSE_S", 0.05)
 
 
 def flip(path: Path) -> None:
@@ -106,7 +106,7 @@ class Disturbed(RuleBasedStateMachine):
         publish = {"keep": 1 if self.killed else 100}
         self.rig = Rig(folder, checkpoint, publish=publish, checkpoint_every=2)
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("trainer.critic_checkpoints.KEEP_REQUESTED", 9)
+        self.patch.setattr("rlhf_triton.trainer.critic_checkpoints.KEEP_REQUESTED", 9)
         self.armed: dict[tuple[type, str], list[str]] = {write: [] for write in WRITES + FULL_TOO * (not self.killed)}
         for owner, name in self.armed:
             self.patch.setattr(owner, name, self.failing(owner, name))
@@ -322,7 +322,7 @@ def save(rig: Rig, step: int, keep_steps: list[int] | None = None) -> Result:
 
 
 def test_exactly_what_the_actor_needs_is_kept_and_the_newest(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trainer.critic_checkpoints.KEEP_REQUESTED", 1)
+    monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.KEEP_REQUESTED", 1)
     rig = make()
     rig.serve()
     rig.start()
@@ -390,7 +390,7 @@ def test_a_damaged_entry_is_its_callers_error_alone(
     make: Callable[..., Rig], straight: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     for module in ("critic_state", "critic_checkpoints"):
-        monkeypatch.setattr(f"trainer.{module}.KEEP_SET_ASIDE", 1)
+        monkeypatch.setattr(f"rlhf_triton.trainer.{module}.KEEP_SET_ASIDE", 1)
     rig = make()
     rig.serve()
     rig.start().train(1)
@@ -468,7 +468,7 @@ def test_training_is_repeated_from_the_checkpoint_before_two_damaged_ones(
     monkeypatch: pytest.MonkeyPatch,
 ):
     for module in ("critic_state", "critic_checkpoints"):
-        monkeypatch.setattr(f"trainer.{module}.KEEP_SET_ASIDE", 1)
+        monkeypatch.setattr(f"rlhf_triton.trainer.{module}.KEEP_SET_ASIDE", 1)
     rig = make()
     rig.serve()
     rig.start().train(1)

@@ -14,17 +14,17 @@ from test_critic_update import payload, settings, silent, weights
 from tiny_checkpoints import MIXTURES, save_tiny, save_with_layers
 from transformers import AutoModelForCausalLM
 
-from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.config import CriticSection
-from python_backend.models.heads import head_of
-from python_backend.models.modeling import quiet_transformers, save_critic
-from python_backend.store.weights import WeightsStore
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.config import CriticSection
+from rlhf_triton.python_backend.models.heads import head_of
+from rlhf_triton.python_backend.models.modeling import quiet_transformers, save_critic
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.trainer.checkpoint import CheckpointFolder
+from rlhf_triton.trainer.critic_update import CriticUpdate
+from rlhf_triton.trainer.publish import initialise_store
+from rlhf_triton.trainer.trained_critic import build_critic
+from rlhf_triton.trainer.verification import VersionRejected, holds_weights, verify_alone, verify_version
 from tests.support.loaders import load_critic
-from trainer.checkpoint import CheckpointFolder
-from trainer.critic_update import CriticUpdate
-from trainer.publish import initialise_store
-from trainer.trained_critic import build_critic
-from trainer.verification import VersionRejected, holds_weights, verify_alone, verify_version
 
 LORA: dict[str, Any] = {"lora_rank": 2}
 BFLOAT16: dict[str, Any] = {"precision": "bfloat16"}

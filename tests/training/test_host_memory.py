@@ -10,9 +10,9 @@ import torch
 from live_system import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actor.policy import loading
-from actor.policy.policy import Policy
-from python_backend.training.ranks import Ranks
+from rlhf_triton.actor.policy import loading
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.learning.ranks import Ranks
 from tests.support.ranks import on_ranks
 from tests.support.settings import actor_section
 from tests.training.test_policy_ranks import make

@@ -7,15 +7,15 @@ from unittest import mock
 
 import pytest
 
-from python_backend import process
-from python_backend.errors import RlhfError
-from python_backend.training import launch
-from python_backend.training.launch import AGENT, FOLDER, AgentFolder, ended, launch_ranks, stop_signals
+from rlhf_triton import process
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.learning import launch
+from rlhf_triton.learning.launch import AGENT, FOLDER, AgentFolder, ended, launch_ranks, stop_signals
 
 
 def test_a_single_rank_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("launched"))
-    launch_ranks(1, "trainer", [], key="trainer.ranks")
+    launch_ranks(1, "rlhf_triton.trainer", [], key="trainer.ranks")
     assert stop_signals() == (signal.SIGINT, signal.SIGTERM)
     assert ended(2) == 2
 
@@ -23,8 +23,8 @@ def test_a_single_rank_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_ranks_replace_the_process_by_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr(os, "execv", lambda path, command: called.append(command[1:]))
-    launch_ranks(2, "trainer", ["--config", "x.yaml"], key="trainer.ranks")
-    assert called == [["-m", "python_backend.training.agent", "2", "trainer", "--config", "x.yaml"]]
+    launch_ranks(2, "rlhf_triton.trainer", ["--config", "x.yaml"], key="trainer.ranks")
+    assert called == [["-m", "rlhf_triton.learning.agent", "2", "trainer", "--config", "x.yaml"]]
 
 
 @pytest.mark.parametrize("parent", [1, 7])
@@ -34,17 +34,17 @@ def test_a_rank_ends_if_its_agent_has_ended(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(process.os, "getppid", lambda: parent)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", FOLDER: str(tmp_path), AGENT: str(parent)}.items():
         monkeypatch.setenv(name, value)
-    launch_ranks(2, "trainer", [], key="trainer.ranks")
+    launch_ranks(2, "rlhf_triton.trainer", [], key="trainer.ranks")
     monkeypatch.setenv(AGENT, "8")
     with pytest.raises(SystemExit):
-        launch_ranks(2, "trainer", [], key="trainer.ranks")
+        launch_ranks(2, "rlhf_triton.trainer", [], key="trainer.ranks")
 
 
 def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(RlhfError, match=r"trainer\.ranks is 2, but the launcher started 3 processes; make them equal"):
-        launch_ranks(2, "trainer", [], key="trainer.ranks")
+        launch_ranks(2, "rlhf_triton.trainer", [], key="trainer.ranks")
 
 
 def test_the_end_of_a_job_reaches_ranks_that_start_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

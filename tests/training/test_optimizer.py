@@ -1,4 +1,4 @@
-"""`python_backend.training.step` and `lr_schedule`: the optimizer's state, stored and restored, and its rate."""
+"""`rlhf_triton.learning.step` and `lr_schedule`: the optimizer's state, stored and restored, and its rate."""
 
 import sys
 from pathlib import Path
@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from python_backend.config import ActorSection, RunConfig
-from python_backend.config.optimizer import scheduled_lr
-from python_backend.training.step import load_state, make_adamw, state_tensors
+from rlhf_triton.config import ActorSection, RunConfig
+from rlhf_triton.config.optimizer import scheduled_lr
+from rlhf_triton.learning.step import load_state, make_adamw, state_tensors
 from tests.support.settings import actor_section
 
 RATES: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.1}

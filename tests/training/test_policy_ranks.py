@@ -15,18 +15,18 @@ from tiny_checkpoints import save_tiny
 from tiny_tokenizers import make_text_tokenizer
 from transformers import AutoModelForCausalLM
 
-from actor.algorithms.method import Method
-from actor.data.rollout import PPOBatch, Prompt, Rollout
-from actor.policy import policy as policy_module
-from actor.policy.checkpoint import save_checkpoint
-from actor.policy.policy import Policy
-from actor.policy.update import PolicyUpdate
-from actor.run.policies import follow_rank_0, make_policy
-from python_backend.config import RunConfig
-from python_backend.models import adapters
-from python_backend.models.sharded_tensors import whole
-from python_backend.training.ranks import ALONE, AnyRanks, RankFailed, Ranks
-from python_backend.training.step import named_state
+from rlhf_triton.actor.algorithms.method import Method
+from rlhf_triton.actor.data.rollout import PPOBatch, Prompt, Rollout
+from rlhf_triton.actor.policy import policy as policy_module
+from rlhf_triton.actor.policy.checkpoint import save_checkpoint
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.actor.run.policies import follow_rank_0, make_policy
+from rlhf_triton.config import RunConfig
+from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankFailed, Ranks
+from rlhf_triton.learning.step import named_state
+from rlhf_triton.python_backend.models import adapters
+from rlhf_triton.python_backend.models.sharded_tensors import whole
 from tests.support import ranks as support
 from tests.support.policy_training import load_checkpoint, states
 from tests.support.settings import actor_section

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from python_backend.training.ranks import KEPT, Operations, RankFailed, Ranks
+from rlhf_triton.learning.ranks import KEPT, Operations, RankFailed, Ranks
 from tests.support.ranks import on_ranks
 
 

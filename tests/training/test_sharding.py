@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from python_backend.training import sharding
-from python_backend.training.ranks import Ranks
-from python_backend.training.sharding import read_tensors, shard, write_checkpoint, write_slices
+from rlhf_triton.learning import sharding
+from rlhf_triton.learning.ranks import Ranks
+from rlhf_triton.learning.sharding import read_tensors, shard, write_checkpoint, write_slices
 from tests.support.ranks import on_ranks, whole_tensors
 
 

@@ -24,15 +24,15 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from actor.capture.app import RELEASE, refused
-from python_backend.client.client import TritonClient
-from python_backend.config import GatewaySection
-from python_backend.errors import RlhfError
-from python_backend.wire.texts import printable
-from tools.gateway.dialects import reward_router
-from tools.gateway.request_log import GatewayMetrics, RequestLog
-from tools.gateway.rows import GatewayError
-from tools.gateway.scoring import RewardSource, Room
+from rlhf_triton.actor.capture.app import RELEASE, refused
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.config import GatewaySection
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.tools.gateway.dialects import reward_router
+from rlhf_triton.tools.gateway.request_log import GatewayMetrics, RequestLog
+from rlhf_triton.tools.gateway.rows import GatewayError
+from rlhf_triton.tools.gateway.scoring import RewardSource, Room
+from rlhf_triton.wire.texts import printable
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics", "/openapi.json"})  # without a key
 MOST_PROBLEMS = 3  # of an invalid body, in its error message

@@ -1,4 +1,4 @@
-"""`python -m tools gateway`: serves the gateway until SIGINT or SIGTERM; requests in flight are still answered."""
+"""`rlhf-triton gateway`: serves the gateway until SIGINT or SIGTERM; requests in flight are still answered."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from python_backend.client.client import TritonClient
-from python_backend.config import ConfigError, GatewaySection, RunConfig, load_config
-from python_backend.config.command_line import log_to_stderr, report, run_parser
-from python_backend.errors import REPORTED
-from python_backend.monitoring.log_lines import is_json, say
-from python_backend.wire.contract import REWARD_MODEL
-from tools.arguments import parse_or_complete
-from tools.render import reward_parameters
-from tools.server.health import is_triton
-from tools.server.ports import cannot_bind, server_urls
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.config import ConfigError, GatewaySection, RunConfig, load_config
+from rlhf_triton.config.command_line import log_to_stderr, report, run_parser
+from rlhf_triton.errors import REPORTED
+from rlhf_triton.monitoring.log_lines import is_json, say
+from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.render import reward_parameters
+from rlhf_triton.tools.server.health import is_triton
+from rlhf_triton.tools.server.ports import cannot_bind, server_urls
+from rlhf_triton.wire.contract import REWARD_MODEL
 
 KEEP_ALIVE_S = 75  # longer than clients pool idle connections, which would otherwise break under their next request
 MAX_CONNECTIONS = 2000  # beyond it, requests get 503
@@ -114,8 +114,8 @@ def listening_socket(settings: GatewaySection, backlog: int) -> socket.socket:
 
 async def serve(config: RunConfig) -> None:
     """Serve until a signal arrives. Raises ConfigError if the port cannot be used."""
-    from tools.gateway.app import create_app
-    from tools.gateway.policy import policy_router
+    from rlhf_triton.tools.gateway.app import create_app
+    from rlhf_triton.tools.gateway.policy import policy_router
 
     settings, client, sources = config.gateway, None, list[str]()
     if settings.policy:

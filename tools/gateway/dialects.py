@@ -21,10 +21,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
 
-from python_backend.client.served import ServedModel
-from python_backend.rewards.function import PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
-from python_backend.wire.contract import MESSAGES
-from tools.gateway.rows import (
+from rlhf_triton.client.served import ServedModel
+from rlhf_triton.rewards.function import PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
+from rlhf_triton.tools.gateway.rows import (
     Body,
     Chat,
     GatewayError,
@@ -38,7 +37,8 @@ from tools.gateway.rows import (
     sequence_rewards,
     text_row,
 )
-from tools.gateway.scoring import RewardSource
+from rlhf_triton.tools.gateway.scoring import RewardSource
+from rlhf_triton.wire.contract import MESSAGES
 
 UNAVAILABLE = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 TOO_LONG = "no row is truncated: one that is too long for the model is an error"

@@ -4,11 +4,11 @@ import contextlib
 
 from fastapi import APIRouter
 
-from actor.capture.app import add_trainer_routes, capture_router
-from actor.capture.sessions import Sessions
-from actor.capture.vllm import VllmSampler
-from python_backend.checkpoints.tokenization import load_tokenizer, special_tokens_in
-from python_backend.config.sections import ServedPolicySection
+from rlhf_triton.actor.capture.app import add_trainer_routes, capture_router
+from rlhf_triton.actor.capture.sessions import Sessions
+from rlhf_triton.actor.capture.vllm import VllmSampler
+from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens_in
+from rlhf_triton.config.sections import ServedPolicySection
 
 
 def policy_router(settings: ServedPolicySection, closing: contextlib.AsyncExitStack) -> APIRouter:

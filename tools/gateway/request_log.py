@@ -9,8 +9,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from python_backend.monitoring.metrics import GATEWAY
-from python_backend.wire.texts import printable
+from rlhf_triton.monitoring.metrics import GATEWAY
+from rlhf_triton.wire.texts import printable
 
 logger = logging.getLogger(__name__)
 CLIENT_LEFT = 499  # nginx's status of a request whose client did not wait for the reply

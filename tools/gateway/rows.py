@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from python_backend.errors import RlhfError
-from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY, with_reply
-from python_backend.wire.messages import plain_messages
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.rewards.function import PROMPT_KEY, RESPONSE_KEY, with_reply
+from rlhf_triton.wire.messages import plain_messages
 
 MAX_ROWS = 4096  # of one request
 Message = dict[str, Any]

@@ -15,15 +15,16 @@ from http import HTTPStatus
 
 import numpy as np
 
-from python_backend.client.batching import Gathering, halved
-from python_backend.client.client import TritonClient
-from python_backend.client.connection import timeout
-from python_backend.client.errors import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
-from python_backend.client.served import ServedModel
-from python_backend.config import GatewaySection
-from python_backend.rewards.function import RESPONSE_KEY
-from python_backend.rewards.groups import grouped
-from python_backend.wire.contract import (
+from rlhf_triton.client.batching import Gathering, halved
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.connection import timeout
+from rlhf_triton.client.errors import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
+from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config import GatewaySection
+from rlhf_triton.rewards.function import RESPONSE_KEY
+from rlhf_triton.rewards.groups import grouped
+from rlhf_triton.tools.gateway.rows import GatewayError, Row, RowResult, check_number
+from rlhf_triton.wire.contract import (
     COMPUTE_US,
     MESSAGES,
     METADATA,
@@ -41,7 +42,6 @@ from python_backend.wire.contract import (
     Limits,
     sentence_texts,
 )
-from tools.gateway.rows import GatewayError, Row, RowResult, check_number
 
 # A weighted semaphore, which asyncio does not have: callers share an amount, first come, first served.
 

@@ -21,8 +21,8 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from python_backend.backoff import backoff_s
-from python_backend.rewards.opener import opener_for
+from rlhf_triton.backoff import backoff_s
+from rlhf_triton.rewards.opener import opener_for
 
 logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
@@ -30,7 +30,9 @@ WAIT_S = 300.0  # for a gateway or server that does not answer
 TIMEOUT_S = 180.0  # of one request; above `gateway.deadline_s`
 ROWS_PER_REQUEST = 256
 FIRST_PAUSE_S = 0.5
-NOT_THE_GATEWAY = "is this the address of `tools gateway` (port 8100 by default), without a path, and not Triton's?"
+NOT_THE_GATEWAY = (
+    "is this the address of `rlhf-triton gateway` (port 8100 by default), without a path, and not Triton's?"
+)
 NOT_METADATA = ("completion_ids", "environments")  # arguments of TRL with one entry per row that are no columns
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actor.data.chat import HERMES, tool_calls
+from rlhf_triton.actor.data.chat import HERMES, tool_calls
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
-from tools.report.data import (
+from rlhf_triton.tools.report.data import (
     COMPONENT,
     MEDIANS,
     PHASES,

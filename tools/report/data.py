@@ -13,14 +13,14 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from actor.run.metrics import has_signal
-from actor.run.settings import CHANGES_FILE, SETTINGS_FILE, flat_settings, started_with
-from python_backend.errors import RlhfError
-from python_backend.rewards.function import describe, load_function
-from python_backend.store.durable import read_json, replace_file
-from python_backend.store.jsonl import each_line
-from python_backend.store.run_lock import LOCK_FILE, RUN_LOCK_FILE, in_progress
-from tools.report.conversations import Conversation
+from rlhf_triton.actor.run.metrics import has_signal
+from rlhf_triton.actor.run.settings import CHANGES_FILE, SETTINGS_FILE, flat_settings, started_with
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.rewards.function import describe, load_function
+from rlhf_triton.store.durable import read_json, replace_file
+from rlhf_triton.store.jsonl import each_line
+from rlhf_triton.store.run_lock import LOCK_FILE, RUN_LOCK_FILE, in_progress
+from rlhf_triton.tools.report.conversations import Conversation
 
 # The held-out texts of a run before and after training, as pairs, and gains over them.
 
@@ -169,7 +169,7 @@ def sections_of(spec: str | None, run: object) -> list[ReportSection]:
     try:
         sections = list(load_function(spec)(run))
         if wrong := next((s for s in sections if not isinstance(s, ReportSection)), None):
-            raise TypeError(f"it returned {type(wrong).__name__}, not tools.report.data.ReportSection")
+            raise TypeError(f"it returned {type(wrong).__name__}, not rlhf_triton.tools.report.data.ReportSection")
         for draw in (draw for section in sections for draw in section.pictures.values()):
             from matplotlib.figure import Figure
 
@@ -222,7 +222,7 @@ SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with the
     "server_failures": "Requests answered with an error other than 503, by the server's and its models' count.",
     "masked_samples": "Samples that were excluded from training because they have no reward.",
     "steps_without_signal": "Steps in which no response had an advantage, such as groups of equal rewards.",
-    "seconds_total": "Seconds of the last `tools run`, from its start to the report.",
+    "seconds_total": "Seconds of the last `rlhf-triton run`, from its start to the report.",
     "seconds_per_step": "Mean seconds per step.",
     "swap_ms_p50": "Median milliseconds from publishing to serving, by swap.",
     "triton_reload_ms_p50": "Median milliseconds of a Triton reload; the old weights serve meanwhile.",
@@ -236,7 +236,7 @@ class RunRecord:
 
     name: str
     summary: dict[str, Any]  # {name in SUMMARY_KEYS: value}
-    settings: dict[str, Any]  # {`section.key`: value}; empty if `tools run` did not start the run
+    settings: dict[str, Any]  # {`section.key`: value}; empty if `rlhf-triton run` did not start the run
     steps: list[dict[str, Any]]  # every n-th step of a long run
     critic: list[dict[str, Any]]  # every n-th line of each kind; empty if the algorithm has no critic
     pairs: list[Pair]

@@ -22,9 +22,18 @@ from rich.spinner import Spinner
 from rich.table import Column, Table
 from rich.text import Text
 
-from python_backend.store.jsonl import NewLines
-from python_backend.store.run_lock import RUN_LOCK_FILE
-from tools.report.data import COMPONENT, PHASES, SHOWN_S, Thinned, components, formatted, number, phase_seconds
+from rlhf_triton.store.jsonl import NewLines
+from rlhf_triton.store.run_lock import RUN_LOCK_FILE
+from rlhf_triton.tools.report.data import (
+    COMPONENT,
+    PHASES,
+    SHOWN_S,
+    Thinned,
+    components,
+    formatted,
+    number,
+    phase_seconds,
+)
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PHASE_STYLES = dict(zip(PHASES.values(), ("blue", "cyan", "green", "magenta", "red", "yellow", "white"), strict=True))
@@ -95,7 +104,7 @@ class RunDisplay:
         elif not self._is_live:
             self.log(f"[{_clock(time.monotonic() - self._start)}] {text}")
         self._phase, self._phase_start = text, time.monotonic()
-        self._phase_file.write_text(text)  # for `tools status`
+        self._phase_file.write_text(text)  # for `rlhf-triton status`
 
     def log(self, text: str) -> None:
         """Print a line, which stays above the display."""

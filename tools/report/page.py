@@ -1,4 +1,4 @@
-"""`python -m tools report`: the page of a run, or of several side by side, also while they are in progress.
+"""`rlhf-triton report`: the page of a run, or of several side by side, also while they are in progress.
 
 Results, pictures and texts are in one self-contained file.
 """
@@ -15,16 +15,16 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from actor.run.settings import SETTINGS_FILE, flattened
-from python_backend.config import RewardTerm, RunConfig
-from python_backend.config.command_line import interrupt_on_signals, reporting
-from python_backend.errors import RlhfError
-from python_backend.store.durable import replace_file
-from python_backend.store.run_lock import in_progress
-from tools.arguments import parse_or_complete, seconds
-from tools.report.conversations import Conversation
-from tools.report.curves import KL, REWARD, as_svg, line_style, overlaid, pictures
-from tools.report.data import (
+from rlhf_triton.actor.run.settings import SETTINGS_FILE, flattened
+from rlhf_triton.config import RewardTerm, RunConfig
+from rlhf_triton.config.command_line import interrupt_on_signals, reporting
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.durable import replace_file
+from rlhf_triton.store.run_lock import in_progress
+from rlhf_triton.tools.arguments import parse_or_complete, seconds
+from rlhf_triton.tools.report.conversations import Conversation
+from rlhf_triton.tools.report.curves import KL, REWARD, as_svg, line_style, overlaid, pictures
+from rlhf_triton.tools.report.data import (
     MOST_TEXTS,
     SUMMARY_KEYS,
     Gain,
@@ -163,7 +163,7 @@ def _comparison(runs: Sequence[RunRecord]) -> dict[str, Any]:
 def render(template: str, **values: Any) -> str:
     """Return what a template in tools/templates makes of these values."""
     environment = Environment(
-        loader=PackageLoader("tools"),
+        loader=PackageLoader("rlhf_triton.tools"),
         undefined=StrictUndefined,
         autoescape=True,
         trim_blocks=True,

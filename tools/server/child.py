@@ -1,4 +1,4 @@
-"""Child processes of `tools run`, and their logs. They are stopped by a signal, and end when the parent dies."""
+"""Child processes of `rlhf-triton run`, and their logs. They are stopped by a signal, and end when the parent dies."""
 
 import contextlib
 import os
@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from python_backend.errors import RlhfError
-from python_backend.monitoring.log_lines import as_text, parsed
-from python_backend.process import how_ended
-from python_backend.store.jsonl import NewLines
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.monitoring.log_lines import as_text, parsed
+from rlhf_triton.process import how_ended
+from rlhf_triton.store.jsonl import NewLines
 
 # Reads the server's log: readable lines, the tail for an error message, and failures that Triton does not report.
 

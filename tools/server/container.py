@@ -12,7 +12,7 @@ import re
 import shutil
 from pathlib import Path
 
-from python_backend.store.control_key import TRAINING_VARIABLE, closing_arguments, key_in
+from rlhf_triton.store.control_key import TRAINING_VARIABLE, closing_arguments, key_in
 
 REPOSITORY = Path("model_repository")
 RUNS = Path("runs")

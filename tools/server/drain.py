@@ -1,4 +1,4 @@
-"""Drains a tritonserver before it is stopped; `python3 -m tools.server.drain` does so in the image.
+"""Drains a tritonserver before it is stopped; `python3 -m rlhf_triton.tools.server.drain` does so in the image.
 
 Unloading is Triton's way to drain a model: it is no longer ready, further requests get 404 ("has no available
 versions") without being executed, and its process ends once all requests in flight and in its queues are answered. On
@@ -20,11 +20,11 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from python_backend.store.control_key import HEADER, control_key
-from python_backend.wire.contract import CRITIC_INFER, REWARD_MODEL
-from tools.server.container import REPOSITORY, weights_dir
-from tools.server.healthcheck import LOCAL
-from tools.server.triton_home import STUB
+from rlhf_triton.store.control_key import HEADER, control_key
+from rlhf_triton.tools.server.container import REPOSITORY, weights_dir
+from rlhf_triton.tools.server.healthcheck import LOCAL
+from rlhf_triton.tools.server.triton_home import STUB
+from rlhf_triton.wire.contract import CRITIC_INFER, REWARD_MODEL
 
 DRAIN_S = 20.0
 CALL_TIMEOUT_S = 10.0

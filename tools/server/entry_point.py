@@ -1,4 +1,4 @@
-"""`python3 -m tools.server.entry_point`: what the image runs. Serves its model repository; drains it when stopped.
+"""`python3 -m rlhf_triton.tools.server.entry_point`: what the image runs. Serves its model repository; drains it when stopped.
 
 Runs tritonserver as a child process, because tritonserver itself does not drain. Needs only the standard library and
 numpy, as the image's other commands do.
@@ -11,10 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from python_backend.process import StopSignals
-from python_backend.store.control_key import control_key
-from tools.server.child import start_bound
-from tools.server.container import (
+from rlhf_triton.process import StopSignals
+from rlhf_triton.store.control_key import control_key
+from rlhf_triton.tools.server.child import start_bound
+from rlhf_triton.tools.server.container import (
     REPOSITORY,
     RUNS,
     copy_repository,
@@ -22,7 +22,7 @@ from tools.server.container import (
     tritonserver_command,
     weights_dir,
 )
-from tools.server.drain import main as drain
+from rlhf_triton.tools.server.drain import main as drain
 
 POLL_INTERVAL_S = 0.1
 

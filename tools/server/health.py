@@ -22,10 +22,16 @@ from pathlib import Path
 
 import psutil
 
-from python_backend.wire.contract import LOAD_LABEL
-from tools.server.child import restart_pause_s
-from tools.server.tritonserver import SCORING_OUTPUTS, TritonServer, probe
-from trainer.control_plane import ControlPlaneError, LoadRefused, ModelFailed, ModelProcessDied, ModelUnusable
+from rlhf_triton.tools.server.child import restart_pause_s
+from rlhf_triton.tools.server.tritonserver import SCORING_OUTPUTS, TritonServer, probe
+from rlhf_triton.trainer.control_plane import (
+    ControlPlaneError,
+    LoadRefused,
+    ModelFailed,
+    ModelProcessDied,
+    ModelUnusable,
+)
+from rlhf_triton.wire.contract import LOAD_LABEL
 
 PROBE_EVERY_S = 1.0
 PROBE_TIMEOUT_S = 5.0

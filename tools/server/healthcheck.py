@@ -1,7 +1,7 @@
-"""`python3 -m tools.server.healthcheck`: exit code 0 if all models answer requests, with weights that are up to date.
+"""`python3 -m rlhf_triton.tools.server.healthcheck`: exit code 0 if all models answer requests, with weights that are up to date.
 
 Triton's own readiness stays true after a model's process has died, and does not know which version of the weights is to
-be served. Like `tools.server.entry_point`, needs only the standard library and numpy.
+be served. Like `rlhf_triton.tools.server.entry_point`, needs only the standard library and numpy.
 """
 
 import argparse
@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from python_backend.client.errors import code_of
-from python_backend.errors import RlhfError
-from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import (
+from rlhf_triton.client.errors import code_of
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.tools.server.container import REPOSITORY, weights_dirs
+from rlhf_triton.wire.contract import (
     CRITIC,
     CRITIC_INFER,
     NEEDS_MORE,
@@ -29,7 +30,6 @@ from python_backend.wire.contract import (
     TOKENS,
     WEIGHTS_VERSION,
 )
-from tools.server.container import REPOSITORY, weights_dirs
 
 TIMEOUT_S = 110.0  # Docker and Kubernetes allow 120 s for all requests, the start of Python included
 VERSION_OF = {CRITIC: WEIGHTS_VERSION, REWARD_MODEL: REWARD_VERSION}
@@ -38,7 +38,9 @@ LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the server on this machine; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python3 -m tools.server.healthcheck", description="Check the local server.")
+    parser = argparse.ArgumentParser(
+        prog="python3 -m rlhf_triton.tools.server.healthcheck", description="Check the local server."
+    )
     parser.add_argument("--repository", type=Path, default=REPOSITORY, help="the rendered model repository")
     parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="of each request; a busy server has a queue")
     arguments = parser.parse_args(argv)

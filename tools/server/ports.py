@@ -7,9 +7,9 @@ import re
 import socket
 from pathlib import Path
 
-from python_backend.config import RunConfig, ServerSection
-from python_backend.store.durable import read_json
-from tools.server.triton_home import ServerStartError
+from rlhf_triton.config import RunConfig, ServerSection
+from rlhf_triton.store.durable import read_json
+from rlhf_triton.tools.server.triton_home import ServerStartError
 
 PORT_KEYS = ("http_port", "grpc_port", "metrics_port")
 _claims: dict[tuple[str, int], socket.socket] = {}

@@ -4,10 +4,10 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from tools.server.child import restart_pause_s
-from tools.server.health import ServerHealth
-from tools.server.triton_home import ServerStartError
-from tools.server.tritonserver import TritonServer
+from rlhf_triton.tools.server.child import restart_pause_s
+from rlhf_triton.tools.server.health import ServerHealth
+from rlhf_triton.tools.server.triton_home import ServerStartError
+from rlhf_triton.tools.server.tritonserver import TritonServer
 
 STEADY_S = 10.0  # if a server ran for less time, its start counts as failed, and restarts back off
 

@@ -14,8 +14,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from python_backend.errors import RlhfError
-from python_backend.path_alias import plain_alias
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.path_alias import plain_alias
 
 STUB = "triton_python_backend_stub"
 _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
@@ -28,7 +28,7 @@ SETTINGS = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Further environment variables of the server."""
-_PACKAGE = Path(__file__).absolute().parents[2] / "python_backend"
+_PACKAGE = Path(__file__).absolute().parents[2]
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 

@@ -17,13 +17,37 @@ from pathlib import Path
 
 import psutil
 
-from python_backend.config import RunConfig, ServerSection
-from python_backend.config.live_models import live_models
-from python_backend.path_alias import odd_part, plain_alias
-from python_backend.process import how_ended
-from python_backend.store.control_key import FILE, VARIABLE, closing_arguments, key_in
-from python_backend.store.durable import write_json
-from python_backend.wire.contract import (
+from rlhf_triton.config import RunConfig, ServerSection
+from rlhf_triton.config.live_models import live_models
+from rlhf_triton.path_alias import odd_part, plain_alias
+from rlhf_triton.process import how_ended
+from rlhf_triton.store.control_key import FILE, VARIABLE, closing_arguments, key_in
+from rlhf_triton.store.durable import write_json
+from rlhf_triton.tools.server.child import (
+    poll_failure,
+    relay_lines,
+    set_aside_if_large,
+    start_bound,
+    stub_failure,
+    tail,
+)
+from rlhf_triton.tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, SERVER_ARGUMENTS
+from rlhf_triton.tools.server.drain import drain
+from rlhf_triton.tools.server.ports import bind_address, check_ports, is_open, release_ports, with_free_ports
+from rlhf_triton.tools.server.shared_memory import Regions, remove_abandoned
+from rlhf_triton.tools.server.triton_home import (
+    PYTHON_DIR,
+    SETTINGS,
+    ServerAborted,
+    ServerStartError,
+    TritonHome,
+    accepts,
+    find_tritonserver,
+    lay_out_backends,
+    server_environment,
+)
+from rlhf_triton.trainer.control_plane import ControlPlane, ControlPlaneError
+from rlhf_triton.wire.contract import (
     CRITIC,
     CRITIC_INFER,
     CRITIC_SAVE,
@@ -40,23 +64,6 @@ from python_backend.wire.contract import (
     VALUES,
     WEIGHTS_VERSION,
 )
-from tools.server.child import poll_failure, relay_lines, set_aside_if_large, start_bound, stub_failure, tail
-from tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, SERVER_ARGUMENTS
-from tools.server.drain import drain
-from tools.server.ports import bind_address, check_ports, is_open, release_ports, with_free_ports
-from tools.server.shared_memory import Regions, remove_abandoned
-from tools.server.triton_home import (
-    PYTHON_DIR,
-    SETTINGS,
-    ServerAborted,
-    ServerStartError,
-    TritonHome,
-    accepts,
-    find_tritonserver,
-    lay_out_backends,
-    server_environment,
-)
-from trainer.control_plane import ControlPlane, ControlPlaneError
 
 # Makes sure that a newly started tritonserver works: every model is loaded and answers a request.
 
@@ -174,7 +181,7 @@ def probe(control: ControlPlane, model: str, timeout_s: float) -> None:
 
 
 KILL_AFTER_S = 10.0
-EXIT_TIMEOUT_S = 1  # which tritonserver waits for open connections; `tools serve` has drained them before
+EXIT_TIMEOUT_S = 1  # which tritonserver waits for open connections; `rlhf-triton serve` has drained them before
 PLAIN_EXIT_TIMEOUT_S = 10  # of one that no supervisor stops: models need seconds to unload, else it ends with code 1
 FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
 UNTRACED = 1_000_000_000  # of as many requests without a trace context, Triton traces one; those with one, always
@@ -504,7 +511,11 @@ def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequen
             "umask 077",
             *(f"exec {number}<{_quoted(odd)}" for odd, number in descriptors.items()),
             f'export PATH={_quoted(python_dir)}:"$PATH"',
-            *([] if has_versions else [f"python3 -m trainer {shlex.join(trainer_arguments)} --init-only </dev/null"]),
+            *(
+                []
+                if has_versions
+                else [f"python3 -m rlhf_triton.trainer {shlex.join(trainer_arguments)} --init-only </dev/null"]
+            ),
             f"export LD_LIBRARY_PATH={':'.join(map(_quoted, home.library_path))}"
             + '"${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"',
             f"export {' '.join(f'{name}={value}' for name, value in SETTINGS.items())}",

@@ -1,4 +1,4 @@
-"""The vLLM server that `tools run` starts for `actor.generation.engine: vllm`, and restarts when it dies."""
+"""The vLLM server that `rlhf-triton run` starts for `actor.generation.engine: vllm`, and restarts when it dies."""
 
 import contextlib
 import os
@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from python_backend.config import ConfigError, RunConfig
-from python_backend.errors import RlhfError
-from tools.server.child import Child, restart_pause_s
-from tools.server.health import get_page
-from tools.server.ports import free_port
+from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.tools.server.child import Child, restart_pause_s
+from rlhf_triton.tools.server.health import get_page
+from rlhf_triton.tools.server.ports import free_port
 
 HOST = "127.0.0.1"
 STOP_S = 20.0
@@ -28,7 +28,7 @@ ENVIRONMENT = {
 
 
 def starts_vllm(config: RunConfig) -> bool:
-    """Return whether the run needs a vLLM server that `tools run` must start."""
+    """Return whether the run needs a vLLM server that `rlhf-triton run` must start."""
     generation = config.actor.generation
     return generation.engine == "vllm" and not generation.vllm.servers
 

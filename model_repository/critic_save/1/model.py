@@ -1,4 +1,4 @@
-from python_backend.process import long_lived_imports
+from rlhf_triton.process import long_lived_imports
 
 with long_lived_imports():
-    from python_backend.serving.critic_save import TritonPythonModel  # noqa: F401
+    from rlhf_triton.python_backend.serving.critic_save import TritonPythonModel  # noqa: F401

@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from python_backend.models.card import on_rank
-from python_backend.models.placement import device_of
-from python_backend.models.tensor_parallel import OtherRankLost, RankGroup, existing, release
-from python_backend.process import how_ended
-from python_backend.serving.ranks.loaders import Model
-from python_backend.serving.ranks.process import load_part
-from python_backend.workers.process import interpreter
+from rlhf_triton.process import how_ended
+from rlhf_triton.python_backend.models.card import on_rank
+from rlhf_triton.python_backend.models.placement import device_of
+from rlhf_triton.python_backend.models.tensor_parallel import OtherRankLost, RankGroup, existing, release
+from rlhf_triton.python_backend.serving.ranks.loaders import Model
+from rlhf_triton.python_backend.serving.ranks.process import load_part
+from rlhf_triton.python_backend.workers.process import interpreter
 
 WATCHER_S = 0.2  # a forward pass usually fails because a rank has died; its watcher then reports how
 STOP_S = 2.0  # for a rank to end after its socket was closed; then it is killed
@@ -42,7 +42,7 @@ class ServingRanks:
         """Start the other ranks and return once they have joined. Call in the main thread, which must outlive them.
 
         Args:
-            device: of the model; see `python_backend.models.placement`.
+            device: of the model; see `rlhf_triton.python_backend.models.placement`.
             threads: torch threads of each rank.
             lost: called in any thread with the reason, once, if a rank ends or a forward pass fails.
 
@@ -116,7 +116,7 @@ class ServingRanks:
                 [
                     interpreter(),
                     "-m",
-                    "python_backend.serving.ranks.process",
+                    "rlhf_triton.python_backend.serving.ranks.process",
                     str(theirs.fileno()),
                     str(os.getpid()),
                     str(rank),

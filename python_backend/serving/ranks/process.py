@@ -1,4 +1,4 @@
-"""One rank of a served model other than rank 0: `python -m python_backend.serving.ranks.process FD PARENT RANK …`.
+"""One rank of a served model other than rank 0: `python -m rlhf_triton.python_backend.serving.ranks.process FD PARENT RANK …`.
 
 Follows rank 0, the model's own process, which sends one message per load and per forward pass over the socket `FD`.
 Waits for messages, never in a collective, so a model may be idle for any length of time. Ends when rank 0 ends.
@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from python_backend.models.card import RankOutOfMemory, on_rank, staging
-from python_backend.models.modeling import quiet_transformers
-from python_backend.models.tensor_parallel import RankGroup, release
-from python_backend.process import die_with_parent, keep_freed_memory
-from python_backend.serving.ranks.loaders import Model, load_model
+from rlhf_triton.process import die_with_parent, keep_freed_memory
+from rlhf_triton.python_backend.models.card import RankOutOfMemory, on_rank, staging
+from rlhf_triton.python_backend.models.modeling import quiet_transformers
+from rlhf_triton.python_backend.models.tensor_parallel import RankGroup, release
+from rlhf_triton.python_backend.serving.ranks.loaders import Model, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Rank:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Follow rank 0 until it closes the socket; return 0."""
-    parser = argparse.ArgumentParser("python_backend.serving.ranks.process")
+    parser = argparse.ArgumentParser("rlhf_triton.python_backend.serving.ranks.process")
     for name in ("fd", "parent", "rank", "size", "threads"):
         parser.add_argument(name, type=int)
     parser.add_argument("device")

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from python_backend.digests import digest_of_mapped
-from python_backend.errors import reason_of
-from python_backend.store.weights import FIRST_VERSION, ServingRecord, WeightsError, WeightsStore, weights_files
-from python_backend.wire.contract import VersionRange
+from rlhf_triton.digests import digest_of_mapped
+from rlhf_triton.errors import reason_of
+from rlhf_triton.store.weights import FIRST_VERSION, ServingRecord, WeightsError, WeightsStore, weights_files
+from rlhf_triton.wire.contract import VersionRange
 
 TOUCH_INTERVAL_S = 2.0
 POLL_S = 0.005  # between reads of CURRENT: short compared with a swap (44 ms or more), and each read is small
@@ -59,7 +59,7 @@ class Follower:
         Args:
             load: loads a model from a version's folder, given the model served now (None for the first).
             swaps: whether to swap in new versions; if False, they are served only after a reload through Triton.
-            name: name of the model in `tools weights --model`.
+            name: name of the model in `rlhf-triton weights --model`.
             count: called with (version number, whether it was rejected), for the first version and for each later
                 version that was swapped in or rejected.
             freed: called once the model of a version that is no longer served was freed.
@@ -67,7 +67,7 @@ class Follower:
         self._store = store
         self._instance = instance
         self._load = load
-        self._rollback = f"`python -m tools weights rollback --model {name}` serves an older version"
+        self._rollback = f"`rlhf-triton weights rollback --model {name}` serves an older version"
         self._swaps = swaps
         self._log_error = log_error
         self._count, self._freed = count, freed
@@ -95,7 +95,7 @@ class Follower:
             # writes its record and then reads CURRENT. So at least one of the two sees the other's change.
             if self._store.current() == self.version.number:
                 break
-        # Not earlier: as long as records of dead instances exist, the publisher (or `tools serve`) requests a fresh
+        # Not earlier: as long as records of dead instances exist, the publisher (or `rlhf-triton serve`) requests a fresh
         # process, which is necessary until an instance has replaced them.
         self._store.records.forget_died()
         self._count(self.version.number, False)

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from python_backend.models.canary import canary_outputs, canary_row, check_canary
-from python_backend.models.card import staging
-from python_backend.serving.scoring import Scoring
-from python_backend.serving.torch_scoring import TorchProcess
-from python_backend.serving.triton import Gauge, MetricCounters, log, log_error
-from python_backend.serving.versions.follower import Follower, Version
-from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import STORE, TokenRow, VersionRange
+from rlhf_triton.python_backend.models.canary import canary_outputs, canary_row, check_canary
+from rlhf_triton.python_backend.models.card import staging
+from rlhf_triton.python_backend.serving.scoring import Scoring
+from rlhf_triton.python_backend.serving.torch_scoring import TorchProcess
+from rlhf_triton.python_backend.serving.triton import Gauge, MetricCounters, log, log_error
+from rlhf_triton.python_backend.serving.versions.follower import Follower, Version
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.wire.contract import STORE, TokenRow, VersionRange
 
 COUNTERS = {
     "rlhf_weights_taken_up_total": "Versions of a model's weights that an instance loaded",

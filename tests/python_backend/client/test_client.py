@@ -17,12 +17,12 @@ from live_system import training_inputs
 from loop_clock import advance
 from scripted_servers import until
 
-from python_backend.client import pool, retry
-from python_backend.client.client import REPEAT_AFTER_S, TritonClient
-from python_backend.client.errors import OverBudget, RequestFailed, RequestRefused, ServerFailed
-from python_backend.client.retry import RequestCounters
-from python_backend.config import ClientSection
-from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, DEMANDED, LOAD_LABEL, REWARD_MODEL, VersionRange
+from rlhf_triton.client import pool, retry
+from rlhf_triton.client.client import REPEAT_AFTER_S, TritonClient
+from rlhf_triton.client.errors import OverBudget, RequestFailed, RequestRefused, ServerFailed
+from rlhf_triton.client.retry import RequestCounters
+from rlhf_triton.config import ClientSection
+from rlhf_triton.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, DEMANDED, LOAD_LABEL, REWARD_MODEL, VersionRange
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [np.asarray([3, 4, 5])]
@@ -262,7 +262,7 @@ async def test_requests_wait_for_a_server_that_comes_back_and_burn_nothing():
 @pytest.mark.parametrize(
     ("max_outage_s", "error"),
     [
-        (0.1, r"no healthy server for \d+ s \(max_outage_s\).*URL: Connection refused; is `python -m tools serve`"),
+        (0.1, r"no healthy server for \d+ s \(max_outage_s\).*URL: Connection refused; is `rlhf-triton serve`"),
         (0, r"cannot be reached after 3 attempts: Connection refused"),
     ],
 )
@@ -417,8 +417,8 @@ async def test_closing_cancels_requests_in_flight_and_later_ones():
 STOPPED = """
 import asyncio, signal, sys
 import numpy as np
-from python_backend.client.client import TritonClient
-from python_backend.config import ClientSection
+from rlhf_triton.client.client import TritonClient
+from rlhf_triton.config import ClientSection
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, Scripted, until
 
-from python_backend.backoff import LONGEST_PAUSE_S
-from python_backend.client.errors import Kind, RequestFailed, Trouble
-from python_backend.client.pool import Turns
-from python_backend.client.retry import PER_REQUEST, Attempts, RetryBudget
-from python_backend.config import ClientSection
+from rlhf_triton.backoff import LONGEST_PAUSE_S
+from rlhf_triton.client.errors import Kind, RequestFailed, Trouble
+from rlhf_triton.client.pool import Turns
+from rlhf_triton.client.retry import PER_REQUEST, Attempts, RetryBudget
+from rlhf_triton.config import ClientSection
 
 WRONG = Trouble(Kind.WRONG, "refused", "step: 9")
 RESET = Trouble(Kind.LOST, "cannot be reached", "Connection reset by peer", hint="; is it there?")
@@ -74,7 +74,7 @@ def test_pauses_double_up_to_a_limit_with_jitter():
 
 def test_servers_that_are_ready_and_gone_when_asked_end_in_an_error(monkeypatch: pytest.MonkeyPatch):
     times = iter((0, 50, 50, 100, 111))  # of the failures below; the one at 50 reached a server: the clock begins anew
-    monkeypatch.setattr("python_backend.client.retry.time.monotonic", lambda: now)
+    monkeypatch.setattr("rlhf_triton.client.retry.time.monotonic", lambda: now)
     one = attempts(5, max_outage_s=60)
     for trouble in (REFUSED, RESET, REFUSED, REFUSED):
         now = next(times)
@@ -254,7 +254,7 @@ async def test_a_dead_model_is_tried_by_one_request_at_a_time_while_other_models
 
 
 async def test_an_outage_is_logged_counted_and_over(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("python_backend.client.pool.REMIND_EVERY_S", 0.001)
+    monkeypatch.setattr("rlhf_triton.client.pool.REMIND_EVERY_S", 0.001)
     async with Rig() as servers:
         await servers.lose_all()
         assert servers.counters.outages == 0, "no request has had to wait"
@@ -290,7 +290,7 @@ class Names:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
         self.hosts: tuple[str, ...] = hosts
         self.asked = 0
-        monkeypatch.setattr("python_backend.config.fields.socket.getaddrinfo", self._look_up)
+        monkeypatch.setattr("rlhf_triton.config.fields.socket.getaddrinfo", self._look_up)
 
     def _look_up(self, name: str, port: int, **_: object) -> list[tuple[Any, ...]]:
         self.asked += 1
@@ -302,7 +302,7 @@ class Names:
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are resolved again every millisecond."""
-    monkeypatch.setattr("python_backend.client.pool.RESOLVE_EVERY_S", 0.001)
+    monkeypatch.setattr("rlhf_triton.client.pool.RESOLVE_EVERY_S", 0.001)
 
 
 async def test_a_name_is_looked_up_again_when_one_of_its_servers_is_lost(monkeypatch: pytest.MonkeyPatch):

@@ -38,8 +38,8 @@ def pytest_runtest_setup() -> None:
 
 def default_to_cards() -> None:
     """Make `cuda` the default of each `device` in the configuration, and float32 that of each precision."""
-    from python_backend.config import RunConfig
-    from python_backend.config.sections import Section
+    from rlhf_triton.config import RunConfig
+    from rlhf_triton.config.sections import Section
 
     done: set[type[Section]] = set()
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PROJECT = Path(__file__).resolve().parents[3]
-SOURCES = tuple(str(PROJECT / folder) for folder in ("actor", "trainer", "python_backend", "tools"))
+SOURCES = tuple(str(PROJECT / folder) for folder in ("rlhf_triton", "actor", "trainer", "python_backend", "tools"))
 # Operators that launch nothing.
 VIEWS = {
     "view",

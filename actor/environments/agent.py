@@ -1,0 +1,32 @@
+"""An agent's function as an environment of one step, whose action is the address of the policy."""
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from rlhf_triton.rewards.function import import_function
+
+imported = functools.cache(import_function)
+
+
+class AgentRun:
+    """One run of an agent, `run(base_url, task, **options)`, which returns a reward or None."""
+
+    def __init__(self, run: str, **options: Any) -> None:
+        self._run: Callable[..., Any] = imported(run)
+        inspect.signature(self._run).bind("", {}, **options)
+        self._options = options
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """Take the task; the agent itself begins the conversation."""
+        self._row = row
+
+    def step(self, action: str) -> Any:
+        """Run the agent to its end, with the base URL of the policy."""
+        outcome = self._run(action, dict(self._row), **self._options)
+        return _awaited(outcome) if inspect.isawaitable(outcome) else ("", outcome, True)
+
+
+async def _awaited(outcome: Awaitable[Any]) -> tuple[str, Any, bool]:
+    return "", await outcome, True

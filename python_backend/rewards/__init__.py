@@ -1,5 +1,0 @@
-"""Reward functions: a function takes a `Sample`, or all samples of a group, and returns a number for each."""
-
-from python_backend.rewards.function import BadOption, Sample, count
-
-__all__ = ["BadOption", "Sample", "count"]

@@ -1,0 +1,281 @@
+"""Finds the head among a checkpoint's tensors, and the tensors that belong to nothing that is known; no torch.
+
+A class name decides nothing but the position of a `classifier`, which transformers' token and sequence classes share.
+"""
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from rlhf_triton.checkpoints.config_keys import read_key
+from rlhf_triton.checkpoints.head_keys import activation_of
+from rlhf_triton.checkpoints.heads import FORMS, NORM, NORMALISER, TRANSFORM, Form, Gate, Head, Layers
+from rlhf_triton.checkpoints.safetensors_header import TensorInfo
+
+T = TypeVar("T")
+PAIRWISE = "head_layer"  # PairRM's
+# Tensors without effect on a score: output layers of language models, and buffers that transformers computes.
+OUTPUT = re.compile(r"(lm_head|embed_out)\.(weight|bias)")  # if it has an output for each token
+HARMLESS = re.compile(
+    r"(lm_predictions|mask_predictions|cls\.predictions|cls\.seq_relationship)\.[\w.]+"
+    r"|.*(\.inv_freq|\.masked_bias|position_ids|token_type_ids)"
+    r"|(\w+\.)*(global_step|steps?|epochs?|\w*num_updates|num_batches_tracked)"
+)
+MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask, if it has four dimensions
+LIKE_A_HEAD = re.compile(r"head|score|regress|gating|normali[sz]er|reward|value|weights|out_proj|classif|linear|cls")
+IN_BODY = re.compile(r"(^|\.)\d+\.|emb|wte|wpe|norm|pooler")  # of names of layers, embeddings, norms
+WRAPPED = ("module.", "_orig_mod.")  # before every name: of DistributedDataParallel, of torch.compile
+
+
+def find_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Head | None:
+    """Return the head that the tensors of a checkpoint form; None if they form none.
+
+    Raises:
+        ValueError: a head lacks a tensor, or its shapes or config.json contradict each other.
+    """
+    named = read_key(config, "value_head_prefix", str, "")  # written by OpenRLHF
+    is_token = any("TokenClassification" in str(name) for name in read_key(config, "architectures", list, []))
+    own = (Form(models="", prefixes=(named,), formula=""),) if named else ()
+    found: list[Head] = []
+    for form in (*own, *(form for form in FORMS if is_token or form.kind != "token")):
+        if not (form.pooled and is_token):
+            heads = _found(form, config, tensors)
+            found += [head for head in heads if all(head.layers.names != known.layers.names for known in found)]
+    if not found:
+        return None
+    head, *others = found
+    prefixes = ", ".join(each.prefix for each in found)
+    if named and head.prefix != named:
+        raise ValueError(
+            f"value_head_prefix: {named} in config.json names no layer; set it to {prefixes}, or remove it"
+        )
+    if others and not named:
+        raise ValueError(
+            f"it has {len(found)} heads, {prefixes}; set value_head_prefix in config.json to the one that is trained"
+        )
+    unread = [name for name in tensors if any(other.owns(name) for other in others)]  # as value_head_prefix says
+    head = replace(head, others=(*head.others, *sorted(unread)))
+    return replace(head, kind="token") if is_token and head.kind == "sequence" else head
+
+
+def _found(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Iterator[Head]:
+    """Yield the heads of this form. Raises ValueError as `find_head`."""
+    rule = form.gate
+    gate = None if rule is None else _layers(rule.prefix, rule.activation, tensors, latest=0)
+    if rule is not None and (gate is None or not tensors.keys() >= {*rule.others}):
+        return
+    for prefix in form.prefixes:
+        layers = _layers(prefix, form.activation, tensors)
+        if layers is None:
+            continue
+        if len(layers.names) > 1:
+            layers = replace(layers, activation=activation_of(prefix, form.activation, config))
+        outputs = tensors[f"{layers.names[-1]}.weight"].shape[0]
+        others = NORMALISER if "do_normalize" in config else ()
+        head = Head(form=form, kind=form.kind, prefix=prefix, layers=layers, num_labels=outputs, others=others)
+        if gate is None or rule is None:
+            named: Any = config.get("pooling")
+            yield replace(head, pooling=named) if named in ("last", "mean") and not form.pooled else head
+            continue
+        yield replace(
+            head,
+            num_labels=1,
+            gate=gate,
+            group=_group(head, gate, config, tensors),
+            temperature=_temperature(rule, config),
+            others=(*head.others, *rule.others),
+        )
+
+
+def _temperature(rule: Gate, config: Mapping[str, Any]) -> float | None:
+    if rule.softmax is None or (rule.softmax and not read_key(config, rule.softmax, bool, False)):
+        return None
+    key, default = rule.temperature
+    found = read_key(config, key, float, default)
+    if found <= 0:
+        raise ValueError(f"config.json: {key} is {found:g}, must be above 0")
+    return found
+
+
+def _layers(prefix: str, activation: str, tensors: Mapping[str, TensorInfo], *, latest: int = 1) -> Layers | None:
+    """Return the layer `prefix`, or the layers `prefix.0`, `prefix.2`, ... of a `torch.nn.Sequential`; None if none.
+
+    `latest`: the largest number that the first one may have.
+    """
+    numbered = re.compile(re.escape(prefix) + r"\.(\d+)\.(?:weight|bias|running_\w+)")
+    numbers = sorted({int(match[1]) for name in tensors if (match := numbered.fullmatch(name))})
+    if f"{prefix}.weight" in tensors:
+        _check_layer(prefix, tensors, None)
+        return Layers((prefix,), activation)
+    if not numbers:
+        return None
+    norms = {n for n in numbers if f"{prefix}.{n}.running_mean" in tensors}
+    linear = [n for n in numbers if n not in norms]
+    steps = {b - a for a, b in itertools.pairwise(linear)}
+    # In a `Sequential`, an activation is between two layers, and perhaps a dropout or a normalisation, and before the
+    # first one a dropout at most. Gates that apply their activation themselves count their linear layers alone.
+    allowed = {2, 3} if "gating" not in prefix else {1, 3}
+    if linear[0] > latest or steps - allowed or (norms and norms != {n + 2 for n in linear[:-1]}):
+        raise ValueError(
+            f"the head {prefix} is no sequence of layers with activations between them: it has tensors of "
+            f"{', '.join(f'{prefix}.{n}' for n in numbers)}; copy the checkpoint again"
+        )
+    width = None
+    for n in numbers:
+        if n not in norms:
+            width = _check_layer(f"{prefix}.{n}", tensors, width)
+        elif lacking := {f"{prefix}.{n}.{part}" for part in NORM} - tensors.keys():
+            raise ValueError(f"the head lacks {min(lacking)}; copy the checkpoint again")
+    return Layers(tuple(f"{prefix}.{n}" for n in numbers), activation)
+
+
+def _check_layer(name: str, tensors: Mapping[str, TensorInfo], width: int | None) -> int:
+    """Return the number of outputs of a linear layer with `width` inputs (None: any)."""
+    weight, bias = tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias")
+    if weight is None:
+        raise ValueError(f"the head lacks {name}.weight; copy the checkpoint again")
+    if len(weight.shape) != 2 or 0 in weight.shape:
+        raise ValueError(shape_error(f"{name}.weight", weight, "[num_labels, hidden], both above 0"))
+    if width is not None and weight.shape[1] != width:
+        raise ValueError(shape_error(f"{name}.weight", weight, f"[outputs, {width}], as the layer before it returns"))
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            shape_error(f"{name}.bias", bias, f"[{weight.shape[0]}], one number for each row of {name}.weight")
+        )
+    return weight.shape[0]
+
+
+def shape_error(name: str, found: TensorInfo, expected: str) -> str:
+    """Return the message for a head's tensor whose shape is not the expected one."""
+    return (
+        f"the head's tensor {name} has shape {list(found.shape)}, expected {expected}; save the checkpoint again with "
+        "save_pretrained of the model that it was trained with"
+    )
+
+
+def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> int:
+    """Return the number of outputs for each attribute behind a gate. Raises ValueError if its parts do not fit."""
+    count, size = tensors[f"{gate.names[-1]}.weight"].shape[0], head.form.size
+    group = read_key(config, size, int, 1) if isinstance(size, str) else size
+    transform = tensors[TRANSFORM].shape if TRANSFORM in tensors else (count, count)
+    wide, read = (tensors[f"{layers.names[0]}.weight"].shape[1] for layers in (head.layers, gate))
+    if wide != read:
+        raise ValueError(f"the gate {gate.names[0]} reads {read} numbers, but {head.prefix} {wide}: they do not fit")
+    if head.num_labels != count * group or transform != (count, count):
+        raise ValueError(
+            f"{head.prefix} has {head.num_labels} outputs, the gate {gate.names[-1]} {count}, with {group} of the "
+            f"former for each of the latter, and {TRANSFORM} is {list(transform)}: they do not fit together"
+        )
+    return group
+
+
+def layers_path(names: Iterable[str]) -> str:
+    """Return the path of a body's list of layers, such as `model.layers` of `model.layers.0.mlp...`; "" if none."""
+    paths = Counter(match[1] for name in names if (match := re.match(r"(.+?)\.\d+\.", name)))
+    return paths.most_common(1)[0][0] if paths else ""
+
+
+def wrapper_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
+    """Return what a wrapper around the model, such as DistributedDataParallel, put before all names; "" if nothing.
+
+    All names of a bare body may begin with its own name as well, which is then left there, unless a head does, too.
+    """
+    prefix = ""
+    while (common := _common_root(tensors, prefix)) in WRAPPED:
+        prefix += common
+    wrapper = prefix
+    while (common := _common_root(tensors, prefix)) and find_head(config, unwrapped(tensors, prefix)) is None:
+        prefix += common
+    return prefix if find_head(config, unwrapped(tensors, prefix)) is not None else wrapper
+
+
+def unwrapped(tensors: Mapping[str, T], wrapper: str) -> dict[str, T]:
+    """Return the tensors, by their names without `wrapper_of`."""
+    return {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
+
+
+def _common_root(names: Iterable[str], prefix: str) -> str:
+    """Return the part with which all names go on behind `prefix`, with its dot; "" if they differ."""
+    roots = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+    return f"{roots.pop()}." if len(roots) == 1 and all("." in name.removeprefix(prefix) for name in names) else ""
+
+
+def copies(head: Head | None, names: Iterable[str]) -> dict[str, str]:
+    """Return the names under which a model has its body or head a second time, each with the first name.
+
+    Starling's class, for one, has the layers of its language model under a root of their own as well. Whether such
+    tensors are equal, the loader of the weights compares.
+    """
+    rest = {*names}
+    owned = {name for name in rest if head is not None and head.owns(name)}
+    found = {name: own for own in owned for name in rest if name.endswith(f".{own}")}
+    for root in sorted({name.partition(".")[0] for name in rest}):
+        here = {name for name in rest if name.startswith(f"{root}.")}
+        inner = {name[dot.end() :]: name for name in sorted(rest - here) for dot in re.finditer(r"^|\.", name)}
+        again = {name: own for name in here if (own := inner.get(name.removeprefix(f"{root}."))) is not None}
+        if again.keys() == here and "." in layers_path(here):
+            found |= again
+            rest -= here
+    return found
+
+
+def loose_tensors(head: Head | None, tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> list[str]:
+    """Return the tensors beside the body that are not the head's: those that look like another's, or without it any.
+
+    The loader of the weights knows exactly which tensors a model uses; this is known without it.
+    """
+    again = copies(head, tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in again}
+    path = layers_path(tensors)
+    root = path.partition(".")[0]
+    if head is not None and (head.form.pooled or head.form.kind == "token"):  # their classes have layers of their own
+        return []
+    is_bare = "." not in path or root in ("encoder", "decoder")  # a body without a prefix
+    return sorted(
+        name
+        for name, tensor in tensors.items()
+        if (first := name.partition(".")[0]) != root
+        and ((head is None and not is_bare) or LIKE_A_HEAD.search(first))
+        and not is_harmless(name, tensor, vocab_size)
+        and (head is None or not head.owns(name))
+    )
+
+
+def may_be_head(tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> list[str]:
+    """Return the prefixes of linear layers, alone or in sequence, that no part of a body, but perhaps a head, has."""
+    found = {
+        re.sub(r"(\.\d+)?\.weight$", "", name)
+        for name, tensor in tensors.items()
+        if name.endswith(".weight")
+        and len(tensor.shape) == 2
+        and tensor.shape[0] < (vocab_size or math.inf)
+        and not is_harmless(name, tensor, vocab_size)
+    }
+    return sorted(prefix for prefix in found if not IN_BODY.search(f"{prefix}."))
+
+
+def would_fit(
+    prefix: str, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], vocab_size: int | None
+) -> bool:
+    """Return whether, with a head of this prefix, a model without a known one has no tensors of unknown use."""
+    try:
+        head = find_head({**config, "value_head_prefix": prefix}, tensors)
+    except ValueError:
+        return False
+    loose = loose_tensors(None, tensors, vocab_size)
+    return head is not None and all(
+        head.owns(name) or (name not in loose and (IN_BODY.search(name) or is_harmless(name, tensor, vocab_size)))
+        for name, tensor in tensors.items()
+    )
+
+
+def is_harmless(name: str, tensor: TensorInfo | None, vocab_size: int | None) -> bool:
+    """Return whether a tensor that a model does not use has no effect on its outputs."""
+    shape = () if tensor is None else tensor.shape
+    if OUTPUT.fullmatch(name):
+        return not shape or shape[0] >= (vocab_size or 0)
+    return bool(HARMLESS.fullmatch(name) or (len(shape) == 4 and MASK.fullmatch(name)))

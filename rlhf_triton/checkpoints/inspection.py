@@ -1,0 +1,583 @@
+"""Inspects a Hugging Face checkpoint folder, reading only its JSON files and safetensors headers.
+
+Imports neither torch nor transformers, and never opens a pickled file.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_triton.checkpoints.config_keys import read_key
+from rlhf_triton.checkpoints.head_tensors import (
+    LIKE_A_HEAD,
+    PAIRWISE,
+    find_head,
+    is_harmless,
+    loose_tensors,
+    may_be_head,
+    unwrapped,
+    would_fit,
+    wrapper_of,
+)
+from rlhf_triton.checkpoints.heads import MODEL_TYPES, NORMALISER, Head
+from rlhf_triton.checkpoints.safetensors_header import TensorInfo, read_header, read_numbers
+from rlhf_triton.errors import RlhfError, reason_of
+
+# Limits on row lengths, within which a forward pass depends neither on its other rows nor on earlier ones.
+#
+# For two rope types, the longest row of a forward pass decides which rotary table transformers uses for all rows.
+# `longrope` (Phi-3 128k) switches tables beyond `original_max_position_embeddings`. `dynamic` recomputes its table
+# beyond `max_position_embeddings` and keeps it for later forward passes. The table is stored in the module, so threads
+# that share the module would race. BigBird's block-sparse attention becomes full attention for good at the first
+# forward pass that is too short for it.
+
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # in the order in which they count
+BY_LENGTH = ("dynamic", "longrope")  # rope types that transformers' `dynamic_rope_update` updates
+FIXED = "fixed"  # a rope type that `dynamic_rope_update` leaves alone
+
+
+def num_positions(get: Callable[[str], Any]) -> Any:
+    """Return a model's number of positions, under whatever name `get` finds it in its configuration; None if nowhere.
+
+    It is no limit if it is not above 0: XLNet's is -1.
+    """
+    return next((found for name in POSITIONS if (found := get(name))), None)
+
+
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """Return the maximum row length of a model: its number of positions, or `stable_length` if that is smaller."""
+    text = text_config(config)
+    limits = (num_positions(lambda name: read_key(text, name, int, None)), stable_length(config))
+    return min((limit for limit in limits if limit is not None and limit > 0), default=None)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of config.json about the language model: all of it unless the model reads images, too."""
+    return read_key(config, "text_config", dict, None) or config
+
+
+def stable_length(config: Mapping[str, Any]) -> int | None:
+    """Return the maximum row length for which transformers uses one rotary table, and full attention; None: any.
+
+    A `longrope` model whose long and short factors are equal has only one table, and therefore no limit.
+    """
+    text = text_config(config)
+    rope = read_key(text, "rope_parameters", dict, None) or read_key(text, "rope_scaling", dict, {})
+    positions = read_key(text, "max_position_embeddings", int, None)
+    limits: list[int | None] = []
+    if text.get("attention_type") == "block_sparse" and not read_key(text, "is_encoder_decoder", bool, False):
+        blocks = 5 + 2 * read_key(text, "num_random_blocks", int, 3)  # this, and the defaults, as in BigBirdModel
+        limits.append(blocks * read_key(text, "block_size", int, 64))
+    # `rope` contains the parameters, or maps each layer type to its parameters.
+    for each in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
+        if "dynamic" in str(each.get("rope_type") or each.get("type")):
+            limits.append(positions)
+        elif any(each.get(f"long_{name}") != each.get(f"short_{name}") for name in ("factor", "mscale")):
+            originals = (read_key(part, "original_max_position_embeddings", int, None) for part in (text, each))
+            limits.append(next(filter(None, originals), positions))
+    return min((limit for limit in limits if limit), default=None)
+
+
+def fix_forward(model: Any) -> None:
+    """Make every forward pass of `model` use the rotary table that it was loaded with, and full attention.
+
+    Up to `stable_length`, the model's outputs equal those of transformers. The caller must reject longer rows.
+    """
+    if getattr(model.base_model, "attention_type", None) == "block_sparse":
+        model.base_model.set_attention_type("original_full")
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str):
+            module.rope_type = _fixed(kind)
+        elif isinstance(kind, dict):
+            module.rope_type = {layer: _fixed(each) for layer, each in kind.items()}
+
+
+def _fixed(kind: str) -> str:
+    return FIXED if any(name in kind for name in BY_LENGTH) else kind
+
+
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+ADAPTERS_KEY = "critic_adapters"  # of config.json, in a weights version of adapters
+INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+ADAPTER_FILE = "adapter_config.json"
+ONLY_ADAPTER = (
+    "contains only a PEFT adapter; merge it into its model first, with PEFT's merge_and_unload, as docs/your-models.md "
+    "shows"
+)
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+OTHER_WEIGHTS = (".pkl", ".npz", ".npy", ".h5", ".msgpack")  # that nothing here reads
+# Files beside a model's weights that have nothing to add to it: of a training's state, and the same weights once more.
+TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|sampler|training_args|rng_state|random_states)[-_\d]*\.\w+")
+COPIES = re.compile(
+    r"pytorch_model([-_]\d+-of-\d+)?\.bin|(tf_model|flax_model)([-_]\d+-of-\d+)?\.(h5|msgpack)"
+    r"|consolidated[-_.\d]*(of-\d+)?\.(safetensors|pth)"
+)
+FLOATS = ("F64", "F32", "F16", "BF16")
+TOKENIZERS = {
+    "tokenizer.json": "fast (tokenizer.json)",
+    "tokenizer.model": "SentencePiece (tokenizer.model)",
+    "spiece.model": "SentencePiece (spiece.model)",
+    "spm.model": "SentencePiece (spm.model)",
+    "sentencepiece.bpe.model": "SentencePiece (sentencepiece.bpe.model)",
+    "vocab.txt": "WordPiece (vocab.txt)",
+    "vocab.json": "BPE (vocab.json)",
+}
+
+NUM_PIECES, PIECE_BYTES = 256, 4096  # pieces of each weights file that `fingerprint_weights` hashes
+
+LOCAL_FOLDERS = {"checkpoints", "models", "runs", ".."}  # first parts of relative paths that are no ids of the Hub
+
+
+GOOD = re.compile("correct|right|good|pos(itive)?|yes|true|accept(ed)?|chosen|pass(ed)?|valid|safe|1")
+BAD = re.compile("incorrect|wrong|bad|neg(ative)?|no|false|reject(ed)?|fail(ed)?|invalid|unsafe|error|0")
+SIGNS = {"+": True, "+1": True, "-": False, "-1": False}
+FILLERS = ("label", "class", "step", "is")  # words of a label's name without a meaning of their own
+
+
+class CheckpointError(RlhfError, ValueError):
+    """A folder cannot be used as a checkpoint; the message names the folder and the cause."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Constants of reward standardisation: the model returns `(score - mean) / std`."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+
+@dataclass(frozen=True)
+class StoredAdapters:
+    """Description of a weights version that holds LoRA adapters and the value head instead of all weights."""
+
+    base: int  # version with all weights, in the same store
+    scale: float  # of the adapters' product
+    transposed: tuple[str, ...]  # weights that are stored transposed, as GPT-2's
+    rounded: tuple[str, ...]  # weights that were rounded to bfloat16 in training
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """Result of `inspect_checkpoint`."""
+
+    folder: Path
+    model_type: str
+    architecture: str | None
+    head: Head | None
+    is_encoder_decoder: bool
+    loose: tuple[str, ...]  # tensors that look like a head's, but belong to none that is known
+    labels: tuple[str, ...]  # from config.json's id2label; empty if they are only LABEL_0, LABEL_1, ...
+    tensors: Mapping[str, TensorInfo]  # by name, without `wrapper`
+    wrapper: str  # before the names of all tensors in the files, see `wrapper_of`
+    vocab_size: int | None
+    max_positions: int | None
+    tokenizer: str | None  # kind of tokenizer; None: the folder has none
+    constants: Constants | None  # reward standardisation in config.json, if any
+    adapters: StoredAdapters | None = None
+
+    @property
+    def label_names(self) -> list[str]:
+        """Names of the head's outputs: `labels`, or LABEL_0, LABEL_1, ... as in transformers."""
+        count = 0 if self.head is None else self.head.num_labels
+        return list(self.labels) if len(self.labels) == count else [f"LABEL_{i}" for i in range(count)]
+
+    @property
+    def good_label(self) -> int | None:
+        """Index of the label of two that means a good row or step, if the names say so; 1 of unnamed ones.
+
+        TRL's `PRMTrainer` and Qwen2.5-Math-PRM train label 1 as right, without names.
+        """
+        if self.head is None or self.head.num_labels != 2 or len(self.labels) not in (0, 2):
+            return None
+        if not self.labels:
+            return 1
+        is_good = [_is_good(name) for name in self.labels]
+        return is_good.index(True) if {*is_good} == {True, False} else None
+
+    @property
+    def dtypes(self) -> dict[str, int]:
+        """Number of parameters by dtype, most frequent first."""
+        counts: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            counts[tensor.dtype] += math.prod(tensor.shape)
+        return dict(counts.most_common())
+
+    @property
+    def num_parameters(self) -> int:
+        """Total number of elements of all tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Total size of all tensors in bytes."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
+    def files(self) -> list[Path]:
+        """The safetensors files, sorted."""
+        return [self.folder / name for name in sorted({tensor.file for tensor in self.tensors.values()})]
+
+
+def _is_good(label: str) -> bool | None:
+    """Return whether a label's name means good or bad; None: neither is known."""
+    words = [word for word in re.findall(r"[^\W\d_]+|\d+", label.casefold()) if word not in FILLERS]
+    is_negated = len(words) > 1 and words[0] in ("not", "non")
+    known = {True: GOOD, False: BAD}
+    meant = [good for good, names in known.items() if len(words) == 1 + is_negated and names.fullmatch(words[-1])]
+    return SIGNS.get(label.strip(), meant[0] != is_negated if meant else None)
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raise CheckpointError, saying what to do, unless `folder` is a Hugging Face checkpoint in safetensors format."""
+    try:
+        _check_contents(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {reason_of(error)}") from error
+
+
+def _check_contents(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} does not exist or is not a folder; give the folder of a Hugging Face checkpoint"
+            f"{_download(folder)}"
+        )
+    has_weights = (folder / WEIGHTS_FILE).is_file() or (folder / INDEX_FILE).is_file()
+    if (folder / ADAPTER_FILE).is_file() and has_weights:
+        raise CheckpointError(
+            f"{folder} contains a model and a PEFT adapter ({ADAPTER_FILE}), of which one would be ignored; move the "
+            "adapter's files into a folder of their own"
+        )
+    if (folder / ADAPTER_FILE).is_file():
+        raise CheckpointError(f"{folder} {ONLY_ADAPTER}")
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{folder} is not a Hugging Face model: it has no {CONFIG_FILE}")
+    if not has_weights:
+        pickled = next((file.name for file in pickles(folder)), None)
+        why = (
+            f"it contains only pickled weights ({pickled}), which could run code when loaded; convert them with "
+            "`rlhf-triton init models --reward FOLDER --convert NEW_FOLDER` (--critic or --policy for such a model)"
+            if pickled
+            else "it contains no weights"
+        )
+        raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}: {why}")
+
+
+def _download(path: Path) -> str:
+    """Return how to download a path that reads like an id of the Hugging Face Hub, or its URL; "" for any other."""
+    if path.parts and path.parts[0] in ("https:", "http:"):
+        path = Path(*path.parts[2:4])
+    elif "$" in str(path):
+        return ", without variables, which only a shell expands"
+    elif len(path.parts) != 2 or path.is_absolute() or path.parent.exists() or path.parts[0] in LOCAL_FOLDERS:
+        return ""
+    return f". If it is a model on the Hub: `hf download {path} --local-dir models/{path.name}`, then give that folder"
+
+
+def inspect_checkpoint(folder: Path) -> CheckpointInfo:
+    """Describe the checkpoint in `folder` from its JSON files and headers. Takes milliseconds for any model size.
+
+    Raises:
+        CheckpointError: `folder` is not a checkpoint or has only pickled weights, a file is damaged, or the head lacks
+            a part.
+    """
+    check_checkpoint(folder)
+    config = read_config(folder)
+    tensors = _read_tensors(folder)
+    try:
+        return described(folder, config, tensors)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+OBJECTS = ("rope_scaling", "rope_parameters", "id2label", "label2id")  # in config.json, beside what ends in _config
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json. Raises CheckpointError if it is damaged, or a part of it that must be an object is none."""
+    config = _read_object(folder / CONFIG_FILE)
+    try:
+        for key in config:
+            if key.endswith("_config") or key in OBJECTS:
+                read_key(config, key, dict, None)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}; correct or remove it") from error
+    return config
+
+
+def refused_key(given: Mapping[str, Any], build: Callable[[Mapping[str, Any]], object]) -> str | None:
+    """Return the key of config.json, and its value, without which `build(given)` does not fail; None if none is."""
+    for key, value in given.items():
+        with contextlib.suppress(Exception):
+            build({name: each for name, each in given.items() if name != key})
+            return f"{key} is {str(value)[:80]!r}"
+    return None
+
+
+def described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> CheckpointInfo:
+    """Return what `inspect_checkpoint` does for this config.json and these tensors. Raises ValueError."""
+    wrapper = wrapper_of(config, tensors)
+    tensors = unwrapped(tensors, wrapper)
+    head = find_head(config, tensors)
+    vocab_size = read_key(text_config(config), "vocab_size", int, None)
+    for name, tensor in tensors.items():
+        is_weight = len(tensor.shape) > 1 or name.endswith((".weight", ".bias"))  # no counter or mask
+        if tensor.dtype not in FLOATS and is_weight and not is_harmless(name, tensor, None):
+            raise ValueError(f"{tensor.file} is quantised: {name} is of type {tensor.dtype}; use the unquantised model")
+    read_key(config, "quantization_config", dict, None)  # transformers reads it
+    ids = read_key(config, "label2id", dict, {})
+    names = read_key(config, "id2label", dict, {}) or {str(ids[name]): name for name in ids}
+    differing = sorted(str(name) for key, name in names.items() if str(ids.get(str(name), key)) != str(key))
+    if head is not None and head.num_labels > 1 and differing:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: id2label {names} and label2id {ids} contradict each other ({differing[0]}); "
+            "correct the wrong one"
+        )
+    if odd := [key for key in names if not str(key).isdigit()]:
+        raise ValueError(f"config.json: id2label has the key {odd[0]!r}, must be the number of a label")
+    # transformers sorts the file's keys as texts, "10" before "2".
+    labels = tuple(str(names[key]) for key in sorted(names, key=lambda key: (len(key), key)))
+    return CheckpointInfo(
+        folder=folder,
+        model_type=model_type_of(config),
+        architecture=next(map(str, read_key(config, "architectures", list, [])), None),
+        head=head,
+        is_encoder_decoder=read_key(config, "is_encoder_decoder", bool, False),
+        loose=tuple(loose_tensors(head, tensors, vocab_size)),
+        labels=() if labels == tuple(f"LABEL_{i}" for i in range(len(labels))) else labels,
+        tensors=tensors,
+        wrapper=wrapper,
+        vocab_size=vocab_size,
+        max_positions=max_positions(config),
+        tokenizer=next((kind for name, kind in TOKENIZERS.items() if (folder / name).is_file()), None),
+        constants=_constants(folder, config, tensors),
+        adapters=stored_adapters(folder),
+    )
+
+
+def stored_adapters(folder: Path) -> StoredAdapters | None:
+    """Return the description of the adapters in a weights version, or None if it holds all weights.
+
+    Raises:
+        CheckpointError: config.json is damaged.
+    """
+    found = read_config(folder).get(ADAPTERS_KEY) if (folder / CONFIG_FILE).is_file() else None
+    if found is None:
+        return None
+    try:
+        names = {key: tuple(map(str, read_key(found, key, list, None) or ())) for key in ("transposed", "rounded")}
+        return StoredAdapters(base=int(found["base"]), scale=float(found["scale"]), **names)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {ADAPTERS_KEY} is damaged: {error!r}") from error
+
+
+def reward_head(info: CheckpointInfo) -> Head:
+    """Return the head whose output is the reward. Raises CheckpointError if the checkpoint has none."""
+    if info.is_encoder_decoder or (info.loose and info.loose[0].startswith(PAIRWISE)):
+        how = "is an encoder-decoder" if info.is_encoder_decoder else "compares two candidates in one row (PairRM)"
+        raise CheckpointError(f"{info.folder} {how}, which has no score of one text; use another reward model")
+    if info.head is None and (pickled := pickles(info.folder)):
+        raise CheckpointError(
+            f"{info.folder} has no head among its weights, but {', '.join(file.name for file in pickled)} may be one; "
+            "convert it with `rlhf-triton init models --reward FOLDER --convert NEW_FOLDER`"
+        )
+    check_pickles(info.folder)
+    others = may_be_head(info.tensors, info.vocab_size) if info.head is None else []
+    remedy = ""
+    if len(others) == 1 and would_fit(others[0], read_config(info.folder), info.tensors, info.vocab_size):
+        remedy = f"; if {others[0]} is its head, set value_head_prefix: {others[0]} in its {CONFIG_FILE}"
+    if info.loose:
+        beside = "" if info.head is None else f", beside the head {info.head.prefix},"
+        raise CheckpointError(
+            f"{info.folder}: {', '.join(info.loose[:6])}{beside} are of no known head, and without them its scores "
+            f"would differ; docs/your-models.md has the table of heads{remedy}"
+        )
+    if others:
+        raise CheckpointError(f"{info.folder} has no head of a known name, but {', '.join(others[:6])}{remedy}")
+    if info.head is None:
+        raise CheckpointError(
+            f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight); "
+            "use a checkpoint with a classification or value head, or score with a language model's logits "
+            "(reward.logit); a critic can start from this one"
+        )
+    if info.labels and info.head.kind != "value" and len(info.labels) != info.head.num_labels > 1:
+        raise CheckpointError(
+            f"{info.folder}: id2label in {CONFIG_FILE} names {len(info.labels)} labels ({', '.join(info.labels)}), but "
+            f"the head {info.head.prefix} has {info.head.num_labels} outputs; correct id2label"
+        )
+    return info.head
+
+
+def check_pickles(folder: Path) -> None:
+    """Raise CheckpointError if a pickled file beside the weights may have a part of the model, such as its head."""
+    if unread := [file.name for file in pickles_beside(folder)]:
+        raise CheckpointError(
+            f"{folder}: {', '.join(unread)} beside the weights may have a part of the model, such as its head, and is "
+            "not read; convert it with `rlhf-triton init models --reward FOLDER --convert NEW_FOLDER` if it is a "
+            "file of torch's, or remove it"
+        )
+
+
+def pickles(folder: Path, suffixes: Collection[str] = PICKLES) -> list[Path]:
+    """Return the pickled files in `folder` that may have weights, sorted."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in suffixes and file.is_file())
+    return [file for file in files if not TRAINER_STATE.fullmatch(file.name)]
+
+
+def pickles_beside(folder: Path) -> list[Path]:
+    """Return those of the `pickles` that are not the weights of the folder once more."""
+    return [file for file in pickles(folder, PICKLES + OTHER_WEIGHTS) if not COPIES.fullmatch(file.name)]
+
+
+def model_type_of(config: Mapping[str, Any]) -> str:
+    """Return the model type of a configuration, as transformers calls it."""
+    found = read_key(config, "model_type", str, "unknown")
+    return MODEL_TYPES.get(found, found)
+
+
+def stored_dtypes(folder: Path) -> set[str]:
+    """Return the dtypes of the tensors of a checkpoint, such as {"BF16"}. Raises CheckpointError if it is damaged."""
+    return {tensor.dtype for tensor in _read_tensors(folder).values()}
+
+
+def fingerprint_weights(folder: Path) -> str:
+    """Return a hash of the weights files' sizes and of evenly spaced pieces of them. Takes milliseconds for any size.
+
+    Training changes every piece, so two models have different hashes, and so do two dtypes of one model. A damaged
+    copy of a model can have the same hash as the model.
+
+    Raises:
+        CheckpointError: `folder` is not a checkpoint or has only pickled weights, or a file is damaged.
+    """
+    check_checkpoint(folder)
+    digest = hashlib.sha256()
+    for file in sorted({folder / tensor.file for tensor in _read_tensors(folder).values()}):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            for i in range(NUM_PIECES):
+                stream.seek(max(0, size - PIECE_BYTES) * i // (NUM_PIECES - 1))
+                digest.update(stream.read(PIECE_BYTES))
+    return digest.hexdigest()
+
+
+def _constants(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:
+    found = config.get("reward_standardization")
+    if found is None and read_key(config, "do_normalize", bool, False):
+        return _moments(folder, config, tensors)
+    if found is None and read_key(config, "normalize_reward", bool, False) and config.get("mean") is not None:
+        found = {"mean": config["mean"], "std": config.get("std")}  # written by OpenRLHF
+    if found is None or found == {}:
+        return None
+    try:
+        mean, std = (read_key(found, key, float, default) for key, default in (("mean", 0.0), ("std", 1.0)))
+    except (AttributeError, ValueError):
+        mean, std = 0.0, 0.0
+    if std <= 0:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: reward_standardization {found!r} must have numbers mean and std, with std above 0"
+        )
+    return Constants(mean, std)
+
+
+def _moments(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:
+    """Return the constants that Safe RLHF's classes (beaver) keep in buffers, or in config.json.
+
+    By `score_type`, rewards are shifted and scaled, costs are only scaled, and values are left alone.
+    """
+    kind = read_key(config, "score_type", str, "reward")
+    if kind == "critic":
+        return None
+    moments = []
+    for name in NORMALISER[:2]:
+        key = name.partition(".")[2]
+        given = config.get(key)
+        listed = given if isinstance(given, list) else [given]
+        stored = read_numbers(folder, tensors[name]) if name in tensors else listed
+        moments.append(read_key({key: stored[0] if len(stored) == 1 else stored}, key, float, math.nan))
+    mean, var = moments
+    if kind not in ("reward", "cost") or not math.isfinite(mean) or not var >= 0:
+        raise CheckpointError(
+            f"{folder}: do_normalize in {CONFIG_FILE} needs one number in normalizer.mean and in normalizer.var, but "
+            f"they have {mean:g} and {var:g}, for score_type {kind!r} (reward, cost or critic)"
+        )
+    return Constants(mean if kind == "reward" else 0.0, math.sqrt(var) + 1e-8)
+
+
+def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for file in head_files(folder):
+        found = tensors_in(file)
+        # LDL's files have the tensors of one module each, without its name.
+        alone = not any(LIKE_A_HEAD.search(name.partition(".")[0]) for name in found)
+        tensors |= {f"{file.stem}.{name}" if alone else name: info for name, info in found.items()}
+    body = _read_body(folder)
+    if twice := sorted(body.keys() & tensors):
+        raise CheckpointError(
+            f"{folder}: {twice[0]} is in {body[twice[0]].file} and in {tensors[twice[0]].file}; remove one of the files"
+        )
+    return body | tensors
+
+
+def head_files(folder: Path) -> list[Path]:
+    """Return the files of a head apart from the model, such as LLaMA-Factory's value_head.safetensors."""
+    own = {WEIGHTS_FILE}
+    if not (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
+        own |= set(_weight_map(folder).values())
+    others = (file for file in sorted(folder.glob("*.safetensors")) if file.name not in own)
+    return [file for file in others if not TRAINER_STATE.fullmatch(file.name) and not COPIES.fullmatch(file.name)]
+
+
+def _read_body(folder: Path) -> dict[str, TensorInfo]:
+    if (folder / WEIGHTS_FILE).is_file():
+        return tensors_in(folder / WEIGHTS_FILE)
+    weight_map = _weight_map(folder)
+    tensors: dict[str, TensorInfo] = {}
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name or not (folder / name).is_file():
+            raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} names {name}, which is missing; copy it")
+        tensors.update(tensors_in(folder / name))
+    lacking = sorted(set(weight_map) - set(tensors))
+    if lacking:
+        raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} lists {lacking[0]}, which no file contains")
+    return tensors
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    weight_map = _read_object(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} has no weight_map; copy the file again")
+    return weight_map
+
+
+def tensors_in(file: Path) -> dict[str, TensorInfo]:
+    """Return the tensors of a safetensors file by name. Raises CheckpointError if it is damaged."""
+    try:
+        return read_header(file)
+    except OSError as error:
+        raise CheckpointError(f"{file.parent} cannot be loaded: {reason_of(error)}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file.parent} cannot be loaded: {error}; copy it again") from error
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file.parent} cannot be loaded: {reason_of(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: {reason_of(error)}; copy it again") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file} is not a JSON object; copy it again")
+    return data

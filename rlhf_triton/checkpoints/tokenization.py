@@ -1,0 +1,535 @@
+"""Tokenizers of checkpoints: loading, comparison, special tokens, and encoding of texts."""
+
+import functools
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_triton.checkpoints.config_keys import read_key
+from rlhf_triton.checkpoints.inspection import (
+    CONFIG_FILE,
+    CheckpointError,
+    model_type_of,
+    read_config,
+    text_config,
+)
+from rlhf_triton.checkpoints.language_models import as_checkpoint_error, library_reason
+from rlhf_triton.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts
+
+# A long text is tokenised only in part: first as many characters as `max_length` tokens are likely to need, then twice
+# as many while that yields too few tokens. Tokens next to the cut may be wrong, so spare ones are added and discarded.
+CHARACTERS_PER_TOKEN = 8
+SPARE_TOKENS = 64
+LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
+SENTENCEPIECE_SPACE = "\u2581"  # which SentencePiece puts before a text
+GENERATION_FILE = "generation_config.json"
+BRACKETED = re.compile(r"[<\[].*[>\]]", re.DOTALL)  # how special tokens are written
+LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # how many characters `_parts` searches for a word boundary
+
+
+def load_tokenizer(folder: Path | str) -> Any:
+    """Return the checkpoint's own tokenizer. Raises CheckpointError if the folder has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # process edge: what transformers does with a file may raise anything
+        if Path(folder).is_dir() and not (Path(folder) / "tokenizer.json").exists():
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json, nor other files of a tokenizer that transformers can load; save the "
+                "tokenizer of its base model there, with tokenizer.save_pretrained(folder)"
+            ) from error
+        reason = library_reason(Path(folder), error)
+        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: {reason}") from error
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = template_of_texts(tokenizer)
+    return tokenizer
+
+
+def encode_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
+    """Return the ids of `tokenizer(text)`, truncated to `max_length`, special tokens included.
+
+    Truncation keeps the special tokens that the tokenizer adds and follows its `truncation_side`. There are two
+    differences from transformers:
+
+    * A special token that the text already has at its start or end, such as in the output of a chat template, is not
+      added again. The ids are then those of `apply_chat_template(tokenize=True)`.
+    * If truncation removes such a token from the text, the tokenizer adds its own again.
+
+    Only the part of a very long text that can remain after truncation is tokenised.
+    """
+    encoded: Any = {}
+    for part in _parts(text, max_length, tokenizer.truncation_side):
+        encoded = tokenizer(part, return_special_tokens_mask=True)
+        if len(encoded["input_ids"]) - sum(encoded["special_tokens_mask"]) >= max_length + SPARE_TOKENS:
+            break
+    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]  # the mask is 0 for special tokens in the text
+    # Nothing of the text is left, or the mask has another length (T5's tokenizer does not add a second </s>).
+    if 0 not in added or len(added) != len(ids):
+        return ids[:max_length]
+    start, end = added.index(0), len(ids) - added[::-1].index(0)
+    before, content, after = ids[:start], ids[start:end], ids[end:]
+    keeps_start = len(content) <= max_length or tokenizer.truncation_side == "right"
+    keeps_end = len(content) <= max_length or tokenizer.truncation_side == "left"
+    if keeps_start and text.lstrip().startswith(_literal(tokenizer, before)):
+        before = []
+    if keeps_end and text.rstrip().endswith(_literal(tokenizer, after)):
+        after = []
+    excess = max(0, len(before) + len(content) + len(after) - max_length)
+    content = content[excess:] if tokenizer.truncation_side == "left" else content[: max(0, len(content) - excess)]
+    return [*before, *content, *after]
+
+
+def encode_prompt(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """Return the special tokens that the tokenizer puts before the text, such as BOS, and the ids of the text.
+
+    As in `encode_text`, those that the text starts with are not added again. No EOS or [SEP] ends the prompt, because
+    the response follows.
+    """
+    encoded = tokenizer(text, return_special_tokens_mask=True)
+    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]
+    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+    before = ids[: added.index(0)] if 0 in added and len(added) == len(ids) else []
+    if bare[: len(before)] == before:
+        return before, bare[len(before) :]
+    return ([] if text.lstrip().startswith(_literal(tokenizer, before)) else before), bare
+
+
+def without_embedding(tokenizer: Any, ids: Sequence[int], num_embeddings: int | None) -> str:
+    """Return what is wrong with ids of a text that the policy has no embedding for; "" if there are none."""
+    if num_embeddings is None or (largest := max(ids, default=0)) < num_embeddings:
+        return ""
+    return (
+        f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is outside the policy's {num_embeddings} "
+        "embeddings; remove it, or resize the embeddings to the tokenizer (resize_token_embeddings)"
+    )
+
+
+def encode_bare_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
+    """Return the first `max_length` ids of the text, without special tokens."""
+    return _first_ids(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"], text, max_length)
+
+
+class Encoded(NamedTuple):
+    """The tokens of a row."""
+
+    ids: list[int]
+    types: list[int] | None = None  # of a text pair whose tokens have types
+    num_tokens: int = 0  # counted up to `SPARE_TOKENS` beyond the limit
+
+
+def encode_sentence(
+    tokenizer: Any,
+    text: str,
+    max_length: int,
+    *,
+    special_tokens: bool,
+    skipped_pad_id: int | None,
+    pair: str = "",
+) -> Encoded:
+    """Return the tokens of a sentence for a reward model, of a longer one up to `SPARE_TOKENS` beyond `max_length`.
+
+    Args:
+        special_tokens: True: as `encode_text`; False: as `encode_bare_text`.
+        skipped_pad_id: remove trailing tokens with this id; None: remove nothing.
+        pair: the second text of a text pair; empty: there is none.
+    """
+
+    def encode(limit: int) -> tuple[list[int], list[int] | None]:
+        if pair:
+            return _encode_pair(tokenizer, text, pair, limit, special_tokens)
+        return (encode_text if special_tokens else encode_bare_text)(tokenizer, text, limit), None
+
+    def without_padding(ids: list[int]) -> list[int]:
+        size = len(ids)
+        while size > 1 and ids[size - 1] == skipped_pad_id:
+            size -= 1
+        return ids[:size]
+
+    most = max_length + SPARE_TOKENS
+    ids, types = encode(most)
+    kept = without_padding(ids) if len(ids) < most else ids  # the end of a longer row may be missing
+    return Encoded(kept, types and types[: len(kept)], len(kept))
+
+
+def too_long(num_tokens: int, max_length: int) -> str:
+    """Return the message about a row that is too long; `num_tokens`: as of `Encoded`."""
+    least = "at least " if num_tokens >= max_length + SPARE_TOKENS else ""
+    return (
+        f"{least}{num_tokens} tokens, the model takes {max_length} (max_length), and nothing is truncated; "
+        "shorten the text"
+    )
+
+
+def _encode_pair(
+    tokenizer: Any, text: str, pair: str, max_length: int, special_tokens: bool
+) -> tuple[list[int], list[int] | None]:
+    """Return the ids of `tokenizer(text, pair, truncation=True)` and their types, such as 1 in BERT's second text.
+
+    Of very long texts, only a part that can remain is tokenised: for each pair of pieces that it cuts off, the
+    tokenizer makes a row, which could exhaust the memory.
+    """
+    parts = (_enough(tokenizer, one, max_length) for one in (text, pair))
+    encoded = tokenizer(*parts, truncation=True, max_length=max_length, add_special_tokens=special_tokens)
+    return encoded["input_ids"], encoded.get("token_type_ids")
+
+
+def _enough(tokenizer: Any, text: str, max_length: int) -> str:
+    """Return the text, or a part of it with more than `max_length` tokens."""
+    for part in _parts(text, max_length, tokenizer.truncation_side):
+        is_whole = len(part) == len(text)  # its tokens need no count
+        if is_whole or len(tokenizer(part, add_special_tokens=False)["input_ids"]) >= max_length + SPARE_TOKENS:
+            break
+    return part
+
+
+def _first_ids(encode: Callable[[str], list[int]], text: str, max_length: int) -> list[int]:
+    ids: list[int] = []
+    for part in _parts(text, max_length, "right"):
+        ids = encode(part)
+        if len(ids) >= max_length + SPARE_TOKENS:
+            break
+    return ids[:max_length]
+
+
+def _parts(text: str, max_length: int, truncation_side: str) -> Iterator[str]:
+    """Yield prefixes (or suffixes, if `truncation_side` is left) of doubling length, and finally the whole text.
+
+    A part is cut at the end of a word if one is near, so that its tokens equal those of the whole text. A cut within a
+    word can change the tokens next to it; the callers discard those (`SPARE_TOKENS`).
+    """
+    size = CHARACTERS_PER_TOKEN * (max_length + SPARE_TOKENS)
+    while size < len(text):
+        if truncation_side == "left":
+            yield text[_word_end(text, range(len(text) - size, len(text) - size + LONGEST_WORD)) :]
+        else:
+            yield text[: _word_end(text, range(size, size - LONGEST_WORD, -1))]
+        size *= 2
+    yield text
+
+
+def _word_end(text: str, positions: range) -> int:
+    """Return the first of `positions` at which a word ends and white space begins; `positions[0]` if there is none."""
+    ends = (i for i in positions if text[i].isspace() and not text[i - 1].isspace())
+    return next(ends, positions[0])
+
+
+def _literal(tokenizer: Any, special_ids: list[int]) -> str:
+    return "".join(tokenizer.convert_ids_to_tokens(special_ids))
+
+
+def single_tokens(tokenizer: Any, names: Sequence[str | int]) -> list[int]:
+    """Return the id of each name: a text that is one token, an entry of the vocabulary, or an id itself.
+
+    Raises:
+        CheckpointError: a name is not one token, or two names are the same token.
+    """
+    ids = [_single_token(tokenizer, name) for name in names]
+    for i, token in enumerate(ids):
+        if token in ids[:i]:
+            raise CheckpointError(f"{names[ids.index(token)]!r} and {names[i]!r} are the same token, {token}")
+    return ids
+
+
+def _single_token(tokenizer: Any, name: str | int) -> int:
+    if isinstance(name, int):
+        return name
+    ids = [int(i) for i in tokenizer(name, add_special_tokens=False)["input_ids"]]
+    if len(ids) == 2 and tokenizer.convert_ids_to_tokens(ids[0]) == SENTENCEPIECE_SPACE:
+        return ids[1]
+    # A tokenizer may drop characters, or replace them by its unknown token.
+    if len(ids) == 1 and tokenizer.decode(ids).strip().casefold() == name.strip().casefold():
+        return ids[0]
+    entry = tokenizer.get_vocab().get(name)
+    if entry is None:
+        pieces = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(ids))) or "none"
+        raise CheckpointError(
+            f"{name!r} is {len(ids)} tokens of the tokenizer in {tokenizer.name_or_path}, but must be one: {pieces}; "
+            "give a text that is one token, an entry of its vocabulary, or a token id"
+        )
+    return int(entry)
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Return a hash of the vocabulary (token -> id, added tokens included). Equal hashes mean equal token ids."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
+    return hashlib.sha256(vocabulary.encode()).hexdigest()
+
+
+def is_encoder(folder: Path) -> bool:
+    """Return whether transformers knows the model in `folder` as an encoder, whose head reads the [CLS] of a row.
+
+    Its chats have the special tokens of its tokenizer. Any other model's have those of their template alone, as in
+    `apply_chat_template(tokenize=True)`; a decoder's tokenizer may have a [CLS], too.
+    """
+    from transformers.models.auto import modeling_auto
+
+    names = {
+        *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        *modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,  # XLNet
+    }
+    config = read_config(folder) if (folder / CONFIG_FILE).is_file() else {}
+    return model_type_of(config) in names and not read_key(config, "is_decoder", bool, False)
+
+
+def rendering_fingerprint(tokenizer: Any) -> str:
+    """Return a hash of all that decides which ids a text or a chat has: equal hashes mean equal ids.
+
+    Beyond the vocabulary these are normaliser, pre-tokenizer, special tokens and chat template.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state: Any = [type(tokenizer).__name__, fingerprint(tokenizer)]  # of a tokenizer in Python
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        del state["truncation"], state["padding"]  # left there by the last call
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    whole = json.dumps([state, special, tokenizer.chat_template, tokenizer.truncation_side])
+    return hashlib.sha256(whole.encode()).hexdigest()
+
+
+def same_tokenizer(one: Path, other: Path) -> bool:
+    """Return whether the tokenizers of two checkpoints have the same vocabulary. Raises CheckpointError."""
+    first, second = (fingerprint(load_tokenizer(folder.absolute())) for folder in (one, other))
+    return first == second
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Special token ids used in generation."""
+
+    eos_ids: list[int]  # ascending; each ends a response: of tokenizer, generation config and chat template
+    pad_id: int
+    banned_ids: list[int]
+    """Ascending; never sampled: ids without an entry in the tokenizer; padding and BOS, unless they end responses or
+    are entries that ordinary text has."""
+    template_end: int | None = None  # among `eos_ids` because of the chat template alone
+
+
+def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: int | None = None) -> SpecialTokens:
+    """Return the special tokens of a language model.
+
+    Args:
+        eos: `eos_token_id` of the model's generation config.
+        vocab_size: number of rows of the model's embedding table; None: as many as the tokenizer has entries. A
+            tokenizer may define ids beyond it, which the model can neither generate nor embed. `banned_ids` omits
+            them, and `pad_id` is another id if the padding token is one of them.
+
+    Raises:
+        CheckpointError: neither the tokenizer nor `eos` nor the chat template has an end-of-sequence token.
+    """
+    ids = eos if isinstance(eos, list) else [eos]
+    named = {i for i in (*ids, tokenizer.eos_token_id) if i is not None}
+    end = reply_end(tokenizer)
+    eos_ids = sorted(named if end is None else named | {end})
+    if not eos_ids:
+        raise CheckpointError(
+            "actor.policy.model: tokenizer, generation config and chat template define no end-of-sequence token; set "
+            "eos_token_id in its generation_config.json"
+        )
+
+    def known(token: int | None) -> bool:
+        return token is not None and (vocab_size is None or token < vocab_size)
+
+    pad_id = next(i for i in (tokenizer.pad_token_id, *eos_ids, 0) if known(i))
+    roles = {i for i in (tokenizer.pad_token_id, tokenizer.bos_token_id) if known(i)} - set(eos_ids)
+    banned = {i for i in roles if is_special(tokenizer, i)}
+    banned.update(ids_without_entry(tokenizer, vocab_size or 0))
+    return SpecialTokens(eos_ids, pad_id, sorted(banned), None if end in named else end)
+
+
+def ids_without_entry(tokenizer: Any, vocab_size: int) -> list[int]:
+    """Return the ids below `vocab_size` that are not in the tokenizer, ascending: no text has them, and they have none.
+
+    Embeddings are often padded to a multiple of a power of two, and a vocabulary may have gaps.
+    """
+    entries = set(tokenizer.get_vocab().values())
+    return [i for i in range(vocab_size) if i not in entries and not _has_entry(tokenizer, i)]
+
+
+def _has_entry(tokenizer: Any, token: int) -> bool:
+    """Return whether there is an entry that `get_vocab` lacks because another token has the same text."""
+    try:
+        found = tokenizer.convert_ids_to_tokens(token)
+    except (LookupError, ValueError):  # raised by tokenizers that are not the `tokenizers` library's
+        return False
+    return found is not None and found != tokenizer.unk_token
+
+
+def special_tokens_in(folder: Path) -> SpecialTokens:
+    """Return the special tokens of the language model in `folder`, without loading it; see `special_tokens`.
+
+    Raises:
+        CheckpointError: as `special_tokens`; or the folder has no tokenizer or no configuration.
+    """
+    return special_tokens(load_tokenizer(folder), end_of_sequence(folder), vocab_size=num_embeddings(folder))
+
+
+def num_embeddings(folder: Path) -> int | None:
+    """Return the size of the embedding table that config.json in `folder` states; None if it states none."""
+    if not (folder / CONFIG_FILE).is_file():
+        return None
+    try:
+        return read_key(text_config(read_config(folder)), "vocab_size", int, None)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def turn_ends(tokenizer: Any) -> list[int]:
+    """Return the ids, ascending, of the tokens with which the chat template ends a reply; [] if it has none.
+
+    A template may have an end for the last reply and another one for earlier ones, or only the token with which the
+    next message begins.
+    """
+    return sorted({end for end in _turn_ends(tokenizer) if end is not None})
+
+
+def reply_end(tokenizer: Any) -> int | None:
+    """Return the token with which a policy ends a reply by its chat template; None if the template has none.
+
+    In some templates the end of earlier replies is that of a part of a reply, as gpt-oss's <|end|>.
+    """
+    last, earlier = _turn_ends(tokenizer)
+    return earlier if last is None else last
+
+
+def _turn_ends(tokenizer: Any) -> tuple[int | None, int | None]:
+    """Return the token that ends the last reply of a conversation, and the one that ends earlier ones."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None, None
+    named = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    named -= {tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}
+    added = {i for i in named if tokenizer.decode([i]).strip()}  # some tokenizers have white space as added tokens
+    question, reply = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
+
+    def first_added(messages: Sequence[dict[str, str]]) -> list[int]:
+        """Return the added tokens behind a reply, before any text."""
+        behind = [i for i in _behind_reply(tokenizer, messages) if i in added or tokenizer.decode([i]).strip()]
+        return [*itertools.takewhile(added.__contains__, behind)]
+
+    def end(tokens: list[int]) -> int | None:
+        """Return the end among these: a token before EOS may be a part of the reply, such as </answer>."""
+        return tokenizer.eos_token_id if tokenizer.eos_token_id in tokens else next(iter(tokens), None)
+
+    last = first_added([question, reply])
+    earlier = end(first_added([question, reply, {**question, "content": NEXT_PROBE}]))
+    return earlier if earlier in last else end(last), earlier
+
+
+def _behind_reply(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Return the ids of what the template writes behind the last `PROBE`, up to `NEXT_PROBE`; [] if it refuses."""
+    text = rendered_probe(tokenizer, messages)
+    behind = text.rpartition(PROBE)[2] if PROBE in text else ""
+    return list(tokenizer(behind.partition(NEXT_PROBE)[0], add_special_tokens=False)["input_ids"])
+
+
+def end_of_sequence(folder: Path) -> int | list[int] | None:
+    """Return `eos_token_id` of the generation config of the language model in `folder`.
+
+    Raises:
+        CheckpointError: the folder has no model configuration.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    with as_checkpoint_error(folder):
+        try:
+            if (folder / GENERATION_FILE).is_file():
+                return GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
+            config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+            return GenerationConfig.from_model_config(config).eos_token_id
+        except ValueError:  # a class that transformers does not know, as many a reward model's
+            return read_config(folder).get("eos_token_id")
+
+
+@functools.lru_cache(maxsize=8)
+def dropped_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids that are no part of a reply at its end: BOS, padding, and what ends a sequence or a turn.
+
+    An entry that ordinary text has, such as "!" as padding, is part of it nevertheless.
+    """
+    folder = Path(str(tokenizer.name_or_path))
+    has_settings = tokenizer.name_or_path and any((folder / name).is_file() for name in (GENERATION_FILE, CONFIG_FILE))
+    eos = end_of_sequence(folder) if has_settings else None
+    ends = eos if isinstance(eos, list) else [eos]
+    named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *ends, *turn_ends(tokenizer)}
+    return frozenset(i for i in named if i is not None and is_special(tokenizer, i))
+
+
+def is_special(tokenizer: Any, token: int) -> bool:
+    """Return whether no ordinary text has this token, which the tokenizer or a setting gives a role such as padding.
+
+    The role alone is no proof: a tokenizer lists every token with a role as special, "!" included.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # in Python; its special tokens are apart from its vocabulary
+        return True
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if piece is None or BRACKETED.fullmatch(piece):  # Unigram and WordPiece have these in their vocabulary, too
+        return True
+    return [each.id for each in backend.model.tokenize(piece)] != [token]
+
+
+def without_end(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:
+    """Return the ids up to what ends a sequence or a turn; within a reply, such tokens end a part of it (gpt-oss)."""
+    dropped = dropped_ids(tokenizer)
+    end = len(ids)
+    while end and ids[end - 1] in dropped:
+        end -= 1
+    return ids[:end]
+
+
+def reply_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of what a policy sampled, with the special tokens that mean something, such as `<think>`.
+
+    Functions, judges, environments, parsers, reports and reward models read it. Only the `dropped_ids` at its end, and
+    BOS and padding before it, are left out.
+    """
+    padding = {tokenizer.bos_token_id, tokenizer.pad_token_id} & dropped_ids(tokenizer)
+    kept = itertools.dropwhile(padding.__contains__, without_end(tokenizer, ids))
+    return str(tokenizer.decode([*kept], skip_special_tokens=False))
+
+
+class TextCodec:
+    """Encodes and decodes text.
+
+    Uses the `tokenizers` library directly if the folder has a tokenizer.json, because importing transformers takes
+    seconds.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Load the tokenizer in `folder`. Raises CheckpointError if there is none."""
+        file = folder / "tokenizer.json"
+        self._folder = folder
+        self._fast: Any = None
+        if file.is_file():
+            from tokenizers import Tokenizer
+
+            self._fast = Tokenizer.from_file(str(file))
+            self._fast.no_truncation()  # tokenizer.json may have truncation and padding enabled
+            self._fast.no_padding()
+        else:
+            _ = self._slow  # loaded now, because a folder without a tokenizer must be an error here
+
+    @functools.cached_property
+    def _slow(self) -> Any:
+        """The tokenizer of transformers, which alone knows the chat template."""
+        return load_tokenizer(self._folder)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of `ids`; see `reply_text`. Ids outside the vocabulary have none."""
+        return reply_text(self._slow, ids)
+
+    def encode(self, text: str, max_length: int) -> list[int]:
+        """Return the first `max_length` ids of the text, without special tokens."""
+        if self._fast is None:
+            return encode_bare_text(self._slow, text, max_length)
+        # Unlike `encode`, `encode_batch` releases the GIL.
+        return _first_ids(
+            lambda part: self._fast.encode_batch([part], add_special_tokens=False)[0].ids, text, max_length
+        )

@@ -1,0 +1,307 @@
+"""Client for all requests to the servers; each request may take several attempts, each with a deadline.
+
+`pool` selects the server, `connection` makes an attempt, `retry` decides on retries.
+"""
+
+import asyncio
+import functools
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlhf_triton.client.connection import HTTPConnection, Message
+from rlhf_triton.client.pool import ServerPool
+from rlhf_triton.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
+from rlhf_triton.client.served import Expected, ServedModel
+from rlhf_triton.config import ClientSection
+from rlhf_triton.monitoring.tracing import span, traceparent
+from rlhf_triton.python_backend.models.batching import padded_rows
+from rlhf_triton.store.ownership import Sender
+from rlhf_triton.wire import contract
+
+# By default aiohttp accepts gzip, and Triton then compresses every response: floats, which hardly shrink.
+UNCOMPRESSED = {"Accept-Encoding": "identity"}
+REPEAT_AFTER_S = 30.0  # until a training request without a response is repeated for the first time
+
+
+@dataclass(frozen=True)
+class TrainAnswer:
+    """Response of critic_train; `weights_version` is served now."""
+
+    loss_mean: float
+    weights_version: int
+
+
+class TritonClient(AbstractAsyncContextManager["TritonClient"]):
+    """Triton client for one event loop and the whole run; use as an async context manager.
+
+    On exit, calls in flight are cancelled and all connections are closed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        settings: ClientSection,
+        *,
+        training_key: str | None = None,
+        retry_reserve: int = RETRY_RESERVE,
+        expected: Mapping[str, Expected] | None = None,
+    ) -> None:
+        """
+        Args:
+            url: the server's address, unless `settings.servers` is set.
+            training_key: sent with every request, if set.
+            retry_reserve: size of each retry budget.
+            expected: parameters that models must have; requests fail with ServersDiffer while no server has them.
+                Default: those of the first answer to `describe`, and requests wait for a server with the same.
+        """
+        self.counters = RequestCounters()
+        self.declared: dict[str, ServedModel] = {}
+        """What each model for which `describe` was called declares, as a server returned it last."""
+        self._tokens_dtype: type[np.signedinteger[Any]] = np.int64
+        self._settings = settings
+        self._in_flight = asyncio.Semaphore(settings.max_in_flight)
+        key = {contract.TRAINING_KEY_HEADER: training_key} if training_key else {}
+        self._headers = {**UNCOMPRESSED, **key}
+        # Separate budgets, so that failing scoring requests cannot use up the retries of the few training requests.
+        self._scoring_budget, self._training_budget = (RetryBudget(retry_reserve) for _ in range(2))
+        self._sender = Sender(uuid.uuid4().hex)
+        self._has_trained = False  # from then on, training requests outlast a sidecar that is away
+        self._callers: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
+        connect = functools.partial(HTTPConnection, settings=settings, expected=expected or {}, declared=self.declared)
+        self._servers = ServerPool(
+            settings.servers or [url], connect, settings, self.counters, waits_for_same=not expected
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        self._is_closed = True
+        callers = list(self._callers)
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+        await self._servers.close()
+
+    async def describe(self, model: str) -> ServedModel:
+        """Return what a model declares, and use the data type of its tokens in later requests.
+
+        This is the first request to a server, so it is retried at most once and does not wait out an outage. From now
+        on, a server that joins or comes back must declare the same (`ServedModel.meaning`).
+
+        Raises RequestFailed.
+        """
+        attempts = Attempts(model, self._settings, self._scoring_budget, retries=min(1, self._settings.retries))
+        with self._calling():
+            served = await self._servers.answer(
+                attempts,
+                lambda connection: connection.answer(lambda this: this.describe(model), self._settings.deadline_s),
+                patient=False,
+            )
+        if served.tokens_dtype is np.int32:
+            self._tokens_dtype = np.int32
+        return served
+
+    async def why_not_ready(self, model: str) -> str | None:
+        """Probe all servers; return why none of them is ready to answer this model, or None if one is."""
+        return await self._servers.why_not_ready(model)
+
+    @property
+    def num_servers(self) -> int:
+        """Number of servers known now, healthy or not; none before the first request."""
+        return len(self._servers.servers)
+
+    @property
+    def outage(self) -> str:
+        """Why requests wait, with one cause per server; empty if they do not."""
+        return self._servers.outage
+
+    async def score(
+        self,
+        rows: list[np.ndarray],
+        outputs: tuple[str, ...],
+        metadata: list[dict[str, Any]] | None = None,
+        *,
+        width: int = 0,
+        prompt_lengths: list[int] | None = None,
+        versions: contract.VersionRange | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Return outputs of critic_infer for n token rows, which are sent padded to S, the longest row or `width`.
+
+        Args:
+            rows: int64 `[length_i]` each.
+            outputs: names among `rewards` [n, 1], `values` [n, S], `weights_version` [n, 1] and, if several rewards
+                are served, `reward_components` [n, C] and `reward_errors` [n, 1]; of a process reward, `step_rewards`
+                and `step_ends` [n, K].
+            metadata: one dictionary per row for reward functions; None: send no metadata.
+            width: pad to at least this many tokens, for servers that batch only requests of equal length.
+            prompt_lengths: leading tokens of each row that belong to its prompt; a process reward needs them.
+            versions: versions of the critic's weights that may answer, for which the request waits up to `deadline_s`.
+
+        Raises:
+            RequestFailed: all attempts failed, no server serves these versions, or the request itself is invalid.
+        """
+        inputs = _rows(rows, metadata, width, prompt_lengths)
+        return await self._infer(contract.CRITIC_INFER, inputs, outputs, versions=versions)
+
+    async def rewards(
+        self,
+        rows: list[np.ndarray],
+        outputs: tuple[str, ...] = (contract.REWARDS,),
+        metadata: list[dict[str, Any]] | None = None,
+        *,
+        width: int = 0,
+        prompt_lengths: list[int] | None = None,
+        versions: contract.VersionRange | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Like `score`, but return outputs of reward_model, to which `versions` applies; the critic does not run.
+
+        Raises RequestFailed.
+        """
+        inputs = _rows(rows, metadata, width, prompt_lengths)
+        return await self._infer(contract.REWARD_MODEL, inputs, outputs, versions=versions)
+
+    async def score_sentences(
+        self,
+        texts: list[str],
+        outputs: tuple[str, ...],
+        metadata: list[dict[str, Any]] | None = None,
+        *,
+        pairs: list[str] | None = None,
+        versions: contract.VersionRange | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Like `rewards`, for n texts, which the reward model tokenises with its own tokenizer.
+
+        `pairs`: the second text of each row, for a reward model of text pairs. Raises RequestFailed.
+        """
+        inputs = {contract.SENTENCES: contract.texts_array(texts), **_metadata(metadata)}
+        if pairs is not None:
+            inputs[contract.TEXT_PAIRS] = contract.texts_array(pairs)
+        return await self._infer(contract.REWARD_MODEL, inputs, outputs, versions=versions)
+
+    async def logprobs(self, rows: list[np.ndarray], *, versions: contract.VersionRange | None = None) -> np.ndarray:
+        """Return log-probs float32 `[n, S]` of n token rows under the reference; index t belongs to token t+1.
+
+        `contract.LOGPROBS` defines the output. The reference has the one version 0.
+
+        Raises RequestFailed.
+        """
+        answer = await self._infer(contract.REFERENCE, _rows(rows), (contract.LOGPROBS,), versions=versions)
+        return answer[contract.LOGPROBS]
+
+    async def train(self, payload: Mapping[str, np.ndarray], *, run_id: str, step: int) -> TrainAnswer:
+        """Train the critic on `payload` as step `step`. Idempotent: the server recognises a repeated step.
+
+        Raises:
+            ServerFailed: the update failed, for the reason in the message. The step counts as done, so the next one may
+                be sent.
+            RequestFailed: the server refused the request, or all attempts failed; the message says what the journal
+                holds.
+        """
+        inputs = {**payload, **_run(run_id), contract.STEP: np.asarray([step], np.int64)}
+        outputs = (contract.LOSS_MEAN, contract.WEIGHTS_VERSION)
+        answer = await self._infer(contract.CRITIC_TRAIN, inputs, outputs, writes=True)
+        return TrainAnswer(float(answer[contract.LOSS_MEAN][0]), int(answer[contract.WEIGHTS_VERSION][0]))
+
+    async def save(self, *, run_id: str, step: int, keep_steps: Sequence[int] | None = None) -> int:
+        """Request the critic's checkpoint of `step`; return the served weights version.
+
+        `keep_steps`: steps of the critic's checkpoints, up to `step`, to keep; None: keep the newest ones.
+        Raises RequestFailed.
+        """
+        inputs = {contract.DUMMY_VAR: np.zeros(1, np.int64), **_run(run_id), contract.STEP: np.asarray([step])}
+        if keep_steps is not None:
+            inputs[contract.KEEP_STEPS] = np.asarray(keep_steps, np.int64)
+        return await self._save(inputs)
+
+    async def rewind(self, *, run_id: str, step: int) -> int:
+        """Rewind the critic to `step`; return the served weights version. Raises RequestFailed.
+
+        This client then owns the run: requests of previous owners that arrive later are refused.
+        """
+        self._sender = Sender(self._sender.session, self._sender.rewinds + 1)
+        return await self._save({**_run(run_id), contract.REWIND_TO: np.asarray([step], np.int64)})
+
+    async def _save(self, inputs: Mapping[str, np.ndarray]) -> int:
+        outputs = (contract.STATUS, contract.WEIGHTS_VERSION)
+        answer = await self._infer(contract.CRITIC_SAVE, inputs, outputs, writes=True)
+        return int(answer[contract.WEIGHTS_VERSION][0])
+
+    async def _infer(
+        self,
+        model: str,
+        arrays: Mapping[str, np.ndarray],
+        outputs: tuple[str, ...],
+        *,
+        writes: bool = False,
+        versions: contract.VersionRange | None = None,
+    ) -> dict[str, np.ndarray]:
+        if contract.TOKENS in arrays:
+            arrays = {**arrays, contract.TOKENS: arrays[contract.TOKENS].astype(self._tokens_dtype, copy=False)}
+        s = self._settings
+        attempts = Attempts(
+            model,
+            s,
+            self._training_budget if writes else self._scoring_budget,
+            retries=s.retries,
+            outlast_s=s.max_outage_s if writes and self._has_trained else 0.0,
+            repeats_failures=not writes,
+            demanded=versions,
+        )
+        deadline_s = s.train_deadline_s if writes else s.deadline_s
+        # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
+        with span(model), self._calling(), self._servers.turns.join() if writes else nullcontext() as turn:
+            trace = traceparent()
+            traced = {contract.TRACEPARENT_HEADER: trace} if trace else {}
+            headers = {**self._headers, contract.SENDER_HEADER: str(self._sender), **traced}
+            message = Message(model, arrays, outputs, headers, versions.parameters if versions else None)
+            async with self._in_flight:
+                answer = await self._servers.answer(
+                    attempts,
+                    lambda connection: connection.answer(
+                        lambda this: this.infer(message), deadline_s, repeat_after_s=REPEAT_AFTER_S if writes else None
+                    ),
+                    turn=turn,
+                )
+        self._has_trained |= writes
+        return answer
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Register the calling task, so that closing the client cancels it; raise CancelledError if it is closed."""
+        caller = asyncio.current_task()
+        if self._is_closed or caller is None:
+            raise asyncio.CancelledError
+        self._callers.add(caller)
+        try:
+            yield
+        finally:
+            self._callers.discard(caller)
+
+
+def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:
+    return {} if rows is None else {contract.METADATA: contract.texts_array([json.dumps(row) for row in rows])}
+
+
+def _rows(
+    rows: list[np.ndarray],
+    metadata: list[dict[str, Any]] | None = None,
+    width: int = 0,
+    prompt_lengths: list[int] | None = None,
+) -> dict[str, np.ndarray]:
+    """Return `tokens` [n, S], `sequence_lengths` [n, 1] and, if given, `prompt_lengths` [n, 1] and `metadata` [n, 1].
+
+    S is the longest row, and at least `width`.
+    """
+    tokens = padded_rows(rows, max(width, *(row.size for row in rows)), np.int64)
+    sizes = {contract.SEQUENCE_LENGTHS: [row.size for row in rows], contract.PROMPT_LENGTHS: prompt_lengths}
+    counts = {name: np.asarray(size, np.int64)[:, None] for name, size in sizes.items() if size is not None}
+    return {contract.TOKENS: tokens, **counts, **_metadata(metadata)}
+
+
+def _run(run_id: str) -> dict[str, np.ndarray]:
+    return {contract.RUN_ID: np.asarray([run_id.encode()], dtype=np.object_)}

@@ -1,0 +1,169 @@
+"""Connections to one server over tritonclient's async HTTP, with a deadline per attempt.
+
+The only module that imports tritonclient.http.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+from tritonclient.http import InferInput, InferRequestedOutput
+from tritonclient.http.aio import InferenceServerClient
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from rlhf_triton.client.errors import Kind, Trouble
+from rlhf_triton.client.retry import HINT
+from rlhf_triton.client.served import Expected, ServedModel, served_model
+from rlhf_triton.config import ClientSection
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+PROBE_TIMEOUT_S = 5.0
+NOT_HTTP = "give Triton's HTTP port (server.http_port), not the one for gRPC"
+MORE_CONNECTIONS = 8  # beyond the requests in flight, so that probes never wait for a connection
+
+
+class Message:
+    """An inference request, encoded once for all its attempts."""
+
+    def __init__(
+        self,
+        model: str,
+        arrays: Mapping[str, np.ndarray],
+        outputs: tuple[str, ...],
+        headers: Mapping[str, str],
+        parameters: Mapping[str, int] | None = None,
+    ) -> None:
+        self.model, self.outputs, self.headers, self.parameters = model, outputs, headers, parameters
+        self.inputs = []
+        for name, array in arrays.items():
+            tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+            tensor.set_data_from_numpy(array)
+            self.inputs.append(tensor)
+
+
+class HTTPConnection:
+    """A pool of connections to one server."""
+
+    def __init__(
+        self, url: str, *, settings: ClientSection, expected: Mapping[str, Expected], declared: dict[str, ServedModel]
+    ) -> None:
+        """
+        Args:
+            expected: parameters by model; a server with others gets no requests. Read at each check.
+            declared: receives what the models declare, as it is found.
+        """
+        self._url, self._expected, self._declared = url, expected, declared
+        self._difference = ""
+        self._num_connected = self._num_checked = 0  # connections made so far, and before the last check
+        self._checking = asyncio.Lock()
+        limit = settings.max_in_flight + MORE_CONNECTIONS
+        # No connection timeout here: `answer` sets the only deadline.
+        self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
+        # Not a trace of aiohttp, which calls a dozen functions for every request. tritonclient makes the connector.
+        connector: Any = self.http._stub.connector
+        self._connect = connector._create_connection
+        connector._create_connection = self._connected
+
+    async def answer(
+        self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float, *, repeat_after_s: float | None = None
+    ) -> T:
+        """Return the result of `ask`. Raises Trouble if it fails or misses the deadline.
+
+        `repeat_after_s`: repeat an idempotent request without a response after this time, then after twice as long, and
+        so on. Triton never answers a request that waits in a model's process when that process is killed.
+        """
+        try:
+            async with timeout(deadline_s):  # before Python 3.12, wait_for may swallow a cancellation
+                while repeat_after_s is not None:
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        async with timeout(repeat_after_s):
+                            return await ask(self)
+                    repeat_after_s *= 2
+                return await ask(self)
+        except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise trouble_of(error, deadline_s) from error
+
+    async def infer(self, message: Message) -> dict[str, np.ndarray]:
+        """Return the outputs of an inference request. Raises the client library's errors: call it within `answer`."""
+        wanted = [InferRequestedOutput(name, binary_data=True) for name in message.outputs]
+        answer = await self.http.infer(
+            message.model,
+            message.inputs,
+            outputs=wanted,
+            headers=dict(message.headers),  # the client library changes it
+            parameters=message.parameters,
+        )
+        if self._is_checked(message.model) and self._num_checked < self._num_connected:
+            async with self._checking:
+                if self._num_checked < (connected := self._num_connected):
+                    await self.describe(message.model)
+                    self._num_checked = connected
+        return {name: answer.as_numpy(name) for name in message.outputs}
+
+    async def describe(self, model: str) -> ServedModel:
+        """Return what a model declares. Raises Trouble if its parameters are not as expected; see `infer`."""
+        served = served_model(await self.http.get_model_config(model))
+        theirs, ours = served.parameters, dict(self._expected.get(model, {}))
+        if model in self._declared:
+            ours = {**dict.fromkeys(served.meaning), **self._declared[model].meaning, **ours}
+        different = sorted(key for key in ours if theirs.get(key) != ours[key])
+        if not different:
+            self._declared[model] = served
+            return served
+        found, wanted = (values.get(different[0]) or "none" for values in (theirs, ours))
+        difference = f"{model} has {different[0]} {found}, but {wanted} is expected; start both from the same YAML"
+        if difference != self._difference:
+            logger.warning("%s gets no requests: %s; serve it with the same configuration", self._url, difference)
+        self._difference = difference
+        raise Trouble(Kind.DIFFERENT, "serves another configuration", difference)
+
+    async def why_not_ready(self, model: str) -> str | None:
+        """Return why the model is not ready; None if it is. Raises Trouble, also if it is not what is expected."""
+        if not await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S):
+            return f"{model} not ready"
+        if self._is_checked(model):
+            await self.answer(lambda this: this.describe(model), PROBE_TIMEOUT_S)
+        return None
+
+    def _is_checked(self, model: str) -> bool:
+        """Return whether a server must have certain parameters: given ones, or those that another one declared."""
+        return model in self._expected or model in self._declared
+
+    async def _connected(self, *arguments: Any) -> Any:
+        connection = await self._connect(*arguments)
+        self._num_connected += 1  # perhaps to a server that was started again, with another configuration
+        return connection
+
+    async def close(self) -> None:
+        """Close all connections; requests in flight fail."""
+        await self.http.close()
+
+
+def trouble_of(error: Exception, deadline_s: float, *, hint: str = HINT) -> Trouble:
+    """Classify an error; timeouts and connection errors are transient.
+
+    `hint` ends the message if the server cannot be reached.
+    """
+    if isinstance(error, InferenceServerException):
+        return Trouble.refused(str(error.status() or ""), str(error.message()))
+    if isinstance(error, asyncio.TimeoutError):
+        return Trouble(Kind.LOST, f"did not respond within {deadline_s:g} s")
+    if isinstance(error, aiohttp.ClientResponseError):  # not of a status, which tritonclient reads itself
+        return Trouble(Kind.WRONG, "does not answer in HTTP", NOT_HTTP)
+    cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    kind = Kind.UNREACHABLE if isinstance(error, aiohttp.ClientConnectorError) else Kind.LOST
+    return Trouble(kind, "cannot be reached", cause, hint=hint)

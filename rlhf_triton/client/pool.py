@@ -1,0 +1,634 @@
+"""Least-loaded balancing over healthy servers; waits while none is healthy.
+
+A lost server receives no requests until it reports all models requested so far as ready, and neither does one that
+joins. A server that leaves its DNS name gets no further requests, and is closed once those in flight are answered.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from rlhf_triton.backoff import backoff_s
+from rlhf_triton.client.errors import Kind, OverBudget, RequestFailed, ServersDiffer, Trouble
+from rlhf_triton.client.retry import HINT, Attempts, RequestCounters
+from rlhf_triton.config import ClientSection
+from rlhf_triton.config.fields import DNS_PREFIX, resolve
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.wire.contract import VersionRange
+
+# State of one server as the pool sees it.
+
+
+class Connection(Protocol):
+    """Interface of a connection to one server."""
+
+    async def why_not_ready(self, model: str) -> str | None:
+        """Return why the model gets no requests there; None: it is ready. Raises Trouble if the probe fails."""
+
+    async def close(self) -> None:
+        """Close the connection; requests in flight fail."""
+
+
+C = TypeVar("C", bound=Connection)
+
+
+@dataclass
+class Suspension:
+    """A model whose process has died on one server.
+
+    Triton still reports the model as ready, so probes do not show its recovery. Instead, after a pause, one request
+    at a time tries it.
+    """
+
+    losses: int
+    until: float  # on the monotonic clock
+    cause: str
+    on_trial: bool = False
+
+
+@dataclass(eq=False)
+class Server(Generic[C]):
+    """State of one server."""
+
+    url: str
+    connection: C
+    in_flight: int = 0
+    last_turns: dict[str, int] = field(default_factory=dict)  # by model: when this server was last chosen
+    losses: int = 0  # times that it was lost or not ready since its last response
+    down: str | None = None  # why the server is set aside; None: it receives requests
+    unusable: RlhfError | None = None  # what a probe raised: the server gets no more requests
+    suspended: dict[str, Suspension] = field(default_factory=dict)  # by model
+    behind: dict[str, tuple[VersionRange, int, float]] = field(default_factory=dict)
+    """By model: the versions that it refused to serve, how often, and when one request may try it again."""
+    probe: asyncio.Task[str | None] | None = None
+
+    def lacks(self, model: str, demanded: VersionRange | None) -> bool:
+        """Return whether the server has just refused a request for this model that demanded no less."""
+        if demanded is None or model not in self.behind:
+            return False
+        refused, _, until = self.behind[model]
+        return time.monotonic() < until and refused.least <= demanded.least and demanded.most <= refused.most
+
+    def lacked(self, model: str, refused: VersionRange, first_pause_s: float) -> None:
+        """Record that the server does not serve these versions; one request may try it again, after growing pauses."""
+        times = self.behind[model][1] + 1 if model in self.behind else 0
+        self.behind[model] = refused, times, time.monotonic() + backoff_s(first_pause_s, times)
+
+    def takes(self, model: str) -> bool:
+        """Return whether a request for this model may be sent to this server."""
+        suspended = self.suspended.get(model)
+        is_free = suspended is None or (not suspended.on_trial and time.monotonic() >= suspended.until)
+        return self.down is None and is_free
+
+
+# The addresses of the servers at the moment, from `actor.client.servers`.
+
+
+logger = logging.getLogger(__name__)
+
+
+class ServerNames:
+    """Resolves the servers' addresses; a name that cannot be resolved keeps the addresses that it had."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = addresses
+        self._last: dict[str, list[str]] = {}
+        self._unresolved: set[str] = set()
+
+    @property
+    def may_change(self) -> bool:
+        """Whether any address is a DNS name, so that servers may join and leave."""
+        return any(address.startswith(DNS_PREFIX) for address in self._addresses)
+
+    async def urls(self) -> list[str]:
+        """Return `host:port` of every server, each once. Raises RequestFailed if a name was never resolved."""
+        found = [url for address in self._addresses for url in await self._resolved(address)]
+        return list(dict.fromkeys(found))
+
+    async def _resolved(self, address: str) -> list[str]:
+        if not address.startswith(DNS_PREFIX):
+            return [address]
+        try:
+            self._last[address] = await asyncio.to_thread(resolve, address)
+            self._unresolved.discard(address)
+        except (OSError, ValueError) as error:
+            if address not in self._last:
+                raise RequestFailed(f"server address {address!r} cannot be resolved: {error}") from error
+            if address not in self._unresolved:  # once, not at every attempt
+                logger.warning("%s cannot be resolved (%s): keeping the servers that it named", address, error)
+            self._unresolved.add(address)
+        return self._last[address]
+
+
+# Logs each outage (no server is healthy) when it starts, every 30 s, and when it ends.
+
+
+REMIND_EVERY_S = 30.0
+
+
+class Outage:
+    """One outage, from the first request without a healthy server until a server is healthy again."""
+
+    def __init__(self, causes: Callable[[], str]) -> None:
+        self.models: set[str] = set()  # models with waiting requests
+        self._began = time.monotonic()
+        self._causes = causes
+        logger.warning("no healthy server; requests wait for one: %s", causes())
+
+    @property
+    def seconds(self) -> float:
+        """Duration so far."""
+        return time.monotonic() - self._began
+
+    async def remind(self) -> None:
+        """Log every `REMIND_EVERY_S` seconds that the outage continues, until cancelled."""
+        while True:
+            await asyncio.sleep(REMIND_EVERY_S)
+            logger.warning("no healthy server for %.0f s: %s", self.seconds, self._causes())
+
+    def end(self) -> None:
+        """Log the end of the outage."""
+        logger.warning("a server is healthy again after %.1f s", self.seconds)
+
+
+# Sends training requests in step order, including retries, because the journal refuses gaps.
+
+
+@dataclass(eq=False)
+class Turn:
+    """Position of one training request in the queue, until its response arrives."""
+
+    sent_to: str | None = None
+    """Server of the first attempt while it is in flight; None: not sent yet, or held up."""
+    held_up: bool = False
+    """True once the request has been sent or had to wait. From its next attempt on, later requests wait for its
+    response: if they were sent at the same moment, they might arrive first."""
+
+
+class Turns:
+    """Queue of training requests without a response.
+
+    A step may be sent while the previous one is still training. It must wait, however, if the previous request may not
+    have arrived yet because it waits for a server, is being retried, or was sent to a server that was lost.
+    """
+
+    def __init__(self) -> None:
+        self._line: list[Turn] = []
+        self._changed = asyncio.Event()
+
+    @contextmanager
+    def join(self) -> Iterator[Turn]:
+        """Add a request at the end of the queue for the duration of the block."""
+        turn = Turn()
+        self._line.append(turn)
+        try:
+            yield turn
+        finally:
+            self._line.remove(turn)
+            self._changed.set()  # wakes all that wait
+            self._changed = asyncio.Event()
+
+    async def come(self, turn: Turn, server: Callable[[], str | None]) -> None:
+        """Wait until the request of `turn` may be sent to the server that `server()` returns.
+
+        A request that was not delayed waits until every earlier one has begun its first attempt at that server; a
+        delayed one waits until every earlier one has its response.
+        """
+        while not all(self._is_ahead(earlier, turn, server()) for earlier in self._line[: self._line.index(turn)]):
+            turn.held_up = True
+            await self._changed.wait()
+
+    def is_first(self, turn: Turn) -> bool:
+        """Return whether every earlier request has its response."""
+        return self._line[0] is turn
+
+    @contextmanager
+    def under_way(self, turn: Turn | None, server: str) -> Iterator[None]:
+        """Mark an attempt as in flight to `server` within the block; do nothing if `turn` is None."""
+        if turn is None:
+            yield
+            return
+        turn.sent_to, turn.held_up = None if turn.held_up else server, True
+        try:
+            yield
+        finally:
+            turn.sent_to = None
+
+    def _is_ahead(self, earlier: Turn, turn: Turn, server: str | None) -> bool:
+        return not turn.held_up and earlier.sent_to is not None and earlier.sent_to == server
+
+
+T = TypeVar("T")
+RESOLVE_EVERY_S = 10.0
+
+
+class ServerPool(Generic[C]):
+    """All servers that the actor may send requests to."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        connect: Callable[[str], C],
+        settings: ClientSection,
+        counters: RequestCounters,
+        *,
+        hint: str = HINT,
+        waits_for_same: bool = True,
+    ) -> None:
+        """
+        Args:
+            hint: ends the message if no server is healthy for `max_outage_s`.
+            waits_for_same: requests wait for a server that is not Kind.DIFFERENT, instead of failing at once.
+        """
+        self.servers: list[Server[C]] = []
+        self.turns = Turns()
+        self._gone: list[Server[C]] = []  # no longer in DNS, with requests still in flight
+        self._looking_up = asyncio.Lock()
+        self._names = ServerNames(addresses)
+        self._connect, self._settings, self._counters, self._hint = connect, settings, counters, hint
+        self._models: set[str] = set()  # requested so far; a server is ready if all of these are
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._outage: Outage | None = None
+        self._reminder: asyncio.Task[None] | None = None
+        self._turn = 0  # counts choices
+        self._waits_for_same = waits_for_same
+        self._writer: Server[C] | None = None
+
+    def writer(self, model: str) -> str | None:
+        """Return the URL of the server that a training request would go to now; None if there is none."""
+        server = self._writing(model)
+        return server.url if server else None
+
+    @contextlib.asynccontextmanager
+    async def one(
+        self,
+        model: str,
+        *,
+        writes: bool,
+        patient: bool,
+        demanded: VersionRange | None = None,
+        session: int | None = None,
+    ) -> AsyncIterator[Server[C]]:
+        """Select a server for one attempt, which counts as in flight until the end of the block.
+
+        Args:
+            model: the requested model.
+            writes: the request changes state, so select the same server as last time while that one is healthy.
+            patient: if no server is healthy, True: wait for one; False: return one that was set aside.
+            demanded: versions that may answer; a server that has just refused to serve them is the last choice.
+            session: selects the same server for the same session, as long as the same ones are healthy.
+
+        Raises:
+            RequestFailed: no server was healthy for `max_outage_s`, or an address cannot be resolved.
+        """
+        self._models.add(model)
+        choose = self._writing if writes else functools.partial(self._least_busy, demanded=demanded, session=session)
+        server = await self._find(model, choose, patient=patient and self._settings.max_outage_s > 0)
+        suspended = server.suspended.get(model)
+        if demanded is not None and model in server.behind:  # this request tries it again; others wait for its answer
+            server.lacked(model, server.behind[model][0], self._settings.backoff_s)
+        server.in_flight += 1
+        if suspended:
+            suspended.on_trial = True
+        try:
+            yield server
+        finally:
+            server.in_flight -= 1
+            if suspended:
+                suspended.on_trial = False
+                self._change()
+            await self._close_gone()
+
+    def answered(self, server: Server[C], model: str) -> None:
+        """Record that the server has responded to a request for this model."""
+        server.losses = 0 if server.down is None else server.losses
+        if server.suspended.pop(model, None):
+            self._change()
+
+    async def failed(self, server: Server[C], model: str, trouble: Trouble) -> bool:
+        """Set aside the server if it is lost, or only the model if its process died; return whether either happened.
+
+        A server that may only be overloaded is probed first.
+        """
+        if trouble.kind.is_final:
+            self.answered(server, model)
+            return False
+        if trouble.kind is Kind.DEAD:
+            self._suspend(server, model, trouble)
+            return True
+        if server in self._gone:
+            return True
+        if server.down is None and (trouble.kind.is_refusal or await self._why_not_ready(server)):
+            self._set_aside(server, trouble)
+        return server.down is not None
+
+    async def answer(
+        self,
+        attempts: Attempts,
+        ask: Callable[[C], Awaitable[T]],
+        *,
+        turn: Turn | None = None,
+        patient: bool = True,
+    ) -> T:
+        """Return the result of `ask` with the connection to a server, after as many attempts as it takes.
+
+        `turn`: the place of a training request, from `turns`. Raises RequestFailed; `patient`: see `one`.
+        """
+        self._counters.requests += 1
+        attempts.budget.earn()
+        try:
+            while True:
+                if turn:
+                    await self.turns.come(turn, lambda: self.writer(attempts.model))
+                chosen = self.one(
+                    attempts.model,
+                    writes=turn is not None,
+                    patient=patient,
+                    demanded=attempts.demanded,
+                    session=attempts.session,
+                )
+                async with chosen as server:
+                    try:
+                        with self.turns.under_way(turn, server.url):
+                            answer = await ask(server.connection)
+                        self.answered(server, attempts.model)
+                        if attempts.demanded is not None:
+                            server.behind.pop(attempts.model, None)
+                        return answer
+                    except Trouble as trouble:
+                        if turn and trouble.is_out_of_order and not self.turns.is_first(turn):
+                            self.answered(server, attempts.model)
+                            self._counters.retries += 1  # the step before it was lost: wait for its response
+                            pause_s = 0.0
+                        else:
+                            pause_s = await self.pause_after(server, attempts, trouble, patient=patient)
+                await asyncio.sleep(pause_s)
+        except RequestFailed as error:
+            self._counters.failed_requests += 1
+            self._counters.over_budget += isinstance(error, OverBudget)
+            raise
+
+    def can_take(self, model: str, *, besides: Server[C] | None = None) -> bool:
+        """Return whether any server accepts requests for this model, of those other than `besides`."""
+        return any(server.takes(model) for server in self.servers if server is not besides)
+
+    async def pause_after(self, server: Server[C], attempts: Attempts, trouble: Trouble, *, patient: bool) -> float:
+        """Record a failed attempt; return the pause in seconds before the next one.
+
+        It is 0 if the next attempt goes to another server or, if `patient`, waits for one. Raises RequestFailed if
+        there is no next attempt.
+        """
+        if trouble.kind is Kind.OTHER_VERSION and attempts.demanded is not None:
+            return self._pause_for_version(server, attempts, attempts.demanded, trouble)
+        is_lost = await self.failed(server, attempts.model, trouble)
+        goes_elsewhere = is_lost and self.can_take(attempts.model, besides=server)
+        pause_s = 0.0
+        if goes_elsewhere or (is_lost and patient and self._settings.max_outage_s > 0):
+            attempts.moves_on(trouble, server.url)
+            self._counters.failovers += goes_elsewhere
+        else:
+            pause_s = attempts.pause_s(trouble, server.url)
+        self._counters.retries += 1
+        return pause_s
+
+    def _pause_for_version(
+        self, server: Server[C], attempts: Attempts, demanded: VersionRange, trouble: Trouble
+    ) -> float:
+        """Return the pause before the next attempt: 0 unless all servers lack the demanded versions."""
+        model = attempts.model
+        self.answered(server, model)
+        pause_s = attempts.pause_for_version_s(trouble, server.url)
+        if not server.lacks(model, demanded):
+            server.lacked(model, demanded, self._settings.backoff_s)
+        goes_elsewhere = any(other.takes(model) and not other.lacks(model, demanded) for other in self.servers)
+        self._counters.failovers += goes_elsewhere
+        self._counters.retries += 1
+        return 0.0 if goes_elsewhere else pause_s
+
+    @property
+    def outage(self) -> str:
+        """Why requests wait for a healthy server; empty if they do not."""
+        return self._causes() if self._outage else ""
+
+    async def why_not_ready(self, model: str) -> str | None:
+        """Probe all servers; return why none of them is ready to answer this model, or None if one is."""
+        if not self.servers:
+            await self._look_up()
+        causes = await asyncio.gather(*(self._why_not_there(server, model) for server in self.servers))
+        return None if None in causes else "; ".join(cause for cause in causes if cause)
+
+    async def close(self) -> None:
+        """Cancel the probes and close all connections."""
+        everyone = [*self.servers, *self._gone]
+        tasks = [*self._tasks, *(server.probe for server in everyone if server.probe)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for server in everyone:
+            await server.connection.close()
+
+    # ---- choosing ----
+
+    async def _find(self, model: str, choose: Callable[[str], Server[C] | None], *, patient: bool) -> Server[C]:
+        if not self.servers:
+            await self._look_up()
+        while (server := choose(model)) is None:
+            if not patient:
+                return min(self.servers, key=lambda server: server.losses)
+            await self._wait(model)
+        return server
+
+    def _least_busy(
+        self, model: str, *, demanded: VersionRange | None = None, session: int | None = None
+    ) -> Server[C] | None:
+        """Return the available server with the fewest requests in flight, or that of the session; None: there is none.
+
+        One that lacks the demanded versions is chosen only if all do.
+        Ties go to the one that was chosen for this model the longest ago. One order for all models would not do: rows
+        are sent to reward and critic in turn, so that one of two servers would get all requests for the critic.
+        """
+        server = min(
+            (server for server in self.servers if server.takes(model)),
+            key=lambda server: (
+                server.lacks(model, demanded),
+                0 if session is None else zlib.crc32(f"{session} {server.url}".encode()),
+                server.in_flight,
+                server.last_turns.get(model, 0),
+            ),
+            default=None,
+        )
+        if server:
+            self._turn += 1
+            server.last_turns[model] = self._turn
+        return server
+
+    def _writing(self, model: str) -> Server[C] | None:
+        """Return the server for training requests, None if there is none.
+
+        It stays the same while it is healthy, because requests to different servers might overtake each other.
+        """
+        if self._writer not in self.servers or not self._writer.takes(model):
+            self._writer = next((server for server in self.servers if server.takes(model)), None)
+        return self._writer
+
+    # ---- joining and leaving ----
+
+    async def _look_up(self) -> None:
+        """Resolve the addresses. The first servers get requests at once, later ones when they are ready."""
+        async with self._looking_up:
+            urls = await self._names.urls()
+            before = self.servers
+            known = {server.url for server in before}
+            joined = [Server(url, self._connect(url)) for url in urls if url not in known]
+            left = [server for server in before if server.url not in urls]
+            self.servers = [*(server for server in before if server not in left), *joined]
+            self._gone += left
+            for server in joined if before else []:
+                server.down = "has just joined"
+                self._spawn(self._bring_back(server))
+            for server in left:
+                logger.info("%s has left: it gets no further requests", server.url)
+            if not before and self._names.may_change:
+                self._spawn(self._follow_names())
+            if joined or left:
+                self._change()
+        await self._close_gone()
+
+    async def _follow_names(self) -> None:
+        """Resolve the addresses again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(RESOLVE_EVERY_S)
+            await self._look_up()
+
+    async def _close_gone(self) -> None:
+        """Close the connections to dropped servers once they are idle."""
+        idle = [server for server in self._gone if not server.in_flight and (not server.probe or server.probe.done())]
+        self._gone = [server for server in self._gone if server not in idle]
+        for server in idle:
+            await server.connection.close()
+
+    # ---- losing and finding again ----
+
+    def _set_aside(self, server: Server[C], trouble: Trouble) -> None:
+        if server.down is not None or server in self._gone:
+            return
+        server.down = trouble.why or trouble.what
+        server.losses += 1
+        self._refuse(server, trouble)
+        if len(self.servers) > 1:
+            level = logging.INFO if trouble.kind is Kind.UNLOADED else logging.WARNING  # draining is not a fault
+            logger.log(level, "%s gets no requests until it is ready again: %s", server.url, server.down)
+        self._spawn(self._bring_back(server))
+
+    async def _bring_back(self, server: Server[C]) -> None:
+        """Probe a server that was lost or joins until all requested models are ready, then put it into service."""
+        while server in self.servers:
+            await asyncio.sleep(backoff_s(self._settings.backoff_s, server.losses - 1))
+            await self._look_up()
+            if server not in self.servers:
+                break
+            try:
+                server.down = await self._why_not_ready(server)
+            except RlhfError as error:  # task edge: requests that wait for a server raise it
+                server.down, server.unusable = str(error), error
+                logger.warning("%s gets no requests: %s", server.url, error)
+                break
+            if server.down is None:
+                server.unusable = None
+                server.suspended.clear()
+                if len(self.servers) > 1:
+                    logger.info("%s is ready%s", server.url, " again" if server.losses else " and joins")
+                break
+            server.losses += 1
+        self._change()
+
+    async def _why_not_ready(self, server: Server[C]) -> str | None:
+        """Probe the server; return why it is not ready, or None if it is. Concurrent callers share one probe."""
+        if server.probe is None or server.probe.done():
+            server.probe = asyncio.create_task(self._probe(server))
+        return await asyncio.shield(server.probe)
+
+    async def _probe(self, server: Server[C]) -> str | None:
+        try:
+            causes = [await server.connection.why_not_ready(model) for model in sorted(self._models)]
+        except Trouble as trouble:
+            self._refuse(server, trouble)
+            return trouble.why or trouble.what
+        return "; ".join(cause for cause in causes if cause) or None
+
+    def _refuse(self, server: Server[C], trouble: Trouble) -> None:
+        """Let waiting requests fail if the server serves something else, and all others cannot be used either."""
+        if trouble.kind is Kind.DIFFERENT and not self._waits_for_same:
+            server.unusable = ServersDiffer(f"{server.url} {trouble.what}: {trouble.why}")
+            self._change()
+
+    async def _why_not_there(self, server: Server[C], model: str) -> str | None:
+        """Return why this server is not ready to answer the model, with its address; None if it is."""
+        try:
+            suspended = server.suspended.get(model)  # Triton reports the model of a dead process as ready
+            cause = suspended.cause if suspended else await server.connection.why_not_ready(model)
+        except Trouble as trouble:
+            cause = trouble.why or trouble.what
+        return f"{server.url}: {cause}" if cause else None
+
+    def _suspend(self, server: Server[C], model: str, trouble: Trouble) -> None:
+        known = server.suspended.get(model)
+        if known and not known.on_trial:  # already recorded by another request in flight when the process died
+            return
+        losses = known.losses + 1 if known else 1
+        pause_s = backoff_s(self._settings.backoff_s, losses - 1)
+        server.suspended[model] = Suspension(losses, time.monotonic() + pause_s, trouble.why)
+        asyncio.get_running_loop().call_later(pause_s, self._change)
+
+    async def _wait(self, model: str) -> None:
+        """Wait until the state of any server changes. Raises RequestFailed after `max_outage_s`."""
+        longest = self._settings.max_outage_s
+        if self._outage is None:
+            self._outage = Outage(self._causes)
+            self._counters.outages += 1
+            self._reminder = self._spawn(self._outage.remind())
+            asyncio.get_running_loop().call_later(longest, self._change)  # wake the waiters, to check the time
+        self._outage.models.add(model)
+        unusable = [server.unusable for server in self.servers if server.unusable]
+        if unusable and len(unusable) == len(self.servers):  # else wait for the others
+            raise unusable[0]
+        if self._outage.seconds >= longest:
+            raise RequestFailed(
+                f"{model}: no healthy server for {self._outage.seconds:.0f} s (max_outage_s): "
+                f"{self._causes()}{self._hint}"
+            )
+        await self._changed.wait()
+
+    def _causes(self) -> str:
+        found = []
+        for server in self.servers:
+            causes = [server.down] if server.down else [f"{m}: {s.cause}" for m, s in server.suspended.items()]
+            found += [f"{server.url}: {cause}" for cause in causes]
+        return "; ".join(found)
+
+    def _change(self) -> None:
+        """Wake all waiters; end the outage if every model with waiting requests is served again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self._outage and self._reminder and all(map(self._is_served, self._outage.models)):
+            self._reminder.cancel()
+            self._outage.end()
+            self._counters.outage_seconds += self._outage.seconds
+            self._outage = None
+
+    def _is_served(self, model: str) -> bool:
+        return any(server.down is None and model not in server.suspended for server in self.servers)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,158 @@
+"""Decides whether a failed attempt is repeated, within a limit per request and a budget shared by all requests."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+from rlhf_triton.backoff import backoff_s
+from rlhf_triton.client.errors import (
+    Kind,
+    OverBudget,
+    RequestFailed,
+    Trouble,
+)
+from rlhf_triton.config import ClientSection
+from rlhf_triton.wire.contract import VersionRange
+
+logger = logging.getLogger(__name__)
+HINT = "; is `rlhf-triton serve` running there?"
+PER_REQUEST = 0.2  # of a retry, which each request adds to the budget
+RETRY_RESERVE = 100  # size of a retry budget: enough for the hiccups of a small run, too little for a storm
+
+
+@dataclass
+class RequestCounters:
+    """Counts of requests, retries and outages; a request that succeeds after retries does not count as failed."""
+
+    requests: int = 0
+    retries: int = 0
+    """Attempts after the first, including failovers."""
+    failovers: int = 0
+    """Retries that went to another server at once."""
+    over_budget: int = 0
+    """Requests that failed because the retry budget was spent."""
+    failed_requests: int = 0
+    outages: int = 0
+    """How often requests had to wait because no server was healthy."""
+    outage_seconds: float = 0.0
+    """Total duration of the outages that have ended."""
+
+
+class RetryBudget:
+    """Token bucket of retries shared by all requests: a request earns a fraction of a token, a retry spends one.
+
+    As in Finagle, Envoy and gRPC, retries add at most a fraction to the load if every request fails, instead of
+    multiplying it. The bucket starts full, so that a small run can retry too.
+    """
+
+    def __init__(self, reserve: int) -> None:
+        self._tokens = self._most = float(reserve)
+
+    def earn(self) -> None:
+        """Add to the budget the fraction of a retry that one request contributes."""
+        self._tokens = min(self._most, self._tokens + PER_REQUEST)
+
+    def spend(self) -> bool:
+        """Take one token for a retry; return whether there was one."""
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+class Attempts:
+    """The attempts of one request.
+
+    | failure | the server | the request |
+    |---|---|---|
+    | no connection, or the model was unloaded | set aside | goes to another server, or waits for one; no retry |
+    | connection lost, model process dead | set aside | the same, but costs one own retry |
+    | timeout or 503, and the server is still ready | stays | pauses; costs one own retry and one token of the budget |
+    | 500 of a request that may be repeated, as when /dev/shm is full | stays | the same |
+    | 503: another version than demanded | stays | goes to another server, or pauses; costs nothing for `deadline_s` |
+    | 503 of a training request: the sidecar is away | stays | pauses; costs nothing for `outlast_s` |
+    | anything else | stays | fails |
+    """
+
+    def __init__(
+        self,
+        model: str,
+        settings: ClientSection,
+        budget: RetryBudget,
+        *,
+        retries: int,
+        outlast_s: float = 0.0,
+        repeats_failures: bool = False,
+        demanded: VersionRange | None = None,
+        session: int | None = None,
+    ) -> None:
+        """
+        Args:
+            demanded: the versions of the weights that may answer the request; None: any.
+            session: requests of the same one go to the same server, while that is healthy.
+        """
+        self.model, self.budget, self.demanded, self.session = model, budget, demanded, session
+        self._unserved_since: float | None = None
+        self._outlast_s, self._busy_since, self._pauses = outlast_s, 0.0, 0
+        self.retried = 0  # attempts after the first
+        self._made = 0  # attempts that reached a server
+        self._settings, self._retries, self._repeats_failures = settings, retries, repeats_failures
+        self._unreached_since: float | None = None
+
+    def moves_on(self, trouble: Trouble, url: str) -> None:
+        """Record a retry without a pause, after the server was set aside. Raises RequestFailed if no retry is left."""
+        if not trouble.kind.is_refusal:
+            self._reached(trouble, url)
+            self._unreached_since = None
+        elif self._unreached_since is None:
+            self._unreached_since = time.monotonic()
+        elif time.monotonic() - self._unreached_since > self._settings.max_outage_s:
+            # Servers pass the probe but refuse this request, so `max_outage_s` of the pool never applies.
+            raise self._failure(trouble, url) from trouble.__cause__
+        self.retried += 1
+
+    def pause_for_version_s(self, trouble: Trouble, url: str) -> float:
+        """Return the pause before a retry if no server has the demanded version.
+
+        Raises RequestFailed once none has had it for `deadline_s`.
+        """
+        now = time.monotonic()
+        self._unserved_since = self._unserved_since or now
+        left_s = self._unserved_since + self._settings.deadline_s - now
+        if left_s <= 0:
+            raise self._failure(trouble, url) from trouble.__cause__
+        self.retried += 1
+        return min(left_s, backoff_s(self._settings.backoff_s, self.retried - 1))
+
+    def pause_s(self, trouble: Trouble, url: str) -> float:
+        """Return the pause before a retry at a healthy server. Raises RequestFailed if no retry is left."""
+        if self._outlasts(trouble, url):
+            self.retried += 1
+            self._pauses += 1
+            return backoff_s(self._settings.backoff_s, self._pauses)
+        self._reached(trouble, url)
+        if not self.budget.spend():
+            cause = trouble.sentence(self.model, url, self.retried + 1)
+            raise OverBudget(
+                f"{cause}; not retried: too many requests fail, the budget of retries is exhausted"
+            ) from trouble.__cause__
+        self.retried += 1
+        return backoff_s(self._settings.backoff_s, self._made - 1)
+
+    def _outlasts(self, trouble: Trouble, url: str) -> bool:
+        """Return whether to retry a 503 without using up a retry; log the first one."""
+        if trouble.kind is not Kind.BUSY or not self._outlast_s:
+            return False
+        if not self._pauses:
+            self._busy_since = time.monotonic()
+            logger.warning("%s; retrying for up to %g s", trouble.sentence(self.model, url, 1), self._outlast_s)
+        return time.monotonic() - self._busy_since < self._outlast_s
+
+    def _reached(self, trouble: Trouble, url: str) -> None:
+        self._made += 1
+        is_final = trouble.kind.is_final and not (trouble.kind is Kind.FAILED and self._repeats_failures)
+        if is_final or self._made > self._retries:
+            raise self._failure(trouble, url) from trouble.__cause__
+
+    def _failure(self, trouble: Trouble, url: str) -> RequestFailed:
+        return trouble.failure(trouble.sentence(self.model, url, self.retried + 1))

@@ -1,0 +1,162 @@
+"""What a served model declares in its configuration. The only module that reads a model's parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlhf_triton.config.rewards import MODEL_TERM
+from rlhf_triton.wire.contract import (
+    GROUPWISE,
+    LABELS,
+    LOAD_LABEL,
+    PROCESS,
+    QUEUE_US,
+    REWARD_COMPONENTS,
+    REWARD_ERRORS,
+    REWARD_VERSION,
+    REWARD_WEIGHTS,
+    REWARDS,
+    TEXTS_ONLY,
+    TOKENS,
+    Limits,
+)
+
+Config = Mapping[str, Any]  # of a model, as Triton returns it
+Expected = Mapping[str, str | None]  # parameters of a model; None: it has no such parameter
+MAY_DIFFER = frozenset(
+    {
+        LOAD_LABEL,
+        "compile",
+        "device",
+        "forward_overhead_tokens",
+        "heartbeat_timeout_s",
+        "integrity",
+        "journal",
+        "max_request_bytes",
+        "max_request_tokens",
+        "model",
+        "queue_timeout_s",
+        "reload",
+        "store",
+        "strip_sequence_length_to_multiple",
+        "tensor_parallel",
+        "threads",
+        "token_budget",
+        "trace_endpoint",
+        "training_key_sha256",
+        "workers",
+    }
+)
+"""Parameters that may differ between servers of a run: all others decide what a score or a value is."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a served model declares; the fields from `components` on describe a reward."""
+
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """All of them, as text."""
+    outputs: frozenset[str] = frozenset()
+    tokens_dtype: type[np.signedinteger[Any]] = np.int64
+    components: tuple[str, ...] = ()
+    """Names of the terms of a weighted sum of rewards; empty if only the reward model is served."""
+    weights: tuple[float, ...] = ()
+    labels: tuple[str, ...] = ()
+    """Names of the labels of a checkpoint that is served alone."""
+    num_rewards: int = 1
+    groupwise: bool = False
+    """Whether a reward function receives all responses to a prompt in one request."""
+    granularity: str | None = None
+    """Of a process reward: `step` or `token`."""
+    texts_only: bool = False
+    takes_pairs: bool = False
+    """Whether the reward model was trained on prompt and response as two texts."""
+    adds_special_tokens: bool = True
+    max_request_bytes: int = Limits.max_request_bytes
+    """Of the texts of a request; more are refused."""
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, str], outputs: Iterable[str] = (), *, int32: bool = False) -> ServedModel:
+        """Read a model's `parameters`; `int32`: the dtype of its token ids."""
+        components, weights, labels = (
+            tuple(json.loads(parameters.get(key) or "[]")) for key in (REWARD_COMPONENTS, REWARD_WEIGHTS, LABELS)
+        )
+        return cls(
+            parameters,
+            frozenset(outputs),
+            np.int32 if int32 else np.int64,
+            components,
+            weights,
+            labels,
+            num_rewards=int(parameters.get("num_rewards") or 1),
+            groupwise=parameters.get(GROUPWISE) == "true",
+            granularity=parameters.get(PROCESS),
+            texts_only=parameters.get(TEXTS_ONLY) == "true",
+            takes_pairs=parameters.get("text") == "pair",
+            adds_special_tokens=parameters.get("add_special_tokens") != "false",
+            max_request_bytes=int(parameters.get("max_request_bytes") or Limits.max_request_bytes),
+        )
+
+    @property
+    def meaning(self) -> dict[str, str]:
+        """Its parameters that all servers must have in common."""
+        return {key: value for key, value in self.parameters.items() if key not in MAY_DIFFER}
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Fingerprint of the tokenizer."""
+        return self.parameters.get("tokenizer_fingerprint")
+
+    @property
+    def rendering(self) -> str | None:
+        """Fingerprint of tokenizer and chat template: of all that decides which ids a text has."""
+        return self.parameters.get("rendering_fingerprint")
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a checkpoint scores the rows, alone or beside reward functions."""
+        return not self.components or MODEL_TERM in self.components
+
+    @property
+    def folder(self) -> str | None:
+        """The model's folder at the server."""
+        return self.parameters.get("model")
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the server names the version of its reward model."""
+        return REWARD_VERSION in self.outputs
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the server returns times."""
+        return QUEUE_US in self.outputs
+
+    @property
+    def reads_texts(self) -> bool:
+        """Whether a reward function, a template or a process reward reads the rows' metadata."""
+        return bool(self.components or self.granularity or self.texts_only)
+
+    @property
+    def reward_outputs(self) -> tuple[str, ...]:
+        """Outputs to request for the reward of each row, without the steps of a process reward."""
+        explained = (REWARD_COMPONENTS, REWARD_ERRORS) if self.components else ()
+        return (REWARDS, *explained, *((REWARD_VERSION,) if self.is_live else ()))
+
+    @property
+    def model_weight(self) -> float:
+        """Weight of the reward model's score in the sum."""
+        return dict(zip(self.components, self.weights, strict=True)).get(MODEL_TERM, 1.0)
+
+
+def served_model(config: Config) -> ServedModel:
+    """Return what a model's configuration declares."""
+    parameters = {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
+    inputs = {tensor["name"]: tensor["data_type"] for tensor in config.get("input", [])}
+    outputs = [tensor["name"] for tensor in config.get("output", [])]
+    return ServedModel.of(parameters, outputs, int32=inputs.get(TOKENS) == "TYPE_INT32")

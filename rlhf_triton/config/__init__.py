@@ -1,0 +1,596 @@
+"""The YAML configuration as typed sections. Unknown keys are rejected; the command line can override values.
+
+A process uses `run` and its own section. Models inside tritonserver do not read the YAML: their settings are rendered
+into config.pbtxt.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from pydantic import BaseModel, PrivateAttr, ValidationError, model_validator
+
+from rlhf_triton.config.actor import (
+    ActorSection,
+    AlgorithmSection,
+    ClientSection,
+    GenerationSection,
+    KLSection,
+    PolicySection,
+    PromptFileSection,
+    PromptsSection,
+    RewardsSection,
+    UpdateSection,
+    ValidationSection,
+    check_actor,
+)
+from rlhf_triton.config.algorithms import ALGORITHMS
+from rlhf_triton.config.deterministic import with_fixed_values
+from rlhf_triton.config.environment import EnvironmentSection, check_environment
+from rlhf_triton.config.optimizer import CriticOptimizerSection, OptimizerSection, check_optimizer
+from rlhf_triton.config.other_names import advice_on, key_of, key_of_path
+from rlhf_triton.config.rewards import (
+    MODEL_TERM,
+    FunctionSpec,
+    RewardTerm,
+    Terms,
+    check_terms,
+    check_token_rewards,
+    check_weights,
+    function_terms,
+)
+from rlhf_triton.config.sections import (
+    CriticSection,
+    GatewaySection,
+    ModelSection,
+    MonitoringSection,
+    ReferenceSection,
+    RewardSection,
+    RunSection,
+    Section,
+    ServerSection,
+    TrainerSection,
+    check_ranks,
+)
+from rlhf_triton.config.training import check_trainer, check_training
+from rlhf_triton.config.yaml_file import read_yaml
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.python_backend.models.placement import Place, check_cards, devices_of, ranks_here
+from rlhf_triton.rewards.function import KEY_OPTION
+from rlhf_triton.store import control_key
+
+__all__ = [
+    "ActorSection",
+    "AlgorithmSection",
+    "ClientSection",
+    "ConfigError",
+    "CriticOptimizerSection",
+    "CriticSection",
+    "DemoSection",
+    "EnvironmentSection",
+    "GatewaySection",
+    "GenerationSection",
+    "KLSection",
+    "ModelSection",
+    "MonitoringSection",
+    "OptimizerSection",
+    "PolicySection",
+    "PromptFileSection",
+    "PromptsSection",
+    "ReferenceSection",
+    "RewardSection",
+    "RewardTerm",
+    "RewardsSection",
+    "RunConfig",
+    "RunSection",
+    "ServerSection",
+    "TrainerSection",
+    "UpdateSection",
+    "ValidationSection",
+    "load_config",
+]
+
+
+class ConfigError(RlhfError, ValueError):
+    """The YAML or an override is invalid; the message names the key, the value and what to do."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Keys that the user has set: configurations with the same values are equal whether or not these are defaults."""
+
+    keys: frozenset[str] = field(default=frozenset(), compare=False)
+
+
+class RunConfig(Section):
+    """The whole configuration file."""
+
+    run: RunSection = RunSection()
+    """Settings shared by all processes."""
+    server: ServerSection = ServerSection()
+    """The tritonserver process. A port of 0 selects a free one (`rlhf-triton run`, `rlhf-triton serve`)."""
+    reward: RewardSection = RewardSection()
+    """The reward model; `model` is not needed if `rewards` contains only functions."""
+    rewards: Terms | None = None
+    """Terms of a weighted sum of rewards, by name; default: only the reward model, and with an `environment` nothing
+    beside its own."""
+    critic: CriticSection = CriticSection()
+    """The critic; needs a `model` if `actor.algorithm.name` is `ppo`, otherwise no critic is served. A YAML
+    without `actor`, or with `actor.client` alone, serves for another trainer the models that it names: `reward` or
+    `rewards`, `critic`, or both."""
+    reference: ReferenceSection = ReferenceSection()
+    """The reference model, served if `actor.kl.reference` is `triton`."""
+    trainer: TrainerSection = TrainerSection()
+    """The critic sidecar."""
+    actor: ActorSection = ActorSection()
+    """The training loop of the policy."""
+    environment: EnvironmentSection | None = None
+    """What answers the turns of an agent; default: a response is one turn."""
+    gateway: GatewaySection = GatewaySection()
+    """The HTTP gateway for other trainers."""
+    monitoring: MonitoringSection = MonitoringSection()
+    """Prometheus metrics of actor and sidecar."""
+    report: FunctionSpec | None = None
+    """`path/to/file.py:name` or `package.module:name` of a function that adds sections to the run's report."""
+
+    _roles: frozenset[str] = PrivateAttr(frozenset())  # what a YAML without `actor` names of the models to serve
+    _written: _Written = PrivateAttr(_Written())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_published(cls, data: Any) -> Any:
+        """Give keys without a value the value that the algorithm was published with."""
+        name: Any = data
+        for part in ("actor", "algorithm", "name"):
+            name = name.get(part) if isinstance(name, dict) else getattr(name, part, None)
+        if isinstance(name, str) and name in ALGORITHMS:
+            for key, value in ALGORITHMS[name].recipe.items():
+                data = _filled(data, key.split("."), value)
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if "actor" not in self.model_fields_set or self.actor.model_fields_set == {"client"}:
+            self._roles = frozenset({"reward", "rewards", "critic"} & self.model_fields_set)
+        check_terms(self.rewards or {})
+        check_weights(self.rewards, self.environment)
+        slow = [name for name, term in self.functions.items() if term.timeout_s >= self.actor.client.deadline_s]
+        if slow:
+            raise ValueError(
+                f"rewards.{slow[0]}.timeout_s ({self.functions[slow[0]].timeout_s:g}) must be below "
+                f"actor.client.deadline_s ({self.actor.client.deadline_s:g}), or the actor times out first"
+            )
+        for key, section in (("reward", self.reward), ("critic", self.critic), ("reference", self.reference)):
+            check_ranks(key, section)
+        check_token_rewards(self.reward)
+        algorithm = self.actor.algorithm
+        if self.uses_reward_model and self.reward.process and not algorithm.defaults.takes_process_rewards:
+            others = [name for name, other in ALGORITHMS.items() if other.takes_process_rewards]
+            raise ValueError(
+                f"actor.algorithm.name is {algorithm.name}, which has no published form for process rewards "
+                f"(reward.process); choose {', '.join(others)}, or remove reward.process"
+            )
+        check_actor(self.actor)
+        if self.environment is not None:
+            check_environment(self.environment, self.actor)
+            if self.run.deterministic and self.actor.generation.engine == "vllm":
+                raise ValueError(
+                    "run.deterministic: an environment's turns wait for each other, and vLLM's differ from run to run; "
+                    "set actor.generation.engine: slots, or remove run.deterministic"
+                )
+        check_optimizer("actor.optimizer", self.actor.optimizer, total_steps=self.actor.optimizer_steps)
+        check_optimizer("trainer.optimizer", self.trainer.optimizer)
+        check_training(
+            "actor.policy", self.actor.policy, "actor.optimizer", self.actor.optimizer.kind, ranks=self.actor.ranks
+        )
+        check_training(
+            "trainer", self.trainer, "trainer.optimizer", self.trainer.optimizer.kind, ranks=self.trainer.ranks
+        )
+        check_trainer(self.trainer)
+        if not self.run.share_cards:
+            check_cards(self.places)
+        return self
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The keys that the YAML and the command line set, as `section.key`, but not to 0, false, null or `auto`."""
+        return self._written.keys
+
+    @property
+    def longest_row(self) -> tuple[int, str]:
+        """The most tokens that a row of the run may have, and the keys that say so."""
+        if self.environment is None:
+            return self.actor.longest_row
+        most = self.environment.max_tokens
+        return most, f"environment.max_tokens is {most}; lower it"
+
+    @property
+    def published_choices(self) -> str:
+        """The settings of the algorithm as text for a log line, with the published value of those that differ."""
+        algorithm = self.actor.algorithm
+        found = [f"actor.algorithm.loss {algorithm.loss_name} (clip {', '.join(f'{x:g}' for x in algorithm.clip)})"]
+        for key, value in algorithm.defaults.recipe.items():
+            chosen = functools.reduce(getattr, key.split("."), cast(Any, self))
+            found.append(f"{key} {chosen}" + f" (published: {value})" * (chosen != value))
+        return ", ".join(found)
+
+    @property
+    def server_dir(self) -> Path:
+        """Folder of the server's own files."""
+        return self.server.dir or self.run.dir
+
+    @property
+    def has_actor(self) -> bool:
+        """Whether the actor of this project trains; False if the YAML serves models for another trainer."""
+        return not self._roles
+
+    @property
+    def functions(self) -> dict[str, RewardTerm]:
+        """The reward terms that are Python functions, by name."""
+        return function_terms(self.rewards or {})
+
+    def hidden_variables(self, options: Mapping[str, Any]) -> list[str]:
+        """Return the environment variables that processes of the user's code with these options must not see.
+
+        Every key of the run, but not the one that the options name.
+        """
+        keys = [
+            control_key.VARIABLE,
+            control_key.TRAINING_VARIABLE,
+            self.server.training_key_env,
+            self.gateway.key_env,
+            *(each.options.get(KEY_OPTION) for each in self.functions.values()),
+        ]
+        return sorted({key for key in keys if isinstance(key, str)} - {options.get(KEY_OPTION)})
+
+    @property
+    def serves_critic(self) -> bool:
+        """Whether the critic is served and trained: if the algorithm uses it; without an actor, if the YAML has one."""
+        return "critic" in self._roles if self._roles else self.actor.algorithm.uses_critic
+
+    @property
+    def serves_rewards(self) -> bool:
+        """Whether rewards are served; not for a critic alone, nor with an environment and without `rewards`."""
+        return self._roles != {"critic"} and (self.environment is None or self.rewards is not None)
+
+    @property
+    def needs_server(self) -> bool:
+        """Whether anything is served; an environment's own rewards are not."""
+        return self.serves_rewards or self.serves_critic or self.actor.kl.serves_reference
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether the reward model is served; False if `rewards` contains only functions."""
+        return self.serves_rewards and (self.rewards is None or MODEL_TERM in self.rewards)
+
+    @property
+    def served_sections(self) -> dict[str, ModelSection]:
+        """Sections of the models that tritonserver loads, by section name."""
+        sections: dict[str, tuple[bool, ModelSection]] = {
+            "reward": (self.uses_reward_model, self.reward),
+            "critic": (self.serves_critic, self.critic),
+            "reference": (self.actor.kl.serves_reference, self.reference),
+        }
+        return {name: section for name, (is_served, section) in sections.items() if is_served}
+
+    @property
+    def places(self) -> list[Place]:
+        """The devices of every model, and of a vLLM server that `rlhf-triton run` starts on named GPUs.
+
+        Server, trainer and actor are on one machine unless `actor.client.servers` names the servers.
+        """
+        vllm, apart = self.actor.generation.vllm, bool(self.actor.client.servers)
+        server, trainer, actor = ("server", "trainer", "actor") if apart else ("", "", "")
+        found = [
+            Place(
+                f"{key}.device",
+                devices_of(section.device, section.tensor_parallel),
+                server,
+                every=section.device == "cuda" and section.tensor_parallel == 1,
+            )
+            for key, section in self.served_sections.items()
+        ]
+        if self.serves_critic:
+            ranks = ranks_here(self.trainer.ranks)
+            found.append(Place("trainer.device", devices_of(self.trainer.device, ranks), trainer))
+        if self.has_actor:
+            ranks = ranks_here(self.actor.ranks)
+            found.append(Place("actor.policy.device", devices_of(self.actor.policy.device, ranks), actor))
+            if self.actor.generation.engine == "vllm" and not vllm.servers:
+                named = (vllm.cuda_devices or "").split(",")
+                cards = tuple(f"cuda:{index.strip()}" for index in named if index.strip().isdigit())
+                found.append(Place("actor.generation.vllm.cuda_devices", cards, actor))
+        return found
+
+    @property
+    def gpu_precisions(self) -> str:
+        """Device and precision of every model on a GPU, as text for a log line; "" if all models are on the CPU."""
+        used = {key: (section.device, section.dtype) for key, section in self.served_sections.items()}
+        if self.serves_critic:
+            used["trainer"] = (self.trainer.device, self.trainer.precision)
+        if self.has_actor:
+            used["actor.policy"] = (self.actor.policy.device, self.actor.policy.precision)
+        return ", ".join(f"{key} {device} in {how}" for key, (device, how) in used.items() if device != "cpu")
+
+
+def _filled(data: Any, path: Sequence[str], value: Any) -> Any:
+    """Return nested dictionaries or sections with `value` at `path`, unless they have a value, or null, there."""
+    first, *rest = path
+    if isinstance(data, dict):
+        is_set, given = first in data, data.get(first)
+    elif isinstance(data, Section):
+        is_set, given = first in data.model_fields_set, getattr(data, first)
+    else:
+        return data  # refused when it is validated
+    if rest:
+        given = _filled({} if given is None else given, rest, value)
+    elif not is_set:
+        given = value
+    return {**data, first: given} if isinstance(data, dict) else data.model_copy(update={first: given})
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read `path`, apply `section.key=value` overrides (values are YAML) and validate.
+
+    Raises:
+        ConfigError: the message has one line per problem, with the file or override, the key, the value and, for an
+            unknown key, the nearest valid key.
+    """
+    path = Path(path)
+    try:
+        data = read_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    data = {} if data is None else data  # an empty file: all defaults
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{path} must contain sections ({', '.join(RunConfig.model_fields)}), not a {type(data).__name__}"
+        )
+    return parse_config(_unshared(data), path, overrides)
+
+
+def parse_config(data: dict[str, Any], source: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Apply overrides to the sections `data`, in place, and validate them; `source` names them in messages.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    for override in overrides:
+        _apply_override(data, override)
+    try:
+        config = RunConfig.model_validate(data)
+        config._written = _Written(frozenset(_leaves(data)))
+        config = _with_trainer(_with_reference(config))
+        _check_reward_model(config)
+        return with_fixed_values(config) if config.run.deterministic else config
+    except ValidationError as error:
+        problems = [*_problems(error.errors())]
+    except ValueError as error:
+        problems = [("", str(error))]
+    raise ConfigError("\n".join(f"{_source(source, overrides, *problem)}: {problem[1]}" for problem in problems))
+
+
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the keys of nested dictionaries, joined by dots, without those that ask for nothing, as 0 and `auto` do."""
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif value and value != "auto":
+            yield f"{prefix}{key}"
+
+
+def _check_reward_model(config: RunConfig) -> None:
+    """Raise ValueError if the reward model is named, but not among the rewards that count."""
+    if config.uses_reward_model or "reward.model" not in config.written:
+        return
+    why = (
+        "rewards names what counts"
+        if config.rewards
+        else "with an environment, rewards names what counts beside its own"
+    )
+    raise ValueError(
+        f"reward.model ({config.reward.model}) has no effect: {why}, and has no term `model`; add "
+        "rewards.model: {weight: 1.0}, or remove reward.model"
+    )
+
+
+def _with_reference(config: RunConfig) -> RunConfig:
+    """Return `config` with the policy's model and dtype as defaults of the reference.
+
+    Raises ValueError if the reference is served and its dtype differs from the policy's.
+    """
+    given, actor = config.reference.model_fields_set, config.actor
+    defaults = {"model": actor.policy.model, "dtype": actor.policy.precision}
+    update = {name: value for name, value in defaults.items() if name not in given}
+    reference = config.reference.model_copy(update=update)
+    if actor.kl.serves_reference and reference.dtype != actor.policy.precision:
+        raise ValueError(
+            f"reference.dtype ({reference.dtype}) differs from actor.policy.precision ({actor.policy.precision}), so "
+            "the KL would not start at 0; remove reference.dtype"
+        )
+    return config.model_copy(update={"reference": reference})
+
+
+def _with_trainer(config: RunConfig) -> RunConfig:
+    """Return `config` with the trainer's defaults that follow from how the critic is served.
+
+    Its versions have bfloat16 if they are served in it. On a GPU no save reloads the model: that holds a third copy.
+    """
+    trainer, update = config.trainer, dict[str, Any]()
+    if trainer.publish.dtype is None and config.critic.dtype != "float32":
+        update["publish"] = trainer.publish.model_copy(update={"dtype": config.critic.dtype})
+    if config.critic.device != "cpu" and "reload_on_save" not in trainer.model_fields_set:
+        update["reload_on_save"] = "none"
+    return config.model_copy(update={"trainer": trainer.model_copy(update=update)})
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} must have the form section.key=value, for example actor.steps=3")
+    try:
+        value = read_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
+    *parents, last = key.split(".")
+    for parent in parents:
+        inner = data.get(parent)
+        if inner is None:
+            inner = data[parent] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
+        data = inner
+    data[last] = value
+
+
+def _unshared(data: Any) -> Any:
+    """Return a copy without shared objects, so that an override of one section does not change its YAML aliases."""
+    if isinstance(data, dict):
+        return {key: _unshared(value) for key, value in data.items()}
+    return [_unshared(value) for value in data] if isinstance(data, list) else data
+
+
+def _source(path: Path | str, overrides: Sequence[str], location: str, text: str) -> str:
+    """Return what causes a problem: the file, or overrides; the file with overrides if the problem is between keys."""
+    keys = {override: override.partition("=")[0] for override in overrides}
+    if location:
+        wrong = [o for o, key in keys.items() if f"{location}.".startswith(f"{key}.") or key.startswith(f"{location}.")]
+    else:  # constraints between keys have no location; their text names the keys
+        wrong = [o for o, key in keys.items() if re.search(rf"{re.escape(key)}(?![\w.]\w)", text)]
+    named = ", ".join(f"override {override!r}" for override in wrong)
+    if named and not location:  # the other keys may come from the file
+        return f"{path} with {named}"
+    return named or str(path)
+
+
+def _problems(errors: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Yield location and description of pydantic's errors; a value of several types has one of each, and gets one."""
+    found: dict[str, list[Any]] = {}
+    for item in errors:
+        found.setdefault(_location(item), []).append(item)
+    for location, items in found.items():
+        if any(other.startswith(f"{location}.") for other in found):  # what is wrong is inside
+            continue
+        if len(items) == 1:
+            yield location, _describe(items[0], location)
+        else:
+            wanted = " or ".join(map(_wanted, items))
+            yield location, f"{location} must be {wanted}{_boolean_hint(items[0])} (got {items[0]['input']!r})"
+
+
+def _location(item: Any) -> str:
+    """Return the key of one of pydantic's errors, without the type that it tried where a key has several."""
+    *parents, last = [part for part in item["loc"] if part != "[key]"] or [""]
+    is_name = item["type"] in ("extra_forbidden", "missing")
+    parts = [part for part in parents if not _TYPE.fullmatch(str(part))]
+    return ".".join(map(str, [*parts, *([last] if is_name or not _TYPE.fullmatch(str(last)) else [])]))
+
+
+_TYPE = re.compile(r"[A-Z]\w*|.*[\[-].*|int|float|str|bool")  # as no key is named, but the types in a location
+
+
+def _wanted(item: Any) -> str:
+    if item["type"] == "model_type":
+        return f"a section with keys of {_keys_of_class(item)}"
+    if item["type"] in ("tuple_type", "list_type"):
+        return "a list"
+    return str(item["msg"]).removeprefix("Input should be ").partition(", unable")[0]
+
+
+def _keys_of_class(item: Any) -> str:
+    return ", ".join(_keys_in("", keys_of(_sections(Section)[item["ctx"]["class_name"]], "")))
+
+
+def _boolean_hint(item: Any) -> str:
+    is_text = isinstance(item["input"], bool) and item["type"] in ("string_type", "literal_error")
+    return "; YAML reads yes, no, on and off as true and false, so put such a text in quotes" if is_text else ""
+
+
+def _describe(item: Any, location: str) -> str:
+    valid = [*keys_of(RunConfig, ""), *_term_keys(item["loc"])]
+    if item["type"] == "model_type":
+        return f"{location} is a section, not a value (got {item['input']!r}); its keys are {_keys_of_class(item)}"
+    if item["type"] == "dict_type" and location == "rewards":
+        return f"rewards names its terms (got {item['input']!r}): rewards: {{my_reward: {{function: FILE.py:NAME}}}}"
+    if item["type"] == "missing":
+        return f"{location} is missing"
+    if item["type"] in ("tuple_type", "list_type"):
+        return f"{location} must be a list (got {item['input']!r})"
+    if item["type"] != "extra_forbidden":
+        reason = item["msg"].removeprefix("Value error, ") + _boolean_hint(item)
+        return f"{location}: {reason} (got {item['input']!r})" if location else reason
+    section, _, name = re.sub(r"\.\d+", "", location).rpartition(".")
+    same = key_of_path(location, item["input"])
+    elsewhere = key_of(section.partition(".")[0], name) if same is None else same
+    if elsewhere == "":
+        advice = advice_on(name)
+        return f"unknown key {location}; there is no such setting here{advice and ': '}{advice}"
+    near = (
+        ([same] if same else [])
+        or _similar(section, name, valid)
+        or ([elsewhere] if elsewhere else [])
+        or (_with_last_part(section, name, valid) if section else [])
+        or _similar(section, name, valid, cutoff=0.75)
+        or _with_word(section, name, valid)
+        or _similar(section, name, valid, cutoff=0.66)
+        or (_with_last_part("", name, valid) if "_" in name or len(name) > 5 or not section else [])
+    )
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_keys_in(section, valid))}"
+    return f"unknown key {location}; {hint}"
+
+
+def _sections(base: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Return the section classes that derive from `base`, by name."""
+    below = [pair for section in base.__subclasses__() for pair in _sections(section).items()]
+    return {section.__name__: section for section in base.__subclasses__()} | dict(below)
+
+
+def _similar(section: str, name: str, valid: list[str], cutoff: float = 0.82) -> list[str]:
+    """Return the key in `section` whose last part is nearly `name`, as a list; [] if there is none."""
+    keys = {key.rpartition(".")[2]: key for key in _keys_in(section, valid)}
+    return [keys[near] for near in difflib.get_close_matches(name, keys, n=1, cutoff=cutoff)]
+
+
+def _with_word(section: str, name: str, valid: list[str]) -> list[str]:
+    """Return the keys in `section` of which a word is nearly `name`, as a list of one text; [] if there is none."""
+    keys = {full: full.rpartition(".")[2].split("_") for full in _keys_in(section, valid)}
+    words = {word for each in keys.values() for word in each if len(word) > 3}
+    near = difflib.get_close_matches(name, words, n=1, cutoff=0.75)
+    return [" or ".join(full for full, each in keys.items() if word in each) for word in near]
+
+
+def _with_last_part(section: str, name: str, valid: list[str]) -> list[str]:
+    """Search `section` at every depth and return the first key that ends in `name`, as a list; [] if there is none."""
+    return [key for key in valid if key.startswith(section) and key.rpartition(".")[2] == name][:1]
+
+
+def _term_keys(location: tuple[int | str, ...]) -> list[str]:
+    """Return the valid keys of the reward term at `location`; [] elsewhere. `keys_of` cannot know the terms' names."""
+    if len(location) < 3 or location[0] != "rewards":
+        return []
+    return [f"rewards.{location[1]}.{key}" for key in RewardTerm.model_fields]
+
+
+def keys_of(section: type[BaseModel], prefix: str) -> list[str]:
+    """Return the names of a section's keys and sections, each with `prefix`."""
+    keys = []
+    for attribute, info in section.model_fields.items():
+        name = info.alias or attribute
+        keys.append(prefix + name)
+        for part in (info.annotation, *get_args(info.annotation)):  # union members, as in `Section | None`
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                keys += keys_of(part, f"{prefix}{name}.")
+    return keys
+
+
+def _keys_in(section: str, valid: list[str]) -> list[str]:
+    prefix = f"{section}." if section else ""
+    return [key for key in valid if key.startswith(prefix) and "." not in key[len(prefix) :]]

@@ -1,0 +1,646 @@
+"""The YAML's `actor` section, which configures the training loop of the policy."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, field_validator, model_validator
+
+from rlhf_triton.config.algorithms import (
+    ALGORITHMS,
+    LOSSES,
+    AdvantageName,
+    Algorithm,
+    AlgorithmName,
+    EstimatorName,
+    LossName,
+)
+from rlhf_triton.config.fields import (
+    AUTO_PRECISION,
+    Address,
+    Attention,
+    Count,
+    CountOrZero,
+    Device,
+    Fraction,
+    LoraTargets,
+    Patterns,
+    Precision,
+    Seconds,
+    Section,
+)
+from rlhf_triton.config.optimizer import OptimizerSection
+
+Tracker: TypeAlias = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb"]
+
+# The parts of the YAML's `actor` section, one class per concern.
+
+
+class PolicySection(Section):
+    """The policy: its model, how it computes, and which of its weights are trained."""
+
+    model: Path = Path("checkpoints/policy")
+    """Hugging Face causal LM folder: the initial policy and, by default, the frozen reference."""
+    token_budget: Count = 4096
+    """Maximum tokens in one forward pass of an update, or over the prompts of generation (but not with the engine
+    `transformers`), padding included; does not change the result."""
+    device: Device = "cpu"
+    """Device of the policy; with several ranks the first one's, and each further rank takes the next GPU."""
+    attention: Attention = "auto"
+    """Attention implementation: `auto` is transformers' choice. `flash_attention_2` needs CUDA, `precision: bfloat16`
+    and the package flash-attn."""
+    precision: Precision = AUTO_PRECISION
+    """Compute type of forward passes (autocast); trained weights, log-probs and the optimizer stay in float32. `auto`:
+    bfloat16 on a GPU, float32 on a CPU."""
+    lora_rank: CountOrZero = 0
+    """Train only LoRA adapters of this rank, on `lora_targets`; 0: train all weights."""
+    lora_alpha: Count = 16
+    """The adapters' output is scaled by `lora_alpha / lora_rank`."""
+    lora_targets: LoraTargets = "all-linear"
+    """Linear layers with adapters: all except the output layer, or those with these names, such as [q_proj, v_proj]. A
+    name matches the last part or parts of a layer's path."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapters' input, only in the forward passes of an update, not in generation, log-probs or
+    validations. Unless a rollout is a single minibatch used once, the probability ratios contain the dropout noise,
+    which counts against `actor.algorithm.clip_ratio`."""
+    freeze: Patterns = ()
+    """Parameters that are not trained, as in `trainer.freeze`; names are those of the causal LM in transformers."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time, the same result."""
+
+
+class PromptFileSection(Section):
+    """One of several files of training prompts."""
+
+    path: Path
+    """The file, in the formats of `actor.prompts.path`. A path may occur again with other, disjoint steps, and its
+    prompts then continue where they were."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the file in the prompts of a step, relative to the weights of the other files that are active in it."""
+    from_step: Count = 1
+    """First step that uses the file."""
+    until_step: Count | None = None
+    """Last step that uses the file; default: the last of the run."""
+
+    @field_validator("path")
+    @classmethod
+    def _one_spelling(cls, value: Path) -> Path:
+        """Positions in the files are kept by path."""
+        return Path(os.path.normpath(value))
+
+    def is_active(self, step: int) -> bool:
+        """Return whether `step` uses the file."""
+        return self.from_step <= step and (self.until_step is None or step <= self.until_step)
+
+
+class PromptsSection(Section):
+    """The training prompts."""
+
+    path: Path = Path("data/prompts.jsonl")
+    """Training prompts: JSONL, Parquet (`.parquet`), Arrow (`.arrow`), or a folder written by `save_to_disk` of
+    `datasets`. Each row has a `text`, chat `messages` ([{"role": …, "content": …}, …]), or a `prompt` that is either of
+    them. Other columns are metadata for reward functions and must have plain JSON types."""
+    files: tuple[PromptFileSection, ...] = ()
+    """Several files instead of `path`, with weights and a curriculum by step: a list of {path, weight, from_step,
+    until_step}. See docs/prompts.md."""
+    max_tokens: Count = 512
+    """Maximum prompt length."""
+    too_long: Literal["error", "skip", "truncate"] = "error"
+    """Handling of a longer prompt when a step reads it. `error`: the run ends with a checkpoint; `skip`: the next
+    prompt of its file takes its place; `truncate`: its BOS and last tokens are kept, `max_tokens` in all."""
+    add_special_tokens: bool = True
+    """Begin a plain-text prompt with the BOS, or whatever the tokenizer puts before a text, unless it is there already.
+    No EOS follows it. A chat is as its template renders it. `false`: add none."""
+
+    @property
+    def sources(self) -> tuple[PromptFileSection, ...]:
+        """The files: `files`, or the single one at `path`."""
+        return self.files or (PromptFileSection(path=self.path),)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """Configuration key -> path of each file, for error messages."""
+        if self.files:
+            return {f"actor.prompts.files.{i}.path": file.path for i, file in enumerate(self.files)}
+        return {"actor.prompts.path": self.path}
+
+
+class VllmSection(Section):
+    """vLLM servers that generate the responses, for `actor.generation.engine: vllm`."""
+
+    servers: tuple[Address, ...] = ()
+    """HTTP addresses of all servers, as in `actor.client.servers`; default: `rlhf-triton run` starts one."""
+    command: str = "vllm"
+    """Executable of the server that `rlhf-triton run` starts: `vllm`, or its path in an environment of its own."""
+    cuda_devices: str | None = None
+    """CUDA_VISIBLE_DEVICES of that server, such as `1` or `2,3`; required if the policy is on a GPU."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of that server, such as [--tensor-parallel-size, "2"]."""
+    deadline_s: Seconds = 600.0
+    """Timeout of one response, and of loading a version of the weights."""
+    compare_weights: bool = False
+    """Compare the SHA-256 of each parameter in the server with the published tensors before a version generates, unless
+    only adapters are loaded. Takes a second per GB while the server is paused. Not with tensor parallelism; the server
+    must compute in the policy's precision."""
+
+
+class GenerationSection(Section):
+    """How responses are generated."""
+
+    batch_size: Count = 64
+    """Responses generated at the same time. When one ends, it is scored and the next prompt takes its slot. Halved when
+    a GPU runs out of memory."""
+    engine: Literal["slots", "transformers", "vllm"] = "slots"
+    """How responses are generated. `slots`: continuous batching over `batch_size` slots; `transformers`: plain
+    `generate()` for `batch_size` prompts at a time, which is slower; `vllm`: by vLLM servers, see docs/vllm.md. Without
+    vLLM, recurrent models, whose state is not only keys and values, and `flash_attention_2`, which copies the whole
+    cache for each token, always use `transformers`."""
+    vllm: VllmSection = VllmSection()
+    max_new_tokens: Count = 128
+    """Maximum response length."""
+    min_new_tokens: CountOrZero = 0
+    """Minimum response length; a stop string within these tokens does not end the response."""
+    stop_strings: tuple[str, ...] = ()
+    """Strings that end a response, like an end-of-sequence token."""
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the positive logits and multiplies the negative logits of tokens that already occurred; does not affect
+    log-probs."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; also applied to log-probs."""
+    top_k: CountOrZero = 0
+    """Sample from the k most likely tokens; 0: from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: sample from the most likely tokens with this total probability; 1: from all."""
+
+
+class CorrectionSection(Section):
+    """Importance correction: factors of the policy loss, from ratios of two log-probs of each sampled token.
+
+    They are those under the policy before the update and those of the engine or older policy that sampled.
+    """
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Ratio of each token, of the whole response (their product), or their geometric mean over the response."""
+    mode: Literal["clip", "mask"] = "clip"
+    """Outside the range, a ratio is clipped to it (without `low`: truncated), or the tokens are left out (masked)."""
+    low: Annotated[float, Field(ge=0)] = 0.0
+    """Lower end of the range of the ratio."""
+    high: Annotated[float, Field(gt=0)] = 2.0
+    """Upper end of the range of the ratio."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> CorrectionSection:
+        if self.low > self.high:
+            raise ValueError(f"actor.algorithm.correction.low ({self.low:g}) is above its high ({self.high:g})")
+        return self
+
+
+class AlgorithmSection(Section):
+    """The algorithm: advantages and policy loss."""
+
+    name: AlgorithmName = "ppo"
+    """Advantage function, loss and published choices, which other keys override; see docs/algorithms.md. Only `ppo`,
+    `vapo` and `sao` use the critic."""
+    advantage: AdvantageName = "auto"
+    """Advantage function: the algorithm's, or your own, `path/to/file.py:name`."""
+    loss: LossName = "auto"
+    """Policy loss: the algorithm's, one by name, or your own, `path/to/file.py:name`."""
+    responses_per_prompt: Count = 1
+    """Responses to each prompt; algorithms without critic compare their scores and need at least 2, except
+    `reinforce++`."""
+    clip_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Lower clip range of the probability ratio, and the upper one unless `clip_ratio_high` is set; `dppo`: of the
+    difference of probabilities. Default: as published for the loss."""
+    clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
+    """Upper clip range (clip-higher); default: `clip_ratio`, or as published for the loss."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Dual clip: upper bound on the ratio for negative advantages; default: none."""
+    loss_mean: Literal["auto", "token", "sequence", "constant"] = "auto"
+    """Mean of the loss over all tokens of a minibatch, or over the means of its sequences; `constant`: the sum, divided
+    by its sequences times `actor.generation.max_new_tokens`. `auto`: the algorithm's."""
+    whiten_advantages: bool | None = None
+    """Normalise the rollout's advantages to mean 0 and variance 1; default: the algorithm's."""
+    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the entropy bonus in the loss."""
+    positive_nll: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the mean negative log-likelihood of the responses with a positive score, added to the loss."""
+    old_logprobs: Literal["recomputed", "sampler"] = "recomputed"
+    """Log-probs that the probability ratio compares with: recomputed by the policy, or those that the engine sampled
+    with, without a further forward pass."""
+    correction: CorrectionSection | None = None
+    """Importance correction for responses that vLLM, or with `actor.one_step_off_policy` an older policy, sampled; the
+    old log-probs are then those of the policy before the update. Default: none."""
+    max_resampled: CountOrZero = 0
+    """Dynamic sampling: prompts whose responses all have the same score are replaced by the next prompts, at most this
+    many times in a step; 0: off."""
+    prompt_candidates: Count = 1
+    """Value-guided prompts: read so many times the prompts of a step, let the critic predict the score of each, and
+    draw those whose responses will probably differ in score. Needs a critic with every algorithm. 1: off."""
+    gamma: Fraction = 1.0
+    """Discount factor."""
+    lam: Fraction = 0.95
+    """GAE's lambda."""
+    lam_values: Fraction | None = None
+    """GAE's lambda in the returns that the critic learns; default: `lam`."""
+    lam_length: Annotated[float, Field(gt=0)] | None = None
+    """Length-adaptive GAE: the policy's lambda is 1 - 1 / (`lam_length` * tokens of the response), instead of `lam`."""
+    critic_warmup_steps: CountOrZero = 0
+    """Number of steps at the start of the run that train only the critic."""
+    mask_unfinished: bool = True
+    """Exclude responses that did not end from the policy gradient."""
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether the algorithm, or its choice of prompts, needs the critic's values and therefore the sidecar."""
+        return self.defaults.needs_critic or self.prompt_candidates > 1
+
+    @property
+    def defaults(self) -> Algorithm:
+        """What the algorithm needs, and its choices where a setting makes none."""
+        return ALGORITHMS[self.name]
+
+    @property
+    def loss_name(self) -> str:
+        """The policy loss: a built-in one by name, or `path/to/file.py:name`."""
+        return self.defaults.loss if self.loss == "auto" else self.loss
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """Lower and upper clip range: as set, or as published for the loss; for a user's own as for PPO's."""
+        published = LOSSES.get(self.loss_name, LOSSES["clipped"])
+        low = published.low if self.clip_ratio is None else self.clip_ratio
+        high = published.high if self.clip_ratio is None else self.clip_ratio
+        return low, high if self.clip_ratio_high is None else self.clip_ratio_high
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """The user's own functions, by configuration key."""
+        named = {"actor.algorithm.advantage": self.advantage, "actor.algorithm.loss": self.loss}
+        return {key: spec for key, spec in named.items() if ":" in spec}
+
+
+class KLSection(Section):
+    """The KL divergence from the reference: its penalty and its measurement."""
+
+    reference: Literal["actor", "triton"] = "actor"
+    """Where reference log-probs are computed. `actor`: in the actor, by a second copy of the policy (with LoRA: by the
+    policy without its adapters); `triton`: in tritonserver, by the model of the `reference` section."""
+    coef: Annotated[float, Field(ge=0)] = 0.01
+    """Coefficient of the KL penalty. If `coef` and `every` are both 0, the reference is neither loaded nor computed."""
+    every: CountOrZero = 0
+    """With `coef: 0`: measure the KL to the reference in every n-th step and in validations; 0: never."""
+    penalty_in: Literal["auto", "reward", "loss"] = "auto"
+    """Where the KL penalty applies: in the rewards or in the loss; `auto`: `reward` for ppo, vapo, sao, rloo and
+    reinforce++, `loss` for the others."""
+    target: Annotated[float, Field(gt=0)] | None = None
+    """Target KL for adapting `coef`, in nats per sequence; default: `coef` is fixed."""
+    horizon: Count = 10_000
+    """Horizon of the adaptive `coef`, in responses; a smaller one adapts faster, down to `actor.rollout_size`."""
+    estimator: EstimatorName = "auto"
+    """Estimator of the per-token KL; `auto`: `k3` if the penalty is in the loss, `abs` (as in NeMo-Aligner) if it is in
+    the rewards."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the KL to the reference is penalised or measured."""
+        return self.coef > 0 or self.every > 0
+
+    @property
+    def serves_reference(self) -> bool:
+        """Whether tritonserver needs the reference model."""
+        return self.reference == "triton" and self.uses_reference
+
+    def measures(self, step: int) -> bool:
+        """Return whether the rollout of `step` needs reference log-probs."""
+        return self.coef > 0 or (self.every > 0 and step % self.every == 0)
+
+
+class RewardsSection(Section):
+    """How scores become rewards: normalisation, clipping, then penalties."""
+
+    normalization: Literal["none", "static", "running", "batch"] = "none"
+    """Normalisation of the scores: `static`, by `mean` and `std`; `running`, by the statistics of all
+    scores so far; `batch`, by those of the rollout."""
+    mean: float = 0.0
+    """Mean of the scores, for `normalization: static`."""
+    std: Annotated[float, Field(gt=0)] = 1.0
+    """Standard deviation of the scores, for `normalization: static`."""
+    clip: Annotated[float, Field(gt=0)] | None = None
+    """Maximum absolute value of a score after normalisation; larger ones are clipped."""
+    missing_eos_penalty: Annotated[float, Field(ge=0)] = 0.0
+    """Subtracted from the score of a response that did not end; without a critic it needs
+    `actor.algorithm.mask_unfinished: false`."""
+    overlong_tokens: CountOrZero = 0
+    """Number of tokens before `actor.generation.max_new_tokens` over which the penalty rises linearly to
+    `overlong_penalty`; 0: no penalty."""
+    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
+    """Subtracted from the score of a response of the maximum length, if `overlong_tokens` is set."""
+    max_failed_fraction: Fraction = 0.1
+    """Maximum fraction of a rollout's rows that may be masked because their reward or reference log-probs are
+    unavailable; above it the run stops."""
+
+
+class UpdateSection(Section):
+    """How a rollout is divided into optimizer steps."""
+
+    epochs: Count = 1
+    """Passes over one rollout."""
+    max_kl: Annotated[float, Field(gt=0)] | None = None
+    """Stop the update of a step before the first minibatch whose KL from the sampling policy exceeds this, in nats per
+    token; default: no limit."""
+    minibatch_size: Count = 32
+    """Rows per optimizer step of the policy; a smaller rollout is one minibatch."""
+
+
+class ValidationSection(Section):
+    """Validation on held-out prompts."""
+
+    prompts: Path | None = None
+    """Held-out prompts, in the formats of `actor.prompts.path`, used for validation before the first step and after the
+    last."""
+    size: CountOrZero = 256
+    """Number of prompts to use from `prompts`."""
+    every: CountOrZero = 0
+    """Steps between validations; 0: only before the first step and after the last."""
+    greedy: bool = False
+    """Greedy decoding in validations, instead of sampling."""
+
+
+class ClientSection(Section):
+    """Requests of the actor to the servers."""
+
+    servers: tuple[Address, ...] = ()
+    """HTTP addresses of all servers: `host:port`, or `dns:name:port` for every address of the name, which is resolved
+    again every 10 s and when a server fails; default: that of `server`. All servers serve all models and share one
+    weights store and one journal."""
+    max_outage_s: Annotated[float, Field(ge=0)] = 600.0
+    """How long to wait for a healthy server once the run has started, and to repeat training requests while the sidecar
+    is away; 0: do not wait, only retry as after a 503."""
+    deadline_s: Seconds = 60.0
+    """Timeout of one scoring attempt; also, how long a request waits for weights of the version that it demands."""
+    train_deadline_s: Seconds = 600.0
+    """Timeout of one critic_train or critic_save attempt."""
+    retries: CountOrZero = 6
+    """Maximum retries of a request after a 503, a timeout or a lost connection. Few requests are retried if all fail:
+    each adds a fifth of a retry to a budget that all share. Of critic_train and critic_save, attempts while the sidecar
+    is away count only before the first update of a run; each takes 3 s."""
+    backoff_s: Seconds = 0.25
+    """First pause between attempts, and before a lost server is tried again; doubles up to 8 s, with jitter."""
+    max_in_flight: Count = 256
+    """Maximum requests in flight, over all servers."""
+    rows_per_request: Count = 1
+    """Maximum rows in one scoring request. Responses that end at the same time share a request, which costs less per
+    row, but if all its attempts fail, all its rows are masked. If the server refuses it, only the refused rows are."""
+
+
+class ActorSection(Section):
+    """The training loop of the policy."""
+
+    ranks: Count = 1
+    """Number of processes (ranks) that generate responses and train the policy together, one per GPU. Each holds a
+    shard of the weights, gradients and optimizer state (FSDP2). Above 1, torchrun starts them; see docs/scaling.md."""
+    steps: Count = 100
+    """Number of steps; each consists of a rollout and the update on it."""
+    max_minutes: Annotated[float, Field(gt=0)] | None = None
+    """Time limit: the run ends with a checkpoint after the step that exceeds it; the next start resumes from there."""
+    rollout_size: Count = 128
+    """Responses per step."""
+    max_staleness: CountOrZero = 1
+    """How many of the critic updates sent before a row is scored may be missing from the weights that score it; 0 with
+    `run.deterministic`."""
+    one_step_off_policy: bool = False
+    """Generate the responses of the next step while the policy is updated. They come from the policy before that
+    update, never from an older one. Needs a second copy of the policy."""
+    checkpoint_every: Count = 50
+    """Steps between checkpoints of policy and critic."""
+    stop_grace_s: Seconds = 25.0
+    """Time limit after SIGTERM or Ctrl-C for finishing the current update and writing a checkpoint of policy and critic
+    at the last complete step. When it expires, the actor exits without that checkpoint. Kubernetes kills a pod after
+    30 s by default: if you raise this, raise its `terminationGracePeriodSeconds` too. Both must be longer than a policy
+    update."""
+    keep_checkpoints: Count = 2
+    """Newest policy checkpoints to keep."""
+    threads: Count = 1
+    """Torch threads."""
+    logged_texts: CountOrZero = 1
+    """Responses per step logged to rollouts.jsonl and to the trackers' table of (step, prompt, response, reward)."""
+    trackers: tuple[Tracker, ...] = ()
+    """Experiment trackers, those of accelerate, that get the settings and the metrics in addition to metrics.jsonl and
+    TensorBoard. Each must be installed and is configured by its own environment variables."""
+    policy: PolicySection = PolicySection()
+    prompts: PromptsSection = PromptsSection()
+    generation: GenerationSection = GenerationSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    kl: KLSection = KLSection()
+    rewards: RewardsSection = RewardsSection()
+    update: UpdateSection = UpdateSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    """AdamW and the learning-rate schedule of the policy. A step of the run takes `update.epochs` * `rollout_size` /
+    `update.minibatch_size` optimizer steps."""
+    validation: ValidationSection = ValidationSection()
+    client: ClientSection = ClientSection()
+
+    @property
+    def is_one_update(self) -> bool:
+        """Whether the policy that sampled a rollout is updated on it once, as one minibatch: all ratios are then 1."""
+        one_minibatch = self.update.minibatch_size >= self.rollout_size
+        is_ours = self.generation.engine != "vllm"  # whose probabilities differ by rounding
+        return self.update.epochs == 1 and one_minibatch and not self.one_step_off_policy and is_ours
+
+    @property
+    def longest_row(self) -> tuple[int, str]:
+        """The most tokens of a prompt and its response, and the keys that say so."""
+        prompt, new = self.prompts.max_tokens, self.generation.max_new_tokens
+        keys = f"actor.prompts.max_tokens ({prompt}) + actor.generation.max_new_tokens ({new})"
+        return prompt + new, f"{keys} is {prompt + new}; lower them"
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Number of prompts in a rollout."""
+        return self.rollout_size // self.algorithm.responses_per_prompt
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Number of the policy's optimizer steps in the whole run."""
+        each = self.update.epochs * math.ceil(self.rollout_size / self.update.minibatch_size)
+        return each * (self.steps - self.algorithm.critic_warmup_steps)
+
+
+def check_actor(actor: ActorSection) -> None:
+    """Check constraints between fields. Raises ValueError, which names the fields and their values."""
+    algorithm, generation, size = actor.algorithm, actor.generation, actor.rollout_size
+    each = algorithm.responses_per_prompt
+    if size % each:
+        above = size - size % each + each
+        near = f"{above - each} or {above}" if above > each else above
+        raise ValueError(
+            f"actor.rollout_size ({size}) is not a multiple of actor.algorithm.responses_per_prompt ({each}); set it "
+            f"to {near}"
+        )
+    if algorithm.defaults.needs_groups and each < 2:
+        raise ValueError(
+            f"actor.algorithm.name: {algorithm.name} compares the responses to a prompt; set "
+            f"actor.algorithm.responses_per_prompt to 2 or more (it is {each})"
+        )
+    if (loss := LOSSES.get(algorithm.loss_name)) is not None and loss.is_on_policy:
+        _check_on_policy(actor)
+    own_vllm = generation.engine == "vllm" and not generation.vllm.servers
+    if own_vllm and actor.policy.device != "cpu" and not generation.vllm.cuda_devices:
+        raise ValueError(
+            "actor.generation.vllm.cuda_devices is not set, so vLLM would take most of the first GPU; name its GPUs, "
+            "such as '1', or running servers in actor.generation.vllm.servers"
+        )
+    _check_ratios(actor)
+    _check_critic_settings(algorithm, actor.rewards)
+    if algorithm.critic_warmup_steps >= actor.steps:
+        raise ValueError(
+            f"actor.algorithm.critic_warmup_steps ({algorithm.critic_warmup_steps}) must be below actor.steps "
+            f"({actor.steps}), or the policy is never updated"
+        )
+    if generation.min_new_tokens > generation.max_new_tokens:
+        raise ValueError(
+            f"actor.generation.min_new_tokens ({generation.min_new_tokens}) is above actor.generation.max_new_tokens "
+            f"({generation.max_new_tokens})"
+        )
+    if "" in generation.stop_strings:
+        raise ValueError("actor.generation.stop_strings contains an empty string, which ends every response; remove it")
+    policy = actor.policy
+    if not policy.lora_rank and (policy.lora_targets != "all-linear" or policy.lora_dropout):
+        raise ValueError(
+            f"actor.policy.lora_targets ({policy.lora_targets}) and actor.policy.lora_dropout "
+            f"({policy.lora_dropout:g}) need actor.policy.lora_rank above 0; set it, or remove them"
+        )
+    _check_rewards(actor)
+    _check_prompts(actor.prompts, actor.steps)
+
+
+def _check_prompts(prompts: PromptsSection, steps: int) -> None:
+    """Reject files beside `path`, an empty list without it, and files whose steps do not fit the run."""
+    files, given = prompts.files, prompts.model_fields_set
+    if not files and "files" in given and "path" not in given:
+        raise ValueError("actor.prompts.files is empty; list a file, or set actor.prompts.path")
+    if files and prompts.path != PromptsSection().path:
+        raise ValueError(
+            f"actor.prompts.path ({prompts.path}) and actor.prompts.files are both set; add the path to the files, or "
+            "remove one of the two"
+        )
+    for i, file in enumerate(files):
+        if file.until_step is not None and file.until_step < file.from_step:
+            raise ValueError(
+                f"actor.prompts.files.{i}.until_step ({file.until_step}) is before its from_step ({file.from_step})"
+            )
+    _check_active_files(files, steps)
+
+
+def _check_active_files(files: Sequence[PromptFileSection], steps: int) -> None:
+    """Reject steps without an active file, and steps in which a path is active more than once."""
+    # A set of active files begins at step 1, where a file starts, or after one has ended.
+    begins = {1, *(file.from_step for file in files), *((file.until_step or 0) + 1 for file in files)}
+    for step in sorted(step for step in begins if files and step <= steps):
+        paths = [str(file.path) for file in files if file.is_active(step)]
+        if not paths:
+            raise ValueError(
+                f"actor.prompts.files: no file is active in step {step}, but actor.steps is {steps}; change from_step "
+                "or until_step of a file"
+            )
+        if twice := [path for path in paths if paths.count(path) > 1]:
+            raise ValueError(
+                f"actor.prompts.files: {twice[0]} occurs more than once in step {step}; give disjoint steps"
+            )
+
+
+def _check_critic_settings(algorithm: AlgorithmSection, rewards: RewardsSection) -> None:
+    """Reject settings of the critic in an algorithm without one, or that do not fit its predictions, and dynamic
+    sampling without groups.
+    """
+    shaped = {"normalization": rewards.normalization != "none", "clip": rewards.clip is not None}
+    if algorithm.prompt_candidates > 1 and any(shaped.values()):
+        key = next(key for key, is_set in shaped.items() if is_set)
+        raise ValueError(
+            f"actor.rewards.{key} ({getattr(rewards, key)}) cannot be used with actor.algorithm.prompt_candidates: the "
+            "critic predicts what it makes of scores, and is compared with scores; remove one of the two"
+        )
+    names = () if algorithm.uses_critic else ("critic_warmup_steps", "lam_values", "lam_length")
+    for name in names:
+        if value := getattr(algorithm, name):
+            raise ValueError(f"actor.algorithm.{name} ({value:g}): {algorithm.name} has no critic; remove it")
+    if algorithm.max_resampled and algorithm.responses_per_prompt < 2:
+        raise ValueError(
+            f"actor.algorithm.max_resampled ({algorithm.max_resampled}) compares the responses to a prompt; set "
+            f"actor.algorithm.responses_per_prompt to 2 or more, or remove it"
+        )
+
+
+def _check_ratios(actor: ActorSection) -> None:
+    """Reject settings of the probability ratio that would have no effect, and log-probs that cannot be compared."""
+    algorithm, generation = actor.algorithm, actor.generation
+    is_vllm, correction = generation.engine == "vllm", algorithm.correction
+    uses_engine = algorithm.old_logprobs == "sampler" or correction is not None
+    key = "old_logprobs: sampler" if algorithm.old_logprobs == "sampler" else "correction"
+    if correction is not None and algorithm.old_logprobs == "sampler":
+        raise ValueError(
+            "actor.algorithm.correction has no effect with actor.algorithm.old_logprobs: sampler, whose ratios already "
+            "compare with the log-probs of sampling; remove one of them"
+        )
+    if correction is not None and not (is_vllm or actor.one_step_off_policy):
+        raise ValueError(
+            "actor.algorithm.correction has no effect: the policy that samples is the one that is updated; remove it, "
+            "or set actor.generation.engine: vllm or actor.one_step_off_policy"
+        )
+    if uses_engine and generation.engine == "transformers":
+        raise ValueError(
+            f"actor.algorithm.{key} needs the log-probs of sampling, which actor.generation.engine: transformers does "
+            "not return; set it to slots or vllm"
+        )
+    names = ("top_k", "top_p", "repetition_penalty", "min_new_tokens")
+    changed = [name for name in names if getattr(generation, name) != GenerationSection.model_fields[name].default]
+    if uses_engine and is_vllm and changed:
+        raise ValueError(
+            f"actor.algorithm.{key} needs log-probs that vLLM computes before actor.generation.{changed[0]} "
+            f"({getattr(generation, changed[0])}); remove one of them"
+        )
+    if algorithm.dual_clip is not None and algorithm.loss_name in LOSSES and algorithm.loss_name != "clipped":
+        raise ValueError(
+            f"actor.algorithm.dual_clip ({algorithm.dual_clip:g}) has no effect on the loss {algorithm.loss_name}; "
+            "remove it, or set actor.algorithm.loss: clipped"
+        )
+
+
+def _check_rewards(actor: ActorSection) -> None:
+    """Reject penalties that would have no effect."""
+    rewards, algorithm, kl = actor.rewards, actor.algorithm, actor.kl
+    if rewards.overlong_tokens >= actor.generation.max_new_tokens:
+        raise ValueError(
+            f"actor.rewards.overlong_tokens ({rewards.overlong_tokens}) must be below actor.generation.max_new_tokens "
+            f"({actor.generation.max_new_tokens})"
+        )
+    if rewards.missing_eos_penalty and algorithm.mask_unfinished and not algorithm.uses_critic:
+        raise ValueError(
+            f"actor.rewards.missing_eos_penalty ({rewards.missing_eos_penalty:g}) has no effect under "
+            f"{algorithm.name} with actor.algorithm.mask_unfinished: true, which excludes the penalised responses from "
+            "the update; set actor.algorithm.mask_unfinished to false, or remove the penalty"
+        )
+    if kl.target is not None and not kl.coef:
+        raise ValueError(
+            f"actor.kl.target ({kl.target:g}) scales actor.kl.coef, which is 0 and stays 0; set actor.kl.coef above "
+            "0, or remove actor.kl.target"
+        )
+
+
+def _check_on_policy(actor: ActorSection) -> None:
+    """Reject off-policy settings for an algorithm without probability ratios."""
+    reason = f"{actor.algorithm.name}'s loss is on-policy, without probability ratios"
+    if actor.update.epochs > 1:
+        raise ValueError(
+            f"actor.update.epochs ({actor.update.epochs}): {reason}, so a rollout can be used only once; set it to 1, "
+            "or choose another algorithm"
+        )
+    if actor.one_step_off_policy:
+        raise ValueError(
+            f"actor.one_step_off_policy: {reason}, but the responses would come from the previous policy; remove it, "
+            "or choose another algorithm"
+        )

@@ -1,0 +1,188 @@
+"""Tables of the algorithms, losses and KL estimators: where each function is, and what an algorithm needs of a run.
+
+The functions are imported by `actor.algorithms.method`, like a user's own: these tables never import torch.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AfterValidator, WithJsonSchema
+
+from rlhf_triton.rewards.function import check_spec
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An advantage function, what it needs, and the published choices for settings left at `auto` or unset."""
+
+    source: str
+    meaning: str  # of the advantage, for the documentation
+    advantage: str  # `package.module:name`
+    loss: str = "clipped"  # one of LOSSES
+    needs_critic: bool = False
+    needs_groups: bool = False  # several responses to each prompt
+    takes_process_rewards: bool = True
+    whitens: bool = False
+    kl_in: Literal["reward", "loss"] = "reward"
+    loss_mean: Literal["token", "sequence", "constant"] = "token"
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # further keys of the configuration -> published value
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss and the published range of its ratio."""
+
+    meaning: str  # for the documentation
+    function: str  # `package.module:name`
+    low: float = 0.2
+    high: float = 0.2
+    is_on_policy: bool = False  # without probability ratios
+
+
+_PPO = Algorithm(
+    "Schulman et al. 2017 (arXiv 1707.06347)",
+    "GAE over the critic's values",
+    "rlhf_triton.actor.algorithms.ppo:advantage",
+    needs_critic=True,
+    whitens=True,
+)
+_GRPO = Algorithm(
+    "Shao et al. 2024 (arXiv 2402.03300)",
+    "total, standardised within the responses to the prompt",
+    "rlhf_triton.actor.algorithms.grpo:advantage",
+    needs_groups=True,
+    kl_in="loss",
+    loss_mean="sequence",
+)
+_CENTRED = replace(
+    _GRPO,
+    meaning="total minus the mean of the responses to the prompt",
+    advantage="rlhf_triton.actor.algorithms.grpo:centred",
+    takes_process_rewards=False,
+)
+_NO_KL = {"actor.kl.coef": 0.0}
+_DECOUPLED = {**_NO_KL, "actor.algorithm.lam_values": 1.0}
+ALGORITHMS = {
+    "ppo": _PPO,
+    "vapo": replace(
+        _PPO,
+        source="Yue et al. 2025 (arXiv 2504.05118)",
+        meaning="GAE, with a lambda of its own for the critic's returns",
+        recipe={
+            **_DECOUPLED,
+            "actor.algorithm.lam_length": 0.05,
+            "actor.algorithm.clip_ratio_high": 0.28,
+            "actor.algorithm.positive_nll": 0.1,
+            "actor.algorithm.critic_warmup_steps": 50,
+        },
+    ),
+    "sao": replace(
+        _PPO,
+        source="Hou et al. 2026 (arXiv 2607.07508)",
+        meaning="GAE, with a lambda of its own for the critic's returns",
+        loss="dis",
+        recipe={
+            **_DECOUPLED,
+            "actor.algorithm.lam_length": 1.5,  # as its implementers quote section 4.1
+            "actor.algorithm.old_logprobs": "sampler",
+            "actor.algorithm.critic_warmup_steps": 10,
+            "trainer.epochs": 2,
+            "trainer.freeze": (r"attn\.|attention\.",),
+        },
+    ),
+    "reinforce++": Algorithm(
+        "Hu et al. 2025 (arXiv 2501.03262)",
+        "return-to-go of the token rewards",
+        "rlhf_triton.actor.algorithms.reinforce_plus_plus:advantage",
+        whitens=True,
+    ),
+    "reinforce++-baseline": replace(
+        _CENTRED,
+        source="Hu et al. 2025 (arXiv 2501.03262)",
+        whitens=True,
+        loss_mean="token",
+        recipe={"actor.kl.estimator": "k2"},
+    ),
+    "rloo": Algorithm(
+        "Ahmadian et al. 2024 (arXiv 2402.14740)",
+        "total minus the mean of the other responses to the prompt",
+        "rlhf_triton.actor.algorithms.rloo:advantage",
+        loss="reinforce",
+        needs_groups=True,
+        takes_process_rewards=False,
+    ),
+    "grpo": _GRPO,
+    "dapo": replace(  # its penalty of overlong responses depends on their length: `actor.rewards`
+        _GRPO,
+        source="Yu et al. 2025 (arXiv 2503.14476)",
+        loss_mean="token",
+        recipe={**_NO_KL, "actor.algorithm.clip_ratio_high": 0.28, "actor.algorithm.max_resampled": 10},
+    ),
+    "dr_grpo": replace(_CENTRED, source="Liu et al. 2025 (arXiv 2503.20783)", loss_mean="constant", recipe=_NO_KL),
+    "gspo": replace(_GRPO, source="Zheng et al. 2025 (arXiv 2507.18071)", loss="gspo", recipe=_NO_KL),
+    "cispo": replace(_GRPO, source="MiniMax 2025 (arXiv 2506.13585)", loss="cispo", loss_mean="token", recipe=_NO_KL),
+    "maxrl": replace(
+        _CENTRED,
+        source="arXiv 2602.02710",
+        meaning="total minus the mean of the responses to the prompt, divided by it",
+        advantage="rlhf_triton.actor.algorithms.grpo:relative",
+        loss_mean="token",
+        recipe=_NO_KL,
+    ),
+}
+_LOSSES = "rlhf_triton.actor.algorithms.losses:"
+LOSSES = {
+    "clipped": PolicyLoss("PPO's: the ratio of each token, clipped where it gains", _LOSSES + "clipped"),
+    "reinforce": PolicyLoss("no ratio; for responses of the policy in training", _LOSSES + "reinforce", 0, 0, True),
+    "gspo": PolicyLoss("as PPO's, with the geometric mean of a response's ratios", _LOSSES + "gspo", 3e-4, 4e-4),
+    "cispo": PolicyLoss("every token keeps its gradient, weighted by the clipped ratio", _LOSSES + "cispo", 1.0, 4.0),
+    "dppo": PolicyLoss(
+        "leaves out tokens whose probability moved further than the range", _LOSSES + "dppo", 0.15, 0.15
+    ),
+    "dis": PolicyLoss("leaves out tokens with a ratio outside the range, weighs the others", _LOSSES + "dis", 0.8, 3.0),
+}
+KL_ESTIMATORS = {
+    "k1": "rlhf_triton.actor.algorithms.losses:k1",
+    "abs": "rlhf_triton.actor.algorithms.losses:absolute",
+    "k2": "rlhf_triton.actor.algorithms.losses:k2",
+    "k3": "rlhf_triton.actor.algorithms.losses:k3",
+}
+FILE = "path/to/file.py:name"
+
+
+OFFLINE = ("bco", "cpo", "dpo", "ipo", "kto", "orpo", "rft", "sft", "simpo")  # names of methods, for a message
+
+
+def _one_of(*names: str, or_file: bool = False) -> AfterValidator:
+    """Return a validator of a built-in name or, with `or_file`, of the name of a user's function."""
+
+    def check(value: str) -> str:
+        if value in names:
+            return value
+        if or_file and ":" in value:
+            return check_spec(value)
+        if value.lower() in OFFLINE:
+            raise ValueError(
+                f"{value} trains on given answers, this project on those that the policy samples; use TRL for {value}, "
+                f"or choose one of {', '.join(names)}"
+            )
+        near = difflib.get_close_matches(value.lower(), names)
+        near.sort(
+            key=lambda name: sorted(name) != sorted(value.lower())
+        )  # first those with the same letters: grpo for gpro
+        valid = ", ".join(map(repr, names)) + (f", or {FILE}" if or_file else "")
+        raise ValueError(f"Input should be one of {valid}" + (f"; did you mean {near[0]}?" if near else ""))
+
+    return AfterValidator(check)
+
+
+def _documented(*names: str) -> WithJsonSchema:
+    return WithJsonSchema({"enum": [*names]})
+
+
+AlgorithmName: TypeAlias = Annotated[str, _one_of(*ALGORITHMS), _documented(*ALGORITHMS)]
+AdvantageName: TypeAlias = Annotated[str, _one_of("auto", or_file=True), _documented("auto", FILE)]
+LossName: TypeAlias = Annotated[str, _one_of("auto", *LOSSES, or_file=True), _documented("auto", *LOSSES, FILE)]
+EstimatorName: TypeAlias = Annotated[str, _one_of("auto", *KL_ESTIMATORS), _documented("auto", *KL_ESTIMATORS)]

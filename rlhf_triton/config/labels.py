@@ -1,0 +1,78 @@
+"""Which of a reward model's labels is the reward: said by the user, in the order of the model's own names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from rlhf_triton.checkpoints.inspection import CheckpointError, inspect_checkpoint, reward_head
+from rlhf_triton.config.sections import RewardSection
+from rlhf_triton.config.yaml_file import read_yaml
+
+
+def attribute_weights(reward: RewardSection) -> list[float] | None:
+    """Return `reward.attribute_weights` in the order of the model's labels; None if they are not given.
+
+    Raises:
+        CheckpointError: the folder is no reward model; names or numbers of the weights do not fit its labels; or it has
+            more than one label, and nothing says which of them is the reward.
+    """
+    given = reward.attribute_weights
+    if reward.logit is not None or (given is None and not (reward.model / "config.json").is_file()):
+        return None  # no labels are read; or the committed repository, which is rendered without a checkpoint
+    info = inspect_checkpoint(reward.model)
+    count, names = reward_head(info).num_labels, info.label_names
+    listed = f"{reward.model} has {count} label{'s'[: count > 1]} ({', '.join(names)})"
+    if given is None:
+        ways = choices(names, good=names[-1 if info.good_label is None else info.good_label])
+        if reward.process is not None:
+            is_open, ways = count > 2 or (count == 2 and info.good_label is None), ways[:1]
+        else:
+            is_open = count > 1 and reward.merge_attributes is None
+        if is_open:
+            raise CheckpointError(f"{listed}, and nothing says which of them is the reward: set {' or '.join(ways)}")
+        return None
+    if not isinstance(given, dict):
+        if len(given) != count:
+            raise CheckpointError(
+                f"{listed}, but reward.attribute_weights has {len(given)} numbers; give one for each, in this order, "
+                "or by name"
+            )
+        return given
+    wrong = {
+        "unknown": [name for name in given if name not in names],
+        "missing": [name for name in names if name not in given],
+        "several times": [name for name, times in Counter(names).items() if times > 1],
+    }
+    if any(wrong.values()):
+        found = "; ".join(f"{what}: {', '.join(which)}" for what, which in wrong.items() if which)
+        raise CheckpointError(f"{listed}, each of which reward.attribute_weights must name once ({found})")
+    return [given[name] for name in names]
+
+
+def choices(names: Sequence[str], good: str) -> list[str]:
+    """Return the settings that say what the reward of a model with these labels is, each with its meaning.
+
+    Args:
+        good: the label whose log-odds are proposed if there are two.
+    """
+    is_pair = len(set(names)) == len(names) == 2
+    pairs = (f"{_quoted(name)}: {-1 if is_pair and name != good else 1}" for name in names)
+    meaning = f"the log-odds of {good}, if that is the good one" if is_pair else "a number for each"
+    return [
+        f"reward.attribute_weights: {{{', '.join(pairs)}}} ({meaning})",
+        "reward.merge_attributes: true (their mean)",
+        "reward.merge_attributes: false (a reward for each)",
+    ]
+
+
+def _quoted(name: str) -> str:
+    """Return a label as YAML has it."""
+    return name if re.fullmatch(r"[A-Za-z][\w-]*", name) and read_yaml(name) == name else json.dumps(name)
+
+
+def merges(reward: RewardSection) -> bool | None:
+    """Return whether the labels become one reward; weights say so, too. None: nothing says it."""
+    return True if reward.merge_attributes is None and reward.attribute_weights is not None else reward.merge_attributes

@@ -1,0 +1,60 @@
+"""The models that are served from versions of their weights, and settings of those whose versions users publish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_triton.config.fields import Section
+from rlhf_triton.wire.contract import CRITIC, REWARD_CHECKPOINT, REWARD_MODEL
+
+if TYPE_CHECKING:
+    from rlhf_triton.config import RunConfig
+
+LIVE_MODELS = ("critic", "reward")
+
+
+class GateSection(Section):
+    """The test that a new version of the reward model must pass: pairs of a preferred and a rejected text."""
+
+    pairs: Path
+    """JSONL with `chosen` and `rejected` in each line, and optionally `prompt`: texts, or lists of chat messages."""
+    tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """How far the accuracy (share of pairs in which `chosen` has the higher reward) may be below the served
+    version's."""
+
+
+@dataclass(frozen=True)
+class LiveModel:
+    """A model that is served from versions."""
+
+    name: str
+    """Its section in the configuration."""
+    store: Path
+    """Folder of its weights store."""
+    served_as: str
+    """Name of the model on the servers whose instances follow the store."""
+    reload: Literal["swap", "triton"]
+    """How instances switch to a published version."""
+
+
+def live_model(config: RunConfig, name: str) -> LiveModel:
+    """Return one of `LIVE_MODELS`, whether or not it is served."""
+    if name == "critic":
+        return LiveModel(name, config.run.weights_dir, CRITIC, config.critic.reload)
+    served_as = REWARD_MODEL if config.rewards is None else REWARD_CHECKPOINT
+    return LiveModel(name, config.run.reward_weights_dir, served_as, config.reward.reload)
+
+
+def reward_is_live(config: RunConfig) -> bool:
+    """Return whether a reward model is served from versions."""
+    return config.reward.store and config.uses_reward_model
+
+
+def live_models(config: RunConfig) -> list[LiveModel]:
+    """Return the models that are served from versions."""
+    is_live = {"critic": config.serves_critic, "reward": reward_is_live(config)}
+    return [live_model(config, name) for name in LIVE_MODELS if is_live[name]]

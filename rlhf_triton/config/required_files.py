@@ -1,0 +1,273 @@
+"""Checks that the files named in a configuration exist and are usable, before anything slow starts."""
+
+import importlib
+import importlib.util
+import symtable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_triton.checkpoints.inspection import (
+    CheckpointError,
+    check_pickles,
+    fingerprint_weights,
+    inspect_checkpoint,
+    reward_head,
+)
+from rlhf_triton.checkpoints.language_models import check_family, check_language_model
+from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
+from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.config import ConfigError, ModelSection, RewardSection, RunConfig
+from rlhf_triton.config.labels import attribute_weights
+from rlhf_triton.config.training import missing_packages
+from rlhf_triton.rewards.function import FILE_SPEC
+from rlhf_triton.store.durable import read_json
+from rlhf_triton.store.weights import WeightsStore
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+WAYS_OUT = {
+    "reward": ", or use only functions in `rewards`",
+    "critic": ", or choose an actor.algorithm.name without a critic: grpo, rloo or reinforce++",
+}
+
+
+def check_files(config: RunConfig, *, server: bool = False, actor: bool = False) -> None:
+    """Check the models, prompts and reward functions that the server (`server`), the actor (`actor`) or both read.
+
+    Raises:
+        ConfigError: the message has one line per missing or unusable file, with key, value and what to do.
+    """
+    problems = _of_actor(config) if actor else {}
+    if server:
+        problems = {**_of_server(config, whole_run=actor), **problems}
+    _raise(problems)
+
+
+def check_devices(config: RunConfig, *roles: str) -> None:
+    """Check that torch can use the GPUs of these roles, such as `reward` or `actor.policy`; default: of all.
+
+    Raises:
+        ConfigError: the message has one line for each GPU that is missing.
+    """
+    if problems := missing_gpus(config, *roles):
+        raise ConfigError("\n".join(problems))
+
+
+def missing_gpus(config: RunConfig, *roles: str) -> list[str]:
+    """Return a line for each role, of these or all, whose GPUs torch cannot use. Imports torch only if one has any."""
+    places = [
+        place for place in config.places if place.cards and (not roles or place.key.removesuffix(".device") in roles)
+    ]
+    if not places:
+        return []
+    torch = importlib.import_module("torch")
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = (
+        f"torch, built for CUDA {torch.version.cuda}, can use {usable}: update the driver if nvidia-smi shows a lower "
+        "version"
+        if torch.version.cuda
+        else "this torch is built for the CPU: install one that is built for CUDA"
+    )
+    needed = {place: int(place.cards[-1].partition(":")[2]) + 1 for place in places}
+    return [
+        f"{place.key}: {place.cards[-1]} needs {count} GPU{'s'[: count > 1]}; {found}"
+        + (", or set it to cpu" if place.key.endswith(".device") else "")
+        for place, count in needed.items()
+        if count > usable
+    ]
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Return whether the tokenizer in `folder` has a chat template."""
+    files = ("chat_template.jinja", "additional_chat_templates")
+    settings = read_json(folder / "tokenizer_config.json") or {}
+    return any((folder / name).exists() for name in files) or bool(settings.get("chat_template"))
+
+
+def check_critic(config: RunConfig) -> None:
+    """Check that the sidecar has a critic to train, a published version or a checkpoint. Raises ConfigError if not."""
+    if not config.actor.algorithm.uses_critic:
+        raise ConfigError(
+            f"actor.algorithm.name: {config.actor.algorithm.name} has no critic, so there is nothing to train; do not "
+            "start the sidecar, or set actor.algorithm.name to ppo"
+        )
+    if not config.serves_critic:
+        raise ConfigError("critic.model: the YAML has no section `critic`, so there is nothing to train; add it")
+    problems = missing_packages("trainer", config.trainer, "trainer.optimizer", config.trainer.optimizer.kind)
+    if not (config.run.weights_dir / "CURRENT").exists():
+        problems["critic.model"] = _of_checkpoint(config.critic.model, WAYS_OUT["critic"])
+    _raise(problems)
+
+
+def tokenizer_folder(config: RunConfig) -> Path | None:
+    """Return the folder of the tokenizer that decodes tokens for reward functions.
+
+    If the reward model is served, this is its folder. Otherwise it is the policy's, or, if that has no
+    tokenizer because another trainer owns the policy, the critic's (which has the same vocabulary) or
+    `reward.model`. Where none of them has one, another trainer's functions receive texts alone, and this is None.
+    """
+    if config.uses_reward_model:
+        return config.reward.model
+    folders = [config.actor.policy.model, config.critic.model, config.reward.model]
+    return next(filter(has_tokenizer, folders), config.actor.policy.model if config.has_actor else None)
+
+
+def _raise(problems: Mapping[str, str | None]) -> None:
+    lines = [f"{key}: {problem}" for key, problem in problems.items() if problem]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
+    problems = {
+        f"{role}.model": _of_checkpoint(section.model, WAYS_OUT.get(role, ""), is_language=_generates(config, role))
+        for role, section in config.served_sections.items()
+    }
+    for role, section in config.served_sections.items():
+        if problems[f"{role}.model"] is None:
+            problems[f"{role}.model"] = _refused(load_tokenizer, section.model.absolute())
+        if problems[f"{role}.model"] is None:
+            problems[f"{role}.max_length"] = _of_max_length(section)
+    if config.uses_reward_model and problems["reward.model"] is None:
+        problems["reward.model"] = _of_reward(config.reward, whole_run=whole_run) or _refused(_of_store, config)
+    for role, section in config.served_sections.items():
+        if section.tensor_parallel > 1 and problems[f"{role}.model"] is None:
+            problems[f"{role}.model"] = _refused(check_tensor_parallel, section.model, section.tensor_parallel)
+    folder = tokenizer_folder(config)
+    if config.functions and not config.uses_reward_model and folder is not None and not has_tokenizer(folder):
+        problems["actor.policy.model"] = (
+            f"{folder} has no tokenizer to decode the policy's tokens for reward functions; give the folder of the "
+            "policy's model"
+        )
+    gate = config.reward.gate
+    if gate is not None and not gate.pairs.is_file():
+        problems["reward.gate.pairs"] = (
+            f"{gate.pairs} does not exist; give a JSONL file of pairs{_start_of(gate.pairs)}"
+        )
+    specs = {f"rewards.{name}.function": str(term.function) for name, term in config.functions.items()}
+    return problems | _of_functions(specs)
+
+
+def _of_max_length(section: ModelSection) -> str | None:
+    most = inspect_checkpoint(section.model).max_positions
+    if section.max_length is None or most is None or section.max_length <= most:
+        return None
+    return (
+        f"{section.max_length} is more than the {most} positions of {section.model}; set {most} or less, or remove it"
+    )
+
+
+def _of_store(config: RunConfig) -> None:
+    """Raise CheckpointError if `reward.model` would not be served because the store has versions of another model."""
+    store = WeightsStore(config.run.reward_weights_dir)
+    current = store.current() if config.reward.store else None
+    if current is None:
+        return
+    wanted = fingerprint_weights(config.reward.model)
+    if wanted not in (fingerprint_weights(store.folder(version)) for version in (current, 0)):
+        raise CheckpointError(
+            f"{config.reward.model} has other weights than versions 0 and {current} in {store.root}, from which "
+            "reward.store serves, so it would not be served; publish it with `rlhf-triton weights publish --model "
+            "reward FOLDER`, set reward.model back, or start in another folder (run.dir)"
+        )
+
+
+def _of_actor(config: RunConfig) -> dict[str, str | None]:
+    actor = config.actor
+    problems = {
+        "actor.policy.model": _of_checkpoint(actor.policy.model, is_language=True),
+        **{key: _of_prompts(path) for key, path in actor.prompts.paths.items()},
+    }
+    if problems["actor.policy.model"] is None and not has_tokenizer(actor.policy.model):
+        problems["actor.policy.model"] = (
+            f"{actor.policy.model} has no tokenizer; save the policy's tokenizer into it with "
+            "tokenizer.save_pretrained(folder)"
+        )
+    if actor.validation.prompts is not None and actor.validation.size:
+        problems["actor.validation.prompts"] = _of_prompts(actor.validation.prompts)
+    if lacking := [name for name in actor.trackers if importlib.util.find_spec(name) is None]:
+        install = f"pip install {' '.join(lacking)} 'numpy<2' 'protobuf<5'"
+        problems["actor.trackers"] = f"{' and '.join(lacking)} is not installed; {install}, or remove it"
+    own = {"report": config.report} if config.report else {}
+    problems |= _of_functions(actor.algorithm.own_functions | own)
+    return problems | missing_packages("actor.policy", actor.policy, "actor.optimizer", actor.optimizer.kind)
+
+
+def _generates(config: RunConfig, role: str) -> bool:
+    return role == "reference" or (role == "reward" and config.reward.logit is not None)
+
+
+def _of_checkpoint(folder: Path, way_out: str = "", *, is_language: bool = False) -> str | None:
+    problem = _refused(check_language_model if is_language else _check_model, folder)
+    return problem if problem is None or folder.is_dir() else f"{problem}{_start_of(folder)}{way_out}"
+
+
+def _check_model(folder: Path) -> None:
+    check_family(inspect_checkpoint(folder))
+    check_pickles(folder)
+
+
+def _of_reward(reward: RewardSection, *, whole_run: bool) -> str | None:
+    folder = reward.model
+    if reward.logit is None and (
+        problem := _refused(lambda: reward_head(inspect_checkpoint(folder))) or _refused(attribute_weights, reward)
+    ):
+        return problem
+    if whole_run and reward.merge_attributes is False and (count := len(inspect_checkpoint(folder).label_names)) > 1:
+        return (
+            f"{folder} would give {count} rewards per row, but the run needs one; remove reward.merge_attributes: false"
+        )
+    if (reward.logit or reward.process) and not has_tokenizer(folder):
+        return f"{folder} has no tokenizer, which reward.logit and reward.process need; save it there"
+    if whole_run and not has_tokenizer(folder):
+        return (
+            f"{folder} has no tokenizer, so it is unknown whether the reward model uses the policy's token ids; "
+            "save the reward model's tokenizer into it with tokenizer.save_pretrained(folder)"
+        )
+    return None
+
+
+def _refused(check: Callable[..., object], *arguments: Any) -> str | None:
+    """Return the message of the CheckpointError that `check` raises; None if it raises none."""
+    try:
+        check(*arguments)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _of_functions(specs: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the problem with each user's function that is in a file, by configuration key."""
+    found = {key: FILE_SPEC.fullmatch(spec) for key, spec in specs.items()}
+    return {key: _of_function(Path(file["file"]), file["name"]) for key, file in found.items() if file}
+
+
+def _of_function(file: Path, name: str) -> str | None:
+    """Return the problem with a user's function, or None; reads the file's symbol table without running the file."""
+    if not file.is_file():
+        return f"{file} does not exist; give the path of a Python file{_start_of(file)}"
+    try:
+        code = file.read_text(encoding="utf-8")
+        symbols = symtable.symtable(code, str(file), "exec").get_symbols()
+    except (SyntaxError, ValueError) as error:
+        return f"{file} is not valid Python: {error}"
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    if name in names or "import *" in code:  # a star import may define any name
+        return None
+    functions = sorted(symbol.get_name() for symbol in symbols if symbol.is_namespace())
+    return f"{file} has no {name!r}; it defines {', '.join(functions) or 'no functions'}"
+
+
+def _of_prompts(path: Path) -> str | None:
+    if path.exists():
+        return None
+    return f'{path} does not exist; give a file of prompts, such as JSONL of {{"text": …}}{_start_of(path)}'
+
+
+def _start_of(path: Path) -> str:
+    return "" if path.is_absolute() else f" (relative paths start at {Path.cwd()})"
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether the folder has files of a tokenizer: without any, transformers may make one up."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)

@@ -1,0 +1,240 @@
+"""The YAML's `rewards`: a weighted sum of the scores of the reward model and of Python functions."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, field_validator
+
+from rlhf_triton.config.fields import Count, Seconds, Section
+from rlhf_triton.rewards.function import TIMEOUT_OPTION, check_spec
+from rlhf_triton.wire.contract import PROCESS, TEXTS_ONLY
+
+if TYPE_CHECKING:
+    from rlhf_triton.config.environment import EnvironmentSection
+    from rlhf_triton.config.sections import RewardSection
+
+MODEL_TERM = "model"  # the model of the section `reward`
+TERM_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+FunctionSpec = Annotated[str, AfterValidator(check_spec)]
+
+
+def _for_a_call(value: dict[str, Any]) -> dict[str, Any]:
+    wrong = next((name for name in value if not name.isidentifier() or name == TIMEOUT_OPTION), None)
+    if wrong is not None:
+        why = "use the section's own timeout" if wrong == TIMEOUT_OPTION else "not the name of an argument"
+        raise ValueError(f"{wrong!r}: {why}")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:  # a date, or .nan
+        raise ValueError(f"not expressible in JSON: {error}") from error
+    return value
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_for_a_call)]
+"""Keyword arguments of a function or a class."""
+
+
+class RewardTerm(Section):
+    """One of the rewards whose weighted sum counts: `model`, of the section `reward`, or a Python function."""
+
+    weight: float = 1.0
+    """Factor of the score. With 0 the score is only charted, and a sample for which it fails has its reward."""
+    function: FunctionSpec | None = None
+    """`path/to/file.py:name` or `package.module:name`, called with one `Sample`; not allowed for `model`."""
+    groupwise: bool = False
+    """The function receives a list of all responses to a prompt, and returns a number for each."""
+    options: Options = Field(default={})
+    """Keyword arguments for the function; of a class, those of its constructor. Anything that JSON can express."""
+    timeout_s: Seconds = 2.0
+    """Timeout for one sample, or one group; on expiry the worker process is killed, and none of them has a reward."""
+    workers: Count = 2
+    """Number of worker processes."""
+    memory_mib: Count = 4096
+    """Memory limit of a worker; the function gets a MemoryError beyond it."""
+
+
+Terms = Annotated[dict[str, RewardTerm], Field(min_length=1)]
+
+
+def check_weights(terms: dict[str, RewardTerm] | None, environment: EnvironmentSection | None) -> None:
+    """Raise ValueError if all rewards that there are have the weight 0."""
+    weights = {f"rewards.{name}.weight": term.weight for name, term in (terms or {}).items()}
+    if environment is not None:
+        weights["environment.weight"] = environment.weight
+    if weights and not any(weights.values()):
+        raise ValueError(
+            f"{' and '.join(weights)} {'is' if len(weights) == 1 else 'are'} 0, so every reward would be 0; set one "
+            "that counts to another weight"
+        )
+
+
+def check_terms(terms: dict[str, RewardTerm]) -> None:
+    """Raise ValueError if a name is invalid, `model` sets more than a weight, or another term has no function."""
+    for name, term in terms.items():
+        if not TERM_NAME.fullmatch(name):
+            raise ValueError(
+                f"rewards.{name}: a name has 1 to 40 characters from a-z, 0-9 and _, beginning with a letter"
+            )
+        fields = {key: field.default for key, field in RewardTerm.model_fields.items() if key != "weight"}
+        wrong = sorted(key for key, default in fields.items() if getattr(term, key) != default)
+        if name == MODEL_TERM and wrong:
+            raise ValueError(
+                f"rewards.{MODEL_TERM}.{wrong[0]}: {MODEL_TERM!r} is the model of the reward section and takes "
+                "only a weight; give a function a different name"
+            )
+        if name != MODEL_TERM and term.function is None:
+            raise ValueError(
+                f"rewards.{name}.function is missing: only {MODEL_TERM!r}, the model of the reward section, needs none"
+            )
+
+
+def function_terms(terms: dict[str, RewardTerm]) -> dict[str, RewardTerm]:
+    """Return the terms that are functions."""
+    return {name: term for name, term in terms.items() if name != MODEL_TERM}
+
+
+# Settings of rewards that are read at single tokens: process rewards, and next-token logits of a causal LM.
+
+
+TokenNames = list[str | int]
+
+
+class LogitSection(Section):
+    """A reward read from the next-token logits of a causal LM after a row's last token, without generation."""
+
+    tokens: Annotated[TokenNames, Field(min_length=1)]
+    """Tokens that count for the response: a text that is one token, such as "yes" or " yes", an entry of the
+    vocabulary, or a token id."""
+    against: TokenNames = Field(default=[])
+    """Tokens that count against it: the score is then log p(tokens) - log p(against). Without, it is the logit of
+    `tokens`."""
+
+    @field_validator("tokens", "against", mode="before")
+    @classmethod
+    def _no_booleans(cls, names: Any) -> Any:
+        wrong = next((name for name in names if isinstance(name, bool)), None) if isinstance(names, list) else None
+        if wrong is not None:  # would be the token id 1 or 0
+            raise ValueError(
+                f"{wrong} is not a token; YAML reads yes and no as true and false, so write them in quotes"
+            )
+        return names
+
+
+class ProcessSection(Section):
+    """A reward for every step or token of a response."""
+
+    granularity: Literal["step", "token"] = "step"
+    """`step`: one reward at the end of each step; `token`: one at each token."""
+    separator: str | None = Field(default=None, min_length=1)
+    """Text that ends a step; the end of the response ends the last one. Default: each row's `step_ends`."""
+    mark: str | None = Field(default=None, min_length=1)
+    """Text that the model was trained to find behind each step, such as a special token; put in place of `separator`,
+    and the model then receives texts instead of tokens. Default: `separator`."""
+    aggregate: Literal["min", "mean", "last", "prod", "sum"] = "min"
+    """How the row's reward, which validation reports, is made from its steps."""
+
+
+class TokenRewardSettings(Section):
+    """Settings of the section `reward` for rewards read at single tokens."""
+
+    template: str | None = None
+    """Jinja template, or its file, that makes the text to score from `prompt`, `response`, `text`, `messages` and
+    `metadata`; default: the text itself, or the model's chat template for a chat."""
+    generation_prompt: bool = False
+    """End a chat with the chat template's prompt for the next reply."""
+    logit: LogitSection | None = None
+    """Read the reward from next-token logits; `model` is then a causal LM. Default: a trained head."""
+    process: ProcessSection | None = None
+    """Reward every step or token. Default: one reward per response."""
+    score: Literal["auto", "logit", "probability"] = "auto"
+    """Of `logit` and `process`: `probability` is the sigmoid of the score. `auto`: `probability` for the steps of a
+    model with two labels or with `logit.against`, as published; otherwise `logit`."""
+
+
+def check_token_rewards(reward: RewardSection) -> None:
+    """Raise ValueError if settings of the section `reward` contradict each other."""
+    logit, process = reward.logit, reward.process
+    if logit is not None or process is not None:
+        what = "reward.logit" if logit is not None else "reward.process"
+        if reward.merge_attributes is False:
+            _need(reward, what, merge_attributes=True)
+        _need(reward, what, pooling="auto", store=False, append_eos=False)
+    if logit is not None:
+        _need(reward, "reward.logit", attribute_weights=None, tensor_parallel=1)
+        if reward.score == "probability" and not logit.against:
+            raise ValueError(
+                "reward.score is probability, but one logit has no probability; set reward.logit.against, or remove "
+                "reward.score"
+            )
+    elif process is None:
+        _need(reward, "a reward without reward.logit and reward.process", score="auto")
+    if process is not None:
+        _need(reward, "reward.process", template=None, generation_prompt=False)
+        if process.aggregate == "prod" and reward.score == "logit":
+            raise ValueError("reward.process.aggregate is prod, which needs probabilities, but reward.score is logit")
+    if reward.template is not None or reward.generation_prompt or process is not None:
+        _need(reward, "a reward with its own text", store=False, text="joined")
+    if reward.template is not None:
+        _need(reward, "reward.template, which can write it,", generation_prompt=False)
+
+
+def read_template(template: str) -> str:
+    """Return the text of a template: the setting, or the content of the file that it names.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    if "{{" in template or "{%" in template:
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"reward.template: {template!r} is neither a Jinja template nor a readable file: {error}"
+        ) from error
+
+
+def text_parameters(reward: RewardSection) -> dict[str, str]:
+    """Return the model parameters that say which text is scored, and how its score is read; without those unset.
+
+    Raises:
+        ValueError: the template's file cannot be read.
+    """
+    process = reward.process
+    found = {
+        **client_parameters(reward),
+        "text": reward.text,
+        "aggregate": None if process is None else process.aggregate,
+        "step_separator": None if process is None else process.separator,
+        "step_mark": None if process is None else process.mark,
+        "logit": None if reward.logit is None else json.dumps(reward.logit.model_dump()),
+        "template": None if reward.template is None else read_template(reward.template),
+        "score": None if reward.score == "auto" else reward.score,
+        "generation_prompt": "true" if reward.generation_prompt else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def client_parameters(reward: RewardSection) -> dict[str, str | None]:
+    """Return the parameters that a client needs: what the reward replies with, and what it takes."""
+    process = reward.process
+    return {
+        PROCESS: None if process is None else process.granularity,
+        TEXTS_ONLY: "true" if reward.template or (process is not None and process.mark) else None,
+        "add_special_tokens": json.dumps(reward.add_special_tokens),
+        "append_eos": json.dumps(reward.append_eos),
+    }
+
+
+def _need(reward: RewardSection, what: str, **values: Any) -> None:
+    for name, value in values.items():
+        if getattr(reward, name) != value:
+            raise ValueError(
+                f"reward.{name} is {getattr(reward, name)!r}, but {what} needs {value!r}; remove reward.{name}"
+            )

@@ -1,0 +1,55 @@
+"""`python -m rlhf_triton.learning.agent RANKS MODULE ARGUMENTS...`: torchrun on this machine, for `launch`.
+
+Restarts all ranks if one dies. On SIGINT or SIGTERM it lets rank 0 finish. Its exit code is that of rank 0, or 1 if the
+ranks died more often than MAX_RESTARTS allows.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_triton.learning.launch import AGENT, FOLDER, AgentFolder
+
+MAX_RESTARTS = 10  # per start; each one resumes from the newest checkpoint and the journal
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start the ranks, restart them as needed, and return the exit code of the job."""
+    ranks, module, *arguments = argv
+    with tempfile.TemporaryDirectory(prefix="rlhf-ranks-") as root:
+        folder = AgentFolder(Path(root))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: folder.stop())
+        os.environ[FOLDER], os.environ[AGENT] = root, str(os.getpid())
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # if a rank dies, the others print a stack trace of C++
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns otherwise; the ranks set their own number
+        # By default the ranks share the store of torchrun's agent. A restart then often fails, because a new rank
+        # connects to the port of the one that died.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import main as torchrun
+
+        with contextlib.suppress(ChildFailedError):  # torchrun has logged which rank failed
+            torchrun(
+                [
+                    "--standalone",
+                    f"--nproc-per-node={ranks}",
+                    f"--max-restarts={MAX_RESTARTS}",
+                    "--monitor-interval=0.2",
+                    "--signals-to-handle=SIGHUP,SIGQUIT",
+                    "--module",
+                    module,
+                    *arguments,
+                ]
+            )
+        code = folder.exit_code()
+        return 1 if code is None else code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""Starts the ranks of a training process, and agrees with them when the job ends. Imports no torch.
+
+`python -m rlhf_triton.trainer` and `python -m rlhf_triton.actor` replace themselves by the agent (module `agent`) if their `ranks` setting is
+above 1 and no launcher has started them. The agent is torchrun with two additions: a signal to stop reaches rank 0
+only, and the exit code of rank 0 becomes the agent's. Under another launcher, such as torchrun itself, Slurm or
+Kubernetes, the ranks find their number in the environment, too.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.process import die_with_parent
+from rlhf_triton.store.durable import replace_file
+
+FOLDER = "RLHF_AGENT_FOLDER"  # environment variable: the folder of the agent that started this rank
+AGENT = "RLHF_AGENT_PID"  # environment variable: the process id of that agent
+
+
+def launch_ranks(ranks: int, module: str, arguments: Sequence[str], *, key: str) -> None:
+    """Replace this process by an agent if `ranks` is above 1 and no launcher has started it; otherwise return.
+
+    A rank that an agent started ends here if the job has ended already, and is killed if the agent is.
+
+    Args:
+        key: configuration key of `ranks`, for the error message.
+
+    Raises:
+        RlhfError: a launcher started this process with another number of ranks.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # set by torchrun, and launchers like it
+        started = int(os.environ["WORLD_SIZE"])
+        if started != ranks:
+            raise RlhfError(f"{key} is {ranks}, but the launcher started {started} processes; make them equal")
+        if FOLDER in os.environ:
+            goes_on = die_with_parent(int(os.environ[AGENT])) and AgentFolder(Path(os.environ[FOLDER])).enter()
+            if not goes_on:
+                sys.exit(0)
+        if os.environ["RANK"] != "0":  # they leave when rank 0 does
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if FOLDER not in os.environ:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif ranks > 1:
+        agent = [sys.executable, "-m", "rlhf_triton.learning.agent", str(ranks), module, *arguments]
+        os.execv(agent[0], agent)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask this process to finish its work and end.
+
+    To a rank of our agent, SIGTERM means that another rank has died: it dies at once, and the agent restarts all.
+    """
+    return (signal.SIGINT,) if FOLDER in os.environ else (signal.SIGINT, signal.SIGTERM)
+
+
+def ended(code: int) -> int:
+    """On rank 0, do what `end_job` does; return the code."""
+    return end_job(code) if os.environ.get("RANK") == "0" else code
+
+
+def end_job(code: int) -> int:
+    """Tell the agent, if there is one, that the job has ended with exit code `code`; return the code."""
+    if FOLDER in os.environ:
+        AgentFolder(Path(os.environ[FOLDER])).end(code)
+    return code
+
+
+class AgentFolder:
+    """Files in which an agent and its ranks record the process id of rank 0 and the end of the job."""
+
+    def __init__(self, root: Path) -> None:
+        self._first, self._end = root / "rank-0", root / "end"
+
+    def enter(self) -> bool:
+        """Record this process as rank 0 if it is; return whether the job goes on."""
+        if os.environ["RANK"] == "0":
+            self._first.write_text(str(os.getpid()))
+        return not self._end.exists()
+
+    def stop(self) -> None:
+        """End the job: ask rank 0 to finish, and let ranks that start later end at once."""
+        if self.exit_code() is None:
+            self.end(0)
+        # Rank 0 writes its number before it looks for the end: one of the two is seen. It may have died, too; the next
+        # one ends at once.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int(self._first.read_text()), signal.SIGINT)
+
+    def end(self, code: int) -> None:
+        """Record the exit code of the job."""
+        replace_file(self._end, str(code).encode(), durable=False)
+
+    def exit_code(self) -> int | None:
+        """Return the exit code of the job; None until it has ended."""
+        return int(self._end.read_text()) if self._end.exists() else None

@@ -1,0 +1,359 @@
+"""The processes (ranks) that train one model: one controller, which announces operations that all ranks execute.
+
+Rank 0 is the controller: it alone talks to the journal, the servers and the user. It announces each operation as JSON
+in a store that it hosts, and then executes its own part; the other ranks poll the store and execute theirs. Waiting for
+the next operation is no collective, so that an idle job never runs into the timeout of its process group. If rank 0
+dies, its store dies with it, and the other ranks leave; if another rank dies, the next collective of rank 0 fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
+from torch import Tensor
+
+from rlhf_triton.errors import REPORTED, RlhfError
+from rlhf_triton.learning.launch import end_job
+from rlhf_triton.python_backend.models.card import RankOutOfMemory
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+# The longest time that one rank may be behind the others, e.g. because its responses are longer. A rank that died is
+# noticed at once on a CPU; on GPUs torchrun, which watches the processes, ends the others.
+GROUP_TIMEOUT = timedelta(minutes=10)
+STORE_TIMEOUT = timedelta(minutes=2)
+POLL_S = 0.002
+LEAVE_S = 2.0  # for which rank 0 waits at the end; a rank that died will never say that it leaves
+KEPT = 1000  # newest entries of each numbered list in the store: no rank is ever that far behind
+END = "end"
+LOST = re.compile("closed by peer|reset by peer|gloo|NCCL", re.IGNORECASE)  # in the messages of failed collectives
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)}
+
+
+class RankFailed(RlhfError):
+    """Another rank failed in an operation of all ranks; the message repeats its error."""
+
+
+class RankLost(Exception):
+    """Rank 0 has ended, and with it the job; not an error that a user can fix, torchrun restarts the ranks."""
+
+
+class OneRank:
+    """What `Ranks` offers, for a process that trains alone: there is no other rank to wait for."""
+
+    rank, size = 0, 1
+
+    def announce(self, name: str, **arguments: Any) -> None:
+        """Do nothing: no other rank executes operations."""
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Execute `work`."""
+        return work()
+
+    def broadcast(self, record: T | None, kind: type[T]) -> T:
+        """Return the record."""
+        assert record is not None
+        return record
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of this rank."""
+        return [value]
+
+    def totals(self, values: Sequence[float]) -> list[float]:
+        """Return the values of this rank."""
+        return list(values)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Return the values of this rank."""
+        return values
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of the loss."""
+        loss.backward()
+
+
+ALONE = OneRank()
+
+
+class Ranks:
+    """The process group of one training job, seen from one rank."""
+
+    def __init__(self, rank: int, size: int, store: Any, device: torch.device) -> None:
+        self.rank, self.size, self.device, self._store = rank, size, device, store
+        self.operations = Operations(rank, dist.PrefixStore("operations", store))
+        self._errors, self._shapes = dist.PrefixStore("errors", store), dist.PrefixStore("shapes", store)
+        self._values = dist.PrefixStore("values", store)
+        self._checks = self._broadcasts = self._gathers = 0
+
+    @classmethod
+    def join(cls, device: str, *, timeout: timedelta = GROUP_TIMEOUT) -> Ranks:
+        """Join the process group that the launcher's environment variables describe.
+
+        Args:
+            device: of this process, `cpu` or `cuda:N`; it becomes the current one of this thread.
+            timeout: of one collective.
+        """
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        own = torch.device(device)
+        if own.type == "cuda":
+            torch.cuda.init()  # a mesh of cards that are not initialised chooses this process's card anew
+            torch.cuda.set_device(own)
+        agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun without our launcher
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            None if agent_hosts else size,
+            is_master=rank == 0 and not agent_hosts,
+            timeout=STORE_TIMEOUT,
+        )
+        # The store of torchrun's agent outlives a restart. The count may differ between hosts: only look at it there.
+        attempt = (
+            dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store) if agent_hosts else store
+        )
+        backend = "gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", attempt),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=own if own.type == "cuda" else None,  # otherwise NCCL guesses it from the rank
+        )
+        return cls(rank, size, attempt, own)
+
+    def announce(self, name: str, **arguments: Any) -> None:
+        """On rank 0, let the other ranks execute operation `name`; on the others, which execute it, do nothing."""
+        if self.rank == 0:
+            self.operations.announce(name, **arguments)
+
+    def connection(self, name: str) -> Any:
+        """Return a further connection to the store, with keys of its own: another thread can wait on it."""
+        return dist.PrefixStore(name, self._store.clone())
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Execute local `work` on every rank; if it fails on one of them, raise on all.
+
+        Call it on every rank, around work without collectives whose failure must stop all ranks together, such as
+        writing a file.
+
+        Raises:
+            OSError: of this rank or of another.
+            RlhfError: of this rank; or RankFailed, of another.
+        """
+        error: RlhfError | OSError | None = None
+        try:
+            result = work()
+        except (RlhfError, OSError) as caught:
+            error = caught
+        self._checks += 1
+        key = str(self._checks)
+        if error is not None:
+            number = error.errno if isinstance(error, OSError) else None
+            self._errors.set(key, json.dumps([isinstance(error, OSError), number, f"rank {self.rank}: {error}"]))
+        failed = torch.tensor([error is not None])
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        if error is not None:
+            raise error
+        if failed:
+            is_disk_error, number, text = json.loads(self._errors.get(key))
+            if is_disk_error:
+                raise OSError(text) if number is None else OSError(number, text)
+            raise RankFailed(text)
+        return result
+
+    def broadcast(self, record: T | None, kind: type[T]) -> T:
+        """Send a dataclass `kind` of arrays and CPU tensors from rank 0 to all ranks; the other ranks pass None.
+
+        Returns the record on every rank. Fields may be None.
+        """
+        self._broadcasts += 1
+        key = str(self._broadcasts)
+        given = {} if record is None else {name: value for name, value in vars(record).items() if value is not None}
+        tensors = {name: torch.as_tensor(value).contiguous() for name, value in given.items()}
+        if record is not None:
+            shapes = [
+                [name, str(tensor.dtype), list(tensor.shape), isinstance(given[name], np.ndarray)]
+                for name, tensor in tensors.items()
+            ]
+            self._shapes.set(key, json.dumps(shapes))
+            self._shapes.delete_key(str(self._broadcasts - KEPT))
+        received: dict[str, Any] = {field.name: None for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        for name, dtype, shape, is_array in json.loads(self._shapes.get(key)):
+            tensor = tensors[name] if record is not None else torch.empty(shape, dtype=DTYPES[dtype])
+            dist.broadcast(tensor, src=0)
+            received[name] = tensor.numpy() if is_array else tensor
+        return kind(**received) if record is None else record
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the JSON values that the ranks pass, by rank; collective."""
+        self._gathers += 1
+        self._values.set(f"{self._gathers}/{self.rank}", json.dumps(value))
+        self._values.delete_key(f"{self._gathers - KEPT}/{self.rank}")
+        dist.barrier()
+        return [json.loads(self._values.get(f"{self._gathers}/{rank}")) for rank in range(self.size)]
+
+    def totals(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of values over all ranks; collective."""
+        return self.summed(torch.tensor(values, dtype=torch.float64)).tolist()
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Replace CPU values by their sums over all ranks, and return them; collective."""
+        dist.all_reduce(values)
+        return values
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of this rank's part of the loss; FSDP averages gradients over the ranks."""
+        (loss * self.size).backward()
+
+    @classmethod
+    @contextlib.contextmanager
+    def joined(cls, device: str) -> Iterator[Ranks]:
+        """Join the process group as in `join` for a `with` block, at whose end rank 0 ends the job.
+
+        If another rank dies, this process exits with code 1, and the launcher restarts all ranks. If memory is short on
+        this one, it exits with code 2 and our agent restarts none: each would meet the same error.
+        """
+        ranks = cls.join(device)
+        try:
+            yield ranks
+        except RankOutOfMemory as error:
+            logger.error("%s", error)
+            os._exit(end_job(2))  # at once: leaving the process group would wait for the other ranks
+        except REPORTED:
+            ranks.announce(END)
+            raise
+        except (RankLost, RuntimeError) as error:
+            if not (isinstance(error, RankLost | dist.DistError) or LOST.search(str(error))):
+                raise
+            logger.error("another rank has died: %s", str(error).splitlines()[0])
+            logging.shutdown()
+            os._exit(1)  # at once, as above
+        ranks.close()
+
+    def close(self) -> None:
+        """End the job: on rank 0 let the other ranks leave; on all ranks leave the process group.
+
+        Rank 0 waits until the others have read that the job has ended, because its store ends with its process.
+        """
+        self.announce(END)
+        left, deadline = self._store.add("left", 1), time.monotonic() + LEAVE_S
+        while self.rank == 0 and left < self.size and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            left = self._store.add("left", 0)
+        dist.destroy_process_group()
+
+
+AnyRanks = OneRank | Ranks
+
+
+def dealt(lengths: Tensor, size: int) -> list[Tensor]:
+    """Deal rows to `size` ranks, so that each gets rows of similar lengths; return their indices, by rank."""
+    order = lengths.argsort(stable=True)
+    return [order[rank::size] for rank in range(size)]
+
+
+class Operations:
+    """A numbered list of operations that rank 0 announces and every other rank executes in order."""
+
+    def __init__(self, rank: int, store: Any) -> None:
+        self._rank, self._store, self._number = rank, store, 0
+
+    def announce(self, name: str, **arguments: Any) -> None:
+        """Let the other ranks execute operation `name`; the arguments must be JSON. Rank 0 only."""
+        self._store.set(str(self._number), json.dumps([name, arguments]))
+        self._store.delete_key(str(self._number - KEPT))
+        self._number += 1
+
+    def follow(self, handlers: Mapping[str, Callable[..., object]]) -> None:
+        """Execute the operations that rank 0 announces until it ends the job. All ranks but rank 0.
+
+        An RlhfError or OSError of a handler is logged only: rank 0 meets the same error, see `Ranks.together`, and
+        decides how the job continues.
+
+        Raises:
+            RankLost: rank 0 has died.
+        """
+        while True:
+            name, arguments = self._next()
+            if name == END:
+                return
+            try:
+                handlers[name](**arguments)
+            except (RlhfError, OSError) as error:
+                logger.warning("rank %d: %s: %s", self._rank, name, error)
+
+    def _next(self) -> tuple[str, dict[str, Any]]:
+        key = str(self._number)
+        try:
+            while not self._store.check([key]):
+                time.sleep(POLL_S)
+            name, arguments = json.loads(self._store.get(key))
+        except dist.DistError as error:  # the connection to the store is closed
+            raise RankLost("rank 0 has ended") from error
+        self._number += 1
+        return name, arguments
+
+
+# Tensors that ranks send one another through their store: unlike a collective, no rank waits for another.
+
+
+ERROR = "error"
+
+
+class Mailbox:
+    """The messages between this rank and the others; each is read once, in the order in which it was sent."""
+
+    def __init__(self, rank: int, store: Any) -> None:
+        self._rank, self._store = rank, store
+        self._sent, self._received = Counter[int](), Counter[int]()
+
+    def send(self, to: int, tensors: Mapping[str, Tensor]) -> None:
+        """Send CPU tensors to rank `to`."""
+        self._store.set(f"{self._rank} to {to}: {self._sent[to]}", save(dict(tensors)))
+        self._sent[to] += 1
+
+    def send_error(self, to: int, error: RlhfError | OSError) -> None:
+        """Make the next `receive` of rank `to` raise RankFailed."""
+        self.send(to, {ERROR: as_tensor(f"rank {self._rank}: {error}")})
+
+    def receive(self, sender: int) -> dict[str, Tensor] | None:
+        """Return the next message of rank `sender`, or None if there is none yet. Raises RankFailed."""
+        key = f"{sender} to {self._rank}: {self._received[sender]}"
+        if not self._store.check([key]):
+            return None
+        tensors = load(self._store.get(key))
+        self._store.delete_key(key)
+        self._received[sender] += 1
+        if ERROR in tensors:
+            raise RankFailed(value_of(tensors[ERROR]))
+        return tensors
+
+
+def as_tensor(value: Any) -> Tensor:
+    """Return a value as JSON, uint8 `[bytes]`; dataclasses become objects, arrays lists, and all else texts."""
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, np.ndarray):
+            return part.tolist()
+        return vars(part) if dataclasses.is_dataclass(part) else str(part)
+
+    return torch.frombuffer(bytearray(json.dumps(value, default=plain).encode()), dtype=torch.uint8)
+
+
+def value_of(tensor: Tensor) -> Any:
+    """Return the value of a tensor that `as_tensor` has made."""
+    return json.loads(tensor.numpy().tobytes())

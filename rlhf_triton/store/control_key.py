@@ -1,0 +1,63 @@
+"""The key that protects tritonserver's model-control API, through which a client can run code in the server.
+
+It is stored beside the critic's weights, because the sidecar and all servers of one critic share that folder.
+"""
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.durable import staged_file
+
+VARIABLE = "TRITON_CONTROL_KEY"
+TRAINING_VARIABLE = "TRAINING_KEY"  # the image's name for what `server.training_key_env` names elsewhere
+FILE = "control.key"
+HEADER = "rlhf-control-key"
+GRPC_HEADER = f"triton-grpc-protocol-{HEADER}"  # tritonserver matches gRPC headers with this prefix
+CLOSED = "model-repository,shared-memory,trace,logging"  # the APIs that require the key
+
+SHORTEST_KEY = 16  # characters
+
+
+def control_key(weights_dir: Path) -> str:
+    """Return the key from the environment variable or from the file beside `weights_dir`, which is created if missing.
+
+    Only the owner of the file has access to it.
+
+    Raises:
+        OSError: the file cannot be read or written.
+        RlhfError: the file contains less than a key.
+    """
+    return os.environ.get(VARIABLE) or key_in(weights_dir.parent / FILE)
+
+
+def key_in(path: Path) -> str:
+    """Return the key in the file `path`; if the file is missing, create it with a new key and mode 0600.
+
+    Raises:
+        OSError: the file cannot be read or written.
+        RlhfError: the file contains less than a key. An empty key would admit clients that send none.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # link(2) is atomic: if several processes start together, all use the key of the first one to link its file.
+        key = secrets.token_hex(32).encode()
+        with staged_file(path.parent, [key], mode=0o600) as fresh, contextlib.suppress(FileExistsError):
+            os.link(fresh, path)
+    found = path.read_text().strip()
+    if len(found) < SHORTEST_KEY:
+        raise RlhfError(
+            f"{path} contains a key of {len(found)} characters, at least {SHORTEST_KEY} are needed; "
+            "delete the file, and the next start makes a new key"
+        )
+    return found
+
+
+def closing_arguments(key: str) -> list[str]:
+    """Return the tritonserver arguments that restrict the APIs in `CLOSED` to clients with the key (HTTP and gRPC)."""
+    return [
+        f"--http-restricted-api={CLOSED}:{HEADER}={key}",
+        f"--grpc-restricted-protocol={CLOSED}:{HEADER}={key}",
+    ]

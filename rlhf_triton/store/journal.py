@@ -1,0 +1,534 @@
+"""The training journal: accepted critic_train and critic_save requests, in order, until the sidecar has processed them.
+
+Imports numpy and safetensors but not torch, because processes of tritonserver use this module without torch.
+
+    <root>/<run_id>/entries/<step>.train | <step>.save.<n> | <step>.rewind.<n>
+    <root>/<run_id>/results/<entry>.json          outcome, written once the resulting weights are served
+    <root>/<run_id>/archive/<step>.train          trained steps that are no longer needed, for later runs
+    <root>/<run_id>/set_aside/<n>/                entries and results that a rewind removed, or a damaged entry
+    <root>/<run_id>/ACCEPT                        flock held while an entry is linked
+    <root>/{LOCK, EPOCH, heartbeat.json}
+
+States of an entry: accepted (link(2) of a synced file) -> trained -> published -> served -> result recorded ->
+covered by a checkpoint -> removed; docs/live-critic.md describes each of them. Steps start at 1 and have no gaps.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_triton.digests import DEFAULT, Algorithm
+from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.store import durable
+from rlhf_triton.store.durable import changed_at, is_locked, read_json
+from rlhf_triton.store.journal_entry import (
+    DIGEST,
+    RESULT_SUFFIX,
+    DamagedEntry,
+    Entry,
+    Kind,
+    Result,
+    TrainingFile,
+    entries_in,
+    metadata_in,
+    read_training_file,
+)
+from rlhf_triton.store.ownership import Sender, owners_after, refuse_superseded
+from rlhf_triton.wire.contract import STEP_AHEAD, TRACEPARENT_HEADER, ContractError
+from rlhf_triton.wire.training_payload import TrainPayload
+
+# The sidecar's heartbeat file, and a watch that measures the time since its last change without wall clocks.
+
+
+HEARTBEAT_FILE = "heartbeat.json"
+LOOK_EVERY_S = 0.1  # minimum time between two reads of the file
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Progress of the sidecar, written at every micro-batch."""
+
+    epoch: int
+    step: int
+    micro_batch: int
+    state: str
+    time: float  # unix seconds
+    trouble: str | None = None  # what blocks the sidecar, such as a full disk or a process that holds a lock
+
+
+class HeartbeatWatch:
+    """Measures the time since a sidecar's heartbeat last changed, with the local monotonic clock.
+
+    Wall-clock changes on either machine do not affect the result: `Heartbeat.time` is compared for equality only.
+    """
+
+    def __init__(self, read: Callable[[], Heartbeat | None]) -> None:
+        self._read = read
+        self.last: Heartbeat | None = None
+        """The heartbeat that was read last; None if there was none."""
+        self._since = time.monotonic()
+        self._look_at = 0.0
+
+    def silence_s(self) -> float:
+        """Return the seconds since the heartbeat last changed; reads the file at most every LOOK_EVERY_S."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_EVERY_S
+            heartbeat = self._read()
+            if heartbeat != self.last:
+                self.last, self._since = heartbeat, now
+        return now - self._since
+
+
+# Read-only view of a journal, shared by the writers inside tritonserver and the sidecar.
+
+
+DAMAGED = "damaged"  # stands in for a digest that cannot be read
+
+
+class JournalState:
+    """The journal of one run, read-only."""
+
+    def __init__(self, root: Path, run_id: str) -> None:
+        self.root = root
+        self.run_id = run_id
+        self._entries = root / run_id / "entries"
+        self._results = root / run_id / "results"
+        self._set_aside = root / run_id / "set_aside"
+        self._archive = root / run_id / "archive"
+
+    def entries(self) -> list[Entry]:
+        """Return the entries on disk, in processing order."""
+        return sorted(entries_in(self._entries))
+
+    def changed_at(self) -> int | None:
+        """Return the mtime of entries/ in ns, which changes with every new or removed entry; None before the first."""
+        return changed_at(self._entries)
+
+    def load(self, entry: Entry) -> tuple[TrainPayload, str]:
+        """Return a training entry's payload and digest.
+
+        Raises DamagedEntry if the file is unreadable or its content does not match the digest.
+        """
+        return read_training_file(self._entries / entry.name)
+
+    def training_files(self) -> list[Path]:
+        """Return the files of the steps on disk, for `read_training_file`; archived ones first, without failed ones."""
+        archived = [self._archive / entry.name for entry in sorted(entries_in(self._archive))]
+        entries = ((entry, self.result(entry)) for entry in self.entries() if entry.kind == "train")
+        return archived + [
+            self._entries / e.name for e, known in entries if known is None or known.loss_mean is not None
+        ]
+
+    def keep_steps(self, entry: Entry) -> list[int] | None:
+        """Return the steps whose checkpoints a save entry requests to keep; None if it has no such list.
+
+        Raises DamagedEntry if the file is not JSON.
+        """
+        path = self._entries / entry.name
+        try:
+            return json.loads(path.read_bytes()).get("keep_steps")
+        except ValueError as error:
+            raise DamagedEntry(f"{path} is damaged: {reason_of(error)}") from error
+
+    def owners(self, rewind: Entry | None = None) -> list[str]:
+        """Return the owners of the run (`<session>/<n>`) as of `rewind` (default: the newest rewind), newest first."""
+        newest = rewind or self._newest_rewind()
+        if newest is None:
+            return []
+        result = read_json(self._result_path(newest))
+        with contextlib.suppress(FileNotFoundError, ValueError):  # the entry was finished meanwhile, or is damaged
+            result = result or json.loads((self._entries / newest.name).read_bytes())
+        return (result or {}).get("owners") or []
+
+    def is_answered(self, entry: Entry) -> bool:
+        """Return whether `entry` has a result."""
+        return self._result_path(entry).exists()
+
+    def answered(self) -> set[Entry]:
+        """Return the entries that have a result, including entries that were removed."""
+        return entries_in(self._results, RESULT_SUFFIX)
+
+    def results(self) -> list[Result]:
+        """Return the results on disk, in order of their entries."""
+        found = [self.result(entry) for entry in sorted(self.answered())]
+        return [result for result in found if result is not None]
+
+    def result(self, entry: Entry) -> Result | None:
+        """Return the result of `entry`: None while it is pending, an error if a rewind has removed the entry."""
+        data = read_json(self._result_path(entry))
+        if data is None and (changed_at(self._entries) is None or not (self._entries / entry.name).exists()):
+            data = read_json(self._result_path(entry))  # finished and removed between the two calls
+            if data is None:
+                return Result(entry.name, -1, error=f"{entry.kind} at step {entry.step}: removed by a rewind")
+        return None if data is None else Result(**data)
+
+    def last_step(self) -> int:
+        """Return the last accepted step; 0 before the first."""
+        known = self._known_entries()  # rewinds count, too: the results of the steps before them may have been removed
+        return max([0, *(entry.step if entry.kind == "train" else entry.target for entry in known)])
+
+    def traceparent(self, entry: Entry) -> str | None:
+        """Return the trace context that a training entry's request had; None if it had none or the file is damaged."""
+        return metadata_in(self._entries / entry.name, TRACEPARENT_HEADER)
+
+    def heartbeat(self) -> Heartbeat | None:
+        """Return the sidecar's newest heartbeat; None if there is none or a machine crash has truncated the file."""
+        try:
+            data = read_json(self.root / HEARTBEAT_FILE)
+            return None if data is None else Heartbeat(**data)
+        except (ValueError, TypeError):
+            return None
+
+    def is_followed(self) -> bool:
+        """Return whether a sidecar on this host holds the journal's lock."""
+        return is_locked(self.root / "LOCK")
+
+    def _rewind_under_way(self) -> Entry | None:
+        rewinds = entries_in(self._entries, kind="rewind")
+        return min((entry for entry in rewinds if self.result(entry) is None), default=None)
+
+    def _digest(self, entry: Entry) -> str | None:
+        """Return the digest of a step's content, DAMAGED if it is unreadable, or None if it was removed long ago."""
+        data = read_json(self._result_path(entry))
+        if data is None:
+            try:
+                return metadata_in(self._entries / entry.name, DIGEST) or DAMAGED
+            except FileNotFoundError:  # finished and removed meanwhile
+                data = read_json(self._result_path(entry))
+        return None if data is None else data["digest"] or DAMAGED
+
+    def _rewound(self, step: int) -> str:
+        """Return a clause for an error message, naming the rewind that made `step` invalid; "" if there was none."""
+        for entry in sorted(self._known_rewinds(), reverse=True):
+            if entry.target < step <= entry.step + 1 and entry.target < entry.step:
+                return (
+                    f"; the run was rewound from step {entry.step} to step {entry.target}: if this client has not done "
+                    "that, another one owns the run, and this one must stop"
+                )
+        return ""
+
+    def _newest_rewind(self) -> Entry | None:
+        # By rank: after a rewind from step 9 to 5, one that is accepted at step 7 is newer.
+        return max(self._known_rewinds(), key=lambda entry: (entry.rank, entry.step), default=None)
+
+    def _known_rewinds(self) -> set[Entry]:
+        return entries_in(self._entries, kind="rewind") | entries_in(self._results, RESULT_SUFFIX, "rewind")
+
+    def _known_entries(self) -> list[Entry]:
+        return [*entries_in(self._entries), *self.answered()]
+
+    def _result_path(self, entry: Entry) -> Path:
+        return self._results / f"{entry.name}{RESULT_SUFFIX}"
+
+
+KEPT_RESULTS = 1000  # results of this many steps are kept after their entries, to respond to late repeats of requests
+ACCEPT_PATIENCE_S = 10.0  # the lock is held for milliseconds; a process that holds it longer is suspended
+
+
+class Journal(JournalState):
+    """The journal of one run, with the operations that modify it."""
+
+    def __init__(self, root: Path, run_id: str, integrity: Algorithm = DEFAULT) -> None:
+        """`integrity`: algorithm of the digests in new entries."""
+        super().__init__(root, run_id)
+        self._integrity = integrity
+
+    # ---- writers: inside tritonserver ----
+
+    def accept_training(
+        self,
+        payload: TrainPayload,
+        *,
+        run_id: str | None,
+        step: int | None,
+        sender: Sender | None = None,
+        check: Callable[[], None] = lambda: None,
+        traceparent: str | None = None,
+    ) -> Entry:
+        """Write a training step durably and return its entry (the existing one if the step was sent before).
+
+        `check` runs in another thread while the file is written. If it raises, the step is not accepted and the
+        exception propagates. `traceparent` is stored with the entry, but is not part of its content: a request that is
+        repeated under another trace is the same.
+
+        Raises:
+            ContractError: `run_id` names another run; `step` was accepted with other content; `step` would leave a gap;
+                a rewind is in progress; or the run was rewound after the request was sent.
+            OSError: the write failed; nothing was accepted.
+        """
+        self._check_run(run_id)
+        file = TrainingFile(payload, check, {TRACEPARENT_HEADER: traceparent} if traceparent else None, self._integrity)
+        try:
+            return self._accept(file, step, sender)
+        finally:
+            file.close()  # if the check failed, its exception replaces the conflict's
+
+    def _accept(self, file: TrainingFile, step: int | None, sender: Sender | None) -> Entry:
+        known = self._known_step(file, step)
+        if known is not None:
+            return known
+        self._make_folders()
+        with durable.staged_file(self._entries, file.parts(), first=file.header) as staged, self._accepting():
+            refuse_superseded(sender, self.owners(), self.run_id)
+            # Checked again under the lock: another request or a rewind may have come in while the payload was written.
+            known = self._known_step(file, step)
+            if known is not None:
+                return known
+            entry = Entry(self.last_step() + 1, 0, "train")
+            os.link(staged, self._entries / entry.name)
+        durable.sync_directory(self._entries)
+        return entry
+
+    def _known_step(self, file: TrainingFile, step: int | None) -> Entry | None:
+        """Return the existing entry if `step` was accepted with the same content before; None if it is the next step.
+
+        Raises ContractError for all other steps, and for the next step while a rewind is in progress.
+        """
+        last = self.last_step()
+        if step is not None and step <= last:
+            return self._known(step, file, last)
+        if step is not None and step > last + 1:
+            raise ContractError(
+                f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}; send step {last + 1} first{self._rewound(step)}"
+            )
+        self._refuse_during_rewind()
+        return None
+
+    def accept_save(
+        self,
+        *,
+        run_id: str | None,
+        step: int | None = None,
+        keep_steps: Sequence[int] | None = None,
+        sender: Sender | None = None,
+    ) -> Entry:
+        """Request a checkpoint of `step`, by default of the last accepted step.
+
+        `step` may be the next one, whose critic_train is still in flight. `keep_steps` lists the checkpoints up to
+        `step` that the caller still needs. A repeated request for a step whose save is pending returns the same entry:
+        each save costs a reload, and a caller that retries after a timeout must not lengthen the queue.
+
+        Raises ContractError if `run_id` names another run, `step` is beyond the next one, a rewind is in progress, or
+        the run was rewound after the request was sent.
+        """
+        self._check_run(run_id)
+        wanted = None if keep_steps is None else list(keep_steps)
+        with self._accepting():
+            self._refuse_during_rewind()
+            refuse_superseded(sender, self.owners(), self.run_id)
+            last = self.last_step()
+            if step is not None and step > last + 1:
+                raise ContractError(f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}")
+            pending = None if step is None else self._pending_save(step, wanted)
+            content = {} if wanted is None else {"keep_steps": wanted}
+            return pending or self._append("save", last if step is None else step, content=content)
+
+    def _pending_save(self, step: int, keep_steps: list[int] | None) -> Entry | None:
+        asked = (entry for entry in self.entries() if (entry.kind, entry.step) == ("save", step))
+        for entry in asked:
+            with contextlib.suppress(DamagedEntry, FileNotFoundError):  # FileNotFoundError: finished meanwhile
+                if self.result(entry) is None and self.keep_steps(entry) == keep_steps:
+                    return entry
+        return None
+
+    def accept_rewind(self, *, run_id: str | None, target: int, sender: Sender | None = None) -> Entry:
+        """Request a rewind, after which `target` is the last step. A repeated request returns the pending entry.
+
+        A delayed duplicate may also arrive when the rewind is done and `sender` has trained further. It returns the old
+        entry and changes nothing.
+
+        Raises ContractError if `run_id` names another run, `target` is beyond the last step, a rewind to another step
+        is in progress, or the run was rewound after the request was sent.
+        """
+        self._check_run(run_id)
+        with self._accepting():
+            owners = self.owners()
+            refuse_superseded(sender, owners, self.run_id)
+            # Same session and same count as the newest rewind: its duplicate, as a new request increments the count.
+            if sender is not None and owners[:1] == [str(sender)]:
+                newest = self._newest_rewind()
+                if newest and newest.target == target and not self._has_failed(newest):
+                    return newest
+            pending = self._rewind_under_way()
+            if pending is not None and pending.target == target:
+                return pending
+            last = self.last_step()
+            if target > last:
+                raise ContractError(f"rewind_to: {target}, {STEP_AHEAD} {self.run_id!r} is {last}")
+            self._refuse_during_rewind()
+            return self._append("rewind", last, target=target, content={"owners": owners_after(sender, owners)})
+
+    def _has_failed(self, entry: Entry) -> bool:
+        result = self.result(entry)
+        return result is not None and result.error is not None
+
+    # ---- the sidecar ----
+
+    @contextlib.contextmanager
+    def lock(self, *, patience_s: float = 2.0) -> Iterator[int]:
+        """Hold the journal's exclusive lock and yield the new epoch, which is one above the last.
+
+        Raises RlhfError if another sidecar holds the lock for all of `patience_s`.
+        """
+        self._make_folders()
+        with contextlib.ExitStack() as held:
+            try:  # waits `patience_s`, because `is_followed` in a server takes the lock for an instant
+                held.enter_context(durable.exclusive_lock(self.root / "LOCK", patience_s=patience_s))
+            except TimeoutError:
+                raise RlhfError(
+                    f"another sidecar follows the journal in {self.root}; a critic can have only one: "
+                    "stop the other one first"
+                ) from None
+            epoch = int((durable.read_json(self.root / "EPOCH") or {"epoch": 0})["epoch"]) + 1
+            durable.write_json(self.root / "EPOCH", {"epoch": epoch})
+            yield epoch
+
+    def finish(self, entry: Entry, result: Result) -> None:
+        """Write the entry's result durably; the server that is waiting for it then responds to the caller."""
+        self._make_folders()
+        durable.write_json(self._result_path(entry), asdict(result))
+
+    def forget_covered(self, step: int, *, base: int | None = None, archive: int = 0) -> None:
+        """Remove entries up to `step` that have a result, and results at least `KEPT_RESULTS` steps older than `step`.
+
+        The newest rewind's result stays.
+
+        Args:
+            step: the step of a checkpoint.
+            base: the step of an older checkpoint. Training entries after it are kept, so that every step up to `step`
+                can be restored by replaying them from that checkpoint.
+            archive: how many of the newest trained steps are archived instead.
+        """
+        for entry in self.entries():
+            leads_on = base is not None and entry.kind == "train" and entry.step > base
+            if entry.step <= step and not leads_on and (result := self.result(entry)) is not None:
+                if archive and result.loss_mean is not None:
+                    durable.make_folder(self._archive)
+                    (self._entries / entry.name).replace(self._archive / entry.name)
+                else:
+                    (self._entries / entry.name).unlink()
+        for entry in sorted(entries_in(self._archive))[: -archive or None]:
+            (self._archive / entry.name).unlink()
+        newest = self._newest_rewind()  # its result names the owners of the run
+        for entry in self.answered().difference(self.entries()):
+            if entry != newest and entry.step <= step - KEPT_RESULTS:
+                self._result_path(entry).unlink()
+
+    def set_aside_after(self, rewind: Entry) -> Path:
+        """Move every entry and result after `rewind.target`, if any, to a new folder below set_aside/; return it.
+
+        The newest are moved first, so that a crash halfway leaves no gap between the remaining entries.
+        """
+        aside = self._next_aside()
+        for folder, suffix in ((self._archive, ""), (self._entries, ""), (self._results, RESULT_SUFFIX)):
+            for entry in sorted(entries_in(folder, suffix), reverse=True):
+                if entry.step > rewind.target and entry != rewind:
+                    durable.make_folder(aside)
+                    (folder / f"{entry.name}{suffix}").rename(aside / f"{entry.name}{suffix}")
+        for folder in (aside, self._entries, self._results):  # otherwise a power failure could undo the renames
+            if folder.is_dir():
+                durable.sync_directory(folder)
+        return aside
+
+    def set_aside_damaged(self, entry: Entry) -> None:
+        """Copy a damaged entry to set_aside/ for inspection and truncate the original.
+
+        The empty file stays as the entry of its step: steps must not have gaps.
+        """
+        path = self._entries / entry.name
+        if path.stat().st_size == 0:
+            return
+        target = self._next_aside()
+        durable.make_folder(target)
+        shutil.copyfile(path, target / entry.name)
+        durable.sync_tree(target)
+        durable.replace_file(path, b"")
+
+    def forget_aside(self, *, keep: int) -> None:
+        """Remove all but the newest `keep` folders below set_aside/."""
+        for number in durable.numbers_in(self._set_aside)[:-keep]:
+            durable.remove_folder(self._set_aside / str(number))
+
+    def sweep(self) -> None:
+        """Delete temporary files of killed writers (mostly payloads); finish interrupted removals in set_aside/."""
+        durable.sweep(self._set_aside)
+        for folder in (self.root, self._entries, self._results):
+            durable.sweep_files(folder)
+
+    def drop(self, entry: Entry) -> None:
+        """Remove a finished entry that needs no replay (save, rewind)."""
+        (self._entries / entry.name).unlink(missing_ok=True)
+
+    def restore_results(self, saved: list[dict[str, Any]]) -> None:
+        """Write back results that are in a checkpoint but missing from the journal.
+
+        Skips a step that has an entry in the journal, because it may have been sent again with other content.
+        """
+        present = {*self.answered(), *self.entries()}
+        for data in saved:
+            result = Result(**data)
+            if (entry := Entry.parse(result.entry)) not in present:
+                self.finish(entry, result)
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Write the heartbeat, without fsync: a lost one is replaced by the next one."""
+        durable.write_json(self.root / HEARTBEAT_FILE, asdict(heartbeat), durable=False)
+
+    # ---- internal ----
+
+    def _make_folders(self) -> None:
+        for folder in (self._entries, self._results):  # both at once: an NFS client may remember that one is missing
+            durable.make_folder(folder)
+
+    def _check_run(self, run_id: str | None) -> None:
+        if run_id is not None and run_id != self.run_id:
+            raise ContractError(
+                f"run_id: {run_id!r}, but this critic belongs to run {self.run_id!r}; give the actor "
+                "the same run.run_id, or start a separate critic for it"
+            )
+
+    def _known(self, step: int, file: TrainingFile, last: int) -> Entry:
+        entry = Entry(step, 0, "train")
+        known = self._digest(entry)
+        if known is not None and (known == DAMAGED or file.matches(known)):  # the sidecar's result reports the damage
+            return entry
+        was = "was trained too long ago to compare" if known is None else "was already sent with other content"
+        raise ContractError(
+            f"step: {step} of run {self.run_id!r} {was}; the last step is {last}: send step {last + 1}, "
+            f"or rewind to step {step - 1} first{self._rewound(step)}"
+        )
+
+    def _next_aside(self) -> Path:
+        return self._set_aside / str(1 + max(durable.numbers_in(self._set_aside), default=0))
+
+    def _refuse_during_rewind(self) -> None:
+        pending = self._rewind_under_way()
+        if pending is not None:
+            raise ContractError(
+                f"a rewind of run {self.run_id!r} to step {pending.target} is in progress; wait for its result"
+            )
+
+    def _append(self, kind: Kind, step: int, *, target: int = -1, content: dict[str, Any] | None = None) -> Entry:
+        # Ranks start at 1, because the training entry of the step has rank 0 and is processed first.
+        same = {entry for entry in self._known_entries() if entry.step == step}
+        earlier = same | self._known_rewinds() if kind == "rewind" else same  # a rewind ranks above all before it
+        rank = 1 + max((entry.rank for entry in earlier), default=0)
+        entry = Entry(step, rank, kind, target)
+        self._make_folders()
+        durable.create_file(self._entries / entry.name, json.dumps(content or {}).encode())
+        return entry
+
+    @contextlib.contextmanager
+    def _accepting(self) -> Iterator[None]:
+        """Serialise writers: what the `with` block checks still holds when it links the entry."""
+        folder = self.root / self.run_id
+        durable.make_folder(folder)
+        with durable.exclusive_lock(folder / "ACCEPT", patience_s=ACCEPT_PATIENCE_S):
+            yield

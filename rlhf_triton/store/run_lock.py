@@ -1,0 +1,56 @@
+"""Locks on the folders of a run and of a server: two processes in one folder would overwrite each other's files.
+
+A second actor would also rewind the critic under the first one.
+"""
+
+import contextlib
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.durable import exclusive_lock, is_locked
+
+LOCK_FILE = "actor.lock"
+RUN_LOCK_FILE = "run.lock"
+SERVER_LOCK_FILE = "server.lock"
+PATIENCE_S = 1.0  # far longer than `in_progress` holds a shared lock
+
+
+def only_actor(run_dir: Path) -> contextlib.AbstractContextManager[None]:
+    """Hold the actor's exclusive lock on `run_dir`, across all hosts that share file locks. Raises RlhfError."""
+    return _only("actor", run_dir, LOCK_FILE)
+
+
+def only_run(run_dir: Path) -> contextlib.AbstractContextManager[None]:
+    """Hold the exclusive lock of `rlhf-triton run` on `run_dir`, from preparation to report. Raises RlhfError."""
+    return _only("`rlhf-triton run`", run_dir, RUN_LOCK_FILE)
+
+
+def only_server(server_dir: Path, key: str = "server.dir") -> contextlib.AbstractContextManager[None]:
+    """Hold the exclusive lock of a tritonserver's folder, which `key` sets. Raises RlhfError."""
+    return _only("server", server_dir, SERVER_LOCK_FILE, key=key)
+
+
+def in_progress(run_dir: Path) -> bool:
+    """Return whether `rlhf-triton run` or an actor holds its lock on `run_dir`."""
+    return any(is_locked(run_dir / name) for name in (RUN_LOCK_FILE, LOCK_FILE))
+
+
+@contextlib.contextmanager
+def _only(what: str, folder: Path, name: str, *, key: str = "run.dir") -> Iterator[None]:
+    path = folder / name
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(exclusive_lock(path, patience_s=PATIENCE_S))
+            path.write_text(f"process {os.getpid()} on {platform.node()}")
+        except TimeoutError:
+            raise RlhfError(
+                f"another {what} is running in {folder} ({path.read_text()}); stop it first, or give this one its own "
+                f"folder ({key})"
+            ) from None
+        except OSError as error:
+            raise RlhfError(f"{key}: {folder} cannot be used: {error.strerror}; name another folder") from error
+        yield

@@ -1,0 +1,68 @@
+"""Folders whose state.json holds the digest of every other file and of its own content, to detect damage."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.digests import DEFAULT, Algorithm, Hasher, algorithm_of, brief, digest_of
+from rlhf_triton.errors import reason_of
+
+STATE_FILE = "state.json"
+DIGEST = "digest"  # the content's own
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint's content does not match its digests; the message names the file."""
+
+
+def hashes(folder: Path, integrity: Algorithm = DEFAULT, *, part: int = 0, parts: int = 1) -> dict[str, str]:
+    """Return the digest of every file below `folder`, or of every `parts`-th of them, by relative path."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): digest_of(path, integrity) for path in paths[part::parts]}
+
+
+def sealed(state: Mapping[str, Any], files: Mapping[str, str], integrity: Algorithm = DEFAULT) -> dict[str, Any]:
+    """Return the content of state.json, given the digest of each file by relative path."""
+    data = {**state, "files": dict(files)}
+    return {**data, DIGEST: _digest_of(data, integrity)}
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return the content of state.json, including `files` and its digest.
+
+    Raises DamagedCheckpoint if it is unreadable or does not match its own digest.
+    """
+    path = folder / STATE_FILE
+    try:
+        data: dict[str, Any] = json.loads(path.read_bytes())
+        own = str(data[DIGEST])
+        intact = own == _digest_of(data, algorithm_of(own))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {reason_of(error)}") from error
+    if not intact:
+        raise DamagedCheckpoint(f"{path} is damaged: its content does not match its digest")
+    return data
+
+
+def verify_folder(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, Any]:
+    """Verify the digest of each file, or of every `parts`-th of them, and return the content of state.json.
+
+    Raises DamagedCheckpoint if one differs.
+    """
+    state = read_state(folder)
+    for name, expected in sorted(state["files"].items())[part::parts]:
+        path = folder / name
+        try:
+            found = digest_of(path, algorithm_of(expected))
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpoint(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
+        if found != expected:
+            raise DamagedCheckpoint(f"{path} is damaged: digest {brief(found)}, {STATE_FILE} says {brief(expected)}")
+    return state
+
+
+def _digest_of(data: Mapping[str, Any], algorithm: str) -> str:
+    content = {name: value for name, value in data.items() if name != DIGEST}
+    return Hasher(algorithm, json.dumps(content, sort_keys=True).encode()).digest()

@@ -1,0 +1,470 @@
+"""The weights store: numbered, immutable versions of a model's weights; CURRENT names the version to serve.
+
+Does not import torch, because servers, the sidecar and the tools all use it.
+
+    <root>/<version>/{model.safetensors, config.json, manifest.json}    or several weights files with an index
+    <root>/CURRENT    version number, replaced by rename: the single source of truth for what is served
+    <root>/NEXT       number of the version being verified; instances load it meanwhile
+    <root>/serving/   one record per instance (ServingRecord)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_triton.checkpoints.inspection import INDEX_FILE, WEIGHTS_FILE, head_files, stored_adapters
+from rlhf_triton.checkpoints.safetensors_header import read_header
+from rlhf_triton.digests import DEFAULT, Algorithm, Hasher, algorithm_of, brief, digest_of
+from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.store import durable
+from rlhf_triton.store.durable import make_folder, read_json, write_json
+
+# Records of a model's instances: which version each serves, and whether it is alive.
+#
+# Each instance writes one small file in a folder that servers and sidecar share, so readers need no connection to the
+# servers.
+
+
+REMOTE_SILENCE_S = 15.0  # an instance that is suspended, or whose process is not visible here, is dead after this
+STOPPED = ("T", "t")  # process states: suspended by a signal, by a debugger
+
+
+@dataclass(frozen=True)
+class ServingRecord:
+    """State of one instance of a model, written by the instance."""
+
+    instance: str
+    host: str
+    place: str  # `this_place` of the instance: the scope in which `pid` is valid
+    pid: int
+    born: int  # process start in clock ticks since boot; detects reused process ids
+    version: int | None  # the version that it serves; None until the first one is loaded
+    time: float  # unix seconds of the last change
+    previous: int | None = None
+    swap_ms: float | None = None  # from noticing a new CURRENT to serving it
+    loading: int | None = None  # version whose files it is reading
+    rejected: int | None = None  # last version that it refused to serve
+    error: str | None = None  # why it was rejected
+    staged: int | None = None  # announced version that it has tried to load, if the version has a canary row
+    staging_error: str | None = None  # why it could not, or must not serve it
+
+    @classmethod
+    def of_this_process(cls, instance: str, version: int | None, **more: object) -> ServingRecord:
+        """Return a record of an instance in this process, with the current time."""
+        pid = os.getpid()
+        born = _process(pid)[1]
+        return cls(instance, socket.gethostname(), this_place(), pid, born, version, time.time(), **more)  # type: ignore[arg-type]
+
+    @property
+    def name(self) -> str:
+        """Instance, host and pid, for messages."""
+        return f"{self.instance} on {self.host} (pid {self.pid})"
+
+    @property
+    def file_name(self) -> str:
+        """File name, unique across processes, machines and containers."""
+        return f"{self.host}.{self.instance}.{self.pid}.{self.place}.json"
+
+
+class ServingRecords:
+    """The records in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[str, tuple[int, float]] = {}  # file name -> mtime (ns), when first seen (monotonic)
+
+    def put(self, record: ServingRecord) -> None:
+        """Write the record (called by the instance). Raises OSError if the write fails."""
+        make_folder(self._folder)
+        write_json(self._folder / record.file_name, asdict(record), durable=False)
+
+    def touch(self, record: ServingRecord) -> None:
+        """Renew the record's mtime as a sign of life; write the record again if it was removed."""
+        try:
+            os.utime(self._folder / record.file_name)
+        except FileNotFoundError:  # another instance took this one for dead and removed it
+            self.put(record)
+
+    def withdraw(self, record: ServingRecord) -> None:
+        """Remove the record of an instance that stops serving."""
+        (self._folder / record.file_name).unlink(missing_ok=True)
+
+    def alive(self) -> list[ServingRecord]:
+        """Return the records of live instances, including those that are loading their first version.
+
+        An instance on another host counts as alive until this object has seen its record unchanged for
+        `REMOTE_SILENCE_S`: clocks of two hosts, or one that is set, do not make it look dead.
+        """
+        return [record for record, silence_s in self._all() if _is_alive(record, silence_s)]
+
+    def last_sign(self, record: ServingRecord) -> float | None:
+        """Return when an instance elsewhere last gave a sign of life, if that was not within `REMOTE_SILENCE_S`.
+
+        For readers that look only once, as `alive` cannot tell them. In unix seconds of the file server's clock; None
+        of an instance that is not silent, whose process is visible here, or whose record was removed meanwhile.
+        """
+        if record.place == this_place():
+            return None
+        try:
+            renewed = (self._folder / record.file_name).stat().st_mtime
+        except FileNotFoundError:
+            return None
+        return renewed if time.time() - renewed > REMOTE_SILENCE_S else None
+
+    def died(self) -> list[ServingRecord]:
+        """Return the records of dead instances whose process belongs to `this_place`."""
+        return [
+            record
+            for record, silence_s in self._all()
+            if record.place == this_place() and not _is_alive(record, silence_s)
+        ]
+
+    def forget_died(self, *, elsewhere: bool = False) -> None:
+        """Remove the records of dead instances of this place, or with `elsewhere` of all other places."""
+        for record, silence_s in self._all():
+            if (record.place != this_place()) == elsewhere and not _is_alive(record, silence_s):
+                self.withdraw(record)
+
+    def _all(self) -> list[tuple[ServingRecord, float]]:
+        """Return every record, and for how many seconds this object has seen it unchanged."""
+        found, seen, now = [], {}, time.monotonic()
+        for path in sorted(self._folder.glob("*.json")):
+            try:
+                record, stamp = ServingRecord(**(read_json(path) or {})), path.stat().st_mtime_ns
+            except (ValueError, TypeError, FileNotFoundError):
+                continue  # removed meanwhile, or truncated by a crash: its instance writes it again
+            known = self._seen.get(path.name)
+            seen[path.name] = known if known is not None and known[0] == stamp else (stamp, now)
+            found.append((record, now - seen[path.name][1]))
+        self._seen = seen
+        return found
+
+
+def _is_alive(record: ServingRecord, silence_s: float) -> bool:
+    if record.place == this_place():
+        try:
+            state, born = _process(record.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        if state == "Z" or born != record.born:  # zombie: tritonserver does not reap a killed stub
+            return False
+        if state not in STOPPED:
+            return True
+    return silence_s < REMOTE_SILENCE_S
+
+
+@functools.cache
+def this_place() -> str:
+    """Return eight hex digits that are equal exactly for processes that share a boot and a pid namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = str(Path("/proc/self/ns/pid").readlink())  # containers of one pod share the host name but not this
+    return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:8]
+
+
+def _process(pid: int) -> tuple[str, int]:
+    """Return the state letter and the start time (clock ticks since boot) of a process, from /proc/<pid>/stat."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+MANIFEST_FILE = "manifest.json"
+WRITER_PATIENCE_S = 10.0  # how long to wait for another writer
+READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
+FIRST_VERSION = "make version 0 with `python -m rlhf_triton.trainer --config YAML --init-only`"
+
+
+class WeightsError(RlhfError):
+    """A version cannot be used; the message names the version and the cause."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Description of a version. It is written last, so a folder with a manifest is complete.
+
+    manifest.json also has the digest of its own content, as `seal`.
+    """
+
+    version: int
+    run_id: str
+    step: int  # number of critic updates in these weights; 0 for a reward model
+    files: dict[str, str]  # digest of every other file of the folder: weights, their index, config.json
+    tensors: dict[str, list[Any]]  # name -> [dtype, shape]
+    parent: int | None  # version that these weights were trained or copied from
+    epoch: int  # journal epoch of the sidecar that wrote it
+    base: int | None = None  # version that holds the other weights, if this one holds only adapters
+    canary: list[float] | None = None  # values of the canary row that an instance must reproduce before it serves them
+    tokenizer: str | None = None  # of version 0 of a critic: fingerprint of the tokenizer whose tokens it is trained on
+    made_from: dict[str, Any] | None = None  # of version 0: the settings that decided what it is
+    source: str | None = None  # the folder that these weights are a copy of
+
+    @property
+    def digest(self) -> str:
+        """Digest of the files' digests: equal for versions of equal content."""
+        return _digest_of(self.files)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of manifest.json."""
+        content = asdict(self)
+        return {**content, "seal": _digest_of(content, self.digest)}
+
+
+class WeightsStore:
+    """Versions under one folder. Version numbers only increase, and a version is never overwritten."""
+
+    def __init__(self, root: Path, integrity: Algorithm = DEFAULT) -> None:
+        """`integrity`: algorithm of the digests in new manifests; each version is verified by that in its own."""
+        self.root, self.integrity = root, integrity
+        self.records = ServingRecords(root / "serving")
+        self._current = root / "CURRENT"
+        self._next = root / "NEXT"
+        self._verified: set[int] = set()  # bases of adapters
+
+    def folder(self, version: int) -> Path:
+        """Return the folder of `version`."""
+        return self.root / str(version)
+
+    def versions(self) -> list[int]:
+        """Return the numbers of the complete versions, ascending."""
+        return [number for number in durable.numbers_in(self.root) if (self.folder(number) / MANIFEST_FILE).is_file()]
+
+    def current(self) -> int | None:
+        """Return the version in CURRENT; None in an empty store. Raises WeightsError if CURRENT is malformed."""
+        return _read_number(self._current)
+
+    def set_current(self, version: int, *, back: bool = False) -> None:
+        """Set CURRENT to `version`; every instance then switches to it.
+
+        Args:
+            back: allow a version below the current one (rollback).
+
+        Raises:
+            WeightsError: the version does not exist, or is below the current one without `back`.
+        """
+        self.manifest(version)
+        current = self.current()
+        if not back and current is not None and version < current:
+            raise WeightsError(f"version {version} is below version {current}, which is served")
+        durable.replace_file(self._current, f"{version}\n".encode())
+
+    def announce(self, version: int) -> None:
+        """Set NEXT to `version`: instances load it during verification and can swap as soon as CURRENT names it."""
+        durable.replace_file(self._next, f"{version}\n".encode(), durable=False)
+
+    def announced(self) -> int | None:
+        """Return the version in NEXT, or None if there is none or the file is malformed."""
+        try:
+            return _read_number(self._next)
+        except WeightsError:  # only a hint, written without fsync, so a crash may truncate it
+            return None
+
+    def manifest(self, version: int) -> Manifest:
+        """Return the manifest of `version`. Raises WeightsError if the version is missing or incomplete."""
+        try:
+            data = durable.read_json(self.folder(version) / MANIFEST_FILE)
+            if data is None:
+                raise WeightsError(f"version {version} is not in the weights store")
+            seal = data.pop("seal")
+            if seal != _digest_of(data, seal):
+                raise WeightsError(f"version {version}: {MANIFEST_FILE} is damaged: its content differs from its seal")
+            return Manifest(**data)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise WeightsError(f"version {version}: unreadable manifest: {reason_of(error)}") from error
+
+    def manifests(self) -> list[Manifest]:
+        """Return the readable manifests, ascending by version."""
+        found = []
+        for version in self.versions():
+            with contextlib.suppress(WeightsError):  # a damaged manifest must not hide the others
+                found.append(self.manifest(version))
+        return found
+
+    def add(
+        self,
+        write: Callable[[Path], Mapping[str, str] | None],
+        *,
+        run_id: str,
+        step: int,
+        parent: int | None,
+        epoch: int,
+        reuse: bool = True,
+        canary: Sequence[float] | None = None,
+        tokenizer: str | None = None,
+        made_from: Mapping[str, Any] | None = None,
+        source: Path | None = None,
+    ) -> Manifest:
+        """Write a new version and return its manifest; CURRENT does not change.
+
+        Args:
+            write: writes weights and config.json into the given folder; returns the digests of the files for which it
+                has computed them.
+            reuse: if the newest version has the same run, step and content, return it instead of adding one. This
+                happens when a step is replayed after a crash. Older versions are never reused: numbers must increase
+                when steps are trained again after a rewind.
+            canary: values of the canary row, for instances to reproduce.
+            tokenizer, made_from, source: as in the manifest.
+
+        Raises:
+            OSError: the write failed; nothing is left behind.
+        """
+        with self._writing(), durable.staged_folder(self.root) as staging:
+            known = write(staging) or {}
+            files = {
+                path.name: known.get(path.name) or digest_of(path, self.integrity) for path in sorted(staging.iterdir())
+            }
+            existing = self._find(run_id=run_id, step=step, files=files) if reuse else None
+            if existing is not None:
+                return existing
+            adapters = stored_adapters(staging)
+            manifest = Manifest(
+                self.next_version(),
+                run_id,
+                step,
+                files,
+                self._tensor_types(staging),
+                parent,
+                epoch,
+                None if adapters is None else adapters.base,
+                None if canary is None else list(canary),
+                tokenizer,
+                None if made_from is None else dict(made_from),
+                None if source is None else str(source),
+            )
+            (staging / MANIFEST_FILE).write_text(json.dumps(manifest.to_json(), indent=1))
+            for path in staging.iterdir():
+                path.chmod(READ_ONLY)  # instances mmap the file: truncating it in place would kill them (SIGBUS)
+            durable.sync_tree(staging)
+            staging.rename(self.folder(manifest.version))
+            durable.sync_directory(self.root)
+            return manifest
+
+    def next_version(self) -> int:
+        """Return the number of the next version; it is above all existing ones, incomplete folders included."""
+        return max([*durable.numbers_in(self.root), self.current() or -1], default=-1) + 1
+
+    def verify_files(self, version: int, digest: Callable[[Path, str], str] = digest_of) -> Manifest:
+        """Compare the files with the manifest: digests, and names, dtypes and shapes of tensors; return the manifest.
+
+        Args:
+            digest: returns the digest of a file by an algorithm.
+
+        Raises:
+            WeightsError: they differ, or a file is unreadable.
+        """
+        manifest = self.manifest(version)
+        try:
+            tensors = self._tensor_types(self.folder(version))
+        except (OSError, ValueError) as error:
+            raise WeightsError(f"version {version}: cannot read {WEIGHTS_FILE}: {reason_of(error)}") from error
+        self.verify_hashes(manifest, digest)
+        if tensors != manifest.tensors:
+            raise WeightsError(f"version {version}: tensors differ from the manifest")
+        return manifest
+
+    def verify_hashes(
+        self,
+        manifest: Manifest,
+        digest: Callable[[Path, str], str] = digest_of,
+        *,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
+        """Compare the digests of the files, or of every `parts`-th of them, with the manifest.
+
+        A base that adapters belong to is compared once in the lifetime of this object.
+
+        Raises WeightsError if one differs or is unreadable.
+        """
+        for name, expected in sorted(manifest.files.items())[part::parts]:
+            try:
+                found = digest(self.folder(manifest.version) / name, algorithm_of(expected))
+            except (OSError, ValueError) as error:
+                raise WeightsError(f"version {manifest.version}: cannot read {name}: {reason_of(error)}") from error
+            if found != expected:
+                raise WeightsError(
+                    f"version {manifest.version}: {name} has digest {brief(found)}, its manifest says {brief(expected)}"
+                )
+        if manifest.base is not None and manifest.base not in self._verified:
+            self.verify_hashes(self.manifest(manifest.base), digest, part=part, parts=parts)
+            self._verified.add(manifest.base)
+
+    def serving(self) -> list[ServingRecord]:
+        """Return the records of live instances that serve a version."""
+        return [record for record in self.records.alive() if record.version is not None]
+
+    def prune(self, *, keep: int) -> list[int]:
+        """Delete old versions; return their numbers.
+
+        Keeps version 0, CURRENT, the newest `keep`, and every version that a live instance serves or is loading.
+        """
+        with self._writing():
+            records = self.records.alive()
+            needed = {0, self.current(), *(r.version for r in records), *(r.loading for r in records)}
+            doomed = [v for v in self.versions()[:-keep] if v not in needed]
+            for version in doomed:
+                durable.remove_folder(self.folder(version))
+            durable.sweep(self.root)
+            durable.sweep_files(self.root / "serving")
+            self.records.forget_died(elsewhere=True)
+            return doomed
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the writer lock, so that the sidecar and a manual rollback cannot write at the same time.
+
+        Raises TimeoutError (an OSError) if another writer holds it for `WRITER_PATIENCE_S`.
+        """
+        durable.make_folder(self.root)
+        with durable.exclusive_lock(self.root / "WRITER", patience_s=WRITER_PATIENCE_S):
+            yield
+
+    @staticmethod
+    def _tensor_types(folder: Path) -> dict[str, list[Any]]:
+        files = [path for path in weights_files(folder) if path.name != INDEX_FILE]
+        return dict(sorted(found for file in files for found in tensor_types(file).items()))
+
+    def _find(self, *, run_id: str, step: int, files: dict[str, str]) -> Manifest | None:
+        newest = next(reversed(self.manifests()), None)
+        same = newest is not None and (newest.run_id, newest.step, newest.files) == (run_id, step, files)
+        return newest if same else None
+
+
+def weights_files(folder: Path) -> list[Path]:
+    """Return the files with the weights of a version or checkpoint, and their index if there are several."""
+    single = folder / WEIGHTS_FILE
+    return (
+        [single, *head_files(folder)]
+        if single.is_file()
+        else [*sorted(folder.glob("*.safetensors")), folder / INDEX_FILE]
+    )
+
+
+def tensor_types(path: Path) -> dict[str, list[Any]]:
+    """Return `{name: [dtype, shape]}` of a safetensors file. Raises ValueError if it is damaged."""
+    return {name: [info.dtype, list(info.shape)] for name, info in sorted(read_header(path).items())}
+
+
+def _digest_of(content: Mapping[str, Any], like: str = "") -> str:
+    """Return the digest of `content` by the algorithm of the digest `like`, by default of the first of its values."""
+    algorithm = algorithm_of(like or next(iter(content.values())))
+    return Hasher(algorithm, json.dumps(content, sort_keys=True).encode()).digest()
+
+
+def _read_number(path: Path) -> int | None:
+    data = durable.read_if_there(path)
+    if data is None:
+        return None
+    text = data.decode(errors="replace")
+    if not durable.is_number(text.strip()):
+        raise WeightsError(f"{path} contains {text[:40]!r}, not a version number")
+    return int(text)

@@ -1,0 +1,275 @@
+"""Renders conversations with a chat template: one place for prompts, requests, pairs, and the checks before a run."""
+
+import copy
+import functools
+import inspect
+import itertools
+import json
+import logging
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhf_triton.wire.messages import BadMessages, with_arguments, without_nulls
+
+logger = logging.getLogger(__name__)
+Messages = Sequence[Mapping[str, Any]]
+Place = tuple[int | str, ...]  # of a text in messages: the index of the message, its key, …
+TOOLS, TEMPLATE_VARIABLES = TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # TRL's names
+GENERATION_PROMPT = "add_generation_prompt"
+MARK = "qzjx"  # beside a text, to see whether a template writes it
+Rendered = Callable[[Messages, Mapping[str, Any]], str]
+_checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""For each tokenizer, the kinds of conversation that its template writes completely."""
+MOST_KINDS = 10_000
+PROBE, NEXT_PROBE = "Yes.", "Why?"  # contents of messages that show what a chat template writes around them
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+TO_PARTS = (  # before a chat template; without an end that would remove white space at its start
+    "{%% set of = namespace(parts=[]) %%}{%% for m in messages %%}"
+    "{%% if m.content is string and m.role not in %s %%}"
+    "{%% set m = dict(m, content=[{'type': 'text', 'text': m.content}]) %%}{%% endif %%}"
+    "{%% set of.parts = of.parts + [m] %%}{%% endfor %%}{%% set messages = of.parts %%}{{ '' }}"
+)
+ROLES = ("system", "user", "assistant", "tool")  # that a template may write without naming them
+# Keys whose texts say nothing: links, and what chat logs note beside a message.
+LINKS = ("role", "type", "id", "tool_call_id", "timestamp", "created_at", "model", "language", "finish_reason")
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of published templates
+THOUGHT_END = "</think>"  # which ends the reasoning in a content
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning, unless this process has done so."""
+    logger.warning(message)
+
+
+def template_options(tokenizer: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for the chat template in a row's columns `tools` and `chat_template_kwargs`, as in TRL.
+
+    Raises:
+        BadMessages: they are no JSON schemas, or not variables of a template; the message begins with the column.
+    """
+    tools, variables = (_parsed(columns.get(name)) for name in TEMPLATE_COLUMNS)
+    tools = [*map(_parsed, tools)] if isinstance(tools, list) else tools
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadMessages(
+            f"{TOOLS}: must be a list of JSON schemas, or its JSON text, which the chat template receives, got "
+            f"{columns[TOOLS]!r:.80}; rename the column if it is something else"
+        )
+    if variables and not isinstance(variables, dict):
+        raise BadMessages(
+            f"{TEMPLATE_VARIABLES}: must be an object with variables of the chat template, got "
+            f"{columns[TEMPLATE_VARIABLES]!r:.80}"
+        )
+    variables = without_nulls(variables or {})
+    own = inspect.signature(tokenizer.apply_chat_template).parameters if variables else {}
+    reserved = {name for name in own if own[name].kind is not inspect.Parameter.VAR_KEYWORD} - {"documents"}
+    taken = [name for name in variables if name in reserved | {"messages"}]
+    if taken:
+        raise BadMessages(f"{TEMPLATE_VARIABLES}: {taken[0]!r} is no variable of a chat template; remove it")
+    return {**variables, TOOLS: without_nulls(tools)} if tools else variables
+
+
+def _parsed(value: Any) -> Any:
+    """Return a value, or what its JSON text holds."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def render_chat(
+    tokenizer: Any, messages: Messages, options: Mapping[str, Any], *, owner: str, generation_prompt: bool = False
+) -> str:
+    """Return a conversation as text, rendered with the tokenizer's chat template.
+
+    Args:
+        options: further arguments, from `template_options`.
+        owner: role of the model that the tokenizer belongs to, for the messages.
+
+    Raises:
+        BadMessages: the template leaves out the tools, or something that a message says; the message begins with the
+            place.
+        Exception: whatever else the template raises, which is a program.
+    """
+
+    def rendered(shown: Messages, options: Mapping[str, Any]) -> str:
+        try:
+            return str(tokenizer.apply_chat_template([*shown], tokenize=False, **options))
+        except Exception:  # DeepSeek's templates take tool calls only beside a text, with JSON texts as arguments
+            written = [*map(_with_texts, shown)]
+            if written == [*shown]:
+                raise
+            return rendered(written, options)
+
+    options, template = {**options, GENERATION_PROMPT: generation_prompt}, str(tokenizer.chat_template)
+    text = rendered(messages, options)
+    text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them
+    kinds = _checked.setdefault(tokenizer, set())
+    kind = _kind(messages, options, template)
+    if kind not in kinds:
+        _check_roles(messages, template, owner)
+        _check_tools(rendered, messages, options, text, owner)
+        _check_texts(rendered, messages, options, text, template, owner)
+        if len(kinds) < MOST_KINDS:
+            kinds.add(kind)
+    return text
+
+
+def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
+    if not (calls := message.get("tool_calls")):
+        return {**message}
+    calls = with_arguments(calls, lambda given: given if isinstance(given, str) else json.dumps(given))
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
+
+
+def texts_in(messages: Messages) -> Iterator[tuple[Place, Any]]:
+    """Yield place and value of what messages say: all texts but those that link calls and results, and arguments."""
+
+    def found(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+        if isinstance(value, str) or (place[-1] == "arguments" and isinstance(value, dict)):
+            if value.strip() if isinstance(value, str) else value:
+                yield place, value
+        elif isinstance(value, (dict, list)):
+            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                if key not in LINKS:
+                    yield from found(inner, (*place, key))
+
+    for i, message in enumerate(messages):
+        is_result = message["role"] not in ("system", "user", "assistant")  # whose name is that of the call
+        yield from found({key: message[key] for key in message if not (is_result and key == "name")}, (i,))
+
+
+def _kind(messages: Messages, options: Mapping[str, Any], template: str) -> str:
+    """Return what decides whether a template writes the messages: all but their texts."""
+    keys = [[message["role"], sorted(message)] for message in messages]
+    places = [(place, THOUGHT_END in value) for place, value in texts_in(messages)]
+    return json.dumps([keys, places, sorted(options.items()), template], sort_keys=True, default=str)
+
+
+def _check_roles(messages: Messages, template: str, owner: str) -> None:
+    """Raise BadMessages for a role that no model was trained on: many templates write whatever they are given."""
+    for i, message in enumerate(messages):
+        role = message["role"]
+        if role not in ROLES and role not in template:
+            raise BadMessages(
+                f"[{i}]: the role {role!r} is none of {', '.join(ROLES)}, nor named in the {owner}'s chat template; "
+                "rename it"
+            )
+
+
+def _check_tools(rendered: Rendered, messages: Messages, options: Mapping[str, Any], text: str, owner: str) -> None:
+    others = {name: value for name, value in options.items() if name != TOOLS}
+    if TOOLS in options and _result(rendered, messages, others) == text:
+        instead = (
+            "write a text without them as reward.template" if owner == "reward model" else "describe them in a message"
+        )
+        raise BadMessages(
+            f": the {owner}'s chat template leaves out the tools; {instead}, or use a template that writes them"
+        )
+
+
+def _check_texts(
+    rendered: Rendered, messages: Messages, options: Mapping[str, Any], text: str, template: str, owner: str
+) -> None:
+    """Raise BadMessages if another text in a place of the messages would give the same rendering.
+
+    A template may choose messages by position, such as the last one alone. What it writes of the last message it may
+    leave out of earlier ones, and reasoning if it knows it, as thinking templates do on purpose. That is logged
+    once, and so is the name of a participant.
+    """
+
+    def is_lost(place: Place, value: Any, shown: Messages = messages) -> bool:
+        own = options if shown is messages else {**options, GENERATION_PROMPT: False}
+        before = text if shown is messages else _result(rendered, shown, own)
+        return before is None or _result(rendered, _changed(shown, {place: value}), own) == before
+
+    said = dict(texts_in(messages))
+    marks = {place: f"{MARK}{n}q" for n, place in enumerate(said)}
+    marked = {place: _marked(said[place], mark) for place, mark in marks.items()}
+    found = (_result(rendered, _changed(messages, marked), options) or "").casefold()  # one rendering for most chats
+    for place, mark in marks.items():
+        other = mark if isinstance(said[place], str) else {mark: mark}
+        if mark in found or not is_lost(place, other):
+            continue
+        i, key = int(place[0]), place[1]
+        role, last = messages[i]["role"], messages[: i + 1]
+        alone = {"role": role, "content": mark}
+        if is_lost((i,), alone) and not is_lost((i,), alone, last):
+            continue
+        is_known_reasoning = key in REASONING and THOUGHT_END in template and len(last) < len(messages)
+        if key == "name":  # of a participant; few templates write it, and OpenAI's clients send it
+            warn_once(f"the {owner}'s chat template leaves out the name of a message of the role {role!r}")
+            continue
+        if is_lost(place, other, last) and not is_known_reasoning:
+            path = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place)
+            if key == "content" and not messages[i].get("tool_calls"):
+                raise BadMessages(
+                    f"[{i}]: the {owner}'s chat template leaves out the role {role!r}; give the message another role, "
+                    "or use a template that writes it"
+                )
+            instead = "in a message of its own" if key == "content" else "in the content, remove it"
+            raise BadMessages(
+                f"{path}: the {owner}'s chat template leaves it out of a message of the role {role!r}; write it "
+                f"{instead}, or use a template that writes it"
+            )
+        warn_once(f"the {owner}'s chat template leaves out {key} of earlier messages")
+    if any(f"{MARK}{n}t" in marked[place] and f"{MARK}{n}t" not in found for n, place in enumerate(said)) and found:
+        warn_once(f"the {owner}'s chat template leaves out the reasoning in contents, before {THOUGHT_END}")
+
+
+def _marked(value: Any, mark: str) -> Any:
+    """Return what a message says with a mark at its end, and one at the end of its reasoning."""
+    if not isinstance(value, str):
+        return {**value, mark: mark}
+    return value.replace(THOUGHT_END, f"{mark[:-1]}t{THOUGHT_END}", 1) + mark
+
+
+def _changed(messages: Messages, values: Mapping[Place, Any]) -> list[Any]:
+    """Return the messages with other values in some places."""
+    found: Any = copy.deepcopy([*messages])
+    for (*path, key), value in values.items():
+        functools.reduce(operator.getitem, path, found)[key] = value
+    return list(found)
+
+
+def _result(rendered: Rendered, messages: Messages, options: Mapping[str, Any]) -> str | None:
+    """Return the rendering, or None if the template refuses the messages."""
+    try:
+        return rendered(messages, options)
+    except Exception:  # templates are programs and may raise anything
+        return None
+
+
+def template_of_texts(tokenizer: Any) -> str:
+    """Return the chat template; one that reads contents only as lists of parts, such as LLaVA's, makes parts of texts.
+
+    It may do so for some roles alone.
+    """
+    template, roles = str(tokenizer.chat_template), ("system", "user", "assistant")
+    for known in (roles, roles[1:]):
+        texts = {role: f"{role}: {PROBE}" for role in known}
+        messages = [{"role": role, "content": text} for role, text in texts.items()]
+        shown = rendered_probe(tokenizer, messages)
+        plain = [role for role in roles if texts.get(role, "") in shown]
+        tokenizer.chat_template = TO_PARTS % plain + template
+        parted = rendered_probe(tokenizer, messages)
+        if len(plain) < len(roles) and "'type'" not in parted and all(text in parted for text in texts.values()):
+            return str(tokenizer.chat_template)
+        tokenizer.chat_template = template
+    return template
+
+
+def rendered_probe(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -> str:
+    """Return messages in the chat template, with a tool and behind a system message if it needs them.
+
+    Returns "" if it refuses them.
+    """
+    first: list[dict[str, str]]
+    for tools, first in itertools.product((None, [TOOL]), ([], [{"role": "system", "content": NEXT_PROBE}])):
+        try:
+            return str(tokenizer.apply_chat_template([*first, *messages], tools=tools, tokenize=False, **options))
+        except Exception:  # templates are programs and may raise anything; the caller that needs the text reports it
+            continue
+    return ""

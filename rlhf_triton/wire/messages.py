@@ -1,0 +1,127 @@
+"""Messages of conversations: one reading for prompt files, requests to the server, and the gateway."""
+
+import ast
+import json
+from collections.abc import Callable
+from typing import Any
+
+from rlhf_triton.errors import RlhfError
+
+A_MESSAGE = '{"role": …, "content": …}'
+
+
+class BadMessages(RlhfError, ValueError):
+    """A value is no conversation; the message begins with the place in it, such as `[0].content: `."""
+
+
+def plain_messages(value: Any) -> list[dict[str, Any]]:
+    """Return a conversation whose contents are texts, without keys that are null and `tool_calls` that are empty.
+
+    Arrow gives every message the keys of all, and clients write null for what a message does not have, but templates
+    ask whether a key is there. A content is null only beside tool calls, as in OpenAI's format.
+
+    Raises:
+        BadMessages: the value is not a list of messages with a role and a content.
+    """
+    if not isinstance(value, list):
+        raise BadMessages(f": must be a list of {A_MESSAGE}, got {value!r:.80}")
+    return [_plain_message(i, message) for i, message in enumerate(value)]
+
+
+def _plain_message(index: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadMessages(f"[{index}]: must be {A_MESSAGE}, got {message!r:.80}")
+    try:
+        content = text_of(message.get("content"))
+    except ValueError as error:
+        raise BadMessages(f"[{index}].content: {error}") from error
+    if content is None and not message.get("tool_calls"):
+        raise BadMessages(f"[{index}].content: missing or null, must be a text")
+    plain = {**without_nulls({**message, "content": ""}), "content": content}  # in the order of the message's own keys
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = _read_calls(plain["tool_calls"])
+    else:
+        plain.pop("tool_calls", None)
+    return plain
+
+
+def _read_calls(calls: Any) -> Any:
+    """Return tool calls whose arguments are objects: OpenAI's are JSON texts, which templates would quote once more."""
+    return with_arguments(calls, lambda given: _object_in(given) if isinstance(given, str) else given)
+
+
+def with_arguments(calls: Any, change: Callable[[Any], Any]) -> Any:
+    """Return tool calls with the arguments of each function as `change` returns them."""
+    if not isinstance(calls, list):
+        return calls
+    return [
+        {**call, "function": {**call["function"], "arguments": change(call["function"]["arguments"])}}
+        if isinstance(call, dict) and isinstance(call.get("function"), dict) and "arguments" in call["function"]
+        else call
+        for call in calls
+    ]
+
+
+def _object_in(text: str) -> Any:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
+
+
+def is_text_of_messages(text: str) -> bool:
+    """Return whether a text is JSON, or Python's notation, of a conversation or of one message.
+
+    It would be read with its brackets and quotes.
+    """
+    if not (text.lstrip().startswith(("[", "{", '"')) and ("role" in text or "from" in text)):
+        return False
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return _holds_messages(read(text.strip()))
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return False
+
+
+def _holds_messages(value: Any) -> bool:
+    if isinstance(value, str):  # written as JSON twice
+        return is_text_of_messages(value)
+    if isinstance(value, dict):
+        inner = (value.get(name) for name in ("messages", "conversations"))
+        return {"role", "content"} <= value.keys() or any(map(_is_chat, inner))
+    return _is_chat(value)
+
+
+def _is_chat(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(each, dict) and ("role" in each or {"from", "value"} <= each.keys()) for each in value)
+    )
+
+
+def text_of(content: Any) -> str | None:
+    """Return a content as text: its parts are joined with newlines, as vLLM does; null stays.
+
+    Most templates would write a list of parts in Python's own notation.
+
+    Raises ValueError if it is none of these, or has a part that is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"must be a text, got {content!r:.80}")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"a part of type {kind!r}, only text can be used")
+    return "\n".join(part["text"] for part in content)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return the value without the keys of objects that are null, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
