@@ -2,8 +2,8 @@
 
 TRL runs in an environment of its own, which the first measurement sets up. Both sides train the same model on the same
 prompts with the same reward, full parameters in float32, one optimizer step per rollout; every response has the same
-number of new tokens. Our side is `python -m rlhf_triton.actor` with its reward behind a real tritonserver; with PPO, that serves a
-reward model and a critic of the policy's size, and the sidecar trains the critic.
+number of new tokens. Our side is `python -m rlhf_triton.actor` with its reward behind a real tritonserver; with PPO,
+that serves a reward model and a critic of the policy's size, and the sidecar trains the critic.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The two sides of `bench trl`: trainers that stay loaded and run one step for each line that the driver sends.
 
-`python -m benchmarks.trl_sides ours --config FILE` is `python -m rlhf_triton.actor`; `... theirs SETTINGS` is TRL's trainer, run in
-TRL's own environment, so that all imports but the standard library's stand in functions. One optimizer step per
-rollout on both sides: no activation checkpointing, float32, whole responses; a KL term only with PPO.
+`python -m benchmarks.trl_sides ours --config FILE` is `python -m rlhf_triton.actor`; `... theirs SETTINGS` is TRL's
+trainer, run in TRL's own environment, so that all imports but the standard library's stand in functions. One optimizer
+step per rollout on both sides: no activation checkpointing, float32, whole responses; a KL term only with PPO.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Converts a folder of pickled weights to safetensors; `rlhf_triton.tools.unpickle` reads them, in a process of its own."""
+"""Converts a folder of pickled weights to safetensors; `unpickle` reads them, in a process of its own."""
 
 import json
 import os

@@ -28,7 +28,7 @@ HEADS = {"sequence": "sequence classification", "token": "token classification",
 
 
 def init_models(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Inspect the models and write the YAML, as the arguments of `rlhf_triton.tools.init` say; `parser`: for its errors.
+    """Inspect the models and write the YAML, as the arguments of `init` say; `parser`: for its errors.
 
     Raises:
         CheckpointError: a folder cannot be used.

@@ -1,4 +1,4 @@
-"""Checks of a configuration, for `rlhf-triton run`, which refuses to start, and `rlhf-triton doctor`; and of a running server.
+"""Checks of a configuration, for `rlhf-triton run`, which refuses to start, and `doctor`; and of a running server.
 
 Reads, renders and tokenises the first rows of the prompt files, calls each reward function once, in a worker as on the
 server, on the first prompt of the run, and starts a worker of the environment.

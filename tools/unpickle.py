@@ -1,4 +1,4 @@
-"""`python -m rlhf_triton.tools.unpickle`: the process that reads pickled weights for `rlhf-triton init models --convert`.
+"""The process that reads pickled weights for `rlhf-triton init models --convert`.
 
 Its memory is limited. Reads each file with torch's weights-only loader, without allowed extras, and writes its tensors
 as safetensors. Prints JSON lines: what it does (`say`), and why it gave up (`error`).

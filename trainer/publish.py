@@ -37,7 +37,7 @@ RECOVERY_PAUSE_S = 5.0  # between two requests for a reload
 HEAL_EVERY_S = 1.0
 WAIT_POLL_S = 0.001
 MODEL = "critic.model"
-# Long enough for a supervisor (`rlhf-triton serve`, `rlhf-triton run`) to act first, which restarts the server's other models, too.
+# Long enough for a supervisor (of `rlhf-triton serve` or `run`) to act first, which restarts other models, too.
 HEAL_AFTER_S = 15.0
 
 
@@ -256,8 +256,8 @@ class Publisher:
     def heal(self, working: Working = contextlib.nullcontext) -> list[Loaded]:
         """Reload the model if an instance died more than HEAL_AFTER_S ago; return the outcomes, [] without a reload.
 
-        Triton does not restart a model process that was killed. The supervisor in `rlhf-triton serve` and `rlhf-triton run` does so
-        sooner than HEAL_AFTER_S; this is for servers without a supervisor.
+        Triton does not restart a model process that was killed. The supervisor in `rlhf-triton serve` and `run`
+        does so sooner than HEAL_AFTER_S; this is for servers without a supervisor.
         """
         now = time.monotonic()
         if now < self._heal_at:

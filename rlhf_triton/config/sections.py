@@ -107,8 +107,8 @@ class RunSection(Section):
     """Who can read and write what server, sidecar and actor write, which includes prompts and responses: `owner` (umask
     077) or also the `group` (umask 007), for processes of several users that share the folder."""
     log_format: Literal["text", "json"] = "text"
-    """Format of the log lines of actor, sidecar, `rlhf-triton serve` and gateway. `json`: one object a line, with the run,
-    the step and the weights version that it belongs to."""
+    """Format of the log lines of actor, sidecar, `rlhf-triton serve` and gateway. `json`: one object a line, with the
+    run, the step and the weights version that it belongs to."""
     trace_endpoint: str | None = None
     """Base URL of an OpenTelemetry collector, such as `http://localhost:4318`: actor, critic_train and sidecar send it
     the spans of each step, as OTLP over HTTP with JSON. Needs the extra `tracing`; default: no tracing."""
@@ -189,8 +189,8 @@ class ServerSection(Section):
     start_timeout_s: Seconds = 180.0
     """Timeout for every model to answer an inference request after the start, and for loading a model again."""
     drain_s: Annotated[float, Field(ge=0)] = 20.0
-    """How long `rlhf-triton serve`, when it is stopped, waits for requests in flight while it refuses others; 0: it stops at
-    once. A client repeats a request that takes longer at another server."""
+    """How long `rlhf-triton serve`, when it is stopped, waits for requests in flight while it refuses others; 0: it
+    stops at once. A client repeats a request that takes longer at another server."""
     tokens_dtype: Literal["INT64", "INT32"] = "INT64"
     """Data type of `tokens` on the wire. Triton rejects any other type, so all clients must send this one."""
     queue_delay_us: CountOrZero = 2000

@@ -1,6 +1,6 @@
 """Starts the ranks of a training process, and agrees with them when the job ends. Imports no torch.
 
-`python -m rlhf_triton.trainer` and `python -m rlhf_triton.actor` replace themselves by the agent (module `agent`) if their `ranks` setting is
+The trainer's and the actor's processes replace themselves by the agent (module `agent`) if their `ranks` setting is
 above 1 and no launcher has started them. The agent is torchrun with two additions: a signal to stop reaches rank 0
 only, and the exit code of rank 0 becomes the agent's. Under another launcher, such as torchrun itself, Slurm or
 Kubernetes, the ranks find their number in the environment, too.

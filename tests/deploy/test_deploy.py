@@ -421,11 +421,11 @@ NOWHERE = {"pytriton", "vaderSentiment", "pytest", "benchmarks"}  # in no image
 TRAINING = {"peft", "tensorboard", "pyarrow", "matplotlib"}
 STAGES = {
     "serving,operating,judge": (
-        "import rlhf_triton.tools.serve, rlhf_triton.tools.render_configs, rlhf_triton.tools.server.healthcheck, rlhf_triton.rewards.judge",
+        "import rlhf_triton.rewards.judge, rlhf_triton.tools.render_configs, rlhf_triton.tools.serve",
         NOWHERE | TRAINING,
     ),
     "training": (
-        "import rlhf_triton.tools.run, trainer.sidecar, actor.loop, matplotlib, peft, pyarrow, tensorboard",
+        "import rlhf_triton.tools.run, rlhf_triton.trainer.sidecar, rlhf_triton.actor.loop, matplotlib, peft, pyarrow, tensorboard",
         NOWHERE,
     ),
 }

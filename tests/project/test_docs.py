@@ -27,6 +27,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^ {4}(\S.*)$", re.MULTILINE)
 SPAN = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+OURS = ("rlhf-triton", ".venv/bin/rlhf-triton")
 PYTHONS = ("python", "python3", ".venv/bin/python")
 # Not ours, and not installed everywhere.
 OTHER_PROGRAMS = ("docker", "apt", "pip", "tritonserver", "kubectl", "sbatch", "echo", "prometheus")
@@ -78,7 +79,7 @@ def commands() -> Iterator[str]:
                 yield from block.splitlines()
         yield from INDENTED.findall(prose(page))
         spans = [" ".join(span.split()) for span in SPAN.findall(prose(page))]
-        yield from (span for span in spans if re.match(r"(make|python -m|\.venv/bin/python) ", span))
+        yield from (span for span in spans if re.match(r"(make|python -m|\.venv/bin/python|rlhf-triton) ", span))
 
 
 COMMAND_LINES = sorted(
@@ -93,7 +94,9 @@ def test_a_command_exists_with_its_options(command: str, tmp_path: Path) -> None
         targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
         assert {word for word in arguments if "=" not in word} <= targets
         return
-    if program not in PYTHONS:
+    if program in OURS:
+        arguments = ["-m", "rlhf_triton.tools", *arguments]
+    elif program not in PYTHONS:
         assert program in OTHER_PROGRAMS
         return
     file = script_of(arguments)
@@ -110,7 +113,7 @@ def script_of(arguments: list[str]) -> str | None:
     if arguments[0] != "-m":
         return arguments[0]
     module, *rest = arguments[1:]
-    if module != "tools":
+    if module != "rlhf_triton.tools":
         return MODULES[module]
     name = rest[0] if rest else "--help"
     if name == "bench" and rest[1:] and not rest[1].startswith("-"):

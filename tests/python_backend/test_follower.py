@@ -1,4 +1,4 @@
-"""`rlhf_triton.python_backend.serving.versions.follower`: an instance serves what CURRENT names, whatever happens to the store."""
+"""The follower of a store: an instance serves what CURRENT names, whatever happens to the store."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""`rlhf_triton.python_backend.models` against plain transformers: the same numbers row by row, or the model is refused."""
+"""The served models against plain transformers: the same numbers row by row, or the model is refused."""
 
 import functools
 import gc

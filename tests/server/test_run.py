@@ -1,4 +1,4 @@
-"""Whole runs and clients of a real system: what an actor leaves, `rlhf-triton run`, other trainers, a served reference."""
+"""Whole runs and clients of a real system: an actor's files, `rlhf-triton run`, other trainers, a served reference."""
 
 import asyncio
 import contextlib
@@ -219,13 +219,25 @@ def test_a_run_without_a_critic_one_step_off_policy_with_a_limit_of_time(live: S
 
 @pytest.fixture
 def process(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[subprocess.Popen[str]]:
-    """`rlhf-triton run` with more steps than any test waits for, after its second step."""
+    """`rlhf-triton run` with more steps than any test waits for, after its second step, in a folder of the user's.
+
+    Its modules have names of ours, and are nothing that a run would import.
+    """
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in ("actor", "config", "python_backend", "store", "tools", "trainer", "wire"):
+        (own / f"{name}.py").write_text("raise AssertionError(__file__)")
     patient = {"retries": 8, "backoff_s": 1.0}
     run = make_run(tmp_path / "run", checkpoints, actor={"steps": 5000, "checkpoint_every": 2500, "client": patient})
     command = [sys.executable, "-m", "rlhf_triton.tools", "run", "--config", str(run.path)]
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env={**os.environ, **ENVIRONMENT}
+            command,
+            cwd=own,
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **ENVIRONMENT},
         )
     try:
         wait_for_steps(tmp_path, process, 2)

@@ -1,4 +1,4 @@
-"""`python -m serve_rendered`: `rlhf-triton serve` on a repository already rendered, which saves importing transformers."""
+"""`python -m serve_rendered`: `rlhf-triton serve` on a rendered repository, which saves importing transformers."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`rlhf_triton.tools.input_checks`: what doctor and the start of a run say of tokenizers, chat templates and the prompts' texts."""
+"""What doctor and the start of a run say of tokenizers, chat templates and the prompts' texts."""
 
 import contextlib
 import json

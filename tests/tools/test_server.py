@@ -92,7 +92,7 @@ def status(run_dir: Path, path: str, body: object = None) -> int:
 
 @contextlib.contextmanager
 def busy(run_dir: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], list[Future[int]]]]:
-    """Run `rlhf-triton serve` with a model that computes one request and has another in its queue until `block` is removed.
+    """Run the server with a model that computes one request and has another in its queue until `block` is removed.
 
     Its name is none that the supervisor probes, so no other request is in its queue.
     """
@@ -228,7 +228,7 @@ def test_serve_exits_with_one_sentence_when_a_model_does_not_load(run_dir: Path)
     assert (server_processes(process.pid), regions(process.pid)) == ([], [])
 
 
-# ---- rlhf_triton.tools.server: child processes, whose logs stay bounded for a month, and the vLLM server of `rlhf-triton run` ----
+# ---- child processes, whose logs stay bounded for a month, and the vLLM server of `rlhf-triton run` ----
 
 PATIENCE_S = 120.0
 

@@ -24,7 +24,7 @@ def test_several_ranks_replace_the_process_by_an_agent(monkeypatch: pytest.Monke
     called = []
     monkeypatch.setattr(os, "execv", lambda path, command: called.append(command[1:]))
     launch_ranks(2, "rlhf_triton.trainer", ["--config", "x.yaml"], key="trainer.ranks")
-    assert called == [["-m", "rlhf_triton.learning.agent", "2", "trainer", "--config", "x.yaml"]]
+    assert called == [["-m", "rlhf_triton.learning.agent", "2", "rlhf_triton.trainer", "--config", "x.yaml"]]
 
 
 @pytest.mark.parametrize("parent", [1, 7])

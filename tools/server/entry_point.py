@@ -1,4 +1,4 @@
-"""`python3 -m rlhf_triton.tools.server.entry_point`: what the image runs. Serves its model repository; drains it when stopped.
+"""What the image runs: serves its model repository, and drains it when stopped.
 
 Runs tritonserver as a child process, because tritonserver itself does not drain. Needs only the standard library and
 numpy, as the image's other commands do.

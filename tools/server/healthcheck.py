@@ -1,7 +1,7 @@
-"""`python3 -m rlhf_triton.tools.server.healthcheck`: exit code 0 if all models answer requests, with weights that are up to date.
+"""The image's health check: exit code 0 if all models answer requests, with weights that are up to date.
 
 Triton's own readiness stays true after a model's process has died, and does not know which version of the weights is to
-be served. Like `rlhf_triton.tools.server.entry_point`, needs only the standard library and numpy.
+be served. Like `entry_point`, needs only the standard library and numpy.
 """
 
 import argparse

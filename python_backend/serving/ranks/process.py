@@ -1,4 +1,4 @@
-"""One rank of a served model other than rank 0: `python -m rlhf_triton.python_backend.serving.ranks.process FD PARENT RANK …`.
+"""One rank of a served model other than rank 0: `python -m <this module> FD PARENT RANK …`.
 
 Follows rank 0, the model's own process, which sends one message per load and per forward pass over the socket `FD`.
 Waits for messages, never in a collective, so a model may be idle for any length of time. Ends when rank 0 ends.

@@ -95,8 +95,8 @@ class Follower:
             # writes its record and then reads CURRENT. So at least one of the two sees the other's change.
             if self._store.current() == self.version.number:
                 break
-        # Not earlier: as long as records of dead instances exist, the publisher (or `rlhf-triton serve`) requests a fresh
-        # process, which is necessary until an instance has replaced them.
+        # Not earlier: as long as records of dead instances exist, the publisher (or `rlhf-triton serve`) requests a
+        # fresh process, which is necessary until an instance has replaced them.
         self._store.records.forget_died()
         self._count(self.version.number, False)
         self._watcher.start()
