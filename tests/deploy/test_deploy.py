@@ -425,7 +425,7 @@ STAGES = {
         NOWHERE | TRAINING,
     ),
     "training": (
-        "import rlhf_triton.tools.run, rlhf_triton.trainer.sidecar, rlhf_triton.actor.loop, matplotlib, peft, pyarrow, tensorboard",
+        "import rlhf_triton.tools.run, rlhf_triton.actor.loop, matplotlib, peft, pyarrow, tensorboard",
         NOWHERE,
     ),
 }

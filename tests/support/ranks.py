@@ -21,7 +21,7 @@ Work = Callable[..., Any]
 # Ranks are forked from one process that has imported what takes seconds, once for all tests. It has run no code of
 # torch's, so that it has no threads of torch's, which a fork would lose.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["trainer.critic_update", "actor.run.policies"])
+CONTEXT.set_forkserver_preload(["rlhf_triton.trainer.critic_update", "rlhf_triton.actor.run.policies"])
 
 
 @contextlib.contextmanager
