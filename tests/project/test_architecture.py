@@ -21,7 +21,8 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("rlhf_triton", "python_backend", "trainer", "actor", "critic_client", "tools", "benchmarks", "examples")
+LINKED = ("python_backend", "trainer", "actor", "tools")  # parts of the package that lie beside it
+PACKAGES = ("rlhf_triton", *LINKED, "benchmarks", "examples")
 MOST_LINES = {"actor/loop.py": 220, "trainer/sidecar.py": 200, "README.md": 180}
 # Modules that only carry, check or start things: torch alone costs seconds, in every process that imports it.
 WITHOUT_TORCH = [
@@ -92,8 +93,9 @@ def modules() -> dict[Path, str]:
 
 
 def test_packages_are_not_shadowed_by_an_installed_package():
-    files = [importlib.import_module(package).__file__ or "" for package in PACKAGES]
-    assert [Path(file).resolve().parent for file in files] == [ROOT / package for package in PACKAGES]
+    names = ["rlhf_triton", *(f"rlhf_triton.{name}" for name in LINKED), "benchmarks", "examples"]
+    files = [importlib.import_module(name).__file__ or "" for name in names]
+    assert [Path(file).resolve().parent for file in files] == [ROOT / name.rpartition(".")[2] for name in names]
 
 
 def imported_after(modules: list[str], tmp_path: Path) -> dict[str, set[str]]:

@@ -47,7 +47,6 @@ FOLDERS = (
     "actor",
     "benchmarks",
     "configs",
-    "critic_client",
     "deploy",
     "docs",
     "examples",
