@@ -2,7 +2,7 @@
 # constraints.txt or pyproject.toml changed.
 PYTHON ?= python3
 SEED ?= 0
-DEVICE_TESTS ?= tests/device tests/actor tests/python_backend tests/trainer tests/training
+DEVICE_TESTS ?= tests/device tests/actor tests/python_backend tests/trainer tests/learning
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
@@ -31,18 +31,16 @@ test: $(INSTALLED)
 test-all: $(INSTALLED_RLVR) test-device
 	$(PYTEST) -n 2 --dist worksteal
 
-# The code for GPUs on simulated cards (tests/support/simulated_cuda): `cuda` is the default device, which is why the
-# tests of the defaults themselves are left out. Needs g++.
+# The code for GPUs on simulated cards (tests/support/simulated_cuda)). Needs g++.
 test-device: $(INSTALLED)
 	PYTHONPATH=tests/support $(BIN)/python -m simulated_cuda.build
 	PYTHONPATH=$(CURDIR)/tests/support/simulated_cuda/startup:$(CURDIR)/tests/support \
-		$(PYTEST) -n 2 --dist worksteal -p simulated_cuda.plugin -m "not slow" \
-		--ignore tests/python_backend/test_config.py $(DEVICE_TESTS)
+		$(PYTEST) -n 2 --dist worksteal -p simulated_cuda.plugin -m "not slow" $(DEVICE_TESTS)
 
 # A real GPU: whether everything works there, and how fast, in at most eight minutes; without one, tiny models on the
 # CPU. Uses the environment of PYTHON as it is, because its torch must be one for the card.
 gpu-check:
-	$(PYTHON) -m rlhf-triton bench gpu --out runs/gpu-check
+	$(PYTHON) -m rlhf_triton.tools bench gpu --out runs/gpu-check
 
 # Hours: five runs of each Python in a fresh clone, two of them beside busy loops; PYTHONS="python3.11 ...": only those.
 test-repeated:

@@ -30,9 +30,9 @@ from rlhf_triton.tools import status
 from rlhf_triton.trainer.critic_update import UpdateReport
 from rlhf_triton.trainer.progress import SidecarProgress
 from tests.device.test_critic_training import payload, updates_of
+from tests.learning.test_policy_ranks import batch_of, make, settings_of
 from tests.support.policy_training import TrainablePolicy, random_batch, rollout_of, trainable_policy, update_of
 from tests.support.ranks import on_ranks
-from tests.training.test_policy_ranks import batch_of, make, settings_of
 
 CARD, DEVICE = 1, "cuda:1"
 LENGTHS, PROMPT = [9, 40, 12, 61, 33, 50, 18, 57], 3

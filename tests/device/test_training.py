@@ -33,13 +33,13 @@ from rlhf_triton.trainer.critic_update import CriticUpdate, load_update, split_r
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 from tests.device.test_critic_training import payload, updates_of
+from tests.learning.test_policy_ranks import CASES as POLICY_CASES
+from tests.learning.test_policy_ranks import PROMPTS, batch_of, make
+from tests.learning.test_policy_ranks import gradients as policy_gradients
+from tests.learning.test_policy_ranks import settings_of as policy_settings
 from tests.support.policy_training import TrainablePolicy, random_batch, rollout_of, trainable_policy, update_of
 from tests.support.ranks import on_ranks, whole_tensors
 from tests.support.settings import trainer_section
-from tests.training.test_policy_ranks import CASES as POLICY_CASES
-from tests.training.test_policy_ranks import PROMPTS, batch_of, make
-from tests.training.test_policy_ranks import gradients as policy_gradients
-from tests.training.test_policy_ranks import settings_of as policy_settings
 
 LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
 WAITS_OF_A_STEP = 2  # statistics, and the norm of the gradient

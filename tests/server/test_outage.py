@@ -157,7 +157,7 @@ def test_servers_that_drain_or_die_cost_an_actor_no_request_and_the_last_one_a_p
     try:
         words("INFO step 2/")
         scored = [num_answered(server, CRITIC_INFER) - old for server, old in zip(servers, before, strict=True)]
-        assert min(scored) > 0, "both get requests; how they share is in tests/python_backend/client/test_pool.py"
+        assert min(scored) > 0, "both get requests; how they share is in tests/library/client/test_pool.py"
         for server, drain in zip(servers, (pair.drain_first, pair.drain_second), strict=True):
             assert "s: all requests are answered" in drain()
             words(f"{server.url} is ready again")

@@ -290,7 +290,7 @@ def chat(messages: Any) -> dict[str, np.ndarray]:
     return {"sentences": texts_array(["x"]), "metadata": texts_array([json.dumps({"messages": messages})])}
 
 
-# One of each kind: tests/python_backend/test_contract.py has all of them.
+# One of each kind: tests/library/test_contract.py has all of them.
 BAD_SCORING = [
     (
         {**TWO_ROWS, "tokens": changed(TWO_ROWS["tokens"], (1, 2), -5)},
