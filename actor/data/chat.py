@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_triton.checkpoints.tokenization import reply_text
-from rlhf_triton.errors import RlhfError
+from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.wire.chats import TOOLS, render_chat, warn_once
 from rlhf_triton.wire.messages import BadMessages
 
@@ -61,7 +61,9 @@ class Chat:
         except BadMessages as error:
             raise TemplateError(f"messages{error}") from error
         except Exception as error:  # templates are programs and may raise anything
-            raise TemplateError(f"the policy's chat template cannot render a conversation: {error}") from error
+            raise TemplateError(
+                f"the policy's chat template cannot render a conversation: {reason_of(error)}"
+            ) from error
 
     def _rendered(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         return render_chat(self.tokenizer, messages, options, owner="policy", generation_prompt=True)
@@ -90,7 +92,7 @@ class Chat:
         try:
             found = self.tokenizer.parse_response([*reply], prefix=[*before], tools=self.tools and [*self.tools])
         except Exception as error:  # of what the policy has written
-            return [ToolCall(error=f"the reply cannot be parsed: {error}")]
+            return [ToolCall(error=f"the reply cannot be parsed: {reason_of(error)}")]
         return [_checked(call.get("function")) for call in found.get("tool_calls", ())]
 
     def check(self) -> None:

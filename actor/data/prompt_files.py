@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from rlhf_triton.errors import RlhfError
+from rlhf_triton.errors import RlhfError, reason_of
 
 SOURCES = ("text", "messages", "prompt")  # columns that may hold the prompt
 EMPTY: tuple[Any, ...] = (None, "", [])
@@ -160,7 +160,7 @@ class JsonLines:
             self._bounds, lines_to_check = _line_bounds(self._file)
             blank = [line for line in lines_to_check if not self._line(line).strip()]
         except OSError as error:
-            raise PromptError(f"cannot read the prompts {path}: {error}") from error
+            raise PromptError(f"cannot read the prompts {path}: {_cause(error, path)}") from error
         self._lines = np.delete(np.arange(len(self._bounds) - 1), blank)
         self._names: dict[str, None] = {}
         self._floats = set[str]()
@@ -181,7 +181,7 @@ class JsonLines:
             text = self._text(line)
             columns = json.loads(text, object_pairs_hook=partial(_unique, where))
         except (OSError, UnicodeDecodeError) as error:
-            raise PromptError(f"cannot read the prompts {where}: {error}") from error
+            raise PromptError(f"cannot read the prompts {where}: {_cause(error, self.path)}") from error
         except PromptError:
             raise
         except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
@@ -277,7 +277,7 @@ class TableRows:
                 raise ValueError(f"a column is there twice: {', '.join(group.column_names)}")
             columns = group.slice(index - int(self._starts[number]), 1).to_pylist(maps_as_pydicts="strict")[0]
         except Exception as error:  # pyarrow's errors have many bases, and types of others may raise anything
-            raise PromptError(f"cannot read the prompts {where}: {error}") from error
+            raise PromptError(f"cannot read the prompts {where}: {_cause(error, self.path)}") from error
         return PromptRow(index + 1, where, {name: plain(where, name, value) for name, value in columns.items()})
 
     def _group(self, number: int) -> Any:
@@ -287,6 +287,10 @@ class TableRows:
             self._cache.pop(next(iter(self._cache)))
         self._cache[number] = group
         return group
+
+
+def _cause(error: Exception, path: Path) -> str:
+    return reason_of(error).removeprefix(f"{path}: ")
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -299,7 +303,8 @@ def _shards(folder: Path) -> list[Path]:
         return [folder / shard["filename"] for shard in state["_data_files"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise PromptError(
-            f"cannot read the prompts {folder}: not a folder written by datasets' save_to_disk ({error})"
+            f"cannot read the prompts {folder}: not a folder written by datasets' save_to_disk "
+            f"({reason_of(error).removeprefix(f'{folder}/')})"
         ) from error
 
 
@@ -326,4 +331,4 @@ def _groups(path: Path) -> list[tuple[int, Callable[[], Any]]]:
             batches = list(pa.ipc.open_stream(mapped))
         return [(batch.num_rows, partial(batches.__getitem__, i)) for i, batch in enumerate(batches)]
     except Exception as error:  # as above
-        raise PromptError(f"cannot read the prompts {path}: {error}") from error
+        raise PromptError(f"cannot read the prompts {path}: {_cause(error, path)}") from error

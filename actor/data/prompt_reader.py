@@ -15,6 +15,7 @@ from rlhf_triton.actor.data.prompt_files import EMPTY, SOURCES, PromptError, Pro
 from rlhf_triton.checkpoints.tokenization import encode_prompt, without_embedding
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import RunConfig
+from rlhf_triton.errors import reason_of
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from rlhf_triton.rewards.groups import GROUP_KEY
 from rlhf_triton.wire.chats import TEMPLATE_COLUMNS, render_chat, template_options
@@ -78,7 +79,7 @@ class PromptReader:
         except BaseException as error:  # tokenizers may raise anything, and their panics are no Exceptions
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            raise PromptError(f"{row.where}: cannot be tokenised: {type(error).__name__}: {error}") from error
+            raise PromptError(f"{row.where}: cannot be tokenised: {reason_of(error)}") from error
 
     def _checked(self, prompt: Prompt) -> Prompt:
         size = prompt.tokens.size
@@ -159,7 +160,7 @@ class PromptReader:
         except BadMessages as error:
             raise PromptError(f"{where}: {source}{error}") from error
         except Exception as error:  # templates are programs and may raise anything
-            raise PromptError(f"{where}: {source} cannot be rendered: {error}") from error
+            raise PromptError(f"{where}: {source} cannot be rendered: {reason_of(error)}") from error
 
     @property
     def long_prompt_action(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 
 from rlhf_triton.backoff import backoff_s
+from rlhf_triton.errors import reason_of
 
 MAX_MESSAGE_BYTES = 100 << 20  # as OpenEnv's own client
 FULL = "CAPACITY_REACHED"  # code of the error that a server sends to a session beyond its limit
@@ -54,7 +55,7 @@ class OpenEnv:
                 if isinstance(error, aiohttp.WSServerHandshakeError) and error.status < 500:  # such as of a wrong path
                     raise
                 if is_late:
-                    raise ConnectionError(f"no session at {self._url}: {error}") from error
+                    raise ConnectionError(f"no session at {self._url}: {reason_of(error)}") from error
             await asyncio.sleep(pause)
         return self._text(_content(reply)["observation"])
 

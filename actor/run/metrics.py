@@ -18,7 +18,7 @@ import numpy as np
 
 from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.config import RunConfig
-from rlhf_triton.errors import RlhfError
+from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.monitoring.metrics import ACTOR, Exporter, Values
 from rlhf_triton.monitoring.tracing import span
 from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from
@@ -137,7 +137,10 @@ class Trackers:
         except Exception as error:  # an unreachable dashboard must not end a long run
             self._open.pop(name, None)
             logger.warning(
-                "%s is disabled, metrics.jsonl still has all metrics: %s: %s", name, type(error).__name__, error
+                "%s is disabled, metrics.jsonl still has all metrics: %s: %s",
+                name,
+                type(error).__name__,
+                reason_of(error),
             )
 
 

@@ -20,7 +20,7 @@ from rlhf_triton.client.errors import Kind, OverBudget, RequestFailed, ServersDi
 from rlhf_triton.client.retry import HINT, Attempts, RequestCounters
 from rlhf_triton.config import ClientSection
 from rlhf_triton.config.fields import DNS_PREFIX, resolve
-from rlhf_triton.errors import RlhfError
+from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.wire.contract import VersionRange
 
 # State of one server as the pool sees it.
@@ -120,9 +120,11 @@ class ServerNames:
             self._unresolved.discard(address)
         except (OSError, ValueError) as error:
             if address not in self._last:
-                raise RequestFailed(f"server address {address!r} cannot be resolved: {error}") from error
+                raise RequestFailed(f"server address {address!r} cannot be resolved: {reason_of(error)}") from error
             if address not in self._unresolved:  # once, not at every attempt
-                logger.warning("%s cannot be resolved (%s): keeping the servers that it named", address, error)
+                logger.warning(
+                    "%s cannot be resolved (%s): keeping the servers that it named", address, reason_of(error)
+                )
             self._unresolved.add(address)
         return self._last[address]
 

@@ -60,7 +60,7 @@ from rlhf_triton.config.sections import (
 )
 from rlhf_triton.config.training import check_trainer, check_training
 from rlhf_triton.config.yaml_file import read_yaml
-from rlhf_triton.errors import RlhfError
+from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.python_backend.models.placement import Place, check_cards, devices_of, ranks_here
 from rlhf_triton.rewards.function import KEY_OPTION
 from rlhf_triton.store import control_key
@@ -348,7 +348,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {reason_of(error)}") from error
     data = {} if data is None else data  # an empty file: all defaults
     if not isinstance(data, dict):
         raise ConfigError(

@@ -20,6 +20,7 @@ from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.config import ConfigError, ModelSection, RewardSection, RunConfig
 from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.training import missing_packages
+from rlhf_triton.errors import reason_of
 from rlhf_triton.rewards.function import FILE_SPEC
 from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.weights import WeightsStore
@@ -250,7 +251,7 @@ def _of_function(file: Path, name: str) -> str | None:
         code = file.read_text(encoding="utf-8")
         symbols = symtable.symtable(code, str(file), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
-        return f"{file} is not valid Python: {error}"
+        return f"{file} is not valid Python: {reason_of(error)}"
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     if name in names or "import *" in code:  # a star import may define any name
         return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from rlhf_triton.config.fields import Count, Seconds, Section
+from rlhf_triton.errors import reason_of
 from rlhf_triton.rewards.function import TIMEOUT_OPTION, check_spec
 from rlhf_triton.wire.contract import PROCESS, TEXTS_ONLY
 
@@ -195,8 +196,9 @@ def read_template(template: str) -> str:
     try:
         return Path(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        reason = reason_of(error).removeprefix(f"{template}: ")
         raise ValueError(
-            f"reward.template: {template!r} is neither a Jinja template nor a readable file: {error}"
+            f"reward.template: {template!r} is neither a Jinja template nor a file that can be read ({reason})"
         ) from error
 
 

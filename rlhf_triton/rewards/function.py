@@ -228,6 +228,8 @@ def configured(spec: str, function: Callable[..., Any], options: dict[str, Any],
         return function(**options) if is_class else functools.partial(function, **options)
     except BadOption as error:
         raise FunctionError(f"{spec}: options.{error}") from error
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # user code, as above
         raise FunctionError(f"{spec} cannot be used with its options: {describe(error)}") from error
 
