@@ -8,16 +8,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_triton.actor.algorithms.batch import check_failures, critic_payload, make_batch, with_limits
+from rlhf_triton.actor.algorithms.batch import check_failures, critic_payload, make_batch
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method, log_choices
 from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.compute import cancelled, in_a_thread_of
 from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns, read_prompts
 from rlhf_triton.actor.data.prompts import PromptStream, StepInputs
-from rlhf_triton.actor.data.rollout import PPOBatch, ScoredRollout
+from rlhf_triton.actor.data.sample import Group, conversations_of, rows_of
 from rlhf_triton.actor.policy.checkpoint import RunState
-from rlhf_triton.actor.run.collection import all_rows
 from rlhf_triton.actor.run.last_step import LastStep
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.policies import make_policy
@@ -137,13 +137,13 @@ class PPORun:
         with timers.phase("rollout_wait"):
             rollout = await self.stop.or_done(self.rollouts.take(step))  # past this point the step runs to its end
         timers.include(rollout.timers)
-        scored = rollout.scored
-        check_failures(scored.rollout, scored.scores, self.settings.rewards.max_failed_fraction)
-        whole = await self.in_thread(all_rows, scored, (), self.policy.pad_id)
-        batch = await self.in_thread(self.make_batch, scored, rollout.dropped if self.scorer.has_critic else [])
+        sampled = conversations_of([*rollout.groups, *rollout.dropped])
+        check_failures(sampled, self.settings.rewards.max_failed_fraction)
+        batch = await self.in_thread(self.make_batch, rollout.groups, rollout.dropped)
         if self.scorer.has_critic:
             self.critic.send(step, await self.in_thread(critic_payload, batch))
-            batch = batch.first(*whole.rollout.tokens.shape)
+        rows = rows_of(conversations_of(rollout.groups))
+        batch = batch.first(len(rows), max(len(row.tokens) for row in rows))
         if self.settings.one_step_off_policy and not is_last:
             # Before this step's update: the next rollout samples from a copy of the policy as of `step - 1`.
             await self.rollouts.begin(step + 1, updated=step - 1)
@@ -156,21 +156,21 @@ class PPORun:
         if self.settings.one_step_off_policy:
             update["train_rollouts/policy_staleness"] = float(step - 1 - rollout.updated)
         distance = await self.recorder.log_step(
-            step, scored, whole, batch, {**rollout.metrics, **update, **timers.metrics()}
+            step, rollout.groups, rollout.dropped, batch, {**rollout.metrics, **update, **timers.metrics()}
         )
         self.recorder.log_timeline(step, timers.spans)
         if trains_policy and distance is not None:
-            self.kl.update(distance, len(scored.scores.scored))
+            self.kl.update(distance, len(conversations_of(rollout.groups)))
 
-    def make_batch(self, scored: ScoredRollout, dropped: Sequence[ScoredRollout] = ()) -> PPOBatch:
-        """Return the training batch of a rollout and its others, and of dropped rows for the critic alone."""
+    def make_batch(self, groups: Sequence[Group], dropped: Sequence[Group] = ()) -> PPOBatch:
+        """Return the training batch of the groups of a step, and of dropped ones for the critic alone."""
         return make_batch(
-            with_limits(all_rows(scored, dropped, self.policy.pad_id), self.truncated, self.settings.algorithm.gamma),
+            [*groups, *dropped],
             self.method,
             self.shaper,
             kl_coef=self.kl.coef,
-            responses_per_prompt=self.settings.algorithm.responses_per_prompt,
-            num_dropped=sum(len(part.rollout.prompts) for part in dropped),
+            truncated=self.truncated,
+            num_dropped=len(dropped),
         )
 
     async def validate(self, when: str) -> None:

@@ -27,7 +27,8 @@ import torch
 from benchmarks.measurement import Option, Record, Result, Target, peak_rss_bytes, timed
 from benchmarks.workload import SIZES, make_checkpoint, make_trace, noise_payload, trace_lengths, trace_tokenizer
 from rlhf_triton.actor.algorithms.method import Method
-from rlhf_triton.actor.data.rollout import PPOBatch, Prompt
+from rlhf_triton.actor.data.batch import PPOBatch
+from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.config import RunConfig

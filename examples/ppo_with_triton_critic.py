@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_triton.actor.algorithms.advantages import gae, masked_whiten, token_rewards
-from rlhf_triton.actor.data.rollout import response_mask
 from rlhf_triton.critic_client import CriticClient
 
 PROMPTS = ("The weather", "Open the file", "My best friend", "Once upon a time") * 4
@@ -48,7 +47,8 @@ def train(folder: str, url: str, run_id: str, *, done: int = 0, steps: int = 20)
 
             # Values from Triton; advantages and returns, [B, S-1]: position t is the choice of token t+1.
             tokens = pad_sequence(rows, batch_first=True)
-            mask = response_mask(starts, lengths, tokens.shape[1])
+            positions = torch.arange(tokens.shape[1] - 1)
+            mask = ((positions >= starts[:, None] - 1) & (positions < lengths[:, None] - 1)).float()
             values = pad_sequence([torch.tensor(v) for v in critic.values(rows).values], batch_first=True)[:, :-1]
             given = token_rewards(rewards, torch.zeros_like(values), lengths, kl_coef=0.0)
             advantages, returns = gae(values, given, mask, gamma=1.0, lam=0.95)

@@ -1,5 +1,6 @@
-"""Builds the training batch for policy and critic from a scored rollout."""
+"""Builds the training batch for policy and critic from scored samples, and measures it."""
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,127 +13,185 @@ from rlhf_triton.actor.algorithms.losses import kl_estimate
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.reinforce_plus_plus import advantage as returns_to_go
 from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
+from rlhf_triton.actor.data.batch import PPOBatch
+from rlhf_triton.actor.data.sample import (
+    Conversation,
+    Group,
+    Sample,
+    conversations_of,
+    failure_of,
+    padded,
+    rows_of,
+)
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
 
 
 def make_batch(
-    scored: ScoredRollout,
+    groups: Sequence[Group],
     method: Method,
     shaper: RewardShaper,
     *,
     kl_coef: float,
-    responses_per_prompt: int = 1,
+    truncated: str = "score",
     num_dropped: int = 0,
 ) -> PPOBatch:
-    """Return the training batch of a rollout, with advantages and returns; rows without a score are masked out.
+    """Return the training batch of the rows of all groups, with advantages and returns.
 
-    Within a group, conversations are compared, whatever their number of rows: rows with other `owners` than themselves
-    have the advantage of these, if the algorithm needs groups, and share the weight of the conversation.
+    A conversation without a score is masked out, with all of its rows. Rewards, advantages and returns are those of
+    conversations, whatever their number of rows.
 
     Args:
         kl_coef: KL coefficient of this step.
-        responses_per_prompt: number of consecutive rows that share a prompt.
-        num_dropped: rows at the end that only the critic learns from.
+        truncated: `environment.truncated`, of conversations that a limit has ended: `mask` leaves them out, `bootstrap`
+            adds the discounted value of the last token after the stages, and `score` takes them as they are.
+        num_dropped: groups at the end that only the critic learns from.
     """
-    rollout, scores, process = scored.rollout, scored.scores, scored.scores.process
-    mask = rollout.mask * scores.scored[:, None]
-    if rollout.trajectories is not None and method.settings.defaults.needs_groups:
-        process = None  # total rewards are compared within groups
-    kl = _token_kl(scored, mask, method)
-    owner, is_other = _owners(rollout)
-    learned = scores.scored & (torch.arange(len(mask)) < len(mask) - num_dropped)
-    if method.settings.mask_unfinished:
-        learned &= rollout.is_end
-    in_groups, penalty = method.settings.defaults.needs_groups, torch.zeros_like(mask)
-    if kl is not None and not method.kl_in_loss:
-        penalty = kl_coef * kl
-    rewards = scores.rewards if process is None else process.outcome
-    if in_groups:  # they are compared by totals
-        rewards = rewards.index_add(0, owner[is_other], -(penalty * mask)[is_other].sum(-1).to(rewards))
+    settings, in_groups = method.settings, method.settings.defaults.needs_groups
+    conversations = [with_limit(each, truncated) for each in conversations_of(groups)]
+    rows, ends = rows_of(conversations), [conversation[-1] for conversation in conversations]
+    group = torch.tensor([i for i, each in enumerate(groups) for _ in each.conversations])
+    owner = torch.tensor([i for i, conversation in enumerate(conversations) for _ in conversation])
+    scored = torch.tensor([not failure_of(conversation) for conversation in conversations])
+    ended = torch.tensor([end.ended for end in ends])
+    learned = scored & (group < len(groups) - num_dropped)
+    if settings.mask_unfinished:
+        learned &= ended
+    mask = positions(rows, lambda row: row.sampled).float() * scored[owner, None]
+    logprobs, ref_logprobs, engine = (
+        known_positions(rows, name) for name in ("policy_logprobs", "ref_logprobs", "logprobs")
+    )
+    kl = None
+    if logprobs is not None and ref_logprobs is not None:
+        # Outside the mask log-probs may be -inf (banned tokens in a prompt), which would make the KL non-finite.
+        kl = torch.where(mask > 0, kl_estimate(logprobs, ref_logprobs, method.kl_estimator), 0.0)
+    penalty = torch.zeros_like(mask) if kl is None or method.kl_in_loss else kl_coef * kl
+    has_values = any(row.score.version >= 0 for row in rows)
+    values = torch.where(mask > 0, padded([_or_zeros(row, row.score.values) for row in rows])[:, :-1], 0.0)
+    steps = given = None
+    # Within groups, conversations are compared by their total rewards.
+    if any(row.score.steps is not None for row in rows) and not (in_groups and ends[0].turns is not None):
+        steps = positions(rows, lambda row: _or_zeros(row, row.score.steps))
+        given = positions(rows, lambda row: _or_zeros(row, row.score.ends)).bool()
+    lines = Lines(conversations)
     inputs = AdvantageInputs(
-        rewards,
-        penalty,
-        torch.where(mask > 0, scores.values[:, :-1], 0.0),
-        mask,
-        rollout.lengths,
-        owner // responses_per_prompt,
-        scores.scored & ~(is_other & in_groups),
-        rollout.is_end,
-        learned & ~is_other,
-        method.settings.gamma,
-        method.settings.lam,
-        method.settings.lam_values,
-        method.settings.lam_length,
-        None if process is None else process.rewards[:, 1:],  # index t is given for token t, position t - 1
-        None if process is None else process.ends[:, 1:],
+        torch.tensor([end.score.reward if steps is None else end.score.outcome for end in ends]),
+        lines.joined(penalty),
+        lines.joined(values),
+        lines.joined(mask),
+        group,
+        scored,
+        ended,
+        learned,
+        settings.gamma,
+        settings.lam,
+        settings.lam_values,
+        settings.lam_length,
+        None if steps is None else lines.joined(steps),
+        None if given is None else lines.joined(given),
     )
     inputs = shaper.run(inputs)
+    if truncated == "bootstrap":
+        inputs = with_values_of_ends(inputs, conversations)
     advantages, returns = method.advantage(inputs)
-    sampled = mask.sum(-1)
-    if in_groups:  # then all tokens of a conversation have the same advantage
-        each = (advantages * mask).sum(-1) / sampled.clamp(min=1)
-        advantages = torch.where(is_other[:, None], each[owner, None] * mask, advantages)
-    weights = learned_mask = mask * (learned & inputs.counted[owner])[:, None]
+    advantages, returns = lines.split(advantages), lines.split(returns)
+    weights = learned_mask = mask * (learned & inputs.counted)[owner, None]
     if method.loss_mean == "sequence":
-        weights = weights / torch.zeros_like(sampled).index_add(0, owner, sampled)[owner, None].clamp(min=1)
+        weights = weights / inputs.mask.sum(-1)[owner, None].clamp(min=1)
     return PPOBatch(
-        rollout.tokens,
-        rollout.lengths,
+        padded([row.tokens for row in rows]),
+        torch.tensor([len(row.tokens) for row in rows]),
         mask,
         weights,
-        scored.logprobs if scored.old_logprobs is None else scored.old_logprobs,
-        scored.ref_logprobs,
+        engine if settings.old_logprobs == "sampler" and engine is not None else logprobs,
+        ref_logprobs,
         masked_whiten(advantages, learned_mask) if method.whitens else advantages * learned_mask,
         returns * mask,
-        inputs.values,
+        values,
         kl,
-        returns_to_go(inputs)[1] if scores.has_values else None,
-        groups=inputs.groups,
-        versions=scores.versions,
-        positive=scores.rewards > 0 if method.settings.positive_nll else None,
-        sampled_logprobs=scored.logprobs if rollout.logprobs is None else rollout.logprobs,
+        lines.split(returns_to_go(inputs)[1]) if has_values else None,
+        groups=group[owner],
+        versions=torch.tensor([row.score.version for row in rows]),
+        positive=torch.tensor([end.score.reward > 0 for end in ends])[owner] if settings.positive_nll else None,
+        sampled_logprobs=logprobs if engine is None else engine,
+        conversations=owner,
     )
 
 
-def _owners(rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """Return the row whose conversation each row belongs to, int64 `[B]`, and whether that is another one."""
-    own = torch.arange(len(rollout.lengths))
-    owner = own if rollout.owners is None else rollout.owners
-    return owner, owner != own
+def positions(rows: Sequence[Sample], field: Callable[[Sample], np.ndarray]) -> Tensor:
+    """Return a field `[n]` of each sample by position, `[B, S-1]`: position t belongs to token t + 1."""
+    return padded([field(row) for row in rows])[:, 1:]
 
 
-def with_limits(scored: ScoredRollout, treatment: str, gamma: float) -> ScoredRollout:
-    """Return the rollout with `environment.truncated` applied to the conversations that a limit has ended.
-
-    `mask` leaves them out, even if none remains, `bootstrap` adds the discounted value of their last token to the
-    reward of their last turn, and `score` takes them as they are.
-    """
-    rollout, scores = scored.rollout, scored.scores
-    limits = [trajectory.truncated for trajectory in rollout.trajectories or ()]
-    is_over = torch.tensor([not limit for limit in limits])
-    if not any(limits):
-        return scored
-    if treatment == "mask":
-        return replace(scored, scores=replace(scores, scored=scores.scored & is_over))
-    if treatment == "bootstrap":
-        assert scores.process is not None
-        rewards, owner = scores.process.rewards.clone(), _owners(rollout)[0]
-        ends = scores.values[owner, rollout.lengths[owner] - 1]  # of the conversations
-        for row, trajectory in enumerate(rollout.trajectories or ()):
-            if trajectory.truncated and trajectory.turns:
-                rewards[row, trajectory.turns[-1].end - 1] += gamma * ends[row]
-        scores = replace(scores, process=replace(scores.process, rewards=rewards))
-    return replace(scored, rollout=replace(rollout, is_end=rollout.is_end | ~is_over), scores=scores)
-
-
-def _token_kl(scored: ScoredRollout, mask: Tensor, method: Method) -> Tensor | None:
-    """Return KL estimates `[B, S-1]`, or None without reference log-probs."""
-    if scored.logprobs is None or scored.ref_logprobs is None:
+def known_positions(rows: Sequence[Sample], name: str) -> Tensor | None:
+    """Return the log-probs of this name by position, float32 `[B, S-1]`; None unless all scored samples have them."""
+    missing = [row for row in rows if getattr(row, name) is None]
+    if len(missing) == len(rows) or not all(row.score.failure for row in missing):
         return None
-    # Outside the mask log-probs may be -inf (banned tokens in a prompt), which would make the KL non-finite.
-    return torch.where(mask > 0, kl_estimate(scored.logprobs, scored.ref_logprobs, method.kl_estimator), 0.0)
+    return positions(rows, lambda row: _or_zeros(row, getattr(row, name)))
+
+
+def _or_zeros(row: Sample, array: np.ndarray | None) -> np.ndarray:
+    return np.zeros(len(row.tokens), np.float32) if array is None else array
+
+
+class Lines:
+    """The positions of each conversation as one line: those of its rows, turn after turn in the order of time."""
+
+    def __init__(self, conversations: Sequence[Conversation]) -> None:
+        places, first = list[np.ndarray](), 0
+        for conversation in conversations:
+            places.append(_line(conversation, first))
+            first += len(conversation)
+        self._shape = first, max(len(row.tokens) for row in rows_of(conversations)) - 1
+        self._inside = padded([np.ones(len(line), np.bool_) for line in places])
+        self._rows, self._columns = padded(places).unbind(-1)
+
+    def joined(self, tensor: Tensor) -> Tensor:
+        """Return the lines `[C, T]` of a tensor `[B, S-1]`, 0 behind their ends."""
+        return torch.where(self._inside, tensor[self._rows, self._columns], torch.zeros((), dtype=tensor.dtype))
+
+    def split(self, lines: Tensor) -> Tensor:
+        """Return the tensor `[B, S-1]` of which these are the lines `[C, T]`."""
+        found = lines.new_zeros(self._shape)
+        inside = self._inside.to(lines.device)
+        found[self._rows[inside], self._columns[inside]] = lines[inside]
+        return found
+
+
+def _line(conversation: Conversation, first: int) -> np.ndarray:
+    """Return row and position of each place in a conversation's line, int64 `[T, 2]`; its rows begin at `first`."""
+    parts = list[tuple[int, int, int, int]]()  # number of the turn, row, first position, position after the last
+    for place, row in enumerate(conversation):
+        begin = 0
+        for turn in row.turns or ():
+            parts.append((turn.number, place, begin, turn.end - 1))
+            begin = turn.end - 1
+        parts.append((parts[-1][0] if row.turns else 0, place, begin, len(row.tokens) - 1))
+    places = [(first + row, position) for _, row, begin, end in sorted(parts) for position in range(begin, end)]
+    return np.array(places, np.int64).reshape(-1, 2)
+
+
+def with_limit(conversation: Conversation, treatment: str) -> Conversation:
+    """Return a conversation under `environment.truncated`, if a limit has ended it; see `make_batch`."""
+    limit = conversation[-1].truncated
+    if not limit:
+        return conversation
+    if treatment == "mask":
+        return tuple(row.scored(failure=row.score.failure or f"{limit} has ended it") for row in conversation)
+    return tuple(replace(row, ended=True) for row in conversation)
+
+
+def with_values_of_ends(inputs: AdvantageInputs, conversations: Sequence[Conversation]) -> AdvantageInputs:
+    """Add the discounted value of the last token to the last reward of each conversation that a limit has ended."""
+    assert inputs.steps is not None
+    steps = inputs.steps.clone()
+    for line, conversation in enumerate(conversations):
+        end = conversation[-1]
+        sampled = inputs.mask[line].nonzero()
+        if end.truncated and end.score.values is not None and len(sampled):
+            steps[line, sampled[-1]] += inputs.gamma * float(end.score.values[-1])
+    return replace(inputs, steps=steps)
 
 
 def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
@@ -155,92 +214,101 @@ def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
 
 
 class RewardsFailed(RlhfError):
-    """Too many rewards of a rollout are unavailable."""
+    """Too many rewards of a step are unavailable."""
 
 
-def failures(rollout: Rollout, scores: Scores) -> str:
+def failures(conversations: Sequence[Conversation]) -> str:
     """Return how many rewards are unavailable, of which prompts, and why; "" if all are there."""
-    failed = (~scores.scored).nonzero().flatten().tolist()
+    causes = [(conversation[0].prompt, failure_of(conversation)) for conversation in conversations]
+    failed = [(prompt, cause) for prompt, cause in causes if cause]
     if not failed:
         return ""
-    prompts = [*dict.fromkeys(rollout.prompts[row].where or rollout.prompts[row].prompt_id for row in failed)]
+    prompts = [*dict.fromkeys(prompt.where or prompt.prompt_id for prompt, _ in failed)]
     named = ", ".join(prompts[:3]) + (", …" if len(prompts) > 3 else "")
-    causes = "; ".join(scores.failures[:3])
-    return f"{len(failed)} of {len(scores.scored)} rewards are unavailable (prompts {named}): {causes}"
+    reasons = "; ".join(sorted({cause for _, cause in failed})[:3])
+    return f"{len(failed)} of {len(causes)} rewards are unavailable (prompts {named}): {reasons}"
 
 
-def check_failures(rollout: Rollout, scores: Scores, max_failed_fraction: float) -> None:
-    """Raise RewardsFailed if more than `max_failed_fraction` of the rows, or all, have no score."""
-    failed = int((~scores.scored).sum())
-    if failed > max_failed_fraction * len(scores.scored) or failed == len(scores.scored):
+def check_failures(conversations: Sequence[Conversation], max_failed_fraction: float) -> None:
+    """Raise RewardsFailed if more than `max_failed_fraction` of the conversations, or all, have no score."""
+    failed = sum(bool(failure_of(conversation)) for conversation in conversations)
+    if failed > max_failed_fraction * len(conversations) or failed == len(conversations):
         raise RewardsFailed(
-            f"{failures(rollout, scores)}; at most actor.rewards.max_failed_fraction ({max_failed_fraction:g}) may be"
+            f"{failures(conversations)}; at most actor.rewards.max_failed_fraction ({max_failed_fraction:g}) may be"
         )
 
 
-def sequence_kl(whole: ScoredRollout, mask: Tensor) -> float | None:
-    """Return the mean KL per sequence (summed k1, nats), of all rows of a conversation, over those in the mask.
+def sequence_kl(conversations: Sequence[Conversation]) -> float | None:
+    """Return the mean KL of the scored conversations (summed k1, nats).
 
-    None if the mask is empty, or without reference log-probs.
+    None without any, or without reference log-probs.
     """
-    if whole.logprobs is None or whole.ref_logprobs is None or not mask.any():
-        return None
-    return _mean_per_sequence(whole, torch.where(mask > 0, whole.logprobs - whole.ref_logprobs, 0.0), mask)
+    sums = list[float]()
+    for conversation in conversations:
+        pairs = [(row.policy_logprobs, row.ref_logprobs, row.sampled) for row in conversation]
+        if failure_of(conversation) or not any(row.sampled.any() for row in conversation):
+            continue
+        gaps = [(own - ref)[sampled] for own, ref, sampled in pairs if own is not None and ref is not None]
+        if len(gaps) < len(pairs):
+            return None
+        sums.append(sum(float(gap.sum()) for gap in gaps))
+    return float(np.mean(sums)) if sums else None
 
 
-def _mean_per_sequence(whole: ScoredRollout, values: Tensor, mask: Tensor) -> float:
-    """Return the mean over conversations of the sums of `[B, S-1]`, 0 outside the mask, in all of their rows."""
-    owner, is_other = _owners(whole.rollout)
-    sums = torch.zeros_like(values[:, 0]).index_add(0, owner, values.sum(-1))
-    return float(sums[mask.any(-1) & ~is_other].mean())
+def score_returns(conversations: Sequence[Conversation]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (values, returns, mask) of scored conversations, each `[C, T]`.
 
-
-def score_returns(scores: Scores, rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """Return (returns, response mask), each `[B, S-1]`: undiscounted sums of the scores alone, without KL penalty."""
-    mask = rollout.mask
-    if scores.process is None:
-        return scores.rewards[:, None] * mask, mask
-    steps = (scores.process.rewards[:, 1:] * mask).flip(1).cumsum(1).flip(1)
-    return (steps + scores.process.outcome[:, None]) * mask, mask
-
-
-# Metrics of rollouts: the `train_rollouts/…` of a step, and those of a validation.
-
-
-def rollout_metrics(
-    scored: ScoredRollout, whole: ScoredRollout, batch: PPOBatch, *, kl_coef: float
-) -> dict[str, float]:
-    """Return the `train_rollouts/…` metrics of one step: means over scored rows or response tokens.
-
-    `whole` and `batch` have the others of `scored` as well.
+    The returns are undiscounted sums of the scores alone, without KL penalty.
     """
-    scores = scored.scores
-    rewards = scores.rewards[scores.scored]
-    others = () if scored.others is None else (scored.others.rollout,)
-    metrics = {**text_metrics(replace(scored.rollout, others=others), scores), "kl_coef": kl_coef}
-    distance = sequence_kl(whole, batch.mask)
+    rows, lines = rows_of(conversations), Lines(conversations)
+    mask = lines.joined(positions(rows, lambda row: row.sampled).float())
+    values = lines.joined(padded([_or_zeros(row, row.score.values) for row in rows])[:, :-1])
+    steps = lines.joined(positions(rows, lambda row: _or_zeros(row, row.score.steps))) * mask
+    outcome = torch.tensor([conversation[-1].score.outcome for conversation in conversations])
+    return values, (steps.flip(1).cumsum(1).flip(1) + outcome[:, None]) * mask, mask
+
+
+# Metrics of samples: the `train_rollouts/…` of a step, and those of a validation.
+
+
+def rollout_metrics(groups: Sequence[Group], batch: PPOBatch, *, kl_coef: float) -> dict[str, float]:
+    """Return the `train_rollouts/…` metrics of one step: means over scored conversations or sampled tokens.
+
+    `batch` has the rows of `groups`.
+    """
+    conversations = conversations_of(groups)
+    rows = rows_of(conversations)
+    metrics = {**text_metrics(conversations), "kl_coef": kl_coef}
+    learned = batch.mask.any(-1).tolist()
+    counted, first = list[Conversation](), 0
+    for conversation in conversations:
+        if any(learned[first : first + len(conversation)]):
+            counted.append(conversation)
+        first += len(conversation)
+    distance = sequence_kl(counted)
     if batch.kl is not None and distance is not None:
-        penalty = kl_coef * _mean_per_sequence(whole, batch.kl, batch.mask)
         metrics |= {
             "init_policy_kl": float(masked_mean(batch.kl, batch.mask)),
             "init_policy_kl_per_sequence": distance,
-            "rewards_with_kl": float(rewards.mean()) - penalty,
+            "rewards_with_kl": metrics["rewards"] - kl_coef * float((batch.kl * batch.mask).sum()) / len(counted),
         }
-    ours, theirs = whole.logprobs, whole.rollout.logprobs
-    if ours is not None and theirs is not None and ours is not theirs:
-        gap = torch.where(batch.mask > 0, ours - theirs, 0.0).abs()
-        metrics |= {
-            "generation_logprob_gap": float(masked_mean(gap, batch.mask)),
-            "generation_logprob_gap_max": float(gap.max()),
-        }
+    if any(row.policy_logprobs is not None and row.policy_logprobs is not row.logprobs for row in rows):
+        ours, theirs = known_positions(rows, "policy_logprobs"), known_positions(rows, "logprobs")
+        if ours is not None and theirs is not None:
+            gap = torch.where(batch.mask > 0, ours - theirs, 0.0).abs()
+            metrics |= {
+                "generation_logprob_gap": float(masked_mean(gap, batch.mask)),
+                "generation_logprob_gap_max": float(gap.max()),
+            }
     charted = {"advantages": (batch.advantages, batch.policy_weights > 0), "returns": (batch.returns, batch.mask)}
     if batch.rewards_to_go is not None:
+        versions = [row.score.version for row in rows if row.score.version >= 0]
         charted["values"] = batch.prev_values, batch.mask
         metrics |= {
             # Not `returns`: with lam below 1 they contain the values, so even an untrained critic would score well.
             "explained_variance": float(explained_variance(batch.prev_values, batch.rewards_to_go, batch.mask)),
-            "weights_version": float(scores.versions.max()),
-            "weights_version_min": float(scores.versions[scores.scored].min()),
+            "weights_version": float(max(versions)),
+            "weights_version_min": float(min(versions)),
         }
     for name, (tensor, mask) in charted.items():
         mean = masked_mean(tensor, mask)
@@ -249,61 +317,73 @@ def rollout_metrics(
     return {f"train_rollouts/{name}": value for name, value in metrics.items()}
 
 
-def text_metrics(rollout: Rollout, scores: Scores) -> dict[str, float]:
-    """Return metrics of any rollout, training or validation: lengths, rewards of scored rows, diversity."""
-    rewards = scores.rewards[scores.scored]
+def text_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
+    """Return metrics of any conversations, training or validation: lengths, rewards of scored ones, diversity."""
+    ends = [conversation[-1] for conversation in conversations]
+    rows = rows_of(conversations)
+    scored = [each[-1].score for each in conversations if not failure_of(each)]
+    rewards = np.array([score.reward for score in scored], np.float32)
     metrics = {
-        "rollout_size": float(len(scores.scored)),
-        "response_lengths": float(rollout.lengths.float().mean()),
-        "prompt_lengths": float(rollout.prompt_lengths.float().mean()),
-        "generation_length": sum(float(part.mask.sum()) for part in (rollout, *rollout.others)) / len(scores.scored),
+        "rollout_size": float(len(ends)),
+        "response_lengths": _mean(len(end.tokens) for end in ends),
+        "prompt_lengths": _mean(len(end.prompt.tokens) for end in ends),
+        "generation_length": sum(int(row.sampled.sum()) for row in rows) / len(ends),
         "rewards": float(rewards.mean()),
-        "rewards_std": float(rewards.std(correction=0)),
-        "fraction_of_samples_properly_ended": float(rollout.is_end.float().mean()),
-        "masked_samples": float((~scores.scored).sum()),
-        "distinct2": distinct_bigrams(rollout),
+        "rewards_std": float(rewards.std()),
+        "fraction_of_samples_properly_ended": _mean(end.ended for end in ends),
+        "masked_samples": float(len(ends) - len(scored)),
+        "distinct2": distinct_bigrams(rows),
     }
-    if scores.reward_version is not None:
-        metrics["reward_version"] = float(scores.reward_version)
-    metrics |= process_metrics(scores) | _conversation_metrics(rollout)
-    for name, component in scores.components.items():
-        finite = component[torch.isfinite(component)]
-        if missing := len(component) - len(finite):  # it failed, or does not apply
+    if versions := [score.reward_version for score in scored if score.reward_version is not None]:
+        metrics["reward_version"] = float(max(versions))
+    metrics |= process_metrics(conversations) | _conversation_metrics(conversations)
+    for name in ends[0].score.components:
+        known = [end.score.components.get(name, np.nan) for end in ends]
+        finite = [value for value in known if np.isfinite(value)]
+        if missing := len(known) - len(finite):  # it failed, or does not apply
             metrics[f"reward_{name}_missing"] = float(missing)
-        if finite.numel():  # a reward that failed on every row has no mean
-            metrics[f"reward_{name}"] = float(finite.mean())
+        if finite:  # a reward that failed on every row has no mean
+            metrics[f"reward_{name}"] = _mean(finite)
     return metrics
 
 
-def process_metrics(scores: Scores) -> dict[str, float]:
-    """Return the mean reward of a step and the mean number of steps of scored rows; empty without process rewards."""
-    if scores.process is None or not scores.scored.any():
+def process_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
+    """Return the mean reward of a step and the mean number of steps of scored conversations; empty without any."""
+    scored = [conversation for conversation in conversations if not failure_of(conversation)]
+    given = [row.score.steps[row.score.ends] for row in rows_of(scored) if row.score.steps is not None]
+    if not given:
         return {}
-    ends = scores.process.ends[scores.scored]
-    steps = scores.process.rewards[scores.scored][ends]
-    return {"process_rewards": float(steps.mean()), "steps_per_response": float(ends.sum(-1).float().mean())}
+    steps = np.concatenate(given)
+    mean = float(steps.mean()) if len(steps) else float("nan")
+    return {"process_rewards": mean, "steps_per_response": len(steps) / len(scored)}
 
 
-def _conversation_metrics(rollout: Rollout) -> dict[str, float]:
+def _conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
     """Return the mean number of turns and the share of them that is trained as sampled, and the shares of conversations
     that a limit ended and that failed; empty without environments.
     """
-    found = rollout.trajectories
-    if found is None:
+    ends = [conversation[-1] for conversation in conversations]
+    if ends[0].turns is None:
         return {}
-    others = [each for part in rollout.others for each in part.trajectories or ()]
+    turns = [(row, turn) for row in rows_of(conversations) for turn in row.turns or ()]
+    exact = [[*turn.tokens] == row.tokens[turn.start : turn.end].tolist() for row, turn in turns]
     return {
-        "turns": sum(len(each.turns) for each in (*found, *others)) / len(found),
-        "truncated": sum(bool(each.truncated) for each in found) / len(found),
-        "exact_turns": rollout.exact_turns,
-        "failed_environments": sum(bool(each.error) for each in found) / len(found),
-        "restarted_environments": sum(each.restarts for each in found) / len(found),
+        "turns": len(turns) / len(ends),
+        "truncated": _mean(bool(end.truncated) for end in ends),
+        "exact_turns": sum(exact) / max(1, len(exact)),
+        "failed_environments": _mean(bool(end.error) for end in ends),
+        "restarted_environments": _mean(end.restarts for end in ends),
     }
 
 
-def distinct_bigrams(rollout: Rollout) -> float:
+def distinct_bigrams(rows: Sequence[Sample]) -> float:
     """Return the share of distinct token bigrams in all responses; it drops early when the policy collapses."""
-    tokens, mask = rollout.tokens, rollout.mask > 0
-    is_pair = torch.nn.functional.pad(mask[:, :-1], (1, 0)) & mask
-    pairs = (tokens[:, :-1] * (tokens.max() + 1) + tokens[:, 1:])[is_pair].numpy()
+    base = max(int(row.tokens.max()) for row in rows) + 1
+    pairs = np.concatenate(
+        [(row.tokens[:-1] * base + row.tokens[1:])[row.sampled[:-1] & row.sampled[1:]] for row in rows]
+    )
     return np.unique(pairs).size / max(1, pairs.size)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean([*values]))

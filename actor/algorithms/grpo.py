@@ -23,7 +23,7 @@ def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         ends = inputs.ends & (inputs.mask > 0)
         position = torch.arange(ends.shape[1], device=ends.device)
         last = torch.where(ends, position, -1).amax(1, keepdim=True).clamp(min=0)
-        rewards = inputs.steps.scatter_add(1, last, inputs.totals[:, None]) * ends
+        rewards = inputs.steps.scatter_add(1, last, inputs.remainder[:, None]) * ends
         advantages = process_supervision(rewards, ends, inputs.groups, inputs.counted)
         return advantages * inputs.mask, rewards.flip(1).cumsum(1).flip(1) * inputs.mask
     advantages = group_standardise(inputs.totals, inputs.groups, inputs.counted)

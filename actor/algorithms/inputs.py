@@ -1,7 +1,8 @@
 """What advantage functions and policy losses receive, built-in ones and a user's own.
 
 `B`: number of responses. `S`: tokens of the longest prompt + response. Position t of a tensor `[B, S-1]` belongs to
-token t+1.
+token t+1. To an advantage function, a conversation with an environment is one response: if its turns are in several
+rows, their positions follow each other, turn after turn.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,6 @@ class AdvantageInputs:
     penalty: Tensor  # float32 [B, S-1], KL penalty per token, times kl_coef; 0 if the penalty is in the loss
     values: Tensor  # float32 [B, S-1]; 0 outside the mask and without a critic
     mask: Tensor  # float32 [B, S-1], response tokens of scored rows
-    lengths: Tensor  # int64 [B], prompt + response
     groups: Tensor  # int64 [B], equal for responses to the same prompt
     scored: Tensor  # bool [B], rows with a valid reward
     ended: Tensor  # bool [B], responses that ended within the maximum length
@@ -36,9 +36,14 @@ class AdvantageInputs:
     ends: Tensor | None = None  # bool [B, S-1], where a process reward is given
 
     @property
-    def totals(self) -> Tensor:
-        """Total reward of each response, `[B]`: its score minus its summed KL penalty."""
+    def remainder(self) -> Tensor:
+        """What the total reward of each response, `[B]`, has beyond its process rewards."""
         return self.rewards - (self.penalty * self.mask).sum(-1)
+
+    @property
+    def totals(self) -> Tensor:
+        """Total reward of each response, `[B]`: its score and process rewards minus its summed KL penalty."""
+        return self.remainder if self.steps is None else self.remainder + (self.steps * self.mask).sum(-1)
 
     @property
     def token_rewards(self) -> Tensor:

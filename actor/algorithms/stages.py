@@ -107,14 +107,14 @@ def penalise_missing_eos(inputs: AdvantageInputs, shaper: RewardShaper) -> Advan
     return dataclasses.replace(inputs, rewards=inputs.rewards - shaper.settings.missing_eos_penalty * (~inputs.ended))
 
 
-def overlong_penalties(mask: Tensor, settings: RewardsSection, max_new_tokens: int) -> Tensor:
-    """Return up to `overlong_penalty` for each row `[B]`, linearly over the last `overlong_tokens` of the length.
+def overlong_penalties(lengths: Tensor, settings: RewardsSection, max_new_tokens: int) -> Tensor:
+    """Return up to `overlong_penalty` for each response `[B]`, linearly over the last `overlong_tokens` of the length.
 
     Args:
-        mask: float32 `[B, S-1]`, 1 at the tokens of the response.
+        lengths: float32 `[B]`, sampled tokens.
         settings: `overlong_tokens` must be above 0.
     """
-    share = (mask.sum(-1) - (max_new_tokens - settings.overlong_tokens)) / settings.overlong_tokens
+    share = (lengths - (max_new_tokens - settings.overlong_tokens)) / settings.overlong_tokens
     return settings.overlong_penalty * share.clamp(0.0, 1.0)
 
 
@@ -122,7 +122,7 @@ def penalise_overlong(inputs: AdvantageInputs, shaper: RewardShaper) -> Advantag
     """Subtract the penalty of overlong responses, if there is one."""
     if not shaper.settings.overlong_tokens:
         return inputs
-    penalties = overlong_penalties(inputs.mask, shaper.settings, shaper.max_new_tokens)
+    penalties = overlong_penalties(inputs.mask.sum(-1), shaper.settings, shaper.max_new_tokens)
     return dataclasses.replace(inputs, rewards=inputs.rewards - penalties)
 
 

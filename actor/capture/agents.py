@@ -13,12 +13,12 @@ from fastapi import FastAPI
 
 from rlhf_triton.actor.capture.app import capture_router, refused
 from rlhf_triton.actor.capture.dialects import refuse
-from rlhf_triton.actor.capture.sessions import CapturedRow, CaptureError, Sampled, Sampling, Session, Sessions
+from rlhf_triton.actor.capture.sessions import CapturedRow, CaptureError, Sampled, Sampling, Sessions
+from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import RecordedRow
-from rlhf_triton.actor.data.rollout import Prompt
+from rlhf_triton.actor.data.sample import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import EnvironmentFailed
-from rlhf_triton.actor.generation.conversations import Agent, TalkRows, as_response
-from rlhf_triton.actor.generation.slots import Response
+from rlhf_triton.actor.generation.conversations import Agent, TalkRows
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import MESSAGES_KEY
@@ -73,7 +73,7 @@ class CapturedAgents(Agent):
         count = len(turn.tokens)
         return Sampled(turn.tokens, turn.logprobs or [math.nan] * count, turn.ended, [None] * count)
 
-    async def talk(self, prompt: Prompt, seed: int, rows: TalkRows, *, may_restart: bool = False) -> Response:
+    async def talk(self, prompt: Prompt, seed: int, rows: TalkRows, *, may_restart: bool = False) -> Conversation:
         """Run one agent to its end; return all of its conversations with the policy."""
         name, instance, reward, failed, truncated = uuid.uuid4().hex, None, None, None, ""
         self._rows[name], deadline = rows, rows.clock() + self._settings.timeout_s
@@ -96,18 +96,16 @@ class CapturedAgents(Agent):
         error = "" if failed is None or truncated else str(failed)
         if session is None or not session.calls:
             error = str(failed or f"{self._settings.agent}: ended without a reply of the policy")
-            return as_response([(prompt, RecordedRow())], error=error)
+            empty = RecordedRow()
+            empty.observe(prompt.tokens.tolist())
+            return conversation_of([(prompt, empty)], error=error)
         last = session.calls[-1]
         last.reward += reward or 0.0
         if not last.sampled.ended and not truncated and failed is None:
             truncated = "actor.generation.max_new_tokens"
         found = sorted(session.rows(), key=lambda row: last in row.calls)  # the last call's at the end
-        return as_response(
-            [(self._prompt(prompt, row), row) for row in found],
-            [_later(session, row) for row in found],
-            truncated=truncated,
-            error=error,
-        )
+        begun = [(self._prompt(prompt, row), row) for row in found]
+        return conversation_of(begun, truncated=truncated, error=error)
 
     def _prompt(self, prompt: Prompt, row: CapturedRow) -> Prompt:
         """Return what the policy saw before its first reply in a row, whose messages then follow it."""
@@ -119,8 +117,3 @@ class CapturedAgents(Agent):
             np.array(first.before, np.int64),
             {**prompt.metadata, **first.options, MESSAGES_KEY: [*first.messages]},
         )
-
-
-def _later(session: Session, row: CapturedRow) -> float:
-    """Return the rewards of calls in other rows after the last one of a row."""
-    return sum(call.reward for call in session.calls[session.calls.index(row.calls[-1]) + 1 :])

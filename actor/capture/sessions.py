@@ -74,6 +74,7 @@ class PolicyCall:
     sampled: Sampled = field(default_factory=lambda: Sampled([], [], ended=False, versions=[]))
     reply: Message = field(default_factory=dict)
     reward: float = 0.0
+    number: int = 0  # its place in time among the calls of its session
 
     @property
     def path(self) -> list[PolicyCall]:
@@ -106,7 +107,8 @@ class CapturedRow(RecordedRow):
                 row.observe(call.sampled.tokens)
             else:
                 row.calls.append(call)
-                row.sample(call.sampled.tokens, call.sampled.logprobs, call.sampled.versions, reward=call.reward)
+                sampled = call.sampled
+                row.sample(sampled.tokens, sampled.logprobs, sampled.versions, reward=call.reward, number=call.number)
         return row
 
     def exported(self, session: Session, group: str | None) -> dict[str, Any]:
@@ -182,7 +184,7 @@ class Session:
         """Add a call with its reply. Raises CaptureError if the session has ended meanwhile."""
         if self.is_over:
             raise _over(self.name)
-        call.sampled, call.reply = sampled, reply
+        call.sampled, call.reply, call.number = sampled, reply, len(self.calls)
         self.num_tokens += len(call.before) + len(sampled.tokens)
         self.calls.append(call)
         self._ends[_digest(call.digest, _identity(reply))] = call

@@ -39,6 +39,11 @@ class Prompt:
     num_special: int = 0  # special tokens that the row begins with, such as BOS, which truncation keeps
     where: str = ""  # file and row, for error messages
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Prompt:
+        """Return the prompt that another rank has sent as JSON."""
+        return cls(**{**fields, "tokens": np.array(fields["tokens"], np.int64)})
+
 
 @dataclass(frozen=True)
 class PromptReader:

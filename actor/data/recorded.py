@@ -18,6 +18,7 @@ class SampledTurn:
     end: int  # index after its last token
     reward: float = 0.0  # given by the environment after it
     tokens: tuple[int, ...] = ()  # as they were sampled
+    number: int = 0  # its place in time among the turns of the conversation, in whatever row
 
 
 @dataclass
@@ -45,14 +46,15 @@ class RecordedRow:
         versions: Sequence[Version] | None = None,
         *,
         reward: float = 0.0,
+        number: int = 0,
     ) -> None:
-        """Append what the policy has sampled in a turn."""
+        """Append what the policy has sampled in a turn, by default the first one; see `SampledTurn`."""
         start, count = len(self.tokens), len(tokens)
         self.tokens += tokens
         self.observed += [False] * count
         self.logprobs += [math.nan] * count if logprobs is None else logprobs
         self.versions += [None] * count if versions is None else versions
-        self.turns.append(SampledTurn(start, start + count, reward, tuple(tokens)))
+        self.turns.append(SampledTurn(start, start + count, reward, tuple(tokens), number))
 
     def reward(self, amount: float | None) -> None:
         """Add to the reward of the last turn."""

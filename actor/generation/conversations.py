@@ -6,7 +6,6 @@ thread and the event loop exchange turns and observations, and neither waits for
 
 import asyncio
 import logging
-import math
 import queue
 import threading
 import time
@@ -19,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from rlhf_triton.actor.data.chat import Chat, HistoryChanged, Message, TemplateError
+from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import RecordedRow
-from rlhf_triton.actor.data.rollout import Prompt, Trajectory
+from rlhf_triton.actor.data.sample import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments, Instance
-from rlhf_triton.actor.generation.slots import Finished, Response
+from rlhf_triton.actor.generation.slots import Finished, Turn
 from rlhf_triton.checkpoints.tokenization import reply_text, without_embedding
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY
@@ -31,8 +31,18 @@ from rlhf_triton.wire.chats import warn_once
 logger = logging.getLogger(__name__)
 ANOTHER_ROW = "%s: there, a conversation goes on as another sample of the same group"
 ROW_STEP = 1 << 32  # between the numbers of a conversation's rows, of which the first is the prompt's index
-# A row's number and its tokens before the next turn, None at its end; or a conversation's index and its response.
-Arrival = tuple[int, Sequence[int] | None] | tuple[int, Response] | BaseException
+
+
+@dataclass(frozen=True)
+class _Over:
+    """A conversation that is over."""
+
+    index: int
+    conversation: Conversation
+
+
+# A row's number and its tokens before the next turn, None at its end; a conversation that is over; or its error.
+Arrival = tuple[int, Sequence[int] | None] | _Over | BaseException
 
 
 @dataclass
@@ -47,6 +57,9 @@ class _Talk:
     truncated: str = ""
     error: str = ""
 
+    def __post_init__(self) -> None:
+        self.row.observe(self.prompt.tokens.tolist())
+
     def begin(self, prompt: Prompt) -> None:
         """Begin a row."""
         if self.row.turns:
@@ -54,44 +67,11 @@ class _Talk:
         self.prompt, self.row, self.known = prompt, RecordedRow(), len(self.messages)
         self.row.observe(prompt.tokens.tolist())
 
-    def response(self) -> Response:
-        """Return the conversation as the response to its prompt."""
+    def conversation(self) -> Conversation:
+        """Return the rows of the conversation."""
         self.row.messages = self.messages
         rows = [*self.before, (self.prompt, self.row)]
-        return as_response(rows, truncated=self.truncated, error=self.error, known=self.known)
-
-
-def as_response(
-    rows: Sequence[tuple[Prompt, RecordedRow]],
-    later: Sequence[float] | None = None,
-    *,
-    truncated: str = "",
-    error: str = "",
-    known: int = 0,
-) -> Response:
-    """Return a conversation as the response to its prompt: its last row, with the others beside it.
-
-    Args:
-        later: rewards that came after the turns of each row, in other rows; default: the rows follow each other.
-        truncated, error, known: as of `Trajectory`.
-    """
-    own = [sum(turn.reward for turn in row.turns) for _, row in rows]
-    later = [sum(own[i + 1 :]) for i in range(len(rows))] if later is None else later
-    found = []
-    for (prompt, row), rest in zip(rows, later, strict=True):
-        start = len(prompt.tokens)
-        logprobs = row.logprobs[start:]
-        found.append(
-            Response(
-                row.tokens[start:],
-                bool(row.turns) and not truncated and not error,
-                None if any(map(math.isnan, logprobs)) else logprobs,
-                prompt,
-                row.observed[start:],
-                Trajectory(tuple(row.turns), tuple(row.messages), truncated, error, known=known, later=rest),
-            )
-        )
-    return replace(found[-1], others=tuple(found[:-1]))
+        return conversation_of(rows, truncated=self.truncated, error=self.error, known=self.known)
 
 
 class Agent:
@@ -167,7 +147,7 @@ class Agent:
         if problem := without_embedding(self._tokenizer, tokens, self._vocab_size):
             raise TemplateError(f"what the policy would read: {problem}")
 
-    async def talk(self, prompt: Prompt, seed: int, rows: "TalkRows", *, may_restart: bool = False) -> Response:
+    async def talk(self, prompt: Prompt, seed: int, rows: "TalkRows", *, may_restart: bool = False) -> Conversation:
         """Lead one conversation to its end; a failure of the environment is recorded in it.
 
         Args:
@@ -189,7 +169,7 @@ class Agent:
         finally:
             if instance is not None:
                 await instance.close()
-        return talk.response()
+        return talk.conversation()
 
     async def _open(self, prompt: Prompt, seed: int) -> Instance:
         """Return an instance of the environment that has received the prompt's columns. Raises EnvironmentFailed."""
@@ -202,7 +182,7 @@ class Agent:
         before: Sequence[int] = talk.prompt.tokens.tolist()
         for number in range(1, settings.max_turns + 1):
             turn = await rows.sampled(before)
-            talk.row.sample(turn.tokens, turn.logprobs)
+            talk.row.sample(turn.tokens, turn.logprobs, number=number)
             text = reply_text(self._tokenizer, turn.tokens)
             talk.messages.append({"role": "assistant", "content": text})
             if not turn.ended:
@@ -263,7 +243,7 @@ class Agent:
             )
         return begun
 
-    def _after(self, talk: _Talk, turn: Response, answers: Sequence[Message]) -> tuple[list[int], Prompt | None]:
+    def _after(self, talk: _Talk, turn: Turn, answers: Sequence[Message]) -> tuple[list[int], Prompt | None]:
         """Return the tokens between a turn and the next one, and the prompt of another row if these begin one."""
         if MESSAGES_KEY not in talk.prompt.metadata:
             text = "".join(str(answer["content"]) for answer in answers)
@@ -296,7 +276,7 @@ class Talks:
         self.size, self.longest = len(prompts), agent.longest
         self._loop, self._finished = agent.loop, finished
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self._turns: dict[int, asyncio.Future[Response]] = {}  # by the row's number
+        self._turns: dict[int, asyncio.Future[Turn]] = {}  # by the row's number
         self._missing = set(prompts)
         self._in_step = agent.in_step
         self._later = deque(prompts)  # they begin in this order, when there is room for their environments
@@ -306,7 +286,7 @@ class Talks:
             for index, prompt in prompts.items()
         ]
 
-    def take(self, index: int, turn: Response) -> bool:
+    def take(self, index: int, turn: Turn) -> bool:
         """Hand a turn of the policy to its conversation, which may go on."""
 
         def deliver() -> None:
@@ -330,14 +310,15 @@ class Talks:
                 break
             if isinstance(arrival, BaseException):
                 raise arrival
-            row, what = arrival
-            if isinstance(what, Response):
-                self._missing.remove(row)
+            if isinstance(arrival, _Over):
+                self._missing.remove(arrival.index)
+                self._awaited.discard(arrival.index)
                 self._awaited |= {self._later.popleft()} if self._later else set()
-                self._finished(row, what)
-            else:
-                found.append((row, what))
-            if what is not None:  # at the end of a row, something of its conversation follows
+                self._finished(arrival.index, arrival.conversation)
+                continue
+            row, before = arrival
+            found.append((row, before))
+            if before is not None:  # at the end of a row, something of its conversation follows
                 self._awaited.discard(row % ROW_STEP)
         return sorted(found, key=lambda each: each[0]) if self._in_step else found
 
@@ -348,7 +329,7 @@ class Talks:
         self._loop.call_soon_threadsafe(lambda: [turn.cancel() for turn in self._turns.values()])  # of agents, too
         self._arrivals.put(asyncio.CancelledError())
 
-    async def sampled(self, row: int, before: Sequence[int]) -> Response:
+    async def sampled(self, row: int, before: Sequence[int]) -> Turn:
         """Return the policy's next turn in a row, behind the tokens `before`."""
         turn = self._turns[row] = self._loop.create_future()
         self._arrivals.put((row, before))
@@ -361,21 +342,19 @@ class Talks:
     async def _talk(self, agent: Agent, index: int, prompt: Prompt, seed: int) -> None:
         rows = TalkRows(self, index, agent.check_tokens)
         restarts = 0
-        response = None
+        found = None
         try:
             # Over restarts, too: in step, all wait for this one, and so would who took its place.
             async with agent.limit:
-                while response is None:
+                while found is None:
                     try:
                         may_restart = restarts < agent.restarts
-                        response = await agent.talk(prompt, seed_of(seed, prompt), rows, may_restart=may_restart)
+                        found = await agent.talk(prompt, seed_of(seed, prompt), rows, may_restart=may_restart)
                     except EnvironmentFailed as error:
                         restarts += 1
                         logger.warning("a conversation begins again: %s", error)
                     rows.renew()
-            assert response.trajectory is not None
-            trajectory = replace(response.trajectory, restarts=restarts)
-            self._arrivals.put((index, replace(response, trajectory=trajectory)))
+            self._arrivals.put(_Over(index, tuple(replace(row, restarts=restarts) for row in found)))
         except BaseException as error:  # thread edge: the decoding thread raises it
             self._arrivals.put(error)
             raise
@@ -393,11 +372,11 @@ class TalkRows:
         """Return a time in seconds that does not count what the conversation has waited for the policy."""
         return (self._since if self._asked else time.monotonic()) - self._waited
 
-    async def sampled(self, before: Sequence[int]) -> Response:
+    async def sampled(self, before: Sequence[int]) -> Turn:
         """Return the policy's turn behind `before`, which follows the tokens that the row has. Raises TemplateError."""
         return await self._sampled(self._row, before)
 
-    async def _sampled(self, row: int, before: Sequence[int]) -> Response:
+    async def _sampled(self, row: int, before: Sequence[int]) -> Turn:
         self._check_tokens(before)
         if not self._asked:
             self._since = time.monotonic()
@@ -414,7 +393,7 @@ class TalkRows:
         self._talks.leave(self._row)
         self._row += ROW_STEP
 
-    async def alone(self, tokens: Sequence[int]) -> Response:
+    async def alone(self, tokens: Sequence[int]) -> Turn:
         """Return a turn behind `tokens` in a row of its own; there may be several at the same time."""
         self._row += ROW_STEP
         row = self._row

@@ -20,7 +20,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from rlhf_triton.actor.data.rollout import Prompt
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import Conversation
 from rlhf_triton.actor.generation.cache import cache_layers
 from rlhf_triton.actor.generation.conversations import Agent
 from rlhf_triton.actor.generation.slots import (
@@ -29,8 +30,8 @@ from rlhf_triton.actor.generation.slots import (
     Finished,
     Partner,
     Prompts,
-    Response,
     Rules,
+    Turn,
     check_finite,
     draw,
     warpers_of,
@@ -106,7 +107,7 @@ class Generation:
         """Generate a response to each prompt, or a conversation with an environment, if there is an `agent`.
 
         Args:
-            finished: called with the prompt's index and the response as soon as the response ends.
+            finished: called with the prompt's index and the conversation, most of a single row, as soon as that ends.
             seed: the same seed gives the same responses. A response depends only on its prompt, its index and `seed`,
                 not on the rows decoded beside it (except for rounding of probabilities).
             greedy: take the most likely token instead of sampling.
@@ -117,9 +118,9 @@ class Generation:
         """Generate the responses of `run` to some of the prompts, given by index."""
         missing = list(prompts)
 
-        def keep(index: int, response: Response) -> None:
+        def keep(index: int, conversation: Conversation) -> None:
             missing.remove(index)
-            finished(index, response)
+            finished(index, conversation)
 
         def respond(slots: int) -> None:
             """Generate the `missing` responses; those that lack of memory interrupted start again, with equal draws."""
@@ -143,8 +144,7 @@ class Generation:
         if self.agent is not None:
             partner: Partner = self.agent.begin(prompts, finished, seed=seed)
         else:
-            tokens = {row: prompt.tokens for row, prompt in prompts.items()}
-            partner = Prompts(tokens, finished, max_new_tokens=self._settings.max_new_tokens)
+            partner = Prompts(prompts, finished, max_new_tokens=self._settings.max_new_tokens)
         self._partner = partner
         try:
             yield partner
@@ -235,8 +235,8 @@ class Generation:
         rules = Rules(min(PROOF_TOKENS, self._settings.max_new_tokens), [], self._banned_ids)
         decoder = Decoder(self._model, rules, slots=len(tried), watch=watch)
         keep = Prompts(
-            dict(enumerate(tried)),
-            lambda index, turn: written.update({index: turn.tokens}),
+            {i: Prompt("", "", start) for i, start in enumerate(tried)},
+            lambda index, found: written.update({index: found[0].tokens[len(tried[index]) :].tolist()}),
             max_new_tokens=rules.max_new_tokens,
         )
         decoder.run(keep, None)
@@ -263,12 +263,12 @@ class Generation:
                 turns = self._plain_turns([rows[index] for index in batch], drawing)
                 for index, turn in zip(batch, turns, strict=True):
                     left = partner.longest - len(rows[index])
-                    turn = Response(turn.tokens[:left], turn.ended and len(turn.tokens) <= left)
+                    turn = Turn(turn.tokens[:left], turn.ended and len(turn.tokens) <= left)
                     rows[index] += turn.tokens
                     sampled[index] += len(turn.tokens)
                     partner.take(index, turn)
 
-    def _plain_turns(self, rows: Sequence[Sequence[int]], draws: Sequence[Iterator[float]] | None) -> list[Response]:
+    def _plain_turns(self, rows: Sequence[Sequence[int]], draws: Sequence[Iterator[float]] | None) -> list[Turn]:
         """Return what follows the tokens of each row, of which the first is the longest."""
         s, width, device = self._settings, len(rows[0]), self._model.device
         padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
@@ -296,7 +296,7 @@ class Generation:
         for i, row in enumerate(output[:, width:]):
             ends = (torch.isin(row, torch.tensor(self._eos_ids)).nonzero().flatten() + 1).tolist()
             end = min([*ends, *([stop.ends[i]] if i in stop.ends else [])], default=None)
-            turns.append(Response(row[:end].tolist(), end is not None))
+            turns.append(Turn(row[:end].tolist(), end is not None))
         return turns
 
 

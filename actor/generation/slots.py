@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlhf_triton.actor.data.rollout import Prompt, Trajectory
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import Conversation, sample_of
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, find_distinct
 from rlhf_triton.errors import NotFinite
 from rlhf_triton.python_backend.models.card import to_device
@@ -27,20 +28,16 @@ REFILL_SHARE = 4
 
 
 @dataclass(frozen=True)
-class Response:
-    """The response to one prompt, a turn of it, or a whole conversation."""
+class Turn:
+    """What the policy sampled behind some tokens: the response to a prompt, or one turn of a conversation."""
 
     tokens: list[int]
     ended: bool  # by an end-of-sequence token or a stop string, not by a limit
     logprobs: list[float] | None = None  # nats, per token, at the sampling temperature, before top-k and top-p
-    prompt: Prompt | None = None  # with which an environment has begun the conversation; None: as it was given
-    observed: list[bool] | None = None  # tokens of the environment; None: there are none
-    trajectory: Trajectory | None = None  # of a conversation
-    others: tuple[Response, ...] = ()  # further rows of the conversation
 
 
 Draws = Callable[[int], Iterator[float]]
-Finished = Callable[[int, Response], None]
+Finished = Callable[[int, Conversation], None]
 Watch = Callable[[list[int], Tensor], None]
 
 
@@ -52,7 +49,7 @@ class Partner(Protocol):
     longest: int
     """Maximum tokens of a row."""
 
-    def take(self, index: int, turn: Response) -> bool:
+    def take(self, index: int, turn: Turn) -> bool:
         """Receive a turn of row `index`, without waiting for anything; return whether the row may go on."""
 
     def next(self, *, wait: bool) -> list[tuple[int, Sequence[int] | None]]:
@@ -68,14 +65,16 @@ class Partner(Protocol):
 class Prompts:
     """Prompts that have one response each, by the indices of their rows."""
 
-    def __init__(self, prompts: Mapping[int, np.ndarray], finished: Finished, *, max_new_tokens: int) -> None:
-        self._waiting, self._finished = [(i, prompt.tolist()) for i, prompt in prompts.items()], finished
+    def __init__(self, prompts: Mapping[int, Prompt], finished: Finished, *, max_new_tokens: int) -> None:
+        self._prompts, self._finished = prompts, finished
+        self._waiting = [(i, prompt.tokens.tolist()) for i, prompt in prompts.items()]
         self.size = len(prompts)
-        self.longest = max(map(len, prompts.values())) + max_new_tokens
+        self.longest = max(len(tokens) for _, tokens in self._waiting) + max_new_tokens
 
-    def take(self, index: int, turn: Response) -> bool:
+    def take(self, index: int, turn: Turn) -> bool:
         """Report the response; the row is complete."""
-        self._finished(index, turn)
+        sample = sample_of(self._prompts[index], turn.tokens, turn.logprobs, ended=turn.ended)
+        self._finished(index, (sample,))
         return False
 
     def next(self, *, wait: bool) -> list[tuple[int, Sequence[int] | None]]:
@@ -356,7 +355,7 @@ class Decoder:
             if not by_itself and row.written < rules.max_new_tokens and len(row.tokens) < self._longest:
                 continue
             row.cached = len(row.tokens) - 1
-            goes_on = partner.take(row.index, Response(row.tokens[row.begin :], by_itself, row.logprobs))
+            goes_on = partner.take(row.index, Turn(row.tokens[row.begin :], by_itself, row.logprobs))
             last = len(self._rows) - 1
             if goes_on:
                 cache.swap(i, last, min(row.start, self._rows[last].start), self._end)

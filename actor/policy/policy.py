@@ -10,18 +10,19 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from rlhf_triton.actor.data.rollout import Prompt, Rollout, join_rollouts
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import Conversation, Sample, padded
 from rlhf_triton.actor.generation.cache import can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation
-from rlhf_triton.actor.generation.slots import Finished, Response
+from rlhf_triton.actor.generation.slots import Finished
 from rlhf_triton.actor.policy.loading import (
     PolicyModels,
     check_lora_targets,
@@ -51,7 +52,6 @@ Entropy = Literal["none", "value", "gradient"]  # whether entropies are computed
 PROOF_ROWS = 16  # of the first rollout, to compare generation's log-probs with those of a forward pass
 MOST_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in a plain forward pass
 MAX_ROWS = 1024  # never reached in practice: the token budget bounds a micro-batch first
-FinishedRow = Callable[[int, Rollout], None]
 
 
 class Policy:
@@ -176,32 +176,26 @@ class Policy:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Prompt], *, seed: int, greedy: bool = False, finished: FinishedRow = lambda *_: None
-    ) -> Rollout:
-        """Generate one response per prompt, sampled or greedy; the same seed gives the same responses.
+        self, prompts: Sequence[Prompt], *, seed: int, greedy: bool = False, finished: Finished = lambda *_: None
+    ) -> list[Conversation]:
+        """Generate one response per prompt, or a conversation; the same seed gives the same ones.
 
-        `finished` is called with the prompt's index and a one-row rollout as soon as that response ends.
+        Args:
+            greedy: take the most likely token instead of sampling.
+            finished: called with the prompt's index and the conversation as soon as it ends.
         """
-        rows: list[Rollout | None] = [None] * len(prompts)
-        others: list[Rollout] = []
+        found: dict[int, Conversation] = {}
 
-        def keep(index: int, response: Response) -> None:
-            row = rows[index] = row_of(response.prompt or prompts[index], response)
-            more = (row_of(each.prompt or prompts[index], each) for each in response.others)
-            others.extend(replace(each, owners=torch.tensor([index])) for each in more)
-            finished(index, row)
+        def keep(index: int, conversation: Conversation) -> None:
+            found[index] = conversation
+            finished(index, conversation)
 
         with self.computing(), self._stream.running():
-            self._respond([*prompts], keep, seed=seed, greedy=greedy)
-        whole = join_rollouts([row for row in rows if row is not None], self.pad_id)
-        return replace(whole, others=tuple(sorted(others, key=lambda row: int(row.owners or 0))))
-
-    def _respond(self, prompts: list[Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
-        """Generate the responses to prompts; see `Generation.run`. Each rank generates a share of them."""
-        if self._samplers is None:
-            self.generation.run(prompts, finished, seed=seed, greedy=greedy)
-        else:
-            self._samplers.respond(self.generation, prompts, finished, seed=seed, greedy=greedy)
+            if self._samplers is None:
+                self.generation.run(prompts, keep, seed=seed, greedy=greedy)
+            else:  # each rank generates a share of them
+                self._samplers.respond(self.generation, [*prompts], keep, seed=seed, greedy=greedy)
+        return [found[index] for index in range(len(prompts))]
 
     def follow_sampling(self) -> None:
         """Execute what rank 0 announces to do with the samplers. All ranks but rank 0; ends only with an exception."""
@@ -213,46 +207,46 @@ class Policy:
 
         self._samplers.follow(respond, self._own_logprobs)
 
-    def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:
-        """Return log-probs `[B, S-1]` of the response tokens, 0 elsewhere, under the sampler or the reference.
+    def logprobs(self, rows: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
+        """Return the log-probs of each sample's tokens, float32 `[n]`, under the sampler or the reference.
 
-        Index t holds the log-prob of token t+1. Each rank computes those of some rows.
+        They are 0 where the policy did not sample. Each rank computes those of some rows.
         """
         if self._samplers is None:
-            return self._own_logprobs(rollout, reference=reference)
-        return self._samplers.logprobs(self._own_logprobs, rollout, reference=reference)
+            return self._own_logprobs(rows, reference=reference)
+        return self._samplers.logprobs(self._own_logprobs, rows, reference=reference)
 
-    def _own_logprobs(self, rollout: Rollout, *, reference: bool) -> Tensor:
-        out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
-        mask = rollout.mask
+    def _own_logprobs(self, rows: Sequence[Sample], *, reference: bool) -> list[np.ndarray]:
+        found = [np.zeros(len(row.tokens), np.float32) for row in rows]
+        lengths = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64)
         with torch.no_grad(), self._stream.running(), self._weights_of(reference) as model:
 
-            def fill(rows: Sequence[int]) -> None:
-                lengths = rollout.lengths[rows]
-                tokens = rollout.tokens[rows, : int(lengths.max())]
-                part = self.token_logprobs(model, tokens, lengths, mask[rows, : tokens.shape[1] - 1])[0].cpu()
-                out[rows, : part.shape[1]] = part
+            def fill(chunk: Sequence[int]) -> None:
+                tokens = padded([rows[i].tokens for i in chunk])
+                mask = padded([rows[i].sampled for i in chunk])[:, 1:].float()
+                logprobs = self.token_logprobs(model, tokens, lengths[chunk], mask)[0].cpu().numpy()
+                for i, line in zip(chunk, logprobs, strict=True):
+                    found[i][1:] = line[: len(found[i]) - 1]
 
-            for chunk in self.plan(rollout.lengths):
+            for chunk in self.plan(lengths):
                 self.memory.in_parts(fill, chunk)
-        return out
+        return found
 
-    def sampled_logprobs(self, rollout: Rollout) -> Tensor:
-        """Return log-probs `[B, S-1]` of the responses under the policy that sampled them, as `logprobs` does.
+    def sampled_logprobs(self, rows: Sequence[Sample]) -> list[np.ndarray]:
+        """Return the log-probs of each sample's tokens under the policy that sampled them, as `logprobs` does.
 
-        Slot-based decoding returns them with the responses. For the first rollout they are compared with those of a
-        forward pass over whole rows; if they differ, and always in bfloat16, that pass computes them for every rollout.
+        Slot-based decoding returns them with the responses. For the first rows they are compared with those of a
+        forward pass over whole rows; if they differ, and always in bfloat16, that pass computes them for all rows.
         """
-        if rollout.logprobs is None or not self.generation.has_policy_logprobs:
-            return self.logprobs(rollout)
+        own = [row.logprobs for row in rows if row.logprobs is not None]
+        if len(own) < len(rows) or not self.generation.has_policy_logprobs:
+            return self.logprobs(rows)
         if self._generation_agrees is None:
-            self._generation_agrees = self._agrees(rollout)
-        return rollout.logprobs if self._generation_agrees else self.logprobs(rollout)
+            self._generation_agrees = self._agrees(rows[:PROOF_ROWS], own)
+        return own if self._generation_agrees else self.logprobs(rows)
 
-    def _agrees(self, rollout: Rollout) -> bool:
-        some = rollout.select(torch.arange(min(PROOF_ROWS, len(rollout.prompts))))
-        assert some.logprobs is not None
-        difference = float((self.logprobs(some) - some.logprobs).abs().max())
+    def _agrees(self, rows: Sequence[Sample], own: Sequence[np.ndarray]) -> bool:
+        difference = max(float(abs(one - other).max()) for one, other in zip(self.logprobs(rows), own, strict=False))
         if difference <= MOST_DISAGREEMENT:
             return True
         logger.info(
@@ -414,19 +408,3 @@ class Policy:
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context manager that makes forward passes compute in `actor.policy.precision`."""
         return computing(self.model.device, self.settings.precision)
-
-
-def row_of(prompt: Prompt, response: Response) -> Rollout:
-    """Return a rollout of one row."""
-    tokens = torch.cat([torch.from_numpy(prompt.tokens), torch.tensor(response.tokens, dtype=torch.int64)])
-    before, observed = len(prompt.tokens), response.observed
-    return Rollout(
-        [prompt],
-        tokens[None],
-        torch.tensor([len(tokens)]),
-        torch.tensor([before]),
-        torch.tensor([response.ended]),
-        None if response.logprobs is None else torch.tensor([[0.0] * (before - 1) + response.logprobs]),
-        None if observed is None else torch.tensor([[False] * before + observed]),
-        None if response.trajectory is None else [response.trajectory],
-    )

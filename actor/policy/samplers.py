@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_triton.actor.data.recorded import SampledTurn
-from rlhf_triton.actor.data.rollout import Prompt, Rollout, Trajectory
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import Conversation, Sample
 from rlhf_triton.actor.generation.engine import Generation
-from rlhf_triton.actor.generation.slots import Finished, Response
+from rlhf_triton.actor.generation.slots import Finished
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.learning.ranks import Mailbox, Operations, Ranks, as_tensor, dealt, value_of
 
@@ -30,7 +30,7 @@ POLL_S = 0.002
 class OwnLogprobs(Protocol):
     """Computes log-probs on this rank, as `Policy.logprobs` returns them."""
 
-    def __call__(self, rollout: Rollout, *, reference: bool) -> Tensor: ...
+    def __call__(self, rows: Sequence[Sample], *, reference: bool) -> list[np.ndarray]: ...
 
 
 class OtherSamplers:
@@ -42,6 +42,7 @@ class OtherSamplers:
         connection = ranks.connection("sampling")
         self._lane, self._mail = Operations(ranks.rank, connection), Mailbox(ranks.rank, connection)
         self._closed = threading.Event()
+        self._number = 0  # of the operation: rank 0 may have given up an earlier one, which the others still answer
 
     def respond(
         self, generation: Generation, prompts: list[Prompt], finished: Finished, *, seed: int, greedy: bool
@@ -50,15 +51,18 @@ class OtherSamplers:
 
         Raises as `_receive`.
         """
-        self._lane.announce("respond", seed=seed, greedy=greedy)
+        self._announce("respond", seed=seed, greedy=greedy)
         sent = prompts if generation.agent else [replace(prompt, text="", metadata={}) for prompt in prompts]
         for rank in self._others:
             own = self._rows_of(rank, len(prompts))
             self._mail.send(rank, {"prompts": as_tensor([own.start, sent[own.start : own.stop]])})
 
         def take(_: int, message: Mapping[str, Tensor]) -> None:
-            index, response = value_of(message["row"])
-            finished(index, _response(response))
+            index, rows = value_of(message["conversation"])
+            conversation = tuple(Sample.of(row) for row in rows)
+            if not generation.agent:  # its prompt has come back without text
+                conversation = tuple(replace(row, prompt=prompts[index]) for row in conversation)
+            finished(index, conversation)
 
         missing = {rank: len(self._rows_of(rank, len(prompts))) for rank in self._others}
         rows, abandoned = self._rows_of(0, len(prompts)), threading.Event()
@@ -71,24 +75,22 @@ class OtherSamplers:
                 raise
             received.result()
 
-    def logprobs(self, own: OwnLogprobs, rollout: Rollout, *, reference: bool) -> Tensor:
-        """Return the log-probs of a rollout; each rank computes some rows. Rank 0 only; raises as `_receive`."""
-        self._lane.announce("logprobs", reference=reference)
-        rows = dealt(rollout.lengths, self._size)
+    def logprobs(self, own: OwnLogprobs, rows: Sequence[Sample], *, reference: bool) -> list[np.ndarray]:
+        """Return the log-probs of samples; each rank computes those of some. Rank 0 only; raises as `_receive`."""
+        self._announce("logprobs", reference=reference)
+        shares = [share.tolist() for share in dealt(torch.tensor([len(row.tokens) for row in rows]), self._size)]
         for rank in self._others:
-            part = rollout.select(rows[rank])
-            tensors = {"tokens": part.tokens, "lengths": part.lengths, "prompt_lengths": part.prompt_lengths}
-            if part.observed is not None:
-                tensors["observed"] = part.observed
-            self._mail.send(rank, tensors)
-        out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
-        out[rows[0]] = own(rollout.select(rows[0]), reference=reference)
+            lengths = torch.tensor([len(rows[i].tokens) for i in shares[rank]], dtype=torch.int64)
+            sent = {name: _joined([getattr(rows[i], name) for i in shares[rank]]) for name in ("tokens", "sampled")}
+            self._mail.send(rank, {**sent, "lengths": lengths})
+        found = dict(zip(shares[0], own([rows[i] for i in shares[0]], reference=reference), strict=True))
 
         def take(rank: int, message: Mapping[str, Tensor]) -> None:
-            out[rows[rank]] = message["logprobs"]
+            parts = message["logprobs"].split([len(rows[i].tokens) for i in shares[rank]])
+            found.update(zip(shares[rank], (part.numpy() for part in parts), strict=True))
 
         self._receive(dict.fromkeys(self._others, 1), take)
-        return out
+        return [found[i] for i in range(len(rows))]
 
     def follow(self, respond: Callable[..., None], own: OwnLogprobs) -> None:
         """Execute what rank 0 announces, by `respond(prompts, finished, seed=, greedy=)` and `own`.
@@ -96,26 +98,32 @@ class OtherSamplers:
         All ranks but rank 0; ends only with an exception.
         """
 
-        def answer_prompts(*, seed: int, greedy: bool) -> None:
+        def answer_prompts(*, number: int, seed: int, greedy: bool) -> None:
             first, found = value_of(self._message_of_rank_0()["prompts"])
-            prompts = dict(enumerate(map(_prompt, found), first))
+            prompts = dict(enumerate(map(Prompt.of, found), first))
 
-            def send(index: int, response: Response) -> None:
-                self._mail.send(0, {"row": as_tensor([index, response])})
+            def send(index: int, conversation: Conversation) -> None:
+                self._reply(number, {"conversation": as_tensor([index, conversation])})
 
             with self._reported():
                 respond(prompts, send, seed=seed, greedy=greedy)
 
-        def answer_rows(*, reference: bool) -> None:
+        def answer_rows(*, number: int, reference: bool) -> None:
             message = self._message_of_rank_0()
-            lengths = message["lengths"]
-            is_end = torch.zeros_like(lengths).bool()
-            part = Rollout([], message["tokens"], lengths, message["prompt_lengths"], is_end)
-            part = replace(part, observed=message.get("observed"))
+            sizes, nothing = message["lengths"].tolist(), Prompt("", "", np.zeros(0, np.int64))
+            parts = zip(message["tokens"].split(sizes), message["sampled"].split(sizes), strict=True)
+            rows = [Sample(nothing, tokens.numpy(), sampled.numpy(), ended=True) for tokens, sampled in parts]
             with self._reported():
-                self._mail.send(0, {"logprobs": own(part, reference=reference)})
+                self._reply(number, {"logprobs": _joined(own(rows, reference=reference), np.float32)})
 
         self._lane.follow({"respond": answer_prompts, "logprobs": answer_rows})
+
+    def _announce(self, name: str, **arguments: Any) -> None:
+        self._number += 1
+        self._lane.announce(name, number=self._number, **arguments)
+
+    def _reply(self, number: int, message: Mapping[str, Tensor]) -> None:
+        self._mail.send(0, {**message, "number": torch.tensor(number)})
 
     def close(self) -> None:
         """Let calls in other threads that wait for other ranks raise CancelledError."""
@@ -141,7 +149,8 @@ class OtherSamplers:
             if self._closed.is_set() or (abandoned is not None and abandoned.is_set()):
                 raise asyncio.CancelledError
             for rank, count in missing.items():
-                if count and (message := self._mail.receive(rank)) is not None:
+                message = self._mail.receive(rank) if count else None
+                if message is not None and int(message["number"]) == self._number:
                     missing[rank] -= 1
                     take(rank, message)
             time.sleep(POLL_S)
@@ -160,14 +169,5 @@ class OtherSamplers:
             self._mail.send_error(0, error)
 
 
-def _prompt(found: dict[str, Any]) -> Prompt:
-    return Prompt(**{**found, "tokens": np.array(found["tokens"], np.int64)})
-
-
-def _response(found: dict[str, Any]) -> Response:
-    prompt, trajectory = found["prompt"], found["trajectory"]
-    if trajectory is not None:
-        turns = (SampledTurn(**{**turn, "tokens": tuple(turn["tokens"])}) for turn in trajectory["turns"])
-        trajectory = Trajectory(**{**trajectory, "turns": tuple(turns), "messages": tuple(trajectory["messages"])})
-    others = tuple(_response(each) for each in found["others"])
-    return Response(**{**found, "prompt": prompt and _prompt(prompt), "trajectory": trajectory, "others": others})
+def _joined(arrays: Sequence[np.ndarray], dtype: Any = None) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays or [np.zeros(0, dtype or np.int64)]))

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_triton.actor.algorithms.inputs import LossInputs
 from rlhf_triton.actor.algorithms.losses import importance_factors, kl_loss
 from rlhf_triton.actor.algorithms.method import Method
-from rlhf_triton.actor.data.rollout import PPOBatch
+from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import ActorSection, OptimizerSection, UpdateSection
 from rlhf_triton.errors import NotFinite
@@ -42,7 +42,6 @@ class PolicyUpdate:
         is_one_update: bool,
         is_off_policy: bool = False,
         max_new_tokens: int = 1,
-        rollout_size: int | None = None,
         total_steps: int,
     ) -> None:
         """
@@ -51,7 +50,6 @@ class PolicyUpdate:
             is_off_policy: rollouts are of an older policy; with a correction, old log-probs are computed before the
                 update.
             max_new_tokens: of a response, the constant that `loss_mean: constant` divides by.
-            rollout_size: conversations of a step, which may have further rows; minibatches are then larger, not more.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         """
         self._policy, self._ranks = policy, policy.ranks
@@ -60,7 +58,7 @@ class PolicyUpdate:
         self._optimizer = optimizer
         self._is_one_update, self._total_steps = is_one_update, total_steps
         self._recomputes = is_off_policy and method.settings.correction is not None
-        self._max_new_tokens, self._rollout_size = max_new_tokens, rollout_size
+        self._max_new_tokens = max_new_tokens
         self._dropouts = adapter_dropouts(policy.model)
 
     @classmethod
@@ -74,7 +72,6 @@ class PolicyUpdate:
             is_one_update=actor.is_one_update,
             is_off_policy=actor.one_step_off_policy,
             max_new_tokens=actor.generation.max_new_tokens,
-            rollout_size=actor.rollout_size,
             total_steps=actor.optimizer_steps,
         )
 
@@ -91,11 +88,11 @@ class PolicyUpdate:
         self._ranks.announce("update", seed=seed, kl_coef=kl_coef)
         batch = self._corrected(self._ranks.broadcast(batch, PPOBatch))
         s, taught = self._settings, batch.policy_weights.any(-1)
-        each = int(taught.sum()) / max(1, int(taught[: self._rollout_size].sum()))  # rows of a conversation
+        each = _rows_each(batch, taught)
         generator = torch.Generator().manual_seed(seed)
         totals: dict[str, float] = {}
         seen = taken = norms = 0.0
-        for rows in self._minibatches(len(batch.lengths), generator):
+        for rows in self._minibatches(batch, generator):
             rows = rows[taught[rows]]  # rows without any weight have no gradient
             if not len(rows):
                 continue
@@ -128,14 +125,12 @@ class PolicyUpdate:
         )
         return {f"train_optim/{name}": value for name, value in means.items()}
 
-    def _minibatches(self, count: int, generator: torch.Generator) -> list[Tensor]:
-        orders = [torch.randperm(count, generator=generator) for _ in range(self._settings.epochs)]
-        size = math.ceil(self._settings.minibatch_size * self._rows_each(count))
+    def _minibatches(self, batch: PPOBatch, generator: torch.Generator) -> list[Tensor]:
+        """Return the rows of each minibatch; those of conversations with several rows are larger, not more."""
+        everything = torch.ones_like(batch.lengths, dtype=torch.bool)
+        size = math.ceil(self._settings.minibatch_size * _rows_each(batch, everything))
+        orders = [torch.randperm(len(everything), generator=generator) for _ in range(self._settings.epochs)]
         return [rows for order in orders for rows in order.split(size)]
-
-    def _rows_each(self, count: int) -> float:
-        """Return the mean number of rows of a conversation; 1 without any."""
-        return max(1.0, count / (self._rollout_size or count))
 
     def _corrected(self, batch: PPOBatch) -> PPOBatch:
         """Return the batch with the importance factors of the correction, if there is one, and its old log-probs."""
@@ -298,6 +293,13 @@ class PolicyUpdate:
 
     def _learning_rate(self, step: int) -> float:
         return self._optimizer.learning_rate(step, total_steps=self._total_steps)
+
+
+def _rows_each(batch: PPOBatch, rows: Tensor) -> float:
+    """Return the mean number of rows of a conversation, among `rows`, bool `[B]`; 1 without any."""
+    if batch.conversations is None:
+        return 1.0
+    return int(rows.sum()) / max(1, batch.conversations[rows].unique().numel()) or 1.0
 
 
 def _unweighted(batch: PPOBatch) -> PPOBatch:

@@ -1,33 +1,46 @@
-"""Collects a scored rollout, overlapping generation, scoring and log-probs."""
+"""Collects scored groups: generates, and scores each response as soon as it ends, while others are still generated.
+
+A group is a coroutine. If a reward function is groupwise, its responses wait for each other, and for no others.
+"""
 
 import asyncio
-import functools
-from collections.abc import Sequence
+import itertools
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from rlhf_triton.actor.algorithms.advantages import subtract_mean
-from rlhf_triton.actor.algorithms.batch import with_limits
-from rlhf_triton.actor.data.compute import InThread
+from rlhf_triton.actor.algorithms.batch import with_limit
+from rlhf_triton.actor.data.compute import AT_ONCE, InThread, cancelled
+from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.prompts import chances
-from rlhf_triton.actor.data.rollout import Prompt, Rollout, ScoredRollout, join_rollouts, joined_logprobs
+from rlhf_triton.actor.data.sample import Conversation, Group, Sample, conversations_of, failure_of, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import Timers
-from rlhf_triton.actor.scoring.environment import scores_of_others
-from rlhf_triton.actor.scoring.reference import Reference, only_known, with_one_version
-from rlhf_triton.actor.scoring.scorer import Scorer, join_scores
-from rlhf_triton.actor.scoring.stream import ScoringStream
+from rlhf_triton.actor.scoring.reference import OwnReference, Reference, ServedReference
+from rlhf_triton.actor.scoring.scorer import Scorer
+from rlhf_triton.client.batching import Gathering
 from rlhf_triton.config import AlgorithmSection
 from rlhf_triton.wire.contract import VersionRange
+
+logger = logging.getLogger(__name__)
+# Rows that end in the same decoding step reach the event loop within a few milliseconds. Batching them pays: a request
+# of 8 rows takes a third of the CPU time (server and client together) of 8 requests of one row.
+GATHER_S = 0.01
+ROUNDS = 3  # of scoring a group again; each follows a swap that lands meanwhile, so more than one is rare
 
 
 async def collect(
     policy: Policy,
     scorer: Scorer,
     reference: Reference,
-    prompts: list[Prompt],
+    prompts: Sequence[Prompt],
     *,
     seed: int,
     ready: asyncio.Future[VersionRange | None],
@@ -38,8 +51,8 @@ async def collect(
     with_logprobs: bool = True,
     group_size: int = 1,
     old_logprobs: str = "recomputed",
-) -> ScoredRollout:
-    """Generate responses, score each one as soon as it has ended and `ready` is done, and return the scored rollout.
+) -> list[Group]:
+    """Generate responses, score each one as soon as it has ended and `ready` is done, and return the scored groups.
 
     A served reference also receives each row as soon as it ends; the policy's own log-probs are computed while requests
     are in flight. A row without reference log-probs counts as not scored.
@@ -56,158 +69,200 @@ async def collect(
     Raises:
         NotFinite from generation, or the error of `ready`.
     """
-    stream = ScoringStream(scorer, ready=ready, rows_per_request=scorer.rows_per_request, group_size=group_size)
-    asked = reference.stream(in_thread) if with_kl else None
+    loop, is_over = asyncio.get_running_loop(), False
+    ended: list[asyncio.Future[Conversation]] = [loop.create_future() for _ in prompts]
+    scoring = GroupScoring(scorer, reference if with_kl else None, ready, group_size=group_size)
+    groups = [
+        asyncio.create_task(scoring.scored(ended[first : first + group_size]))
+        for first in range(0, len(prompts), group_size)
+    ]
 
-    def finished(index: int, row: Rollout) -> None:
-        stream.take(index, row)
-        if asked is not None:
-            asked.take(index, row)
+    def finished(index: int, conversation: Conversation) -> None:
+        if is_over:
+            raise asyncio.CancelledError  # so that generation stops
+        loop.call_soon_threadsafe(_resolve, ended[index], conversation)
 
     try:
         with timers.phase("generate"):
-            rollout = await in_thread(policy.generate, prompts, seed=seed, greedy=greedy, finished=finished)
-        logprobs = start = None
-        old = rollout.logprobs if old_logprobs == "sampler" else None
-        if asked is not None or (with_logprobs and old is None):
+            rows = rows_of(await in_thread(policy.generate, prompts, seed=seed, greedy=greedy, finished=finished))
+        has_old = old_logprobs == "sampler" and all(row.logprobs is not None for row in rows)
+        if with_kl or (with_logprobs and not has_old):
             with timers.phase("logprobs"):
-                logprobs = await in_thread(policy.sampled_logprobs, rollout)
-        if asked is not None:
+                logprobs = await in_thread(policy.sampled_logprobs, rows)
+            rows = [replace(row, policy_logprobs=own) for row, own in zip(rows, logprobs, strict=True)]
+        if with_kl and isinstance(reference, OwnReference):
             with timers.phase("init_logprobs"):
-                start = await asked.logprobs(rollout)
+                rows = await in_thread(reference.known, rows)
         if scorer.has_critic:
             with timers.phase("critic_wait"):
                 await ready
         with timers.phase("score_wait"):
-            scores = await stream.scores(rollout.tokens.shape[1])
-            score = functools.partial(scorer.score, versions=await ready)
-            scores = await with_one_version(score, rollout, scores, group_size=group_size)
-        timers.note("scoring", *stream.span)
+            found = await asyncio.gather(*groups)
+        timers.note("scoring", *scoring.span)
     finally:
-        await asyncio.gather(*(each.close() for each in (stream, asked) if each is not None))
-    if start is not None:
-        scores = await in_thread(only_known, scores, start)
-    scored = ScoredRollout(rollout, scores, logprobs, None if start is None else start.logprobs, old)
-    if not rollout.others:
-        return scored
-    return await with_others(policy, scorer, reference, scored, versions=await ready, in_thread=in_thread)
+        is_over = True
+        await cancelled([*groups, *scoring.requests])
+    known = iter(rows)
+    return [Group(tuple(tuple(map(_with_logprobs, each, known)) for each in group)) for group in found]
 
 
-async def with_others(
-    policy: Policy,
-    scorer: Scorer,
-    reference: Reference,
-    scored: ScoredRollout,
-    *,
-    versions: VersionRange | None,
-    in_thread: InThread,
-) -> ScoredRollout:
-    """Return a scored rollout of conversations together with their other rows, scored likewise.
-
-    A conversation counts as scored if all of its rows are.
-    """
-    rollout = join_rollouts(scored.rollout.others, policy.pad_id)
-    assert rollout.owners is not None
-    logprobs = start = values = None
-    if scored.logprobs is not None:
-        logprobs = await in_thread(policy.sampled_logprobs, rollout)
-    if scored.ref_logprobs is not None:
-        asked = reference.stream(in_thread)
-        try:
-            for index, row in enumerate(scored.rollout.others):
-                asked.take(index, row)
-            await asyncio.sleep(0)  # the rows are queued
-            start = await asked.logprobs(rollout)
-        finally:
-            await asked.close()
-    if scorer.has_critic:
-        values = await scorer.values(rollout, versions)
-    own, scores = scores_of_others(rollout, scored.scores, values, scorer.environment_weight)
-    if start is not None:
-        scores = await in_thread(only_known, scores, start)
-    whole = own.scored.index_fill(0, rollout.owners[~scores.scored], value=False)
-    own = replace(own, scored=whole, failures=sorted({*own.failures, *scores.failures}))
-    old = rollout.logprobs if scored.old_logprobs is not None else None
-    ref, scores = None if start is None else start.logprobs, replace(scores, scored=whole[rollout.owners])
-    return replace(scored, scores=own, others=ScoredRollout(rollout, scores, logprobs, ref, old))
+def _with_logprobs(scored: Sample, row: Sample) -> Sample:
+    ref = row.ref_logprobs if scored.ref_logprobs is None else scored.ref_logprobs
+    return replace(scored, policy_logprobs=row.policy_logprobs, ref_logprobs=ref)
 
 
-def join_scored(parts: Sequence[ScoredRollout], pad_id: int) -> ScoredRollout:
-    """Concatenate scored rollouts, padded to the longest row; the others of all parts are joined, too."""
-    joined, first, others = _joined(parts, pad_id), 0, list[ScoredRollout]()
-    for part in parts:
-        count = len(part.rollout.prompts)
-        if part.others is not None and (found := part.others.of_owners({i: first + i for i in range(count)})):
-            others.append(found)
-        first += count
-    return replace(joined, others=_joined(others, pad_id)) if others else joined
+def _resolve(future: asyncio.Future[Conversation], conversation: Conversation) -> None:
+    if not future.done():
+        future.set_result(conversation)
 
 
-def all_rows(scored: ScoredRollout, dropped: Sequence[ScoredRollout], pad_id: int) -> ScoredRollout:
-    """Return the rows of a rollout, its others behind them, and the dropped ones at the end, with the owner of each."""
-    parts = [part for part in (scored, scored.others, *dropped) if part is not None]
-    if len(parts) == 1:
-        return scored
-    whole, first = _joined(parts, pad_id), len(scored.rollout.prompts)
-    if scored.others is None or (own := scored.others.rollout.owners) is None:
-        return whole
-    owners = torch.cat([torch.arange(first), own, torch.arange(first + len(own), len(whole.rollout.prompts))])
-    return replace(whole, rollout=replace(whole.rollout, owners=owners))
+class GroupScoring:
+    """Scores groups while they are generated, in requests that they share. Create it on the event loop."""
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        reference: Reference | None,
+        ready: asyncio.Future[VersionRange | None],
+        *,
+        group_size: int,
+    ) -> None:
+        """`reference`: one that is served is asked, too; `ready` as of `collect`."""
+        self._scorer, self._ready = scorer, ready
+        self._unit = group_size if scorer.reward.groupwise else 1
+        self._starting = asyncio.Semaphore(AT_ONCE)  # thousands of rows may end together, or wait for `ready`
+        self._scores = Gathering(self._score, gather_s=GATHER_S, max_rows=scorer.rows_per_request)
+        self._logprobs: Gathering[Sample, list[np.ndarray | str]] | None = None
+        if isinstance(reference, ServedReference):
+            ask = self._limited(reference.ask)
+            self._logprobs = Gathering(ask, gather_s=GATHER_S, max_rows=reference.rows_per_request)
+        self.requests = set[asyncio.Task[Any]]()
+        self.span = (math.inf, 0.0)
+        """`time.monotonic` of the first scoring request and the last response."""
+
+    async def scored(self, ended: Sequence[asyncio.Future[Conversation]]) -> list[Conversation]:
+        """Return the conversations of a group, scored by one version of the reward model."""
+        units = [ended[i : i + self._unit] for i in range(0, len(ended), self._unit)]
+        found = await asyncio.gather(*map(self._unit_scored, units))
+        return await self._of_one_version([*itertools.chain(*found)])
+
+    async def _unit_scored(self, ended: Sequence[asyncio.Future[Conversation]]) -> list[Conversation]:
+        """Return conversations that share a request, as soon as the last of them has ended."""
+        conversations = await asyncio.gather(*ended)
+        scores = self._added(self._scores, conversations)
+        if self._logprobs is None:
+            return await scores
+        logprobs = self._added(self._logprobs, rows_of(conversations))
+        scored, known = await asyncio.gather(scores, logprobs)
+        more = iter(known)
+        return [tuple(_with_reference(row, next(more)) for row in conversation) for conversation in scored]
+
+    def _added(self, gathering: Gathering[Any, list[Any]], items: Sequence[Any]) -> Awaitable[list[Any]]:
+        request, first = gathering.add(items)
+        self.requests.add(request)
+
+        async def answers() -> list[Any]:
+            return (await asyncio.shield(request))[first : first + len(items)]
+
+        return answers()
+
+    async def _score(self, conversations: list[Conversation]) -> list[Conversation]:
+        async with self._starting:
+            versions = await asyncio.shield(self._ready)  # cancelling one request must not cancel it
+            await asyncio.sleep(0)
+        start = time.monotonic()
+        found = await self._scorer.score(conversations, self._unit, versions=versions)
+        self.span = min(self.span[0], start), time.monotonic()
+        return found
+
+    def _limited(self, ask: Callable[[list[Sample]], Awaitable[Any]]) -> Callable[[list[Sample]], Awaitable[Any]]:
+        async def limited(rows: list[Sample]) -> Any:
+            async with self._starting:
+                await asyncio.sleep(0)
+            return await ask(rows)
+
+        return limited
+
+    async def _of_one_version(self, conversations: list[Conversation]) -> list[Conversation]:
+        """Return the conversations with rewards of one version of a live reward model; score again what differs.
+
+        If the versions still differ after `ROUNDS`, because the server swaps all the time or the servers disagree,
+        those of older versions are not scored.
+        """
+        for _ in range(ROUNDS):
+            if len(_versions(conversations)) < 2:
+                return conversations
+            logger.info("a group is scored again: version %d is served now", max(_versions(conversations)))
+            again = await self._scorer.score(conversations, self._unit, versions=self._ready.result())
+            conversations = [tuple(map(_rewarded_again, *pair)) for pair in zip(conversations, again, strict=True)]
+        failure = f"the reward model's version changed more than {ROUNDS} times while the rows of a group were scored"
+        newest = max(_versions(conversations), default=-1)
+        return [
+            tuple(row.scored(failure=row.score.failure or failure) for row in conversation)
+            if conversation[-1].score.reward_version != newest
+            else conversation
+            for conversation in conversations
+        ]
 
 
-def _joined(parts: Sequence[ScoredRollout], pad_id: int) -> ScoredRollout:
-    rollout = join_rollouts([part.rollout for part in parts], pad_id)
-    width = rollout.tokens.shape[1]
-    return ScoredRollout(
-        rollout,
-        join_scores([part.scores for part in parts], width),
-        joined_logprobs([part.logprobs for part in parts], width),
-        joined_logprobs([part.ref_logprobs for part in parts], width),
-        joined_logprobs([part.old_logprobs for part in parts], width),
-    )
+def _versions(conversations: Sequence[Conversation]) -> set[int]:
+    """Return the versions of a live reward model that have scored conversations."""
+    versions = (each[-1].score.reward_version for each in conversations if not failure_of(each))
+    return {version for version in versions if version is not None}
 
 
-def by_spread(scored: ScoredRollout, settings: AlgorithmSection, truncated: str) -> tuple[ScoredRollout, ScoredRollout]:
-    """Divide the rows into those of groups whose scores differ, and those of groups that give no gradient.
+def _rewarded_again(row: Sample, again: Sample) -> Sample:
+    """Return a sample with the rewards of `again`, and with its own values."""
+    own = row.score
+    failure = own.failure or again.score.failure
+    return replace(row, score=replace(again.score, values=own.values, version=own.version, failure=failure))
+
+
+def _with_reference(row: Sample, logprobs: np.ndarray | str) -> Sample:
+    if isinstance(logprobs, str):
+        return row.scored(failure=row.score.failure or logprobs)
+    return replace(row, ref_logprobs=logprobs)
+
+
+def has_spread(group: Group, settings: AlgorithmSection, truncated: str) -> bool:
+    """Return whether the scores of a group differ, so that it gives a gradient.
 
     Args:
-        settings: consecutive `responses_per_prompt` rows are a group; with `mask_unfinished`, responses that did not
-            end do not count.
+        settings: with `mask_unfinished`, responses that did not end do not count.
         truncated: `environment.truncated`, of conversations that a limit has ended.
 
     Source: Yu et al. 2025 (arXiv 2503.14476), section 3.2.
     """
-    differs = has_spread(scored, settings, truncated)
-    rows = torch.arange(len(scored.scores.scored)).view(-1, settings.responses_per_prompt)
-    return scored.select(rows[differs].flatten()), scored.select(rows[~differs].flatten())
-
-
-def has_spread(scored: ScoredRollout, settings: AlgorithmSection, truncated: str) -> Tensor:
-    """Return whether the scores of each group differ, bool `[groups]`; the arguments are those of `by_spread`."""
-    scored, size = with_limits(scored, truncated, settings.gamma), settings.responses_per_prompt
-    scores, groups = scored.scores, torch.arange(len(scored.scores.scored)) // size
-    counted = scores.scored & scored.rollout.is_end if settings.mask_unfinished else scores.scored
-    return (subtract_mean(scores.rewards, groups, counted) != 0).view(-1, size).any(-1)
+    limited = [with_limit(conversation, truncated) for conversation in group.conversations]
+    counted = [not failure_of(each) and (each[-1].ended or not settings.mask_unfinished) for each in limited]
+    rewards = torch.tensor([each[-1].score.reward for each in limited])
+    groups = torch.zeros(len(limited), dtype=torch.int64)
+    return bool((subtract_mean(rewards, groups, torch.tensor(counted)) != 0).any())
 
 
 def group_metrics(
-    parts: Sequence[ScoredRollout], settings: AlgorithmSection, truncated: str, seen: tuple[float, float] | None
+    groups: Sequence[Group], settings: AlgorithmSection, truncated: str, seen: tuple[float, float] | None
 ) -> dict[str, float]:
-    """Return the share of the prompts of all parts whose responses differ in score, and how well the critic knew which.
+    """Return the share of the prompts whose responses differ in score, and how well the critic knew which.
 
     That is the AUC of its predictions: the probability that it gives a prompt with such responses a higher chance of
     them than one without.
 
     Args:
-        settings, truncated: as of `by_spread`.
+        settings, truncated: as of `has_spread`.
         seen: lowest and highest score so far; None: the critic is not asked about prompts.
     """
-    size = settings.responses_per_prompt
-    differs = torch.cat([has_spread(part, settings, truncated) for part in parts])
-    metrics = {"train_rollouts/useful_prompts": float(differs.float().mean())}
+    differs = np.array([has_spread(group, settings, truncated) for group in groups])
+    metrics = {"train_rollouts/useful_prompts": float(differs.mean())}
     if seen and differs.any() and not differs.all():
-        first = [part.scores.values.gather(1, part.rollout.prompt_lengths[:, None] - 1)[::size, 0] for part in parts]
-        chance = torch.from_numpy(chances(torch.cat(first).numpy(), seen, size))
+        firsts = [group.conversations[0][-1] for group in groups]
+        values = [0.0 if row.score.values is None else row.score.values[len(row.prompt.tokens) - 1] for row in firsts]
+        chance = chances(np.array(values), seen, settings.responses_per_prompt)
         gap = chance[differs][:, None] - chance[~differs]
-        metrics["train_rollouts/prompt_auc"] = float((gap > 0).float().mean() + (gap == 0).float().mean() / 2)
+        metrics["train_rollouts/prompt_auc"] = float((gap > 0).mean() + (gap == 0).mean() / 2)
     return metrics
+
+
+def sampled_tokens(groups: Sequence[Group]) -> int:
+    """Return the number of tokens that the policy has sampled."""
+    return sum(int(row.sampled.sum()) for row in rows_of(conversations_of(groups)))

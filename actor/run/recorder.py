@@ -13,9 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from rlhf_triton.actor.algorithms.batch import failures, process_metrics, rollout_metrics, text_metrics
 from rlhf_triton.actor.algorithms.stages import overlong_penalties
-from rlhf_triton.actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, Trajectory
+from rlhf_triton.actor.data.batch import PPOBatch
+from rlhf_triton.actor.data.sample import Conversation, Group, Sample, conversations_of, failure_of, rows_of
 from rlhf_triton.actor.policy.checkpoint import (
     RunState,
     check_checkpoint_of,
@@ -45,7 +49,7 @@ from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.wire.contract import STEP_AHEAD
 
 logger = logging.getLogger(__name__)
-CUT = "actor.generation.max_new_tokens"  # the limit of a response, as `Trajectory.truncated` has it
+CUT = "actor.generation.max_new_tokens"  # the limit of a response, as `Sample.truncated` has it
 GRADIENT = "train_optim/grad_norm"
 TIMELINE_FILE = "timeline.jsonl"
 VALIDATIONS_FILE = "validations.jsonl"
@@ -172,37 +176,50 @@ class Recorder:
             logger.info("the critic is at step %d and serves version %d", step, self.weights_version)
 
     async def log_step(
-        self, step: int, scored: ScoredRollout, whole: ScoredRollout, batch: PPOBatch, measured: dict[str, float]
+        self,
+        step: int,
+        groups: Sequence[Group],
+        dropped: Sequence[Group],
+        batch: PPOBatch,
+        measured: dict[str, float],
     ) -> float | None:
         """Write the metrics and texts of a step, and warn if few responses contributed to the update.
 
         Args:
-            whole: `scored` and its others; `batch` has the same rows.
+            groups: those that the policy learned from; `batch` has their rows.
+            dropped: those without spread that others took the place of.
 
         Returns the mean KL of a sequence; None if it is not known.
         """
-        scores = scored.scores
+        conversations, everything = conversations_of(groups), conversations_of([*groups, *dropped])
+        ends, rows = [conversation[-1] for conversation in conversations], rows_of(conversations)
+        version = max(row.score.version for row in rows)
         if self._has_critic:
-            set_log_position(version=int(scores.versions.max()))
-        metrics = await asyncio.to_thread(rollout_metrics, scored, whole, batch, kl_coef=self._state.kl.coef)
+            set_log_position(version=version)
+        metrics = await asyncio.to_thread(rollout_metrics, groups, batch, kl_coef=self._state.kl.coef)
+        num_failed = sum(bool(failure_of(conversation)) for conversation in everything)
         seconds = measured["timers/step_time"]
         line = {
             **metrics,
-            **self._critic_metrics(scores, step),
+            "train_rollouts/masked_samples": float(num_failed),
+            **self._critic_metrics(conversations, step),
             "train_rollouts/consumed_samples": self._state.inputs.after(step).prompts,
             "train_rollouts/epoch": self._state.inputs.epoch(step),
-            "tokens_per_s": metrics["train_rollouts/generation_length"] * len(scores.scored) / seconds,
+            "tokens_per_s": metrics["train_rollouts/generation_length"] * len(conversations) / seconds,
             **{f"client/{name}": float(value) for name, value in vars(self._client.counters).items()},
             **card_bytes(self._state.policy.sampler.device),
             **{f"out_of_memory/{each.setting}": each.count for each in self._state.policy.halvings if each.count},
         }
         if (rewards := self._settings.rewards).overlong_tokens:
-            penalties = overlong_penalties(scored.rollout.mask, rewards, self._settings.generation.max_new_tokens)
+            sampled = [sum(int(row.sampled.sum()) for row in conversation) for conversation in conversations]
+            longest = self._settings.generation.max_new_tokens
+            penalties = overlong_penalties(torch.tensor(sampled, dtype=torch.float32), rewards, longest)
             line["train_rollouts/overlong_penalty"] = float(penalties.mean())
         line |= measured
         self._log.write(step, line)
-        limit = min(self._settings.logged_texts, len(scores.scored))
-        texts = await asyncio.to_thread(training_texts, whole, batch, self._policy.tokenizer, limit)
+        texts = await asyncio.to_thread(
+            training_texts, groups, batch, self._policy.tokenizer, self._settings.logged_texts
+        )
         self._log.add_texts([{"step": step, **text} for text in texts])
         end_step(step)
         logger.info(
@@ -211,20 +228,18 @@ class Recorder:
             self._settings.steps,
             metrics["train_rollouts/rewards"],
             _in_nats(distance := metrics.get("train_rollouts/init_policy_kl_per_sequence")),
-            f", scored by weights version {scores.versions.max()}" if self._has_critic else "",
+            f", scored by weights version {version}" if self._has_critic else "",
             seconds,
         )
-        _warn_of_failures(f"step {step}", scored.rollout, scores)
-        self._constants.note(scored)
-        is_taught = await asyncio.to_thread(lambda: batch.policy_weights.any(-1).tolist())
-        self._warn_of_no_learning(step, line, any(is_taught), scored.rollout.trajectories or ())
-        self._warn_of_excluded(step, is_taught[: len(scores.scored)], scored.rollout.trajectories)
-        self._masked_samples += int((~scores.scored).sum())
+        _warn_of_failures(f"step {step}", everything)
+        self._constants.note(conversations)
+        taught = set((await asyncio.to_thread(_taught, batch)).tolist())
+        self._warn_of_no_learning(step, line, bool(taught), ends)
+        self._warn_of_excluded(step, [i in taught for i in range(len(ends))], ends)
+        self._masked_samples += num_failed
         return distance
 
-    def _warn_of_no_learning(
-        self, step: int, line: Mapping[str, Any], counts: bool, trajectories: Sequence[Trajectory]
-    ) -> None:
+    def _warn_of_no_learning(self, step: int, line: Mapping[str, Any], counts: bool, ends: Sequence[Sample]) -> None:
         """Warn, once of each, if no response of the first step ended, a step has no signal, or the first no gradient.
 
         Args:
@@ -233,16 +248,16 @@ class Recorder:
         """
         first, self._is_first = self._is_first, False
         has_ends = bool(line["train_rollouts/fraction_of_samples_properly_ended"])
-        if first and not has_ends and all(each.truncated == CUT for each in trajectories):
+        if first and not has_ends and all(end.truncated == CUT for end in ends if end.turns is not None):
             generation, ids = self._settings.generation, self._policy.eos_ids
-            ends = [f"{self._policy.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ids]
+            named = [f"{self._policy.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ids]
             logger.warning(
                 "step %d: no response ended within %s (%d) by %s: raise it, or, if the policy ends its responses with "
                 "another token, name that as eos_token_id in generation_config.json of actor.policy.model",
                 step,
                 CUT,
                 generation.max_new_tokens,
-                " or ".join([*ends, *map(repr, generation.stop_strings)]),
+                " or ".join([*named, *map(repr, generation.stop_strings)]),
             )
         has_gradient, why = bool(line.get(GRADIENT)), "there are advantages, so check actor.policy.freeze"
         if not has_signal(line):
@@ -258,14 +273,15 @@ class Recorder:
             if len(self._taught) == wanted and not any(self._taught):
                 logger.warning("the gradient of the loss is 0 in each of the first %d steps: %s", wanted, why)
 
-    def _warn_of_excluded(self, step: int, is_taught: list[bool], trajectories: list[Trajectory] | None) -> None:
+    def _warn_of_excluded(self, step: int, is_taught: Sequence[bool], ends: Sequence[Sample]) -> None:
         """Warn if fewer than half of the responses contribute to the update: the first, 10th, 100th, … time.
 
         Of conversations, the limits that ended them are named; `_warn_of_failures` has why others failed.
         """
-        ends = [each.truncated for each, known in zip(trajectories or (), is_taught, strict=False) if not known]
-        limits = [name for name, _ in Counter(filter(None, ends)).most_common()]
-        if (taught := sum(is_taught)) >= (total := len(is_taught)) / 2 or (trajectories and not limits):
+        excluded = [end for end, known in zip(ends, is_taught, strict=True) if not known]
+        limits = [name for name, _ in Counter(end.truncated for end in excluded if end.truncated).most_common()]
+        taught, total = sum(is_taught), len(ends)
+        if taught >= total / 2 or (ends[0].turns is not None and not limits):
             return
         self._num_mostly_excluded += 1
         if taught and str(self._num_mostly_excluded).strip("0") != "1":
@@ -300,10 +316,11 @@ class Recorder:
         except WeightsError:
             return None
 
-    def _critic_metrics(self, scores: Scores, step: int) -> dict[str, Metric]:
+    def _critic_metrics(self, conversations: Sequence[Conversation], step: int) -> dict[str, Metric]:
         if not self._has_critic:
             return {}
-        rows = self.version_steps.histogram(scores.versions[scores.scored].tolist(), sent=step - 1)
+        versions = [each[-1].score.version for each in conversations if not failure_of(each)]
+        rows = self.version_steps.histogram(versions, sent=step - 1)
         return {**staleness_metrics(rows), "client/failed_critic_updates": float(self.failed_critic_updates)}
 
     def owes_validation(self, step: int) -> bool:
@@ -313,22 +330,23 @@ class Recorder:
 
     async def log_validation(self, when: str, step: int, result: Validation, *, seconds: float) -> None:
         """Log a validation, write its texts ("before" and "after" only), and save the policy if it is the best."""
-        _warn_of_failures(f"validation {when}", result.rollout, result.scores)
-        self._masked_samples += int((~result.scores.scored).sum())
+        _warn_of_failures(f"validation {when}", result.conversations)
+        described = await asyncio.to_thread(text_metrics, result.conversations)
+        self._masked_samples += int(described["masked_samples"])
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
-        line = finite(line | process_metrics(result.scores))
+        line = finite(line | process_metrics(result.conversations))
         if when != "between":
             self._validations[when] = result
             await asyncio.to_thread(self._write_samples, when, result)
             await asyncio.to_thread(write_json, self._dir / f"validation_{when}.json", line)
-        await asyncio.to_thread(self._keep_if_best, step, result.reward, result.scores.reward_version)
+        version = described.get("reward_version")
+        await asyncio.to_thread(self._keep_if_best, step, result.reward, None if version is None else int(version))
         path = self._dir / VALIDATIONS_FILE
         if step in self._validated:  # a start repeats the validation before the first step, and the one after the last
             await asyncio.to_thread(drop_steps_from, step, path)
         self._validated.add(step)
         append_jsonl(path, [{"step": step, "timers/validation_time": seconds, **line}])
-        described = {**(await asyncio.to_thread(text_metrics, result.rollout, result.scores)), **line}
-        charted = {f"val_rollouts/{name}": value for name, value in described.items() if value is not None}
+        charted = {f"val_rollouts/{name}": value for name, value in {**described, **line}.items() if value is not None}
         self._log.chart(charted, step)
         logger.info("validation at step %d: reward %.3f%s", step, result.reward, _in_nats(result.kl))
 
@@ -468,9 +486,9 @@ class Recorder:
         }
         before = self._validations.get("before")
         if before is not None:  # not kept across a resume
-            whole = before.whole
-            scores = await scorer.values(whole.rollout)
-            figures["ev_last"] = await asyncio.to_thread(explained, whole.rollout, whole.scores, scores)
+            values = iter(await scorer.valued(rows_of(before.conversations)))
+            valued = [tuple(next(values) for _ in conversation) for conversation in before.conversations]
+            figures["ev_last"] = await asyncio.to_thread(explained, before.conversations, valued)
         return figures
 
     def _validation(self, when: str) -> dict[str, Any]:
@@ -514,18 +532,18 @@ class ConstantTerms:
         self._rows = 0
         self._seen: dict[str, set[float]] = {}
 
-    def note(self, scored: ScoredRollout) -> None:
+    def note(self, conversations: Sequence[Conversation]) -> None:
         """Note the rewards of a step; warn in the last of the steps, once, if all values of a term are equal."""
         if self._noted >= self._steps:
             return
-        scores = scored.scores
-        self._noted, self._rows = self._noted + 1, self._rows + int(scores.scored.sum())
-        for name, values in (scores.components or {"": scores.rewards}).items():
-            known = values[scores.scored & values.isfinite()]
-            self._seen.setdefault(name, set()).update(known.tolist())
+        scores = [conversation[-1].score for conversation in conversations if not failure_of(conversation)]
+        self._noted, self._rows = self._noted + 1, self._rows + len(scores)
+        for score in scores:
+            for name, value in (score.components or {"": score.reward}).items():
+                self._seen.setdefault(name, set()).update([value] if math.isfinite(value) else [])
         if self._noted < self._steps or self._rows < 2:
             return
-        opened = {found[0] for prompt in scored.rollout.prompts if (found := OPENED.search(prompt.text))}
+        opened = {found[0] for each in conversations if (found := OPENED.search(each[0].prompt.text))}
         hint = (
             f"the prompts end with {opened.pop().strip()}, which the chat template writes, so no response has it"
             if opened
@@ -543,6 +561,12 @@ class ConstantTerms:
                 )
 
 
-def _warn_of_failures(where: str, rollout: Rollout, scores: Scores) -> None:
-    if failed := failures(rollout, scores):
+def _warn_of_failures(where: str, conversations: Sequence[Conversation]) -> None:
+    if failed := failures(conversations):
         logger.warning("%s: %s", where, failed)
+
+
+def _taught(batch: PPOBatch) -> Tensor:
+    """Return the conversations that contribute to the policy's update, int64."""
+    assert batch.conversations is not None
+    return batch.conversations[batch.policy_weights.any(-1)].unique()

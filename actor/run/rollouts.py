@@ -9,11 +9,11 @@ from functools import partial
 import numpy as np
 
 from rlhf_triton.actor.data.compute import InThread, cancelled
-from rlhf_triton.actor.data.prompt_reader import check_columns
+from rlhf_triton.actor.data.prompt_reader import Prompt, check_columns
 from rlhf_triton.actor.data.prompts import StepInputs, chances, preferred
-from rlhf_triton.actor.data.rollout import Prompt, ScoredRollout
+from rlhf_triton.actor.data.sample import Group, conversations_of, failure_of
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.run.collection import by_spread, collect, group_metrics, join_scored
+from rlhf_triton.actor.run.collection import collect, group_metrics, has_spread, sampled_tokens
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.staleness import needed_update
@@ -96,10 +96,10 @@ class RemoteCritic:
 
 @dataclass(frozen=True)
 class Collected:
-    """The scored rollout of one step."""
+    """The scored groups of one step."""
 
-    scored: ScoredRollout
-    dropped: list[ScoredRollout]  # by dynamic sampling; the critic learns from them, too
+    groups: list[Group]
+    dropped: list[Group]  # by dynamic sampling; the critic learns from them, too
     timers: Timers
     updated: int  # last step whose update the sampling policy contains
     metrics: dict[str, float]  # of dynamic sampling
@@ -149,19 +149,19 @@ class Rollouts:
         settings, timers = self._settings, Timers(step)
         needed = needed_update(step, max_staleness=settings.max_staleness, every=self._publish_every)
         ready = asyncio.create_task(self._critic.served(needed))
-        metrics, dropped, algorithm = dict[str, float](), list[ScoredRollout](), settings.algorithm
+        metrics, dropped, algorithm = dict[str, float](), list[Group](), settings.algorithm
         try:
             prompts = await self._prompts(step, partial(self.inputs.prompts_of, step), ready, timers)
             with timers.phase("rollout_time"):
-                scored = await self._collect(prompts, step, ready, timers)
+                groups = await self._collect(prompts, step, ready, timers)
                 seen = self.inputs.known[step].scores if self.inputs.candidates > 1 else None
                 if algorithm.max_resampled:
-                    scored, dropped, metrics = await self._resampled(scored, step, ready, timers)
+                    groups, dropped, metrics = await self._resampled(groups, step, ready, timers)
                 if algorithm.responses_per_prompt > 1:
-                    metrics |= group_metrics([scored, *dropped], algorithm, self._truncated, seen)
+                    metrics |= group_metrics([*groups, *dropped], algorithm, self._truncated, seen)
         finally:
             await cancelled([ready])
-        return Collected(scored, dropped, timers, updated, metrics)
+        return Collected(groups, dropped, timers, updated, metrics)
 
     async def _prompts(
         self, step: int, read: Callable[[], list[Prompt]], ready: Ready, timers: Timers, *repeat: int
@@ -182,9 +182,9 @@ class Rollouts:
 
     async def _collect(
         self, prompts: list[Prompt], step: int, ready: Ready, timers: Timers, *repeat: int
-    ) -> ScoredRollout:
+    ) -> list[Group]:
         settings = self._settings
-        scored = await collect(
+        groups = await collect(
             self._policy,
             self._scorer,
             self._reference,
@@ -199,35 +199,33 @@ class Rollouts:
             old_logprobs=settings.algorithm.old_logprobs,
         )
         if self.inputs.candidates > 1:
-            self.inputs.saw(step, scored.scores.rewards[scored.scores.scored].tolist())
-        return scored
+            scored = [each for each in conversations_of(groups) if not failure_of(each)]
+            self.inputs.saw(step, [conversation[-1].score.reward for conversation in scored])
+        return groups
 
     async def _resampled(
-        self, scored: ScoredRollout, step: int, ready: Ready, timers: Timers
-    ) -> tuple[ScoredRollout, list[ScoredRollout], dict[str, float]]:
+        self, groups: list[Group], step: int, ready: Ready, timers: Timers
+    ) -> tuple[list[Group], list[Group], dict[str, float]]:
         """Replace groups without spread by the responses to further prompts; return them, too, and metrics.
 
-        What cannot be replaced in `max_resampled` attempts stays, so that the rollout is full.
+        What cannot be replaced in `max_resampled` attempts stays, so that the step is full.
         """
-        algorithm, pad_id = self._settings.algorithm, self._policy.pad_id
-        size, dropped = algorithm.responses_per_prompt, list[ScoredRollout]()
-        useful, useless = by_spread(scored, algorithm, self._truncated)
-        for repeat in range(1, algorithm.max_resampled + 1):
-            if not (missing := len(useless.rollout.prompts) // size):
+        algorithm, dropped, useful, useless = self._settings.algorithm, list[Group](), list[Group](), list[Group]()
+        for repeat in range(algorithm.max_resampled + 1):
+            if repeat:
+                dropped += useless
+                read = partial(self.inputs.more_prompts_of, step, len(useless))
+                prompts = await self._prompts(step, read, ready, timers, repeat)
+                groups = await self._collect(prompts, step, ready, timers, repeat)
+            useless = [group for group in groups if not has_spread(group, algorithm, self._truncated)]
+            useful += [group for group in groups if has_spread(group, algorithm, self._truncated)]
+            if not useless:
                 break
-            dropped.append(useless)
-            read = partial(self.inputs.more_prompts_of, step, missing)
-            prompts = await self._prompts(step, read, ready, timers, repeat)
-            more = await self._collect(prompts, step, ready, timers, repeat)
-            found, useless = by_spread(more, algorithm, self._truncated)
-            useful = join_scored([useful, found], pad_id)
-        rollouts = [part.rollout for part in dropped]
         metrics = {
-            "resampled_prompts": float(sum(len(part.prompts) for part in rollouts) // size),
-            "dropped_tokens": float(sum(int(part.mask.sum()) for part in rollouts)),
+            "train_rollouts/resampled_prompts": float(len(dropped)),
+            "train_rollouts/dropped_tokens": float(sampled_tokens(dropped)),
         }
-        whole = join_scored([useful, useless], pad_id)
-        return whole, dropped, {f"train_rollouts/{name}": value for name, value in metrics.items()}
+        return [*useful, *useless], dropped, metrics
 
     async def settle(self) -> None:
         """Wait until no rollout uses the sampler; if the rollout failed, `take` raises its error."""

@@ -2,16 +2,19 @@
 
 import asyncio
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from rlhf_triton.actor.algorithms.advantages import explained_variance
-from rlhf_triton.actor.algorithms.batch import score_returns, sequence_kl
+from rlhf_triton.actor.algorithms.batch import score_returns, sequence_kl, text_metrics
+from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.compute import InThread
-from rlhf_triton.actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, text_places
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import Conversation, Group, conversations_of, failure_of, rows_of, text_places
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.run.collection import all_rows, collect
+from rlhf_triton.actor.run.collection import collect
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.scoring.reference import Reference
 from rlhf_triton.actor.scoring.scorer import Scorer
@@ -26,16 +29,14 @@ SEED_OFFSET = 1_000_000  # keeps validation seeds apart from the seeds of traini
 class Validation:
     """One pass over the held-out prompts."""
 
-    rollout: Rollout
-    scores: Scores
-    kl: float | None  # nats per sequence, k1, over scored rows; None without reference log-probs
+    conversations: list[Conversation]
+    kl: float | None  # nats per sequence, k1, over scored ones; None without reference log-probs
     explained_variance: float | None  # of the scores' Monte-Carlo returns; None without a critic
-    whole: ScoredRollout  # its rows, and further ones of its conversations
 
     @property
     def reward(self) -> float:
-        """Mean reward of the scored rows."""
-        return float(self.scores.rewards[self.scores.scored].mean())
+        """Mean reward of the scored conversations."""
+        return text_metrics(self.conversations)["rewards"]
 
 
 async def validate(
@@ -59,7 +60,7 @@ async def validate(
     ready: asyncio.Future[VersionRange | None] = asyncio.get_running_loop().create_future()
     ready.set_result(None)
     with span("validation"):
-        scored = await collect(
+        groups = await collect(
             policy,
             scorer,
             reference,
@@ -72,118 +73,127 @@ async def validate(
             with_kl=with_kl,
             with_logprobs=False,
         )
-    return await in_thread(_measured, scored)
+    return await in_thread(_measured, conversations_of(groups))
 
 
-def _measured(scored: ScoredRollout) -> Validation:
-    whole = all_rows(scored, (), pad_id=0)
-    of_variance = explained(whole.rollout, whole.scores, whole.scores) if scored.scores.has_values else None
-    kl = sequence_kl(whole, whole.rollout.mask * whole.scores.scored[:, None])
-    return Validation(scored.rollout, scored.scores, kl, of_variance, whole)
+def _measured(conversations: list[Conversation]) -> Validation:
+    has_values = any(row.score.version >= 0 for row in rows_of(conversations))
+    return Validation(
+        conversations, sequence_kl(conversations), explained(conversations, conversations) if has_values else None
+    )
 
 
-def explained(rollout: Rollout, rewarded: Scores, valued: Scores) -> float:
-    """Return the share of the variance of the returns of `rewarded` that the values of `valued` explain."""
-    returns, mask = score_returns(rewarded, rollout)
-    mask = mask * (rewarded.scored & valued.scored)[:, None]
-    return float(explained_variance(valued.values[:, :-1], returns, mask))
+def explained(rewarded: Sequence[Conversation], valued: Sequence[Conversation]) -> float:
+    """Return the share of the variance of the returns of `rewarded` that the values of `valued` explain.
+
+    Both are the same conversations; those that failed in either do not count.
+    """
+    pairs = [pair for pair in zip(rewarded, valued, strict=True) if not any(map(failure_of, pair))]
+    if not pairs:
+        return 0.0
+    _, returns, mask = score_returns([pair[0] for pair in pairs])
+    values = score_returns([pair[1] for pair in pairs])[0]
+    return float(explained_variance(values, returns, mask))
 
 
-def read_texts(rollout: Rollout, scores: Scores, tokenizer: Any, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return prompt, response, reward (None if unavailable) and a live reward model's version of the first rows.
+def read_texts(conversations: Sequence[Conversation], tokenizer: Any, limit: int | None = None) -> list[dict[str, Any]]:
+    """Return prompt, response, reward (None if unavailable) and a live reward model's version of the first ones.
 
     A conversation with an environment has its turns, too, in all of its rows.
     """
-    texts, versions = [], scores.reward_versions
-    for i, row in enumerate(rollout.rows(slice(limit))):
-        prompt = rollout.prompts[i]
-        places = [place for place in text_places(rollout, i, tokenizer) if place >= prompt.tokens.size]
+    texts = []
+    for conversation in conversations[:limit]:
+        end = conversation[-1]
+        places = [place for place in text_places(end, tokenizer) if place >= end.prompt.tokens.size]
         text = {
-            "prompt": rollout.prompts[_rows(rollout, i)[0]].text,
-            "response": tokenizer.decode(row[places].tolist(), skip_special_tokens=False),
-            "reward": float(scores.rewards[i]) if scores.scored[i] else None,
-            **_conversation(rollout, scores, i),
+            "prompt": conversation[0].prompt.text,
+            "response": tokenizer.decode(end.tokens[places].tolist(), skip_special_tokens=False),
+            "reward": None if failure_of(conversation) else end.score.reward,
+            **_turns(conversation),
         }
-        texts.append(text if versions is None else {**text, "reward_version": int(versions[i])})
+        version = end.score.reward_version
+        texts.append(text if version is None else {**text, "reward_version": version})
     return texts
 
 
 def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str, Any]]:
     """Return one line per response of a validation, for samples.jsonl."""
-    rollout, scores, limit = validation.whole.rollout, validation.scores, len(validation.rollout.prompts)
-    texts = read_texts(rollout, validation.whole.scores, tokenizer, limit)
+    conversations = validation.conversations
     return [
         {
-            "prompt_id": prompt.prompt_id,
+            "prompt_id": conversation[-1].prompt.prompt_id,
             "when": when,
             **text,
-            **_question(rollout.prompts[_rows(rollout, i)[0]]),
-            **_steps(scores, i),
-            "ended": bool(rollout.is_end[i]),
+            **_question(conversation[0].prompt),
+            **_steps(conversation),
+            "ended": conversation[-1].ended,
         }
-        for i, (prompt, text) in enumerate(zip(validation.rollout.prompts, texts, strict=True))
+        for conversation, text in zip(conversations, read_texts(conversations, tokenizer), strict=True)
     ]
 
 
-def _steps(scores: Scores, index: int) -> dict[str, list[float]]:
+def _steps(conversation: Conversation) -> dict[str, list[float]]:
     """Return the process rewards of one response, in its order."""
-    if scores.process is None or not scores.scored[index]:
+    score = conversation[-1].score
+    if score.steps is None or failure_of(conversation):
         return {}
-    return {"step_rewards": scores.process.rewards[index][scores.process.ends[index]].tolist()}
+    return {"step_rewards": score.steps[score.ends].tolist()}
 
 
-def _conversation(rollout: Rollout, scores: Scores, index: int) -> dict[str, Any]:
+def _turns(conversation: Conversation) -> dict[str, Any]:
     """Return the turns of a conversation with an environment, and how it ended.
 
     The policy's turns have the rewards that the environment gave, without `environment.weight`, and the critic's mean
     value of the states in which their tokens were sampled.
     """
-    if rollout.trajectories is None:
+    end = conversation[-1]
+    if end.turns is None:
         return {}
-    rows = [(i, rollout.trajectories[i]) for i in _rows(rollout, index)]
-    turns, seen = list[dict[str, Any]](), [rollout.prompts[rows[0][0]].metadata.get(MESSAGES_KEY, [])]
-    for i, row in rows:
-        whole = [*rollout.prompts[i].metadata.get(MESSAGES_KEY, ()), *row.messages[row.known :]]
+    messages, seen = list[dict[str, Any]](), [conversation[0].prompt.metadata.get(MESSAGES_KEY, [])]
+    for row in conversation:
+        whole = [*row.prompt.metadata.get(MESSAGES_KEY, ()), *row.messages[row.known :]]
         new = [len([*takewhile(bool, map(operator.eq, whole, earlier))]) for earlier in seen]
-        turns += whole[max(new) :]
+        messages += whole[max(new) :]
         seen.append(whole)
-    line: dict[str, Any] = {
-        "turns": turns,
-        "turn_rewards": [turn.reward for _, row in rows for turn in row.turns],
-    }
-    if scores.versions[index] >= 0:
-        line["turn_values"] = [
-            float(scores.values[i, turn.start - 1 : turn.end - 1].mean()) for i, row in rows for turn in row.turns
-        ]
-    return line | {name: text for name in ("truncated", "error") if (text := getattr(rows[-1][1], name))}
+    turns = [(row, turn) for row in conversation for turn in row.turns or ()]
+    line: dict[str, Any] = {"turns": messages, "turn_rewards": [turn.reward for _, turn in turns]}
+    values = [row.score.values[turn.start - 1 : turn.end - 1] for row, turn in turns if row.score.values is not None]
+    if values and len(values) == len(turns):
+        line["turn_values"] = [float(each.mean()) for each in values]
+    return line | {name: text for name in ("truncated", "error") if (text := getattr(end, name))}
 
 
-def _rows(rollout: Rollout, index: int) -> list[int]:
-    """Return the rows of a conversation in order; its own is the last."""
-    others = [] if rollout.owners is None else (rollout.owners == index).nonzero()[1:, 0].tolist()
-    return [*others, index]
+def training_texts(groups: Sequence[Group], batch: PPOBatch, tokenizer: Any, limit: int) -> list[dict[str, Any]]:
+    """Return the first conversations of a step as `read_texts` does; those with environments have their tokens, too.
 
-
-def training_texts(whole: ScoredRollout, batch: PPOBatch, tokenizer: Any, limit: int) -> list[dict[str, Any]]:
-    """Return the first rows of a step as `read_texts` does; conversations have their sampled tokens, too."""
-    texts = read_texts(whole.rollout, whole.scores, tokenizer, limit)
-    for index, text in enumerate(texts if whole.rollout.trajectories else ()):
-        text["turn_tokens"] = turn_tokens(whole.rollout, batch, tokenizer, index)
+    `batch` has the rows of `groups`.
+    """
+    conversations = conversations_of(groups)[:limit]
+    texts, first = read_texts(conversations, tokenizer), 0
+    for conversation, text in zip(conversations, texts, strict=True):
+        if conversation[-1].turns is not None:
+            text["turn_tokens"] = turn_tokens(conversation, batch, tokenizer, first)
+        first += len(conversation)
     return texts
 
 
-def turn_tokens(rollout: Rollout, batch: PPOBatch, tokenizer: Any, index: int) -> list[list[tuple[str, float, float]]]:
-    """Return the sampled tokens of a conversation by turn: text, the critic's value before it, 0 without, advantage."""
+def turn_tokens(
+    conversation: Conversation, batch: PPOBatch, tokenizer: Any, first: int
+) -> list[list[tuple[str, float, float]]]:
+    """Return the sampled tokens of a conversation by turn: text, the critic's value before it, 0 without, advantage.
+
+    `first`: the row of the batch with which the conversation begins.
+    """
     return [
         [
             (
-                tokenizer.decode([int(rollout.tokens[i, t])]),
+                tokenizer.decode([int(row.tokens[t])]),
                 *(float(each[i, t - 1]) for each in (batch.prev_values, batch.advantages)),
             )
             for t in range(turn.start, turn.end)
         ]
-        for i in _rows(rollout, index)
-        for turn in (rollout.trajectories or [])[i].turns
+        for i, row in enumerate(conversation, first)
+        for turn in row.turns or ()
     ]
 
 

@@ -1,4 +1,4 @@
-"""Scores rollouts: sends rows concurrently, without the rollout's padding, and marks failed rows as not scored."""
+"""Scores samples: sends their rows concurrently, and reads each answer into the samples themselves."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import itertools
 import logging
 import operator
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from rlhf_triton.actor.data.compute import each
-from rlhf_triton.actor.data.rollout import ProcessRewards, Prompt, Rollout, Scores, Trajectory, joined, text_places
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import Conversation, Sample, Score, sample_of, text_places
 from rlhf_triton.actor.scoring.environment import with_environment
 from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerprint
 from rlhf_triton.client.batching import halved
@@ -78,32 +78,6 @@ def row_metadata(
 BLOCK = 32  # tokens decoded at once
 
 
-def ends_on_tokens(
-    answer: Mapping[str, np.ndarray],
-    tokenizer: Any,
-    rows: Sequence[np.ndarray],
-    texts: Sequence[Sequence[int]],
-    firsts: Sequence[int],
-    shifts: Sequence[int],
-) -> dict[str, np.ndarray]:
-    """Return the response to sentences with `step_ends` as indices of the tokens that contain them.
-
-    Args:
-        rows: token rows int64 `[length_i]` that the responses were decoded from.
-        texts: indices of the tokens of each row whose text the sentence ends with.
-        firsts: index of the first response token of each row.
-        shifts: what to add to a character of each sentence to get the one of the decoded row.
-    """
-    ends = answer[STEP_ENDS].copy()
-    for i, (row, places, first, shift) in enumerate(zip(rows, texts, firsts, shifts, strict=True)):
-        counts = tokens_with((ends[i] + shift).clip(0).tolist(), tokenizer, row[places].tolist())
-        # At the end of the response, the tokens that are no text belong to the step.
-        at = [first, *places]
-        last = [row.size - 1 if count is None else max(first, at[count]) for count in counts]
-        ends[i] = np.where(ends[i] >= 0, last, ends[i])
-    return {**answer, STEP_ENDS: ends}
-
-
 def tokens_with(ends: Sequence[int], tokenizer: Any, ids: Sequence[int]) -> list[int | None]:
     """Return for each number of characters the smallest number of tokens with at least as many; None if it takes all.
 
@@ -126,33 +100,11 @@ def tokens_with(ends: Sequence[int], tokenizer: Any, ids: Sequence[int]) -> list
     return [None if end >= reached[-1] else least(end) for end in ends]
 
 
-def place_process_rewards(
-    rewards: ProcessRewards, chunk: slice, answer: Mapping[str, np.ndarray], weight: float
-) -> None:
-    """Write the process rewards of a response's rows to the rows `chunk` of `rewards`, times `weight`; 0: all are 0."""
-    found, ends = torch.tensor(answer[STEP_REWARDS]), torch.tensor(answer[STEP_ENDS])
-    found = found if weight else torch.zeros_like(found)  # whatever they are, they only chart
-    row, step = (ends >= 0).nonzero(as_tuple=True)
-    index = (row + chunk.start, ends[row, step])
-    rewards.rewards.index_put_(index, weight * found[row, step], accumulate=True)  # a token may end two steps
-    rewards.ends[index] = True
-
-
-def join_process_rewards(parts: Sequence[ProcessRewards], width: int) -> ProcessRewards:
-    """Concatenate rewards of several rollouts, padded to `width` tokens."""
-    return ProcessRewards(
-        joined([part.rewards for part in parts], width),
-        joined([part.ends for part in parts], width),
-        torch.cat([part.outcome for part in parts]),
-    )
-
-
 Answer = dict[str, np.ndarray] | str  # outputs, or the error message
-Part = tuple[Sequence[int], Answer]  # of consecutive rows
 
 
 class Scorer:
-    """Requests rewards and values of rollouts from the servers."""
+    """Requests rewards and values of samples from the servers."""
 
     def __init__(
         self,
@@ -166,7 +118,7 @@ class Scorer:
     ) -> None:
         """
         Args:
-            with_critic: request values as well; if False, values are 0 and their version is -1.
+            with_critic: request values as well.
             with_rewards: request rewards; if False, only environments give any.
             environment_weight: factor of the rewards that environments give.
         """
@@ -248,55 +200,70 @@ class Scorer:
                 "configuration, or choose grpo, rloo or reinforce++"
             ) from error
 
-    async def score(self, rollout: Rollout, group_size: int = 1, *, versions: VersionRange | None = None) -> Scores:
-        """Return rewards, values and the weights version of the values for every row.
+    async def score(
+        self, conversations: Sequence[Conversation], group_size: int = 1, *, versions: VersionRange | None = None
+    ) -> list[Conversation]:
+        """Return the conversations with rewards at their ends, and values with their version in all rows.
 
         Args:
-            group_size: number of consecutive rows that a groupwise reward function receives together.
+            group_size: number of consecutive conversations that a groupwise reward function receives together.
             versions: versions of the critic that may compute the values; None: any.
         """
-        count, unit = len(rollout.prompts), group_size if self.reward.groupwise else 1
-        step = max(1, self.rows_per_request // unit) * unit
-        chunks = [range(i, min(i + step, count)) for i in range(0, count, step)]
-        ask = functools.partial(self._ask, rollout, group_size, versions)
-        parts = await each(lambda chunk: halved(chunk, ask, str, unit=unit), chunks)
-        scores = await asyncio.to_thread(self._assembled, rollout, [*itertools.chain(*parts)])
-        return with_environment(rollout, scores, self.environment_weight)
+        ends = [conversation[-1] for conversation in conversations]
+        others = [row for conversation in conversations for row in conversation[:-1]]
+        unit = group_size if self.reward.groupwise else 1
+        size = max(1, self.rows_per_request // unit) * unit
+        ask = functools.partial(self._ask, group_size, versions)
+        chunks = [ends[i : i + size] for i in range(0, len(ends), size)]
+        scored, valued = await asyncio.gather(
+            each(lambda chunk: self._answered(chunk, ask, unit), chunks),
+            self.valued(others, versions) if self.has_critic else _without_values(others),
+        )
+        found, more = itertools.chain(*scored), iter(valued)
+        whole = [(*(next(more) for _ in conversation[:-1]), next(found)) for conversation in conversations]
+        return [with_environment(conversation, self.environment_weight) for conversation in whole]
 
-    async def values(self, rollout: Rollout, versions: VersionRange | None = None) -> Scores:
-        """Return values, of these versions, without running the reward model; all rewards are 0."""
-        ask = functools.partial(self._values, rollout, versions)
-        parts = await each(lambda row: halved([row], ask, str), range(len(rollout.prompts)))
-        return await asyncio.to_thread(_assemble, rollout, [*itertools.chain(*parts)], ServedModel())
+    async def valued(self, rows: Sequence[Sample], versions: VersionRange | None = None) -> list[Sample]:
+        """Return the samples with values, of these versions, and nothing else: the reward model is not asked."""
+        ask = functools.partial(self._values, versions)
+        reward = ServedModel()
+        return [*itertools.chain(*await each(lambda row: self._answered([row], ask, reward=reward), rows))]
 
     async def prompt_values(self, prompts: Sequence[Prompt], versions: VersionRange | None) -> np.ndarray:
         """Return the critic's value after each prompt, float32 `[n]`: its predicted score, NaN if unavailable."""
-        rows = [torch.from_numpy(prompt.tokens) for prompt in prompts]
-        lengths = torch.tensor([len(row) for row in rows])
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        scores = await self.values(Rollout([*prompts], tokens, lengths, lengths, lengths > 0), versions)
-        values = scores.values[torch.arange(len(rows)), lengths - 1]
-        return values.where(scores.versions >= 0, torch.nan).numpy()
+        rows = [sample_of(prompt, [], None, ended=True) for prompt in prompts]
+        values = [row.score.values for row in await self.valued(rows, versions)]
+        return np.array([np.nan if each is None else each[-1] for each in values], np.float32)
 
-    async def _values(
-        self, rollout: Rollout, versions: VersionRange | None, chunk: Sequence[int]
-    ) -> dict[str, np.ndarray]:
-        rows = rollout.rows(_slice(chunk))
-        return await self._client.score(rows, (VALUES, WEIGHTS_VERSION), versions=versions)
+    async def _answered(
+        self,
+        rows: Sequence[Sample],
+        ask: Callable[[Sequence[Sample]], Awaitable[dict[str, np.ndarray]]],
+        unit: int = 1,
+        *,
+        reward: ServedModel | None = None,
+    ) -> list[Sample]:
+        """Return the samples with the answers to `ask`; those without one have its error as their failure."""
+        parts = await halved(rows, ask, str, unit=unit)
+        read = functools.partial(self._read, reward or self.reward)
+        return [*itertools.chain(*[await asyncio.to_thread(read, part, answer) for part, answer in parts])]
+
+    async def _values(self, versions: VersionRange | None, rows: Sequence[Sample]) -> dict[str, np.ndarray]:
+        return await self._client.score([row.tokens for row in rows], (VALUES, WEIGHTS_VERSION), versions=versions)
 
     async def _ask(
-        self, rollout: Rollout, group_size: int, versions: VersionRange | None, chunk: Sequence[int]
+        self, group_size: int, versions: VersionRange | None, samples: Sequence[Sample]
     ) -> dict[str, np.ndarray]:
         if not self._has_rewards:
-            return await self._values(rollout, versions, chunk) if self.has_critic else {}
-        rows, wanted = rollout.rows(_slice(chunk)), self.reward.reward_outputs
+            return await self._values(versions, samples) if self.has_critic else {}
+        rows, wanted = [sample.tokens for sample in samples], self.reward.reward_outputs
         metadata = texts = pairs = None
         if self.reward.components or self.sends_sentences:
-            metadata, texts, pairs = await asyncio.to_thread(self._texts, rollout, chunk, group_size)
+            metadata, texts, pairs = await asyncio.to_thread(self._texts, samples, group_size)
         more: dict[str, Any] = {}
         if self.reward.granularity is not None:
             wanted = (*wanted, STEP_REWARDS, STEP_ENDS)
-            more = {"prompt_lengths": rollout.prompt_lengths[_slice(chunk)].tolist()}
+            more = {"prompt_lengths": [len(sample.prompt.tokens) for sample in samples]}
         if texts is None and self.has_critic:
             outputs = (*wanted, VALUES, WEIGHTS_VERSION)
             return await self._client.score(rows, outputs, metadata, **more, versions=versions)
@@ -305,20 +272,20 @@ class Scorer:
         rewards = self._client.score_sentences(texts, wanted, metadata, pairs=pairs)
         if not self.has_critic:
             return await rewards
-        values, answer = await asyncio.gather(self._values(rollout, versions, chunk), rewards)
+        values, answer = await asyncio.gather(self._values(versions, samples), rewards)
         return {**values, **answer}
 
     def _texts(
-        self, rollout: Rollout, chunk: Sequence[int], group_size: int
+        self, samples: Sequence[Sample], group_size: int
     ) -> tuple[list[dict[str, Any]], list[str] | None, list[str] | None]:
         """Return the metadata of rows and, if they are sent as texts, their sentences, or both texts of each pair.
 
         Of a chat, a sentence is only the response, because the messages are sent as metadata.
         """
-        said = [self._said(rollout, i) for i in chunk]
+        said = [self._said(sample) for sample in samples]
         metadata = [
             row_metadata(self.reward, prompt, response, i // group_size, reply)
-            for i, (prompt, response, reply) in zip(chunk, said, strict=True)
+            for i, (prompt, response, reply) in enumerate(said)
         ]
         if not self.sends_sentences:
             return metadata, None, None
@@ -328,53 +295,99 @@ class Scorer:
             return metadata, prompts, responses
         return metadata, [*map(operator.add, prompts, responses)], None
 
-    def _assembled(self, rollout: Rollout, parts: list[Part]) -> Scores:
-        if self.sends_sentences and self.reward.granularity is not None:
-            parts = [(chunk, self._on_tokens(rollout, chunk, answer)) for chunk, answer in parts]
-        return _assemble(rollout, parts, self.reward)
-
-    def _on_tokens(self, rollout: Rollout, chunk: Sequence[int], answer: Answer) -> Answer:
+    def _read(self, reward: ServedModel, rows: Sequence[Sample], answer: Answer) -> list[Sample]:
+        """Return the samples with what the server answered for them, in the rows of the answer."""
         if isinstance(answer, str):
-            return answer
-        rows, firsts = rollout.rows(_slice(chunk)), [self._reply_start(rollout, i) for i in chunk]
-        texts, shifts = [text_places(rollout, i, self._tokenizer) for i in chunk], [0] * len(rows)
-        for i, (index, row, first) in enumerate(zip(chunk, rows, firsts, strict=True)):
-            if self._is_chat(rollout, index):
-                texts[i] = [place for place in texts[i] if place >= first]
-            else:
-                shifts[i] = len(self._decoded(row[:first].tolist())) - len(rollout.prompts[index].text)
-        return ends_on_tokens(answer, self._tokenizer, rows, texts, firsts, shifts)
+            return [dataclasses.replace(row, score=Score(failure=answer)) for row in rows]
+        causes = [""] * len(rows)
+        if reward.components:
+            causes = sentence_texts(answer[REWARD_ERRORS])
+        version = _one_version(answer[WEIGHTS_VERSION], len(rows)) if VALUES in answer else -1
+        reward_version = _one_version(answer[REWARD_VERSION], len(rows)) if reward.is_live else None
+        found = []
+        for i, (row, cause) in enumerate(zip(rows, causes, strict=True)):
+            size, score = len(row.tokens), Score(version=version, reward_version=reward_version)
+            if REWARDS in answer:
+                total = float(answer[REWARDS][i, 0])
+                score = dataclasses.replace(score, reward=total, outcome=total)
+            if reward.components:
+                components = answer[REWARD_COMPONENTS][i]
+                by_name = dict(zip(reward.components, components.tolist(), strict=True))
+                score = dataclasses.replace(score, components=by_name)
+            if VALUES in answer:
+                score = dataclasses.replace(score, values=np.array(answer[VALUES][i, :size], np.float32))
+            if reward.granularity is not None and REWARDS in answer:
+                score = self._with_steps(row, score, reward, answer[STEP_REWARDS][i], answer[STEP_ENDS][i])
+            given = [array for array in (np.array(score.reward), score.values, score.steps) if array is not None]
+            if not all(np.isfinite(array).all() for array in given):
+                what = ", or there are no steps" if reward.granularity is not None else ""
+                score = dataclasses.replace(score, failure=cause or f"the reward or the values are not finite{what}")
+            found.append(dataclasses.replace(row, score=score))
+        return found
+
+    def _with_steps(
+        self, row: Sample, score: Score, reward: ServedModel, rewards: np.ndarray, ends: np.ndarray
+    ) -> Score:
+        """Return the score with the process rewards of a row, each at the last sampled token of its step.
+
+        Args:
+            rewards: float32 `[steps]`; those without an end are padding.
+            ends: int32 `[steps]`, the last token of each step, or character if texts were sent; below 0: padding.
+        """
+        rewards, ends = rewards[ends >= 0], ends[ends >= 0]
+        if self.sends_sentences:
+            ends = self._ends_on_tokens(row, ends)
+        # Text of an environment may be part of a step, or one: the policy did not choose its tokens.
+        before = np.maximum.accumulate(np.where(row.sampled, np.arange(len(row.tokens)), -1))
+        places = np.where(before[ends] < 0, row.sampled.argmax(), before[ends])
+        steps, given = np.zeros(len(row.tokens), np.float32), np.zeros(len(row.tokens), np.bool_)
+        if reward.model_weight:  # otherwise, whatever they are, they only chart
+            np.add.at(steps, places, np.float32(reward.model_weight) * rewards)  # a token may end two steps
+        given[places] = True
+        outcome = sum(
+            weight * value
+            for weight, (name, value) in zip(reward.weights, score.components.items(), strict=True)
+            if name != MODEL_TERM and np.isfinite(value)
+        )
+        return dataclasses.replace(score, steps=steps, ends=given, outcome=outcome)
+
+    def _ends_on_tokens(self, sample: Sample, ends: np.ndarray) -> np.ndarray:
+        """Return the indices of the tokens that contain these characters of the sentence that was sent."""
+        first, row = self._reply_start(sample), sample.tokens
+        places, shift = text_places(sample, self._tokenizer), 0
+        if self._is_chat(sample):
+            places = [place for place in places if place >= first]
+        else:
+            shift = len(self._decoded(row[:first].tolist())) - len(sample.prompt.text)
+        counts = tokens_with((ends + shift).clip(0).tolist(), self._tokenizer, row[places].tolist())
+        # At the end of the response, the tokens that are no text belong to the step.
+        at = [first, *places]
+        return np.array([len(row) - 1 if count is None else max(first, at[count]) for count in counts], np.int64)
 
     @staticmethod
-    def _is_chat(rollout: Rollout, index: int) -> bool:
-        return MESSAGES_KEY in rollout.prompts[index].metadata
+    def _is_chat(sample: Sample) -> bool:
+        return MESSAGES_KEY in sample.prompt.metadata
 
-    def _conversation(self, rollout: Rollout, index: int) -> Trajectory | None:
-        """Return the trajectory of a chat with an environment in which the policy has said something, or None."""
-        found = rollout.trajectories[index] if rollout.trajectories and self._is_chat(rollout, index) else None
-        return found if found is not None and found.turns else None
+    def _reply_start(self, sample: Sample) -> int:
+        """Return where the response begins in its row; in a chat with an environment, the policy's last message."""
+        if sample.turns and self._is_chat(sample):
+            return sample.turns[-1].start
+        return len(sample.prompt.tokens)
 
-    def _reply_start(self, rollout: Rollout, index: int) -> int:
-        """Return where the response begins in its row; of a conversation, the policy's last message."""
-        conversation = self._conversation(rollout, index)
-        return int(rollout.prompt_lengths[index]) if conversation is None else conversation.turns[-1].start
-
-    def _said(self, rollout: Rollout, index: int) -> tuple[Prompt, str, Sequence[Mapping[str, Any]]]:
+    def _said(self, sample: Sample) -> tuple[Prompt, str, Sequence[Mapping[str, Any]]]:
         """Return prompt and response, and the messages of a conversation from the policy's first one on.
 
         A text and its response are one text without a gap. Of a conversation, the response is the policy's last
         message, and the prompt has all those before it.
         """
-        prompt, start = rollout.prompts[index], self._reply_start(rollout, index)
-        conversation = self._conversation(rollout, index)
-        row = rollout.tokens[index, : int(rollout.lengths[index])].tolist()
-        if conversation is None:
-            ids = [row[place] for place in text_places(rollout, index, self._tokenizer)]
-            before, whole = ("", "") if self._is_chat(rollout, index) else map(self._decoded, (row[:start], ids))
+        prompt, start, row = sample.prompt, self._reply_start(sample), sample.tokens.tolist()
+        if not (sample.turns and self._is_chat(sample)):
+            ids = [row[place] for place in text_places(sample, self._tokenizer)]
+            before, whole = ("", "") if self._is_chat(sample) else map(self._decoded, (row[:start], ids))
             is_continued = whole.startswith(before) and before
             return prompt, whole[len(before) :] if is_continued else self._decoded(ids[start:]), ()
-        reply, last = conversation.messages, last_reply(conversation.messages)
-        shown = {**prompt.metadata, MESSAGES_KEY: [*prompt.metadata[MESSAGES_KEY], *reply[conversation.known : last]]}
+        reply, last = sample.messages, last_reply(sample.messages)
+        shown = {**prompt.metadata, MESSAGES_KEY: [*prompt.metadata[MESSAGES_KEY], *reply[sample.known : last]]}
         text = self._decoded(row[:start])
         return dataclasses.replace(prompt, text=text, metadata=shown), reply[last]["content"], reply
 
@@ -382,51 +395,8 @@ class Scorer:
         return str(self._tokenizer.decode([*ids], skip_special_tokens=False))
 
 
-def _slice(chunk: Sequence[int]) -> slice:
-    return slice(chunk[0], chunk[-1] + 1)
-
-
-def _assemble(rollout: Rollout, parts: list[Part], reward: ServedModel) -> Scores:
-    count, width = rollout.tokens.shape
-    rewards, values = torch.zeros(count), torch.zeros(count, width)
-    versions, scored = torch.full((count,), -1, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
-    components = torch.full((count, len(reward.components)), torch.nan)
-    reward_versions = torch.full((count,), -1, dtype=torch.int64) if reward.is_live else None
-    nothing = ProcessRewards(torch.zeros(count, width), torch.zeros(count, width, dtype=torch.bool), torch.zeros(count))
-    steps = None if reward.granularity is None else nothing
-    failures, num_explained = [], 0
-    for indices, answer in parts:
-        if isinstance(answer, str):
-            failures.append(answer)
-            continue
-        chunk = _slice(indices)
-        if REWARDS in answer:
-            rewards[chunk] = torch.tensor(answer[REWARDS][:, 0])
-        if steps is not None and REWARDS in answer:
-            place_process_rewards(steps, chunk, answer, reward.model_weight)
-        if reward.components:
-            components[chunk] = torch.tensor(answer[REWARD_COMPONENTS])
-            causes = [cause for cause in sentence_texts(answer[REWARD_ERRORS]) if cause]
-            failures += causes
-            num_explained += len(causes)
-        if VALUES in answer:
-            values[chunk, : answer[VALUES].shape[1]] = torch.tensor(answer[VALUES])
-            versions[chunk] = _one_version(answer[WEIGHTS_VERSION], len(indices))
-        if reward_versions is not None:
-            reward_versions[chunk] = _one_version(answer[REWARD_VERSION], len(indices))
-        scored[chunk] = True
-    # Rows whose reward failed are not finite either, but `reward_errors` has explained them already.
-    finite = torch.isfinite(rewards) & torch.isfinite(values).all(-1)
-    if steps is not None:
-        others = [0.0 if name == MODEL_TERM else w for name, w in zip(reward.components, reward.weights, strict=True)]
-        steps = dataclasses.replace(steps, outcome=components.nan_to_num() @ torch.tensor(others))
-        finite &= torch.isfinite(steps.rewards).all(-1)
-    if int((~finite).sum()) > num_explained:
-        what = "rewards or values that are not finite" + (", or no steps" if steps is not None else "")
-        failures.append(f"{int((~finite).sum()) - num_explained} rows have {what}")
-    rewards, values = torch.where(finite, rewards, 0.0), torch.where(finite[:, None], values, 0.0)
-    by_name = dict(zip(reward.components, components.unbind(-1), strict=True))
-    return Scores(rewards, values, versions, scored & finite, sorted(set(failures)), by_name, reward_versions, steps)
+async def _without_values(rows: Sequence[Sample]) -> list[Sample]:
+    return [dataclasses.replace(row, score=Score()) for row in rows]
 
 
 def _one_version(versions: np.ndarray, rows: int) -> int:
@@ -434,19 +404,3 @@ def _one_version(versions: np.ndarray, rows: int) -> int:
     assert versions.shape == (rows, 1), f"the versions of {rows} rows have the shape {versions.shape}"
     assert (versions == versions[0]).all(), f"one request was scored by the versions {sorted(set(versions.flat))}"
     return int(versions[0, 0])
-
-
-def join_scores(parts: list[Scores], width: int) -> Scores:
-    """Concatenate scores of several rollouts, with values padded to `width` tokens."""
-    reward_versions = [part.reward_versions for part in parts if part.reward_versions is not None]
-    steps = [part.process for part in parts if part.process is not None]
-    return Scores(
-        torch.cat([part.rewards for part in parts]),
-        joined([part.values for part in parts], width),
-        torch.cat([part.versions for part in parts]),
-        torch.cat([part.scored for part in parts]),
-        sorted({failure for part in parts for failure in part.failures}),
-        {name: torch.cat([part.components[name] for part in parts]) for name in parts[0].components},
-        torch.cat(reward_versions) if reward_versions else None,
-        join_process_rewards(steps, width) if steps else None,
-    )

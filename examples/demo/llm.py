@@ -238,9 +238,8 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRec
     prompts = [prompt for epoch in epochs for prompt in random.Random(seed + epoch).sample(known, len(known))][:number]
     texts, start = [], time.monotonic()
     for done in range(0, number, recipe.batch):
-        rollout = policy.generate(prompts[done : done + recipe.batch], seed=seed + done)
-        for row, length in zip(rollout.rows(), rollout.prompt_lengths.tolist(), strict=True):
-            texts += _pieces(policy.tokenizer, row[length:].tolist(), recipe.new_tokens)
+        for (sample,) in policy.generate(prompts[done : done + recipe.batch], seed=seed + done):
+            texts += _pieces(policy.tokenizer, sample.tokens[sample.sampled].tolist(), recipe.new_tokens)
         share, seconds = min(1.0, (done + recipe.batch) / number), time.monotonic() - start
         log(f"sampling replies: {share:4.0%}  {seconds:.0f} s, {seconds / share - seconds:.0f} s to go")
     return texts

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rlhf_triton.actor.data.rollout import PPOBatch, ProcessRewards, Prompt, Rollout, ScoredRollout, Scores
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms import stages
@@ -22,7 +23,6 @@ from rlhf_triton.actor.algorithms.batch import (
 from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 from rlhf_triton.actor.algorithms.losses import importance_factors
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
-from rlhf_triton.actor.data.rollout import PPOBatch, ProcessRewards, Prompt, Rollout, ScoredRollout, Scores
 from rlhf_triton.actor.run.validation import explained
 from rlhf_triton.config import RunConfig
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS

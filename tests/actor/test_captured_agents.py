@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_triton.actor.data.rollout import join_rollouts
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
-from rlhf_triton.actor.data.rollout import join_rollouts
 from rlhf_triton.actor.generation.conversations import ROW_STEP
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, Response, Rules

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from live_system import TEXTS
+from rlhf_triton.actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, join_rollouts
 from tiny_tokenizers import make_text_tokenizer
 from tokenizers import AddedToken
 
@@ -34,7 +35,6 @@ from rlhf_triton.actor.capture.dialects import Asked, reply_to
 from rlhf_triton.actor.capture.sessions import Sampled, Sampling
 from rlhf_triton.actor.data.chat import ASKED, Chat, HistoryChanged, TemplateError, tool_calls
 from rlhf_triton.actor.data.recorded import SampledTurn
-from rlhf_triton.actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, join_rollouts
 from rlhf_triton.actor.generation import conversations
 from rlhf_triton.actor.generation.conversations import ROW_STEP, Agent, Talks, seed_of
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws

@@ -11,11 +11,11 @@ import pytest
 import torch
 from live_system import make_tokenizer
 from policy_training import load_checkpoint, states
+from rlhf_triton.actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms import batch as batches
 from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import RewardsSection

@@ -19,11 +19,11 @@ import pytest
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from live_system import Checkpoints, make_run
+from rlhf_triton.actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, Trajectory
 from safetensors.torch import load_file, save_file
 
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, Trajectory
 from rlhf_triton.actor.policy.checkpoint import RunState, critic_steps, saved_steps
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import ActorMetrics, MetricsLog, Trackers

@@ -19,14 +19,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_system import TEXTS, Checkpoints, make_run
-from tiny_tokenizers import PLAIN_CHAT, make_text_tokenizer
-from tokenizers import AddedToken
-
-from rlhf_triton.actor.algorithms.batch import rollout_metrics, text_metrics
-from rlhf_triton.actor.data.chat import Chat
-from rlhf_triton.actor.data.prompt_files import PromptError, PromptRow
-from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns
-from rlhf_triton.actor.data.recorded import RecordedRow
 from rlhf_triton.actor.data.rollout import (
     ProcessRewards,
     Prompt,
@@ -37,10 +29,18 @@ from rlhf_triton.actor.data.rollout import (
     Trajectory,
     join_rollouts,
 )
+from rlhf_triton.actor.scoring.stream import RowStream
+from tiny_tokenizers import PLAIN_CHAT, make_text_tokenizer
+from tokenizers import AddedToken
+
+from rlhf_triton.actor.algorithms.batch import rollout_metrics, text_metrics
+from rlhf_triton.actor.data.chat import Chat
+from rlhf_triton.actor.data.prompt_files import PromptError, PromptRow
+from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns
+from rlhf_triton.actor.data.recorded import RecordedRow
 from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.scoring.reference import ROUNDS, only_known, with_one_version
 from rlhf_triton.actor.scoring.scorer import BLOCK, Scorer, join_scores, row_metadata, tokens_with
-from rlhf_triton.actor.scoring.stream import RowStream
 from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
 from rlhf_triton.client.errors import RequestFailed, RequestRefused
 from rlhf_triton.client.retry import RequestCounters

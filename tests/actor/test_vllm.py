@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_vllm import FakeVllm
+from rlhf_triton.actor.data.rollout import Prompt
 from safetensors.numpy import load_file
 from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
-from rlhf_triton.actor.data.rollout import Prompt
 from rlhf_triton.actor.generation.conversations import Agent
 from rlhf_triton.actor.generation.slots import Response
 from rlhf_triton.actor.vllm import connection

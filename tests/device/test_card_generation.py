@@ -12,6 +12,7 @@ import pytest
 import simcuda
 import torch
 from live_system import make_tokenizer
+from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from simulated_cuda.device import memory_limit
 from simulated_cuda.streams import Stream
 from simulated_cuda.threads import recorded_launches
@@ -21,7 +22,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rlhf_triton.actor.data.compute import in_a_thread_of
-from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from rlhf_triton.actor.generation.slots import Decoder
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.policies import _sample

@@ -16,11 +16,11 @@ import torch
 import triton_python_backend_utils as stub
 from live_system import make_tokenizer
 from recorded_run import RecordedRun
+from rlhf_triton.actor.data.rollout import PPOBatch
 from served_model import served_model
 from simulated_cuda.device import TOTAL_MEMORY, memory_limit, set_limit
 from tiny_checkpoints import save_tiny
 
-from rlhf_triton.actor.data.rollout import PPOBatch
 from rlhf_triton.config import RunConfig
 from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models.card import Halving, OutOfMemory, card_bytes, on_rank

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer
+from rlhf_triton.actor.data.rollout import PPOBatch
 from safetensors.torch import load_file
 from simulated_cuda.threads import recorded_launches
 from simulated_cuda.trace import Trace
@@ -17,7 +18,6 @@ from tiny_checkpoints import VOCAB, save_tiny
 from torch import Tensor, nn
 
 from rlhf_triton.actor.algorithms.method import Method
-from rlhf_triton.actor.data.rollout import PPOBatch
 from rlhf_triton.actor.generation.cache import shared_passes
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run import policies

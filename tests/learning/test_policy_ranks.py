@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from live_system import TEXTS, make_tokenizer
+from rlhf_triton.actor.data.rollout import PPOBatch, Prompt, Rollout
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import make_text_tokenizer
 from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.algorithms.method import Method
-from rlhf_triton.actor.data.rollout import PPOBatch, Prompt, Rollout
 from rlhf_triton.actor.policy import policy as policy_module
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer, scoring_inputs
+from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from safetensors.torch import load_file
 from served_model import served_model
 from tiny_checkpoints import POSITIONS, save_tiny
@@ -17,7 +18,6 @@ from triton_python_backend_utils import Request
 
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import PromptReader, read_prompts
-from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import ActorSection, RunConfig

@@ -43,6 +43,7 @@ from live_system import (
     scoring_inputs,
     start_system,
 )
+from rlhf_triton.actor.data.rollout import Prompt, Rollout, Scores
 from settled import settled_statistics
 from tiny_checkpoints import save_tiny
 from tiny_models import tiny_server
@@ -53,7 +54,6 @@ from benchmarks.processes import free_ports
 from examples.demo.pretrained import SMOLLM2, fetch, save_smollm2
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import check_columns
-from rlhf_triton.actor.data.rollout import Prompt, Rollout, Scores
 from rlhf_triton.actor.scoring.scorer import Scorer, row_metadata
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.client.client import TritonClient

@@ -45,11 +45,11 @@ from live_system import (
     training_inputs,
     wait_for,
 )
+from rlhf_triton.actor.data.rollout import Prompt, ReferenceLogprobs, Rollout
 from settled import settled_statistics
 from span_collector import Collector, collector
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_triton.actor.data.rollout import Prompt, ReferenceLogprobs, Rollout
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.client.client import TritonClient

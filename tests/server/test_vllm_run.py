@@ -25,13 +25,13 @@ import reward_functions
 import torch
 import yaml
 from fake_reward import Caller
+from rlhf_triton.actor.data.rollout import Prompt
 from scripted_policy import scripted_gateway
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.processes import SERVED
 from benchmarks.workload import random_llama, word_tokenizer
 from rlhf_triton.actor.capture.vllm import VllmSampler
-from rlhf_triton.actor.data.rollout import Prompt
 from rlhf_triton.actor.generation.conversations import Agent
 from rlhf_triton.actor.generation.engine import Generation
 from rlhf_triton.actor.policy.policy import Policy

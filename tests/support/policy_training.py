@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from rlhf_triton.actor.data.rollout import PPOBatch, Rollout
 
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.data.rollout import PPOBatch, Rollout
 from rlhf_triton.actor.policy.checkpoint import RunState, check_checkpoint_of, restore
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate

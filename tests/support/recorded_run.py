@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from live_system import make_tokenizer
+from rlhf_triton.actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, Trajectory
 from safetensors.torch import save_file
 
 from rlhf_triton.actor.algorithms.batch import make_batch
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, Trajectory
 from rlhf_triton.actor.policy.checkpoint import RunState
 from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.settings import SETTINGS_FILE

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rlhf_triton.actor.data.rollout import Prompt
 from tiny_checkpoints import VOCAB, save_tiny
 
 from benchmarks.workload import word_tokenizer
-from rlhf_triton.actor.data.rollout import Prompt
 from rlhf_triton.actor.generation.slots import Response
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration

@@ -23,10 +23,10 @@ from matplotlib.figure import Figure
 from recorded_run import RecordedRun
 from rich.cells import cell_len
 from rich.console import Console
+from rlhf_triton.actor.data.rollout import Trajectory
 from synthetic_run import EVIL, write_run
 
 from rlhf_triton.actor.data.recorded import SampledTurn
-from rlhf_triton.actor.data.rollout import Trajectory
 from rlhf_triton.config import RunConfig
 from rlhf_triton.store.jsonl import NewLines, read_jsonl
 from rlhf_triton.store.run_lock import only_actor, only_run

@@ -1,0 +1,39 @@
+"""The batch of one training step: samples, padded on the right.
+
+`B`: number of samples. `S`: tokens of the longest one. Position t of a tensor `[B, S-1]` belongs to token t+1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PPOBatch:
+    """The batch that policy and critic train on."""
+
+    tokens: Tensor  # int64 [B, S], a sample each
+    lengths: Tensor  # int64 [B]
+    mask: Tensor  # float32 [B, S-1], 1 where a response token of a scored row is predicted
+    policy_weights: Tensor  # float32 [B, S-1], weight of each token in the loss's means; 0 outside the mask
+    logprobs: Tensor | None  # float32 [B, S-1], old log-probs; None if not needed because the ratio is 1
+    ref_logprobs: Tensor | None  # float32 [B, S-1]; None if no KL is used or measured
+    advantages: Tensor  # float32 [B, S-1], 0 outside the tokens that the policy learns from
+    returns: Tensor  # float32 [B, S-1]
+    prev_values: Tensor  # float32 [B, S-1]
+    kl: Tensor | None  # float32 [B, S-1], KL estimate per token, not multiplied by kl_coef; None if not measured
+    rewards_to_go: Tensor | None = None  # float32 [B, S-1], Monte-Carlo returns; None without a critic
+    importance: Tensor | None = None  # float32 [B, S-1], factor of each token's policy loss; None: 1
+    groups: Tensor | None = None  # int64 [B], equal for responses to the same prompt; None: all different
+    versions: Tensor | None = None  # int64 [B], version of the critic that scored the row; None or -1 without a critic
+    positive: Tensor | None = None  # bool [B], positive scores; None unless their likelihood is in the loss
+    sampled_logprobs: Tensor | None = None  # float32 [B, S-1], of the engine that sampled, for importance factors
+    conversations: Tensor | None = None  # int64 [B], equal for the rows of a conversation; None: all different
+
+    def first(self, rows: int, width: int) -> PPOBatch:
+        """Return the first rows, and of these the first `width` tokens."""
+        found = {name: tensor[:rows] for name, tensor in vars(self).items() if tensor is not None}
+        wide = {name: tensor for name, tensor in found.items() if tensor.ndim == 2}
+        return replace(self, **found | {name: each[:, : width - (name != "tokens")] for name, each in wide.items()})
