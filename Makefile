@@ -31,7 +31,8 @@ test: $(INSTALLED)
 test-all: $(INSTALLED_RLVR) test-device
 	$(PYTEST) -n 2 --dist worksteal
 
-# The code for GPUs on simulated cards (tests/support/simulated_cuda)). Needs g++.
+# tests/device, and the tests that take a path of their own on a card, on simulated cards (tests/support/simulated_cuda).
+# Needs g++.
 test-device: $(INSTALLED)
 	PYTHONPATH=tests/support $(BIN)/python -m simulated_cuda.build
 	PYTHONPATH=$(CURDIR)/tests/support/simulated_cuda/startup:$(CURDIR)/tests/support \

@@ -29,6 +29,7 @@ from benchmarks.workload import SIZES, make_checkpoint, make_trace, noise_payloa
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import padded, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.config import RunConfig
@@ -392,17 +393,17 @@ def ppo_step(job: Job) -> Found:
         return result
 
     for _ in range(2):
-        rollout = phase("generation", policy.generate, prompts, seed=0)
-        rows = rollout.rows()
+        samples = rows_of(phase("generation", policy.generate, prompts, seed=0))
+        rows = [sample.tokens for sample in samples]
         phase("rewards", reward.score, rows)
         phase("values", critic_update.critic.values, rows)
-        phase("log-probs", policy.logprobs, rollout)
-        phase("log-probs of the reference", policy.logprobs, rollout, reference=True)
+        phase("log-probs", policy.logprobs, samples)
+        phase("log-probs of the reference", policy.logprobs, samples, reference=True)
         report = phase("critic's update", critic_update.train, noise_payload(rows), lambda _: None)
-        batch = batch_of(rollout.tokens, rollout.lengths)
+        batch = batch_of(padded(rows), torch.tensor([len(row) for row in rows]))
         metrics = phase("policy's update", policy_update.run, batch, seed=0, kl_coef=0.0)
     yield from found.values()
-    tokens, new = int(rollout.lengths.sum()), int((rollout.lengths - rollout.prompt_lengths).sum())
+    tokens, new = sum(map(len, rows)), sum(int(sample.sampled.sum()) for sample in samples)
     whole = sum(target.value or 0.0 for target in found.values())
     yield Target("all of them, s", whole, detail=f"{num_rows} rows, {tokens} tokens, {new} of them generated")
     yield Target("decoding, tokens/s", new / (found["generation"].value or 1.0), detail=f"{num_rows} responses at once")

@@ -28,6 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:CUDA reports")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of other folders that take no path of their own on a card."""
+    given = list(items)
+    items[:] = [item for item in given if item.path.parent.name == "device" or item.get_closest_marker("device")]
+    config.hook.pytest_deselected(items=[item for item in given if item not in items])
+
+
 def pytest_runtest_setup() -> None:
     import torch
 

@@ -24,11 +24,9 @@ std::unordered_set<std::string> own_checks;
 thread_local c10::DeviceIndex current_card = 0;
 
 namespace {
-constexpr int kIllegalAddress = 700;  // cudaErrorIllegalAddress
 thread_local c10::StreamId current_stream[kMostCards] = {};
 std::atomic<c10::StreamId> num_streams{0};
 std::atomic<int64_t> allocated[kMostCards], peak[kMostCards], limit[kMostCards], kernels[kMostCards];
-std::atomic<bool> is_broken[kMostCards];
 
 // Kernels by (thread, its current card, the card they ran on), while somebody records them.
 std::atomic<bool> is_recording{false};
@@ -193,9 +191,6 @@ c10::Allocator* card_memory() { return &memory; }
 void launch(c10::Device device) {
   const int card = device.index();
   kernels[card]++;
-  if (is_broken[card])
-    throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, kIllegalAddress,
-                                "CUDA error: an illegal memory access was encountered (simulated)");
   if (!is_recording) return;
   std::lock_guard<std::mutex> guard(launches_lock);
   launches[{syscall(SYS_gettid), current_card, card}]++;
@@ -273,7 +268,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_strict", [](bool on) { strict = on; });
   module.def("set_limit", [](int card, int64_t bytes) { limit[card] = bytes; });
   module.def("limit", [](int card) { return limit[card].load(); });
-  module.def("set_broken", [](int card, bool broken) { is_broken[card] = broken; });
   module.def("allocated", [](int card) { return allocated[card].load(); });
   module.def("peak", [](int card) { return peak[card].load(); });
   module.def("reset_peak", [](int card) { peak[card] = allocated[card].load(); });

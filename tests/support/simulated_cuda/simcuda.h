@@ -16,7 +16,7 @@ extern thread_local c10::DeviceIndex current_card;       // as cudaSetDevice: ea
 
 c10::Allocator* card_memory();
 
-// Counts one kernel on `device`; raises AcceleratorError if its context is broken.
+// Counts one kernel on `device`.
 void launch(c10::Device device);
 
 // The device with its index; without one: the current card.
