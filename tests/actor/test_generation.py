@@ -16,16 +16,11 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-<<<<<<< ours
-from rlhf_triton.actor.generation import cache, engine, slots
-=======
 from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from rlhf_triton.actor.generation import cache, slots
->>>>>>> theirs
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, Prompts, Response, Rules, draw

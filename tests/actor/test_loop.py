@@ -26,19 +26,14 @@ import pytest
 import torch
 from accelerate.tracking import MLflowTracker
 from live_system import TEXTS, Checkpoints, make_run, validations_of
-<<<<<<< ours
-from rlhf_triton.actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
-from test_recorder import TinyPolicy
-from tiny_tokenizers import make_text_tokenizer, save_chat_policy
-=======
 from tiny_tokenizers import save_chat_policy
->>>>>>> theirs
 
 import rlhf_triton.actor.loop
 from rlhf_triton.actor.algorithms import batch as batches
 from rlhf_triton.actor.algorithms.batch import RewardsFailed
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompts import chances, preferred
+from rlhf_triton.actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
 from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.policy.checkpoint import saved_steps
 from rlhf_triton.actor.policy.policy import Policy

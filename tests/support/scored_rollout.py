@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from rlhf_triton.actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
 
 from rlhf_triton.actor.algorithms import batch as batches
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
 from tests.support.settings import actor_section
 
 PROMPT_LENGTHS, LENGTHS, WIDTH = [2, 1, 3, 2], [5, 4, 6, 3], 6
