@@ -7,27 +7,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rlhf_triton.actor.data.rollout import PPOBatch, ProcessRewards, Prompt, Rollout, ScoredRollout, Scores
 from torch import Tensor
 
+from rlhf_triton.actor.algorithms import batch as batches
 from rlhf_triton.actor.algorithms import grpo, stages
 from rlhf_triton.actor.algorithms.batch import (
     check_failures,
     critic_payload,
     distinct_bigrams,
+    failures,
+    positions,
     process_metrics,
     rollout_metrics,
     score_returns,
 )
 from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
+from rlhf_triton.actor.data.batch import PPOBatch
+from rlhf_triton.actor.data.recorded import SampledTurn
+from rlhf_triton.actor.data.sample import Sample, Score
 from rlhf_triton.actor.run.validation import explained
 from rlhf_triton.config import RunConfig
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
 from rlhf_triton.wire.training_payload import train_payload
-from tests.support.scored_rollout import LENGTHS, PROMPT_LENGTHS, WIDTH, make_batch, method_of, scored_rollout
+from tests.support.samples import LENGTHS, PROMPT_LENGTHS, a_sample, groups_of, make_batch, method_of, scored_samples
 from tests.support.settings import actor_section
 
 close = torch.testing.assert_close
@@ -35,33 +40,34 @@ SETTINGS: dict[str, Any] = {"kl_coef": 0.1, "kl_estimator": "k1"}
 FIELDS = ("mask", "policy_weights", "advantages", "returns", "prev_values", "kl")
 
 
-def with_scores(scored: ScoredRollout, **changes: Any) -> ScoredRollout:
-    return replace(scored, scores=replace(scored.scores, **changes))
+def kl_of(rows: list[Sample]) -> Tensor:
+    """Estimates k1, [B, S-1]."""
+    return positions(rows, lambda row: row.policy_logprobs - row.ref_logprobs)
 
 
 def fields(batch: PPOBatch) -> dict[str, Tensor]:
     return {name: getattr(batch, name) for name in FIELDS}
 
 
-def metrics_of(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float = 0.1) -> dict[str, float]:
-    found = rollout_metrics(scored, scored, batch, kl_coef=kl_coef)
+def metrics_of(rows: list[Sample], batch: PPOBatch, *, kl_coef: float = 0.1) -> dict[str, float]:
+    found = rollout_metrics(groups_of(rows), batch, kl_coef=kl_coef)
     return {name.removeprefix("train_rollouts/"): value for name, value in found.items()}
 
 
 def test_the_mask_holds_response_tokens():
-    batch = make_batch(scored_rollout(), **SETTINGS)
+    batch = make_batch(scored_samples(), **SETTINGS)
     assert batch.mask.tolist() == [[0, 1, 1, 1, 0], [1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
     assert batch.policy_weights.tolist() == [[0, 1, 1, 1, 0], [0] * 5, [0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
-    everyone = make_batch(scored_rollout(), **{**SETTINGS, "mask_unfinished": False})
+    everyone = make_batch(scored_samples(), **{**SETTINGS, "mask_unfinished": False})
     assert torch.equal(everyone.policy_weights, everyone.mask)
-    by_sequence = make_batch(scored_rollout(), **SETTINGS, loss_mean="sequence", mask_unfinished=False)
+    by_sequence = make_batch(scored_samples(), **SETTINGS, loss_mean="sequence", mask_unfinished=False)
     assert by_sequence.policy_weights.sum(-1).tolist() == pytest.approx([1, 1, 1, 1])
     assert float(by_sequence.policy_weights[0].max()) == pytest.approx(1 / 3)
 
 
 def test_the_critic_receives_the_scored_rows_without_padding():
     """Row 2 was not scored because it is longer than the critic's positions, which refuses a payload that has it."""
-    scored = scored_rollout(scored=[True, True, False, True])
+    scored = scored_samples(scored=[True, True, False, True])
     batch = make_batch(scored, **SETTINGS)
     payload = critic_payload(batch)
     assert payload[TOKENS].shape == (1, 5 + 4 + 3)
@@ -76,29 +82,30 @@ def test_the_critic_receives_the_scored_rows_without_padding():
         MASK: batch.mask[rows].numpy(),
     }
     assert sent.digest() == train_payload(padded, Limits(30)).digest()  # which other trainers may send
-    alone = make_batch(scored_rollout(scored=[True, False, False, False]), **SETTINGS)
+    alone = make_batch(scored_samples(scored=[True, False, False, False]), **SETTINGS)
     assert train_payload(critic_payload(alone), Limits(30)).lengths.tolist() == [5]
-    none = replace(scored.scores, scored=torch.zeros(4, dtype=torch.bool))
-    limited = make_batch(replace(scored, scores=none), **SETTINGS)
+    limited = make_batch(
+        [replace(row, truncated="environment.max_turns") for row in scored], truncated="mask", **SETTINGS
+    )
     nothing = train_payload(critic_payload(limited), Limits(30, max_length=5))
     assert (nothing.lengths.tolist(), nothing.mask.tolist(), nothing.returns.tolist()) == ([2], [0], [0])
 
 
 def test_returns_by_hand():
     """lam 1, gamma 1: the score, minus the KL penalty of this token and the later ones."""
-    scored = scored_rollout()
+    scored = scored_samples()
     batch = make_batch(scored, **SETTINGS, lam=1.0)
-    penalty = 0.1 * (scored.logprobs - scored.ref_logprobs) * batch.mask
-    later = penalty.flip(1).cumsum(1).flip(1)
-    close(batch.returns, (scored.scores.rewards[:, None] - later) * batch.mask)
+    later = (0.1 * kl_of(scored) * batch.mask).flip(1).cumsum(1).flip(1)
+    rewards = torch.tensor([[row.score.reward] for row in scored])
+    close(batch.returns, (rewards - later) * batch.mask)
 
 
 @pytest.mark.parametrize("mask_unfinished", [False, True])
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
 def test_advantages_are_whitened_over_the_tokens_that_are_learned_from(algorithm: str, mask_unfinished: bool):
     """Row 1 did not end: under `mask_unfinished` its advantage, far from the others, moves neither mean nor spread."""
-    scored = scored_rollout()
-    scored = with_scores(scored, rewards=scored.scores.rewards.index_fill(0, torch.tensor([1]), -50.0))
+    scored = scored_samples()
+    scored[1] = scored[1].scored(reward=-50.0, outcome=-50.0)
     batch = make_batch(scored, **SETTINGS, algorithm_name=algorithm, mask_unfinished=mask_unfinished)
     learned = batch.policy_weights > 0
     assert int(learned.sum()) == (7 if mask_unfinished else 10)
@@ -112,12 +119,17 @@ def test_advantages_are_whitened_over_the_tokens_that_are_learned_from(algorithm
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
 def test_banned_tokens_outside_the_mask_never_leak(kind: str):
     """A prompt or its padding may hold tokens that sampling forbids: their log-probs are -inf."""
-    scored, settings = scored_rollout(), {**SETTINGS, "kl_estimator": kind}
+    scored, settings = scored_samples(), {**SETTINGS, "kl_estimator": kind}
     clean = make_batch(scored, **settings)
     for logprob, reference in ((-math.inf, 0), (0, -math.inf), (math.nan, 1e38)):
-        filled = zip((scored.logprobs, scored.ref_logprobs), (logprob, reference), strict=True)
-        logprobs, ref_logprobs = (tensor.masked_fill(clean.mask == 0, value) for tensor, value in filled)
-        dirty = replace(scored, logprobs=logprobs, ref_logprobs=ref_logprobs)
+        dirty = [
+            replace(
+                row,
+                policy_logprobs=np.where(row.sampled, row.policy_logprobs, np.float32(logprob)),
+                ref_logprobs=np.where(row.sampled, row.ref_logprobs, np.float32(reference)),
+            )
+            for row in scored
+        ]
         batch = make_batch(dirty, **settings)
         close(fields(batch), fields(clean))
         metrics = metrics_of(dirty, batch)
@@ -126,23 +138,21 @@ def test_banned_tokens_outside_the_mask_never_leak(kind: str):
 
 
 def test_a_failed_row_is_masked_and_the_others_are_as_if_it_had_not_been():
-    scored = scored_rollout(scored=[True, True, False, True])
+    scored = scored_samples(scored=[True, True, False, True])
     batch = make_batch(scored, **SETTINGS)
     assert {name: tensor[2].tolist() for name, tensor in fields(batch).items()} == dict.fromkeys(FIELDS, [0] * 5)
     metrics = metrics_of(scored, batch)
-    row = torch.tensor([2])
     for junk in (math.nan, math.inf, 1e30):  # whatever stands in such a row
-        rewards, values = (tensor.index_fill(0, row, junk) for tensor in (scored.scores.rewards, scored.scores.values))
-        dirty = with_scores(scored, rewards=rewards, values=values)
-        dirty = replace(dirty, logprobs=scored.logprobs.index_fill(0, row, junk), ref_logprobs=scored.ref_logprobs + 0)
-        dirty.ref_logprobs[2] = -1.0
+        filled = np.full(LENGTHS[2], junk, np.float32)
+        row = replace(scored[2], policy_logprobs=filled, ref_logprobs=-filled)
+        dirty = [*scored[:2], row.scored(reward=junk, outcome=junk, values=filled), scored[3]]
         close(fields(make_batch(dirty, **SETTINGS)), fields(batch))
         assert metrics_of(dirty, make_batch(dirty, **SETTINGS)) == pytest.approx(metrics)
-    keep = torch.tensor([0, 1, 3])
-    rollout, scores = scored.rollout.select(keep), scored.scores.select(keep)
-    without = ScoredRollout(rollout, scores, scored.logprobs[keep], scored.ref_logprobs[keep])
+    keep = [0, 1, 3]
+    without = [scored[i] for i in keep]
     expected = make_batch(without, **SETTINGS)
-    close({name: tensor[keep] for name, tensor in fields(batch).items()}, fields(expected))
+    width = max(LENGTHS[i] for i in keep) - 1
+    close({name: tensor[keep, :width] for name, tensor in fields(batch).items()}, fields(expected))
     others, names = metrics_of(without, expected), "rewards rewards_std init_policy_kl init_policy_kl_per_sequence"
     names += " rewards_with_kl explained_variance advantages_std returns_mean values_std weights_version_min"
     same = {name: others[name] for name in names.split()} | {"masked_samples": 1}
@@ -151,12 +161,12 @@ def test_a_failed_row_is_masked_and_the_others_are_as_if_it_had_not_been():
 
 def test_metrics_by_hand():
     """Reference section 7; consumed_samples is added by the recorder, which counts steps."""
-    scored = scored_rollout()
+    scored = scored_samples()
     metrics = metrics_of(scored, make_batch(scored, **SETTINGS))
     names = {"advantages_mean", "advantages_std", "returns_mean", "returns_std", "values_mean", "values_std"}
     assert names <= set(metrics)
     assert all(isinstance(value, float) for value in metrics.values())
-    kl = scored.logprobs - scored.ref_logprobs
+    kl = kl_of(scored)
     sums = [float(kl[i, p - 1 : n - 1].sum()) for i, (p, n) in enumerate(zip(PROMPT_LENGTHS, LENGTHS, strict=True))]
     by_hand = {
         "rollout_size": 4,
@@ -172,22 +182,19 @@ def test_metrics_by_hand():
         "rewards_with_kl": 0.625 - 0.1 * np.mean(sums),
     }
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand, abs=1e-6)
-    generated = scored.logprobs + 0.5 * (torch.arange(4)[:, None] == 3)  # one of ten tokens
-    drifting = replace(scored, rollout=replace(scored.rollout, logprobs=generated))
-    metrics = metrics_of(drifting, make_batch(drifting, **SETTINGS))
+    drifting = [replace(row, logprobs=row.policy_logprobs + np.float32(0.5 * (i == 3))) for i, row in enumerate(scored)]
+    metrics = metrics_of(drifting, make_batch(drifting, **SETTINGS))  # in one of ten tokens
     gaps = [metrics["generation_logprob_gap"], metrics["generation_logprob_gap_max"]]
     assert gaps == pytest.approx([0.05, 0.5], abs=1e-6)
-    without = with_scores(scored, versions=torch.full((4,), -1), values=torch.zeros(4, WIDTH))  # a critic
+    without = [row.scored(values=None, version=-1) for row in scored]  # a critic
     metrics = metrics_of(without, make_batch(without, algorithm_name="reinforce++"))
     assert not {"values_mean", "explained_variance", "weights_version"} & set(metrics)
     assert math.isfinite(metrics["advantages_std"])
 
 
 def test_distinct_bigrams_by_hand():
-    tokens, prompts = torch.tensor([[9, 1, 2, 1, 2], [9, 9, 1, 2, 0]]), torch.tensor([1, 2])
-    for lengths, expected in (([5, 4], 2 / 4), ([1, 2], 0)):  # 12 21 12 | 12
-        found = distinct_bigrams(Rollout([], tokens, torch.tensor(lengths), prompts, torch.tensor([True, True])))
-        assert found == pytest.approx(expected)
+    for rows, expected in (([[9, 1, 2, 1, 2], [9, 1, 2]], 2 / 4), ([[9], [9]], 0)):  # 12 21 12 | 12
+        assert distinct_bigrams([a_sample(row) for row in rows]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -202,15 +209,15 @@ def test_distinct_bigrams_by_hand():
     ],
 )
 def test_too_many_failures_stop_the_run(scored: list[bool], allowed: float, stops: bool):
-    found = scored_rollout(scored=scored)
+    found = [(row,) for row in scored_samples(scored=scored)]
     if not stops:
-        return check_failures(found.rollout, found.scores, allowed)
-    first = found.rollout.prompts[scored.index(False)].prompt_id
+        return check_failures(found, allowed)
+    first = scored.index(False)
     with pytest.raises(
         RlhfError,
         match=rf"{scored.count(False)} of 4 rewards .* \(prompts {first}(, [^ ,]+)*\): 503.*_fraction \({allowed:g}\)",
     ):
-        check_failures(found.rollout, found.scores, allowed)
+        check_failures(found, allowed)
 
 
 # ---- algorithms ----
@@ -219,17 +226,17 @@ def test_too_many_failures_stop_the_run(scored: list[bool], allowed: float, stop
 @pytest.mark.parametrize("algorithm", sorted({*ALGORITHMS} - {"maxrl"}))  # which takes no negative rewards
 def test_a_penalty_in_the_loss_is_not_in_the_advantages(algorithm: str):
     settings = {"algorithm_name": algorithm, "responses_per_prompt": 4, "mask_unfinished": False}
-    one, other = (make_batch(scored_rollout(), **settings, kl_penalty_in="loss", kl_coef=coef) for coef in (0.0, 5.0))
+    one, other = (make_batch(scored_samples(), **settings, kl_penalty_in="loss", kl_coef=coef) for coef in (0.0, 5.0))
     close(fields(one), fields(other))
-    charged = make_batch(scored_rollout(), **settings, kl_penalty_in="reward", kl_coef=5.0)
+    charged = make_batch(scored_samples(), **settings, kl_penalty_in="reward", kl_coef=5.0)
     assert not torch.allclose(charged.advantages, one.advantages)
 
 
 def test_rloo_subtracts_the_whole_penalty_of_a_response():
     """Rows 0, 1 and rows 2, 3 answer one prompt each; row 1 did not end, so row 0 has no other to compare with."""
-    scored = scored_rollout()
+    scored = scored_samples()
     batch = make_batch(scored, algorithm_name="rloo", responses_per_prompt=2, **SETTINGS)
-    kl = ((scored.logprobs - scored.ref_logprobs) * batch.mask).sum(-1)
+    kl = (kl_of(scored) * batch.mask).sum(-1)
     difference = float((-1.0 - 0.1 * kl[2]) - (0.5 - 0.1 * kl[3]))
     assert batch.advantages.amax(-1).tolist() == pytest.approx([0, 0, max(difference, 0), max(-difference, 0)])
 
@@ -268,8 +275,8 @@ def shaped(shaper: RewardShaper, rewards: Tensor, *responses: int, scored: Tenso
     count = len(rewards)
     responses, scored = responses or (1,) * count, torch.ones(count).bool() if scored is None else scored
     mask = (torch.arange(max(responses)) < torch.tensor(responses)[:, None]).float() * scored[:, None]
-    lengths, groups, zeros = torch.tensor(responses) + 2, torch.arange(count) // 2, torch.zeros_like(mask)
-    inputs = AdvantageInputs(rewards, zeros, zeros, mask, lengths, groups, scored, torch.arange(count) == 0, scored)
+    groups, zeros = torch.arange(count) // 2, torch.zeros_like(mask)
+    inputs = AdvantageInputs(rewards, zeros, zeros, mask, groups, scored, torch.arange(count) == 0, scored)
     return shaper.run(inputs).rewards
 
 
@@ -329,7 +336,7 @@ def test_a_stage_is_one_function_in_the_list(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(stages, "STAGES", (*stages.STAGES, drop_equal_groups))
     settings = {"algorithm_name": "grpo", "responses_per_prompt": 2, "kl_coef": 0.0, "rewards_clip": 1.0}
-    batch = make_batch(scored_rollout(), **settings)  # rewards 1, 2, -1, 0.5; row 1 did not end
+    batch = make_batch(scored_samples(), **settings)  # rewards 1, 2, -1, 0.5; row 1 did not end
     assert batch.policy_weights.any(-1).tolist() == [False, False, True, True]
     assert batch.mask.any(-1).all(), "a critic learns from all rows"
 
@@ -342,18 +349,18 @@ ENDS = STEPS != 0
 PLAIN = {"whiten_advantages": False, "mask_unfinished": False, "gamma": 1.0, "lam": 1.0, "kl_coef": 0.0}
 
 
-def processed(outcome: tuple[float, ...] = (0.0, 0.0), ok: tuple[bool, ...] = (True, True)) -> ScoredRollout:
+def processed(outcome: tuple[float, ...] = (0.0, 0.0), ok: tuple[bool, ...] = (True, True)) -> list[Sample]:
     """The two responses, with values that grow by 0.1 from token to token, and no KL."""
-    prompts = [Prompt(str(i), "", np.asarray([7, 8])) for i in range(2)]
-    lengths = torch.tensor([6, 5]), torch.tensor([2, 2])
-    rollout = Rollout(prompts, torch.ones(2, 6).long(), *lengths, torch.tensor([True, True]))
-    process, values = ProcessRewards(STEPS, ENDS, torch.tensor(outcome)), torch.arange(6).expand(2, 6) * 0.1
-    scores = Scores(torch.tensor([0.5, 3.0]), values, torch.ones(2).long(), torch.tensor(ok), [], process=process)
-    return ScoredRollout(rollout, scores, None, None)
+    rows = []
+    for i, size in enumerate((6, 5)):
+        given = STEPS[i, :size].numpy(), ENDS[i, :size].numpy(), np.arange(size, dtype=np.float32) * np.float32(0.1)
+        score = Score([0.5, 3.0][i], outcome[i], *given, version=1, failure="" if ok[i] else "503")
+        rows.append(a_sample([7, 8, *[1] * (size - 2)], 2, name=str(i), score=score))
+    return rows
 
 
-def batch_of(sample: ScoredRollout, name: str) -> PPOBatch:
-    return make_batch(sample, name=name, responses_per_prompt=2 if name == "grpo" else 1, **PLAIN)
+def batch_of(rows: list[Sample], name: str) -> PPOBatch:
+    return make_batch(rows, name=name, responses_per_prompt=2 if name == "grpo" else 1, **PLAIN)
 
 
 def test_ppo_and_reinforce_sum_the_steps_that_follow():
@@ -363,9 +370,9 @@ def test_ppo_and_reinforce_sum_the_steps_that_follow():
     ppo = batch_of(processed(), "ppo")
     values = torch.tensor([[0, 0.1, 0.2, 0.3, 0.4], [0, 0.1, 0.2, 0.3, 0]])
     close((ppo.returns, ppo.advantages), (returns, returns - values))
-    sample = processed((10.0, 20.0))  # what is beyond the steps comes at the end
+    rows = processed((10.0, 20.0))  # what is beyond the steps comes at the end
     beyond = torch.tensor([[0, 11.5, 11.5, 10.5, 10.5], [0, 23, 23, 23, 0]])
-    close((batch_of(sample, "reinforce++").returns, score_returns(sample.scores, sample.rollout)[0]), (beyond, beyond))
+    close((batch_of(rows, "reinforce++").returns, score_returns([(row,) for row in rows])[1]), (beyond, beyond))
 
 
 def test_grpo_with_process_supervision_by_hand():
@@ -379,7 +386,7 @@ def test_grpo_with_process_supervision_by_hand():
     assert found.returns[0].tolist() == [0, 3, 3, 2, 2]
     # A step may end with the first sampled token, whose position is 0 after a prompt of one token.
     zeros, ones, yes = torch.zeros(2, 2), torch.ones(2, 2), torch.ones(2).bool()
-    given = torch.tensor([1.0, 2.0]), zeros, zeros, ones, 3 * yes, 0 * yes, yes, yes, yes
+    given = torch.tensor([1.0, 2.0]), zeros, zeros, ones, 0 * yes, yes, yes, yes
     inputs = AdvantageInputs(*given, steps=zeros, ends=torch.tensor([[True, False]] * 2))
     assert grpo.advantage(inputs)[1].tolist() == [[1, 0], [2, 0]]
 
@@ -392,11 +399,11 @@ def test_a_row_without_process_rewards_is_masked():
         assert found.mask[1].sum() == found.advantages[1].abs().sum() == found.policy_weights[1].sum() == 0
     expected = torch.tensor([0, 0, 0, -0.25, -0.25]) / (2 * 0.25**2) ** 0.5
     close(batch_of(sample, "grpo").advantages[0], expected, atol=1e-4, rtol=0)
-    assert process_metrics(sample.scores) == {"process_rewards": 0.75, "steps_per_response": 2.0}
-    process = replace(sample.scores.process, rewards=torch.where(SCORED[2:, None], STEPS, math.nan))
+    conversations = [(row,) for row in sample]
+    assert process_metrics(conversations) == {"process_rewards": 0.75, "steps_per_response": 2.0}
     returns, values = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([0.1, 0.2, 0.3, 0.4])  # of the first row alone
     variance = 1 - float((returns - values).var(correction=0) / returns.var(correction=0))
-    found = explained(sample.rollout, replace(sample.scores, process=process), processed().scores)
+    found = explained(conversations, [(row,) for row in processed()])
     assert found == pytest.approx(variance, abs=1e-6)
 
 
@@ -419,12 +426,12 @@ def test_a_row_without_process_rewards_is_masked():
     ],
 )
 def test_each_step_is_normalised_and_clipped_and_penalties_come_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, sample: ScoredRollout, settings: dict[str, Any], steps: list, rewards: list
+    monkeypatch: pytest.MonkeyPatch, sample: list[Sample], settings: dict[str, Any], steps: list, rewards: list
 ):
     received: list[AdvantageInputs] = []
     monkeypatch.setattr(stages, "STAGES", (*stages.STAGES, lambda inputs, _: (received.append(inputs), inputs)[1]))
-    sample.rollout.is_end[1] = "rewards_missing_eos_penalty" not in settings
-    make_batch(sample, **settings, kl_coef=0.0)
+    ended = "rewards_missing_eos_penalty" not in settings
+    make_batch([sample[0], replace(sample[1], ended=ended)], **settings, kl_coef=0.0)
     (found,) = received
     assert found.steps[~ENDS[:, 1:]].abs().sum() == 0
     close(found.steps[ENDS[:, 1:]], torch.tensor(steps), atol=1e-4, rtol=0)
@@ -435,3 +442,99 @@ def test_rloo_is_refused_with_process_rewards():
     algorithm = {"name": "rloo", "responses_per_prompt": 2}
     with pytest.raises(ValueError, match="rloo, which has no published form for process rewards"):
         RunConfig.model_validate({"reward": {"process": {"separator": "."}}, "actor": {"algorithm": algorithm}})
+
+
+# ---- conversations of several rows ----
+
+BARE: dict[str, Any] = {"whiten_advantages": False, "mask_unfinished": False}
+SHAPED = {"rewards_normalization": "static", "rewards_mean": 0.5, "rewards_std": 0.5}
+K1 = {"kl_coef": 1.0, "kl_estimator": "k1"}
+
+
+def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> Sample:
+    """A row with turns of one token behind a prompt of two, an observed token between them."""
+    size = 2 * len(rewards) + 1
+    ends = np.arange(size) % 2 == 0
+    ends[0] = False
+    steps, turns = np.zeros(size, np.float32), []
+    for i, reward in enumerate(rewards):
+        steps[2 * i + 2] = reward
+        turns.append(SampledTurn(2 * i + 2, 2 * i + 3, reward, (1,), number + i))
+    own, ref = np.where(ends, -1.0, 0.0).astype(np.float32), np.where(ends, -1.0 - kl, 0.0).astype(np.float32)
+    score = Score(steps=steps, ends=ends, values=np.zeros(size, np.float32), version=1)
+    known = {"turns": tuple(turns), "policy_logprobs": own, "ref_logprobs": ref, "sampled": ends}
+    return a_sample([1] * size, 2, score=score, **{**known, **more})
+
+
+def conversation(*rows: Sample) -> tuple[Sample, ...]:
+    """Rows whose last one has the total reward."""
+    total = sum(float(row.score.steps.sum()) for row in rows)
+    return (*rows[:-1], rows[-1].scored(reward=total))
+
+
+def sampled(tensor: Tensor, batch: PPOBatch) -> list[float]:
+    return tensor[batch.mask > 0].tolist()
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce++", "rloo"])
+@pytest.mark.parametrize("settings", [{}, {"rewards_clip": 1.0}, SHAPED, {"gamma": 0.5}, K1])
+def test_a_row_for_each_turn_trains_as_one_row_with_all_turns(name: str, settings: dict[str, Any]):
+    given = {"kl_coef": 0.0, **BARE, **settings, "algorithm_name": name, "responses_per_prompt": 2}
+    rewards, another = (1.0, 1.0, 2.0, 1.0), conversation(row_of(0.0, 3.0))
+    one = make_batch([conversation(row_of(*rewards)), another], **given)
+    rows = [row_of(reward, number=i) for i, reward in enumerate(rewards)]
+    several = make_batch([conversation(*rows), another], **given)
+    for field in ("returns", "advantages", "policy_weights"):
+        assert sampled(getattr(several, field), several) == pytest.approx(sampled(getattr(one, field), one))
+    if name == "reinforce++" and not settings:
+        assert sampled(one.returns, one) == [5, 4, 3, 1, 3, 3]
+
+
+def test_turns_count_in_the_order_of_time_whatever_their_rows():
+    """An agent's second conversation lies between two calls of its first one."""
+    first, second = row_of(1.0, 8.0), row_of(2.0, 4.0, number=1)
+    first = replace(first, turns=(first.turns[0], replace(first.turns[1], number=3)))
+    batch = make_batch([conversation(second, first)], kl_coef=0.0, **BARE, algorithm_name="reinforce++")
+    assert sampled(batch.returns, batch) == [14, 12, 15, 8]
+
+
+@pytest.mark.parametrize(
+    "rewards", [{}, {"rewards_clip": 1.0}, {"rewards_normalization": "static", "rewards_std": 10.0}]
+)
+def test_a_penalty_is_no_part_of_the_scores_that_are_shaped(rewards: dict[str, Any]):
+    pair = [conversation(row_of(1.0)), conversation(row_of(0.0, kl=3.0), row_of(1.0, number=1))]
+    settings = {**K1, "kl_penalty_in": "reward", **BARE, **rewards}
+    batch = make_batch(pair, algorithm_name="rloo", responses_per_prompt=2, **settings)
+    assert sampled(batch.advantages, batch) == pytest.approx([3, -3, -3])
+
+
+@pytest.mark.parametrize(
+    ("shaping", "value"),
+    [({}, 1.0), ({**SHAPED, "rewards_mean": 10.0, "rewards_std": 5.0}, -1.0), ({"rewards_clip": 0.5}, 1.0)],
+)
+def test_the_value_behind_a_limit_is_in_the_unit_of_the_critic(shaping: dict[str, Any], value: float):
+    stopped = row_of(0.0, truncated="environment.max_turns", ended=False)
+    stopped = stopped.scored(values=np.array([0, 0, 1], np.float32))
+    batch = make_batch([conversation(stopped)], truncated="bootstrap", kl_coef=0.0, **BARE, **shaping)
+    assert sampled(batch.returns, batch) == pytest.approx([value])
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce++", "ppo"])
+def test_total_rewards_have_those_of_turns(name: str):
+    totals = list[float]()
+
+    def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        totals.extend(inputs.totals.tolist())
+        return inputs.values, inputs.values
+
+    rows = [conversation(row_of(reward)) for reward in (3.0, 4.0, 0.0, 1.0)]
+    method = replace(method_of(name=name, responses_per_prompt=2, **BARE), advantage=advantage)
+    batches.make_batch(groups_of(rows, 2), method, shaper_of(), kl_coef=0.0)
+    assert totals == [3, 4, 0, 1]
+
+
+def test_a_conversation_without_one_of_its_scores_is_left_out_whole():
+    rows = conversation(row_of(1.0), row_of(1.0, number=1).scored(failure="503"), row_of(1.0, number=2))
+    batch = make_batch([rows, conversation(row_of(1.0))], kl_coef=0.0, **BARE, algorithm_name="reinforce++")
+    assert batch.mask.any(-1).tolist() == [False, False, False, True]
+    assert failures([rows]).endswith("503")

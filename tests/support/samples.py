@@ -1,0 +1,76 @@
+"""Samples that no model has generated, and the training batch of four scored ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_triton.actor.algorithms import batch as batches
+from rlhf_triton.actor.algorithms.method import Method
+from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.data.batch import PPOBatch
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import UNSCORED, Conversation, Group, Sample, Score
+from tests.support.settings import actor_section
+
+FAILED = Score(failure="503")
+PROMPT_LENGTHS, LENGTHS, WIDTH = [2, 1, 3, 2], [5, 4, 6, 3], 6
+
+
+def a_sample(
+    tokens: Sequence[int], prompt: int = 1, *, ended: bool = True, name: str = "", score: Score = UNSCORED, **more: Any
+) -> Sample:
+    """A response to the first `prompt` of these tokens."""
+    row = np.asarray(tokens, np.int64)
+    asked = Prompt(name, "", row[:prompt])
+    return replace(Sample(asked, row, np.arange(len(row)) >= prompt, ended, score=score), **more)
+
+
+def rewarded(reward: float, **more: Any) -> Score:
+    """The score of a response without process rewards."""
+    return Score(reward, reward, **more)
+
+
+def groups_of(rows: Sequence[Sample | Conversation], size: int = 1) -> list[Group]:
+    """Groups of `size` conversations each; a sample is a conversation of one row."""
+    found = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [Group(tuple(found[i : i + size])) for i in range(0, len(found), size)]
+
+
+def scored_samples(*, scored: Sequence[bool] = (True,) * 4, seed: int = 0) -> list[Sample]:
+    """Four rows of different lengths; row 1 did not end."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 30, (4, WIDTH), generator=generator).numpy()
+    values = torch.randn(4, WIDTH, generator=generator).numpy()
+    logprobs = -torch.rand(2, 4, WIDTH, generator=generator).numpy()
+    rows = []
+    for i, (start, end) in enumerate(zip(PROMPT_LENGTHS, LENGTHS, strict=True)):
+        row = a_sample(tokens[i, :end], start, ended=i != 1, name=str(i))
+        own, ref = (np.where(row.sampled, each[i, :end], 0).astype(np.float32) for each in logprobs)
+        score = rewarded([1.0, 2.0, -1.0, 0.5][i], values=values[i, :end], version=7)
+        rows.append(replace(row, policy_logprobs=own, ref_logprobs=ref, score=score if scored[i] else FAILED))
+    return rows
+
+
+def method_of(**settings: Any) -> Method:
+    actor = actor_section(**settings)
+    return Method.of(actor.algorithm, actor.kl)
+
+
+def make_batch(
+    rows: Sequence[Sample | Conversation], *, num_dropped: int = 0, truncated: str = "score", **settings: Any
+) -> PPOBatch:
+    """The batch under these settings of the actor."""
+    actor = actor_section(**settings)
+    return batches.make_batch(
+        groups_of(rows, actor.algorithm.responses_per_prompt),
+        method_of(**settings),
+        RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens),
+        kl_coef=actor.kl.coef,
+        truncated=truncated,
+        num_dropped=num_dropped,
+    )
