@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import itertools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
@@ -38,16 +37,18 @@ def in_a_thread_of(threads: int, device: torch.device) -> InThread:
 
 
 async def each(function: Callable[[Any], Awaitable[R]], items: Sequence[Any]) -> list[R]:
-    """Return the results for all items, in any order; at most `AT_ONCE` are in progress at a time.
+    """Return the results for all items, in their order; at most `AT_ONCE` are in progress at a time.
 
     Thousands that start together would block the event loop, which looks for responses and signals only in between.
     """
-    left = iter(items)
+    left, found = iter(enumerate(items)), dict[int, R]()
 
-    async def some() -> list[R]:
-        return [await function(item) for item in left]
+    async def some() -> None:
+        for number, item in left:
+            found[number] = await function(item)
 
-    return [*itertools.chain(*await asyncio.gather(*(some() for _ in range(min(AT_ONCE, len(items))))))]
+    await asyncio.gather(*(some() for _ in range(min(AT_ONCE, len(items)))))
+    return [found[number] for number in range(len(items))]
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rlhf_triton.actor.data.rollout import response_mask
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms import advantages as adv
 from rlhf_triton.actor.algorithms.advantages import group_standardise, leave_one_out
 from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
-from rlhf_triton.actor.data.rollout import response_mask
 from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.rewards.function import import_function
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from live_system import TEXTS
 from rlhf_triton.actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, join_rollouts
+from tests.support.scored_rollout import make_batch, method_of
 from tiny_tokenizers import make_text_tokenizer
 from tokenizers import AddedToken
 
@@ -45,7 +46,6 @@ from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.rewards.function import Sample, load_function
 from tests.actor.test_generation import one_response
 from tests.support.messages import assistant, user
-from tests.support.scored_rollout import make_batch, method_of
 from tests.support.settings import actor_section
 
 CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"

@@ -16,10 +16,10 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from rlhf_triton.actor.generation import cache, slots
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws

@@ -18,6 +18,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ import rlhf_triton.actor.loop
 from rlhf_triton.actor.algorithms import batch as batches
 from rlhf_triton.actor.algorithms.batch import RewardsFailed
 from rlhf_triton.actor.data.prompt_files import PromptError
+from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.prompts import chances, preferred
-from rlhf_triton.actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
+from rlhf_triton.actor.data.sample import Conversation, Sample
 from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.policy.checkpoint import saved_steps
 from rlhf_triton.actor.policy.policy import Policy
@@ -57,6 +59,7 @@ from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.report.data import load_run
 from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION, Limits, VersionRange
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
+from tests.support.samples import rewarded
 from tests.support.settings import actor_section
 
 PATIENCE_S = 120.0
@@ -121,13 +124,13 @@ class InstantScorer:
         self.asked = 0
         self._answer = answer
 
-    async def score(self, rows: Rollout, group_size: int = 1, **_: object) -> Scores:
-        self.asked += len(rows.prompts)
+    async def score(self, rows: list[Conversation], group_size: int = 1, **_: object) -> list[Conversation]:
+        self.asked += len(rows)
         answer = self._answer()
         if answer is not None:
             await answer
-        tokens, count = rows.tokens.float(), len(rows.prompts)
-        return Scores(tokens.sum(-1), tokens, torch.zeros(count).long(), torch.ones(count).bool(), [])
+        scores = [rewarded(row.tokens.sum(), values=row.tokens.astype(np.float32), version=0) for (row,) in rows]
+        return [(replace(row, score=score),) for (row,), score in zip(rows, scores, strict=True)]
 
 
 async def collected(
@@ -137,8 +140,8 @@ async def collected(
     reference: Any = None,
     ready: asyncio.Future[Any] | None = None,
     called: Callable[[str], None] = lambda name: None,
-    row_ends: Callable[[Callable[..., None], int, Rollout], None] = lambda finished, *row: finished(*row),
-) -> ScoredRollout:
+    row_ends: Callable[[Callable[..., None], int, Conversation], None] = lambda finished, *row: finished(*row),
+) -> list[Sample]:
     """`called` receives each call for the policy's thread after it has returned, `row_ends` each row that has ended."""
     if ready is None:
         ready = asyncio.get_running_loop().create_future()
@@ -156,7 +159,8 @@ async def collected(
 
     given: Any = {"ready": ready, "in_thread": in_thread, "timers": Timers(), "scorer": server}
     with ThreadPoolExecutor(1) as executor:
-        return await collect(policy, reference=reference or OwnReference(policy), prompts=PROMPTS, seed=2, **given)
+        found = await collect(policy, reference=reference or OwnReference(policy), prompts=PROMPTS, seed=2, **given)
+    return [group.ends[0] for group in found]
 
 
 class Reference:
@@ -179,23 +183,21 @@ async def test_rows_are_scored_while_others_are_generated_and_scores_belong_to_t
     order, asked, server = [], threading.Event(), Reference()
     reference = ServedReference(server, policy, Path(), rows_per_request=rows_per_request)  # type: ignore[arg-type]
 
-    def hold(finished: Callable[..., None], index: int, row: Rollout) -> None:
+    def hold(finished: Callable[..., None], index: int, row: Conversation) -> None:
         order.append(index)
         finished(index, row)
         assert asked.wait(PATIENCE_S), "no row was sent before the last was written"
         assert len(order) < rows_per_request or server.asked.wait(PATIENCE_S), "the reference waits for all rows"
 
-    scored = await collected(policy, InstantScorer(asked.set), reference=reference, row_ends=hold)
+    rows = await collected(policy, InstantScorer(asked.set), reference=reference, row_ends=hold)
     assert order != sorted(order), "the rows ended in the order of their prompts, which shows nothing"
-    rollout, scores = scored.rollout, scored.scores
-    assert [prompt.prompt_id for prompt in rollout.prompts] == ["0", "1", "2", "3"]
-    assert scores.scored.all()
-    assert len(set(rollout.lengths.tolist())) > 1
-    for i, row in enumerate(rollout.rows()):
-        assert row[: PROMPTS[i].tokens.size].tolist() == PROMPTS[i].tokens.tolist()
-        assert (float(scores.rewards[i]), scores.values[i, : len(row)].tolist()) == (row.sum(), row.tolist())
-        assert scored.ref_logprobs[i, : len(row) - 1].tolist() == pytest.approx((-0.01 * row[1:]).tolist())
-        assert not scored.ref_logprobs[i, len(row) - 1 :].any()
+    assert [row.prompt.prompt_id for row in rows] == ["0", "1", "2", "3"]
+    assert len({len(row.tokens) for row in rows}) > 1
+    for row in rows:
+        tokens = row.tokens.tolist()
+        assert tokens[: row.prompt.tokens.size] == row.prompt.tokens.tolist()
+        assert (row.score.failure, row.score.reward, row.score.values.tolist()) == ("", sum(tokens), tokens)
+        assert row.ref_logprobs.tolist() == pytest.approx([0, *(-0.01 * row.tokens[1:])])
 
 
 async def test_only_scoring_waits_for_the_critic(policy: Policy):
@@ -203,7 +205,7 @@ async def test_only_scoring_waits_for_the_critic(policy: Policy):
 
     def called(name: str) -> None:
         calls.append(name)
-        if calls == ["generate", "sampled_logprobs", "logprobs"]:
+        if calls == ["generate", "sampled_logprobs", "known"]:
             computed.set()
 
     server, ready = InstantScorer(), asyncio.get_running_loop().create_future()
@@ -211,7 +213,7 @@ async def test_only_scoring_waits_for_the_critic(policy: Policy):
     assert await asyncio.to_thread(computed.wait, PATIENCE_S), f"only {calls} came about without the critic"
     assert server.asked == 0
     ready.set_result(None)
-    assert (await task).scores.scored.all()
+    assert not any(row.score.failure for row in await task)
     assert server.asked == len(PROMPTS)
 
 
@@ -227,7 +229,7 @@ async def test_cancelled_it_stops_generating_and_asking(policy: Policy):
     """As at the end of a run whose next rollout is under way."""
     written, go_on = threading.Event(), threading.Event()
 
-    def hold(finished: Callable[..., None], index: int, row: Rollout) -> None:
+    def hold(finished: Callable[..., None], index: int, row: Conversation) -> None:
         written.set()
         assert go_on.wait(PATIENCE_S)
         finished(index, row)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.scored_rollout import make_batch, method_of, scored_rollout
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms.inputs import ClipRange
@@ -20,7 +21,6 @@ from rlhf_triton.python_backend.models.logprobs import target_logprobs
 from rlhf_triton.rewards.function import import_function
 from tests.support.masked_loss import check_masked_loss, check_on_policy_gradient, loss_inputs, outcome, sample
 from tests.support.policy_training import random_batch, trainable_policy, update_of
-from tests.support.scored_rollout import make_batch, method_of, scored_rollout
 
 property_test = settings(max_examples=40)
 sizes = {"seed": st.integers(0, 2**31), "batch": st.integers(2, 5), "width": st.integers(1, 6)}

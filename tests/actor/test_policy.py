@@ -16,12 +16,12 @@ import torch
 from live_system import make_tokenizer
 from peft import PeftModel
 from policy_training import load_checkpoint, random_batch, rollout_of, states, train
+from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import MIXTURES, add_tensors, change_config, save_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.loading import load_model
 from rlhf_triton.actor.policy.policy import Policy

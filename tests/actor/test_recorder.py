@@ -11,19 +11,19 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from live_system import Checkpoints, make_run
-from rlhf_triton.actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, Trajectory
 from safetensors.torch import load_file, save_file
 
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.data.sample import Sample
 from rlhf_triton.actor.policy.checkpoint import RunState, critic_steps, saved_steps
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import ActorMetrics, MetricsLog, Trackers
@@ -42,6 +42,7 @@ from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.wire.contract import STEP_AHEAD
 from tests.support.prompts import one_prompt
+from tests.support.samples import a_sample, rewarded
 from tests.support.settings import nested
 
 
@@ -113,13 +114,15 @@ async def ends(recorder: Recorder) -> None:
     await recorder.finish(scorer=None, seconds=1.0, steps=4)  # type: ignore[arg-type]
 
 
+def a_talk(**more: Any) -> Sample:
+    """A conversation in which the policy has said nothing."""
+    return a_sample([1], turns=(), **more)
+
+
 def validation(reward: float, version: int | None = None) -> Validation:
     """As far as it is written down."""
-    one, yes = torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
-    rollout = Rollout([Prompt("1", "a", np.ones(1, np.int64))], torch.ones(1, 2, dtype=torch.int64), one + 1, one, yes)
-    versions = None if version is None else one * version
-    scores = Scores(torch.tensor([reward]), torch.zeros(1, 2), one, yes, [], reward_versions=versions)
-    return Validation(rollout, scores, 0.5, None, ScoredRollout(rollout, scores, None, None))
+    score = rewarded(reward, reward_version=version)
+    return Validation([(a_sample([1, 1], score=score),)], 0.5, None)
 
 
 async def validates(recorder: Recorder, *results: tuple[int, Validation]) -> list[int | None]:
@@ -137,19 +140,19 @@ def test_the_limits_that_leave_conversations_out_are_named(
 ):
     """The most frequent one first, of the excluded alone; a failure of the environment has a warning of its own."""
     turns, tokens = "environment.max_turns", "environment.max_tokens"
-    found = [Trajectory((), truncated=limit) for limit in (tokens, turns, turns, "environment.timeout_s")]
+    found = [a_talk(truncated=limit) for limit in (tokens, turns, turns, "environment.timeout_s")]
     recorder = recorder_of(tmp_path, server)
     recorder._config = recorder._config.model_copy(
         update={"environment": EnvironmentSection.model_validate({"class": "a.py:B", "max_turns": 5})}
     )
-    recorder._warn_of_excluded(4, [False, False, False, True, *[False] * 4], [*found, *[Trajectory(())] * 4])
-    recorder._warn_of_excluded(5, [False] * 3 + [True], [Trajectory((), error="died")] * 4)
+    recorder._warn_of_excluded(4, [False, False, False, True, *[False] * 4], [*found, *[a_talk()] * 4])
+    recorder._warn_of_excluded(5, [False] * 3 + [True], [a_talk(error="died")] * 4)
     (record,) = caplog.records
     assert record.message == (
         f"step 4: 7 of 8 responses are excluded from the update, mostly because they did not end within {turns} (5), "
         f"{tokens} (4096); raise them, or set environment.truncated to score (so far in 1 steps of this start)"
     )
-    recorder._warn_of_excluded(6, [False] * 2, None)
+    recorder._warn_of_excluded(6, [False] * 2, [a_sample([1])] * 2)
     assert "no response ended within actor.generation.max_new_tokens (" in caplog.text
     assert "; raise it, or set actor.algorithm.mask_unfinished to false" in caplog.text
 
@@ -166,12 +169,11 @@ def test_the_limits_that_leave_conversations_out_are_named(
 def test_a_term_that_is_constant_in_the_first_steps_is_named_once(
     components: list[dict[str, list[float]]], prompt: str, warnings: list[str], caplog: pytest.LogCaptureFixture
 ):
-    constants, two = ConstantTerms(3), torch.ones(2, dtype=torch.int64)
-    rollout = Rollout([Prompt("1", prompt, np.ones(1, np.int64))] * 2, torch.ones(2, 2).long(), two + 1, two, two > 0)
+    constants, row = ConstantTerms(3), a_sample([1, 1])
+    row = replace(row, prompt=replace(row.prompt, text=prompt))
     for step in components:
-        values = {name: torch.tensor(each) for name, each in step.items()}
-        scores = Scores(torch.full((2,), 0.5), torch.zeros(2, 2), two, two > 0, [], values)
-        constants.note(ScoredRollout(rollout, scores, None, None))
+        terms = [{name: each[i] for name, each in step.items()} for i in range(2)]
+        constants.note([(replace(row, score=rewarded(0.5, components=each)),) for each in terms])
     assert [message[: len(begin)] for message, begin in zip(caplog.messages, warnings, strict=True)] == warnings
     assert ("end with <think>, which" in caplog.text) == (prompt == "<think>\n" and bool(warnings))
 
@@ -198,8 +200,8 @@ async def test_a_rollback_is_as_stale_as_its_manifest_says(tmp_path: Path, serve
     for step in (0, 1, 4, 1):
         store.add(TinyPolicy().save, run_id="test", step=step, parent=None, epoch=0, reuse=False)
     await recorder.resume()
-    scores = Scores(torch.zeros(4), torch.zeros(4, 2), torch.tensor([2, 3, 3, 9]), torch.ones(4).bool(), [])
-    assert recorder._critic_metrics(scores, step=6)["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
+    rows = [(a_sample([1, 1], score=rewarded(0.0, version=version)),) for version in (2, 3, 3, 9)]
+    assert recorder._critic_metrics(rows, step=6)["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
 
 
 async def test_a_checkpoint_that_the_critic_never_received_is_set_aside(tmp_path: Path, server: Server):
@@ -365,7 +367,7 @@ def test_conversations_that_other_limits_end_are_not_cut_by_the_length_of_a_turn
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ):
     recorder_of(tmp_path, server)._warn_of_no_learning(
-        1, CUT_OFF, True, [Trajectory((), truncated="environment.max_turns")]
+        1, CUT_OFF, True, [a_talk(truncated="environment.max_turns")]
     )
     assert caplog.records == []
 

@@ -5,6 +5,7 @@ Clients stand for a server that answers, fails or changes its version as a test 
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import string
@@ -16,32 +17,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_system import TEXTS, Checkpoints, make_run
-from rlhf_triton.actor.data.rollout import (
-    ProcessRewards,
-    Prompt,
-    ReferenceLogprobs,
-    Rollout,
-    ScoredRollout,
-    Scores,
-    Trajectory,
-    join_rollouts,
-)
-from rlhf_triton.actor.scoring.stream import RowStream
 from tiny_tokenizers import PLAIN_CHAT, make_text_tokenizer
 from tokenizers import AddedToken
 
 from rlhf_triton.actor.algorithms.batch import rollout_metrics, text_metrics
+from rlhf_triton.actor.data import sample as samples
 from rlhf_triton.actor.data.chat import Chat
 from rlhf_triton.actor.data.prompt_files import PromptError, PromptRow
-from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns
+from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, check_columns
 from rlhf_triton.actor.data.recorded import RecordedRow
+from rlhf_triton.actor.data.sample import Conversation, Group, Score, conversations_of, failure_of, sample_of
 from rlhf_triton.actor.loop import PPORun
-from rlhf_triton.actor.scoring.reference import ROUNDS, only_known, with_one_version
-from rlhf_triton.actor.scoring.scorer import BLOCK, Scorer, join_scores, row_metadata, tokens_with
+from rlhf_triton.actor.run.collection import ROUNDS, GroupScoring
+from rlhf_triton.actor.scoring.scorer import BLOCK, Scorer, row_metadata, tokens_with
 from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
 from rlhf_triton.client.errors import RequestFailed, RequestRefused
 from rlhf_triton.client.retry import RequestCounters
@@ -65,37 +56,35 @@ from rlhf_triton.wire.contract import (
     texts_array,
 )
 from tests.support.messages import assistant, user
+from tests.support.samples import a_sample, rewarded
 
 PATIENCE_S = 120.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging
 NAN = float("nan")
 
 
-def rows_of(*rows: list[int], num_prompt: int = 1) -> Rollout:
-    """A rollout of these tokens, the first of them a prompt."""
-    prompts = [Prompt(str(row[0]), "", np.asarray(row[:num_prompt])) for row in rows]
-    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    lengths = torch.tensor([len(row) for row in rows])
-    return Rollout(prompts, tokens, lengths, torch.full_like(lengths, num_prompt), torch.ones_like(lengths).bool())
+def one_row(index: int) -> Conversation:
+    return (a_sample([index] * (index + 2), name=str(index)),)
 
 
-def one_row(index: int) -> Rollout:
-    return rows_of([index] * (index + 2))
+def rows_of(*rows: list[int]) -> list[Conversation]:
+    return [(a_sample(row),) for row in rows]
 
 
-# ---- RowStream: a row is never held back for others, except for those of its group ----
+# ---- groups: a row is never held back for others, except for those of its group ----
 
 
 class Asked:
-    """Answers with the first tokens of the rows, and records them by request."""
+    """A scorer that rewards a row with its number, and records the rows by request."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows_per_request: int, *, groupwise: bool) -> None:
+        self.reward, self.rows_per_request = ServedModel(groupwise=groupwise), rows_per_request
         self.rows: list[list[int]] = []
         self.first = asyncio.Event()
 
-    async def __call__(self, rows: Rollout) -> list[int]:
-        self.rows.append(rows.tokens[:, 0].tolist())
+    async def score(self, rows: Sequence[Conversation], group_size: int, *, versions: Any) -> list[Conversation]:
+        self.rows.append([int(row[0].tokens[0]) for row in rows])
         self.first.set()
-        return rows.tokens[:, 0].tolist()
+        return [(replace(row[0], score=rewarded(float(row[0].tokens[0]))),) for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -112,19 +101,23 @@ class Asked:
 async def test_rows_that_end_together_share_requests_and_a_group_is_in_one(
     order: list[int | None], rows_per_request: int, group_size: int, requests: list[list[int]]
 ):
-    asked = Asked()
-    stream = RowStream(asked, rows_per_request=rows_per_request, group_size=group_size)
+    asked, loop = Asked(rows_per_request, groupwise=group_size > 1), asyncio.get_running_loop()
+    ready = loop.create_future()
+    ready.set_result(None)
+    ended = [loop.create_future() for row in order if row is not None]
+    scoring = GroupScoring(asked, None, ready, group_size=group_size)  # type: ignore[arg-type]
+    parts = [ended[i : i + group_size] for i in range(0, len(ended), group_size)]
+    groups = [asyncio.create_task(scoring.scored(part)) for part in parts]
     for index in order:
         if index is None:
             await asyncio.wait_for(asked.first.wait(), PATIENCE_S)
         else:
-            stream.take(index, one_row(index))
-    await asyncio.sleep(0)  # the loop takes it in
-    await asyncio.wait_for(asked.first.wait(), PATIENCE_S)
-    parts, by_prompt = await stream.answers()
+            ended[index].set_result(one_row(index))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # in this order
+    found = [*itertools.chain(*await asyncio.wait_for(asyncio.gather(*groups), PATIENCE_S))]
     assert asked.rows == requests
-    answers = torch.tensor([answer for part in parts for answer in part])
-    assert answers[by_prompt].tolist() == list(range(len(by_prompt)))
+    assert [row.score.reward for (row,) in found] == list(range(len(ended)))
 
 
 # ---- Scorer ----
@@ -166,11 +159,17 @@ def scorer_of(client: Client, tokenizer: Any, *, rows_per_request: int = 8, with
     return Scorer(client, tokenizer, rows_per_request=rows_per_request, with_critic=with_critic)  # type: ignore[arg-type]
 
 
-def score(client: Client, tokenizer: Any, rollout: Rollout, *, texts: bool = False, size: int = 8) -> Scores:
-    client.rows = [row.tolist() for row in rollout.rows()]
+def score(
+    client: Client, tokenizer: Any, rows: Sequence[samples.Sample], *, texts: bool = False, size: int = 8
+) -> list[samples.Sample]:
+    client.rows = [row.tokens.tolist() for row in rows]
     scorer = scorer_of(client, tokenizer, rows_per_request=size)
     scorer.reward, scorer.sends_sentences = ServedModel.of(client.parameters), texts
-    return asyncio.run(scorer.score(rollout))
+    return [row for (row,) in asyncio.run(scorer.score([(row,) for row in rows]))]
+
+
+def are_scored(rows: Sequence[samples.Sample]) -> list[bool]:
+    return [not row.score.failure for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +177,9 @@ def tokenizer() -> Any:
     return make_text_tokenizer("qwen2")
 
 
-def groups_of(tokenizer: Any, groupwise: bool, group_size: int, rows: int, **settings: Any) -> tuple[Client, Scores]:
+def in_groups(
+    tokenizer: Any, groupwise: bool, group_size: int, rows: int, **settings: Any
+) -> tuple[Client, list[Conversation]]:
     """Score rows by a function of groups, or of rows."""
     zeros = np.zeros((rows, 1))
     client = Client({"rewards": zeros, "reward_components": zeros, "reward_errors": [[b""]] * rows})
@@ -186,29 +187,27 @@ def groups_of(tokenizer: Any, groupwise: bool, group_size: int, rows: int, **set
     client.rows = [[index] * (index + 2) for index in range(rows)]
     scorer = scorer_of(client, tokenizer, **settings)
     scorer.reward = ServedModel(components=("a",), groupwise=groupwise)
-    rollout = join_rollouts([one_row(index) for index in range(rows)], pad_id=0)
-    return client, asyncio.run(scorer.score(rollout, group_size))
+    return client, asyncio.run(scorer.score([one_row(index) for index in range(rows)], group_size))
 
 
 @pytest.mark.parametrize(
     ("groupwise", "group_size", "groups"),
-    [(True, 2, [[0, 0], [1, 1], [2, 2]]), (True, 1, [[0, 1, 2], [3, 4, 5]]), (False, 2, [[None] * 3] * 2)],
+    [(True, 2, [[0, 0]] * 3), (True, 1, [[0, 1, 2]] * 2), (False, 2, [[None] * 3] * 2)],
 )
 def test_the_scorer_sends_the_group_of_each_row_and_splits_none(
     tokenizer: Any, groupwise: bool, group_size: int, groups: Any
 ):
-    client, scores = groups_of(tokenizer, groupwise, group_size, 6, rows_per_request=3)
+    client, rows = in_groups(tokenizer, groupwise, group_size, 6, rows_per_request=3)
     assert sorted(client.groups) == groups  # the requests' rows are prepared in threads
-    assert scores.scored.all()
+    assert not any(map(failure_of, rows))
 
 
 @pytest.mark.parametrize(("groupwise", "group_size", "refused"), [(False, 1, [3]), (True, 2, [2, 3])])
 def test_a_row_that_the_server_refuses_costs_only_itself_or_its_group(
     tokenizer: Any, groupwise: bool, group_size: int, refused: list[int]
 ):
-    _, scores = groups_of(tokenizer, groupwise, group_size, 8, refuses=3)
-    assert (~scores.scored).nonzero()[:, 0].tolist() == refused
-    assert scores.failures == ["refused"]
+    _, rows = in_groups(tokenizer, groupwise, group_size, 8, refuses=3)
+    assert {i: cause for i, row in enumerate(rows) if (cause := failure_of(row))} == dict.fromkeys(refused, "refused")
 
 
 @pytest.mark.parametrize("versions", [[[4], [5]], [[4, 4]], [[4], [4]]])
@@ -240,18 +239,16 @@ def test_a_column_is_refused_only_where_it_would_be_replaced():
 # ---- process rewards ----
 
 
-def written(tokenizer: Any, *texts: str) -> Rollout:
+def written(tokenizer: Any, *texts: str) -> list[samples.Sample]:
     """Responses to the prompt "Open it."."""
-    prompt = tokenizer("Open it.")["input_ids"]
-    rows = [[*prompt, *tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-    rollout = rows_of(*rows, num_prompt=len(prompt))
-    rollout.prompts[:] = [Prompt(str(i), "Open it.", np.asarray(prompt)) for i in range(len(rows))]
-    return rollout
+    prompt = Prompt("", "Open it.", np.asarray(tokenizer("Open it.")["input_ids"]))
+    replies = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    return [sample_of(prompt, reply, None, ended=True) for reply in replies]
 
 
 def test_rewards_of_tokens_are_placed_where_the_server_says(tokenizer: Any):
-    rollout = written(tokenizer, " A file. A day.", " the")
-    first, last = int(rollout.prompt_lengths[0]), int(rollout.lengths[0]) - 1
+    rows = written(tokenizer, " A file. A day.", " the")
+    first, last = len(rows[0].prompt.tokens), len(rows[0].tokens) - 1
     answer = {
         "rewards": [[0.25], [NAN]],
         "step_rewards": [[0.5, 0.25], [0.125, 0]],
@@ -261,26 +258,31 @@ def test_rewards_of_tokens_are_placed_where_the_server_says(tokenizer: Any):
     }
     names = {"reward_components": '["model", "length"]', "reward_weights": "[2.0, 3.0]", "process": "step"}
     client = Client(answer, **names)
-    scores = score(client, tokenizer, rollout)
-    assert client.asked["prompt_lengths"] == rollout.prompt_lengths.tolist()
+    for size in (8, 1):
+        one, other = score(client, tokenizer, rows, size=size)
+        assert are_scored([one, other]) == [True, False]
+        assert one.score.steps.nonzero()[0].tolist() == one.score.ends.nonzero()[0].tolist() == [first + 1, last]
+        assert one.score.steps[one.score.ends].tolist() == [1.0, 0.5]  # times the model's weight
+        assert (one.score.outcome, other.score.failure) == (6.0, "why")
+    assert client.asked["prompt_lengths"] == [first]
     assert client.asked["outputs"][-2:] == ("step_rewards", "step_ends")
-    assert scores.scored.tolist() == [True, False]
-    process = scores.process
-    assert process.rewards[0].nonzero().flatten().tolist() == [first + 1, last]
-    assert process.rewards[0, process.ends[0]].tolist() == [1.0, 0.5]  # times the model's weight
-    assert process.outcome.tolist() == [6.0, 3.0]
-    one_by_one = score(client, tokenizer, rollout, size=1).process
-    torch.testing.assert_close((one_by_one.rewards, one_by_one.ends), (process.rewards, process.ends))
     client.answer["rewards"][1], client.answer["step_rewards"][0, 1] = 0.5, NAN  # a sum that is finite, and a step
-    assert score(client, tokenizer, rollout).scored.tolist() == [False, True]
-    joined = join_scores([scores, scores], rollout.tokens.shape[1] + 2).select(torch.tensor([2]))
-    assert joined.process.rewards.tolist() == [[*process.rewards[0].tolist(), 0, 0]]
+    assert are_scored(score(client, tokenizer, rows)) == [False, True]
+
+
+def test_a_step_that_ends_in_the_environments_text_counts_for_the_turn_before_it(tokenizer: Any):
+    row = a_sample([5, 6, 7, 8, 9, 10, 11], 2, sampled=np.isin(np.arange(7), [2, 3, 6]))
+    answer = {"rewards": [[7.0]], "step_rewards": [[1.0, 2.0, 4.0]], "step_ends": [[0, 4, 5]]}
+    answer |= {"reward_components": [[7.0]], "reward_errors": [[b""]]}
+    names = {"reward_components": '["model"]', "reward_weights": "[1.0]", "process": "step"}
+    (found,) = score(Client(answer, **names), tokenizer, [row])
+    assert found.score.steps.tolist() == [0, 0, 1, 6, 0, 0, 0]
 
 
 def test_a_process_reward_of_weight_0_only_charts(tokenizer: Any):
     """Whatever its steps are, the row has the other terms' reward; the rows without it are counted."""
-    rollout = written(tokenizer, " A file. A day.", " the")
-    first = int(rollout.prompt_lengths[0])
+    rows = written(tokenizer, " A file. A day.", " the")
+    first = len(rows[0].prompt.tokens)
     answer = {
         "rewards": [[6.0], [3.0]],
         "step_rewards": [[NAN], [0.125]],
@@ -289,11 +291,11 @@ def test_a_process_reward_of_weight_0_only_charts(tokenizer: Any):
         "reward_errors": [[b""], [b""]],
     }
     names = {"reward_components": '["model", "length"]', "reward_weights": "[0.0, 3.0]", "process": "step"}
-    scores = score(Client(answer, **names), tokenizer, rollout)
-    assert (scores.scored.tolist(), scores.failures) == ([True, True], [])
-    assert scores.process.outcome.tolist() == [6.0, 3.0]
-    assert not scores.process.rewards.any()
-    metrics = text_metrics(rollout, scores)
+    scored = score(Client(answer, **names), tokenizer, rows)
+    assert are_scored(scored) == [True, True]
+    assert [row.score.outcome for row in scored] == [6.0, 3.0]
+    assert not any(row.score.steps.any() for row in scored)
+    metrics = text_metrics([(row,) for row in scored])
     found = {name: value for name, value in metrics.items() if name.startswith("reward_")}
     assert found == {"reward_model": 0.125, "reward_model_missing": 1.0, "reward_length": 1.5}
 
@@ -302,21 +304,19 @@ def test_a_process_reward_of_weight_0_only_charts(tokenizer: Any):
 def test_rewards_of_texts_are_placed_on_the_token_that_has_the_end(tokenizer: Any, is_chat: bool, before: str):
     """Also where the prompt's text is another than that of its tokens, as BOS is none."""
     response = " Return a line. a good day"
-    rollout = written(tokenizer, response)
-    rollout.prompts[0] = replace(rollout.prompts[0], text=f"{before}Open it.")
-    if is_chat:
-        rollout.prompts[0].metadata["messages"] = [user("Open it.")]
+    (row,) = written(tokenizer, response)
+    messages = {"messages": [user("Open it.")]} if is_chat else {}
+    row = replace(row, prompt=replace(row.prompt, text=f"{before}Open it.", metadata=messages))
     text = response if is_chat else f"{before}Open it.{response}"
     ends = [text.index("line.") + 5, len(text)]
     client = Client({"rewards": [[0.5]], "step_rewards": [[0.5, 0.75]], "step_ends": [ends]}, process="step")
-    scores = score(client, tokenizer, rollout, texts=True)
+    (scored,) = score(client, tokenizer, [row], texts=True)
     assert (client.asked["texts"], client.asked["metadata"][0]["response"]) == ([text], response)
-    places = scores.process.ends[0].nonzero().flatten().tolist()
-    assert places[1] == int(rollout.lengths[0]) - 1
-    assert tokenizer.decode(rollout.tokens[0, : places[0] + 1]) == "Open it. Return a line."
-    assert scores.process.rewards[0, places].tolist() == [0.5, 0.75]
-    mask = rollout.mask
-    assert bool(mask[0, [place - 1 for place in places]].all())
+    places = scored.score.ends.nonzero()[0].tolist()
+    assert places[1] == len(row.tokens) - 1
+    assert tokenizer.decode(row.tokens[: places[0] + 1]) == "Open it. Return a line."
+    assert scored.score.steps[places].tolist() == [0.5, 0.75]
+    assert row.sampled[places].all()
 
 
 @settings(max_examples=30)
@@ -347,66 +347,90 @@ GROUP = 2
 Versions = Sequence[int | None]
 
 
-def scores_of(rows: Rollout, versions: Versions) -> Scores:
+def of_version(row: samples.Sample, version: int | None) -> Conversation:
     """Row i of version v has the score 100 v + i; None: it has none."""
-    index, known = rows.tokens[:, 0].float(), torch.tensor([-1 if version is None else version for version in versions])
-    count, scored = len(index), known >= 0
-    rewards, failures = torch.where(scored, 100 * known + index, 0.0), [] if scored.all() else ["503"]
-    process = ProcessRewards(rewards[:, None] * torch.eye(3)[2], torch.eye(3).bool()[2].repeat(count, 1), rewards)
-    values, critics, parts = torch.full((count, 3), 7.0), torch.full((count,), 5), {"model": rewards.clone()}
-    return Scores(rewards, values, critics, scored, failures, parts, known, process)
+    if version is None:
+        return (replace(row, score=Score(failure="503")),)
+    reward, size = 100.0 * version + int(row.tokens[0]), len(row.tokens)
+    steps, values = np.eye(size, dtype=np.float32)[-1] * np.float32(reward), np.full(size, 7, np.float32)
+    parts = {"model": reward}
+    return (replace(row, score=Score(reward, reward, steps, steps != 0, values, 5, parts, version)),)
 
 
-def agreed(first: Versions, answer: Callable[[int], Versions]) -> tuple[list[list[int]], Scores]:
-    """Rows asked for again, and scores in the end, where request number n is answered by the versions `answer(n)`."""
-    rows, asked = rows_of(*[[index] * 3 for index in range(len(first))]), list[list[int]]()
+class Swapping:
+    """A scorer that scores request number n by the version `answer(n)`, or by the versions in turn."""
 
-    async def again(rows: Rollout, group_size: int) -> Scores:
+    reward, rows_per_request = ServedModel(groupwise=True), 8
+
+    def __init__(self, first: Versions, answer: Callable[[int], Versions]) -> None:
+        self.asked: list[list[int]] = []
+        self._first, self._answer = first, answer
+
+    async def score(self, rows: Sequence[Conversation], group_size: int, *, versions: Any) -> list[Conversation]:
         assert group_size == GROUP
-        asked.append(rows.tokens[:, 0].tolist())
-        return scores_of(rows, [*answer(len(asked) - 1)] * (len(rows.prompts) // len(answer(len(asked) - 1))))
+        numbers = [int(row.tokens[0]) for (row,) in rows]
+        given = [self._first[number] for number in numbers]
+        if self._first[numbers[0]] != "asked":
+            self._first = ["asked" if i in numbers else each for i, each in enumerate(self._first)]
+        else:
+            self.asked.append(numbers)
+            answer = self._answer(len(self.asked) - 1)
+            given = [*answer] * (len(rows) // len(answer))
+        return [of_version(row, version) for (row,), version in zip(rows, given, strict=True)]
 
-    scores = asyncio.run(with_one_version(again, rows, scores_of(rows, first), group_size=GROUP))
-    for group in range(0, len(first), GROUP):
-        versions = {int(scores.reward_versions[i]) for i in range(group, group + GROUP) if scores.scored[i]}
+
+def agreed(first: Versions, answer: Callable[[int], Versions]) -> tuple[list[list[int]], list[samples.Sample]]:
+    """Rows asked for again, and what they have in the end."""
+    scorer = Swapping(first, answer)
+
+    async def run() -> list[Conversation]:
+        loop = asyncio.get_running_loop()
+        ready, found = loop.create_future(), list[Conversation]()
+        ready.set_result(None)
+        scoring = GroupScoring(scorer, None, ready, group_size=GROUP)  # type: ignore[arg-type]
+        for begin in range(0, len(first), GROUP):
+            ended = [loop.create_future() for _ in range(GROUP)]
+            for i, each in enumerate(ended, begin):
+                each.set_result((a_sample([i] * 3),))
+            found += await scoring.scored(ended)
+        return found
+
+    rows = [row for (row,) in asyncio.run(run())]
+    for begin in range(0, len(first), GROUP):
+        versions = {row.score.reward_version for row in rows[begin : begin + GROUP] if not row.score.failure}
         assert len(versions) <= 1, "a group mixes versions"
-    expected = torch.where(scores.scored, 100 * scores.reward_versions + torch.arange(len(first)), 0.0)
-    assert torch.equal(scores.rewards, expected), "a reward belongs to its version and row"
-    for found in (scores.components["model"], scores.process.rewards.sum(1), scores.process.outcome):
-        assert torch.equal(found[scores.scored], scores.rewards[scores.scored]), "rewards of another version"
-    assert (scores.values == 7).all()
-    return asked, scores
+    for i, row in enumerate(rows):
+        if not row.score.failure:
+            reward = 100 * row.score.reward_version + i
+            found = [row.score.reward, row.score.outcome, row.score.components["model"], float(row.score.steps.sum())]
+            assert found == [reward] * 4, "a reward belongs to its version and row"
+            assert (row.score.values == 7).all()
+    return scorer.asked, rows
 
 
 @pytest.mark.parametrize(
     ("first", "later", "asked", "versions"),
     [  # of the rows; of the further requests, and their rows; of the rows in the end: None for a row without a score
         pytest.param([1, 1, 1, 1], [], [], [1, 1, 1, 1], id="one version is left alone"),
-        pytest.param([1, 2, 2, 2, 1, 1], [2], [[0, 1, 4, 5]], [2] * 6, id="whole groups of older rows again"),
-        pytest.param([1, 2, 2, 2], [3, 3], [[0, 1], [2, 3]], [3] * 4, id="a swap meanwhile is followed"),
-        pytest.param([2, 1, 1, 1], [1], [[0, 1, 2, 3]], [1] * 4, id="a version rolled back is no target"),
+        pytest.param([1, 2, 2, 2, 1, 1], [2], [[0, 1]], [2, 2, 2, 2, 1, 1], id="a group of two versions again"),
+        pytest.param([1, 2, 2, 2], [3], [[0, 1]], [3, 3, 2, 2], id="a swap meanwhile"),
+        pytest.param([2, 1, 1, 1], [1], [[0, 1]], [1] * 4, id="a version rolled back is no target"),
         pytest.param([1, 2, 2, 2], [None], [[0, 1]], [None, None, 2, 2], id="not scored again: masked"),
         pytest.param([None, 2, 2, 2], [], [], [None, 2, 2, 2], id="an unavailable row does not count"),
     ],
 )
 def test_rows_of_an_older_version_are_scored_again(first: Any, later: Any, asked: Any, versions: Any):
-    requests, scores = agreed(first, lambda number: [later[number]])
+    requests, rows = agreed(first, lambda number: [later[number]])
     assert requests == asked
-    assert scores.scored.tolist() == [version is not None for version in versions]
-    assert scores.reward_versions[scores.scored].tolist() == [version for version in versions if version is not None]
-    assert scores.failures == ["503"] * (None in versions)
+    assert [None if row.score.failure else row.score.reward_version for row in rows] == versions
+    assert {row.score.failure for row in rows} - {""} == ({"503"} if None in versions else set())
 
 
 def test_servers_that_never_agree_end_after_a_few_rounds():
-    requests, scores = agreed([1, 2, 1, 2], lambda number: [1, 2])
+    requests, rows = agreed([1, 2], lambda number: [1, 2])
     assert len(requests) == ROUNDS
-    assert scores.scored.tolist() == [False, True, False, True]
-    assert "changed more than" in scores.failures[0]
-
-
-def test_a_step_without_any_reward_has_no_version():
-    found = [scores_of(rows_of([0], [1]), [None, version]).reward_version for version in (None, 0)]
-    assert found == [None, 0]
+    assert are_scored(rows) == [False, True]
+    assert "changed more than" in rows[0].score.failure
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -450,11 +474,11 @@ def make_ppo(folder: Path, checkpoints: Checkpoints, server: ReferenceServer, **
     return PPORun(make_run(folder, checkpoints, actor=actor).config, server)  # type: ignore[arg-type]
 
 
-def collected(run: PPORun, step: int = 1) -> ScoredRollout:
-    """The rollout of this step."""
+def collected(run: PPORun, step: int = 1) -> list[Group]:
+    """The groups of this step."""
 
-    async def rollout() -> ScoredRollout:
-        return (await run.rollouts.collect(step, updated=0)).scored
+    async def rollout() -> list[Group]:
+        return (await run.rollouts.collect(step, updated=0)).groups
 
     return asyncio.run(asyncio.wait_for(rollout(), PATIENCE_S))
 
@@ -462,9 +486,8 @@ def collected(run: PPORun, step: int = 1) -> ScoredRollout:
 def test_a_prompt_alone_is_known(tmp_path: Path, checkpoints: Checkpoints):
     """A response may be empty, and a prompt one token long."""
     run = make_ppo(tmp_path, checkpoints, ReferenceServer())
-    alone = asyncio.run(run.reference.ask(rows_of([5], [5, 6, 7])))  # type: ignore[attr-defined]
-    assert alone.known.all()
-    torch.testing.assert_close(alone.logprobs, torch.tensor([[0.0, 0.0], [-0.06, -0.07]]))
+    one, other = asyncio.run(run.reference.ask([a_sample([5]), a_sample([5, 6, 7])]))  # type: ignore[attr-defined]
+    assert (one.tolist(), other.tolist()) == ([0], pytest.approx([0, -0.06, -0.07]))
 
 
 def test_rows_without_an_answer_of_the_reference_are_rows_without_a_score(tmp_path: Path, checkpoints: Checkpoints):
@@ -483,27 +506,16 @@ def test_rows_without_an_answer_of_the_reference_are_rows_without_a_score(tmp_pa
 
     server = ReferenceServer(answer)
     run = make_ppo(tmp_path, checkpoints, server)
-    scored = collected(run)
-    masked = ~scored.scores.scored
-    assert masked.tolist() == [row.tobytes() in without for row in scored.rollout.rows()]
-    assert masked.sum() == 2
-    problems = [
+    groups = collected(run)
+    rows = [row for (row,) in conversations_of(groups)]
+    assert are_scored(rows) == [row.tokens.tobytes() not in without for row in rows]
+    assert {row.score.failure for row in rows} == {
+        "",
         "reference at host refused: too late",
         "reference returned log-probs that are not finite for a response",
-    ]
-    assert scored.scores.failures == problems
-    assert scored.scores.rewards.tolist() == scored.scores.scored.float().tolist()
-    assert torch.equal(run.make_batch(scored).mask.any(-1), ~masked)
-
-
-def test_a_row_needs_both_score_and_reference():
-    scored, known = torch.tensor([[True, True, False, False], [True, False, True, False]])
-    scores = Scores(torch.ones(4), torch.ones(4, 3), torch.full((4,), 7), scored, ["no score"])
-    assert only_known(scores, ReferenceLogprobs(torch.zeros(4, 2), torch.ones(4).bool(), [])) is scores
-    both = only_known(scores, ReferenceLogprobs(torch.zeros(4, 2), known, ["no reference"]))
-    assert both.scored.tolist() == [True, False, False, False]
-    assert (both.rewards.tolist(), both.values.sum(-1).tolist()) == ([1, 0, 0, 0], [3, 0, 0, 0])
-    assert both.failures == ["no reference", "no score"]
+    }
+    assert all(row.score.reward == 1 for row in rows)
+    assert run.make_batch(groups).mask.any(-1).tolist() == are_scored(rows)
 
 
 @pytest.mark.parametrize(
@@ -518,9 +530,9 @@ def test_without_a_kl_penalty_the_reference_is_asked_only_every_nth_step(
     run = make_ppo(tmp_path, checkpoints, server, kl_coef=0.0, **settings)
     assert run.policy.reference is None
     for step, measured in enumerate(known, 1):
-        scored = collected(run, step)
-        assert (scored.ref_logprobs is not None) == measured
-        metrics = rollout_metrics(scored, scored, run.make_batch(scored), kl_coef=0.0)
+        groups = collected(run, step)
+        assert all((row.ref_logprobs is not None) == measured for (row,) in conversations_of(groups))
+        metrics = rollout_metrics(groups, run.make_batch(groups), kl_coef=0.0)
         assert any("kl_per_seq" in name for name in metrics) == measured
     assert len(server.rows) == 8 * sum(known)
 
@@ -569,14 +581,8 @@ def sampled(reply: str) -> list[int]:
     return [token for part in parts for token in part] + [POLICY.eos_token_id] * ended
 
 
-def answered(prompt: Prompt, reply: str) -> Rollout:
-    """A rollout of one row; a chat with tools has two turns of the policy."""
-    row = RecordedRow()
-    row.observe(prompt.tokens.tolist())
-    row.sample(sampled(reply), None)
-    whole = torch.tensor([row.tokens])
-    lengths = torch.tensor([whole.shape[1]])
-    return Rollout([prompt], whole, lengths, torch.tensor([prompt.tokens.size]), torch.tensor([REPLIES[reply][2]]))
+def answered(prompt: Prompt, reply: str) -> samples.Sample:
+    return sample_of(prompt, sampled(reply), None, ended=REPLIES[reply][2])
 
 
 def test_the_tool_calls_of_a_reply_are_rendered(tmp_path: Path):
@@ -584,32 +590,24 @@ def test_the_tool_calls_of_a_reply_are_rendered(tmp_path: Path):
     calls = "{% for c in m.tool_calls or [] %}({{ c.name }}){% endfor %}"
     template = f"{{% for m in messages %}}{{{{ m.content }}}}{calls}<|im_end|>{{% endfor %}}"
     theirs = with_thoughts("qwen2", chat_template=template)
-    rollout = with_a_tool(row_of(SHAPES["chat"][0]), "finished")
-    (said,) = rollout.trajectories
-    messages = [*said.messages[:-1], {**said.messages[-1], "tool_calls": [{"name": "look"}]}]
-    rollout.trajectories[0] = replace(said, messages=tuple(messages))
+    row = with_a_tool(row_of(SHAPES["chat"][0]), "finished")
+    messages = (*row.messages[:-1], {**row.messages[-1], "tool_calls": [{"name": "look"}]})
+    row = replace(row, messages=messages)
     whole = theirs.apply_chat_template([QUESTION, *messages], tokenize=False)
     assert whole.endswith(" A day.(look)<|im_end|>")
-    assert scored_ids(Reader(tmp_path, theirs), rollout) == encode_text(theirs, whole, 500)
+    assert scored_ids(Reader(tmp_path, theirs), row) == encode_text(theirs, whole, 500)
 
 
-def with_a_tool(prompt: Prompt, reply: str) -> Rollout:
-    """A rollout of one conversation: the policy calls a tool, whose result it answers with the reply."""
-    rollout = answered(prompt, "finished")
+def with_a_tool(prompt: Prompt, reply: str) -> samples.Sample:
+    """A conversation in one row: the policy calls a tool, whose result it answers with the reply."""
     chat, row = Chat(POLICY), RecordedRow()
     row.observe(prompt.tokens.tolist())
     row.sample(sampled("finished"), None)
     result = {"role": "tool", "name": "look", "content": "A file."}
     row.observe(chat.after_reply([result], POLICY.eos_token_id))
     row.sample(sampled(reply), None)
-    row.messages = [
-        assistant(REPLIES["finished"][0]),
-        result,
-        assistant(REPLIES[reply][0]),
-    ]
-    tokens, lengths = torch.tensor([row.tokens]), torch.tensor([len(row.tokens)])
-    trajectory = Trajectory(tuple(row.turns), tuple(row.messages))
-    return replace(rollout, tokens=tokens, lengths=lengths, trajectories=[trajectory])
+    row.messages = [assistant(REPLIES["finished"][0]), result, assistant(REPLIES[reply][0])]
+    return samples.conversation_of([(prompt, row)])[0]
 
 
 def row_of(columns: dict[str, Any]) -> Prompt:
@@ -645,11 +643,11 @@ class Reader:
         return {REWARDS: np.zeros((len(texts), 1), np.float32)}
 
 
-def scored_ids(reader: Reader, rollout: Rollout) -> list[int]:
+def scored_ids(reader: Reader, row: samples.Sample) -> list[int]:
     """The ids that a run's row is scored by."""
     scorer = scorer_of(reader, POLICY)  # type: ignore[arg-type]
     asyncio.run(scorer.compare_tokenizers())
-    asyncio.run(scorer.score(rollout))
+    asyncio.run(scorer.score([(row,)]))
     return reader.ids[0]
 
 
@@ -659,18 +657,16 @@ def test_a_run_is_scored_by_the_reward_models_own_rendering(tmp_path: Path, othe
     theirs, (columns, before) = REWARDS_OF[other], SHAPES["chat" if shape == "tools" else shape]
     joined, ended, pairs = (Reader(tmp_path, theirs, **each) for each in ({}, {"append_eos": "true"}, {"text": "pair"}))
     for reply, (text, *_) in REPLIES.items():
-        rollout = (with_a_tool if shape == "tools" else answered)(row_of(columns), reply)
+        row = (with_a_tool if shape == "tools" else answered)(row_of(columns), reply)
         if before is None:
             first, whole = columns["text"], columns["text"] + text
-            assert scored_ids(ended, rollout) == encode_text(theirs, whole + theirs.eos_token, 500), reply
+            assert scored_ids(ended, row) == encode_text(theirs, whole + theirs.eos_token, 500), reply
         else:
-            said = [*before, *(rollout.trajectories[0].messages[:-1] if rollout.trajectories else ())]
+            said = [*before, *row.messages[:-1]]
             first = theirs.apply_chat_template(said, tokenize=False)
             whole = theirs.apply_chat_template([*said, assistant(text)], tokenize=False)
-        assert scored_ids(joined, rollout) == encode_text(theirs, whole, 500), reply
-        assert scored_ids(pairs, rollout) == (
-            theirs(first, text)["input_ids"] if text else encode_text(theirs, first, 500)
-        )
+        assert scored_ids(joined, row) == encode_text(theirs, whole, 500), reply
+        assert scored_ids(pairs, row) == (theirs(first, text)["input_ids"] if text else encode_text(theirs, first, 500))
 
 
 def gate_ids(
@@ -695,12 +691,12 @@ def ids_of_line(folder: Path, line: dict[str, Any], max_length: int | None = Non
 @pytest.mark.parametrize("other", REWARDS_OF)
 def test_no_way_in_loses_a_token_of_the_reply_to_the_models_length(tmp_path: Path, other: str, shape: str):
     theirs, (columns, before) = REWARDS_OF[other], SHAPES["chat" if shape == "tools" else shape]
-    rollout = (with_a_tool if shape == "tools" else answered)(row_of(columns), "cut")
+    row = (with_a_tool if shape == "tools" else answered)(row_of(columns), "cut")
     for way in ({}, {"append_eos": "true"}, {"text": "pair"}):
-        size = len(scored_ids(Reader(tmp_path, theirs, **way), rollout))
-        assert len(scored_ids(Reader(tmp_path, theirs, size, **way), rollout)) == size
+        size = len(scored_ids(Reader(tmp_path, theirs, **way), row))
+        assert len(scored_ids(Reader(tmp_path, theirs, size, **way), row)) == size
         with pytest.raises(ContractError, match=rf"sentences\[0\]: {size} tokens, the model takes {size - 1} \(max_l"):
-            scored_ids(Reader(tmp_path, theirs, size - 1, **way), rollout)
+            scored_ids(Reader(tmp_path, theirs, size - 1, **way), row)
     prompt: Any = columns["text"] if before is None else before
     size = len(gate_ids(tmp_path, prompt, " A day."))
     with pytest.raises(ConfigError, match=rf"pairs.jsonl, line 1: chosen: {size} tokens, the model takes {size - 1} "):

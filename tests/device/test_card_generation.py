@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import simcuda
 import torch
+from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from simulated_cuda.device import memory_limit
 from simulated_cuda.streams import Stream
 from simulated_cuda.threads import recorded_launches
 from simulated_cuda.trace import Trace
 
 from rlhf_triton.actor.data.compute import in_a_thread_of
-from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from rlhf_triton.actor.generation.slots import Decoder
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.policies import _sample
