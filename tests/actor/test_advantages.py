@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlhf_triton.actor.data.rollout import response_mask
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms import advantages as adv
@@ -40,13 +39,6 @@ def rollout(seed: int, batch: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
 # ---- masks and token rewards ----
 
 
-def test_mask_starts_before_the_first_response_token_and_covers_the_eos():
-    # Row 0: tokens p p r r(EOS) pad; position 1 scores token 2, position 2 scores token 3. Row 1: full length.
-    mask = response_mask(torch.tensor([2, 1, 3]), torch.tensor([4, 5, 3]), 5)
-    assert mask.tolist() == [[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
-    assert mask.dtype == torch.float32
-
-
 def test_token_rewards_by_hand():
     """The first two are those of section 8 of the reference."""
     kl = torch.arange(14.0).reshape(2, 7)  # S = 8
@@ -55,10 +47,6 @@ def test_token_rewards_by_hand():
     close(adv.token_rewards(torch.tensor([1.0, 2.0]), kl, torch.tensor([5, 8]), kl_coef=0.1), expected)
     result = adv.token_rewards(f64([5.0, 7.0]), f64([[1.0, -1.0, 2.0]] * 2), torch.tensor([4, 1]), kl_coef=0.5)
     close(result, f64([[-0.5, 0.5, 4.0], [6.5, 0.5, -1.0]]))  # a single token: the index is clamped to 0
-
-
-def mask_of(prompt: int, length: int) -> Tensor:
-    return response_mask(torch.tensor([1, prompt]), torch.tensor([2, length]), 5)
 
 
 def rewards_of(rewards: list, kl: list, lengths: list[int]) -> Tensor:
@@ -72,9 +60,6 @@ def gae_of(*shape: int) -> Any:
 @pytest.mark.parametrize(
     ("call", "arguments", "message"),
     [
-        (mask_of, (0, 3), "0, 3, 5 in row 1"),
-        (mask_of, (4, 3), "4, 3, 5 in row 1"),
-        (mask_of, (2, 6), "2, 6, 5 in row 1"),
         (rewards_of, ([[1.0]], [[0.0]], [2]), r"rewards.*\(1, 1\)"),
         (rewards_of, ([1.0], [[0.0]], [2, 2]), r"lengths.*\(2,\)"),
         (rewards_of, ([1.0], [[]], [1]), r"kl must.*\(1, 0\)"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from live_system import TEXTS
 from rlhf_triton.actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, join_rollouts
-from tests.support.scored_rollout import make_batch, method_of
+from tests.support.samples import make_batch, method_of
 from tiny_tokenizers import make_text_tokenizer
 from tokenizers import AddedToken
 

@@ -16,16 +16,18 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import Conversation, Sample, padded, rows_of
 from rlhf_triton.actor.generation import cache, slots
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
-from rlhf_triton.actor.generation.slots import Decoder, Prompts, Response, Rules, draw
+from rlhf_triton.actor.generation.slots import Decoder, Prompts, Rules, Turn, draw
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import GenerationSection
+from tests.support.samples import logprobs_of, tokens_of
 from tests.support.settings import actor_section
 
 VOCAB, EOS = 64, 2
@@ -70,7 +72,7 @@ def generation(model: Any, **settings: Any) -> Generation:
 def texts(written_by: Generation, prompts: list[np.ndarray], *, seed: int = 0, greedy: bool = False) -> list[list[int]]:
     found: dict[int, list[int]] = {}
     given = [Prompt("", "", tokens) for tokens in prompts]
-    written_by.run(given, lambda i, response: found.update({i: response.tokens}), seed=seed, greedy=greedy)
+    written_by.run(given, lambda i, rows: found.update({i: responses([*rows])[0]}), seed=seed, greedy=greedy)
     assert len(found) == len(prompts)
     return [found[i] for i in range(len(prompts))]
 
@@ -102,6 +104,16 @@ def test_a_response_does_not_depend_on_the_rows_beside_it():
         assert texts(generation(model, generation_batch_size=size), prompts, seed=8) != alone
 
 
+def asking(prompts: Sequence[np.ndarray], found: dict[int, list[int]], *, most: int) -> Prompts:
+    """Asks for a response to each of these prompts, which goes into `found`."""
+
+    def finished(index: int, conversation: Conversation) -> None:
+        found[index] = responses([*conversation])[0]
+
+    given = {i: Prompt("", "", tokens) for i, tokens in enumerate(prompts)}
+    return Prompts(given, finished, max_new_tokens=most)
+
+
 def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch):
     """Rows that go on for long: the columns are used up again and again."""
     sizes, shifts, shift, write_on = set(), [], SlotCache.shift, Decoder._write_on
@@ -115,9 +127,7 @@ def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows(monkeyp
     model, prompts = make_model("llama", eos_bias=1.0), make_prompts(60, longest=4)
     found: dict[int, list[int]] = {}
     decoder = Decoder(model, Rules(24, [EOS], [0, 1]), slots=4)
-    decoder.run(
-        Prompts(dict(enumerate(prompts)), lambda i, turn: found.update({i: turn.tokens}), max_new_tokens=24), None
-    )
+    decoder.run(asking(prompts, found, most=24), None)
     assert len(sizes) == 1
     assert len(shifts) > 3
     plain = generation(model, engine="transformers", max_new_tokens=24, generation_batch_size=60)
@@ -191,8 +201,7 @@ def test_prompts_of_a_group_go_through_one_forward(
     rules = Rules(16, [EOS], [0, 1], repetition_penalty=1.3)
     decoder = Decoder(make_model("llama", eos_bias=2.0), rules, slots=size, token_budget=token_budget)
     together: dict[int, list[int]] = {}
-    partner = Prompts(dict(enumerate(prompts)), lambda i, turn: together.update({i: turn.tokens}), max_new_tokens=16)
-    decoder.run(partner, functools.partial(uniform_draws, 3))
+    decoder.run(asking(prompts, together, most=16), functools.partial(uniform_draws, 3))
     passes = [rows[0] for rows in rows_in if rows]
     assert sum(passes) < 12
     assert passes[: len(first)] == first
@@ -215,7 +224,7 @@ class Talk:
         self._now: list[tuple[int, list[int] | None]] = [(i, parts[0]) for i, parts in self.rows.items()]
         self.answered = 0
 
-    def take(self, index: int, turn: Response) -> bool:
+    def take(self, index: int, turn: Turn) -> bool:
         parts = self.rows[index]
         assert len(turn.logprobs) == len(turn.tokens)
         parts.append(turn.tokens)
@@ -237,10 +246,9 @@ class Talk:
 
 
 def one_response(decoder: Decoder, tokens: Sequence[int], draws: Iterator[float], most: int) -> list[int]:
-    found: list[int] = []
-    partner = Prompts({0: np.array(tokens)}, lambda _, turn: found.extend(turn.tokens), max_new_tokens=most)
-    decoder.run(partner, lambda _: draws)
-    return found
+    found: dict[int, list[int]] = {}
+    decoder.run(asking([np.array(tokens)], found, most=most), lambda _: draws)
+    return found[0]
 
 
 @pytest.mark.parametrize(
@@ -369,21 +377,22 @@ def make_policy(checkpoint: Path, **settings: Any) -> Policy:
     return Policy.of(actor_section(model=checkpoint, max_new_tokens=12, **settings))
 
 
-def generate(policy: Policy, *, prompts: list[list[int]] = PROMPTS, seed: int = 0, **settings: Any) -> Rollout:
+def generate(policy: Policy, *, prompts: list[list[int]] = PROMPTS, seed: int = 0, **settings: Any) -> list[Sample]:
     given = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate(prompts)]
-    rollout = policy.generate(given, seed=seed, **settings)
-    starts = rollout.prompt_lengths.tolist()
-    assert [row[:start].tolist() for row, start in zip(rollout.rows(), starts, strict=True)] == prompts
-    for row, length, response in zip(rollout.tokens, rollout.lengths.tolist(), responses(rollout), strict=True):
-        assert (row[length:] == policy.pad_id).all()
+    rows = rows_of(policy.generate(given, seed=seed, **settings))
+    assert [row.tokens[~row.sampled].tolist() for row in rows] == prompts
+    for response in responses(rows):
         assert 1 <= len(response) <= 12
         assert not set(response) & set(policy.banned_ids)
-    return rollout
+    return rows
 
 
-def responses(rollout: Rollout) -> list[list[int]]:
-    starts = rollout.prompt_lengths.tolist()
-    return [row[start:].tolist() for row, start in zip(rollout.rows(), starts, strict=True)]
+def responses(rows: list[Sample]) -> list[list[int]]:
+    return [row.tokens[row.sampled].tolist() for row in rows]
+
+
+def ends(rows: list[Sample]) -> list[bool]:
+    return [row.ended for row in rows]
 
 
 def test_an_end_of_sequence_ends_a_response_and_belongs_to_it(checkpoint: Path):
@@ -391,8 +400,8 @@ def test_an_end_of_sequence_ends_a_response_and_belongs_to_it(checkpoint: Path):
     policy.model.lm_head.weight.data[policy.eos_ids[0]] += 0.5  # now and then
     for seed in range(4):
         rollout = generate(policy, seed=seed)
-        ended += rollout.is_end.tolist()
-        for response, end in zip(responses(rollout), rollout.is_end.tolist(), strict=True):
+        ended += ends(rollout)
+        for response, end in zip(responses(rollout), ends(rollout), strict=True):
             assert [token in policy.eos_ids for token in response] == [False] * (len(response) - 1) + [end]
     assert set(ended) == {True, False}
 
@@ -410,7 +419,7 @@ def test_a_stop_string_ends_a_response(checkpoint: Path):
     stop = decode(plain[0][2:4])  # what the first row writes third and fourth
     policy = make_policy(checkpoint, stop_strings=(stop, "never written"))
     rollout = generate(policy, seed=3)
-    for response, before, end in zip(responses(rollout), plain, rollout.is_end.tolist(), strict=True):
+    for response, before, end in zip(responses(rollout), plain, ends(rollout), strict=True):
         stopped = stop in decode(response)
         assert end == (stopped or response[-1] in policy.eos_ids)
         assert stop not in decode(response[:-1])
@@ -487,7 +496,7 @@ def test_both_ways_to_generate_ignore_the_checkpoints_own_generation_config(
         policy.model.lm_head.weight.data[policy.eos_ids[0]] *= 2  # the likeliest now and then
         rollout = generate(policy, prompts=[[5 + i] * (1 + i % 7) for i in range(30)], greedy=True)
         found.append(responses(rollout))
-        ended.update(rollout.is_end.tolist())
+        ended.update(ends(rollout))
         assert policy.model.generation_config is asked  # checkpoints keep it
     assert ended == {True, False}
     assert found[0] == found[1]
@@ -500,12 +509,12 @@ def test_log_probs_are_those_of_the_sampling_distribution(checkpoint: Path):
     """Under the temperature and without forbidden tokens, whatever top-k, top-p or a penalty did to the draw."""
     policy = make_policy(checkpoint, precision="float32", temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.3)
     rollout = generate(policy, seed=1)
-    row, start = torch.from_numpy(rollout.rows()[2]), len(PROMPTS[2])
+    row, start = torch.from_numpy(rollout[2].tokens), len(PROMPTS[2])
     with torch.no_grad():
         logits = policy.model(row[None].to(policy.model.device)).logits[0].cpu() / 0.7
     logits[:, policy.banned_ids] = -torch.inf
     expected = logits.log_softmax(-1)[:-1].gather(-1, row[1:, None])[start - 1 :, 0]
-    found = policy.logprobs(rollout)[2, start - 1 : len(row) - 1]
+    found = torch.from_numpy(policy.logprobs(rollout)[2][start:])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -513,14 +522,14 @@ def test_what_writes_stands_still_while_the_policy_is_updated(checkpoint: Path):
     """One step off-policy: until it is renewed, texts and log-probs are those of the policy that began the rollout."""
     policy = make_policy(checkpoint, one_step_off_policy=True)
     before = generate(policy)
-    logprobs, ref_logprobs = policy.logprobs(before), policy.logprobs(before, reference=True)
+    logprobs, ref_logprobs = logprobs_of(policy, before), logprobs_of(policy, before, reference=True)
     policy.model.lm_head.weight.data[20] += 5.0
-    assert torch.equal(generate(policy).tokens, before.tokens)
-    assert torch.equal(policy.logprobs(before), logprobs)
+    assert torch.equal(tokens_of(generate(policy)), tokens_of(before))
+    assert torch.equal(logprobs_of(policy, before), logprobs)
     policy.renew_sampler()
-    assert not torch.equal(generate(policy).tokens, before.tokens)
-    assert not torch.equal(policy.logprobs(before), logprobs)
-    assert torch.equal(policy.logprobs(before, reference=True), ref_logprobs)
+    assert not torch.equal(tokens_of(generate(policy)), tokens_of(before))
+    assert not torch.equal(logprobs_of(policy, before), logprobs)
+    assert torch.equal(logprobs_of(policy, before, reference=True), ref_logprobs)
 
 
 def test_log_probs_of_generation_are_taken_once_proven(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
@@ -528,9 +537,9 @@ def test_log_probs_of_generation_are_taken_once_proven(checkpoint: Path, monkeyp
     rollout, other = generate(policy), generate(policy, seed=1)
     passes: list[int] = []
     forward = policy.logprobs
-    monkeypatch.setattr(policy, "logprobs", lambda rows: (passes.append(len(rows.prompts)), forward(rows))[1])
-    torch.testing.assert_close(policy.sampled_logprobs(rollout), forward(rollout), atol=1e-4, rtol=0)
-    assert policy.sampled_logprobs(other) is other.logprobs
+    monkeypatch.setattr(policy, "logprobs", lambda rows: (passes.append(len(rows)), forward(rows))[1])
+    np.testing.assert_allclose(padded(policy.sampled_logprobs(rollout)), padded(forward(rollout)), atol=1e-4, rtol=0)
+    assert all(found is row.logprobs for found, row in zip(policy.sampled_logprobs(other), other, strict=True))
     assert passes == [len(PROMPTS)]
 
 
@@ -545,12 +554,13 @@ def test_log_probs_of_generation_that_may_be_wrong_are_not_taken(
     """In bfloat16 never: logits may agree by chance in the first rollout, and a resumed run has another first one."""
     policy = make_policy(checkpoint, **settings)
     first, other = generate(policy), generate(policy, seed=1)
-    assert (first.logprobs is None) == (scale is None)
+    assert all((row.logprobs is None) == (scale is None) for row in first)
     if scale is not None:
-        first = replace(first, logprobs=policy.logprobs(first) * scale)
-        other = replace(other, logprobs=torch.ones_like(policy.logprobs(other)))
-    for rollout in (first, other):
-        assert torch.equal(policy.sampled_logprobs(rollout), policy.logprobs(rollout))
+        found = zip(first, policy.logprobs(first), strict=True)
+        first = [replace(row, logprobs=each * np.float32(scale)) for row, each in found]
+        other = [replace(row, logprobs=np.ones(len(row.tokens), np.float32)) for row in other]
+    for rows in (first, other):
+        assert torch.equal(padded(policy.sampled_logprobs(rows)), padded(policy.logprobs(rows)))
 
 
 # ---- shared prompts ----

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.scored_rollout import make_batch, method_of, scored_rollout
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms.inputs import ClipRange
@@ -21,6 +20,7 @@ from rlhf_triton.python_backend.models.logprobs import target_logprobs
 from rlhf_triton.rewards.function import import_function
 from tests.support.masked_loss import check_masked_loss, check_on_policy_gradient, loss_inputs, outcome, sample
 from tests.support.policy_training import random_batch, trainable_policy, update_of
+from tests.support.samples import make_batch, method_of, scored_samples
 
 property_test = settings(max_examples=40)
 sizes = {"seed": st.integers(0, 2**31), "batch": st.integers(2, 5), "width": st.integers(1, 6)}
@@ -196,7 +196,7 @@ def test_the_documented_loss_is_masked_and_trains_and_so_is_the_advantage(tmp_pa
     assert found["train_optim/minibatches"] == 2
     assert 0 <= found["train_optim/truncated"] <= 1
     own = {"algorithm_name": "reinforce++", "advantage": f"{documented}:advantage", "responses_per_prompt": 4}
-    batch = make_batch(scored_rollout(), **own, whiten_advantages=False, mask_unfinished=False, kl_coef=0.0)
+    batch = make_batch(scored_samples(), **own, whiten_advantages=False, mask_unfinished=False, kl_coef=0.0)
     assert batch.advantages.amax(-1).tolist() == pytest.approx([1 - 2.5 / 4, 2 - 2.5 / 4, 0.0, 0.0])
 
 
@@ -244,7 +244,7 @@ def test_a_wrong_loss_changes_nothing_and_is_named(
 def test_a_wrong_advantage_is_named(tmp_path: Path, body: str, problem: str):
     spec = written(tmp_path, body)
     with pytest.raises(RlhfError, match=rf"^actor\.algorithm\.advantage: {re.escape(spec)} {problem}"):
-        make_batch(scored_rollout(), mask_unfinished=False, kl_coef=0.0, advantage=spec)
+        make_batch(scored_samples(), mask_unfinished=False, kl_coef=0.0, advantage=spec)
 
 
 def test_a_missing_file_or_function_is_found_before_anything_starts(tmp_path: Path):

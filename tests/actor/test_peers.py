@@ -17,7 +17,7 @@ from rlhf_triton.actor.algorithms.losses import importance_factors
 from rlhf_triton.config.algorithms import ALGORITHMS, LOSSES
 from rlhf_triton.rewards.function import import_function
 from tests.support.masked_loss import loss_inputs, outcome
-from tests.support.scored_rollout import method_of
+from tests.support.samples import method_of
 
 GOLDEN = json.loads((Path(__file__).parent / "peers.json").read_text())
 INPUTS = {name: torch.tensor(values, dtype=torch.float64) for name, values in GOLDEN["inputs"].items()}

@@ -15,13 +15,14 @@ import pytest
 import torch
 from live_system import make_tokenizer
 from peft import PeftModel
-from policy_training import load_checkpoint, random_batch, rollout_of, states, train
-from rlhf_triton.actor.data.rollout import Prompt, Rollout
+from policy_training import load_checkpoint, random_batch, samples_of, states, train
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import MIXTURES, add_tensors, change_config, save_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import Sample, rows_of
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.loading import load_model
 from rlhf_triton.actor.policy.policy import Policy
@@ -42,6 +43,7 @@ from rlhf_triton.python_backend.models.modeling import quiet_transformers
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint
 from rlhf_triton.tools.export import main as export
 from tests.support.policy_training import trainable_policy, update_of
+from tests.support.samples import logprobs_of, tokens_of
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 7))]
 TEMPLATES = {"default": "{{ messages[0].content }}", "tool_use": "{{ messages[0].role }}"}
@@ -69,9 +71,9 @@ def make_policy(folder: Path, *, seed: int = 0, **settings: Any) -> Any:
     return trainable_policy(**{**limits, **settings})
 
 
-def trained(folder: Path, **settings: Any) -> tuple[Policy, Rollout]:
+def trained(folder: Path, **settings: Any) -> tuple[Policy, list[Sample]]:
     policy = make_policy(folder, **settings)
-    rollout = policy.generate(PROMPTS[:2], seed=1)
+    rollout = rows_of(policy.generate(PROMPTS[:2], seed=1))
     train(policy, rollout)
     return policy, rollout
 
@@ -225,11 +227,11 @@ def test_a_whole_language_model_is_a_policy(tmp_path: Path, what: str):
 
 def test_a_new_policy_is_its_reference_and_adapters_alone_are_trained(llama: Path):
     policy, full = make_policy(llama, lora_rank=4), make_policy(llama)
-    rollout = policy.generate(PROMPTS, seed=1)
+    rollout = rows_of(policy.generate(PROMPTS, seed=1))
     assert policy.reference is None
-    assert torch.equal(rollout.tokens, full.generate(PROMPTS, seed=1).tokens)
-    reference, before = policy.logprobs(rollout, reference=True), parameters(policy)
-    torch.testing.assert_close([policy.logprobs(rollout), reference], [full.logprobs(rollout)] * 2)
+    assert torch.equal(tokens_of(rollout), tokens_of(rows_of(full.generate(PROMPTS, seed=1))))
+    reference, before = logprobs_of(policy, rollout, reference=True), parameters(policy)
+    torch.testing.assert_close([logprobs_of(policy, rollout), reference], [logprobs_of(full, rollout)] * 2)
     names = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
     assert names == {name for name in before if "lora_" in name}
     assert sum(len(group["params"]) for group in policy.optimizer.param_groups) == len(names) > 0
@@ -237,8 +239,8 @@ def test_a_new_policy_is_its_reference_and_adapters_alone_are_trained(llama: Pat
         train(policy, rollout)
     after = parameters(policy)
     assert set() < {name for name in before if not torch.equal(before[name], after[name])} <= names
-    assert torch.equal(policy.logprobs(rollout, reference=True), reference)  # it stays where it was
-    assert not torch.allclose(policy.logprobs(rollout), reference)
+    assert torch.equal(logprobs_of(policy, rollout, reference=True), reference)  # it stays where it was
+    assert not torch.allclose(logprobs_of(policy, rollout), reference)
 
 
 @pytest.mark.parametrize(
@@ -302,14 +304,14 @@ def test_dropout_is_active_in_updates_alone(llama: Path):
     The adapters add something: new ones add 0 whatever is dropped. Recomputed activations drop the same.
     """
     norms, batch = [], random_batch([12, 15, 14], prompt=2, seed=0)  # no shared prompts: they have other draws
-    rollout, plain = rollout_of(batch, prompt=2), None
+    rollout, plain = samples_of(batch, prompt=2), None
     settings = [{}, *[{"lora_dropout": 0.5}] * 3, {"lora_dropout": 0.5, "gradient_checkpointing": True}]
     for setting, seed in zip(settings, (1, 1, 1, 2, 1), strict=True):
         policy = make_policy(llama, lora_rank=4, **setting)
         for name, parameter in policy.model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
-        found = [policy.generate(PROMPTS, seed=1).tokens, policy.logprobs(rollout)]
+        found = [tokens_of(rows_of(policy.generate(PROMPTS, seed=1))), logprobs_of(policy, rollout)]
         plain = plain or found
         assert "gradient_checkpointing" in setting or all(map(torch.equal, found, plain))
         norms.append(update_of(policy).run(batch, seed=seed, kl_coef=0.0)["train_optim/grad_norm"])
@@ -362,7 +364,7 @@ def test_an_exported_checkpoint_loads_with_transformers_and_peft(
     for kind in ("--merged", "--peft")[: 2 if settings else 1]:
         assert export([str(tmp_path), kind]) == 0
         models.append(eval(capsys.readouterr().out, names))
-    first, *others = [model(rollout.tokens).logits for model in models]
+    first, *others = [model(tokens_of(rollout)).logits for model in models]
     assert all((other - first).abs().max() <= (1e-2 if "precision" in settings else 1e-5) for other in others)
     files = [tmp_path / "export" / "step-3" / name for name in ("tokenizer.json", "model.safetensors")]
     assert files[0].stat().st_mode == files[1].stat().st_mode  # as the umask says
@@ -395,7 +397,7 @@ def test_a_mixture_of_experts_goes_on_where_it_was(tmp_path: Path, family: str, 
     load_checkpoint(tmp_path / "checkpoints", 1, states(other))
     for policy in (one, other):
         train(policy, rollout)
-    assert torch.equal(one.logprobs(rollout), other.logprobs(rollout))
+    assert torch.equal(logprobs_of(one, rollout), logprobs_of(other, rollout))
     theirs = parameters(other)
     assert [name for name, mine in parameters(one).items() if not torch.equal(mine, theirs[name])] == []
 
@@ -429,7 +431,7 @@ def test_a_policy_in_shards_is_loaded_and_one_of_another_shape_refused(tmp_path:
     assert not (tmp_path / "model.safetensors").exists()
     other = make_policy(llama)
     other.load(tmp_path)
-    assert torch.equal(one.logprobs(rollout), other.logprobs(rollout))
+    assert torch.equal(logprobs_of(one, rollout), logprobs_of(other, rollout))
     for name, sizes in {"wide": {"hidden_size": 32}, "deep": {"num_hidden_layers": 3}}.items():
         save_policy(tmp_path / name, **sizes)
         with pytest.raises(CheckpointError, match=str(tmp_path / name)):
@@ -532,15 +534,15 @@ def test_the_base_under_adapters_is_never_cast(tmp_path: Path, family: str):
     """The adapters themselves are cast once for all tokens of a rollout; a router is small and may be cast."""
     policy = make_policy(save_policy(tmp_path, family), precision="bfloat16", lora_rank=2)
     with Casts() as casts:
-        rollout = policy.generate(PROMPTS, seed=1)
-    assert rollout.tokens.shape[1] > 9  # several decoding steps
+        rollout = rows_of(policy.generate(PROMPTS, seed=1))
+    assert max(len(row.tokens) for row in rollout) > 9  # several decoding steps
     found = casts.of(policy.model)
     assert found or policy.model.device.type == "cuda"  # where they are merged for decoding
     assert all("lora_" in name for name in found), found
     assert set(found.values()) <= {1}
     for reference in (False, True):
         with Casts() as casts:
-            policy.logprobs(rollout, reference=reference)
+            logprobs_of(policy, rollout, reference=reference)
         frozen = casts.of_frozen(policy.model)
         assert all("lora_" in name or "mlp.gate." in name for name in frozen), frozen
 
@@ -598,6 +600,6 @@ def test_checks_in_float32_do_without_flash_attention(llama: Path, monkeypatch: 
     monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda _, name, **__: name)
     policy = make_policy(llama, precision="bfloat16", lora_rank=2, policy_attention="flash_attention_2")
     assert policy.model.config._attn_implementation == "flash_attention_2"
-    rollout = policy.generate(PROMPTS, seed=1)
+    rollout = rows_of(policy.generate(PROMPTS, seed=1))
     assert calls
-    assert torch.equal(rollout.tokens, default.generate(PROMPTS, seed=1).tokens)
+    assert torch.equal(tokens_of(rollout), tokens_of(rows_of(default.generate(PROMPTS, seed=1))))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from live_system import make_tokenizer
 from policy_training import load_checkpoint, states
-from rlhf_triton.actor.data.rollout import PPOBatch
+from rlhf_triton.actor.data.batch import PPOBatch
 from torch import Tensor
 
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint

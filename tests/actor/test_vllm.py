@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_vllm import FakeVllm
-from rlhf_triton.actor.data.rollout import Prompt
 from safetensors.numpy import load_file
 from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import Conversation
 from rlhf_triton.actor.generation.conversations import Agent
-from rlhf_triton.actor.generation.slots import Response
+from rlhf_triton.actor.generation.slots import Turn
 from rlhf_triton.actor.vllm import connection
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.client.errors import RequestFailed
@@ -41,7 +42,7 @@ def setup(tmp_path: Path, checkpoint: Path) -> Callable[..., VllmSetup]:
 Setup = Callable[..., VllmSetup]
 
 
-async def run(here: VllmSetup, **settings: Any) -> list[Response]:
+async def run(here: VllmSetup, **settings: Any) -> list[Turn]:
     """Generate in a thread; return the responses in the order of the prompts."""
     responses = await asyncio.to_thread(lambda: here.run(**settings))
     return [responses[row] for row in range(len(PROMPTS))]
@@ -59,7 +60,7 @@ async def test_each_renewed_policy_is_loaded_before_it_generates(setup: Setup):
     async with FakeVllm() as server:
         here = setup(server)
         for _ in range(2):
-            assert await run(here) == [Response(END, True, [-0.5] * 4)] * 3
+            assert await run(here) == [Turn(END, True, [-0.5] * 4)] * 3
         assert [path.name for path in server.loaded] == ["1"], "loaded once for both"
         here.policy.renew_sampler()
         await run(here)
@@ -73,7 +74,7 @@ async def test_each_renewed_policy_is_loaded_before_it_generates(setup: Setup):
         assert kept == {"2", "3", "CURRENT", f"{server.url}.lock"}
         assert server.calls.count("/resume") == server.calls.count("/pause") == 3
         server.answer = lambda request: {"token_ids": [5] * 8, "finish_reason": "length"}
-        assert await run(here) == [Response([5] * 8, False, [-0.5] * 8)] * 3, "at its longest it has not ended"
+        assert await run(here) == [Turn([5] * 8, False, [-0.5] * 8)] * 3, "at its longest it has not ended"
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2], ids=["all weights", "adapters"])
@@ -227,17 +228,16 @@ async def test_a_turn_is_a_request_with_the_whole_row(setup: Setup):
         settings = EnvironmentSection.model_validate({"class": f"{ENVIRONMENTS}:Countdown", "max_tokens": 60})
         here.generation.agent = Agent(settings, here.policy.tokenizer, max_prompt_tokens=40)
         prompts = [Prompt(str(i), "", np.array([5 + i % 8, 5 + i // 8]), {"turns": 2}) for i in range(24)]
-        found: dict[int, Response] = {}
+        found: dict[int, Conversation] = {}
         try:
             await asyncio.to_thread(here.generation.run, prompts, lambda i, talk: found.update({i: talk}), seed=1)
         finally:
             here.generation.agent.close()
         assert all(server.requests for server in (one, two)), "conversations are balanced"
         assert len(one.requests) + len(two.requests) == 2 * len(prompts)
-        for talk in found.values():
+        for (talk,) in found.values():
             assert talk.ended
-            row = [*talk.prompt.tokens.tolist(), *talk.tokens]
-            turns = talk.trajectory.turns
+            row, turns = talk.tokens.tolist(), talk.turns
             assert [row[turn.start : turn.end] for turn in turns] == [[5, 6, 7, 1]] * 2
             befores = [row[: turn.start] for turn in turns]
             asked = [[each for each in server.requests if each["token_ids"] in befores] for server in (one, two)]

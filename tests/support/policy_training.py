@@ -5,16 +5,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rlhf_triton.actor.data.rollout import PPOBatch, Rollout
 
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.data.batch import PPOBatch
+from rlhf_triton.actor.data.sample import Sample
 from rlhf_triton.actor.policy.checkpoint import RunState, check_checkpoint_of, restore
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.config import ActorSection, RewardsSection
 from tests.support.prompts import one_prompt
+from tests.support.samples import a_sample, tokens_of
 from tests.support.settings import actor_section
 
 
@@ -38,10 +40,10 @@ def update_of(policy: TrainablePolicy) -> PolicyUpdate:
     return PolicyUpdate.of(policy.actor, policy, method)
 
 
-def train(policy: Policy, rollout: Rollout) -> None:
-    """Take one optimizer step that makes the rollout's tokens more likely."""
-    everywhere = torch.ones_like(rollout.tokens[:, 1:])
-    logprobs, _ = policy.token_logprobs(policy.model, rollout.tokens, rollout.lengths, everywhere)
+def train(policy: Policy, rows: Sequence[Sample]) -> None:
+    """Take one optimizer step that makes the tokens of samples more likely."""
+    tokens, lengths = tokens_of(rows), torch.tensor([len(row.tokens) for row in rows])
+    logprobs, _ = policy.token_logprobs(policy.model, tokens, lengths, torch.ones_like(tokens[:, 1:]))
     (-logprobs.clamp(min=-50).mean()).backward()
     policy.optimizer.step()
     policy.optimizer.zero_grad()
@@ -75,8 +77,9 @@ def random_batch(lengths: Sequence[int], *, prompt: int, seed: int, shared: bool
     return PPOBatch(tokens, ends, mask, mask, logprobs - 2, ref - 2, advantages, zeros, zeros, zeros)
 
 
-def rollout_of(batch: PPOBatch, *, prompt: int) -> Rollout:
-    """Return the finished rollout with the rows of a batch."""
-    num_rows = batch.tokens.shape[0]
-    finished = torch.ones(num_rows, dtype=torch.bool)
-    return Rollout([], batch.tokens, batch.lengths, torch.full((num_rows,), prompt), finished)
+def samples_of(batch: PPOBatch, *, prompt: int) -> list[Sample]:
+    """Return the rows of a batch as responses to their first tokens."""
+    return [
+        a_sample(tokens[:length].tolist(), prompt)
+        for tokens, length in zip(batch.tokens, batch.lengths.tolist(), strict=True)
+    ]

@@ -14,7 +14,8 @@ from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import UNSCORED, Conversation, Group, Sample, Score
+from rlhf_triton.actor.data.sample import UNSCORED, Conversation, Group, Sample, Score, padded
+from rlhf_triton.actor.policy.policy import Policy
 from tests.support.settings import actor_section
 
 FAILED = Score(failure="503")
@@ -54,6 +55,16 @@ def scored_samples(*, scored: Sequence[bool] = (True,) * 4, seed: int = 0) -> li
         score = rewarded([1.0, 2.0, -1.0, 0.5][i], values=values[i, :end], version=7)
         rows.append(replace(row, policy_logprobs=own, ref_logprobs=ref, score=score if scored[i] else FAILED))
     return rows
+
+
+def tokens_of(rows: Sequence[Sample]) -> torch.Tensor:
+    """The tokens of samples, padded, int64 [B, S]."""
+    return padded([row.tokens for row in rows])
+
+
+def logprobs_of(policy: Policy, rows: Sequence[Sample], **more: bool) -> torch.Tensor:
+    """The policy's log-probs of samples by position, [B, S-1]."""
+    return padded(policy.logprobs(rows, **more))[:, 1:]
 
 
 def method_of(**settings: Any) -> Method:

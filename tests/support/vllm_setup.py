@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rlhf_triton.actor.data.rollout import Prompt
 from tiny_checkpoints import VOCAB, save_tiny
 
 from benchmarks.workload import word_tokenizer
-from rlhf_triton.actor.generation.slots import Response
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import Conversation
+from rlhf_triton.actor.generation.slots import Turn
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.config import RunConfig
@@ -48,8 +49,14 @@ class VllmSetup:
         self.policy.optimizer_step += 1
         self.policy.renew_sampler()
 
-    def run(self, *, seed: int = 3, greedy: bool = False) -> dict[int, Response]:
+    def run(self, *, seed: int = 3, greedy: bool = False) -> dict[int, Turn]:
         """Generate a response to each of PROMPTS."""
-        responses: dict[int, Response] = {}
-        self.generation.run(PROMPTS, lambda row, response: responses.update({row: response}), seed=seed, greedy=greedy)
-        return responses
+        found: dict[int, Turn] = {}
+
+        def finished(row: int, conversation: Conversation) -> None:
+            (sample,) = conversation
+            logprobs = None if sample.logprobs is None else sample.logprobs[sample.sampled].tolist()
+            found[row] = Turn(sample.tokens[sample.sampled].tolist(), sample.ended, logprobs)
+
+        self.generation.run(PROMPTS, finished, seed=seed, greedy=greedy)
+        return found
