@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_triton.actor.data.rollout import join_rollouts
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
+from rlhf_triton.actor.data.sample import Conversation, Sample, Score
 from rlhf_triton.actor.generation.conversations import ROW_STEP
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
-from rlhf_triton.actor.generation.slots import Decoder, Response, Rules
-from rlhf_triton.actor.policy.policy import row_of
+from rlhf_triton.actor.generation.slots import Decoder, Rules
 from rlhf_triton.actor.run.validation import read_texts
 from rlhf_triton.actor.scoring.scorer import row_metadata
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
-from tests.actor.test_conversations import BANNED, EOS, TOKENIZER, prompts_of, sampled_of, unscored
+from tests.actor.test_conversations import BANNED, EOS, TOKENIZER, prompts_of, sampled_of
 from tests.actor.test_conversations import model as model  # a fixture
 from tests.actor.test_generation import one_response
 from tests.support.settings import actor_section
@@ -42,64 +41,61 @@ def agents() -> Iterator[Callable[..., CapturedAgents]]:
         agent.close()
 
 
-def responses(model: Any, agent: CapturedAgents, count: int, **settings: Any) -> list[Response]:
+def conversations(model: Any, agent: CapturedAgents, count: int, **settings: Any) -> list[Conversation]:
     actor = actor_section(**{"max_new_tokens": 8, "generation_batch_size": 3, **settings})
     engine = Generation(model, TOKENIZER, actor.generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
     engine.agent = agent
-    found: dict[int, Response] = {}
-    engine.run(prompts_of(count), lambda i, response: found.update({i: response}), seed=3)
+    found: dict[int, Conversation] = {}
+    engine.run(prompts_of(count), lambda i, rows: found.update({i: rows}), seed=3)
     assert not agent._sessions._open
     return [found[i] for i in range(count)]
+
+
+def ends(*arguments: Any, **settings: Any) -> list[Sample]:
+    """The last row of each of the `conversations`."""
+    return [rows[-1] for rows in conversations(*arguments, **settings)]
 
 
 @pytest.mark.parametrize("engine", ["slots", "transformers"])
 def test_every_call_is_sampled_from_the_tokens_so_far(agents: Callable[..., CapturedAgents], model: Any, engine: str):
     tools = [{"type": "function", "function": {"name": "look"}}]
-    found = responses(model, agents("converse", options={"turns": 3, "tools": tools}), 5, engine=engine)
-    for i, response in enumerate(found):
-        assert response.trajectory.error == ""
-        row = [*response.prompt.tokens.tolist(), *response.tokens]
-        assert row_metadata(ServedModel(), response.prompt, "", 0)["tools"] == tools
-        said = [message["content"] for message in response.trajectory.messages]
+    found = conversations(model, agents("converse", options={"turns": 3, "tools": tools}), 5, engine=engine)
+    for i, rows in enumerate(found):
+        row = rows[-1]
+        assert row.error == ""
+        assert row_metadata(ServedModel(), row.prompt, "", 0)["tools"] == tools
+        said = [message["content"] for message in row.messages]
         assert said[1::2] == [f"More {i}." for i in range(len(said) // 2)]
-        for number, turn in enumerate(response.trajectory.turns, 1):
+        for number, turn in enumerate(row.turns, 1):
             decoder, draws = Decoder(model, Rules(8, [EOS], BANNED), slots=1), uniform_draws(3, i + number * ROW_STEP)
-            assert row[turn.start : turn.end] == [*turn.tokens] == one_response(decoder, row[: turn.start], draws, 8)
-        last = response.trajectory.turns[-1]
-        assert last.reward == len(said[-1]) or response.others
-        if response.logprobs is not None:
-            ids = torch.tensor([row])
+            given = one_response(decoder, row.tokens[: turn.start], draws, 8)
+            assert row.tokens[turn.start : turn.end].tolist() == [*turn.tokens] == given
+        last = row.turns[-1]
+        assert last.reward == len(said[-1]) or len(rows) > 1
+        if row.logprobs is not None:
+            ids = torch.from_numpy(row.tokens)[None]
             with torch.no_grad():
                 logits = model(ids).logits.index_fill(-1, torch.tensor(BANNED), -torch.inf)
             expected = logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[last.start - 1 :, 0]
-            start = last.start - len(response.prompt.tokens)
-            assert response.logprobs[start:] == pytest.approx(expected.tolist(), abs=1e-3)
-    assert {len(each.trajectory.turns) for each in found if each.trajectory} == {3}
-    assert (found[0].logprobs is None) == (engine == "transformers")
+            assert row.logprobs[last.start :] == pytest.approx(expected.numpy(), abs=1e-3)
+    assert {len(rows[-1].turns) for rows in found} == {3}
+    assert (found[0][-1].logprobs is None) == (engine == "transformers")
 
 
 def test_contexts_are_rows_of_one_conversation(agents: Callable[..., CapturedAgents], model: Any):
     """Three rows: the plan, and two that share a reply, which is trained once; more rows than slots at once."""
-    for i, response in enumerate(responses(model, agents("in_two_contexts"), 6)):
-        rows = [*response.others, response]
+    for i, rows in enumerate(conversations(model, agents("in_two_contexts"), 6)):
         assert len(rows) == 3
-        assert response.trajectory.messages[-2]["content"] == "right"
-        assert response.trajectory.turns[-1].reward == 1.5
-        assert all(row.trajectory and row.trajectory.later == 1.5 for row in response.others)
-        assert sum(len(row.trajectory.turns) for row in rows if row.trajectory) == 4
+        assert rows[-1].messages[-2]["content"] == "right"
+        assert rows[-1].turns[-1].reward == 1.5
+        assert sorted(turn.number for row in rows for turn in row.turns) == [0, 1, 2, 3]
+        assert max(turn.number for turn in rows[-1].turns) == 3, "the conversation ends with its last call"
         for row in rows:
-            assert sampled_of(row) == [token for turn in row.trajectory.turns for token in turn.tokens]
-        turns, whole = turns_of(rows), [row.trajectory for row in rows if row.trajectory]
-        assert sum(message["role"] == "assistant" for message in turns) == sum(len(each.turns) for each in whole)
+            assert sampled_of(row) == [token for turn in row.turns for token in turn.tokens]
+        turns = read_texts([tuple(replace(row, score=Score()) for row in rows)], TOKENIZER)[0]["turns"]
+        assert sum(message["role"] == "assistant" for message in turns) == 4
         users = [message["content"] for message in turns if message["role"] == "user"]
         assert users == ["Play." * (i % 3), "left", "right"]  # behind the plan's prompt and reply
-
-
-def turns_of(rows: list[Response]) -> list[dict[str, Any]]:
-    """The turns of a conversation, as samples.jsonl has them."""
-    parts = [row_of(row.prompt, row) for row in (rows[-1], *rows[:-1]) if row.prompt is not None]
-    whole = replace(join_rollouts(parts, 0), owners=torch.zeros(len(rows), dtype=torch.int64))
-    return list(read_texts(whole, unscored(whole), TOKENIZER, 1)[0]["turns"])
 
 
 @pytest.mark.parametrize(
@@ -123,15 +119,15 @@ def test_failures_and_limits_say_so(
 ):
     generation = {key: settings[key] for key in settings if key == "max_new_tokens"}
     agent = agents(name, **{key: value for key, value in settings.items() if key not in generation})
-    (found,) = responses(model, agent, 1, **generation)
-    assert (found.trajectory.truncated, bool(found.trajectory.error)) == (truncated, bool(error))
-    assert error in found.trajectory.error
+    (found,) = ends(model, agent, 1, **generation)
+    assert (found.truncated, bool(found.error)) == (truncated, bool(error))
+    assert error in found.error
     assert found.ended == (not error and not truncated)
 
 
 def test_a_limit_is_no_loss_although_clients_raise_an_oserror(agents: Callable[..., CapturedAgents], model: Any):
-    (found,) = responses(model, agents("converse", options={"turns": 3}, max_turns=2), 1)
-    assert (found.trajectory.truncated, found.trajectory.restarts) == ("environment.max_turns", 0)
+    (found,) = ends(model, agents("converse", options={"turns": 3}, max_turns=2), 1)
+    assert (found.truncated, found.restarts) == ("environment.max_turns", 0)
 
 
 @pytest.mark.timeout(120)
@@ -141,19 +137,19 @@ def test_interrupted_agents_end_at_once(agents: Callable[..., CapturedAgents], m
     talks = agent.begin({0: prompts_of(1)[0]}, lambda *_: None, seed=0)
     assert talks.next(wait=True)
     talks.close()
-    (found,) = responses(model, agent, 1)
-    assert (len(found.trajectory.turns), found.trajectory.error) == (2, "")
+    (found,) = ends(model, agent, 1)
+    assert (len(found.turns), found.error) == (2, "")
 
 
 @pytest.mark.timeout(120)
 def test_an_agent_that_hangs_up_leaves_no_slot_behind(agents: Callable[..., CapturedAgents], model: Any):
-    for response in responses(model, agents("impatient"), 2, generation_batch_size=2):
-        assert (len(response.trajectory.turns), response.trajectory.error) == (2, "")
+    for response in ends(model, agents("impatient"), 2, generation_batch_size=2):
+        assert (len(response.turns), response.error) == (2, "")
 
 
 def test_a_reward_may_be_posted_for_a_call(agents: Callable[..., CapturedAgents], model: Any):
-    (found,) = responses(model, agents("rewarding"), 1)
-    assert [turn.reward for turn in found.trajectory.turns] == [0.25, 0.0]
+    (found,) = ends(model, agents("rewarding"), 1)
+    assert [turn.reward for turn in found.turns] == [0.25, 0.0]
 
 
 def test_an_agent_that_cannot_be_imported_or_called_is_refused(agents: Callable[..., CapturedAgents]):

@@ -363,7 +363,7 @@ def test_rows_that_lack_of_memory_interrupts_start_again_with_the_same_draws(
     monkeypatch.setattr(model, "forward", functools.wraps(forward)(limited))
     found: list[tuple[int, list[int]]] = []
     given = [Prompt("", "", tokens) for tokens in prompts]
-    written_by.run(given, lambda i, response: found.append((i, response.tokens)), seed=7)
+    written_by.run(given, lambda i, rows: found.append((i, responses([*rows])[0])), seed=7)
     assert sorted(found) == list(enumerate(expected))  # each once
     assert (written_by.memory.count, written_by.memory.size) == (2, 2)
 

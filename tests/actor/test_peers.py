@@ -52,9 +52,9 @@ def test_a_loss_and_its_gradient(case: dict[str, Any]):
 
 
 def advantage_inputs(rewards: list[float], groups: list[int], values: Tensor, **settings: Any) -> AdvantageInputs:
-    scored, last = torch.ones(len(MASK), dtype=torch.bool), torch.full((len(MASK),), MASK.shape[1] + 1)
+    scored = torch.ones(len(MASK), dtype=torch.bool)
     zeros = torch.zeros_like(MASK)
-    given = torch.tensor(rewards), zeros, values, MASK, last, torch.tensor(groups), scored, scored, scored
+    given = torch.tensor(rewards), zeros, values, MASK, torch.tensor(groups), scored, scored, scored
     return AdvantageInputs(*given, **settings)
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from live_system import make_tokenizer
 from policy_training import load_checkpoint, states
-from rlhf_triton.actor.data.batch import PPOBatch
 from torch import Tensor
 
+from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
