@@ -16,11 +16,11 @@ import torch
 import triton_python_backend_utils as stub
 from live_system import make_tokenizer
 from recorded_run import RecordedRun
-from rlhf_triton.actor.data.rollout import PPOBatch
 from served_model import served_model
 from simulated_cuda.device import TOTAL_MEMORY, memory_limit
 from tiny_checkpoints import save_tiny
 
+from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.config import RunConfig
 from rlhf_triton.python_backend.models.card import Halving, OutOfMemory, card_bytes
 from rlhf_triton.store.durable import write_json
@@ -28,7 +28,7 @@ from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.tools import status
 from rlhf_triton.trainer.critic_update import UpdateReport
 from rlhf_triton.trainer.progress import SidecarProgress
-from tests.support.policy_training import TrainablePolicy, random_batch, rollout_of, trainable_policy, update_of
+from tests.support.policy_training import TrainablePolicy, random_batch, samples_of, trainable_policy, update_of
 
 CARD, DEVICE = 1, "cuda:1"
 LENGTHS, PROMPT = [9, 40, 12, 61, 33, 50, 18, 57], 3
@@ -106,7 +106,7 @@ def test_a_policy_that_does_not_fit_names_the_settings_to_change(checkpoint: Pat
 @pytest.mark.parametrize("reference", [False, True])
 def test_log_probs_that_do_not_fit_are_computed_in_halves(checkpoint: Path, reference: bool):
     policy = make_policy(checkpoint, kl_reference="actor", token_budget=1000)
-    rollout = rollout_of(make_batch(0), prompt=PROMPT)
+    rollout = samples_of(make_batch(0), prompt=PROMPT)
     policy.logprobs(rollout, reference=reference)
     expected, most = needed(lambda: policy.logprobs(rollout, reference=reference))
     halves = with_room_for(0.6 * most, lambda: policy.logprobs(rollout, reference=reference))

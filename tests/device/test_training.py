@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer
-from rlhf_triton.actor.data.rollout import PPOBatch
 from safetensors.torch import load_file
 from simulated_cuda.threads import recorded_launches
 from simulated_cuda.trace import Trace
@@ -16,6 +15,8 @@ from tiny_checkpoints import save_tiny
 from torch import Tensor, nn
 
 from rlhf_triton.actor.algorithms.method import Method
+from rlhf_triton.actor.data.batch import PPOBatch
+from rlhf_triton.actor.data.sample import rows_of
 from rlhf_triton.actor.generation.cache import shared_passes
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run import policies
@@ -32,8 +33,9 @@ from tests.device.test_critic_training import update_of as critic_update_of
 from tests.learning.test_policy_ranks import CASES as POLICY_CASES
 from tests.learning.test_policy_ranks import PROMPTS, batch_of
 from tests.learning.test_policy_ranks import settings_of as policy_settings
-from tests.support.policy_training import TrainablePolicy, random_batch, rollout_of, trainable_policy, update_of
+from tests.support.policy_training import TrainablePolicy, random_batch, samples_of, trainable_policy, update_of
 from tests.support.ranks import on_ranks, whole_tensors
+from tests.support.samples import logprobs_of
 from tests.support.settings import trainer_section
 
 LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
@@ -100,7 +102,7 @@ def test_log_probs_wait_once_a_micro_batch_and_for_the_inspection_of_shared_mask
     assert all("transformers" in place or "body(" in place for _, place in trace.where), trace.where
     assert trace.num_waits == 1
     policy, batch = make_policy(checkpoint, kl_reference="actor"), make_batch()
-    trace = traced(lambda: policy.logprobs(rollout_of(batch, prompt=PROMPT), reference=True))
+    trace = traced(lambda: policy.logprobs(samples_of(batch, prompt=PROMPT), reference=True))
     most = len(policy.plan(batch.lengths)) * WAITS_OF_A_REFERENCE + num_shared(policy, batch)
     assert trace.num_waits <= most, trace.where
     served = load_language_model(checkpoint, device="cuda:1", dtype="bfloat16", banned_token_ids=[3, 4])
@@ -196,8 +198,8 @@ def policy_session(ranks: Ranks, folder: Path, case: str, device: str) -> dict[s
         else:
             policy, update = kept(config, Method.of(section.algorithm, section.kl), ranks)
             policy.renew_sampler()
-            rollout = policy.generate(PROMPTS, seed=1)
-            found["logprobs"] = [policy.logprobs(rollout, reference=each).numpy() for each in (False, True)]
+            rows = rows_of(policy.generate(PROMPTS, seed=1))
+            found["logprobs"] = [logprobs_of(policy, rows, reference=each).numpy() for each in (False, True)]
             update.run(batch_of(1), seed=1, kl_coef=0.1)
             policy.renew_sampler()
             (state := folder / f"{case}, {device}").mkdir()

@@ -1,5 +1,6 @@
 """Policy training on several ranks: the results of one process, the sampler, and checkpoints of any number of ranks."""
 
+import asyncio
 import string
 import time
 from collections.abc import Callable
@@ -12,19 +13,21 @@ import numpy as np
 import pytest
 import torch
 from live_system import TEXTS, make_tokenizer
-from rlhf_triton.actor.data.rollout import PPOBatch, Prompt, Rollout
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import make_text_tokenizer
 from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.algorithms.method import Method
+from rlhf_triton.actor.data.batch import PPOBatch
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import padded, rows_of
 from rlhf_triton.actor.policy import policy as policy_module
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.policies import follow_rank_0, make_policy
 from rlhf_triton.config import RunConfig
-from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankFailed, Ranks
+from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankFailed, Ranks, as_tensor, value_of
 from rlhf_triton.learning.step import named_state
 from rlhf_triton.python_backend.models import adapters
 from rlhf_triton.python_backend.models.sharded_tensors import whole
@@ -134,10 +137,10 @@ def session(ranks: AnyRanks, folder: Path, case: str, idle_s: float = 0.0) -> di
     for step in (1, 2):
         policy.renew_sampler()
         ended.append(0)
-        rollout = policy.generate(PROMPTS, seed=step, finished=lambda *_: ended.append(ended.pop() + 1))
-        logprobs = policy.sampled_logprobs(rollout), policy.logprobs(rollout), policy.logprobs(rollout, reference=True)
-        found[f"rows of step {step}"] = [row.tolist() for row in rollout.rows()]
-        found[f"logprobs of step {step}"] = [tensor.numpy() for tensor in logprobs]
+        rows = rows_of(policy.generate(PROMPTS, seed=step, finished=lambda *_: ended.append(ended.pop() + 1)))
+        logprobs = policy.sampled_logprobs(rows), policy.logprobs(rows), policy.logprobs(rows, reference=True)
+        found[f"rows of step {step}"] = [row.tokens.tolist() for row in rows]
+        found[f"logprobs of step {step}"] = [padded(each).numpy() for each in logprobs]
         save_checkpoint(root, states(policy), {"step": step, "critic_step": step}, keep=5)
         found[f"weights of step {step}"] = weights_of(policy)
         time.sleep(idle_s)
@@ -171,7 +174,7 @@ def spoil_the_last_sampler(ranks: Ranks) -> None:
     Policy.follow_sampling = spoiled  # type: ignore[method-assign]
 
 
-def conversations(ranks: AnyRanks, folder: Path, name: str = "Countdown") -> list[dict[str, Any]] | None:
+def conversations(ranks: AnyRanks, folder: Path, name: str = "Countdown") -> list[list[dict[str, Any]]] | None:
     """What is known of conversations with an environment, some of which fail, and of their other rows."""
     settings = {"prompts_max_tokens": 100, "max_new_tokens": 6, "stop_strings": [*string.ascii_lowercase]}
     actor = actor_section(model=folder, **settings)
@@ -185,19 +188,14 @@ def conversations(ranks: AnyRanks, folder: Path, name: str = "Countdown") -> lis
     prompts = [Prompt(str(i // 2), "", np.array([5]), {**said, "turns": i % 4 - 1}) for i in range(9)]
     try:
         policy.renew_sampler()
-        rollout = policy.generate(prompts, seed=3)
-        assert torch.equal(policy.sampled_logprobs(rollout), rollout.logprobs)  # which no forward pass contradicts
+        found = policy.generate(prompts, seed=3)
+        rows = rows_of(found)
+        known = zip(policy.sampled_logprobs(rows), rows, strict=True)
+        assert all(each is row.logprobs for each, row in known), "no forward pass contradicts them"
     finally:
         policy.close()
-    found = [{name: getattr(part, name) for name in Rollout.__annotations__} for part in (rollout, *rollout.others)]
-    return [
-        {
-            "metadata": [prompt.metadata for prompt in part.pop("prompts")],
-            **{name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in part.items()},
-        }
-        for part in found
-        if part.pop("others") is not None
-    ]
+    return [[value_of(as_tensor(row)) for row in conversation] for conversation in found]
+
 
 
 def weights_of(policy: Policy) -> list[np.ndarray]:
@@ -304,13 +302,36 @@ def test_a_run_on_ranks_is_that_of_one_process(folder: Path, size: int, case: st
 def test_conversations_on_ranks_are_those_of_one_process(folder: Path, template: str):
     """Also where a template changes replies, so that each turn begins a row."""
     one, (found, _) = conversations(ALONE, folder / template), on_ranks(2, conversations, folder / template)
-    for ours, theirs in zip(found, one, strict=True):
-        for mine, others in zip(ours.pop("logprobs"), theirs.pop("logprobs"), strict=True):
-            assert mine == pytest.approx(others, abs=1e-4)
+    rows = [row for conversation in one for row in conversation]
+    for ours, theirs in zip((row for conversation in found for row in conversation), rows, strict=True):
+        assert ours.pop("logprobs") == pytest.approx(theirs.pop("logprobs"), abs=1e-4)
         assert ours == theirs
-    assert {bool(trajectory.error) for trajectory in one[0]["trajectories"]} == {False, True}
-    assert max(len(trajectory.turns) for trajectory in one[0]["trajectories"]) == (2 if len(one) == 1 else 1)
-    assert (len(one) > 1) == (template == "changes replies")
+    assert {bool(row["error"]) for row in rows} == {False, True}
+    is_one = template != "changes replies"
+    assert max(len(row["turns"]) for row in rows) == 1 + is_one
+    assert (len(rows) == len(one)) == is_one
+
+
+def after_an_abandoned_rollout(ranks: AnyRanks, folder: Path) -> list[list[int]] | None:
+    config = RunConfig(actor=settings_of(folder, "ppo", max_new_tokens=6, generation_batch_size=2))
+    if isinstance(ranks, Ranks) and ranks.rank:
+        follow_rank_0(config, ranks)
+        return None
+    policy, _ = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), ranks)
+    policy.renew_sampler()
+
+    def cancelled(*_: Any) -> None:
+        raise asyncio.CancelledError
+
+    if isinstance(ranks, Ranks):
+        with pytest.raises(asyncio.CancelledError):
+            policy.generate([Prompt(str(i), "", np.asarray([20 + i])) for i in range(16)], seed=1, finished=cancelled)
+    rows = rows_of(policy.generate([Prompt(str(i), "", np.asarray([5, 6, 7 + i])) for i in range(16)], seed=2))
+    return [row.tokens.tolist() for row in rows]
+
+
+def test_an_abandoned_rollout_leaves_no_row_to_the_next(folder: Path):
+    assert on_ranks(2, after_an_abandoned_rollout, folder)[0] == after_an_abandoned_rollout(ALONE, folder)
 
 
 def test_an_environment_that_one_rank_cannot_start_ends_them_all(folder: Path):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer, scoring_inputs
-from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from safetensors.torch import load_file
 from served_model import served_model
 from tiny_checkpoints import POSITIONS, save_tiny
@@ -17,7 +16,8 @@ from tiny_tokenizers import save_chat_policy
 from triton_python_backend_utils import Request
 
 from rlhf_triton.actor.data.prompt_files import PromptError
-from rlhf_triton.actor.data.prompt_reader import PromptReader, read_prompts
+from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, read_prompts
+from rlhf_triton.actor.data.sample import Sample, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import ActorSection, RunConfig
@@ -29,6 +29,7 @@ from rlhf_triton.python_backend.models.precision import in_float32
 from rlhf_triton.tools import render as render_reference
 from rlhf_triton.wire.contract import LOGPROBS, REFERENCE
 from tests.python_backend.test_models import LIMIT, MODELS, TOLERANCE, models, save
+from tests.support.samples import logprobs_of, tokens_of
 from tests.support.settings import actor_section, nested
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 9))]
@@ -62,10 +63,10 @@ def make_policy(folder: Path, **settings: Any) -> Policy:
     return Policy.of(actor_section(**{**limits, **settings}))
 
 
-def by_hand(model: Any, rollout: Rollout, banned: list[int]) -> torch.Tensor:
+def by_hand(model: Any, rows: list[Sample], banned: list[int]) -> torch.Tensor:
     """Log-probs `[B, S-1]` of the whole rows: a float32 model under autocast, its head in float32."""
-    tokens = rollout.tokens.to(model.device)
-    attention = (torch.arange(tokens.shape[1]) < rollout.lengths[:, None]).long().to(model.device)
+    tokens, lengths = tokens_of(rows).to(model.device), torch.tensor([[len(row.tokens)] for row in rows])
+    attention = (torch.arange(tokens.shape[1]) < lengths).long().to(model.device)
     with torch.no_grad(), torch.autocast(model.device.type, dtype=torch.bfloat16):
         hidden = model.base_model(input_ids=tokens, attention_mask=attention, use_cache=False)[0][:, :-1]
     with torch.no_grad():
@@ -86,13 +87,13 @@ def test_frozen_matrices_are_held_in_bfloat16_and_nothing_else_changes(
 ):
     exact = make_policy(save_policy(tmp_path, family), precision="float32", kl_coef=0)
     policy = make_policy(tmp_path, **settings)
-    rollout = policy.generate(PROMPTS, seed=1)
+    rollout = rows_of(policy.generate(PROMPTS, seed=1))
     assert not caplog.text, "our decoding is used"
-    assert rollout.logprobs is not None
-    torch.testing.assert_close(rollout.logprobs, policy.logprobs(rollout), atol=0.02, rtol=0)
+    for row, logprobs in zip(rollout, policy.logprobs(rollout), strict=True):
+        np.testing.assert_allclose(row.logprobs, logprobs, atol=0.02, rtol=0)
     expected = by_hand(exact.model, rollout, policy.banned_ids)
     for reference in (False, True):
-        found = policy.logprobs(rollout, reference=reference)
+        found = logprobs_of(policy, rollout, reference=reference)
         bound = 0 if policy.model.device.type == "cpu" else CARD_BOUND
         torch.testing.assert_close(found[found != 0], expected[found != 0], rtol=0, atol=bound)
     for model in (policy.model, policy.sampler, policy.reference):
@@ -101,7 +102,7 @@ def test_frozen_matrices_are_held_in_bfloat16_and_nothing_else_changes(
             assert parameter.dtype == (torch.float32 if is_float32 else torch.bfloat16), name
     causal = policy.model.get_base_model() if "lora_rank" in settings else policy.model
     with torch.no_grad(), policy.computing():
-        logits = causal(input_ids=rollout.tokens[:1].to(policy.model.device)).logits
+        logits = causal(input_ids=tokens_of(rollout)[:1].to(policy.model.device)).logits
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.bfloat16().float())
 
@@ -122,16 +123,16 @@ def test_ways_to_compute_are_compared_in_float32(tmp_path: Path):
 
 def test_an_update_reaches_a_bfloat16_sampler(tmp_path: Path):
     policy = make_policy(save_policy(tmp_path), one_step_off_policy=True, kl_coef=0)
-    rollout = policy.generate(PROMPTS, seed=1)
-    before = policy.logprobs(rollout)
+    rollout = rows_of(policy.generate(PROMPTS, seed=1))
+    before = logprobs_of(policy, rollout)
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter *= 1.5
-    assert torch.equal(policy.logprobs(rollout), before)
+    assert torch.equal(logprobs_of(policy, rollout), before)
     policy.renew_sampler()
     exact = make_policy(tmp_path, kl_coef=0)
     exact.model.load_state_dict(policy.model.state_dict())
-    assert torch.equal(policy.logprobs(rollout), exact.logprobs(rollout))
+    assert torch.equal(logprobs_of(policy, rollout), logprobs_of(exact, rollout))
 
 
 @pytest.mark.parametrize(
@@ -156,12 +157,11 @@ def test_a_served_reference_computes_as_the_actor_does(
     served = load_language_model(
         folder, device=policy.settings.device, dtype="bfloat16", banned_token_ids=policy.banned_ids
     )
-    rollout = policy.generate(PROMPTS, seed=1)
-    for i, row in enumerate(rollout.rows()):
-        one = rollout.select(torch.tensor([i]))
-        found, start = torch.from_numpy(served.logprobs([row])[0]), PROMPTS[i].tokens.size - 1
-        expected = policy.logprobs(one)[0]
-        torch.testing.assert_close(found[start : len(row) - 1], expected[start : len(row) - 1], atol=1e-5, rtol=0)
+    rollout = rows_of(policy.generate(PROMPTS, seed=1))
+    for row in rollout:
+        found, start = served.logprobs([row.tokens])[0], row.prompt.tokens.size
+        (expected,) = policy.logprobs([row])
+        np.testing.assert_allclose(found[start - 1 : len(row.tokens) - 1], expected[start:], atol=1e-5, rtol=0)
 
 
 # ---- merged weights ----
@@ -238,12 +238,11 @@ def test_a_policy_that_rows_may_outgrow_is_refused_at_the_start(tmp_path: Path, 
 @pytest.mark.parametrize("decoding", ["slots", "transformers"])
 def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str, decoding: str):
     policy = policy_of(tmp_path, model, length=LIMIT, engine=decoding, min_new_tokens=LIMIT - 6)
-    rollout = policy.generate(SHORT_PROMPTS, seed=0, greedy=True)
-    assert rollout.lengths.tolist() == [LIMIT, LIMIT - 5, LIMIT - 3]
-    together = policy.logprobs(rollout)
-    for i, length in enumerate(rollout.lengths.tolist()):
-        row = rollout.tokens[i : i + 1, :length]
-        start = int(rollout.prompt_lengths[i])
+    rollout = rows_of(policy.generate(SHORT_PROMPTS, seed=0, greedy=True))
+    assert [len(row.tokens) for row in rollout] == [LIMIT, LIMIT - 5, LIMIT - 3]
+    together = logprobs_of(policy, rollout)
+    for i, sample in enumerate(rollout):
+        row, length, start = torch.from_numpy(sample.tokens)[None], len(sample.tokens), len(sample.prompt.tokens)
         mask = torch.arange(length - 1)[None] >= start - 1
         alone, _ = policy.token_logprobs(policy.model, row, torch.tensor([length]), mask)
         torch.testing.assert_close(together[i : i + 1, : length - 1], alone.cpu(), atol=TOLERANCE, rtol=0)
@@ -255,7 +254,7 @@ def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str, decoding: 
 @pytest.mark.parametrize("model", ["llama", "qwen2", "phi3"])
 def test_positions_that_are_computed_have_no_end(tmp_path: Path, model: str):
     policy = policy_of(tmp_path, model, length=POSITIONS + 1)
-    assert torch.isfinite(policy.logprobs(policy.generate(SHORT_PROMPTS[:1], seed=0))).all()
+    assert torch.isfinite(logprobs_of(policy, rows_of(policy.generate(SHORT_PROMPTS[:1], seed=0)))).all()
 
 
 # ---- tokens that the model has no embedding for ----
@@ -271,7 +270,7 @@ def test_a_padding_token_beyond_the_embeddings_is_not_used(tmp_path: Path, famil
     tokenizer.save_pretrained(tmp_path)
     policy = Policy.of(actor_section(model=tmp_path, prompts_max_tokens=6, max_new_tokens=8, engine=decoding))
     assert (tokenizer.pad_token_id, policy.pad_id, policy.banned_ids) == (policy.vocab_size, 1, [])
-    assert torch.isfinite(policy.logprobs(policy.generate(SHORT_PROMPTS, seed=0))).all()
+    assert torch.isfinite(logprobs_of(policy, rows_of(policy.generate(SHORT_PROMPTS, seed=0)))).all()
     assert render_reference._banned_token_ids(tmp_path) == "[]"  # or the actor refuses the served reference
 
 
@@ -282,8 +281,8 @@ def test_a_served_reference_leaves_out_what_the_tokenizer_lacks(tmp_path: Path):
     config = RunConfig.model_validate(
         {"run": {"dir": tmp_path}, "actor": actor, "reference": {"model": tmp_path / "policy"}}
     )
-    rollout = Policy.of(actor_section(model=tmp_path / "policy", max_new_tokens=8)).generate(SHORT_PROMPTS, seed=0)
-    row = rollout.rows()[0]
+    policy = Policy.of(actor_section(model=tmp_path / "policy", max_new_tokens=8))
+    row = policy.generate(SHORT_PROMPTS, seed=0)[0][0].tokens
     unknown = np.array([3, 165, 4])
     own = load_language_model(tmp_path / "policy", banned_token_ids=[0, 1, *range(160, 176)]).logprobs([row, unknown])
     with served_model(config, REFERENCE) as served:

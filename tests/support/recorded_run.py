@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from live_system import make_tokenizer
-from rlhf_triton.actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, Trajectory
 from safetensors.torch import save_file
 
 from rlhf_triton.actor.algorithms.batch import make_batch
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.data.sample import Group, conversations_of
 from rlhf_triton.actor.policy.checkpoint import RunState
 from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.settings import SETTINGS_FILE
@@ -23,6 +26,7 @@ from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.config import ActorSection, RunConfig
 from rlhf_triton.store.durable import write_json
 from tests.support.prompts import one_prompt
+from tests.support.samples import a_sample, groups_of, rewarded
 from tests.support.settings import nested
 
 NUM_ROWS, WIDTH = 4, 8
@@ -54,9 +58,9 @@ class RecordedRun:
     """A run without a critic, recorded step by step: its rewards are those of the steps' numbers, over ten."""
 
     def __init__(
-        self, folder: Path, *, device: str = "cpu", trajectories: list[Trajectory] | None = None, **actor: Any
+        self, folder: Path, *, device: str = "cpu", talks: Sequence[Mapping[str, Any]] | None = None, **actor: Any
     ) -> None:
-        self._trajectories = trajectories
+        self._talks = talks  # what is known of each row beside its tokens
         given = {
             "algorithm_name": "grpo",
             "responses_per_prompt": 2,
@@ -96,16 +100,15 @@ class RecordedRun:
     def steps(self, *numbers: int) -> RecordedRun:
         """Record these steps."""
         for step in numbers:
-            scored = self._scored(step / 10)
-            batch = make_batch(scored, self._method, self._shaper, kl_coef=0.0, responses_per_prompt=2)
+            groups = self._groups(step / 10)
+            batch = make_batch(groups, self._method, self._shaper, kl_coef=0.0)
             measured = {"timers/generate": 0.5, "timers/step_time": 1.0}
-            asyncio.run(self._recorder.log_step(step, scored, scored, batch, measured))
+            asyncio.run(self._recorder.log_step(step, groups, [], batch, measured))
         return self
 
     def validated(self, when: str, step: int, reward: float) -> RecordedRun:
         """Record a validation."""
-        scored = self._scored(reward)
-        result = Validation(scored.rollout, scored.scores, 0.25, None, scored)
+        result = Validation(conversations_of(self._groups(reward)), 0.25, None)
         asyncio.run(self._recorder.log_validation(when, step, result, seconds=0.1))
         return self
 
@@ -115,13 +118,12 @@ class RecordedRun:
         asyncio.run(self._recorder.finish(scorer, 2.0, steps=steps))
         return self.config.run.dir
 
-    def _scored(self, reward: float) -> ScoredRollout:
-        tokens = torch.randint(3, len(TOKENIZER), (NUM_ROWS, WIDTH), generator=torch.Generator().manual_seed(0))
-        starts = [TOKENIZER.decode(row[:2]) for row in tokens]
-        prompts = [Prompt(str(i), starts[i], tokens[i, :2].numpy()) for i in range(NUM_ROWS)]
-        lengths, ended = torch.full((NUM_ROWS,), WIDTH), torch.ones(NUM_ROWS).bool()
-        rollout = Rollout(prompts, tokens, lengths, torch.full((NUM_ROWS,), 2), ended, None, None, self._trajectories)
-        rewards = torch.full((NUM_ROWS,), reward)
-        scores = Scores(rewards, torch.zeros(NUM_ROWS, WIDTH), torch.full((NUM_ROWS,), -1), ended, [])
-        logprobs = torch.zeros(NUM_ROWS, WIDTH - 1) if self.config.actor.kl.uses_reference else None
-        return ScoredRollout(rollout, scores, logprobs, logprobs)
+    def _groups(self, reward: float) -> list[Group]:
+        tokens = torch.randint(3, len(TOKENIZER), (NUM_ROWS, WIDTH), generator=torch.Generator().manual_seed(0)).numpy()
+        nothing = np.zeros(WIDTH, np.float32) if self.config.actor.kl.uses_reference else None
+        rows = []
+        for i, talk in enumerate(self._talks or [{}] * NUM_ROWS):
+            row = a_sample(tokens[i].tolist(), 2, name=str(i), score=rewarded(reward), **talk)
+            prompt = replace(row.prompt, text=TOKENIZER.decode(tokens[i, :2]))
+            rows.append(replace(row, prompt=prompt, policy_logprobs=nothing, ref_logprobs=nothing))
+        return groups_of(rows, 2)
